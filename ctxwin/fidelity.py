@@ -1,4 +1,4 @@
-"""`Fidelity`: which approximations a window may use. A pure value; `ctxwin.profiles.resolve` looks up what ``auto`` means."""
+"""`Fidelity`: the approximations that a window may use. A pure value; `ctxwin.profiles.resolve` resolves ``auto``."""
 
 from __future__ import annotations
 
@@ -11,41 +11,42 @@ Lane = Literal["computed", "resident", "survivor", "orbit", "patched", "formed",
 Reference = Literal["stricter", "window", "stream", "nearer"]
 LANES: tuple[Lane, ...] = get_args(Lane)
 KV_ONLY: tuple[Lane, ...] = ("patched", "orbit", "partial", "merged")
-"""Lanes that change KV and say nothing of the states that a hybrid's recurrent layers keep."""
+"""Lanes that change KV but not the states of a hybrid's recurrent layers."""
 
 
 class Fidelity(BaseModel):
-    """How close to a full re-prefill a window must stay.
+    """Required closeness of a window to a full re-prefill.
 
     Attributes:
         mode: ``exact`` serves only KV with exactly the provenance a re-prefill would have; ``patched`` also survivors,
             patches and (with ``orbit``) orbit patches; ``blind`` canonicals only; ``auto`` follows the model's profile.
-            Without one it begins ``exact``, and admits what audits of its own answers show to be safe (`ctxwin.trust`).
-        rank: rank of stored patches, of a hybrid's states in each recurrent layer too; None where ``bytes_share`` decides.
+            Without one it begins ``exact``, and admits lanes that audits of its own answers show to be safe (`ctxwin.trust`).
+        rank: rank of stored patches, also of a hybrid's states in each recurrent layer; None if ``bytes_share`` decides.
         bytes_share: largest share of a chunk's bf16 KV bytes a patch may take; overrides ``rank``.
         layers: ``all``, or ``deep`` for the deeper half only (Kamera, appendix C.3); of a shared basis, those it covers.
         layout: ``joint``: every patch has directions of its own. ``shared``: patches are coefficients over directions that
             all patches of the model share (`ctxwin.profiles`), ``rank`` numbers a token; a window of a model without a basis
             is refused.
         basis: id of the shared basis; always that of the model where a window opens, whatever is given.
-        survivors: what happens to a chunk whose antecedents left: ``keep`` rotates it as it is, ``slid`` only where those were
-            the first in front of it, as when a window slides (it re-forms others), ``removal`` corrects it with a removal
-            patch (formed by one forward, served from the next ask on), ``refresh`` re-forms it.
-        orbit: whether one patch may serve every order of its antecedents: one that `Window.prepare_orbit` formed, or the
-            mean over the orders met. Wrong by definition where the answer depends on the order, so off by default.
-        recompute: the first tokens of each picture that are computed in context, beside all text, where a chunk stands behind
-            neighbours it has no KV for; the rest of it is its canonical (MPIC-k; the paper takes 32). None: never.
-        merge: share of its slots that a chunk keeps when it is merged (Elastic Cache): by `Window.merge`, and what was evicted,
-            while bytes are short, in `Window.compress`. None: never.
-        eliminate: with it: while an answer is generated over merged chunks no larger share of all tokens is held; beyond that
-            the token 25 behind the newest is dropped. On transformers only: vLLM keeps every token that it has computed.
-        audit: share of asks that are audited: replayed in the background as they were served, and as a re-prefill of what is
-            placed, along the answer that was given; where something survives also as a re-prefill of what was seen.
-        kl_budget: mean KL(re-prefill || served) a token, in nats, above which the chunks that were served approximately fall
+        survivors: treatment of a chunk whose antecedents were evicted: ``keep`` only rotates it; ``slid`` does so only if they
+            were the first of those before it, as after a slide, and forms it again otherwise; ``removal`` corrects it with a
+            removal patch (formed by one forward, served from the next ask on); ``refresh`` forms it again.
+        orbit: one patch may serve every order of its antecedents: one formed by `Window.prepare_orbit`, or the mean over the
+            observed orders. Wrong by definition if the answer depends on the order, so off by default.
+        recompute: number of first tokens of each picture that are computed in context, in addition to all text, if a chunk
+            follows neighbours it has no KV for; its other tokens are its canonical (MPIC-k; the paper takes 32). None: never.
+        merge: share of its slots that a chunk keeps when it is merged (Elastic Cache): by `Window.merge`, and for evicted
+            chunks in `Window.compress` if bytes are needed. None: never.
+        eliminate: with ``merge``: an answer over merged chunks keeps the same share of all tokens while it is generated; beyond
+            that the token 25 before the newest is dropped. On transformers only: vLLM keeps every token that it has computed,
+            and a window with ``merge`` and this does not open there.
+        audit: share of asks that are audited: replayed in the background as they were served, and as a re-prefill of the placed
+            chunks, along the answer that was given; if there are survivors also as a re-prefill of all chunks seen.
+        kl_budget: mean KL(re-prefill || served) per token, in nats, above which the chunks that were served approximately fall
             back to exact in that window. None: audits report, and nothing falls back.
-        reference: what audits go by: the ``stricter`` of both re-prefills, that of what is placed (``window``), that of what was
-            seen (``stream``), or the ``nearer`` one, where an answer may remember what has left. An answer that a re-prefill
-            of what is placed gives as well counts as changed by ``stream`` only: exact serving would give no other.
+        reference: reference of audits: the ``stricter`` of both re-prefills, that of the placed chunks (``window``), that of all
+            chunks seen (``stream``), or the ``nearer`` one, if an answer may remember evicted chunks. An answer equal to that of
+            a re-prefill of the placed chunks counts as changed by ``stream`` only: exact serving would give the same.
         forbid: lanes that must not be used.
     """
 
@@ -72,33 +73,33 @@ class Fidelity(BaseModel):
 
     @model_validator(mode="after")
     def _lanes(self) -> Fidelity:
-        # Something must always be able to serve a chunk.
+        # At least one lane must always be able to serve a chunk.
         if {"computed", "formed"} & set(self.forbid):
             raise ValueError(f"forbid must leave computed and formed allowed, got {self.forbid}")
         return self
 
     @property
     def patch_name(self) -> str:
-        """What distinguishes one stored patch of the same provenance from another.
+        """Part of a patch's key that distinguishes patches of the same provenance.
 
-        Patches over a shared basis also carry its id, so that those of another basis are never found.
+        It includes the id of a shared basis, so that patches over another basis are never found.
         """
         size = f"share={self.bytes_share}" if self.patch_rank is None else f"rank={self.rank}"
-        over = "" if self.layout == "joint" else f",layout={self.layout},basis={self.basis}"
-        return f"{size},layers={self.layers}{over}"
+        basis = "" if self.layout == "joint" else f",layout={self.layout},basis={self.basis}"
+        return f"{size},layers={self.layers}{basis}"
 
     @property
     def patch_rank(self) -> int | None:
-        """``rank``, or None where ``bytes_share`` decides."""
+        """``rank``, or None if ``bytes_share`` decides."""
         return self.rank if self.bytes_share is None else None
 
     @property
     def keeps_survivors(self) -> bool:
-        """Whether a chunk whose antecedents left may be served as it is."""
+        """True if a chunk whose antecedents were evicted may be served unchanged."""
         return self.survivors in ("keep", "slid")
 
     def allows(self, lane: Lane) -> bool:
-        """Whether this (resolved) fidelity may serve ``lane``."""
+        """Return True if this (resolved) fidelity may serve ``lane``."""
         if lane in self.forbid:
             return False
         if self.mode == "exact":

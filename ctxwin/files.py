@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole."""
+"""Atomic replacement of files."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def atomic_write(
     mode: int = 0o666,
     temporary: Path | None = None,
 ) -> Path:
-    """Writes ``path`` as a whole: a reader sees the old bytes or the new ones, also after a crash.
+    """Write ``path`` atomically: a reader sees the old bytes or the new ones, also after a crash.
 
-    Missing parent folders are made. Concurrent writers may share a process or only a network folder.
+    Missing parent folders are created. Concurrent writers may share a process or only a network folder.
 
     Args:
         data: the bytes, or parts of them in order.
-        durable: waits until the bytes are on the disk before the file takes its name, and then for the name.
+        durable: wait until the bytes are on the disk before the file is renamed, and then for the rename.
         mode: permissions of a new file, less the umask.
-        temporary: where the bytes wait for their name, on the same file system; by default beside ``path``.
+        temporary: path of the temporary file, on the same file system; default: beside ``path``.
 
-    Returns ``path``. Raises OSError; nothing is left behind then.
+    Returns ``path``. Raises OSError; the temporary file is removed then.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary or path.with_suffix(f".{uuid4().hex}.tmp")
@@ -46,7 +46,7 @@ def atomic_write(
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes renames within ``folder`` survive a power cut; raises OSError."""
+    """Make renames within ``folder`` survive a power cut; raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

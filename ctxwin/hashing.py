@@ -50,7 +50,7 @@ def _feed(h: _Hash, value: Any) -> None:
 
 
 def digest(*parts: Any) -> str:
-    """The hexadecimal SHA-256 of ``parts``; raises TypeError for a type that has no canonical form."""
+    """Return the hexadecimal SHA-256 of ``parts``; raises TypeError for a type without a canonical form."""
     h = hashlib.sha256()
     _feed(h, list(parts))
     return h.hexdigest()

@@ -1,10 +1,11 @@
-"""Decoding of images (Pillow) and videos (OpenCV) to RGB arrays, and the lossless form sources are kept in.
+"""Decoding of images (Pillow) to RGB arrays, limits of pictures and videos, and lossless storage of sources.
 
-Pillow and OpenCV are imported where they are used, so that ``import ctxwin`` loads neither.
+Pillow is imported where it is used, so that ``import ctxwin`` does not load it. Videos: `ctxwin.video`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import struct
 import warnings
@@ -13,32 +14,58 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.errors import BadMedia
-from ctxwin.extras import optional_imports
 from ctxwin.hashing import digest
 
 if TYPE_CHECKING:
     import numpy as np
+    from PIL import Image
 
 MAX_PIXELS = 100_000_000  # of one image; read from its header before it is decoded
 MAX_FRAMES = 4096
 MAX_VIDEO_PIXELS = 1_000_000_000  # of all frames together; three bytes each
 FPS = (1e-3, 1000.0)  # sane rates of a video, in frames per second
 MAX_SECONDS = 86_400.0
-# In other formats (TIFF, PSD, EPS ...) a small file can name buffers of any size, or start programs.
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "PPM")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "PPM", "AVIF")
+"""Pillow's names of the formats that are read. In others (TIFF, ICO, PSD, EPS ...) a small file can name buffers of any size,
+is decoded to be opened, or starts programs."""
+_SIGNATURES = (  # of common files that are refused by name: offset, bytes, name
+    (0, b"II*\0", "a TIFF"),
+    (0, b"MM\0*", "a TIFF"),
+    (0, b"II+\0", "a TIFF"),
+    (0, b"MM\0+", "a TIFF"),
+    (0, b"\0\0\1\0", "an ICO"),
+    (0, b"icns", "an ICNS"),
+    (0, b"8BPS", "a PSD"),
+    (0, b"%!PS", "an EPS"),
+    (0, b"%PDF", "a PDF"),
+    (0, b"\0\0\0\x0cjP  ", "a JPEG 2000"),
+    (0, b"\xff\x4f\xff\x51", "a JPEG 2000"),
+    (0, b"\xff\x0a", "a JPEG XL"),
+    (0, b"\0\0\0\x0cJXL ", "a JPEG XL"),
+    (0, b"qoif", "a QOI"),
+    (0, b"DDS ", "a DDS"),
+    (4, b"ftyphei", "a HEIC"),
+    (4, b"ftyphev", "a HEIC"),
+    (4, b"ftypmif1", "a HEIF"),
+    (4, b"ftypmsf1", "a HEIF"),
+    (0, b"<svg", "an SVG"),
+    (0, b"<?xml", "an XML"),
+    (0, b"<!DOCTYPE", "an HTML"),
+    (0, b"<html", "an HTML"),
+)
 _MAX_SCANS = 64  # of a progressive JPEG: each is a pass over the whole image; usual files have ten
 _FRAMES = b"CTXWFRM1"
 
 
 def pixels_digest(frames: np.ndarray) -> str:
-    """Identity of RGB frames ``[F, H, W, 3]`` uint8: bytes with shape, dtype and mode."""
+    """Return the identity of RGB frames ``[F, H, W, 3]`` uint8: bytes with shape, dtype and mode."""
     import numpy as np
 
     return digest("pixels", "RGB", "uint8", list(frames.shape), np.ascontiguousarray(frames).tobytes())
 
 
 def check_size(width: int, height: int) -> None:
-    """Raises BadMedia for an image that is empty or over `MAX_PIXELS`."""
+    """Raise BadMedia for an image that is empty or over `MAX_PIXELS`."""
     if width < 1 or height < 1:
         raise BadMedia(f"an image must not be empty, got {width}x{height} pixels")
     if width * height > MAX_PIXELS:
@@ -46,7 +73,7 @@ def check_size(width: int, height: int) -> None:
 
 
 def check_rate(fps: float | None, frames: int = 0) -> None:
-    """Raises BadMedia for a rate outside `FPS`, more than `MAX_FRAMES`, or a video longer than `MAX_SECONDS`."""
+    """Raise BadMedia for a rate outside `FPS`, more than `MAX_FRAMES`, or a video longer than `MAX_SECONDS`."""
     if fps is not None and not FPS[0] <= fps <= FPS[1]:
         raise BadMedia(f"fps must be from {FPS[0]:g} to {FPS[1]:g}, got {fps:g}")
     if frames > MAX_FRAMES:
@@ -56,10 +83,10 @@ def check_rate(fps: float | None, frames: int = 0) -> None:
 
 
 def as_rgb(image: Any) -> np.ndarray:
-    """``[H, W, 3]`` uint8 RGB of a path, encoded bytes, PIL image or array.
+    """Return ``[H, W, 3]`` uint8 RGB of a path, encoded bytes, PIL image or array: the pixels that vLLM decodes from the file.
 
-    Raises BadMedia: empty, undecodable, over `MAX_PIXELS`, or of another format than PNG, JPEG, WebP, GIF, BMP and PPM
-    (open those with Pillow and pass its image). Sizes are read from the header, before anything is decoded.
+    Raises BadMedia: empty, undecodable, over `MAX_PIXELS`, of more than 8 bits a channel, or of a format that is not among
+    `FORMATS` (open those with Pillow and pass its image). Sizes are read from the header, before anything is decoded.
     """
     import numpy as np
     from PIL import Image
@@ -72,102 +99,83 @@ def as_rgb(image: Any) -> np.ndarray:
             )
         check_size(image.shape[1], image.shape[0])
         return np.ascontiguousarray(image)
+    picture = image if isinstance(image, Image.Image) else open_picture(image)
+    check_size(*picture.size)
     try:
-        picture = image if isinstance(image, Image.Image) else _opened(image)
-        check_size(*picture.size)
-        return np.ascontiguousarray(np.asarray(picture.convert("RGB")))
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        name = repr(str(image)) if isinstance(image, str | Path) else "an image in memory"
-        raise BadMedia(f"an image must be decodable, got {name}: {error}") from error
+        return np.ascontiguousarray(np.asarray(to_rgb(picture)))
+    except (BadMedia, MemoryError):
+        raise
+    except Exception as error:  # Pillow's decoders raise whatever a broken file leads them to
+        raise BadMedia(f"an image must be decodable, got {_name(image)}: {error or type(error).__name__}") from error
 
 
-def _opened(media: Any) -> Any:
-    """A Pillow image whose header was read; raises BadMedia for another format, or a JPEG of too many scans."""
+def to_rgb(picture: Image.Image) -> Image.Image:
+    """Return the picture upright, on white, as RGB; of an animation the current frame, the first of a file.
+
+    These are vLLM's steps for a picture of a chat, in their order. Pillow's errors pass through; BadMedia for more than 8
+    bits a channel, of which Pillow shows all above 255 as white.
+    """
+    from PIL import Image, ImageOps
+
+    if picture.mode.startswith("I") or picture.mode == "F":
+        raise BadMedia(
+            f"an image must have at most 8 bits a channel, got one of mode {picture.mode}; a model would see all above 255 "
+            "as white. Scale it first, e.g. Image.fromarray((np.asarray(image) / 257).astype('uint8')) for 16 bits"
+        )
+    with contextlib.suppress(Exception):  # a broken EXIF block has no effect; broken pixels raise below
+        picture = ImageOps.exif_transpose(picture)
+    picture.load()
+    if picture.mode in ("La", "RGBa"):
+        picture = picture.convert(picture.mode.upper())
+    if picture.mode in ("RGBA", "LA", "PA") or (picture.mode != "RGB" and "transparency" in picture.info):
+        picture = picture.convert("RGBA")
+        white = Image.new("RGB", picture.size, "white")
+        white.paste(picture, mask=picture.getchannel("A"))
+        return white
+    return picture.convert("RGB")
+
+
+def open_picture(media: str | Path | bytes | bytearray, formats: Sequence[str] = FORMATS) -> Image.Image:
+    """Open a Pillow image and read its header; raises BadMedia for another format, or a JPEG with too many scans."""
     from PIL import Image, UnidentifiedImageError
 
     if not isinstance(media, str | Path | bytes | bytearray):
         raise BadMedia(f"an image must be a path, PIL image, HxWx3 uint8 array or bytes, got {type(media).__name__}")
     if isinstance(media, str | Path) and not Path(media).is_file():
         raise BadMedia(f"an image path must be a readable file, got {str(media)!r}")
-    if not media:
+    try:
+        raw = Path(media).read_bytes() if isinstance(media, str | Path) else bytes(media)
+    except OSError as error:
+        raise BadMedia(f"an image path must be a readable file, got {str(media)!r}: {error}") from error
+    if not raw:
         raise BadMedia("an image must not be empty, got 0 bytes")
+    Image.init()
+    names = [name for name in formats if name in Image.OPEN]  # AVIF is not in every Pillow
+    if raw.startswith(b"\xff\xd8") and (scans := raw.count(b"\xff\xda")) > _MAX_SCANS:
+        raise BadMedia(f"a progressive JPEG must have at most {_MAX_SCANS} scans, got {scans}; save it again")
     try:
         with warnings.catch_warnings():  # Pillow's own bound only warns below twice its size; ours follows
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            picture = Image.open(media if isinstance(media, str | Path) else io.BytesIO(media), formats=_FORMATS)
-    except UnidentifiedImageError as error:
-        raise BadMedia(f"an image must be decodable and of {', '.join(_FORMATS)}, got {error}") from error
-    if picture.format == "JPEG":
-        raw = Path(media).read_bytes() if isinstance(media, str | Path) else media
-        if (scans := raw.count(b"\xff\xda")) > _MAX_SCANS:
-            raise BadMedia(f"a progressive JPEG must have at most {_MAX_SCANS} scans, got {scans}; save it again")
-    return picture
-
-
-def decode_video(
-    path: str | Path,
-    start: float | None = None,
-    end: float | None = None,
-    fps: float | None = None,
-    frames: int | None = None,
-) -> tuple[np.ndarray, float]:
-    """Frames ``[F, H, W, 3]`` RGB of ``[start, end)`` seconds, and the sampled frames per second.
-
-    Read sequentially (a container's frame count can lie). ``fps`` takes the first frame at or after each sampling time;
-    ``frames`` takes that many by ``round(linspace(first, last, frames))``; neither: 2 fps. Raises BadMedia where the file
-    cannot be opened, holds no frame in the range, ends before ``end`` (a truncated file), or is over a limit of this module.
-    """
-    with optional_imports():
-        import cv2
-    import numpy as np
-
-    if fps is not None and frames is not None:
-        raise BadMedia("a video must be sampled by fps or by frames, got both; drop one")
-    check_rate(fps, frames or 0)
-    if frames is not None and frames < 1:
-        raise BadMedia(f"frames must be >= 1, got {frames}")
-    begin = 0.0 if start is None else float(start)
-    if begin < 0 or (end is not None and end <= begin):
-        raise BadMedia(f"a video range must be 0 <= start < end, got start={start} end={end}")
-    if not Path(path).is_file():
-        raise BadMedia(f"a video path must be a readable file, got {str(path)!r}")
-    capture = cv2.VideoCapture(str(path))
-    try:
-        rate = float(capture.get(cv2.CAP_PROP_FPS)) if capture.isOpened() else 0.0
-        if not rate > 0:
-            raise BadMedia(f"a video must be decodable by OpenCV, got {str(path)!r}; re-encode it, e.g. as mp4v")
-        declared = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
-        step = 0.0 if frames is not None else 1.0 / (fps or 2.0)
-        kept: list[np.ndarray] = []
-        count, due = 0, begin
-        while end is None or count / rate < end - 1e-9:
-            ok, bgr = capture.read()
-            if not ok:
-                break
-            count += 1
-            if (count - 1) / rate + 1e-9 < due:
-                continue
-            _check_pixels(len(kept) + 1, bgr, "sample fewer by fps, or pass a shorter range")
-            kept.append(cv2.cvtColor(bgr, cv2.COLOR_BGR2RGB))
-            due += step
-    finally:
-        capture.release()
-    wanted = end if end is not None else declared / rate
-    if not kept or count + 1 < int(wanted * rate):
+            return Image.open(io.BytesIO(raw), formats=names)
+    except UnidentifiedImageError:
+        kind = next((name for at, mark, name in _SIGNATURES if raw.startswith(mark, at)), "")
+        kind = f"{kind} file" if kind else f"{len(raw)} bytes that start with {bytes(raw[:12])!r}"
         raise BadMedia(
-            f"{str(path)!r} ended after {count / rate:.2f} s of {wanted:.2f} s: the file is truncated or the range lies "
-            "outside it; pass an end inside the file"
-        )
-    check_rate(None, len(kept) if frames is None else frames)
-    if frames is not None:
-        take = np.linspace(0, len(kept) - 1, frames).round().astype(int)
-        return np.stack([kept[i] for i in take]), frames / (len(kept) / rate)
-    return np.stack(kept), float(fps or 2.0)
+            f"an image must be decodable and of {', '.join(names)}, got {kind} in {_name(media)}; save it as PNG, "
+            "or open it with Pillow and pass the picture"
+        ) from None
+    except MemoryError:
+        raise
+    except Exception as error:  # as above
+        raise BadMedia(f"an image must be decodable, got {_name(media)}: {error or type(error).__name__}") from error
 
 
-def _check_pixels(count: int, frame: np.ndarray, remedy: str) -> None:
-    """Raises BadMedia where ``count`` frames like ``frame`` are over `MAX_VIDEO_PIXELS`."""
-    height, width = frame.shape[:2]
+def _name(media: Any) -> str:
+    return repr(str(media)) if isinstance(media, str | Path) else "an image in memory"
+
+
+def check_pixels(count: int, width: int, height: int, remedy: str) -> None:
+    """Raise BadMedia if ``count`` frames of a size exceed `MAX_VIDEO_PIXELS`."""
     if count * height * width > MAX_VIDEO_PIXELS:
         raise BadMedia(
             f"a video must have at most {MAX_VIDEO_PIXELS:,} pixels in all frames, got {count} of {width}x{height}; {remedy}"
@@ -175,7 +183,7 @@ def _check_pixels(count: int, frame: np.ndarray, remedy: str) -> None:
 
 
 def stack_frames(frames: Sequence[Any]) -> np.ndarray:
-    """A list of images as ``[F, H, W, 3]``; raises BadMedia where sizes differ or the list is empty."""
+    """Stack a list of images to ``[F, H, W, 3]``; raises BadMedia if sizes differ or the list is empty."""
     import numpy as np
 
     if not len(frames):
@@ -184,14 +192,15 @@ def stack_frames(frames: Sequence[Any]) -> np.ndarray:
     arrays: list[np.ndarray] = []
     for frame in frames:
         arrays.append(as_rgb(frame))
-        _check_pixels(len(frames), arrays[-1], "shrink them first")
+        height, width = arrays[-1].shape[:2]
+        check_pixels(len(frames), width, height, "shrink them first")
     if len({a.shape for a in arrays}) > 1:
         raise BadMedia(f"all frames of a video must have one size, got {sorted({a.shape[:2] for a in arrays})}")
     return np.stack(arrays)
 
 
 def png(frame: np.ndarray) -> bytes:
-    """An RGB picture ``[H, W, 3]`` uint8, encoded without loss."""
+    """Encode an RGB picture ``[H, W, 3]`` uint8 without loss."""
     from PIL import Image
 
     buffer = io.BytesIO()
@@ -200,18 +209,18 @@ def png(frame: np.ndarray) -> bytes:
 
 
 def pack_frames(frames: np.ndarray) -> bytes:
-    """Lossless bytes of frames: PNG each, length-prefixed."""
+    """Return lossless bytes of frames: a PNG each, length-prefixed."""
     packed = [struct.pack(">Q", len(raw)) + raw for raw in map(png, frames)]
     return b"".join([_FRAMES, struct.pack(">I", len(frames)), *packed])
 
 
 def unpack_frames(data: bytes) -> np.ndarray:
-    """The inverse of `pack_frames`; raises BadMedia."""
+    """Decode the bytes of `pack_frames`; raises BadMedia."""
     return stack_frames([as_rgb(picture) for picture in packed_pictures(data)])
 
 
 def packed_pictures(data: bytes) -> list[bytes]:
-    """The PNG files in what `pack_frames` made; raises BadMedia."""
+    """Return the PNG files in the bytes of `pack_frames`; raises BadMedia."""
     if data[:8] != _FRAMES or len(data) < 12:
         raise BadMedia("a stored source must start with the mark of packed frames, got other bytes")
     (count,) = struct.unpack_from(">I", data, 8)

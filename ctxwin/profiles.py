@@ -1,12 +1,12 @@
-"""What was measured of a model: its profile, which ``auto`` follows, and its shared basis, which patches may lie over.
+"""Measurements of a model: its profile, which ``auto`` follows, and its shared basis, over which patches may be stored.
 
-A profile is what `ctxwin eval probe MODEL` measured: ``ctxwin-profile.json`` beside the weights or, where that folder cannot
-be written or is the Hub's, a file of the user's named by the weights. A profile of other weights is refused.
+A profile is the result of `ctxwin eval probe MODEL`: ``ctxwin-profile.json`` beside the weights or, if that folder cannot be
+written or is the Hub's, a file of the user's own named by the weights. A profile of other weights is refused.
 
-`ctxwin eval basis MODEL` fits a basis on deficits of many contexts: directions that hold most of what conditioning does to
-KV, whatever the chunk. A patch is then ``rank`` numbers a token, and the directions are paid once a model, not once a chunk.
-The file is in the safetensors format under a name of its own: whatever ends in ``.safetensors`` beside the weights is taken
-for weights, by vLLM and by the digest that a model is known by. It lies where a profile does and holds nothing of any chunk.
+`ctxwin eval basis MODEL` fits a basis on deficits of many contexts: directions that capture most of the effect of conditioning
+on KV, for any chunk. A patch is then ``rank`` numbers per token, and the directions are stored once per model, not per chunk.
+The file is in the safetensors format with another suffix: vLLM and the model digest take every ``.safetensors`` file beside the
+weights for weights. It is stored where a profile is and contains nothing of any chunk.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ M = TypeVar("M")
 PROFILE_NAME = "ctxwin-profile.json"
 PROFILE_FORMAT: Literal[1] = 1
 PROFILES_VARIABLE = "CTXWIN_PROFILES"
-"""Names the folder of the user's own profiles; ``$XDG_DATA_HOME/ctxwin/profiles`` by default."""
+"""Environment variable with the folder of the user's own profiles; default: ``$XDG_DATA_HOME/ctxwin/profiles``."""
 
 BASIS_NAME = "ctxwin-basis.st"
 BASIS_FORMAT = "1"
@@ -51,9 +51,9 @@ _KV_ITEMSIZE = 2  # budgets are shares of a chunk's KV in bf16
 
 
 def resolve(fidelity: Fidelity, model: str) -> Fidelity:
-    """``fidelity`` with ``auto`` replaced by what the profile of ``model`` says, ``exact`` without one.
+    """Return ``fidelity`` with ``auto`` replaced by the fidelity in the profile of ``model``, ``exact`` without one.
 
-    Where patches lie over a shared basis, the model's own is named in ``basis``.
+    If patches use a shared basis, ``basis`` of the result is the id of the model's own.
 
     Args:
         model: a folder or a Hub name, as the engine was opened with.
@@ -61,54 +61,54 @@ def resolve(fidelity: Fidelity, model: str) -> Fidelity:
     Raises:
         ValueError: layout ``shared`` on a model without a basis, or with one of fewer than ``rank`` directions.
 
-    Cost: where there is a profile or a basis, a digest of the weights, once a process.
+    Cost: if there is a profile or a basis, a digest of the weights, once per process.
     """
-    resolved = _followed(fidelity, model) if fidelity.mode == "auto" else fidelity
+    resolved = _from_profile(fidelity, model) if fidelity.mode == "auto" else fidelity
     if resolved.layout != "shared" or resolved.mode != "patched":
         return resolved
-    found = require_basis(model)
-    if resolved.patch_rank is not None and resolved.patch_rank > found.rank:
+    basis = require_basis(model)
+    if resolved.patch_rank is not None and resolved.patch_rank > basis.rank:
         raise ValueError(
-            f"rank must be at most {found.rank}, the directions of the model's shared basis, got {resolved.patch_rank}; "
+            f"rank must be at most {basis.rank}, the directions of the model's shared basis, got {resolved.patch_rank}; "
             f"fit one of more with `{FIT} MODEL --rank {resolved.patch_rank}`"
         )
-    return resolved.model_copy(update={"basis": found.id})
+    return resolved.model_copy(update={"basis": basis.id})
 
 
-def _followed(fidelity: Fidelity, model: str) -> Fidelity:
+def _from_profile(fidelity: Fidelity, model: str) -> Fidelity:
     profile = find_profile(model)
     if profile is None:
         log.info("no profile for %s: serving exactly (measure one with `ctxwin eval probe`)", model)
         return fidelity.model_copy(update={"mode": "exact"})
-    return overriding(profile.fidelity, fidelity)
+    return with_overrides(profile.fidelity, fidelity)
 
 
-def overriding(known: Fidelity, fidelity: Fidelity) -> Fidelity:
-    """``known``, what ``auto`` stands for, with what ``fidelity`` sets by hand."""
-    chosen = known.model_dump()
-    # What a caller set by hand wins over the profile. A restored snapshot has every field set, so what counts is which
+def with_overrides(base: Fidelity, fidelity: Fidelity) -> Fidelity:
+    """Return ``base``, the meaning of ``auto``, with the fields that ``fidelity`` sets explicitly."""
+    fields = base.model_dump()
+    # Explicit fields take precedence over the profile. A restored snapshot has every field set, so explicit are those that
     # differ from the defaults.
     default = Fidelity()
     names = [n for n in Fidelity.model_fields if n != "mode"]
-    mine = {n: getattr(fidelity, n) for n in names if getattr(fidelity, n) != getattr(default, n)}
-    if "rank" in mine and "bytes_share" not in mine:
-        chosen["bytes_share"] = None  # a rank chosen by hand must not lose against the profile's share
-    return Fidelity(**{**chosen, **mine})
+    overrides = {n: getattr(fidelity, n) for n in names if getattr(fidelity, n) != getattr(default, n)}
+    if "rank" in overrides and "bytes_share" not in overrides:
+        fields["bytes_share"] = None  # an explicit rank must not lose against the profile's share
+    return Fidelity(**{**fields, **overrides})
 
 
 class Profile(BaseModel):
-    """What a probe measured of one model, and what follows from it.
+    """Results of a probe of one model, and the fidelity that follows from them.
 
     Attributes:
         format: of this file.
-        weights: `model_digest` of the model it was measured on.
-        model: its name, for people.
+        weights: `model_digest` of the measured model.
+        model: its name, for display.
         verdict: one line.
         finding: ``binds``, ``chains``, ``unclear`` or ``unread``.
-        fidelity: what ``auto`` stands for; never ``auto`` itself.
-        measured: the figures that the verdict rests on.
-        n: questions that were asked of it.
-        date, ctxwin: when, and by which version.
+        fidelity: the meaning of ``auto``; never ``auto`` itself.
+        measured: the figures on which the verdict is based.
+        n: number of questions of the probe.
+        date, ctxwin: date and ctxwin version of the probe.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -125,7 +125,7 @@ class Profile(BaseModel):
     ctxwin: str
 
     @model_validator(mode="after")
-    def _resolved(self) -> Profile:
+    def _check_fidelity(self) -> Profile:
         if self.fidelity.mode == "auto":
             raise ValueError("the fidelity of a profile must be exact, patched or blind, got auto")
         if self.finding in ("unclear", "unread") and self.fidelity.mode != "exact":
@@ -134,29 +134,29 @@ class Profile(BaseModel):
 
 
 def find_profile(model: str | Path) -> Profile | None:
-    """The profile of a model, or None: of the one beside its weights and the user's own, what was measured last.
+    """Return the profile of a model, or None: the latest of the one beside its weights and the user's own.
 
-    One that cannot be read or was measured on other weights is passed over with a warning.
+    A profile that cannot be read or was measured on other weights is skipped with a warning.
     """
 
     def read(path: Path) -> Profile:
         return Profile.model_validate_json(path.read_bytes())
 
-    # A folder that cannot be written may hold an older one, as a shipped model does.
-    usable, _ = _look_up(model, PROFILE_NAME, read, lambda found: found.weights, "ctxwin eval probe")
-    return max(usable, key=lambda found: found.date, default=None)
+    # A folder that cannot be written may hold an older one, as that of the bundled model does.
+    usable, _ = _look_up(model, PROFILE_NAME, read, lambda profile: profile.weights, "ctxwin eval probe")
+    return max(usable, key=lambda profile: profile.date, default=None)
 
 
 def _look_up(
     model: str | Path, name: str, read: Callable[[Path], M], weights: Callable[[M], str], command: str
 ) -> tuple[list[M], list[str]]:
-    """The measurements of a model that can be used, and why the others cannot.
+    """Return the usable measurements of a model, and the reasons why others are not.
 
     Args:
-        name: of the files: beside the weights, and with another stem the user's own.
-        read: raises OSError or ValueError for a file that is none of this version.
-        weights: the `model_digest` that a file names.
-        command: makes such a file.
+        name: name of the file beside the weights; its suffix is also that of the user's own file.
+        read: reads a file; raises OSError or ValueError if it is not one of this version.
+        weights: returns the `model_digest` in a measurement.
+        command: the command that creates such a file.
     """
     folder = model_folder(model)
     if folder is None:
@@ -164,28 +164,28 @@ def _look_up(
     usable, refused = [], []
     try:
         places = [folder / name, *([user_profile(folder, Path(name).suffix)] if _has_own() else [])]
-        found = [path for path in places if path.is_file()]
-        own = model_digest(folder) if found else ""
+        paths = [path for path in places if path.is_file()]
+        weights_digest = model_digest(folder) if paths else ""
     except (OSError, ValueError) as error:
-        log.warning("the weights of %s cannot be read (%s): what was measured of it is not used", folder, error)
-        return [], [f"its weights cannot be read: {_said(error)}"]
-    for path in found:
+        log.warning("the weights of %s cannot be read (%s): its measurements are not used", folder, error)
+        return [], [f"its weights cannot be read: {_describe(error)}"]
+    for path in paths:
         try:
-            made = read(path)
-            if weights(made) == own:
-                usable.append(made)
+            measurement = read(path)
+            if weights(measurement) == weights_digest:
+                usable.append(measurement)
                 continue
             refused.append("one was made for other weights")
         except (OSError, ValueError) as error:
-            refused.append(f"one is none of this version: {_said(error)}")
+            refused.append(f"one is none of this version: {_describe(error)}")
         log.warning("%s is not used (%s); make it again with `%s`", path, refused[-1], command)
     return usable, refused
 
 
 def profiles_folder() -> Path:
-    """Where profiles lie that could not be written beside the weights; RuntimeError for a user without a home."""
-    if named := os.environ.get(PROFILES_VARIABLE):
-        return Path(named).expanduser()
+    """Return the folder of the user's own profiles. Raises RuntimeError for a user without a home."""
+    if folder := os.environ.get(PROFILES_VARIABLE):
+        return Path(folder).expanduser()
     data = os.environ.get("XDG_DATA_HOME")
     return (Path(data) if data else Path.home() / ".local" / "share") / "ctxwin" / "profiles"
 
@@ -199,14 +199,14 @@ def _has_own() -> bool:
 
 
 def user_profile(model: str | Path, suffix: str = ".json") -> Path:
-    """The path of the user's own profile of a model. Cost: a digest of its weights; ValueError where it has none."""
+    """Return the path of the user's own profile of a model. Cost: a digest of its weights; raises ValueError if it has none."""
     return profiles_folder() / f"{model_digest(model)}{suffix}"
 
 
 def write_profile(profile: Profile, model: str | Path, folder: Path | None = None) -> Path:
-    """Writes a profile to ``folder``, else beside the weights, else (a Hub's folder, no right to write) to the user's own.
+    """Write a profile to ``folder``, else beside the weights, else (a Hub's folder, no write permission) to the user's own.
 
-    The file is replaced as a whole. Returns its path; raises OSError where none of these can be written.
+    The file is replaced atomically. Returns its path; raises OSError if none of these can be written.
     """
     path = None if folder is None else folder / PROFILE_NAME
     return _write(profile.model_dump_json(indent=2).encode() + b"\n", PROFILE_NAME, model, path)
@@ -215,24 +215,24 @@ def write_profile(profile: Profile, model: str | Path, folder: Path | None = Non
 def _write(data: bytes, name: str, model: str | Path, path: Path | None) -> Path:
     if path is not None:
         return atomic_write(path, data)
-    beside = Path(model).expanduser()
-    if beside.is_dir():
+    folder = Path(model).expanduser()
+    if folder.is_dir():
         try:
-            return atomic_write(beside / name, data)
+            return atomic_write(folder / name, data)
         except OSError as error:
-            log.info("%s cannot be written (%s); %s goes to your own", beside, error, name)
+            log.info("%s cannot be written (%s); %s goes to your own folder", folder, error, name)
     try:
-        own = user_profile(model, Path(name).suffix)
+        user_path = user_profile(model, Path(name).suffix)
     except RuntimeError as error:
         raise OSError(f"there is no folder for your own profiles ({error}); name one in {PROFILES_VARIABLE}") from error
-    return atomic_write(own, data)
+    return atomic_write(user_path, data)
 
 
 def model_digest(model: str | Path) -> str:
-    """What tells a model from another one for a profile: its weights and its config, whatever dtype they are served in.
+    """Return the identity of a model in profiles: a digest of its weights and config, independent of the serving dtype.
 
-    Cost: as `ctxwin.engines.encoding.checkpoint.weights_digest`, once a process as long as no file changes. Raises ValueError
-    where the model is not there, UnsupportedModel where it has no safetensors weights.
+    Cost: as `ctxwin.engines.encoding.checkpoint.weights_digest`, once per process while no file changes. Raises ValueError
+    if the model is not found, UnsupportedModel if it has no safetensors weights.
     """
     folder = model_folder(model)
     if folder is None:
@@ -252,7 +252,7 @@ def _digest(folder: str, stats: tuple[tuple[str, int, int], ...]) -> str:
 
 
 def model_folder(model: str | Path) -> Path | None:
-    """The local folder of a model; None where there is none. Never downloads."""
+    """Return the local folder of a model, or None. Never downloads."""
     path = Path(model).expanduser()
     if path.is_dir():
         return path.resolve()
@@ -268,12 +268,12 @@ def model_folder(model: str | Path) -> Path | None:
 
 @dataclass(frozen=True)
 class ModelBasis:
-    """What a file holds.
+    """A shared basis, as read from its file.
 
     Attributes:
         basis: the directions, most important first; its ``identity`` is the `model_digest` of the model.
-        weight: what errors were measured with when it was fitted, and are when deficits are projected.
-        date: when it was fitted.
+        weight: weight of errors in the fit, and in projections of deficits.
+        date: date of the fit.
     """
 
     basis: SharedBasis
@@ -287,28 +287,28 @@ class ModelBasis:
 
     @property
     def rank(self) -> int:
-        """How many directions there are."""
+        """Number of directions."""
         return self.basis.rank
 
 
 def find_basis(model: str | Path) -> ModelBasis | None:
-    """The basis of a model, or None: of the one beside its weights and the user's own, what was fitted last.
+    """Return the basis of a model, or None: the latest of the one beside its weights and the user's own.
 
-    One that cannot be read or was fitted on other weights is passed over with a warning. Cost: a digest of the weights, once
-    a process, and a read of each file, once for every version of it.
+    A basis that cannot be read or was fitted on other weights is skipped with a warning. Cost: a digest of the weights, once
+    per process, and a read of each version of a file.
     """
-    return max(_bases(model)[0], key=lambda found: found.date, default=None)
+    return max(_bases(model)[0], key=lambda basis: basis.date, default=None)
 
 
 def require_basis(model: str | Path) -> ModelBasis:
-    """As `find_basis`; ValueError where there is none, with what was passed over and the command that fits one."""
+    """Return the basis as `find_basis`. Raises ValueError if there is none, with the reasons and the command that fits one."""
     usable, refused = _bases(model)
     if not usable:
         why = f" ({'; '.join(refused)}; the log names the file)" if refused else ""
         raise ValueError(
             f"model {name_of(model)!r} has no shared basis{why}; fit one with `{FIT} MODEL`, or take Fidelity(layout='joint')"
         )
-    return max(usable, key=lambda found: found.date)
+    return max(usable, key=lambda basis: basis.date)
 
 
 def _bases(model: str | Path) -> tuple[list[ModelBasis], list[str]]:
@@ -316,44 +316,44 @@ def _bases(model: str | Path) -> tuple[list[ModelBasis], list[str]]:
         stat = path.stat()
         return _read(path, stat.st_size, stat.st_mtime_ns)
 
-    return _look_up(model, BASIS_NAME, read, lambda found: found.basis.identity, FIT)
+    return _look_up(model, BASIS_NAME, read, lambda basis: basis.basis.identity, FIT)
 
 
 def name_of(model: str | Path) -> str:
-    """A model's name without the folders it lies in: a server tells clients of these errors."""
+    """Return a model's name without its folders, as servers send these errors to clients."""
     return str(model) if not Path(model).expanduser().is_dir() else Path(model).name
 
 
-def _said(error: Exception) -> str:
-    """A short description of an error, without the path that an OSError includes."""
+def _describe(error: Exception) -> str:
+    """Return a short description of an error, without the path that an OSError includes."""
     text = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
     return text or type(error).__name__
 
 
 @lru_cache(maxsize=16)
 def _read(path: Path, size: int, modified: int) -> ModelBasis:
-    """Raises OSError, or ValueError for whatever is no basis."""
+    """Read a basis. Raises OSError, or ValueError if the file is not a basis."""
     return decode_basis(path.read_bytes())
 
 
-def encode_basis(made: ModelBasis) -> bytes:
-    """A basis as a file's bytes; the same for the same basis, weight and date."""
+def encode_basis(basis: ModelBasis) -> bytes:
+    """Return a basis as a file's bytes; deterministic in basis, weight and date."""
     from safetensors.torch import save
 
-    tensors = {f"basis.{name}": tensor for name, tensor in made.basis.tensors().items()}
-    if made.weight is not None:
-        parts = {"weight.k": made.weight.k, "weight.v": made.weight.v}
+    tensors = {f"basis.{name}": tensor for name, tensor in basis.basis.tensors().items()}
+    if basis.weight is not None:
+        parts = {"weight.k": basis.weight.k, "weight.v": basis.weight.v}
         tensors |= {name: part.contiguous() for name, part in parts.items() if part is not None}
-    said = {"format": BASIS_FORMAT, "date": made.date, "basis": json.dumps(made.basis.describe(), sort_keys=True)}
-    # In one order: safetensors writes metadata in that of a hash table.
-    header, body = _split(save(tensors, said))
+    metadata = {"format": BASIS_FORMAT, "date": basis.date, "basis": json.dumps(basis.basis.describe(), sort_keys=True)}
+    # The header is sorted: safetensors writes metadata in the order of a hash table.
+    header, body = _split(save(tensors, metadata))
     text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text + body
 
 
 def decode_basis(data: bytes) -> ModelBasis:
-    """What `encode_basis` made; ValueError for anything else."""
+    """Decode the bytes of `encode_basis`. Raises ValueError for anything else."""
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -363,98 +363,98 @@ def decode_basis(data: bytes) -> ModelBasis:
 
     try:
         tensors = load(data)
-        said = _split(data)[0]["__metadata__"]
-        if said["format"] != BASIS_FORMAT:
-            raise ValueError(f"format must be {BASIS_FORMAT}, got {said['format']}")
-        basis = SharedBasis.from_tensors({"right": tensors["basis.right"]}, json.loads(said["basis"]))
+        metadata = _split(data)[0]["__metadata__"]
+        if metadata["format"] != BASIS_FORMAT:
+            raise ValueError(f"format must be {BASIS_FORMAT}, got {metadata['format']}")
+        basis = SharedBasis.from_tensors({"right": tensors["basis.right"]}, json.loads(metadata["basis"]))
         n, width = len(basis.layers), basis.heads * (basis.k_dim + basis.v_dim)
         if basis.right.ndim != 3 or (basis.right.shape[0], basis.right.shape[2]) != (n, width):
             raise ValueError(f"directions must be [{n}, rank, {width}], got {list(basis.right.shape)}")
         if not all(bool(torch.isfinite(part).all()) for part in tensors.values()):
             raise ValueError("directions and weights must be finite")
         k, v = tensors.get("weight.k"), tensors.get("weight.v")
-        return ModelBasis(basis, None if k is None and v is None else Weight(k, v), said["date"])
+        return ModelBasis(basis, None if k is None and v is None else Weight(k, v), metadata["date"])
     except (SafetensorError, KeyError, TypeError, struct.error, UnicodeDecodeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def _split(data: bytes) -> tuple[dict[str, Any], bytes]:
-    """The header and the tensors of a safetensors file."""
+    """Return the header and the tensors of a safetensors file."""
     (length,) = struct.unpack_from("<Q", data)
     return json.loads(data[8 : 8 + length]), data[8 + length :]
 
 
-def write_basis(made: ModelBasis, model: str | Path, path: Path | None = None) -> Path:
-    """Writes a basis to ``path``, else beside the weights, else (a Hub's folder, no right to write) to the user's own.
+def write_basis(basis: ModelBasis, model: str | Path, path: Path | None = None) -> Path:
+    """Write a basis to ``path``, else beside the weights, else (a Hub's folder, no write permission) to the user's own.
 
-    Returns its path; raises OSError where none of these can be written.
+    Returns its path; raises OSError if none of these can be written.
     """
-    return _write(encode_basis(made), BASIS_NAME, model, path)
+    return _write(encode_basis(basis), BASIS_NAME, model, path)
 
 
 @dataclass(frozen=True)
-class Served:
-    """The part of a basis that patches of one fidelity lie over; ``basis`` is None where not even one direction fits."""
+class ServedBasis:
+    """The part of a basis that patches of one fidelity use; ``basis`` is None if not even one direction fits."""
 
     basis: SharedBasis | None
     weight: Weight | None
 
 
-def served_basis(model: str, spec: KVSpec, fidelity: Fidelity) -> Served:
-    """The basis of an engine's model, cut to the directions and layers that ``fidelity`` (resolved) asks for.
+def served_basis(model: str, spec: KVSpec, fidelity: Fidelity) -> ServedBasis:
+    """Return the basis of an engine's model, cut to the directions and layers of ``fidelity`` (resolved).
 
     Args:
         model: `EngineSpec.model`.
         spec: layout of its KV; the patches are bound to it.
 
     Raises:
-        ValueError: a basis that is gone, is another one than the window was opened with, or covers none of the layers.
-        Cost: nothing but a look-up, once an engine and fidelity.
+        ValueError: the basis is gone, is not the one the window was opened with, or covers none of the layers.
+
+    Cost: a look-up, after the first call per engine and fidelity.
     """
     return _cut(model, spec, fidelity.basis, fidelity.patch_rank, fidelity.bytes_share, fidelity.layers)
 
 
 @lru_cache(maxsize=64)
-def _cut(model: str, spec: KVSpec, name: str | None, rank: int | None, share: float | None, layers: Any) -> Served:
+def _cut(model: str, spec: KVSpec, name: str | None, rank: int | None, share: float | None, layers: Any) -> ServedBasis:
     from ctxwin.kv.patch import select_layers
 
-    made = require_basis(model)
-    basis = made.basis
-    if made.id != name:
+    model_basis = require_basis(model)
+    basis = model_basis.basis
+    if model_basis.id != name:
         raise ValueError(
-            f"the model got another shared basis, {made.id}, while a window used {name}; open the window again"
+            f"the model got another shared basis, {model_basis.id}, while a window used {name}; open the window again"
         )
-    shape, own = (basis.heads, basis.k_dim, basis.v_dim), (spec.heads, spec.k_dim, spec.v_dim)
-    if shape != own or max(basis.layers) >= spec.layers:
-        raise ValueError(f"the model's shared basis must be of {own} heads and widths, got {shape}")
-    wanted = set(select_layers(layers, spec.layers))
-    at = [i for i, layer in enumerate(basis.layers) if layer in wanted]
+    shape, expected = (basis.heads, basis.k_dim, basis.v_dim), (spec.heads, spec.k_dim, spec.v_dim)
+    if shape != expected or max(basis.layers) >= spec.layers:
+        raise ValueError(f"the model's shared basis must be of {expected} heads and widths, got {shape}")
+    selected = set(select_layers(layers, spec.layers))
+    at = [i for i, layer in enumerate(basis.layers) if layer in selected]
     if not at:
         raise ValueError(f"layers must meet those of the shared basis, {list(basis.layers)}, got {layers}")
-    kept = rank
-    if kept is None:
-        assert share is not None
+    count = basis.rank if rank is None else rank  # all directions if neither decides
+    if share is not None:
         rows = 1 if basis.layout == "joint" else len(at)
-        kept = int(share * spec.span_bytes(1, _KV_ITEMSIZE) / (rows * basis.right.element_size()))
-    kept = min(kept, basis.rank)
-    if kept < 1:
-        return Served(None, made.weight)
-    # Directions stand in the order of their energy, so the first ones are the basis of a smaller rank.
-    right = basis.right[at][:, :kept].contiguous()
+        count = int(share * spec.span_bytes(1, _KV_ITEMSIZE) / (rows * basis.right.element_size()))
+    count = min(count, basis.rank)
+    if count < 1:
+        return ServedBasis(None, model_basis.weight)
+    # Directions are sorted by energy, so the first ones form the basis of a smaller rank.
+    right = basis.right[at][:, :count].contiguous()
     cut = replace(basis, identity=spec.identity, layers=tuple(basis.layers[i] for i in at), right=right)
-    return Served(cut, made.weight)
+    return ServedBasis(cut, model_basis.weight)
 
 
-def compressed(lost: Deficit, model: str, spec: KVSpec, fidelity: Fidelity) -> Patch:
-    """The patch of a deficit as ``fidelity`` (resolved) wants it: its own directions, or coefficients over the shared ones."""
+def compress_deficit(deficit: Deficit, model: str, spec: KVSpec, fidelity: Fidelity) -> Patch:
+    """Compress a deficit to a patch as ``fidelity`` (resolved) says: with its own directions, or over the shared ones."""
     from ctxwin.kv.patch import compress
     from ctxwin.kv.pooling import project
     from ctxwin.kv.states import factors
 
     if fidelity.layout == "shared":
-        over = served_basis(model, spec, fidelity)
-        if over.basis is None:
-            return compress(lost, spec, rank=0, layers=fidelity.layers)
-        made = project(lost, over.basis, spec, weight=over.weight)
-        return replace(made, states=factors(lost.states, fidelity.patch_rank, fidelity.bytes_share, made.dtype))
-    return compress(lost, spec, rank=fidelity.patch_rank, bytes_share=fidelity.bytes_share, layers=fidelity.layers)
+        part = served_basis(model, spec, fidelity)
+        if part.basis is None:
+            return compress(deficit, spec, rank=0, layers=fidelity.layers)
+        patch = project(deficit, part.basis, spec, weight=part.weight)
+        return replace(patch, states=factors(deficit.states, fidelity.patch_rank, fidelity.bytes_share, patch.dtype))
+    return compress(deficit, spec, rank=fidelity.patch_rank, bytes_share=fidelity.bytes_share, layers=fidelity.layers)

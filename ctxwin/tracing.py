@@ -1,8 +1,8 @@
-"""OpenTelemetry spans of what windows do: nothing, and no import of the API, until `start` is called.
+"""OpenTelemetry spans of window operations: none, and no import of the API, until `start` is called.
 
-An ask is ``ctxwin.ask`` with ``ctxwin.lay_out`` (lanes; ``ctxwin.read`` for each span or patch that the store is asked for),
-``ctxwin.run`` (the engine: loads and forwards) and ``ctxwin.settle`` (what goes to the store) below it. A server begins
-``ctxwin.request`` under the client's ``traceparent``, and vLLM's own spans of the request stand below ours.
+An ask is ``ctxwin.ask`` with ``ctxwin.lay_out`` (lanes; ``ctxwin.read`` for each span or patch read from the store),
+``ctxwin.run`` (the engine: loads and forwards) and ``ctxwin.settle`` (writes to the store) below it. A server begins
+``ctxwin.request`` under the client's ``traceparent``, and vLLM's own spans of the request are below ours.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _tracer: Any = None
 
 
 def start(provider: Any = None) -> None:
-    """Begins to make spans, by OpenTelemetry's global provider or another one.
+    """Start tracing, with OpenTelemetry's global provider or another one.
 
-    Raises ModuleNotFoundError without ``opentelemetry-api``. Whoever sets the provider decides where spans go.
+    Raises ModuleNotFoundError without ``opentelemetry-api``. The provider decides where spans are sent.
     """
     global _tracer
     from opentelemetry import trace
@@ -28,15 +28,15 @@ def start(provider: Any = None) -> None:
 
 
 def stop() -> None:
-    """Makes no more spans."""
+    """Stop tracing."""
     global _tracer
     _tracer = None
 
 
 def span(name: str, headers: Mapping[str, str] | None = None, **attributes: Any) -> AbstractContextManager[Any]:
-    """A span while the block runs, below the current one, or below the one that ``headers`` carry.
+    """Return a context manager of a span below the current one, or below the one in ``headers``.
 
-    The block gets the span, or None while none are made. Cost: then a comparison.
+    Its value is the span, or None without tracing. Cost: a comparison without tracing.
     """
     if _tracer is None:
         return _NOTHING
@@ -45,13 +45,13 @@ def span(name: str, headers: Mapping[str, str] | None = None, **attributes: Any)
         from opentelemetry.propagate import extract
 
         context = extract(headers)
-    named = {f"ctxwin.{key}": value for key, value in attributes.items()}
-    made: AbstractContextManager[Any] = _tracer.start_as_current_span(f"ctxwin.{name}", context, attributes=named)
-    return made
+    prefixed = {f"ctxwin.{key}": value for key, value in attributes.items()}
+    manager: AbstractContextManager[Any] = _tracer.start_as_current_span(f"ctxwin.{name}", context, attributes=prefixed)
+    return manager
 
 
 def note(**attributes: Any) -> None:
-    """Gives the current span attributes that were not known when it began."""
+    """Set attributes of the current span that were not known at its start."""
     if _tracer is not None:
         from opentelemetry import trace
 
@@ -59,7 +59,7 @@ def note(**attributes: Any) -> None:
 
 
 def headers() -> dict[str, str] | None:
-    """The current span as HTTP headers, for who continues the trace elsewhere; None while no spans are made."""
+    """Return the current span as HTTP headers, to continue the trace elsewhere; None without tracing."""
     if _tracer is None:
         return None
     from opentelemetry.propagate import inject

@@ -1,12 +1,12 @@
-"""What all agents in this folder share: their command line, an engine with a ledger, and the closing report.
+"""Shared parts of the agents in this folder: command line, an engine with a ledger, and the closing report.
 
 Every example is written like this:
 
     options = agent_options.parser(__doc__).parse_args()
-    with agent_options.running(options) as run:  # opens the engine, makes the ledger
+    with agent_options.running(options) as run:  # opens the engine, creates the ledger
         window = run.watch(Window(run.engine, "You watch a camera.", budget=520))
         answer = window.ask("color of 17?", max_tokens=4)
-        run.truth("red")  # None where it is not known
+        run.truth("red")  # None if it is not known
         run.say(answer.text)  # silent with --json
     # here the table (or the JSON) was printed
 """
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ctxwin import Chunk, Window, open_engine
 from ctxwin.baselines import NAMES, Ledger
 from ctxwin.engines.base import Engine
-from ctxwin.media import decode_video
+from ctxwin.video import decode_video
 from ctxwin.view import Trace
 
 if TYPE_CHECKING:
@@ -43,14 +43,14 @@ BUNDLED = "The bundled model (1.2 M parameters) can only answer questions about 
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """The options of every example; add your own before parsing."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--model", default="tiny", help="tiny (bundled), hf:MODEL or vllm:MODEL; default: %(default)s")
-    made.add_argument("--engine", choices=("hf", "vllm"), help="fixes the engine where --model leaves it open")
-    made.add_argument("--seed", type=int, default=0, help="of the generated world and of the questions")
-    made.add_argument("--json", action="store_true", help="print the figures as JSON and nothing else")
-    made.add_argument("--trace", type=Path, metavar="FILE", help="record the run for `ctxwin view FILE`")
-    return made
+    """Return a parser with the options of every example; add your own before parsing."""
+    options = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--model", default="tiny", help="tiny (bundled), hf:MODEL or vllm:MODEL; default: %(default)s")
+    options.add_argument("--engine", choices=("hf", "vllm"), help="fixes the engine where --model leaves it open")
+    options.add_argument("--seed", type=int, default=0, help="of the generated world and of the questions")
+    options.add_argument("--json", action="store_true", help="print the figures as JSON and nothing else")
+    options.add_argument("--trace", type=Path, metavar="FILE", help="record the run for `ctxwin view FILE`")
+    return options
 
 
 def decoded(video: Path, seconds: int, side: int = 448) -> list[np.ndarray]:

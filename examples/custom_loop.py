@@ -14,21 +14,21 @@ shots = [Chunk.image(world.render(frame), text=f"t={second} s") for second, fram
 
 
 def ask(window: Window, about: str) -> None:
-    """Asks something about one placed frame; in this world the answer is known."""
-    placed = [frames[seen[i]] for i in window.ids]
-    questions = world.questions_for(placed, 999, rng)
+    """Ask something about one placed frame; in this world the answer is known."""
+    in_view = [frames[second_of[i]] for i in window.ids]
+    questions = world.questions_for(in_view, 999, rng)
     question = next(q for q in questions if q.frame == window.ids.index(about))
     answer = window.ask(question.text, max_tokens=4)
     run.truth(question.answer)
-    run.say(f"frame {seen[about]}: {question.text} {answer.text}, computed {answer.usage.computed_tokens} tokens")
+    run.say(f"frame {second_of[about]}: {question.text} {answer.text}, computed {answer.usage.computed_tokens} tokens")
 
 
-seen: dict[str, int] = {}  # placement id -> second
+second_of: dict[str, int] = {}  # placement id -> second
 with agent_options.running(options) as run:
     budget = run.budget("You watch a camera.", shots[-1], count=6, reserve_tokens=RESERVED)
     window = run.watch(Window(run.engine, "You watch a camera.", budget), RESERVED)
     for second, shot in enumerate(shots):
-        seen[window.append(shot)] = second
+        second_of[window.append(shot)] = second
         window.slide(reserve_tokens=RESERVED)  # the oldest leave; the others move up without being computed again
         ask(window, about=str(rng.choice(window.ids)))
         if second % 3 == 2 and window.evicted:

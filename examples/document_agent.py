@@ -33,13 +33,13 @@ Asking = Callable[[str], str]
 
 
 def read_pdf(path: Path, scale: float) -> list[Image.Image]:
-    """Its pages as pictures of ``scale`` pixels a point."""
+    """Return the pages as pictures of ``scale`` pixels per point."""
     with pdfium.PdfDocument(path) as pdf:
         return [page.render(scale=scale).to_pil().convert("RGB") for page in pdf]
 
 
 def write_pdf(path: Path, pages: Sequence[np.ndarray]) -> None:
-    """One picture a page, a pixel a point; losslessly, so that scale 1 gives the same pixels back."""
+    """Write a PDF of one picture per page, a pixel per point; lossless, so that scale 1 returns the same pixels."""
     with pdfium.PdfDocument.new() as pdf:
         for pixels in pages:
             height, width, _ = pixels.shape
@@ -54,7 +54,7 @@ def write_pdf(path: Path, pages: Sequence[np.ndarray]) -> None:
 
 @dataclass(frozen=True)
 class Task:
-    """A question; the page that answers it and the right answer where they are known."""
+    """A question; the page that answers it and the right answer, if they are known."""
 
     question: str
     page: int | None = None
@@ -62,24 +62,24 @@ class Task:
 
 
 class Scripted:
-    """Asks about things whose answers are known, and to the right page adds a wrong one.
+    """Asks about things whose answers are known, and adds a wrong page to the right one.
 
-    A page takes its colours from the newest legend in front of it, as figures do from the key of their section; so the key
+    A page takes its colours from the newest legend before it, as figures do from the key of their section; so the key
     is opened together with the page.
     """
 
     def __init__(self, seed: int, pages: int = 16, questions: int = 24) -> None:
         self._rng = np.random.default_rng(seed)
-        self.frames = world.make_stream(seed, pages, anchors=96 // pages)  # every number stands on one page only
+        self.frames = world.make_stream(seed, pages, anchors=96 // pages)  # every number is on one page only
         about = [int(page) for _ in range(questions) for page in self._rng.permutation(pages)][:questions]
         self.tasks = [self._task(self._with_key(page)) for page in about]
 
-    def note(self, placed: list[int]) -> Task:
+    def note(self, pages: list[int]) -> Task:
         """A question about the last of the pages in view."""
-        return self._task(placed)
+        return self._task(pages)
 
     def noted(self, note: str) -> None:
-        """The script knows which page is which."""
+        """Do nothing: the script knows the pages."""
 
     def candidates(self, task: Task, ask: Asking) -> list[list[int]]:
         """Pages to open in each fork; the last one is the candidate."""
@@ -90,44 +90,44 @@ class Scripted:
         assert task.page is not None
         return task.page
 
-    def truth(self, task: Task, placed: list[int]) -> str | None:
-        """The right answer, unless what decides it is not in view."""
-        return task.truth if world.answer([self.frames[page] for page in placed], task.question) == task.truth else None
+    def truth(self, task: Task, pages: list[int]) -> str | None:
+        """Return the right answer, or None if the page that decides it is not in view."""
+        return task.truth if world.answer([self.frames[page] for page in pages], task.question) == task.truth else None
 
     def _with_key(self, page: int) -> list[int]:
         key = max(p for p in range(page + 1) if self.frames[p].role == "legend")
         return sorted({key, page})
 
-    def _task(self, placed: list[int]) -> Task:
-        questions = world.questions_for([self.frames[page] for page in placed], 999, self._rng)
-        chosen = next(q for q in questions if placed[q.frame] == placed[-1])
-        return Task(chosen.text, placed[-1], chosen.answer)
+    def _task(self, pages: list[int]) -> Task:
+        questions = world.questions_for([self.frames[page] for page in pages], 999, self._rng)
+        chosen = next(q for q in questions if pages[q.frame] == pages[-1])
+        return Task(chosen.text, pages[-1], chosen.answer)
 
 
 class Model:
-    """The model takes the notes, names the candidates by them, and is believed where it is surest."""
+    """The model takes the notes, names the candidates by them, and its surest answer is taken."""
 
     def __init__(self, questions: list[str]) -> None:
         self.tasks = [Task(question) for question in questions]
         self._notes: list[str] = []
 
-    def note(self, placed: list[int]) -> Task:
-        return Task(f"What is on page {placed[-1] + 1}? Answer in one line.")
+    def note(self, pages: list[int]) -> Task:
+        return Task(f"What is on page {pages[-1] + 1}? Answer in one line.")
 
     def noted(self, note: str) -> None:
         self._notes.append(f"page {len(self._notes) + 1}: {note}\n")
 
     def candidates(self, task: Task, ask: Asking) -> list[list[int]]:
-        """The first three pages it names; where it names none, it starts over at the front."""
+        """Return the first three pages that the model names, by default the first pages."""
         query = f"{''.join(self._notes)}Which pages answer this, best first? Give their numbers. {task.question}"
         named = dict.fromkeys(int(number) - 1 for number in re.findall(r"\d+", ask(query)))
-        known = [page for page in named if 0 <= page < len(self._notes)] or range(len(self._notes))
-        return [[page] for page in known[:3]]
+        valid = [page for page in named if 0 <= page < len(self._notes)] or range(len(self._notes))
+        return [[page] for page in valid[:3]]
 
     def best(self, task: Task, surest: int) -> int:
         return surest
 
-    def truth(self, task: Task, placed: list[int]) -> None:
+    def truth(self, task: Task, pages: list[int]) -> None:
         return None
 
 
@@ -143,14 +143,14 @@ class Reader:
     surest_was_best: int = 0
 
     def skim(self, page: Chunk) -> None:
-        """Coarse: a page comes in behind the others, the one read longest ago leaves, and a note is taken."""
+        """Coarse: append a page, evict the least recently read one, and take a note."""
         self.placements.append(self.window.append(page))
         self.window.slide(reserve_tokens=self.reserve_tokens)
-        note, _ = self.ask(self.window, self.policy.note(self.placed(self.window)))
+        note, _ = self.ask(self.window, self.policy.note(self.pages_in(self.window)))
         self.policy.noted(note)
 
     def answer(self, task: Task) -> str:
-        """Fine: each candidate comes back into a fork; the best one becomes the window, the others are closed."""
+        """Fine: recall each candidate in a fork; adopt the best fork, and close the others."""
         with ExitStack() as closing:
             answers, sure, forks = {}, {}, {}
             for pages in self.policy.candidates(task, lambda query: self.ask(self.window, Task(query))[0]):
@@ -171,12 +171,12 @@ class Reader:
         return answers[best]
 
     def ask(self, window: Window, task: Task) -> tuple[str, float]:
-        """The answer, and the probability of its first token."""
+        """Return the answer, and the probability of its first token."""
         answer = window.ask(task.question, max_tokens=4 if self.run.scripted else 24, logprobs=1)
-        self.run.truth(self.policy.truth(task, self.placed(window)))
+        self.run.truth(self.policy.truth(task, self.pages_in(window)))
         return answer.text.strip(), math.exp(max(answer.first_token_logprobs.values()))
 
-    def placed(self, window: Window) -> list[int]:
+    def pages_in(self, window: Window) -> list[int]:
         return [self.placements.index(placement) for placement in window.ids]
 
 

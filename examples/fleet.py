@@ -19,9 +19,9 @@ import redis
 from openai import OpenAI
 
 from ctxwin import Chunk
-from ctxwin.adapters.openai import RemoteWindow
-from ctxwin.adapters.ray import FleetArguments
-from ctxwin.adapters.ray.run import running
+from ctxwin_client import RemoteWindow
+from ctxwin_server.ray import FleetArguments
+from ctxwin_server.ray.run import running
 
 REDIS, PORT = 6398, 8398
 

@@ -8,8 +8,8 @@ from langchain_core.messages import HumanMessage
 from PIL import Image
 
 from ctxwin import open_engine
-from ctxwin.adapters.langchain import ChatCtxwin, WindowMiddleware
 from ctxwin.tiny import world
+from langchain_ctxwin import ChatCtxwin, WindowMiddleware
 
 frames = world.make_stream(seed=3, n_frames=10)  # stands in for your camera
 with (
@@ -23,7 +23,7 @@ with (
     for second, frame in enumerate(frames):
         path = Path(folder, f"{second}.png")
         Image.fromarray(world.render(frame)).save(path)
-        question = f"color of {frame.marks[0]:02d}?"
+        question = world.question_about(frames, second).text
         messages.append(HumanMessage([f"t={second} s\n", {"type": "image", "path": str(path)}, question]))
         messages = agent.invoke({"messages": messages})["messages"]  # all of them, always: the middleware deletes none
         usage = messages[-1].usage_metadata

@@ -15,8 +15,8 @@ from langgraph.graph import START, StateGraph
 from PIL import Image
 
 from ctxwin import open_engine
-from ctxwin.adapters.langgraph import WindowContext, WindowNode, WindowState
 from ctxwin.tiny import world
+from langchain_ctxwin.langgraph import WindowContext, WindowNode, WindowState
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else "watch")
 folder.mkdir(parents=True, exist_ok=True)
@@ -42,9 +42,9 @@ with (
     thread = {"configurable": {"thread_id": "porch"}}
     done = sum(isinstance(m, HumanMessage) for m in app.get_state(thread).values.get("messages", []))
     for second in range(done, done + 3):
-        question = f"color of {stream[second].marks[0]:02d}?"
-        asked = HumanMessage([{"type": "text", "text": f"t={second} s\n"}, picture(stream[second]), question])
-        state = app.invoke({"messages": [asked]}, thread, context=WindowContext(engine))
+        question = world.question_about(stream, second).text
+        message = HumanMessage([{"type": "text", "text": f"t={second} s\n"}, picture(stream[second]), question])
+        state = app.invoke({"messages": [message]}, thread, context=WindowContext(engine))
         usage = state["messages"][-1].usage_metadata
         reused, size = usage["input_token_details"]["cache_read"], len(saver.serde.dumps_typed(state)[1])
         print(

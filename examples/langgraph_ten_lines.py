@@ -1,4 +1,4 @@
-"""A LangGraph graph over a window, on the bundled model: a camera that is asked about. Runs on a CPU, downloads nothing."""
+"""A LangGraph graph over a window, on the bundled model: a camera that is message about. Runs on a CPU, downloads nothing."""
 
 import base64
 import io
@@ -9,8 +9,8 @@ from langgraph.graph import START, StateGraph
 from PIL import Image
 
 from ctxwin import open_engine
-from ctxwin.adapters.langgraph import WindowContext, WindowNode, WindowState
 from ctxwin.tiny import world
+from langchain_ctxwin.langgraph import WindowContext, WindowNode, WindowState
 
 
 def picture(frame: world.Frame) -> dict[str, str]:
@@ -27,10 +27,13 @@ with open_engine("tiny") as engine:
     app = graph.compile(checkpointer=InMemorySaver())
 
     thread = {"configurable": {"thread_id": "porch"}}
-    for second, frame in enumerate(world.make_stream(seed=3, n_frames=10)):  # stands in for your camera
-        question = f"color of {frame.marks[0]:02d}?"
-        asked = HumanMessage([{"type": "text", "text": f"t={second} s\n"}, picture(frame), question])
-        state = app.invoke({"messages": [asked]}, thread, context=WindowContext(engine))
-        answer, placed = state["messages"][-1], len(state["window"]["placed"])
+    frames = world.make_stream(seed=3, n_frames=10)  # stands in for your camera
+    for second, frame in enumerate(frames):
+        question = world.question_about(frames, second).text
+        message = HumanMessage([{"type": "text", "text": f"t={second} s\n"}, picture(frame), question])
+        state = app.invoke({"messages": [message]}, thread, context=WindowContext(engine))
+        answer, chunk_count = state["messages"][-1], len(state["window"]["placed"])
         usage = answer.usage_metadata["input_token_details"]["cache_read"], answer.usage_metadata["input_tokens"]
-        print(f"t={second}: {question} {answer.text}, {usage[0]} of {usage[1]} tokens reused, {placed} chunks placed")
+        print(
+            f"t={second}: {question} {answer.text}, {usage[0]} of {usage[1]} tokens reused, {chunk_count} chunks placed"
+        )

@@ -50,7 +50,7 @@ class Asked:
 
 
 def write_pdf(path: Path, pages: Sequence[tuple[np.ndarray, str]]) -> None:
-    """Pictures a page each, a pixel a point, with words behind them that search finds and nobody sees."""
+    """Write a PDF of one picture per page, a pixel per point, with invisible words that search finds."""
     with pdfium.PdfDocument.new() as pdf:
         for pixels, words in pages:
             height, width, _ = pixels.shape
@@ -88,25 +88,25 @@ def script(frames: Sequence[world.Frame], seed: int) -> list[tuple[str, str]]:
     return [(question.text, question.answer) for question in drawn]
 
 
-def draw(path: Path, asked: Sequence[Asked]) -> None:
-    """A bar a question: its prompt's tokens by the way they were served, and the files that were linked."""
-    figure, axes = plt.subplots(figsize=(11, 0.24 * len(asked) + 1.2))
+def draw(path: Path, questions: Sequence[Asked]) -> None:
+    """Draw a bar for each question: its prompt's tokens by lane, and the linked files."""
+    figure, axes = plt.subplots(figsize=(11, 0.24 * len(questions) + 1.2))
     lanes = Counter[str]()
-    for one in asked:
-        lanes.update(one.answer.usage.reused_tokens)
+    for entry in questions:
+        lanes.update(entry.answer.usage.reused_tokens)
     names = sorted(lanes, key=lambda lane: lane not in ("computed", "formed"))
-    for row, one in enumerate(asked):
-        left = 0
-        query = one.answer.usage.prompt_tokens - sum(one.answer.usage.reused_tokens.values())
+    for row, entry in enumerate(questions):
+        start = 0
+        query = entry.answer.usage.prompt_tokens - sum(entry.answer.usage.reused_tokens.values())
         for lane in names:
-            tokens = one.answer.usage.reused_tokens.get(lane, 0) + query * (lane == "computed")
-            axes.barh(row, tokens, left=left, color=LANES.get(lane, "#bbbbbb"), height=0.8)
-            left += tokens
-        axes.text(left + 4, row, ", ".join(one.linked), va="center", fontsize=7)
-    axes.set_yticks(range(len(asked)), [one.question for one in asked], fontsize=7)
-    axes.set_ylim(len(asked) - 0.5, -0.5)
-    axes.set_xlabel("tokens of the prompt; beside each bar: what was linked")
-    axes.set_xlim(0, 1.35 * max(one.answer.usage.prompt_tokens for one in asked))
+            tokens = entry.answer.usage.reused_tokens.get(lane, 0) + query * (lane == "computed")
+            axes.barh(row, tokens, left=start, color=LANES.get(lane, "#bbbbbb"), height=0.8)
+            start += tokens
+        axes.text(start + 4, row, ", ".join(entry.linked), va="center", fontsize=7)
+    axes.set_yticks(range(len(questions)), [entry.question for entry in questions], fontsize=7)
+    axes.set_ylim(len(questions) - 0.5, -0.5)
+    axes.set_xlabel("tokens of the prompt; beside each bar: linked files")
+    axes.set_xlim(0, 1.35 * max(entry.answer.usage.prompt_tokens for entry in questions))
     handles = [plt.Rectangle((0, 0), 1, 1, color=LANES.get(lane, "#bbbbbb")) for lane in names]
     axes.legend(handles, names, loc="lower right", fontsize=7)
     figure.tight_layout()
@@ -136,23 +136,23 @@ def main() -> None:
             generated(shelf, frames)
         run.say(f"the shelf holds {len(shelf.files())} files; {shelf.prepare(run.engine)} passages were computed ahead")
         largest = max((hit.passage.chunk for hit in shelf.search("a", 1)), default=Chunk.image(world.render(frames[0])))
-        asked: list[Asked] = []
+        questions: list[Asked] = []
         for reader, system_prompt in enumerate(READERS if run.scripted else READERS[:1]):
             window = Window(
                 run.engine, system_prompt, run.budget(system_prompt, largest, OPEN), eviction=LeastRecentlyRead()
             )
             run.watch(window)
-            known = script(frames, 10 * options.seed + reader) if run.scripted else [(q, None) for q in options.ask]
-            for question, truth in known:
-                found = window.retrieve(question, shelf, k=2, reserve_tokens=run.reserve_tokens)
+            tasks = script(frames, 10 * options.seed + reader) if run.scripted else [(q, None) for q in options.ask]
+            for question, truth in tasks:
+                placements = window.retrieve(question, shelf, k=2, reserve_tokens=run.reserve_tokens)
                 answer = window.ask(question, max_tokens=4 if run.scripted else 48)
                 run.truth(truth)
-                linked = tuple(window.chunk(placement).label or "picture" for placement in found)
-                asked.append(Asked(question, linked, answer))
+                linked = tuple(window.chunk(placement).label or "picture" for placement in placements)
+                questions.append(Asked(question, linked, answer))
                 run.say(f"{question} {answer.text.strip()} (linked: {', '.join(linked)})")
             window.close()
         if picture:
-            draw(picture, asked)
+            draw(picture, questions)
             run.say(f"what was linked, and what it cost: {picture}")
         run.figures |= {"files": len(shelf.files()), "readers": len(READERS)}
 

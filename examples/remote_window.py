@@ -9,39 +9,39 @@ import argparse
 from openai import OpenAI
 
 from ctxwin import Chunk
-from ctxwin.adapters.openai import RemoteWindow, chunk_part, upload
 from ctxwin.tiny import world
+from ctxwin_client import RemoteWindow, chunk_part, upload
 
-options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-options.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
-options.add_argument("--api-key", default="none", help="Decides the tenant where the server has tenants.")
-options.add_argument("--frames", type=int, default=8)
-given = options.parse_args()
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
+parser.add_argument("--api-key", default="none", help="Decides the tenant where the server has tenants.")
+parser.add_argument("--frames", type=int, default=8)
+options = parser.parse_args()
 
-client = OpenAI(base_url=given.base_url, api_key=given.api_key)
-frames = world.make_stream(seed=3, n_frames=given.frames)  # stands in for your camera
+client = OpenAI(base_url=options.base_url, api_key=options.api_key)
+frames = world.make_stream(seed=3, n_frames=options.frames)  # stands in for your camera
 chunks = [Chunk.image(world.render(frame), text=f"t={second} s") for second, frame in enumerate(frames)]
 with RemoteWindow(client, system_prompt="You watch a camera.", budget=600) as window:
-    for second, (frame, chunk) in enumerate(zip(frames, chunks, strict=True)):
-        window.append(chunk)  # its pixels travel once, whatever happens to it later
+    for second, chunk in enumerate(chunks):
+        window.append(chunk)  # its pixels are uploaded once
         window.slide(reserve_tokens=32)
-        question = f"color of {frame.marks[0]:02d}?"
+        question = world.question_about(frames, second).text
         answer = window.ask(question, max_tokens=4)
         usage = answer.usage
         print(f"t={second}: {question} {answer.text}, computed {usage.computed_tokens} of {usage.prompt_tokens}")
 
     if window.evicted:
         window.recall(window.evicted[0])  # look back: no upload, no vision encode
-        print("first frame again:", "".join(window.stream(f"shape of {frames[0].marks[0]:02d}?", max_tokens=4)))
+        print("first frame again:", "".join(window.stream(world.question_about(frames, 0).text, max_tokens=4)))
 
 # The same chunks in a chat completion, in any order and mixed with text.
 for chunk in chunks[-3:]:
     upload(client, chunk)
-asked = {"type": "text", "text": f"color of {frames[-1].marks[0]:02d}?"}
-made = client.chat.completions.create(
+question_part = {"type": "text", "text": world.question_about(frames, len(frames) - 1).text}
+completion = client.chat.completions.create(
     model=client.models.list().data[0].id,
-    messages=[{"role": "user", "content": [*(chunk_part(chunk) for chunk in reversed(chunks[-3:])), asked]}],
+    messages=[{"role": "user", "content": [*(chunk_part(chunk) for chunk in reversed(chunks[-3:])), question_part]}],
     max_tokens=4,
     temperature=0,
 )
-print("chat:", made.choices[0].message.content, made.usage)
+print("chat:", completion.choices[0].message.content, completion.usage)

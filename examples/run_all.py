@@ -1,7 +1,7 @@
-"""Runs every example on the bundled model, one after the other, and prints one table: what was computed, and what was right.
+"""Runs every example on the bundled model, one after the other, and prints a table of computed tokens and right answers.
 
-Each runs in a process of its own, for the seeds 0 to N-1. Exit code 1 where one failed; the web example is skipped where
-there is no Chromium.
+Each runs in a process of its own, for the seeds 0 to N-1. Exit code 1 if one failed; the web example is skipped if there is
+no Chromium.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXAMPLES = ("video_agent", "web_agent", "document_agent", "visual_search", "two_
 POLICIES = ("naive", "trim", "append")  # uses of a prefix cache, see `ctxwin.baselines.ledger`
 SUMS = (
     "asks", "known", "right", "right_reprefill", "compared", "agree", "seconds",
-    *(what + who for what in ("computed_tokens", "vision_encodes") for who in ("", *(f"_{p}" for p in POLICIES))),
+    *(cost + user for cost in ("computed_tokens", "vision_encodes") for user in ("", *(f"_{p}" for p in POLICIES))),
 )  # fmt: skip
 COLUMNS = ("example", "asks", "right", "re-prefill", "tokens", *(f"of {p}" for p in POLICIES), "encodes", "theirs", "s")
 LAST_LINES = 15
@@ -32,11 +32,11 @@ LIMIT_S = 600  # for one run
 
 
 class FailedError(Exception):
-    """An example that did not end well; the message holds its last lines."""
+    """An example failed; the message holds its last lines."""
 
 
 def run(folder: Path, name: str, seed: int, engine: str | None) -> dict[str, Any]:
-    """What one example reports, and how long it took."""
+    """Run one example and return its figures, with its duration."""
     command = [sys.executable, str(folder / f"{name}.py"), "--json", "--seed", str(seed)]
     begin = time.perf_counter()
     try:
@@ -48,31 +48,31 @@ def run(folder: Path, name: str, seed: int, engine: str | None) -> dict[str, Any
     seconds = time.perf_counter() - begin
     if done.returncode == 0:
         try:
-            found = {**json.loads(done.stdout.strip().splitlines()[-1]), "seconds": seconds}
-            if not set(SUMS) - found.keys():
-                return found
+            figures = {**json.loads(done.stdout.strip().splitlines()[-1]), "seconds": seconds}
+            if not set(SUMS) - figures.keys():
+                return figures
         except (ValueError, IndexError):
-            pass  # it said something else than figures
-    said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-LAST_LINES:])
-    raise FailedError(f"{name} failed with seed {seed} (exit code {done.returncode}):\n{said}")
+            pass  # its last line is not its figures
+    output = "\n".join((done.stdout + done.stderr).strip().splitlines()[-LAST_LINES:])
+    raise FailedError(f"{name} failed with seed {seed} (exit code {done.returncode}):\n{output}")
 
 
-def pooled(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The sums over all seeds."""
-    row: dict[str, Any] = {"example": name, "seeds": [found["seed"] for found in runs], "engine": runs[0]["engine"]}
-    row |= {key: sum(found[key] for found in runs) for key in SUMS}
+def pool(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the sums over all seeds."""
+    row: dict[str, Any] = {"example": name, "seeds": [figures["seed"] for figures in runs], "engine": runs[0]["engine"]}
+    row |= {key: sum(figures[key] for figures in runs) for key in SUMS}
     row |= {f"share_of_{p}": row["computed_tokens"] / row[f"computed_tokens_{p}"] for p in POLICIES}
     return row
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """A row for people; seconds are those of one run, the engine's start included."""
-    known = row["known"]
+    """Return the cells of a table row; seconds are those of one run, including the engine's start."""
+    with_truth = row["known"]
     return [
         row["example"],
         str(row["asks"]),
-        f"{row['right']}/{known}",
-        f"{row['right_reprefill']}/{known}",
+        f"{row['right']}/{with_truth}",
+        f"{row['right_reprefill']}/{with_truth}",
         f"{row['computed_tokens']:,}",
         *(f"{100 * row[f'share_of_{p}']:.1f} %" for p in POLICIES),
         str(row["vision_encodes"]),
@@ -102,9 +102,9 @@ def main() -> int:
     )
     parser.add_argument("--engine", choices=("hf", "vllm"), help="default: vLLM where it is installed")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs of each example; default: %(default)s")
-    shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--json", action="store_true", help="print the figures as JSON")
-    shown.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print the figures as JSON")
+    output.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     options = parser.parse_args()
     if options.seeds < 1:
         parser.error(f"--seeds must be at least 1, got {options.seeds}")
@@ -118,7 +118,7 @@ def main() -> int:
             for seed in range(options.seeds):
                 runs.append(run(Path(__file__).parent, name, seed, options.engine))
                 print(f"{name}, seed {seed}: {runs[-1]['seconds']:.1f} s", file=sys.stderr)
-            rows.append(pooled(name, runs))
+            rows.append(pool(name, runs))
         except SystemExit as missing:
             skipped[name] = str(missing)
             print(f"{name} is skipped: {missing}", file=sys.stderr)

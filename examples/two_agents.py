@@ -1,4 +1,4 @@
-"""Two agents, one stream: a planner and a grounder, each behind its own system prompt, share every frame on one engine.
+"""Two agents, one stream: a planner and a grounder, each with its own system prompt, share every frame on one engine.
 
 Every second the planner says what is worth a look and the grounder looks for it; now and then at something older. The
 vision tower sees a frame once, whoever looks at it or looks back at it. Without VIDEO they watch a stream of the bundled
@@ -20,7 +20,9 @@ from ctxwin.tiny import world
 PLANNER = "You are the planner. Say what is worth a look."
 GROUNDER = "You are the grounder. Answer with one word."
 RESERVED = 96  # tokens kept free for a question and its answer
-Asking = Callable[[list[int], int, str], tuple[str, str | None]]  # (seconds in view, about, heard) -> question, truth
+Asking = Callable[
+    [list[int], int, str], tuple[str, str | None]
+]  # (seconds in view, about, previous_answer) -> question, truth
 
 
 class Agent:
@@ -36,7 +38,7 @@ class Agent:
 
     @contextmanager
     def looking_at(self, second: int) -> Iterator[Window]:
-        """The window where that second is in view, else a branch that looks back at it."""
+        """Provide the window if that second is in view, else a branch that recalls it."""
         if self.shown[second] in self.window.ids:
             yield self.window
             return
@@ -46,34 +48,36 @@ class Agent:
 
 
 def scripted(seed: int, stream: list[world.Frame]) -> Asking:
-    """Both ask about things in that second whose answers are known."""
+    """Return a function that asks about things in a second whose answers are known."""
     rng = np.random.default_rng(seed)
 
-    def question(placed: list[int], about: int, heard: str) -> tuple[str, str | None]:
-        questions = world.questions_for([stream[second] for second in placed], 999, rng)
-        chosen = next(q for q in questions if placed[q.frame] == about)
+    def question(in_view: list[int], about: int, previous_answer: str) -> tuple[str, str | None]:
+        questions = world.questions_for([stream[second] for second in in_view], 999, rng)
+        chosen = next(q for q in questions if in_view[q.frame] == about)
         return chosen.text, chosen.answer
 
     return question
 
 
-def free(placed: list[int], about: int, heard: str) -> tuple[str, str | None]:
-    """The planner names something, the grounder is asked for what it heard."""
-    if heard:
-        return f"Where in the picture at t={about} s is this: {heard}", None
+def free(in_view: list[int], about: int, previous_answer: str) -> tuple[str, str | None]:
+    """The planner names something, and the grounder is asked where it is."""
+    if previous_answer:
+        return f"Where in the picture at t={about} s is this: {previous_answer}", None
     return f"Name one thing in the picture at t={about} s that is worth a closer look.", None
 
 
 def talk(run: agent_options.Run, team: tuple[Agent, ...], about: int, asking: Asking) -> None:
-    """Each agent is asked about one second; it hears what the one before it answered."""
-    heard = ""
+    """Ask each agent about one second; each gets the answer of the previous one."""
+    previous_answer = ""
     for agent in team:
         with agent.looking_at(about) as window:
-            question, truth = asking([agent.shown.index(i) for i in window.ids], about, heard)
+            question, truth = asking([agent.shown.index(i) for i in window.ids], about, previous_answer)
             answer = window.ask(question, max_tokens=4 if run.scripted else 24)
             run.truth(truth)
-        heard = answer.text
-        run.say(f"t={about} s, {agent.name}: {question} {heard} ({answer.usage.computed_tokens} tokens computed)")
+        previous_answer = answer.text
+        run.say(
+            f"t={about} s, {agent.name}: {question} {previous_answer} ({answer.usage.computed_tokens} tokens computed)"
+        )
 
 
 def main() -> None:
@@ -100,9 +104,9 @@ def main() -> None:
             talk(run, team, second, asking)
             if second % 3 == 2 and second > 5:
                 talk(run, team, int(rng.integers(second - 5)), asking)
-        placed, encoded = sum(len(agent.shown) for agent in team), run.engine.counters.vision_encodes
-        run.figures |= {"frames_placed": placed, "encodes_saved_by_sharing": placed - encoded}
-        run.say(f"sharing: {placed} frames placed, {encoded} encoded; apart they would have encoded {placed}")
+        placements, encoded = sum(len(agent.shown) for agent in team), run.engine.counters.vision_encodes
+        run.figures |= {"frames_placed": placements, "encodes_saved_by_sharing": placements - encoded}
+        run.say(f"sharing: {placements} frames placed, {encoded} encoded; apart they would have encoded {placements}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A LangGraph agent watches a video through a sliding window, and looks back when a question is about what has left.
+"""A LangGraph agent watches a video through a sliding window, and looks back if a question is about an evicted frame.
 
 Its graph: watch -> think -> (look_back ->) answer -> think -> ... -> watch. The state holds a small reference to the
 window; the engine travels in the run's context, so every step is a checkpoint of a few KB. Without VIDEO it watches a clip
@@ -21,10 +21,10 @@ from langgraph.graph import END, START, StateGraph
 from langgraph.runtime import Runtime
 
 from ctxwin import Chunk, Window
-from ctxwin.adapters.langgraph import WindowContext, merge_windows, open_window
-from ctxwin.media import decode_video
 from ctxwin.tiny import world
 from ctxwin.tiny.clip import write_clip
+from ctxwin.video import decode_video
+from langchain_ctxwin.langgraph import WindowContext, merge_windows, open_window
 
 SYSTEM_PROMPT = "You watch a camera."
 FRAMES = 6  # in the window
@@ -32,7 +32,7 @@ QUESTIONS = ("What is happening?", "What changed since the beginning?", "Which o
 
 
 class Task(TypedDict):
-    """A question, the seconds to look back at first, and the right answer where it is known."""
+    """A question, the seconds to look back at first, and the right answer, if it is known."""
 
     question: str
     back: list[int]
@@ -40,26 +40,26 @@ class Task(TypedDict):
 
 
 class State(TypedDict, total=False):
-    """What a checkpoint holds."""
+    """State of the graph, stored in checkpoints."""
 
     window: Annotated[dict[str, Any], merge_windows]
     second: int  # shown last
-    asked: int  # questions since then
+    questions_asked: int  # questions since then
     task: Task | None
 
 
 class Policy(Protocol):
-    """What the agent does next. ``longest``: a question as long as any it asks."""
+    """Decides the next action. ``longest``: a question as long as any it asks."""
 
     longest: str
 
-    def next(self, second: int, asked: int, window: Window, placed: list[int]) -> Task | None:
-        """What to ask with the seconds ``placed`` in view, after ``asked`` questions in this second; None: watch on."""
+    def next(self, second: int, questions_asked: int, window: Window, in_view: list[int]) -> Task | None:
+        """Return the next question with the seconds ``in_view``, after ``questions_asked`` ones in it; None: watch on."""
 
 
 @dataclass(kw_only=True)
 class Context(WindowContext):
-    """What the nodes need and the state must not hold."""
+    """Objects for the nodes that must not be in the state."""
 
     frames: list[np.ndarray]  # one a second
     policy: Policy
@@ -69,34 +69,34 @@ class Context(WindowContext):
 
 
 def watch(state: State, runtime: Runtime[Context]) -> State:
-    """The next frame comes in; the oldest leave, and the others move up without being computed again."""
+    """Append the next frame; the oldest leave, and the others move up without being computed again."""
     context, second = runtime.context, state.get("second", -1) + 1
     with open_window(state.get("window"), runtime, system_prompt=SYSTEM_PROMPT, budget=context.budget) as window:
         window.append(Chunk.image(context.frames[second], text=f"t={second} s"))
         window.slide(reserve_tokens=context.reserve_tokens)
-        return {"window": window.ref(), "second": second, "asked": 0}
+        return {"window": window.ref(), "second": second, "questions_asked": 0}
 
 
 def think(state: State, runtime: Runtime[Context]) -> State:
-    """Decides what to ask, and whether that needs a look back."""
+    """Decide the question, and if it needs a look back."""
     with open_window(state["window"], runtime) as window:
-        placed = [p.arrival for p in window.snapshot().placed]  # a frame arrives every second
-        task = runtime.context.policy.next(state["second"], state["asked"], window, placed)
-        return {"window": window.ref(), "task": task, "asked": state["asked"] + 1}
+        in_view = [p.arrival for p in window.snapshot().placed]  # a frame arrives every second
+        task = runtime.context.policy.next(state["second"], state["questions_asked"], window, in_view)
+        return {"window": window.ref(), "task": task, "questions_asked": state["questions_asked"] + 1}
 
 
 def look_back(state: State, runtime: Runtime[Context]) -> State:
-    """Brings frames back to their places; nothing is encoded again. They are the oldest, so the next slide takes them out."""
+    """Recall frames to their places; nothing is encoded again. They are the oldest, so the next slide evicts them."""
     with open_window(state["window"], runtime) as window:
-        left = {p.arrival: p.id for p in window.snapshot().evicted}
+        evicted = {p.arrival: p.id for p in window.snapshot().evicted}
         window.look_back(
-            " ".join(left[second] for second in state["task"]["back"]), reserve_tokens=runtime.context.reserve_tokens
+            " ".join(evicted[second] for second in state["task"]["back"]), reserve_tokens=runtime.context.reserve_tokens
         )
         return {"window": window.ref()}
 
 
 def answer(state: State, runtime: Runtime[Context]) -> State:
-    """Answers over what is in view."""
+    """Answer over the frames in view."""
     task, context = state["task"], runtime.context
     with open_window(state["window"], runtime) as window:
         window.ask(task["question"], max_tokens=context.max_tokens)
@@ -111,10 +111,10 @@ def after_think(state: State, runtime: Runtime[Context]) -> str:
 
 
 class Scripted:
-    """Asks about something in view every second, and every third second about something that has left.
+    """Asks about something in view every second, and every third second about an evicted frame.
 
     In this world a grey thing has the colour that the last legend before it gave its shape, so a look back at one brings
-    that legend back, too. Only what is in view can answer is asked.
+    that legend back, too. It asks only questions that the frames in view answer.
     """
 
     longest = "color of 10?"
@@ -123,52 +123,52 @@ class Scripted:
         self._stream, self._seed = stream, seed
         self._colors = world.bound_colors(stream)
 
-    def next(self, second: int, asked: int, window: Window, placed: list[int]) -> Task | None:
-        rng = np.random.default_rng([self._seed, second, asked])
-        if asked == 0:
-            question = next(self._questions(placed, rng))
+    def next(self, second: int, questions_asked: int, window: Window, in_view: list[int]) -> Task | None:
+        rng = np.random.default_rng([self._seed, second, questions_asked])
+        if questions_asked == 0:
+            question = next(self._questions(in_view, rng))
             return Task(question=question.text, back=[], truth=question.answer)
-        gone = sorted(set(range(second)) - set(placed))
-        if asked > 1 or second % 3 != 2 or not gone:
+        evicted = sorted(set(range(second)) - set(in_view))
+        if questions_asked > 1 or second % 3 != 2 or not evicted:
             return None
-        target = int(rng.choice(gone))
+        target = int(rng.choice(evicted))
         needed = {target} if self._stream[target].role == "legend" else {target, self._legend_before(target)}
-        back = sorted(needed - set(placed))
-        view = sorted({*placed[len(back) :], *needed})  # the oldest make room
+        back = sorted(needed - set(in_view))
+        view = sorted({*in_view[len(back) :], *needed})  # the oldest make room
         question = next(q for q in self._questions(view, rng) if view[q.frame] == target)
         return Task(question=question.text, back=back, truth=question.answer)
 
     def _legend_before(self, second: int) -> int:
         return max(s for s in range(second) if self._stream[s].role == "legend")
 
-    def _questions(self, placed: list[int], rng: np.random.Generator) -> Iterator[world.Question]:
-        """Questions whose answer by what is in view is the answer by the whole video."""
-        for question in world.questions_for([self._stream[s] for s in placed], 999, rng):
-            second = placed[question.frame]
+    def _questions(self, in_view: list[int], rng: np.random.Generator) -> Iterator[world.Question]:
+        """Yield questions whose answer by the frames in view is the answer by the entire video."""
+        for question in world.questions_for([self._stream[s] for s in in_view], 999, rng):
+            second = in_view[question.frame]
             _, row, column = world.locate([self._stream[second]], question.mark)
             if question.kind == "single_hop" or world.COLORS[self._colors[second][row, column]] == question.answer:
                 yield question
 
 
 class Model:
-    """Puts the user's questions in turn, one every few seconds; the model says whether it has to look back, and where."""
+    """Asks the user's questions in turn, one every few seconds; the model decides if it looks back, and where."""
 
     def __init__(self, questions: tuple[str, ...], last: int, every: int = 2) -> None:
         self._questions, self._last, self._every = questions, last, every
         self.longest = max((self._where(question, [last, last]) for question in questions), key=len)
 
-    def next(self, second: int, asked: int, window: Window, placed: list[int]) -> Task | None:
-        if asked or ((second + 1) % self._every and second != self._last):
+    def next(self, second: int, questions_asked: int, window: Window, in_view: list[int]) -> Task | None:
+        if questions_asked or ((second + 1) % self._every and second != self._last):
             return None
         question = self._questions[second // self._every % len(self._questions)]
-        said = window.ask(self._where(question, placed), max_tokens=16).text
-        named = [int(digits) for digits in re.findall(r"t=(\d+)", said)]
-        back = [s for s in named if s < second and s not in placed]
+        reply = window.ask(self._where(question, in_view), max_tokens=16).text
+        named = [int(digits) for digits in re.findall(r"t=(\d+)", reply)]
+        back = [s for s in named if s < second and s not in in_view]
         return Task(question=question, back=back[:1], truth=None)
 
-    def _where(self, question: str, placed: list[int]) -> str:
+    def _where(self, question: str, in_view: list[int]) -> str:
         return (
-            f"In view: t={placed[0]} s to t={placed[-1]} s. Earlier pictures were shown from t=0 s on. Which of those, like "
+            f"In view: t={in_view[0]} s to t={in_view[-1]} s. Earlier pictures were shown from t=0 s on. Which of those, like "
             f"t=3 s, must be seen again for this question, or none? {question}"
         )
 
@@ -185,8 +185,8 @@ def graph() -> StateGraph[State, Context]:
     return built
 
 
-def filmed(stream: list[world.Frame]) -> list[np.ndarray]:
-    """The stream as a video file shows it: written, and decoded like any other."""
+def film(stream: list[world.Frame]) -> list[np.ndarray]:
+    """Write the stream to a video file and return its decoded frames."""
     with tempfile.TemporaryDirectory() as folder:
         clip = Path(folder) / "clip.mp4"
         write_clip(clip, stream)
@@ -204,7 +204,7 @@ def main() -> None:
         policy: Policy = Model(tuple(options.ask or QUESTIONS), last=len(frames) - 1)
     else:
         stream = world.make_stream(options.seed, options.frames, window=FRAMES)
-        frames, policy = filmed(stream), Scripted(stream, options.seed)
+        frames, policy = film(stream), Scripted(stream, options.seed)
     with agent_options.running(options, scripted=not options.video) as run:
         max_tokens = 32 if options.video else 4
         run.reserve_tokens = run.engine.encode_query(policy.longest).tokens + max_tokens

@@ -29,7 +29,7 @@ IN_VIEW = 6  # pictures in the window
 RESERVED = 128  # tokens kept free for a question and its answer
 DEPTH = 2  # the whole picture, its quarters, their quarters
 SURE = 0.5  # a view whose answer is surer than this ends the search
-LOOKS = 16  # most crops to try for a question
+LOOKS = 16  # maximum crops to try for a question
 QUARTERS = ("top left", "top right", "bottom left", "bottom right")
 
 
@@ -56,7 +56,7 @@ class Crop:
 
 @dataclass(frozen=True)
 class Task:
-    """A question; the view that answers it and the right answer where they are known."""
+    """A question; the view that answers it and the right answer, if they are known."""
 
     question: str
     view: Crop | None = None
@@ -73,7 +73,7 @@ class Scripted:
         self._rng = np.random.default_rng(seed)
         roles: list[world.Role] = ["legend"]
         roles += ["scene"] * 15
-        frames = world.sample_frames(self._rng, roles)  # every number stands in one frame only
+        frames = world.sample_frames(self._rng, roles)  # every number is in one frame only
         tiles = [world.render(frame) for frame in frames]
         self.picture = Image.fromarray(np.vstack([np.hstack(tiles[row : row + 4]) for row in range(0, 16, 4)]))
         views = [view for quarter in Crop().parts for view in quarter.parts]
@@ -86,33 +86,33 @@ class Scripted:
         return task.question
 
     def promise(self, task: Task, crop: Crop, sure: float) -> float:
-        """How promising it is to go on behind a crop: 0 to 1."""
+        """Return how promising the parts of a crop are: 0 to 1."""
         return 1.0 if self._shows(crop, task) else 0.1
 
-    def best_first(self, task: Task, crop: Crop, said: str) -> list[Crop]:
-        """The parts of a crop in the order to try them."""
+    def best_first(self, task: Task, crop: Crop, reply: str) -> list[Crop]:
+        """Return the parts of a crop in the order to try them."""
         parts = sorted((crop.parts[i] for i in self._rng.permutation(4)), key=lambda part: not self._shows(part, task))
         if self._rng.random() < 0.25:
             parts[:2] = parts[1::-1]  # a wrong one first
         return parts
 
-    def truth(self, task: Task, seen: list[Crop]) -> str | None:
-        """The right answer, unless what is asked for is not in view."""
-        return world.answer([self.frames[crop] for crop in seen if crop in self.frames], task.question)
+    def truth(self, task: Task, in_view: list[Crop]) -> str | None:
+        """Return the right answer, or None if it is not in view."""
+        return world.answer([self.frames[crop] for crop in in_view if crop in self.frames], task.question)
 
     def _shows(self, crop: Crop, task: Task) -> bool:
         assert task.view is not None
         return task.view.path[: len(crop.path)] == crop.path
 
     def _task(self, view: Crop) -> Task:
-        seen = [*dict.fromkeys((self.always[1], view))]
-        questions = world.questions_for([self.frames[crop] for crop in seen], 999, self._rng)
-        chosen = next(q for q in questions if seen[q.frame] == view)
+        in_view = [*dict.fromkeys((self.always[1], view))]
+        questions = world.questions_for([self.frames[crop] for crop in in_view], 999, self._rng)
+        chosen = next(q for q in questions if in_view[q.frame] == view)
         return Task(chosen.text, view, chosen.answer)
 
 
 class Model:
-    """The model says which part to look at first, and goes on where it is sure."""
+    """The model chooses the part to look at first, and continues where it is sure."""
 
     def __init__(self, picture: Image.Image, questions: list[str]) -> None:
         self.picture, self.always = picture, [Crop()]
@@ -126,12 +126,12 @@ class Model:
     def promise(self, task: Task, crop: Crop, sure: float) -> float:
         return sure
 
-    def best_first(self, task: Task, crop: Crop, said: str) -> list[Crop]:
-        """Those it names, in that order, then the others."""
-        at = [said.lower().find(quarter) for quarter in QUARTERS]
+    def best_first(self, task: Task, crop: Crop, reply: str) -> list[Crop]:
+        """Return the parts that the model names, in that order, then the others."""
+        at = [reply.lower().find(quarter) for quarter in QUARTERS]
         return sorted(crop.parts, key=lambda part: (at[part.path[-1]] < 0, at[part.path[-1]]))
 
-    def truth(self, task: Task, seen: list[Crop]) -> None:
+    def truth(self, task: Task, in_view: list[Crop]) -> None:
         return None
 
 
@@ -154,7 +154,7 @@ class Searcher:
         self.window.extend([self.chunk(crop, pin=True) for crop in self.policy.always])
 
     def view(self, crop: Crop) -> Image.Image:
-        """The crop as large as a view allows."""
+        """Return the crop as large as a view allows."""
         picture = self.policy.picture
         return ImageOps.contain(picture.crop(crop.box(*picture.size)), (self.side, self.side))
 
@@ -164,8 +164,8 @@ class Searcher:
         return chunk
 
     def search(self, task: Task) -> str:
-        """Best first. The branch that finds the answer becomes the window, the others are closed."""
-        count, best, found, answer = itertools.count(), 0.0, None, "not found"
+        """Search best-first. The branch that finds the answer is adopted, the others are closed."""
+        count, best, best_branch, answer = itertools.count(), 0.0, None, "not found"
         looked: list[str] = []
         with ExitStack() as closing:
             frontier = [(-1.0, next(count), Crop(), self.window)]  # a heap: the most promising comes first
@@ -173,20 +173,20 @@ class Searcher:
                 _, _, crop, parent = heappop(frontier)
                 branch = closing.enter_context(parent.fork())
                 self.zoom(branch, crop)
-                said, sure = self.ask(branch, task, crop)
+                reply, sure = self.ask(branch, task, crop)
                 looked.append(str(crop))
                 promise = self.policy.promise(task, crop, sure)
-                for rank, part in enumerate(self.policy.best_first(task, crop, said) if crop.parts else ()):
+                for rank, part in enumerate(self.policy.best_first(task, crop, reply) if crop.parts else ()):
                     heappush(frontier, (-promise * 0.9**rank, next(count), part, branch))
                 if not crop.parts and promise > best:
-                    best, found, answer = promise, branch, said
-            if found is not None:
-                self.window.adopt(found, force=True)  # a fork of a fork
+                    best, best_branch, answer = promise, branch, reply
+            if best_branch is not None:
+                self.window.adopt(best_branch, force=True)  # a fork of a fork
         self.run.say(f"{task.question} {answer} (looked at {', '.join(looked)})")
         return answer
 
     def zoom(self, window: Window, crop: Crop) -> None:
-        """A crop comes into view, or back to its place; the quarter that it is a part of leaves."""
+        """Append or recall a crop; evict the quarter that it is a part of."""
         chunk = self.chunk(crop)
         placements = {window.chunk(i).id: i for i in (*window.evicted, *window.ids)}
         if len(crop.path) > 1:
@@ -200,7 +200,7 @@ class Searcher:
         window.slide(reserve_tokens=RESERVED)
 
     def ask(self, window: Window, task: Task, crop: Crop) -> tuple[str, float]:
-        """What the model says, and the probability of the first token."""
+        """Return the model's answer, and the probability of its first token."""
         answer = window.ask(self.policy.query(task, crop), max_tokens=4 if self.run.scripted else 24, logprobs=1)
         sure = math.exp(max(answer.first_token_logprobs.values()))
         truth = self.policy.truth(task, [self.crops[window.chunk(i).id] for i in window.ids])
@@ -210,10 +210,10 @@ class Searcher:
 
 
 def separation(sure_and_shown: list[tuple[float, bool]]) -> float:
-    """How well being sure tells views that show what was asked for from others: 1 always, 0.5 by chance."""
-    shown = np.array([sure for sure, is_shown in sure_and_shown if is_shown])[:, None]
+    """Return the AUC of the confidence as a predictor of views with the answer: 1 always, 0.5 by chance."""
+    visible = np.array([sure for sure, is_shown in sure_and_shown if is_shown])[:, None]
     hidden = np.array([sure for sure, is_shown in sure_and_shown if not is_shown])
-    return float(np.mean((shown > hidden) + 0.5 * (shown == hidden)))
+    return float(np.mean((visible > hidden) + 0.5 * (visible == hidden)))
 
 
 def main() -> None:
@@ -235,9 +235,9 @@ def main() -> None:
         for task in policy.tasks:
             searcher.search(task)
         if run.scripted:
-            apart = separation(searcher.sure_and_shown)
-            run.figures |= {"questions": len(policy.tasks), "confidence_auc": apart}
-            run.say(f"being sure tells views with the answer from others in {apart:.0%} of pairs: the script steers")
+            auc = separation(searcher.sure_and_shown)
+            run.figures |= {"questions": len(policy.tasks), "confidence_auc": auc}
+            run.say(f"being sure tells views with the answer from others in {auc:.0%} of pairs: the script steers")
 
 
 if __name__ == "__main__":

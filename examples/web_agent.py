@@ -1,4 +1,4 @@
-"""A LangGraph agent walks through a web shop in headless Chromium, and looks back at screenshots that have left its window.
+"""A LangGraph agent walks through a web shop in headless Chromium, and looks back at screenshots evicted from its window.
 
 The WebVoyager pattern: the newest screenshots stay, and the transcript of questions and answers stands between them. Where a
 question needs earlier pages, their screenshots come back in a branch of the window; no page is opened again. The shop's
@@ -23,28 +23,28 @@ from web.policy import Shopper, Task, Tourist
 from web.shop import Shop
 
 from ctxwin import Chunk, Window
-from ctxwin.adapters.langgraph import WindowContext, merge_windows, open_window
 from ctxwin.engines.base import Engine
+from langchain_ctxwin.langgraph import WindowContext, merge_windows, open_window
 
 SYSTEM_PROMPT = "You are a web agent. Look at the page and answer."
 SCREENSHOTS = 4  # in the window
 EXCHANGES = 4  # of the transcript
 BOUND = (
-    f"The transcript keeps its newest {EXCHANGES} exchanges. Measured: with 0, 4, 8 and 16 of them in front of 4 screenshots, "
+    f"The transcript keeps its newest {EXCHANGES} exchanges. Measured: with 0, 4, 8 and 16 of them before 4 screenshots, "
     "the bundled model answers 100, 100, 97 and 95 % of the questions right."
 )
 
 
 @dataclass(frozen=True)
 class NewestScreenshots:
-    """Who leaves a full window first: exchanges beyond the newest few, then the oldest screenshots."""
+    """Eviction order: exchanges beyond the newest few, then the oldest screenshots."""
 
     exchanges: int
 
     def order(self, window: Window) -> Iterable[str]:
-        placed = sorted(window.snapshot().placed, key=lambda p: p.arrival)
-        screenshots = [p.id for p in placed if p.chunk.media]
-        transcript = [p.id for p in placed if not p.chunk.media]
+        by_arrival = sorted(window.snapshot().placed, key=lambda p: p.arrival)
+        screenshots = [p.id for p in by_arrival if p.chunk.media]
+        transcript = [p.id for p in by_arrival if not p.chunk.media]
         return [*transcript[: -self.exchanges], *screenshots, *transcript[-self.exchanges :]]
 
 
@@ -52,7 +52,7 @@ EVICTION = NewestScreenshots(EXCHANGES)
 
 
 class State(TypedDict, total=False):
-    """What a checkpoint holds."""
+    """State of the graph, stored in checkpoints."""
 
     window: Annotated[dict[str, Any], merge_windows]
     url: str
@@ -62,7 +62,7 @@ class State(TypedDict, total=False):
 
 @dataclass(kw_only=True)
 class Context(WindowContext):
-    """What the nodes need and the state must not hold."""
+    """Objects for the nodes that must not be in the state."""
 
     browser: Browser
     policy: Shopper | Tourist
@@ -71,7 +71,7 @@ class Context(WindowContext):
 
 
 def browse(state: State, runtime: Runtime[Context]) -> State:
-    """Follows a link; the new screenshot comes in, and the oldest leave."""
+    """Follow a link; append the new screenshot, and evict the oldest."""
     context, pages = runtime.context, state.get("pages", [])
     browser, policy = context.browser, context.policy
     with open_window(
@@ -89,7 +89,7 @@ def browse(state: State, runtime: Runtime[Context]) -> State:
 
 
 def answer(state: State, runtime: Runtime[Context]) -> State:
-    """Asks about a page in view, and adds the exchange to the transcript."""
+    """Ask about a page in view, and add the exchange to the transcript."""
     policy, task = runtime.context.policy, state["todo"][0]
     with open_window(state["window"], runtime, eviction=EVICTION) as window:
         question, truth = policy.question(task["about"], in_view(state["pages"], window))
@@ -99,7 +99,7 @@ def answer(state: State, runtime: Runtime[Context]) -> State:
 
 
 def look_back(state: State, runtime: Runtime[Context]) -> State:
-    """Asks about a page that has left, in a branch: screenshots return to their places, and the window stays as it is."""
+    """Ask about an evicted page in a branch: screenshots return to their places, and the window is unchanged."""
     policy, task = runtime.context.policy, state["todo"][0]
     with open_window(state["window"], runtime, eviction=EVICTION) as window:
         with window.fork() as branch:
@@ -107,10 +107,10 @@ def look_back(state: State, runtime: Runtime[Context]) -> State:
                 " ".join(state["pages"][page] for page in task["back"]), reserve_tokens=policy.reserve_tokens
             )
             question, truth = policy.question(task["about"], in_view(state["pages"], branch))
-            said = branch.ask(question, policy.max_tokens)
+            reply = branch.ask(question, policy.max_tokens)
             runtime.context.ledger.truth(truth)
-        if said.token_ids:
-            window.remember(question, said.token_ids)
+        if reply.token_ids:
+            window.remember(question, reply.token_ids)
         return {"window": window.ref(), "todo": state["todo"][1:]}
 
 

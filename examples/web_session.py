@@ -119,7 +119,7 @@ def resident_bytes() -> int:
 
 
 def checkpoint_bytes(path: Path) -> list[int]:
-    """Size of every checkpoint in the file: the state, its metadata, and what the nodes behind it wrote."""
+    """Return the size of every checkpoint in the file: the state, its metadata, and the writes of the nodes after it."""
     query = """select length(c.checkpoint) + length(c.metadata) + coalesce(sum(length(w.value)), 0)
         from checkpoints c left join writes w using (thread_id, checkpoint_ns, checkpoint_id) group by c.checkpoint_id"""
     with closing(sqlite3.connect(path)) as base:
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         path = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "session.sqlite"
         trace = stack.enter_context(Trace(options.trace)) if options.trace else None
         engine = stack.enter_context(open_engine(options.model, engine=options.engine, store=store))
-        engine.repo.max_live_bytes = parse_bytes(options.store)  # decoded records at hand, beside the store
+        engine.repo.max_live_bytes = parse_bytes(options.store)  # decoded records in memory, in addition to the store
         figures = run(engine, Pages(options.seed, options.steps), options.seed, path, trace, say)
         about = {"example": "web_session", "model": options.model, "engine": engine.spec.name, "seed": options.seed}
     figures |= {"store_max_bytes": parse_bytes(options.store), "seconds": time.perf_counter() - begin}

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ctxwin.evals.items import Item, Scored, Task
-from ctxwin.evals.samples import FORMAT, Sample
+from ctxwin_evals.items import Item, Scored, Task
+from ctxwin_evals.samples import FORMAT, Sample
 
 CONFIG: dict[str, Any] = {
     "format": FORMAT,

@@ -14,8 +14,8 @@ from langgraph.graph import END, START, StateGraph
 from PIL import Image
 
 from ctxwin import Chunk, Fidelity, Window
-from ctxwin.adapters.langgraph import WindowContext, WindowNode, WindowState, load
 from ctxwin.engines.base import Engine
+from langchain_ctxwin.langgraph import WindowContext, WindowNode, WindowState, load
 from window.fake import FakeEngine
 
 EXACT = Fidelity("exact")

@@ -1,6 +1,6 @@
 """Writes docs/assets/grafana.json, a Grafana dashboard over the server's metrics: ``python tools/dashboard.py``.
 
-Every metric of `ctxwin.serve.metrics` is on it once at least, and a few of vLLM's; the tests hold both lists together.
+Every metric of `ctxwin_server.metrics` is on it once at least, and a few of vLLM's; the tests hold both lists together.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
     "Answers": [
         ("Asks", "ops", rates("asks")),
         ("Plain chats by what stood behind them", "ops", by("chats", "behind")),
+        ("Plain chats computed without their window", "ops", by("chats_alone", "reason")),
         ("First token", "s", [
             (quantile(0.5, "ttft_seconds"), "median"), (quantile(0.95, "ttft_seconds"), "95 %"),
             (quantile(0.5, "time_to_first_token_seconds", "vllm:"), "vLLM, median"),
@@ -55,6 +56,10 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         ("Window operations", "ops", by("window_operations", "op")),
         ("Frames pushed into live streams", "ops", by("live_frames", "result")),
         ("Open windows", "short", [("sum by (tenant) (ctxwin_windows_open)", "{{tenant}}")]),
+        ("Memory of the server", "bytes", [
+            ("sum(ctxwin_memory_bytes)", "resident"), ("sum(ctxwin_memory_limit_bytes)", "bound"),
+        ]),
+        ("Requests refused for memory", "ops", [(rate("memory_refused"), "{{tenant}}")]),
     ],
     "What was not computed again": [
         ("Prompt tokens by lane", "short", by("prompt_tokens", "lane")),

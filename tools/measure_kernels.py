@@ -1,8 +1,8 @@
-"""What a load costs: ``python tools/measure_kernels.py``.
+"""Measure the cost of a load: ``python tools/measure_kernels.py``.
 
 Copy, rotate, and rotate with a joint patch, each by the reference and by the fast kernels, construction included, on
-random KV. All are run once per round, one behind the other, so that a busy machine is busy for all of them; the median
-over the rounds is what to read, the least is what the machine can do.
+random KV. All are run once per round, one after the other, so that a busy machine affects all of them; read the median over
+the rounds, the least shows what the machine can do.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import get_args
 
 import torch
 
-from ctxwin.kv.kernels.api import Placing
+from ctxwin.kv.kernels.api import LoadPlan
 from ctxwin.kv.kernels.choice import Kernel
-from ctxwin.kv.kernels.parts import Part
+from ctxwin.kv.kernels.parts import SpanSlice
 from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
 from ctxwin.kv.patch import Patch
 
@@ -29,7 +29,7 @@ from ctxwin.kv.patch import Patch
 class Setting:
     """One load: ``tokens`` in all, split over ``parts``, from the processor's memory to ``device``; the rest as in `KVSpec`.
 
-    ``frame`` is where spans stand as they are stored: engines form them behind a system prompt.
+    ``frame`` is the position of stored spans: engines form them after a system prompt.
     """
 
     tokens: int = 2048
@@ -93,7 +93,7 @@ def measure(setting: Setting) -> list[Row]:
     return [Row(what, kernel, median(t), min(t), size) for (what, kernel), t in times.items()]
 
 
-def _parts(setting: Setting, spec: KVSpec, dtype: torch.dtype, patched: bool) -> list[Part]:
+def _parts(setting: Setting, spec: KVSpec, dtype: torch.dtype, patched: bool) -> list[SpanSlice]:
     noise = torch.Generator().manual_seed(0)
     parts, at = [], 100
     for i in range(setting.parts):
@@ -101,30 +101,32 @@ def _parts(setting: Setting, spec: KVSpec, dtype: torch.dtype, patched: bool) ->
         k = torch.randn(spec.layers, size, spec.heads, spec.k_dim, generator=noise).to(dtype)
         v = torch.randn(spec.layers, size, spec.heads, spec.v_dim, generator=noise).to(dtype)
         span = SpanKV(k, v, torch.arange(size).expand(3, -1), setting.frame)
-        parts.append(Part(span, at, _patch(setting, spec, size, noise, dtype) if patched else None))
+        parts.append(SpanSlice(span, at, _patch(setting, spec, size, noise, dtype) if patched else None))
         at += size
     return parts
 
 
 def _patch(setting: Setting, spec: KVSpec, tokens: int, noise: torch.Generator, dtype: torch.dtype) -> Patch:
     width = spec.heads * (spec.k_dim + spec.v_dim)
-    left = torch.randn(tokens, setting.rank, generator=noise).to(dtype)
-    right = torch.randn(spec.layers, setting.rank, width, generator=noise).to(dtype)
-    return Patch.of(spec, layout="joint", layers=tuple(range(spec.layers)), rank=setting.rank, left=left, right=right)
+    left_factor = torch.randn(tokens, setting.rank, generator=noise).to(dtype)
+    right_factor = torch.randn(spec.layers, setting.rank, width, generator=noise).to(dtype)
+    return Patch.of(
+        spec, layout="joint", layers=tuple(range(spec.layers)), rank=setting.rank, left=left_factor, right=right_factor
+    )
 
 
 def _load(
-    parts: Sequence[Part], spec: KVSpec, dtype: torch.dtype, device: torch.device, kernel: Kernel
+    parts: Sequence[SpanSlice], spec: KVSpec, dtype: torch.dtype, device: torch.device, kernel: Kernel
 ) -> Callable[[], None]:
     def load() -> None:
-        placing = Placing(parts, spec, dtype=dtype, device=device, kernel=kernel)
-        for i in range(placing.layers):
-            placing.layer(i)
+        plan = LoadPlan(parts, spec, dtype=dtype, device=device, kernel=kernel)
+        for i in range(plan.layers):
+            plan.layer(i)
 
     return load
 
 
-def _copy(parts: Sequence[Part], device: torch.device) -> None:
+def _copy(parts: Sequence[SpanSlice], device: torch.device) -> None:
     tokens = sum(part.tokens for part in parts)
     k = torch.empty(tokens, *parts[0].span.k.shape[2:], dtype=parts[0].span.k.dtype, device=device)
     v = torch.empty(tokens, *parts[0].span.v.shape[2:], dtype=parts[0].span.v.dtype, device=device)
@@ -137,7 +139,7 @@ def _copy(parts: Sequence[Part], device: torch.device) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the rows as a table or, with ``--json``, as ``{"setting": ..., "threads": ..., "rows": [...]}``."""
+    """Print the rows as a table or, with ``--json``, as ``{"setting": ..., "threads": ..., "rows": [...]}``."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in vars(Setting()).items():
         choices = {"dtype": ["bfloat16", "float16", "float32"], "pairing": ["half", "interleaved"]}.get(name)
@@ -149,8 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     as_json, setting = options.pop("json"), Setting(**options)
     rows = measure(setting)
     if as_json:
-        shown = {"setting": vars(setting), "threads": torch.get_num_threads(), "rows": [vars(row) for row in rows]}
-        sys.stdout.write(json.dumps(shown, indent=1) + "\n")
+        report = {"setting": vars(setting), "threads": torch.get_num_threads(), "rows": [vars(row) for row in rows]}
+        sys.stdout.write(json.dumps(report, indent=1) + "\n")
         return
     from rich.console import Console
     from rich.table import Table

@@ -1,7 +1,6 @@
 """Writes the generated parts of docs/reference: ``python tools/reference_pages.py``; ``--check`` only compares.
 
-A part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``. The tests check that what stands there is what the code
-says today.
+A part is between ``<!-- generated: NAME -->`` and ``<!-- end -->``. The tests check that the parts match the code.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ _PART = re.compile(r"(<!-- generated: ([a-z ]+) -->\n).*?(<!-- end -->)", re.S)
 
 
 def command_line() -> str:
-    """Every command with its arguments and options, from the commands themselves."""
+    """Return every command with its arguments and options."""
     import typer
 
     from ctxwin.cli.main import app
-    from ctxwin.evals.cli import app as harness
+    from ctxwin_evals.cli import app as harness
 
     lines: list[str] = []
 
@@ -43,20 +42,22 @@ def command_line() -> str:
 
 def _parameter(parameter: Any) -> tuple[str, str, str]:
     names = "/".join([*parameter.opts, *parameter.secondary_opts])
-    shown = (
+    metavar = (
         parameter.make_metavar() if hasattr(parameter, "make_metavar") and not hasattr(parameter, "is_flag") else None
     )
     if parameter.param_type_name == "argument":
-        names = (shown or parameter.name).upper().strip("[]")
+        names = (metavar or parameter.name).upper().strip("[]")
     default = parameter.default
-    told = "" if default is None or callable(default) or default is False or default in ("", ()) else f"`{default}`"
-    return f"`{names}`", told, getattr(parameter, "help", None) or ""
+    default_text = (
+        "" if default is None or callable(default) or default is False or default in ("", ()) else f"`{default}`"
+    )
+    return f"`{names}`", default_text, getattr(parameter, "help", None) or ""
 
 
 def metrics() -> str:
     from prometheus_client import CollectorRegistry
 
-    from ctxwin.serve.metrics import Metrics
+    from ctxwin_server.metrics import Metrics
 
     registry = CollectorRegistry()
     Metrics(registry=registry)
@@ -68,7 +69,7 @@ def metrics() -> str:
 
 
 def architectures_of_vllm() -> dict[str, Any]:
-    """An `Assessment` of each generating architecture that the installed vLLM knows, by its name there."""
+    """Return an `Assessment` of each generating architecture of the installed vLLM, by its name there."""
     from transformers import CONFIG_MAPPING
     from transformers.models.auto import modeling_auto
     from vllm.model_executor.models import registry
@@ -78,27 +79,29 @@ def architectures_of_vllm() -> dict[str, Any]:
     kinds: dict[str, str] = {}
     for name in filter(lambda name: name.endswith("_MAPPING_NAMES"), dir(modeling_auto)):
         for kind, classes in getattr(modeling_auto, name).items():
-            for found in [classes] if isinstance(classes, str) else classes:
-                kinds.setdefault(found, kind)
+            for architecture in [classes] if isinstance(classes, str) else classes:
+                kinds.setdefault(architecture, kind)
     unknown = "transformers has no config class for it"
-    made = {}
+    assessments = {}
     for name in sorted({*registry._TEXT_GENERATION_MODELS, *registry._MULTIMODAL_MODELS}):
         kind = kinds.get(name)
-        made[name] = assess_config(CONFIG_MAPPING[kind](), name) if kind else Assessment(name, "", "unknown", unknown)
-    return made
+        assessments[name] = (
+            assess_config(CONFIG_MAPPING[kind](), name, False) if kind else Assessment(name, "", "unknown", unknown)
+        )
+    return assessments
 
 
 def architectures() -> str:
-    """What happens to every architecture of vLLM, by its default config."""
+    """Return a table of the support of every architecture of vLLM, by its default config."""
     rows = []
-    for name, found in architectures_of_vllm().items():
-        reason = found.reason.removesuffix("; cached KV cannot be moved")
-        rows.append((f"`{name}`", f"`{found.kind}`" if found.kind else "", found.standing, reason))
+    for name, assessment in architectures_of_vllm().items():
+        reason = assessment.reason.removesuffix("; cached KV cannot be moved")
+        rows.append((f"`{name}`", f"`{assessment.kind}`" if assessment.kind else "", assessment.standing, reason))
     return "\n".join(_table(("vLLM's architecture", "model type", "", ""), rows))
 
 
 def operations() -> str:
-    from ctxwin.serve.operations import OPERATIONS, AuditedAsk
+    from ctxwin_server.operations import OPERATIONS, AuditedAsk
 
     rows = [("`ask`", _body(AuditedAsk), "Answers a query; see `Window.ask`.")]
     rows += [(f"`{name}`", _body(o.body), _sentences(o.text)) for name, o in OPERATIONS.items()]
@@ -106,18 +109,18 @@ def operations() -> str:
 
 
 def _body(model: Any) -> str:
-    """The fields of a body; those that may be left out with their defaults."""
-    shown = []
+    """Return the fields of a body, optional ones with their defaults."""
+    parts = []
     for name, field in model.model_fields.items():
         if field.is_required():
-            shown.append(f"`{name}`")
+            parts.append(f"`{name}`")
         else:
-            shown.append(f"`{name}` ({field.get_default(call_default_factory=True)!r})")
-    return ", ".join(shown) or "-"
+            parts.append(f"`{name}` ({field.get_default(call_default_factory=True)!r})")
+    return ", ".join(parts) or "-"
 
 
 def errors() -> str:
-    from ctxwin.serve.errors import KINDS
+    from ctxwin_client.errors import KINDS
 
     return "\n".join(
         _table(("status", "code", "error"), [(str(k.status), f"`{k.code}`", k.error.__name__) for k in KINDS])
@@ -127,31 +130,31 @@ def errors() -> str:
 def fidelity() -> str:
     from ctxwin.fidelity import Fidelity
 
-    told = _attributes(Fidelity.__doc__ or "")
-    rows = [(f"`{n}`", f"`{f.default!r}`", told.get(n, "")) for n, f in Fidelity.model_fields.items()]
+    texts = _attributes(Fidelity.__doc__ or "")
+    rows = [(f"`{n}`", f"`{f.default!r}`", texts.get(n, "")) for n, f in Fidelity.model_fields.items()]
     return "\n".join(_table(("field", "default", ""), rows))
 
 
 def limits() -> str:
-    from ctxwin.serve.limits import Limits
+    from ctxwin_server.limits import Limits
 
-    told = _attributes(Limits.__doc__ or "")
+    texts = _attributes(Limits.__doc__ or "")
     rows = []
     for field in fields(Limits):
         default = field.default if field.default is not MISSING else ""
-        rows.append((f"`{field.name}`", f"`{default!r}`" if default != "" else "", told.get(field.name, "")))
+        rows.append((f"`{field.name}`", f"`{default!r}`" if default != "" else "", texts.get(field.name, "")))
     return "\n".join(_table(("limit", "default", ""), rows))
 
 
 def _attributes(docstring: str) -> dict[str, str]:
-    """The ``Attributes:`` of a Google docstring; several names may share one text."""
-    told: dict[str, str] = {}
+    """Return the ``Attributes:`` of a Google docstring; several names may share one text."""
+    texts: dict[str, str] = {}
     _, _, section = docstring.partition("Attributes:")
     for entry in re.split(r"\n        (?=\S)", section.split("\n\n")[0]):
         names, colon, text = entry.strip().partition(":")
         for name in names.split(",") if colon else ():
-            told[name.strip()] = _sentences(text).replace("``", "`")
-    return told
+            texts[name.strip()] = _sentences(text).replace("``", "`")
+    return texts
 
 
 def _sentences(text: str | None) -> str:
@@ -174,27 +177,25 @@ PARTS: dict[str, Callable[[], str]] = {
 }
 
 
-def rendered(page: Path) -> str:
-    """A page with its generated parts written anew; what vLLM knows only where vLLM is installed."""
+def render(page: Path) -> str:
+    """Return a page with its parts generated again; that of vLLM's architectures only if vLLM is installed."""
 
-    def part(found: re.Match[str]) -> str:
-        if found[2] == "architectures" and importlib.util.find_spec("vllm") is None:
-            return found[0]
-        return f"{found[1]}{PARTS[found[2]]().strip()}\n{found[3]}"
+    def part(match: re.Match[str]) -> str:
+        if match[2] == "architectures" and importlib.util.find_spec("vllm") is None:
+            return match[0]
+        return f"{match[1]}{PARTS[match[2]]().strip()}\n{match[3]}"
 
     return _PART.sub(part, page.read_text(encoding="utf-8"))
 
 
 def main(arguments: list[str]) -> int:
-    stale = [page for page in sorted(PAGES.glob("*.md")) if rendered(page) != page.read_text(encoding="utf-8")]
+    stale = [page for page in sorted(PAGES.glob("*.md")) if render(page) != page.read_text(encoding="utf-8")]
     if "--check" in arguments:
         for page in stale:
-            sys.stdout.write(
-                f"{page.relative_to(ROOT)} is not what the code says; run python tools/reference_pages.py\n"
-            )
+            sys.stdout.write(f"{page.relative_to(ROOT)} does not match the code; run python tools/reference_pages.py\n")
         return 1 if stale else 0
     for page in stale:
-        page.write_text(rendered(page), encoding="utf-8")
+        page.write_text(render(page), encoding="utf-8")
         sys.stdout.write(f"wrote {page.relative_to(ROOT)}\n")
     return 0
 

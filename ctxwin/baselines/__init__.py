@@ -1,6 +1,6 @@
-"""What others would have computed for the same asks: users of a prefix cache, and an exact re-prefill.
+"""Baselines for the same asks: users of a prefix cache, and an exact re-prefill.
 
-`PrefixCache` counts one prompt as vLLM would, `PrefixUser` says what stands in the prompt, `Ledger` counts a window beside three
+`PrefixCache` counts one prompt as vLLM would, `PrefixUser` keeps the chunks in the prompt, `Ledger` counts a window beside three
 such users, and `Reference` answers by an exact re-prefill or by blind reuse.
 """
 

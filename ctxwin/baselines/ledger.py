@@ -18,7 +18,7 @@ from ctxwin.baselines.policies import NAMES, POLICIES, Policy, PrefixUser
 from ctxwin.baselines.prefix_cache import PrefixCache, Prompt
 from ctxwin.baselines.reprefill import Reference
 from ctxwin.engines.base import Encoded, Engine, Sampling
-from ctxwin.store.recent import Recent
+from ctxwin.store.lru import LRUCache
 from ctxwin.window.events import Event
 from ctxwin.window.state import Placed, State
 
@@ -60,7 +60,7 @@ class Ledger:
         self._users: dict[str, dict[Policy, PrefixUser[str]]] = {}  # by window id
         self._ended: OrderedDict[str, None] = OrderedDict()  # branches that were closed; they may still be adopted
         self._caches = {policy: PrefixCache() for policy in self._policies}
-        self._encoded: Recent[Encoded] = Recent(_KEPT)
+        self._encoded: LRUCache[Encoded] = LRUCache(_KEPT)
         self._tokens: dict[str, int] = {}  # by placement id
         self._references: dict[str, Reference] = {}
         self._counted = self._counters()
@@ -82,22 +82,22 @@ class Ledger:
             self._follow(window.id, window.snapshot())
 
     def note(self, **fields: Any) -> None:
-        """Adds fields to the row of the latest ask."""
+        """Add fields to the row of the latest ask."""
         self.rows[-1] |= fields
 
     def truth(self, text: str | None) -> None:
-        """Notes the right answer of the latest ask; None where it is not known."""
+        """Note the right answer of the latest ask; None where it is not known."""
         self.note(truth=text)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Excludes the engine's work inside the ``with`` block from the count, for instance a comparison."""
-        before = self._counters()
+        """Exclude the engine's work inside the ``with`` block from the count, for instance a comparison."""
+        start = self._counters()
         try:
             yield
         finally:
             now = self._counters()
-            self._counted = (self._counted[0] + now[0] - before[0], self._counted[1] + now[1] - before[1])
+            self._counted = (self._counted[0] + now[0] - start[0], self._counted[1] + now[1] - start[1])
 
     def __call__(self, event: Event) -> None:
         with self._lock:
@@ -131,9 +131,9 @@ class Ledger:
             self._reserve_tokens_of.pop(oldest, None)
 
     def _withdraw(self, event: Event) -> None:
-        """Removes the two asks that only tested a chunk; their cost is added to the next ask."""
-        asked = (i for i in reversed(range(len(self.rows))) if self._tested(self.rows[i], event))
-        for i in list(islice(asked, 2)):
+        """Remove the two asks that only tested a chunk; their cost is added to the next ask."""
+        tested = (i for i in reversed(range(len(self.rows))) if self._tested(self.rows[i], event))
+        for i in list(islice(tested, 2)):
             row = self.rows.pop(i)
             self._counted = (self._counted[0] - row["computed_tokens"], self._counted[1] - row["vision_encodes"])
 
@@ -156,20 +156,20 @@ class Ledger:
 
     def _arrive(self, user: PrefixUser[str], state: State, ids: Sequence[str], *, at_end: bool) -> None:
         reserved = state.system_prompt_tokens + self._reserve_tokens_of.get(state.window, self._reserve_tokens)
-        placed = [p.id for p in state.placed]
+        placed_ids = [p.id for p in state.placed]
 
-        def fits(held: Sequence[str]) -> bool:
-            return reserved + sum(self._tokens[i] for i in held) <= state.budget
+        def fits(chunks: Sequence[str]) -> bool:
+            return reserved + sum(self._tokens[i] for i in chunks) <= state.budget
 
         for new in ids:
-            later = () if at_end or new not in placed else placed[placed.index(new) + 1 :]
+            later = () if at_end or new not in placed_ids else placed_ids[placed_ids.index(new) + 1 :]
             user.arrive(new, fits, before=later)
 
     def _ask(self, event: Event) -> None:
         assert event.query is not None and event.answer is not None
         state, answer = event.state, event.answer
         users = self._follow(event.window, state)
-        placed = [p for p in state.placed if p.id not in event.ids]  # without the exchange that it remembered
+        entries = [p for p in state.placed if p.id not in event.ids]  # without the exchange that it remembered
         system_prompt = self._engine.encode_system_prompt(state.system_prompt)
         query = self._engine.encode_query(event.query)
         now = self._counters()
@@ -181,21 +181,21 @@ class Ledger:
             "answer": answer.text.strip(),
             "answer_reprefill": None,
             "truth": None,
-            "placed": len(placed),
+            "placed": len(entries),
             "prompt_tokens": answer.usage.prompt_tokens,
             "tokens_by_lane": dict(answer.usage.reused_tokens),
             "computed_tokens": now[0] - self._counted[0],
             "vision_encodes": now[1] - self._counted[1],
         }
         self._counted = now
-        known = {p.id: p for p in (*state.placed, *state.evicted)}
+        by_id = {p.id: p for p in (*state.placed, *state.evicted)}
         for policy, user in users.items():
             if policy == "naive":
-                user.held = [p.id for p in placed]
+                user.held = [p.id for p in entries]
             else:
-                fresh = [p.id for p in placed if p.id not in user.seen]
+                fresh = [p.id for p in entries if p.id not in user.seen]
                 self._arrive(user, state, fresh, at_end=policy == "append")
-            parts = [system_prompt, *(self._encode(known[i]) for i in user.held if i in known)]
+            parts = [system_prompt, *(self._encode(by_id[i]) for i in user.held if i in by_id)]
             computed, encodes = self._caches[policy].serve(Prompt.of([*parts, query]))
             # A prefix cache keeps what was generated, too.
             exchange = self._engine.encode_exchange(event.query, answer.token_ids)
@@ -206,18 +206,18 @@ class Ledger:
         if self._reference:
             reference = self._references.setdefault(state.system_prompt, Reference(self._engine, system_prompt))
             sampling = Sampling(max(1, answer.usage.answer_tokens + 1))
-            exact = reference.reprefill([self._encode(p) for p in placed], query, sampling)
+            exact = reference.reprefill([self._encode(p) for p in entries], query, sampling)
             row["answer_reprefill"] = exact.text.strip()
             # Not `aside`: another window may work meanwhile, and that counts.
             self._counted = (self._counted[0] + exact.computed_tokens, self._counted[1])
         self.rows.append(row)
 
-    def _encode(self, placed: Placed) -> Encoded:
-        found = self._encoded.get(placed.chunk_id)
-        if found is None:
-            found = self._engine.encode(placed.chunk)
-            self._encoded.put(placed.chunk_id, found, 1)
-        return found
+    def _encode(self, entry: Placed) -> Encoded:
+        encoded = self._encoded.get(entry.chunk_id)
+        if encoded is None:
+            encoded = self._engine.encode(entry.chunk)
+            self._encoded.put(entry.chunk_id, encoded, 1)
+        return encoded
 
     def _counters(self) -> tuple[int, int]:
         """Tokens prefilled and vision encodes run by the engine so far."""
@@ -247,16 +247,18 @@ class Ledger:
             table.add_column(column, justify="left" if not column else "right")
         for key, name in names.items():
             share = s.get(f"share_of{key}")
-            shown = "" if share is None else f"{100 * share:.1f} %"
-            table.add_row(name, f"{s[f'computed_tokens{key}']:,}", shown, str(s[f"vision_encodes{key}"]))
+            percentage = "" if share is None else f"{100 * share:.1f} %"
+            table.add_row(name, f"{s[f'computed_tokens{key}']:,}", percentage, str(s[f"vision_encodes{key}"]))
         lines = io.StringIO()
         Console(file=lines, width=100).print(table)
-        served = sorted(s["tokens_by_lane"].items(), key=lambda lane: -lane[1])
-        lines.write(f"chunks' tokens by lane: {', '.join(f'{lane} {tokens:,}' for lane, tokens in served)}\n")
+        by_lane = sorted(s["tokens_by_lane"].items(), key=lambda lane: -lane[1])
+        lines.write(f"chunks' tokens by lane: {', '.join(f'{lane} {tokens:,}' for lane, tokens in by_lane)}\n")
         lines.write(f"patches: {', '.join(f'{count:,} {what}' for what, count in s['patches'].items())}\n")
         if s["known"]:
-            again = "" if s["right_reprefill"] is None else f"; a re-prefill of the same chunks: {s['right_reprefill']}"
-            lines.write(f"right: {s['right']} of {s['known']}{again}\n")
+            reprefill = (
+                "" if s["right_reprefill"] is None else f"; a re-prefill of the same chunks: {s['right_reprefill']}"
+            )
+            lines.write(f"right: {s['right']} of {s['known']}{reprefill}\n")
         elif s["compared"]:
             lines.write(f"the same answer as a re-prefill: {s['agree']} of {s['compared']}\n")
         return lines.getvalue()
@@ -277,27 +279,29 @@ def summarise(
         re-prefill, and how many of these ``agree``; ``prompt_tokens``; ``computed_tokens`` and ``vision_encodes`` of ctxwin
         and of each policy; ``share_of_naive``, ...: ctxwin's tokens over the policy's; ``tokens_by_lane``.
     """
-    known = [row for row in rows if row["truth"] is not None]
+    with_truth = [row for row in rows if row["truth"] is not None]
     compared = [row for row in rows if row["answer_reprefill"] is not None]
     sums = {
         name: sum(row[name] for row in rows) + (rest or {}).get(name, 0)
-        for what in ("computed_tokens", "vision_encodes")
-        for name in (what, *(f"{what}_{policy}" for policy in policies))
+        for count in ("computed_tokens", "vision_encodes")
+        for name in (count, *(f"{count}_{policy}" for policy in policies))
     }
     lanes: dict[str, int] = {}
     for row in rows:
         for lane, tokens in row["tokens_by_lane"].items():
             lanes[lane] = lanes.get(lane, 0) + tokens
-    theirs = {policy: sums[f"computed_tokens_{policy}"] for policy in policies}
+    policy_tokens = {policy: sums[f"computed_tokens_{policy}"] for policy in policies}
     return {
         "asks": len(rows),
-        "known": len(known),
-        "right": sum(row["answer"] == row["truth"] for row in known),
-        "right_reprefill": sum(row["answer_reprefill"] == row["truth"] for row in known) if compared else None,
+        "known": len(with_truth),
+        "right": sum(row["answer"] == row["truth"] for row in with_truth),
+        "right_reprefill": sum(row["answer_reprefill"] == row["truth"] for row in with_truth) if compared else None,
         "compared": len(compared),
         "agree": sum(row["answer"] == row["answer_reprefill"] for row in compared),
         "prompt_tokens": sum(row["prompt_tokens"] for row in rows),
         **sums,
-        **{f"share_of_{p}": sums["computed_tokens"] / tokens if tokens else None for p, tokens in theirs.items()},
+        **{
+            f"share_of_{p}": sums["computed_tokens"] / tokens if tokens else None for p, tokens in policy_tokens.items()
+        },
         "tokens_by_lane": lanes,
     }

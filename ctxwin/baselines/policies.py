@@ -1,4 +1,4 @@
-"""What a user of a prefix cache places in the prompt: the one account that the ledger, the demo, the bench and the evals share.
+"""Prompts of users of a prefix cache, shared by the ledger, the demo, the bench and the evals.
 
 | policy   | what stands in the prompt                                                                           |
 |----------|-----------------------------------------------------------------------------------------------------|
@@ -23,7 +23,7 @@ NAMES: dict[Policy, str] = {
     "trim": "prefix cache: trim half when full",
     "append": "trim, look back at the end",
 }
-"""Names of the policies for people."""
+"""Display names of the policies."""
 
 
 @dataclass
@@ -47,13 +47,13 @@ class PrefixUser(Generic[T]):
     def arrive(
         self, new: T, fits: Callable[[Sequence[T]], bool], *, before: Container[T] = (), drop: int | None = None
     ) -> None:
-        """Takes in a chunk, unless it is held already, and makes room for it first; see `make_room` and `place`."""
+        """Take in a chunk, unless it is held already, and make room for it first; see `make_room` and `place`."""
         if new not in self.held:
             self.make_room([new], fits, drop)
             self.place(new, before)
 
     def make_room(self, new: Sequence[T], fits: Callable[[Sequence[T]], bool], drop: int | None = None) -> None:
-        """Drops the oldest chunks until ``new`` fits.
+        """Drop the oldest chunks until ``new`` fits.
 
         Args:
             new: chunks about to come in, together.
@@ -64,15 +64,15 @@ class PrefixUser(Generic[T]):
             del self.held[: max(len(new), len(self.held) // 2 if drop is None else drop)]
 
     def place(self, new: T, before: Container[T] = ()) -> None:
-        """Puts a chunk in front of the first one held that is in ``before``, or at the end."""
+        """Put a chunk in front of the first one held that is in ``before``, or at the end."""
         self.seen.add(new)
         self.held.insert(next((at for at, one in enumerate(self.held) if one in before), len(self.held)), new)
 
-    def leave(self, gone: Collection[T]) -> None:
-        """Takes chunks out."""
-        self.held = [one for one in self.held if one not in gone]
+    def leave(self, chunks: Collection[T]) -> None:
+        """Take chunks out."""
+        self.held = [one for one in self.held if one not in chunks]
 
     def reorder(self, order: Sequence[T]) -> None:
-        """Brings the chunks into an order. Those it does not name are the oldest and go in front, as they stood."""
+        """Bring the chunks into an order. Those it does not name are the oldest and go in front, as they stood."""
         rank = {one: at for at, one in enumerate(order)}
         self.held.sort(key=lambda one: rank.get(one, -1))

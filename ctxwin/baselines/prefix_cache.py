@@ -1,4 +1,4 @@
-"""What a prefix cache computes for a prompt, counted as vLLM does it.
+"""Tokens that a prefix cache computes for a prompt, counted as vLLM counts them.
 
 A prompt is split into whole blocks; a block is found only behind the same blocks, so hits are the longest common prefix
 with anything served before. The last token is always computed. Wherever there is a choice the count favours the cache: it
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from ctxwin.store.recent import Recent
+from ctxwin.store.lru import LRUCache
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Encoded
@@ -72,24 +72,24 @@ class PrefixCache:
             raise ValueError(f"block must be >= 1 and encoder_size >= 0, got {block} and {encoder_size}")
         self._block = block
         self._blocks: set[bytes] = set()
-        self._encoded: Recent[bool] = Recent(encoder_size)
+        self._encoded: LRUCache[bool] = LRUCache(encoder_size)
 
     def hold(self, prompt: Prompt) -> None:
-        """Keeps a prompt's blocks without counting them: what was generated behind a served prompt. O(prompt)."""
+        """Keep a prompt's blocks without counting them: what was generated behind a served prompt. O(prompt)."""
         self._blocks.update(self._chain(prompt.tokens))
 
     def serve(self, prompt: Prompt) -> tuple[int, int]:
-        """Serves a prompt: (tokens computed, vision encodes run). O(prompt)."""
+        """Serve a prompt: (tokens computed, vision encodes run). O(prompt)."""
         if not prompt.tokens:
             raise ValueError("a prompt must have at least one token, got none")
         chain = self._chain(prompt.tokens)
         # vLLM looks up all but the last token, whose logits are needed.
         findable = (len(prompt.tokens) - 1) // self._block
-        found = 0
-        while found < findable and chain[found] in self._blocks:
-            found += 1
+        cached_blocks = 0
+        while cached_blocks < findable and chain[cached_blocks] in self._blocks:
+            cached_blocks += 1
         self._blocks.update(chain)
-        cached = found * self._block
+        cached = cached_blocks * self._block
         encodes = sum(self._encode(m) for m in prompt.media if m.end > cached)
         return len(prompt.tokens) - cached, encodes
 

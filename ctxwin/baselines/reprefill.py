@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Reference:
-    """Answers questions over frames in an order, from scratch or blindly.
+    """Baseline that answers questions over frames in an order, from scratch or blindly.
 
     Args:
         engine: the engine of the window.

@@ -1,4 +1,4 @@
-"""``ctxwin audit``: which ways to serve were promoted or given up, when, and on what evidence."""
+"""``ctxwin audit``: promotions and demotions of serving strategies, with dates and evidence."""
 
 from __future__ import annotations
 
@@ -20,47 +20,60 @@ def audit(
     from ctxwin.tiny import checkpoint_dir
     from ctxwin.trust import records
 
-    found = records(str(checkpoint_dir()) if model == "tiny" else model)
-    told = [_told(record) for record in found]
+    rows = [_to_json(record) for record in records(str(checkpoint_dir()) if model == "tiny" else model)]
     if as_json:
-        typer.echo(json.dumps({"records": told}, indent=1))
+        typer.echo(json.dumps({"records": rows}, indent=1))
         return
-    if not told:
+    if not rows:
         typer.echo(
             f"nothing was audited {'yet' if model is None else f'of {model} yet'}: windows of Fidelity('auto') are audited "
             "while they serve a model without a profile"
         )
         return
-    for record in told:
+    for record in rows:
         tenant = f", tenant {record['tenant']}" if record["tenant"] else ""
         by = "" if record["reference"] == "stricter" else f", by the {record['reference']} reference"
         table = Table(
             title=f"{record['model']} on {record['engine']} in {record['dtype']}{tenant}{by}: at most {record['budget']:.1%} "
-            f"of the answers may change, at {record['level']:.0%}",
+            f"of a window's answers may change, at {record['level']:.0%} for all strategies together",
             title_justify="left",
             box=None,
         )
-        for name in ("way", "standing", "trials", "changed", "at most", "mean KL", "tokens saved", "served", "since"):
-            table.add_column(name, justify="left" if name in ("way", "standing", "since") else "right")
-        for way, row in record["ways"].items():
+        for name in (
+            "strategy",
+            "standing",
+            "windows",
+            "trials",
+            "changed",
+            "at most",
+            "mean KL",
+            "tokens saved",
+            "served",
+            "since",
+        ):
+            table.add_column(name, justify="left" if name in ("strategy", "standing", "since") else "right")
+        for strategy, row in record["ways"].items():
             saved = "" if row["saved"] is None else f"{row['saved']:.0%}"
             kl = "" if row["kl"] is None else f"{row['kl']:.2g}"
-            cells = [row["standing"], row["trials"], row["harms"], f"{row['upper']:.2%}", kl, saved, row["served"]]
-            table.add_row(way, *map(str, cells), row["since"])
+            counts = row["windows"], row["trials"], f"{row['harms']:g}", f"{row['upper']:.2%}"
+            table.add_row(strategy, row["standing"], *map(str, counts), kl, saved, str(row["served"]), row["since"])
         Console().print(table)
         for decision in record["decisions"]:
             typer.echo(f"{decision['date']}  {decision['said']}")
 
 
-def _told(record: Any) -> dict[str, Any]:
-    """A record with what follows from its counts."""
-    told: dict[str, Any] = record.model_dump()
+def _to_json(record: Any) -> dict[str, Any]:
+    """Return a record as JSON, with figures derived from its counts."""
+    from ctxwin.trust.evidence import error_of
+
+    fields: dict[str, Any] = record.model_dump(exclude={"ways": {"__all__": {"open", "past"}}})
     for name, evidence in record.ways.items():
-        row = told["ways"][name]
-        row["upper"] = evidence.upper(record.level)
+        row = fields["ways"][name]
+        row["windows"] = sum(evidence.units.values())
+        row["upper"] = evidence.upper(error_of(name, evidence.attempt, record.level))
         row["standing"] = "promoted" if evidence.promoted else "paused" if evidence.pause else "on trial"
         row["kl"] = evidence.kl_sum / evidence.trials if evidence.trials else None
         row["saved"] = 1 - evidence.computed / evidence.exact_computed if evidence.exact_computed else None
-    for row, decision in zip(told["decisions"], record.decisions, strict=True):
+    for row, decision in zip(fields["decisions"], record.decisions, strict=True):
         row["said"] = str(decision)
-    return told
+    return fields

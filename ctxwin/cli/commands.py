@@ -1,20 +1,22 @@
-"""How every command ends: one line for an error with its remedy, an exit code, and what to do after Ctrl-C."""
+"""The end of every command: one line for an error with its remedy, an exit code, and advice after Ctrl-C."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, cast, get_args
 
 import typer
 from typer.core import TyperGroup
 
+from ctxwin.cli import stopping
+from ctxwin.cli.stopping import INTERRUPTED
 from ctxwin.errors import CtxwinError, EngineFailed, WindowBusy
-from ctxwin.extras import missing_extra
+from ctxwin.extras import COMMAND_EXTRAS, missing_extra
 
 if TYPE_CHECKING:
     from ctxwin.fidelity import Mode
 
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+FAILED, BAD_INPUT = 1, 2
 
 AFTER_CTRL_C = {
     "bench": "nothing is kept; give the same command again to start anew",
@@ -22,43 +24,58 @@ AFTER_CTRL_C = {
     "eval": "`eval run` continues when the same command is given again: samples in its folder are not computed twice",
     "store": "nothing is half done; give the same command again",
 }
-"""What somebody who stopped a command should know, by the command's name."""
+"""Advice after a stopped command, by the command's name."""
 
 _QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
 _QUIET |= {"VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"}
 
 
 class Commands(TyperGroup):
-    """Shows what went wrong in one line: exit code 2 for bad input, 1 for a failure that the input did not cause."""
+    """Shows errors in one line: exit code 2 for bad input, 1 for a failure that the input did not cause."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find a command; ValueError for one whose distribution is not installed."""
+        name = args[0] if args else ""
+        if name in COMMAND_EXTRAS and self.get_command(ctx, name) is None:
+            raise ValueError(f"{name} is not installed; run pip install 'ctxwin[{COMMAND_EXTRAS[name]}]'")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs a command; its errors become one line and an exit code."""
+        """Run a command; turn its errors into one line and an exit code."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            typer.echo(f"\nstopped; {AFTER_CTRL_C.get(ctx.invoked_subcommand, 'nothing was left running')}", err=True)
-            raise typer.Exit(INTERRUPTED) from None
+            self._exit_stopped(ctx)
         except (CtxwinError, ValueError, OSError) as error:
-            shown: BaseException = error
+            reported: BaseException = error
         except ModuleNotFoundError as error:
-            told = missing_extra(error)
-            if told is None:
+            explained = missing_extra(error)
+            if explained is None and not stopping.pressed():
                 raise
-            shown = told
+            reported = explained or error
         except Exception as error:
+            if stopping.pressed() and not isinstance(error, typer.Exit):
+                self._exit_stopped(ctx)
             # An unknown option carries the names that resemble it.
             if similar := getattr(error, "possibilities", None):
                 error.message = f"{error.message}. Did you mean {' or '.join(similar)}?"  # type: ignore[attr-defined]
                 error.possibilities = None  # type: ignore[attr-defined]
             raise
+        if stopping.pressed():
+            self._exit_stopped(ctx)
         if ctx.params.get("debug"):
-            raise shown
-        typer.echo(f"error: {one_line(shown)}", err=True)
-        raise typer.Exit(FAILED if isinstance(shown, EngineFailed | WindowBusy) else BAD_INPUT)
+            raise reported
+        typer.echo(f"error: {one_line(reported)}", err=True)
+        raise typer.Exit(FAILED if isinstance(reported, EngineFailed | WindowBusy) else BAD_INPUT)
+
+    def _exit_stopped(self, ctx: Any) -> NoReturn:
+        typer.echo(f"\nstopped; {AFTER_CTRL_C.get(ctx.invoked_subcommand, 'nothing was left running')}", err=True)
+        stopping.note_reported()
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def checked_mode(option: str, mode: str) -> Mode:
-    """``mode`` as one of a `Fidelity`; ValueError for another one, by the name of the option."""
+    """Return ``mode`` as a mode of `Fidelity`. Raises ValueError, with the name of the option, for another one."""
     from ctxwin.fidelity import Mode
 
     if mode not in get_args(Mode):
@@ -67,19 +84,19 @@ def checked_mode(option: str, mode: str) -> Mode:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error without line breaks."""
+    """Return the message of an error without line breaks."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def quiet() -> None:
-    """Keeps other libraries' progress bars and logs off the terminal, unless their variables are set already.
+    """Keep other libraries' progress bars and logs off the terminal, unless their variables are set already.
 
-    A command that redraws a table or prints one JSON object shares the terminal with nobody.
+    They would interfere with a command that redraws a table or prints one JSON object.
     """
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
 
 
-def counted_alone() -> None:
-    """Tries no ways to serve in the background: what a command counts and times is what it asked for."""
+def disable_audits() -> None:
+    """Disable background audits, so that a command counts and times only its own asks."""
     os.environ.setdefault("CTXWIN_AUDITS", "0")

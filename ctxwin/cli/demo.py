@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from typer import Argument, Option
 
-from ctxwin.cli.commands import checked_mode, counted_alone, quiet
+from ctxwin.cli.commands import checked_mode, disable_audits, quiet
 
 EARNING = "0,1,2,3,4,5,6,7"
-"""Seeds of ``--no-profile``: long enough for a lane to be promoted, and to serve."""
+"""Seeds of ``--no-profile``: enough to reject a lane that does harm. A promotion takes hundreds of windows."""
 
 
 def demo(
@@ -31,7 +32,8 @@ def demo(
     mode: Annotated[str, Option(metavar="auto|exact|patched|blind", help="Fidelity; auto: by the profile.")] = "auto",
     rank: Annotated[int | None, Option(help="Rank of stored patches, with --mode patched.")] = None,
     no_profile: Annotated[
-        bool, Option("--no-profile", help="Take the profile away: lanes earn trust while it runs (about 450 asks).")
+        bool,
+        Option("--no-profile", help="Take the profile away: lanes are tried while it runs (450 asks, eight windows)."),
     ] = False,
     as_json: Annotated[bool, Option("--json", help="Print the summary as JSON and nothing else.")] = False,
 ) -> None:
@@ -41,7 +43,7 @@ def demo(
     recorded run (run.jsonl) into --out.
     """
     quiet()
-    counted_alone()
+    disable_audits()
     from rich.console import Console
 
     from ctxwin.demo.earning import without_profile
@@ -75,13 +77,12 @@ def demo(
     if video is not None and model == "tiny":
         note = "note: the bundled model knows only its own generated world; name another one with --model to get real answers"
         typer.echo(note, err=True)
-    if not console.is_terminal:
+    if not sys.stderr.isatty():
         typer.echo("opening the engine", err=True)
     with contextlib.ExitStack() as stack:
         if no_profile:
             name = _engine_name(str(stack.enter_context(without_profile(model))), engine)
-        with console.status("opening the engine"):
-            opened = stack.enter_context(open_engine(name))
+        opened = stack.enter_context(open_engine(name))
         watched = video.name if video else "a rendered clip"
         with Rows(console, f"watching {watched} on {opened.spec.name}") as rows:
             result = run(opened, options, footage, rows.add)
@@ -97,7 +98,7 @@ def demo(
 
 
 def _engine_name(model: str, engine: str | None) -> str:
-    """A name for `open_engine`; ValueError for an engine that does not exist."""
+    """Return a name for `open_engine`. Raises ValueError for an unknown engine."""
     if engine not in (None, "vllm", "hf"):
         raise ValueError(f"--engine must be vllm or hf, got {engine!r}")
     if model == "tiny":

@@ -10,6 +10,8 @@ from typing import Annotated
 import typer
 from typer import Option
 
+from ctxwin.progress import step, waiting_for
+
 MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "broken": "[red]broken[/]"}
 
 
@@ -34,22 +36,21 @@ def doctor(
 
     if model and not model.startswith(("http://", "https://")):
         return _assess(model, as_json)
-    errors = Console(stderr=True)
-    with errors.status("checking") as status:
+    with waiting_for(f"asking {model}" if model else "checking this environment"):
         if model:
-            found = examine(model, os.environ.get("CTXWIN_API_KEY", ""))
+            findings = examine(model, os.environ.get("CTXWIN_API_KEY", ""))
         else:
-            found = diagnose(lambda finding: status.update(f"checked {finding.name}"))
-    done = list(repair(found)) if fix and not model else []
+            findings = diagnose(lambda finding: step(f"checked {finding.name}"))
+    done = list(repair(findings)) if fix and not model else []
     if done:
-        found = diagnose()
-    broken = [finding for finding in found if finding.status == "broken"]
+        findings = diagnose()
+    broken = [finding for finding in findings if finding.status == "broken"]
     if as_json:
-        told = {"findings": [asdict(finding) for finding in found], "fixed": done, "healthy": not broken}
-        typer.echo(json.dumps(told, indent=1))
+        report = {"findings": [asdict(finding) for finding in findings], "fixed": done, "healthy": not broken}
+        typer.echo(json.dumps(report, indent=1))
     else:
         table = Table(box=None, show_header=False, pad_edge=False)
-        for finding in found:
+        for finding in findings:
             remedy = f"\n[bold]-> {escape(finding.remedy)}[/]" if finding.remedy else ""
             table.add_row(finding.name, MARKS[finding.status], escape(finding.what) + remedy)
         Console().print(table)
@@ -66,28 +67,32 @@ def _assess(name: str, as_json: bool) -> None:
 
     from ctxwin.doctor.models import assess
 
-    found, console = assess(name), Console(soft_wrap=True)
-    served = found.standing in ("tested", "measured")
+    with waiting_for(f"reading the config of {name}"):
+        support = assess(name)
+    console = Console(soft_wrap=True)
+    is_served = support.standing in ("tested", "measured")
     if as_json:
-        typer.echo(json.dumps(asdict(found), indent=1))
-    elif not served:
-        console.print(f"[red]{found.standing}[/] {escape(found.model)}: {escape(found.reason)}")
+        typer.echo(json.dumps(asdict(support), indent=1))
+    elif not is_served:
+        console.print(f"[red]{support.standing}[/] {escape(support.model)}: {escape(support.reason)}")
     else:
-        lines = [f"[green]would be served[/] {escape(found.model)} ({found.kind}) on {' and '.join(found.engines)}"]
-        lines += [f"KV: {escape(found.layout)}; {found.token_bytes:,} bytes a token"]
-        lines += [
-            f"a chunk of 256 tokens {256 * found.token_bytes / 1e6:.1f} MB, of 1,024 {1024 * found.token_bytes / 1e6:.1f} MB"
-            + (f", and {found.state_bytes / 1e6:.1f} MB of states each" if found.state_bytes else "")
+        lines = [
+            f"[green]would be served[/] {escape(support.model)} ({support.kind}) on {' and '.join(support.engines)}"
         ]
-        ways = "position-free; blind, patched and kept ones where a probe or audits allow them"
-        held = "; others with position_free=True, which keeps maps beside the states"
-        lines += [f"ways to serve: exact{held if found.state_bytes else f' and {ways}'}"]
-        lines += [escape(found.reason)] if found.reason else []
+        lines += [f"KV: {escape(support.layout)}; {support.token_bytes:,} bytes a token"]
+        lines += [
+            f"a chunk of 256 tokens {256 * support.token_bytes / 1e6:.1f} MB, of 1,024 {1024 * support.token_bytes / 1e6:.1f} MB"
+            + (f", and {support.state_bytes / 1e6:.1f} MB of states each" if support.state_bytes else "")
+        ]
+        position_free = "position-free; blind, patched and kept ones where a probe or audits allow them"
+        with_maps = "; others with position_free=True, which keeps maps beside the states"
+        lines += [f"ways to serve: exact{with_maps if support.state_bytes else f' and {position_free}'}"]
+        lines += [escape(support.reason)] if support.reason else []
         lines += (
             ["its family is compared with transformers by the tests"]
-            if found.standing == "tested"
+            if support.standing == "tested"
             else ["no test holds this family: whether its keys turn is measured when it is opened, and refused if not"]
         )
         console.print("\n".join(lines))
-    if not served:
+    if not is_served:
         raise typer.Exit(1)

@@ -5,14 +5,15 @@ Nothing heavy is imported here: `ctxwin --help` loads neither torch nor vLLM.
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated
 
 import typer
 from typer import Option
 
-from ctxwin.cli import audit, bench, demo, doctor, fleet, library, mcp, serve, store, view
-from ctxwin.cli.commands import INTERRUPTED, Commands
+from ctxwin.cli import audit, demo, doctor, library, stopping, store, view
+from ctxwin.cli.commands import Commands
 
 app = typer.Typer(
     cls=Commands,
@@ -22,20 +23,18 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="A context window whose edits are cache edits.",
 )
+_ANY = {"allow_extra_args": True, "ignore_unknown_options": True}
+
 app.add_typer(store.app, name="store")
 app.add_typer(library.app, name="library")
-app.add_typer(bench.app, name="bench")
 app.command("demo")(demo.demo)
 app.command("audit")(audit.audit)
 app.command("view")(view.view)
-app.command("mcp")(mcp.mcp)
 app.command("doctor")(doctor.doctor)
-app.command("serve", context_settings=serve.CONTEXT)(serve.serve)
-app.command("fleet", context_settings=serve.CONTEXT)(fleet.fleet)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         from ctxwin import __version__
 
         typer.echo(__version__)
@@ -50,29 +49,44 @@ def options(
     """Options that every command has."""
 
 
-@app.command(
-    "eval",
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-)
-def evaluate(ctx: typer.Context) -> None:
-    """Measure how close reuse stays to a re-prefill (`ctxwin eval --help` lists its commands)."""
-    try:
-        from ctxwin.evals.cli import app as harness
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("ctxwin.evals"):
-            raise
+def add_installed(to: typer.Typer) -> None:
+    """Add the commands of the distributions that are installed beside this one.
+
+    Each names, in the entry point group ``ctxwin.commands``, a function that takes the application and adds its command.
+    """
+    for point in sorted(entry_points(group="ctxwin.commands")):
+        try:
+            add_commands = point.load()
+        except ImportError as error:
+            to.command(point.name, hidden=True, context_settings=_ANY)(_unavailable(point, error))
+        else:
+            add_commands(to)
+
+
+def _unavailable(point: EntryPoint, error: ImportError) -> Callable[[], None]:
+    """A command in the place of one that does not import: it says so, and the other commands work."""
+
+    def command() -> None:
+        version = point.dist.version if point.dist else "unknown"
         raise ValueError(
-            "the evals are not part of this install; reinstall ctxwin from a release or a full checkout"
+            f"{point.name} of {point.value.partition('.')[0]} {version} does not fit this ctxwin ({error}); install the same "
+            "version of both"
         ) from error
-    command = typer.main.get_command(harness)
-    # Not standalone, so that errors and Ctrl-C are shown as for every other command; the result is the exit code.
-    code = command.main(args=list(ctx.args), prog_name="ctxwin eval", standalone_mode=False)
-    if code == INTERRUPTED:
-        raise KeyboardInterrupt
-    raise typer.Exit(code if isinstance(code, int) else 0)
+
+    return command
+
+
+add_installed(app)
 
 
 def main() -> None:
-    """Runs the command line with this process's arguments."""
-    sys.exit(app(prog_name="ctxwin"))
+    """Run the command line with this process's arguments."""
+    stopping.stop_commands()
+    try:
+        app(prog_name="ctxwin")
+    except SystemExit:
+        if stopping.pressed():
+            stopping.end()
+        raise
+    except KeyboardInterrupt:  # before or after the command itself
+        stopping.end()

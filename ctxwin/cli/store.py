@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from contextlib import closing
 from dataclasses import asdict
@@ -33,8 +34,8 @@ def ls(
 ) -> None:
     """List keys."""
     with closing(open_existing(url, tenant)) as store:
-        found = list(islice(store.list(f"{kind}/" if kind else ""), limit + 1))
-    keys, more = found[:limit], len(found) > limit
+        listed = list(islice(store.list(f"{kind}/" if kind else ""), limit + 1))
+    keys, more = listed[:limit], len(listed) > limit
     show(as_json, {"keys": keys, "more": more}, *keys)
     if more and not as_json:
         typer.echo(f"more than {limit} keys; raise --limit to see them", err=True)
@@ -45,9 +46,9 @@ def stats(url: Url, tenant: Tenant = "", as_json: AsJson = False) -> None:
     """Count items and bytes, by kind."""
     with closing(open_existing(url, tenant)) as store:
         kinds = sorted(Counter(key.partition("/")[0] for key in store.list()).items())
-        held = store.stats()
-    rows = [("items", held.items), ("bytes", held.bytes), *((f"  {kind}", count) for kind, count in kinds)]
-    show(as_json, {**asdict(held), "kinds": dict(kinds)}, *(f"{name:<10}{count:>16,}" for name, count in rows))
+        statistics = store.stats()
+    rows = [("items", statistics.items), ("bytes", statistics.bytes), *((f"  {kind}", count) for kind, count in kinds)]
+    show(as_json, {**asdict(statistics), "kinds": dict(kinds)}, *(f"{name:<10}{count:>16,}" for name, count in rows))
 
 
 @app.command("gc")
@@ -107,22 +108,35 @@ def import_(
     url: Url,
     path: Annotated[Path, Argument(help="File that export wrote.", exists=True, dir_okay=False)],
     tenant: Tenant = "",
+    sealed_with: Annotated[
+        str, Option(metavar="VARIABLE", help="Environment variable with the key that the file was sealed with.")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Store the items of a file; what the store has already stays. Exit code 1 where it refuses some."""
+    """Store the items of a file; what the store has already stays. Exit code 1 where it refuses some.
+
+    Every item is verified before the first is stored. Where CTXWIN_STORE_KEY is set, a file that was not exported under
+    that key is refused as a whole; --sealed-with names another one.
+    """
+    from ctxwin.store import archive_secret
     from ctxwin.store.archive import read_archive
 
-    taken = there = refused = 0
+    if sealed_with and not os.environ.get(sealed_with):
+        raise ValueError(f"--sealed-with must name an environment variable that holds a key, got {sealed_with!r}")
+    secret = archive_secret(os.environ[sealed_with]) if sealed_with else None
+    stored = present = refused = 0
     with closing(open_existing(url, tenant, create=True)) as store:
-        for key, blob in read_archive(path):
+        for key, blob in read_archive(path, store, secret):
             if store.contains(key):
-                there += 1
+                present += 1
             elif store.put(key, blob):
-                taken += 1
+                stored += 1
             else:
                 refused += 1
-    line = f"stored {taken:,} items, {there:,} were there, {refused:,} were refused: the store is full"
-    show(as_json, {"stored": taken, "there": there, "refused": refused}, line if refused else line.rpartition(",")[0])
+    line = f"stored {stored:,} items, {present:,} were there, {refused:,} were refused: the store is full"
+    show(
+        as_json, {"stored": stored, "there": present, "refused": refused}, line if refused else line.rpartition(",")[0]
+    )
     if refused:
         raise typer.Exit(1)
 
@@ -133,7 +147,7 @@ def show(as_json: bool, value: dict[str, Any], *lines: str) -> None:
 
 
 def open_existing(url: str, tenant: str, *, create: bool = False) -> Store:
-    """An existing store; looking into one must not create it, writing to one may."""
+    """Open an existing store; reading must not create one, writing may."""
     from ctxwin.hashing import digest
     from ctxwin.store import open_store
 

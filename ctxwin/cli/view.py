@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from typer import Argument, Option
+
+from ctxwin.cli import stopping
 
 
 def view(
@@ -50,8 +51,10 @@ def _serve(trace: Path, host: str, port: int, last: int, show: bool) -> None:
             typer.echo(f"note: whoever can reach {host} can read this run", err=True)
         if show:
             _open(server.url)
-        with suppress(KeyboardInterrupt):
+        try:
             server.serve_forever(poll_interval=0.2)
+        except KeyboardInterrupt:
+            stopping.accept()
 
 
 def _open(url: str) -> None:

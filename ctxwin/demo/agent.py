@@ -1,8 +1,8 @@
 """The agent: it watches a growing stream through a window, and asks after every move.
 
-Each frame is appended (the oldest one leaves when the window is full) and asked about. In between the agent looks back at
-evicted frames, tries two branches and keeps one, tries another order, serves a frame clean of its context and back, and tests
-whether a frame matters. Every ask is also answered by an exact re-prefill and by blind reuse, and counted for three users of a
+Each frame is appended (the oldest one is evicted when the window is full) and asked about. In between the agent looks back at
+evicted frames, tries two branches and keeps one, tries another order, serves a frame free of its context and back, and tests
+if a frame matters. Every ask is also answered by an exact re-prefill and by blind reuse, and counted for three users of a
 prefix cache.
 """
 
@@ -30,19 +30,19 @@ Step = dict[str, Any]
 ``seed``, ``index``, ``op`` (the move), ``time`` (of the newest frame, in seconds), ``kind`` (of the question), ``note``;
 ``answer_reprefill``, ``answer_blind``: of an exact forward over the same frames, and of blind reuse;
 ``kl``, ``kl_blind``: KL(re-prefill || window) and KL(re-prefill || blind) of the first answer token, in nats;
-``background_tokens``: the part of ``computed_tokens`` that was no prompt: canonicals, patches, tests of what matters;
+``background_tokens``: the part of ``computed_tokens`` that was no prompt: canonicals, patches, tests of disposability;
 ``vision_encodes_prefix_cache``: the ``naive`` user's; ``bytes_loaded``; ``ttft_s``, ``ttft_reprefill_s``: seconds to the first
 answer token; ``placed``: the frames in prompt order, each with its lane.
 """
 
 CYCLE = ("look_back", "fork", "look_back", "reorder", "look_back", "toggle", "look_back", "disposable")
 IDLE_EVERY = 8
-"""Frames between idle moments, in which the window gives bytes back if they are short."""
+"""Frames between idle periods, in which the window frees bytes if they are needed."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """How the frames of an ask differ from those of the stream: some came back, some are gone, or the order changed."""
+    """Difference between the frames of an ask and those of the stream: recalled or dropped frames, or another order."""
 
     recalled: Sequence[int] = ()
     without: Sequence[int] = ()
@@ -53,12 +53,12 @@ class Agent:
     """One run over one stream.
 
     Args:
-        engine: shared by runs; what it holds from earlier ones stays.
-        footage: what is watched.
-        frames: most frames placed at once.
+        engine: shared by runs, with its store.
+        footage: the video to watch.
+        frames: maximum number of placed frames.
         fidelity: of the window.
         ledger: counts the window's asks; the users of a prefix cache are counted here, by the script.
-        caches: of these users; they outlive the run as the engine's store does.
+        caches: of these users; they outlive the run like the engine's store.
         seed: of the choices and questions.
         max_tokens: of an answer.
     """
@@ -88,7 +88,7 @@ class Agent:
         self.bytes_freed = self.idle_tokens = 0
 
     def run(self, limit: int | None = None) -> Iterator[Step]:
-        """Watches the stream to its end or for ``limit`` asks, yielding each."""
+        """Watch the stream to its end or for ``limit`` asks, and yield each ask."""
         for step in self._watch():
             yield step
             if limit is not None and self._count >= limit:
@@ -100,11 +100,11 @@ class Agent:
             yield self._arrive(frame)
             if frame + 1 >= self._frames:
                 yield from next(moves)()
-            last = frame + 1 == len(self._footage.pixels)  # idle work behind the last ask would belong to no step
+            last = frame + 1 == len(self._footage.pixels)  # idle work after the last ask would belong to no step
             if not last and (frame + 1) % IDLE_EVERY == 0 and self.window.fidelity.mode == "patched":
-                before = self._engine.counters.prefill_tokens
+                tokens_before = self._engine.counters.prefill_tokens
                 self.bytes_freed += self.window.compress(if_short=True)
-                self.idle_tokens += self._engine.counters.prefill_tokens - before
+                self.idle_tokens += self._engine.counters.prefill_tokens - tokens_before
 
     def _arrive(self, frame: int) -> Step:
         chunk = Chunk.image(self._footage.pixels[frame], text=f"t={self._footage.times[frame]:g} s")
@@ -113,47 +113,47 @@ class Agent:
         self._encoded.append(self._engine.encode(self.window.chunk(self._ids[-1])))
         for user in self._users.values():
             user.arrive(frame, self._fits, drop=self._frames // 2)
-        return self._ask("slide" if slid else "append", self.window, self._pick(self._placed(self.window)))
+        return self._ask("slide" if slid else "append", self.window, self._pick(self._frames_in(self.window)))
 
     def _look_back(self) -> Iterator[Step]:
-        """Evicted frames come back to their places for one question; the oldest make room meanwhile.
+        """Recall evicted frames to their places for one question; the oldest ones are evicted meanwhile.
 
-        In a branch, so that the stream's own window stays as it was: an ask behind other frames may settle what stands
-        in front as exact, and forget what it had absorbed from frames that are only gone for a moment.
+        In a branch, so that the stream's own window is unchanged: an ask after other frames may write back the preceding ones
+        as exact, and lose what they had absorbed from frames that are evicted only temporarily.
         """
         with self.window.fork() as branch:
-            yield from self._recalled(branch, "recall")
+            yield from self._ask_recalled(branch, "recall")
 
-    def _recalled(self, window: Window, op: str, note: str = "") -> Iterator[Step]:
-        found = self._find_back(window)
-        if found is None:
+    def _ask_recalled(self, window: Window, op: str, note: str = "") -> Iterator[Step]:
+        target = self._recall_target(window)
+        if target is None:
             return
-        back, query = found
-        placed = self._placed(window)
-        for frame in placed[: max(0, len(placed) + len(back) - self._frames)]:
+        back, query = target
+        frames = self._frames_in(window)
+        for frame in frames[: max(0, len(frames) + len(back) - self._frames)]:
             window.evict(self._ids[frame])
         for frame in back:
             window.recall(self._ids[frame])
         yield self._ask(op, window, query, Move(recalled=back), note=note)
 
-    def _find_back(self, window: Window) -> tuple[tuple[int, ...], Query] | None:
-        placed = self._placed(window)
+    def _recall_target(self, window: Window) -> tuple[tuple[int, ...], Query] | None:
+        frames = self._frames_in(window)
         for kind in self._kinds():
-            for away in (1, 2):
-                kept = placed[max(0, len(placed) + away - self._frames) :]
-                evicted = [f for f in range(len(self._ids)) if f not in placed]
-                found = self._footage.look_back(kept, evicted, kind, self._rng)
-                if found is not None and len(found[0]) <= away:
-                    return found
+            for count in (1, 2):
+                remaining = frames[max(0, len(frames) + count - self._frames) :]
+                evicted = [f for f in range(len(self._ids)) if f not in frames]
+                target = self._footage.look_back(remaining, evicted, kind, self._rng)
+                if target is not None and len(target[0]) <= count:
+                    return target
         return None
 
     def _fork(self) -> Iterator[Step]:
-        """One branch looks back, the other one drops a frame from the middle; the second is adopted."""
+        """Look back in one branch and drop a frame from the middle in another; adopt the second."""
         with self.window.fork() as past, self.window.fork() as lean:
-            yield from self._recalled(past, "fork", note="branch 1 looks back")
-            dropped = self._footage.expendable(self._placed(lean))
+            yield from self._ask_recalled(past, "fork", note="branch 1 looks back")
+            dropped = self._footage.expendable(self._frames_in(lean))
             lean.evict(self._ids[dropped])
-            query = self._pick(self._placed(lean))
+            query = self._pick(self._frames_in(lean))
             note = f"branch 2 drops frame {dropped}; adopted"
             yield self._ask("fork", lean, query, Move(without=(dropped,)), note=note)
             self.window.adopt(lean)
@@ -161,67 +161,67 @@ class Agent:
             user.leave([dropped])
 
     def _reorder(self) -> Iterator[Step]:
-        """Another order of the newest two frames, tried in a branch."""
+        """Try another order of the newest two frames, in a branch."""
         with self.window.fork() as branch:
-            placed = self._placed(branch)
-            order = [*placed[:-2], placed[-1], placed[-2]]
+            frames = self._frames_in(branch)
+            order = [*frames[:-2], frames[-1], frames[-2]]
             branch.reorder([self._ids[f] for f in order])
             query = self._pick(order, about=order[-2:])
             note = "the newest two swapped, in a branch"
             yield self._ask("reorder", branch, query, Move(reordered=True), note=note)
 
     def _toggle(self) -> Iterator[Step]:
-        """Serves a frame clean of its context and asks what it shows by itself, then switches it back and asks anything."""
-        placed = self._placed(self.window)
-        frame = placed[int(self._rng.integers(1, len(placed)))]
+        """Serve a frame free of its context and ask what it shows by itself, then switch it back and ask any question."""
+        frames = self._frames_in(self.window)
+        frame = frames[int(self._rng.integers(1, len(frames)))]
         for conditioned in (False, True):
             self.window.toggle(self._ids[frame], conditioned=conditioned)
-            query = self._pick(placed, about=(frame,), kinds=None if conditioned else ("single_hop", "open"))
+            query = self._pick(frames, about=(frame,), kinds=None if conditioned else ("single_hop", "open"))
             op = "toggle_on" if conditioned else "toggle_off"
             yield self._ask(op, self.window, query, note=f"frame {frame}")
 
     def _disposable(self) -> Iterator[Step]:
-        """Whether the oldest frame matters for a question about another one."""
-        placed = self._placed(self.window)
-        oldest = placed[0]
-        query = self._pick(placed, about=placed[1:])
+        """Test if the oldest frame matters for a question about another one."""
+        frames = self._frames_in(self.window)
+        oldest = frames[0]
+        query = self._pick(frames, about=frames[1:])
         tested = self.window.disposable(self._ids[oldest], query.text, self._max_tokens)
         verdict = "disposable" if tested.disposable else "needed"
         note = f"frame {oldest} is {verdict}: {tested.answer_with!r} with, {tested.answer_without!r} without"
         yield self._ask("disposable", self.window, query, note=note, tested=oldest)
 
     def _kinds(self) -> list[str]:
-        """The kinds of question in the order they should be tried, so that half of all asks are of the first kind."""
+        """Return the kinds of question in the order to try them, so that half of all asks are of the first kind."""
         first, *others = self._footage.kinds
         return [first, *others] if 2 * self._multi <= self._count + 1 else [*others, first]
 
     def _pick(
-        self, placed: Sequence[int], about: Sequence[int] | None = None, kinds: Sequence[str] | None = None
+        self, frames: Sequence[int], about: Sequence[int] | None = None, kinds: Sequence[str] | None = None
     ) -> Query:
-        """A question of the next kind in turn, otherwise of another kind, otherwise about any frame."""
-        wanted = [k for k in self._kinds() if kinds is None or k in kinds]
+        """Return a question of the next kind in turn, otherwise of another kind, otherwise about any frame."""
+        candidates = [k for k in self._kinds() if kinds is None or k in kinds]
         for scope in (about, None):
-            for kind in wanted:
-                query = self._footage.question(placed, kind, self._rng, scope)
+            for kind in candidates:
+                query = self._footage.question(frames, kind, self._rng, scope)
                 if query is not None:
                     return query
-        raise ValueError(f"frames {list(placed)} must have a question of kind {' or '.join(wanted)}, got none")
+        raise ValueError(f"frames {list(frames)} must have a question of kind {' or '.join(candidates)}, got none")
 
     def _ask(
         self, op: str, window: Window, query: Query, move: Move = Move(), *, tested: int | None = None, note: str = ""
     ) -> Step:
-        placed = self._placed(window)
+        frame_numbers = self._frames_in(window)
         entries = window.plan().entries
         answer = window.ask(query.text, self._max_tokens, logprobs=-1)
-        encoded, frames = self._engine.encode_query(query.text), [self._encoded[f] for f in placed]
+        encoded, frames = self._engine.encode_query(query.text), [self._encoded[f] for f in frame_numbers]
         sampling = Sampling(self._max_tokens, logprobs=-1)
         with self._ledger.aside():
             exact = self._reference.reprefill(frames, encoded, sampling)
             blind = self._reference.blind(frames, encoded, sampling)
-        costs = self._serve(placed, encoded, move)
-        if tested is not None:  # these users ask twice to know
-            again = self._serve([f for f in placed if f != tested], encoded, Move(without=(tested,)))
-            costs = {name: cost + again[name] for name, cost in costs.items()}
+        costs = self._serve(frame_numbers, encoded, move)
+        if tested is not None:  # these users must ask twice
+            second_costs = self._serve([f for f in frame_numbers if f != tested], encoded, Move(without=(tested,)))
+            costs = {name: cost + second_costs[name] for name, cost in costs.items()}
         step: Step = self._ledger.rows[-1]
         usage, note_of = answer.usage, self._ledger.note
         note_of(seed=self._seed, index=self._count, op=op, time=self._footage.times[len(self._ids) - 1])
@@ -233,38 +233,38 @@ class Agent:
         note_of(vision_encodes_prefix_cache=costs["vision_encodes_naive"], bytes_loaded=usage.bytes_loaded)
         note_of(ttft_s=usage.ttft_s, ttft_reprefill_s=exact.ttft_s)
         lanes = [{"lane": e.lane, "tokens": e.tokens, "exact": e.exact, "depth": e.depth} for e in entries]
-        note_of(placed=[{"frame": f} | lane for f, lane in zip(placed, lanes, strict=True)])
+        note_of(placed=[{"frame": f} | lane for f, lane in zip(frame_numbers, lanes, strict=True)])
         self._multi += query.kind == self._footage.kinds[0]
         self._count += 1
         return step
 
-    def _serve(self, placed: Sequence[int], query: Encoded, move: Move = Move()) -> dict[str, int]:
-        """What the users of a prefix cache compute for an ask. A frame that comes back stays for this ask only."""
+    def _serve(self, frames: Sequence[int], query: Encoded, move: Move = Move()) -> dict[str, int]:
+        """Return the costs of an ask for the users of a prefix cache. A recalled frame stays for this ask only."""
         costs: dict[str, int] = {}
         for policy, user in self._users.items():
-            asked = PrefixUser(policy, list(placed))
+            asking_user = PrefixUser(policy, list(frames))
             if policy != "naive":
                 back = [f for f in move.recalled if f not in user.held]
                 user.make_room(back, self._fits, drop=self._frames // 2)
-                asked = user.copy()
+                asking_user = user.copy()
                 for frame in back:
-                    asked.place(frame, before=range(frame + 1, len(self._ids)) if policy == "trim" else ())
+                    asking_user.place(frame, before=range(frame + 1, len(self._ids)) if policy == "trim" else ())
                 if move.reordered:
-                    asked.reorder(placed)
-                asked.leave(move.without)
-            parts = [self._system_prompt, *(self._encoded[f] for f in asked.held), query]
+                    asking_user.reorder(frames)
+                asking_user.leave(move.without)
+            parts = [self._system_prompt, *(self._encoded[f] for f in asking_user.held), query]
             computed, encodes = self._caches[policy].serve(Prompt.of(parts))
             costs |= {f"computed_tokens_{policy}": computed, f"vision_encodes_{policy}": encodes}
         return costs
 
-    def _fits(self, held: Sequence[int]) -> bool:
-        return len(held) <= self._frames
+    def _fits(self, frames: Sequence[int]) -> bool:
+        return len(frames) <= self._frames
 
     @property
-    def seen(self) -> int:
+    def frames_watched(self) -> int:
         """Frames watched so far."""
         return len(self._ids)
 
-    def _placed(self, window: Window) -> list[int]:
-        """Frames in prompt order."""
+    def _frames_in(self, window: Window) -> list[int]:
+        """Return the frames in a window, in prompt order."""
         return [self._ids.index(i) for i in window.ids]

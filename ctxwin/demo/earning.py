@@ -1,4 +1,7 @@
-"""The demo on a model without a profile: its lanes earn trust between the asks, as between the frames of a camera."""
+"""The demo on a model without a profile: its lanes are tried between the asks, as between the frames of a camera.
+
+Each stream is one window, so one unit of evidence: nothing is promoted within a demo, as `Earning.summary` notes.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ from ctxwin.profiles import BASIS_NAME, PROFILE_NAME, PROFILES_VARIABLE, find_pr
 from ctxwin.tiny import checkpoint_dir
 from ctxwin.trust import Options, auditor_of
 from ctxwin.trust.auditor import VARIABLE, enabled
+from ctxwin.trust.confidence import units_needed
+from ctxwin.trust.evidence import BEHIND, error_of
 
 if TYPE_CHECKING:
     from ctxwin.demo.agent import Step
@@ -23,9 +28,9 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def without_profile(model: str) -> Iterator[Path]:
-    """A copy of a model that nothing was measured of, until the block ends. Lanes earn trust in this process from now on.
+    """Provide a copy of a model without its measurements until the block ends; enables trials of lanes in this process.
 
-    Raises ValueError for a model that is no folder.
+    Raises ValueError if the model is not a folder.
     """
     source = checkpoint_dir() if model == "tiny" else Path(model)
     if not source.is_dir():
@@ -38,10 +43,10 @@ def without_profile(model: str) -> Iterator[Path]:
 
 
 class Earning:
-    """Audits between asks, and what they cost; does nothing where lanes are not tried.
+    """Audits between asks, and their costs; does nothing if lanes are not tried.
 
     Attributes:
-        on: whether lanes earn trust.
+        on: lanes earn trust.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -51,30 +56,44 @@ class Earning:
             auditor_of(engine, Options(share=1.0, quiet_s=0.0, queue=64))
 
     def steps(self, steps: Iterator[Step]) -> Iterator[Step]:
-        """The steps; nothing is audited during one, and all of it behind each."""
+        """Yield ``steps``; all audits run between them, none during one."""
         if not self.on:
             yield from steps
             return
         auditor = auditor_of(self._engine)
         while True:
-            before = auditor.counts.tokens
+            tokens_before = auditor.counts.tokens
             auditor.drain()
             with auditor.hold():
-                way, step = auditor.ledger(self._engine).promoted(), next(steps, None)
+                strategy, step = auditor.ledger(self._engine).promoted(), next(steps, None)
             if step is None:
                 return
-            self._phases.append((way or "exact", auditor.counts.tokens - before))
+            self._phases.append((strategy or "exact", auditor.counts.tokens - tokens_before))
             yield step
 
     def summary(self, steps: Sequence[Step]) -> dict[str, Any]:
-        """What was decided, and what asks computed, by the way that served them: in prompt tokens, audits included."""
-        served: dict[str, Counter[str]] = {}
-        for step, (way, audited) in zip(steps, self._phases, strict=True):
+        """Return the decisions, and the prompt tokens computed by asks (audits included) by the strategy that served them."""
+        by_strategy: dict[str, Counter[str]] = {}
+        for step, (strategy, audited) in zip(steps, self._phases, strict=True):
             counts = {name: step[name] for name in step if name.startswith("computed_tokens")}
             lanes = {f"in lane {lane}": tokens for lane, tokens in step["tokens_by_lane"].items()}
-            served.setdefault(way, Counter()).update({"asks": 1, "audit_tokens": audited, **counts, **lanes})
+            by_strategy.setdefault(strategy, Counter()).update({"asks": 1, "audit_tokens": audited, **counts, **lanes})
         decisions = auditor_of(self._engine).decisions(self._engine)
         return {
-            "served": {way: dict(counts) for way, counts in served.items()},
+            "served": {strategy: dict(counts) for strategy, counts in by_strategy.items()},
             "decisions": [str(decision) for decision in decisions],
+            "note": self._note(),
         }
+
+    def _note(self) -> str:
+        """Return the progress of the evidence towards a promotion, as text."""
+        auditor = auditor_of(self._engine)
+        ledger, options = auditor.ledger(self._engine), auditor.options
+        if (strategy := ledger.promoted()) is not None:
+            return f"{strategy} is promoted"
+        needed = {
+            name: units_needed(options.budget, error_of(name, e.attempt, options.level)) + BEHIND
+            for name, e in ledger.record.ways.items()
+        }
+        windows = ", ".join(f"{name} {ledger.record.ways[name].begun} of {n}" for name, n in needed.items())
+        return f"nothing is promoted: each stream is one window, and without harm it takes so many: {windows or 'none tried'}"

@@ -30,19 +30,19 @@ ENCODES = {
     "computed_tokens_trim": "vision_encodes_trim",
     "computed_tokens_append": "vision_encodes_append",
 }
-"""Field of a token count: field of the matching vision encodes."""
+"""Fields of vision encodes, by the field of the matching token count."""
 _COLOURS = ("#2e86ab", "#d1495b", "#ee964b", "#a0862f")
 _BAR, _WIDE = 24, 110
 
 
 class Rows:
-    """Prints a line for each ask as it comes, and how long the rest may take.
+    """Prints a line for each ask, and the estimated remaining time.
 
-    A terminal shows a bar below the lines, coloured answers, and the lanes of the window where it is wide enough; elsewhere
+    A terminal shows a bar below the lines, coloured answers, and the lanes of the window if it is wide enough; elsewhere
     the progress is a line on standard error every few seconds.
 
     Args:
-        console: where to.
+        console: output.
         title: of the bar.
     """
 
@@ -58,7 +58,7 @@ class Rows:
         )
         self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._task = self._bar.add_task(title, total=None)
-        self._began = self._told = time.monotonic()
+        self._began = self._last_report = time.monotonic()
 
     def __enter__(self) -> Rows:
         self._bar.start()
@@ -67,9 +67,9 @@ class Rows:
     def __exit__(self, *exc: object) -> None:
         self._bar.stop()
 
-    def add(self, step: Step, seen: int, frames: int) -> None:
-        """Shows a step, after ``seen`` of so many ``frames``."""
-        verdict = right(step)
+    def add(self, step: Step, watched: int, frames: int) -> None:
+        """Print a step, after ``watched`` of ``frames`` frames."""
+        verdict = is_right(step)
         line = Text(f"{step['time']:6.1f} s  {step['op']:<11} {step['query']:<16.40} ")
         line.append(f"{step['answer']:<10.40}", style={True: "green", False: "bold red", None: ""}[verdict])
         line.append({True: " ok  ", False: " --  ", None: "     "}[verdict])
@@ -78,35 +78,35 @@ class Rows:
         ours, naive, trim = (step[name] for name in list(NAMES)[:3])
         line.append(f"computed {ours:>5} (naive {naive}, trim {trim})")
         self._console.print(line, soft_wrap=True)
-        self._bar.update(self._task, completed=seen, total=frames)
+        self._bar.update(self._task, completed=watched, total=frames)
         now = time.monotonic()
-        if not self._console.is_terminal and now - self._told >= self.EVERY_S:
-            self._told = now
+        if not self._console.is_terminal and now - self._last_report >= self.EVERY_S:
+            self._last_report = now
             sys.stderr.write(
-                f"{seen} of {frames} frames, about {(now - self._began) * (frames - seen) / seen:.0f} s left\n"
+                f"{watched} of {frames} frames, about {(now - self._began) * (frames - watched) / watched:.0f} s left\n"
             )
 
 
-def right(step: Step) -> bool | None:
-    """Whether the answer is the truth; None where that is not known."""
+def is_right(step: Step) -> bool | None:
+    """Return True if the answer is the truth; None if the truth is not known."""
     return None if step["truth"] is None else bool(step["answer"] == step["truth"])
 
 
 def lane_bar(step: Step, width: int = _BAR) -> Text:
-    """The window as a bar: one stretch for each frame, coloured by lane."""
+    """Return the window as a bar: one segment for each frame, coloured by lane."""
     bar = Text()
     total = sum(p["tokens"] for p in step["placed"]) or 1
     drawn = tokens = 0
-    for placed in step["placed"]:
-        tokens += placed["tokens"]
+    for frame in step["placed"]:
+        tokens += frame["tokens"]
         end = round(width * tokens / total)
-        bar.append("█" * max(0, end - drawn - 1) + "▊", style=LANES[placed["lane"]][0])
+        bar.append("█" * max(0, end - drawn - 1) + "▊", style=LANES[frame["lane"]][0])
         drawn = max(end, drawn + 1)
     return bar
 
 
 def final_tables(summary: Mapping[str, Any]) -> Group:
-    """The summary: costs beside those of prefix-cache users, answers beside a re-prefill and blind reuse."""
+    """Return the summary: costs beside those of prefix-cache users, answers beside a re-prefill and blind reuse."""
     costs = _titled(f"{summary['asks']} asks on {summary['engine']}", "", *NAMES.values())
     tokens = [summary[name] for name in NAMES]
     costs.add_row("tokens computed", *(f"{count:,}" for count in tokens))
@@ -122,14 +122,14 @@ def final_tables(summary: Mapping[str, Any]) -> Group:
     answers.add_row("mean KL to re-prefill", "", kl[0], "", kl[1])
     trust = summary.get("trust", {"served": {}, "decisions": []})
     earned = _titled("computed an ask, audits included", "", "asks", *NAMES.values(), "of it audits")
-    for way, sums in trust["served"].items():
+    for strategy, sums in trust["served"].items():
         shares = (f"{sums[name] / sums['asks']:.0f}" for name in (*NAMES, "audit_tokens"))
-        earned.add_row(f"served {way}", str(sums["asks"]), *shares)
+        earned.add_row(f"served {strategy}", str(sums["asks"]), *shares)
     first = [summary["ttft_median_s"], summary["ttft_reprefill_median_s"]]
     answers.add_row("first token, median", "", *("" if t is None else f"{1000 * t:.0f} ms" for t in first))
     if not trust["served"]:
         return Group(costs, answers)
-    return Group(costs, answers, earned, Text("\n".join(trust["decisions"])))
+    return Group(costs, answers, earned, Text("\n".join([*trust["decisions"], trust.get("note", "")])))
 
 
 def _titled(title: str, *names: str) -> Table:
@@ -144,7 +144,7 @@ def _percent(share: float | None) -> str:
 
 
 def can_draw() -> bool:
-    """Whether `timeline` finds matplotlib, which the demo does without."""
+    """Return True if matplotlib is installed, which `timeline` needs and the demo does not."""
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError:
@@ -153,9 +153,9 @@ def can_draw() -> bool:
 
 
 def timeline(path: Path, steps: Sequence[Step], *, dark: bool = False) -> None:
-    """Draws tokens by lane at every ask, and the tokens computed so far beside those of prefix-cache users (PNG).
+    """Draw tokens by lane at every ask, and the cumulative computed tokens beside those of prefix-cache users (PNG).
 
-    The letters are large enough to be read where the picture is as wide as a phone.
+    The text is large enough to be read on a phone.
     """
     from matplotlib import rc_context, style
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ctxwin.errors import BadMedia
-from ctxwin.media import decode_video
+from ctxwin.video import decode_video
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,9 +33,9 @@ class Query:
 
     Attributes:
         kind: of the generated world (``single_hop``, ``multi_hop``, ...), or ``open`` for a question without truth.
-        frame: the frame it is about; None where it is about all of them.
+        frame: the frame it is about; None if it is about all of them.
         needs: earlier frames that this frame's tokens must have absorbed.
-        truth: the answer for the frames placed, in their order; None where it is not known.
+        truth: the answer for the frames in the window, in their order; None if it is not known.
     """
 
     text: str
@@ -52,14 +52,14 @@ class Footage(Protocol):
     times: Sequence[float]
     kinds: tuple[str, ...]
 
-    def question(self, placed: Frames, kind: str, rng: Rng, about: Collection[int] | None = None) -> Query | None:
-        """A question of a kind about the frames ``placed`` in this order, if there is one (about one of ``about``)."""
+    def question(self, frames: Frames, kind: str, rng: Rng, about: Collection[int] | None = None) -> Query | None:
+        """Return a question of a kind about ``frames`` in this order (about one of ``about``), or None."""
 
-    def look_back(self, placed: Frames, evicted: Frames, kind: str, rng: Rng) -> tuple[tuple[int, ...], Query] | None:
-        """Evicted frames worth looking at again, at their places among ``placed``, with a question about one."""
+    def look_back(self, frames: Frames, evicted: Frames, kind: str, rng: Rng) -> tuple[tuple[int, ...], Query] | None:
+        """Return evicted frames to recall to their places among ``frames``, with a question about one, or None."""
 
-    def expendable(self, placed: Frames) -> int:
-        """The placed frame that a branch should drop first."""
+    def expendable(self, frames: Frames) -> int:
+        """Return the frame of the window that a branch should drop first."""
 
 
 class WorldFootage(Footage):
@@ -86,39 +86,39 @@ class WorldFootage(Footage):
         self.pixels: Sequence[np.ndarray] = list(decoded)
         self.times: Sequence[float] = [float(i) for i in range(frames)]
 
-    def question(self, placed: Frames, kind: str, rng: Rng, about: Collection[int] | None = None) -> Query | None:
+    def question(self, frames: Frames, kind: str, rng: Rng, about: Collection[int] | None = None) -> Query | None:
         from ctxwin.tiny.world import questions_for
 
-        frames = [self._world[f] for f in placed]
-        # A selection takes as many as there are, in random order.
-        count = 1 if about is None else len(frames) * 200
-        for q in questions_for(frames, count, rng, kinds=(kind,)):  # type: ignore[arg-type]  # its kinds are ours
-            if about is None or placed[q.frame] in about:
-                return Query(q.text, q.kind, placed[q.frame], tuple(placed[i] for i in q.antecedents), q.answer)
+        scenes = [self._world[f] for f in frames]
+        # With ``about`` all questions are drawn, in random order.
+        count = 1 if about is None else len(scenes) * 200
+        for q in questions_for(scenes, count, rng, kinds=(kind,)):  # type: ignore[arg-type]  # its kinds are ours
+            if about is None or frames[q.frame] in about:
+                return Query(q.text, q.kind, frames[q.frame], tuple(frames[i] for i in q.antecedents), q.answer)
         return None
 
-    def look_back(self, placed: Frames, evicted: Frames, kind: str, rng: Rng) -> tuple[tuple[int, ...], Query] | None:
+    def look_back(self, frames: Frames, evicted: Frames, kind: str, rng: Rng) -> tuple[tuple[int, ...], Query] | None:
         from ctxwin.tiny.world import antecedents
 
         for target in rng.permutation(sorted(evicted)).tolist():
             legends: list[int] = []
             if kind != "single_hop":
-                seen = self._world[: target + 1]
-                needed = [antecedents(seen, mark)[-1:] for mark in self._world[target].marks]
-                # The legends that the scene was seen with; those that are placed need no recall.
+                past = self._world[: target + 1]
+                needed = [antecedents(past, mark)[-1:] for mark in self._world[target].marks]
+                # The legends that the scene was seen with; those in the window need no recall.
                 legends = sorted({n[0] for n in needed if n})
             for legend in rng.permutation(legends).tolist() if legends else [target]:
-                back = sorted({target, legend} - set(placed))
+                back = sorted({target, legend} - set(frames))
                 if not set(back) <= set(evicted):
                     continue
-                query = self.question(sorted({*placed, *back}), kind, rng, about=(target,))
+                query = self.question(sorted({*frames, *back}), kind, rng, about=(target,))
                 if query is not None:
                     return tuple(back), query
         return None
 
-    def expendable(self, placed: Frames) -> int:
-        """A scene near the middle: no other frame is read through it."""
-        middle = sorted(placed, key=lambda f: abs(placed.index(f) - len(placed) // 2))
+    def expendable(self, frames: Frames) -> int:
+        """Return a scene near the middle: no other frame depends on it."""
+        middle = sorted(frames, key=lambda f: abs(frames.index(f) - len(frames) // 2))
         return next((f for f in middle if self._world[f].role == "scene"), middle[0])
 
 
@@ -129,8 +129,8 @@ class VideoFootage(Footage):
         path: a video file.
         fps: frames sampled per second.
         questions: asked in turn.
-        limit: most frames to take, from the beginning.
-        least: frames the video must give.
+        limit: maximum number of frames, from the beginning.
+        least: minimum number of frames.
 
     Raises:
         BadMedia: a file that cannot be decoded, ends early, or is too short.
@@ -150,17 +150,17 @@ class VideoFootage(Footage):
         self.pixels: Sequence[np.ndarray] = list(decoded[:limit])
         self.times: Sequence[float] = [i / rate for i in range(len(self.pixels))]
         self._questions = tuple(questions) or DEFAULT_QUESTIONS
-        self._asked = 0
+        self._question_count = 0
 
-    def question(self, placed: Frames, kind: str, rng: Rng, about: Collection[int] | None = None) -> Query | None:
-        self._asked += 1
-        return Query(self._questions[(self._asked - 1) % len(self._questions)], "open")
+    def question(self, frames: Frames, kind: str, rng: Rng, about: Collection[int] | None = None) -> Query | None:
+        self._question_count += 1
+        return Query(self._questions[(self._question_count - 1) % len(self._questions)], "open")
 
-    def look_back(self, placed: Frames, evicted: Frames, kind: str, rng: Rng) -> tuple[tuple[int, ...], Query] | None:
+    def look_back(self, frames: Frames, evicted: Frames, kind: str, rng: Rng) -> tuple[tuple[int, ...], Query] | None:
         if not evicted:
             return None
-        query = self.question(placed, kind, rng)
+        query = self.question(frames, kind, rng)
         return None if query is None else ((int(rng.choice(sorted(evicted))),), query)
 
-    def expendable(self, placed: Frames) -> int:
-        return placed[len(placed) // 2]
+    def expendable(self, frames: Frames) -> int:
+        return frames[len(frames) // 2]

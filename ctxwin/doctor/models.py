@@ -1,7 +1,7 @@
-"""What ctxwin would do with a model, from its config alone: no weights are read, and none downloaded.
+"""Assessment of a model from its config alone: no weights are read or downloaded.
 
-The same rules that refuse a model when it is opened (`check_supported`, `family_of`), asked before a download, plus what no
-config can say: which families a test compares with transformers' own answers.
+It applies the rules that refuse a model when it is opened (`check_supported`, `family_of`) before a download, and adds what is
+not in a config: the families that a test compares with transformers' own answers.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ TESTED = {
         _BOTH,
     ),
     **_each("qwen2_5_omni qwen3_omni_moe", _BOTH),
-    **_each("qwen3_5 qwen3_5_text qwen3_5_moe_text qwen3_next", _BOTH),
+    **_each("qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen3_next", _BOTH),
     **_each("deepseek_ocr2 apertus cohere ernie4_5 exaone4 gpt_oss granitemoe ministral nemotron olmo2 olmoe phi", _HF),
     **_each("starcoder2 qwen2_5_omni_thinker qwen3_omni_moe_thinker", _HF),
 }
-"""By ``model_type``: the engines on which a test holds it against transformers (``tests/engines/test_*families.py``)."""
+"""Engines on which a test compares a ``model_type`` with transformers (``tests/engines/test_*families.py``)."""
 
 
 @dataclass(frozen=True)
 class Assessment:
-    """What would be served how.
+    """Support of a model by ctxwin.
 
     Attributes:
-        model: as it was asked for.
-        kind: ``model_type`` of its config; "" where none is known.
-        standing: ``tested``: a test compares this family with transformers; ``measured``: nothing in its config stands in
-            the way, and whether its keys turn is measured when it is opened; ``refused``; ``unknown``: no config of it.
-        reason: why it is refused or unknown.
-        engines: where it would be opened: ``hf``, ``vllm``.
-        layout: of its KV: family, layers, heads, numbers a head, positions.
-        token_bytes: KV of one token as served; a chunk has as many times that.
-        state_bytes: what each chunk has beside it, of recurrent layers; 0 for a model without.
+        model: its name in the request.
+        kind: ``model_type`` of its config; "" if it is not known.
+        standing: ``tested``: a test compares this family with transformers; ``measured``: nothing in its config forbids it,
+            and the rotation of its keys is measured when it is opened; ``refused``; ``unknown``: it has no config.
+        reason: reason why it is refused or unknown.
+        engines: engines that can open it: ``hf``, ``vllm``.
+        layout: of its KV: family, layers, heads, dimensions per head, positions.
+        token_bytes: KV bytes per token as served.
+        state_bytes: additional bytes per chunk, of recurrent layers; 0 for a model without.
     """
 
     model: str
@@ -66,26 +66,27 @@ class Assessment:
 
 
 def assess(name: str | Path) -> Assessment:
-    """Of a local folder, a Hugging Face Hub name (its config is read, nothing else) or ``tiny``. Cost: reading the config."""
+    """Assess a local folder, a Hugging Face Hub name (only its config is read) or ``tiny``. Cost: reading the config."""
     from transformers import AutoConfig
 
+    from ctxwin.engines.encoding.checkpoint import model_path
     from ctxwin.engines.torchvision_repair import repair
     from ctxwin.tiny import checkpoint_dir
 
     repair()
     name = str(name).removeprefix("hf:").removeprefix("vllm:")
     try:
-        config = AutoConfig.from_pretrained(checkpoint_dir() if name == "tiny" else Path(name).expanduser())
+        config = AutoConfig.from_pretrained(checkpoint_dir() if name == "tiny" else model_path(name) or name)
     except (OSError, ValueError) as error:  # no such model, no network, or a class that only its own code has
         return Assessment(name, "", "unknown", str(error).splitlines()[0])
     return assess_config(config, name)
 
 
-def assess_config(config: Any, name: str = "") -> Assessment:
-    """Of a transformers config; see `assess`."""
+def assess_config(config: Any, name: str = "", processor: bool | None = None) -> Assessment:
+    """Assess a transformers config; see `assess`. ``processor``: vLLM would run on a CPU; None: decided by this machine."""
     from ctxwin.engines.encoding.families import family_of
     from ctxwin.engines.vllm.core import refused
-    from ctxwin.kv.config import kv_spec_from_config
+    from ctxwin.kv.config import all_slide, kv_spec_from_config, sliding_window
     from ctxwin.kv.rows import layer_kinds
 
     kind = str(config.model_type)
@@ -102,7 +103,10 @@ def assess_config(config: Any, name: str = "") -> Assessment:
     form += f", {len(kv.kinds)} sets of frequencies" * bool(kv.kinds)
     count = len(layer_kinds(kv)) if kv.in_rows else kv.layers
     layout = f"{kv.family}, {count} layers, {heads}, {form} over {kv.rope.rotary_dim} dimensions, {dtype}"
-    why = refused(config)
+    why = refused(config, processor) or _not_on_vllm(config, dtype)
+    if window := sliding_window(config):
+        which = "all layers see" if all_slide(config) else "some layers see"
+        layout += f"; {which} the last {window:,} tokens only"
     if kv.recurrent:
         layout += f", beside recurrent layers with states of {kv.state_bytes:,} bytes a chunk"
     engines = _HF if why else TESTED.get(kind, _BOTH)
@@ -110,3 +114,14 @@ def assess_config(config: Any, name: str = "") -> Assessment:
     return Assessment(
         name, kind, standing, f"not on vLLM: {why}" if why else "", engines, layout, kv.token_bytes, kv.state_bytes
     )
+
+
+def _not_on_vllm(config: Any, dtype: str) -> str:
+    """Return the reason why KV cannot be read in vLLM's layout; "" if it can."""
+    from ctxwin.kv.config import kv_spec_from_config
+
+    try:
+        kv_spec_from_config(config, "", dtype, "vllm")
+    except UnsupportedModel as error:
+        return str(error)
+    return ""

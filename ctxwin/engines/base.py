@@ -1,7 +1,7 @@
 """The engine contract.
 
-An engine turns chunks into tokens and positions, computes the KV of one span behind others, and answers a query behind
-a layout of spans. It keeps no window state: a call holds all that it needs. Engines are thread-safe.
+An engine turns chunks into tokens and positions, computes the KV of one span after others, and answers a query after
+a layout of spans. It keeps no window state: each call carries everything it needs. Engines are thread-safe.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
 from ctxwin.engines.cost import CostModel
-from ctxwin.errors import UnsupportedModel
+from ctxwin.errors import ChunkUnavailable, UnsupportedModel
 from ctxwin.kv.states import has_maps
 
 if TYPE_CHECKING:
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What an engine runs.
+    """Model identity, cache layout and limits of an engine.
 
     Attributes:
         name: ``hf`` or ``vllm``.
         model: the path or hub name it was opened with.
         identity: digest of the model (config, weights, dtype, processor settings); part of every stored key.
         kv: layout of its KV cache.
-        max_tokens: the longest prompt plus answer it takes.
-        vision: whether it sees images.
-        outputs: whether spans hold what else a forward gives for each token (`ctxwin.engines.outputs`).
-        state_patches: of a model with recurrent layers, whether patches of their states can be served (`ctxwin.kv.states`).
+        max_tokens: the longest prompt plus answer it accepts.
+        vision: whether it accepts images.
+        outputs: whether spans also hold a forward's other per-token tensors (`ctxwin.engines.outputs`).
+        state_patches: whether patches of recurrent states can be served (`ctxwin.kv.states`), for a model that has them.
     """
 
     name: str
@@ -63,15 +63,15 @@ class MediaSpan:
     Attributes:
         modality: ``image``, ``video`` or ``audio``.
         key: store key of the vision embeddings (``embed/<digest>``).
-        offset: index of its first placeholder token within the chunk; negative within a part that begins in its midst.
+        offset: index of its first placeholder token within the chunk; negative within a part that begins inside it.
         tokens: number of its tokens: placeholders, and words among them.
         grid_thw: patch grid before merging (t, h, w); t counts tiles where a picture is cut into them (InternVL).
-            Of sound (1, 1, frames of its spectrogram).
+            For sound (1, 1, frames of its spectrogram).
         seconds_per_grid: seconds per temporal grid step; None for images, and for videos whose times are text
             (Qwen3-VL: each temporal group is a span of its own).
-        words: which of its tokens, ascending from 0, are no placeholders but words: row breaks (Mistral 3), marks of tiles
-            (SmolVLM), what belongs to the sound of a video, or to a sound's video. They have no embedding of the tower's.
-        whole: its placeholders see those behind them as well (Gemma 3), so that all of them are computed in one forward.
+        words: indices of its tokens, ascending from 0, that are words instead of placeholders: row breaks (Mistral 3), tile
+            marks (SmolVLM), tokens of the sound of a video, or of a sound's video. The tower gives no embedding for them.
+        whole: its placeholders also attend to later ones (Gemma 3), so all of them are computed in one forward.
         sound: whether it is a video with its sound, or the sound of one.
     """
 
@@ -85,8 +85,8 @@ class MediaSpan:
     whole: bool = False
     sound: bool = False
 
-    def seen(self, begin: int, end: int) -> tuple[list[int], slice]:
-        """The placeholders among its tokens ``[begin, end)``, and the rows of the embeddings that are theirs."""
+    def placeholders(self, begin: int, end: int) -> tuple[list[int], slice]:
+        """Return the placeholders among its tokens ``[begin, end)``, and the slice of their embedding rows."""
         words = set(self.words)
         places = [i for i in range(begin, end) if i not in words]
         first = begin - bisect_left(self.words, begin)
@@ -102,7 +102,7 @@ class Encoded:
         token_ids: one id per KV slot (media placeholders expanded).
         positions: int64 ``[3, T]`` relative to the chunk's own origin.
         advance: the next chunk starts at this chunk's start + ``advance``, by the engine's own rule: max position + 1
-            for text and images; behind a video transformers continues from its height and width, vLLM from its end.
+            for text and images; after a video transformers continues from its height and width, vLLM from its end.
         media: the images, videos and sounds in it, in order.
     """
 
@@ -114,25 +114,25 @@ class Encoded:
 
     @property
     def tokens(self) -> int:
-        """How many tokens it has."""
+        """Number of tokens."""
         return len(self.token_ids)
 
     @property
     def media_ranges(self) -> tuple[tuple[int, int], ...]:
         """First token and number of tokens of each medium that may be cut, in order; a video with its sound is one."""
-        made: list[tuple[int, int]] = []
+        ranges: list[tuple[int, int]] = []
         for offset, tokens in sorted((m.offset, m.tokens) for m in self.media if not m.whole):
-            begin, count = made[-1] if made else (0, 0)
+            begin, count = ranges[-1] if ranges else (0, 0)
             if offset < begin + count:
-                made[-1] = (begin, max(count, offset + tokens - begin))
+                ranges[-1] = (begin, max(count, offset + tokens - begin))
             else:
-                made.append((offset, tokens))
-        return tuple(made)
+                ranges.append((offset, tokens))
+        return tuple(ranges)
 
     def part(self, begin: int, end: int) -> Encoded:
-        """The tokens ``[begin, end)``, which keep their positions; with all media that reach into it, as they are.
+        """Return the tokens ``[begin, end)`` at their positions, with every medium that overlaps them, uncut.
 
-        Only the last part moves what follows on.
+        Only the last part has an ``advance``.
         """
         media = tuple(
             replace(m, offset=m.offset - begin) for m in self.media if m.offset < end and begin < m.offset + m.tokens
@@ -143,7 +143,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Segment:
-    """One chunk at its place in a prompt, with the KV that serves it: what travels from a window to the paged blocks.
+    """One chunk at its place in a prompt, with the KV that serves it: the unit that a window passes to an engine.
 
     Attributes:
         encoded: its tokens.
@@ -151,15 +151,15 @@ class Segment:
         span: its KV in any frame, relocated by the engine to ``start``; None: the engine computes it in place.
         capture: whether the engine returns the KV it computed (only meaningful where ``span`` is None).
         span_key: stable name of ``span``, or of the KV that is computed in its place; "" where it has none.
-        patch: reconditions ``span`` on its way to ``start``; None: the span is served as it is.
+        patch: reconditions ``span`` as it is moved to ``start``; None: the span is served as it is.
         patch_key: stable name of ``patch``.
-        approximate: whether its KV differs from what a forward behind the segments in front, as they are served, would
-            give. Whatever the call's salt, what stands in front of the first such segment may share an engine's prefix
-            cache with plain requests.
-        recompute: ranges of tokens, ascending and apart, that are computed in place although there is a ``span``, which
-            gives the others (MPIC, section 4.1); then ``capture`` returns all of it as served. Not with a patch.
-        merged: whether ``span`` has fewer slots than there are tokens (`ctxwin.kv.merge`): what follows on stands where it
-            would behind all of them. Then ``approximate`` is, too; neither a patch nor ``recompute``.
+        approximate: whether its KV differs from that of a forward after the preceding segments as they are served.
+            Segments before the first approximate one may share an engine's prefix cache with plain requests, whatever the
+            call's salt.
+        recompute: token ranges, ascending and disjoint, that are computed in place although there is a ``span``; the span
+            serves the other tokens (MPIC, section 4.1). ``capture`` then returns all of it as served. Excludes a patch.
+        merged: whether ``span`` has fewer slots than there are tokens (`ctxwin.kv.merge`); the next segment keeps its
+            position. Implies ``approximate``; excludes a patch and ``recompute``.
     """
 
     encoded: Encoded
@@ -175,12 +175,12 @@ class Segment:
 
     @property
     def tokens(self) -> int:
-        """How many tokens it has."""
+        """Number of tokens."""
         return self.encoded.tokens
 
     @property
     def slots(self) -> int:
-        """How many slots its KV takes."""
+        """Number of slots its KV takes."""
         return self.span.tokens if self.merged and self.span is not None else self.encoded.tokens
 
     @property
@@ -196,10 +196,12 @@ class Segment:
         return f"{self.span_key}+{self.patch_key}" if self.span_key and self.patch_key else ""
 
     def parts(self) -> list[Segment]:
-        """The segment cut where it changes between computing and loading; itself where it does not.
+        """Split the segment where it changes between computing and loading; a list of itself where it does not.
 
-        A chunk's own position counts on through its parts. Raises ValueError for ranges that are not within its tokens, or
-        cut a medium that is computed as a whole.
+        Positions continue through the parts.
+
+        Raises:
+            ValueError: ranges outside its tokens, or through a medium that is computed as a whole.
         """
         if not self.recompute or self.span is None:
             return [self]
@@ -214,38 +216,38 @@ class Segment:
             raise ValueError(
                 f"recompute must not cut a picture whose tokens see those behind them, got {self.recompute}"
             )
-        made = []
+        parts = []
         for i, (begin, end) in enumerate(itertools.pairwise(cuts)):
             if begin < end:
-                named = f"{self.span_key}[{begin}:{end}]" if self.span_key else ""
+                key = f"{self.span_key}[{begin}:{end}]" if self.span_key else ""
                 span = None if i % 2 else self.span.slice(begin, end)
                 capture = self.capture and span is None
-                part = replace(self, encoded=self.encoded.part(begin, end), span=span, span_key=named, recompute=())
-                made.append(replace(part, capture=capture))
-        return made
+                part = replace(self, encoded=self.encoded.part(begin, end), span=span, span_key=key, recompute=())
+                parts.append(replace(part, capture=capture))
+        return parts
 
 
 def partial_ranges(media: Iterable[tuple[int, int]], count: int, tokens: int) -> tuple[tuple[int, int], ...]:
-    """The token ranges of a chunk that MPIC-k computes: all text, and the first ``count`` tokens of each medium.
+    """Return the token ranges of a chunk that MPIC-k computes: all text, and the first ``count`` tokens of each medium.
 
-    What is no medium here, as one that may not be cut, is computed like text.
+    A medium that may not be cut is left out of ``media`` and computed like text. Ranges are ascending and disjoint.
 
-    MPIC, section 4.2; EPIC (arXiv 2410.15332) computes the first tokens of each chunk. Ranges are ascending and apart.
+    MPIC, section 4.2; EPIC (arXiv 2410.15332) computes the first tokens of each chunk.
 
     Args:
         media: first token and number of tokens of each medium, ascending.
-        tokens: of the chunk.
+        tokens: length of the chunk.
     """
-    made: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     begin = 0
     for offset, length in (*media, (tokens, 0)):
         end = offset + min(count, length)
-        if made and made[-1][1] == begin < end:
-            made[-1] = (made[-1][0], end)
+        if ranges and ranges[-1][1] == begin < end:
+            ranges[-1] = (ranges[-1][0], end)
         elif begin < end:
-            made.append((begin, end))
+            ranges.append((begin, end))
         begin = offset + length
-    return tuple(made)
+    return tuple(ranges)
 
 
 @dataclass(frozen=True)
@@ -259,14 +261,15 @@ class Sampling:
         top_p: only the most likely tokens that together have this probability, in (0, 1].
         top_k: only so many of the most likely tokens; 0 is all.
         min_p: only tokens at least this fraction as likely as the most likely one, in [0, 1].
-        presence_penalty: taken off the logits of tokens that the answer has already; frequency_penalty: times how often.
-        repetition_penalty: divides the positive logits of tokens that prompt or answer have, multiplies negative ones.
-        token_logprobs: generated ids are `ScoredToken` with so many of the best beside them; None: plain ints.
-        hold: most slots that are held of so many tokens, in (0, 1]: beyond that each generated token drops the one 25 behind
-            the newest, never the system prompt's (Elastic Cache's fixed-point elimination, algorithm 1).
+        presence_penalty: subtracted from the logits of tokens that the answer already has.
+        frequency_penalty: subtracted once for each occurrence.
+        repetition_penalty: divides the positive logits of tokens in the prompt or answer, multiplies negative ones.
+        token_logprobs: generated ids are `ScoredToken` with this many of the most likely tokens; None: plain ints.
+        hold: largest share of the tokens whose slots are kept, in (0, 1]: beyond it each generated token drops the one 25
+            before the newest, never one of the system prompt (Elastic Cache's fixed-point elimination, algorithm 1).
         json_schema: the answer is JSON of this schema (JSON text); None: any text.
 
-    An engine refuses what it cannot do with UnsupportedModel.
+    An engine raises UnsupportedModel for a setting that it does not support.
     """
 
     max_tokens: int = 32
@@ -286,11 +289,11 @@ class Sampling:
 
 
 BEST = 32
-"""How many of the best log-probabilities `Engine.forced_logprobs` returns at each place."""
+"""Number of the highest log-probabilities that `Engine.forced_logprobs` returns at each position."""
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raises ValueError for a sampling that no engine can do."""
+    """Raise ValueError for settings that are out of range on every engine."""
     if not 0 < sampling.hold <= 1:
         raise ValueError(f"hold must be in (0, 1], got {sampling.hold}")
     if sampling.max_tokens < 1 or sampling.temperature < 0:
@@ -300,29 +303,37 @@ def check_sampling(sampling: Sampling) -> None:
 
 
 def check_states(model: str, segments: Sequence[Segment], patches: bool = False) -> None:
-    """Raises UnsupportedModel for KV of a hybrid that was computed behind others: its states would be of what does not stand
-    there. ValueError for a span without any. ``patches``: whether the engine serves patches of states."""
+    """Check that the states of a hybrid's spans belong to the segments that precede them.
+
+    Args:
+        model: name for the error message.
+        patches: whether the engine serves patches of states.
+
+    Raises:
+        UnsupportedModel: a span was computed after other segments, so its states are not those of this prompt.
+        ValueError: a span without states.
+    """
     for segment in segments:
         patched = segment.patch is not None and not (patches and segment.patch.states and segment.approximate)
         changed = patched or segment.merged or segment.recompute
         if segment.span is not None and (changed or (segment.approximate and not has_maps(segment.span.states))):
             raise UnsupportedModel(
-                f"{model} has recurrent layers, whose states are of all that stood in front: its KV is served "
-                "behind exactly that; use Fidelity('exact')"
+                f"{model} has recurrent layers, whose states depend on every preceding token: its KV is served "
+                "after exactly the same tokens; use Fidelity('exact')"
             )
         if segment.span is not None and segment.span.tokens and not segment.span.states:
             raise ValueError(
-                f"the span of chunk {segment.encoded.chunk_id[:12]} must hold the states behind it, got none"
+                f"the span of chunk {segment.encoded.chunk_id[:12]} must hold the states after it, got none"
             )
 
 
 class ScoredToken(int):
-    """A generated token id that knows its log-probabilities: those of the model, whatever was sampled from them.
+    """A generated token id with the model's log-probabilities, before temperature and filters.
 
     Attributes:
-        index: its place in the answer.
-        logprob: its own, in nats.
-        best: the most likely tokens' by id, the best first.
+        index: its position in the answer.
+        logprob: its log-probability, in nats.
+        best: log-probabilities of the most likely tokens by id, the highest first.
     """
 
     index: int
@@ -330,27 +341,27 @@ class ScoredToken(int):
     best: dict[int, float]
 
     def __new__(cls, token: int, index: int, logprob: float, best: dict[int, float]) -> Self:
-        made = super().__new__(cls, token)
-        made.index, made.logprob, made.best = index, logprob, best
-        return made
+        scored = super().__new__(cls, token)
+        scored.index, scored.logprob, scored.best = index, logprob, best
+        return scored
 
 
 @dataclass
 class Generation:
-    """What one `Engine.generate` returned.
+    """Answer of one `Engine.generate`, the KV it captured and its cost.
 
     Attributes:
         token_ids: generated ids, the ending token excluded.
         text: their text.
         logprobs: first-token log-probabilities by token id, as many as asked for.
-        captured: KV by index into the layout, for segments with ``capture`` of which something is computed; in the frame
-            they were computed in.
+        captured: KV by index into the layout, for segments with ``capture`` that were computed at least in part; in the
+            frame they were computed in.
         query_span: KV of query + generated tokens (all but the last sampled one), where ``capture_query`` was set.
-        computed_tokens: prompt tokens that went through a forward (all forwards of this call together).
+        computed_tokens: prompt tokens that went through a forward, over all forwards of this call.
         cached_tokens: prompt tokens the engine's own prefix cache served.
         forwards: number of prefill forwards.
         bytes_loaded: bytes of KV written into the engine's cache from spans.
-        fallbacks: loads that failed, so that everything was computed in place, exactly, ``captured`` included.
+        fallbacks: failed loads; everything, ``captured`` included, was then computed in place, exactly.
         ttft_s: seconds from the call to the first token.
         finished: False where ``on_token`` stopped the answer.
     """
@@ -372,12 +383,12 @@ class Generation:
 
 @dataclass
 class Tally:
-    """What calls of `Engine.prefill` cost, added up by the engine.
+    """Accumulated cost of `Engine.prefill` calls.
 
     Attributes:
         forwards: prefill forwards.
         tokens: prompt tokens that went through one.
-        fallbacks: calls whose spans could not be loaded: everything was computed in place, exactly.
+        fallbacks: calls whose spans could not be loaded; everything was then computed in place, exactly.
     """
 
     forwards: int = 0
@@ -386,13 +397,32 @@ class Tally:
 
 
 @dataclass(frozen=True)
+class Call:
+    """A planned call of `Engine.prefill` or `Engine.generate`.
+
+    Attributes:
+        layout: its segments, the target of a prefill last; tensors of stored spans may be empty.
+        salt: the call's salt.
+        placeholder: stands in for KV that an earlier request of the call will have computed.
+        has_query: whether a query follows the layout.
+        query: that query, where it is known.
+    """
+
+    layout: Sequence[Segment]
+    salt: str = ""
+    placeholder: SpanKV | None = None
+    has_query: bool = False
+    query: Encoded | None = None
+
+
+@dataclass(frozen=True)
 class AttendedKV:
-    """KV of a chunk, and the attention that its tokens gave each other.
+    """KV of a chunk, and the attention between its tokens.
 
     Attributes:
         span: as `Engine.prefill` returns it.
-        sums: attention that each token got from the chunk's tokens, by layer, summed over them and averaged over heads:
-            float32 ``[L, T]`` (Elastic Cache, section 3.3).
+        sums: attention that each token receives from the chunk's tokens, summed over them and averaged over heads, by
+            layer: float32 ``[L, T]`` (Elastic Cache, section 3.3).
     """
 
     span: SpanKV
@@ -401,12 +431,12 @@ class AttendedKV:
 
 @dataclass
 class EngineCounters:
-    """Work done since the engine was opened; every forward of ctxwin's counts, background ones too.
+    """Work done since the engine was opened, including background forwards.
 
     Attributes:
         vision_encodes: runs of the vision tower.
         fallbacks: requests whose spans could not be loaded and were computed instead.
-        retries: loads that failed and were tried again, or given up.
+        retries: failed loads, whether tried again or abandoned.
         bytes_loaded: bytes of KV written into the engine's cache from spans.
     """
 
@@ -419,54 +449,71 @@ class EngineCounters:
 
 
 class Engine(ABC):
-    """What a backend implements. One conformance suite (`tests/engines/conformance.py`) runs on every engine."""
+    """Interface of a backend. One conformance suite (`tests/engines/conformance.py`) runs on every engine."""
 
     spec: EngineSpec
     store: Store
-    repo: SpanRepository  # typed access to `store`; the window keeps its spans and patches there too
+    repo: SpanRepository  # typed access to `store`; windows keep their spans and patches there too
     counters: EngineCounters
+    forecasts = (
+        False  # True where a request may compute other tokens than those without KV; `forecast` then counts them
+    )
 
     @cached_property
     def costs(self) -> CostModel:
-        """What calls of this engine took so far; tenants' views have one each, so that none reads another's times."""
+        """Cost model fitted to this engine's calls. Each tenant's view has its own, so that none sees another's times."""
         return CostModel()
 
     @abstractmethod
     def encode_system_prompt(self, system_prompt: str) -> Encoded:
-        """Tokens of the system turn and the opening of the user turn; always the first segment, at position 0."""
+        """Encode the system turn and the opening of the user turn: always the first segment, at position 0."""
 
     @abstractmethod
     def encode(self, chunk: Chunk) -> Encoded:
-        """Tokens, media and local positions of a chunk inside the open user turn.
+        """Encode a chunk inside the open user turn: its tokens, media and local positions.
 
-        Vision embeddings are looked up in `store` and computed (and stored) where missing: the vision tower runs at
-        most once for the same media, also across restarts. Raises BadMedia, ChunkUnavailable, UnsupportedModel.
+        Vision embeddings are looked up in `store`, and computed and stored where missing: the vision tower runs at most
+        once for the same media, also across restarts.
+
+        Raises:
+            BadMedia, ChunkUnavailable, UnsupportedModel: the chunk cannot be encoded.
         """
+
+    def media_keys(self, chunk: Chunk) -> set[str]:
+        """Return the store keys of every record that encoding the media of ``chunk`` leaves in `store`.
+
+        Includes at least the keys of records that exist. An engine that must encode to know them returns none where both
+        pixels and embeddings are gone.
+        """
+        try:
+            return {m.key for m in self.encode(chunk).media}
+        except ChunkUnavailable:
+            return set()
 
     @abstractmethod
     def encode_query(self, query: str) -> Encoded:
-        """Tokens of a query plus the closing of the user turn and the opening of the assistant's."""
+        """Encode a query, the closing of the user turn and the opening of the assistant's."""
 
     @abstractmethod
     def encode_exchange(self, query: str, answer_ids: Sequence[int], after: str | None = None) -> Encoded:
-        """Tokens of a remembered exchange: query, turn closing, answer, reopened user turn (or ``after``, of the template).
+        """Encode a remembered exchange: query, turn closing, answer, reopened user turn (or ``after``, template text).
 
         Its first tokens are exactly ``encode_query(query)`` followed by ``answer_ids``.
         """
 
     @property
     def template(self) -> Template | None:
-        """The model's chat template in pieces; None where the engine shows none, and chats have no tools then."""
+        """The model's chat template in pieces; None where the engine has none, which leaves chats without tools."""
         return None
 
     def text_ids(self, text: str) -> tuple[int, ...]:
-        """Token ids of content: special tokens spelled out in it stay text."""
+        """Tokenise content: special tokens spelled out in it stay text."""
         from ctxwin.chunk import Chunk
 
         return self.encode(Chunk.text(text)).token_ids if text else ()
 
     def template_ids(self, text: str) -> tuple[int, ...]:
-        """Token ids of a piece of `template`, in which special tokens count."""
+        """Tokenise a piece of `template`, in which special tokens are recognised."""
         return self.text_ids(text)
 
     @abstractmethod
@@ -480,11 +527,14 @@ class Engine(ABC):
         background: bool = False,
         tally: Tally | None = None,
     ) -> SpanKV:
-        """KV of ``target`` computed behind ``context`` (segments in order, all with spans or computed in place).
+        """Compute the KV of ``target`` after ``context`` (segments in order, loaded or computed in place).
 
-        Exact to the engine's arithmetic. Returned in the frame ``start``. Counted in `counters`. ``salt`` as in
-        `generate`. ``background`` is work that nobody waits for; an engine that batches serves others first. What the call
-        cost is added to ``tally``.
+        Exact to the engine's arithmetic, in the frame ``start``, counted in `counters`.
+
+        Args:
+            salt: as in `generate`.
+            background: nobody waits for the call; an engine that batches serves others first.
+            tally: the cost of the call is added to it.
         """
 
     @abstractmethod
@@ -499,88 +549,110 @@ class Engine(ABC):
         on_token: Callable[[int, str], bool] | None = None,
         background: bool = False,
     ) -> Generation:
-        """Answers ``query`` behind ``layout``.
+        """Answer ``query`` after ``layout``.
 
-        Segments with a span are relocated and loaded, segments without are computed in place, in order. ``salt`` separates
-        prefix-cache entries of approximate windows ("" is the exact, shared space). ``on_token(id, text_so_far)`` is
-        called after each token; returning False stops. ``background`` as in `prefill`. Raises EngineFailed.
+        Segments with a span are relocated and loaded, segments without one are computed in place, in order.
+
+        Args:
+            salt: separates prefix-cache entries of approximate windows; "" is the exact, shared namespace.
+            capture_query: return the KV of query and answer in ``query_span``.
+            on_token: called with ``(id, text_so_far)`` after each token; returning False ends the answer.
+            background: as in `prefill`.
+
+        Raises:
+            EngineFailed: the model could not be run.
         """
 
     def forced_logprobs(
         self,
         layout: Sequence[Segment],
-        asked: Sequence[tuple[Encoded, Sequence[int]]],
+        answers: Sequence[tuple[Encoded, Sequence[int]]],
         *,
         best: int = BEST,
         stopped: Callable[[], bool] = lambda: False,
         tally: Tally | None = None,
     ) -> list[list[dict[int, float]]]:
-        """What the model expects at each place of given answers behind a layout, and right behind each answer.
+        """Score given answers after a layout: the model's distribution at each token of an answer, and after its last.
 
-        Work in the background, for audits; nothing of it is found by other requests, or is looked up in what they left.
+        Background work, for audits. It shares no prefix-cache entries with other requests.
 
         Args:
-            asked: queries, each with the tokens of its answer: the ending one left out; may be none.
-            best: how many log-probabilities to return at each place.
+            answers: queries, each with the tokens of its answer without the ending one; may be empty.
+            best: how many log-probabilities to return at each position.
             stopped: polled; once it is true the work ends and AnswerStopped is raised.
-            tally: what the call cost is added to it.
+            tally: the cost of the call is added to it.
 
         Returns:
             For each answer of n tokens n + 1 rows: log-probabilities by token id, in nats, of the ``best`` tokens and, where
             one follows, of the answer's own. Row i is the distribution that its token i is drawn from.
 
         Raises:
-            EngineFailed: also where a span could not be loaded: then something else would be measured.
-            UnsupportedModel: an engine that cannot do it.
+            EngineFailed: also where a span could not be loaded, because another prompt would be scored.
+            UnsupportedModel: an engine that cannot score answers.
 
-        Cost: a forward over what is missing, once, and over each query and answer; no decoding.
+        Cost: one forward over segments without KV, and one over each query and answer; no decoding.
         """
         raise UnsupportedModel(f"the {self.spec.name} engine cannot score a given answer, so it cannot be audited")
+
+    def forecast(self, calls: Sequence[Call]) -> list[int] | None:
+        """Count the tokens that each request of these calls, in order, would run through a forward.
+
+        An unknown query counts as empty. None: exactly the tokens without KV are computed. Runs no forward and reads no KV.
+        """
+        return None
 
     def attended(
         self, context: Sequence[Segment], target: Encoded, start: int, *, tally: Tally | None = None
     ) -> AttendedKV:
-        """`prefill` in the background, and what says which slots may be merged: see `AttendedKV`.
+        """Run `prefill` in the background and return its attention too, from which mergeable slots are chosen.
 
-        Raises EngineFailed, UnsupportedModel: an engine that does not show its attention. Cost: a forward over ``target`` that
-        also makes its attention weights, in blocks.
+        Raises:
+            EngineFailed: the model could not be run.
+            UnsupportedModel: an engine that does not expose its attention.
+
+        Cost: a forward over ``target`` that also computes its attention weights, in blocks.
         """
-        raise UnsupportedModel(f"the {self.spec.name} engine does not show its attention, so it cannot merge chunks")
+        raise UnsupportedModel(f"the {self.spec.name} engine does not expose its attention, so it cannot merge chunks")
+
+    @property
+    def drops_tokens(self) -> bool:
+        """True if it can drop tokens while it answers (`Sampling.hold` below 1)."""
+        return False
 
     @property
     def busy(self) -> bool:
-        """Whether somebody waits for this engine: work in the background then gives way."""
+        """True while a caller waits for this engine; background work then yields."""
         return False
 
     @property
     def idle_s(self) -> float:
-        """Seconds since somebody waited for it last."""
+        """Seconds since a caller last waited for it."""
         return 0.0 if self.busy else math.inf
 
     @property
     def shared(self) -> object:
-        """What engines that share a running model have in common: itself, for one that shares nothing."""
+        """Object common to the engines that share a running model; the engine itself where it shares none."""
         return self
 
     @property
     def tenant(self) -> str:
-        """Whose engine this is, where several share a model; "" for nobody's in particular."""
+        """Tenant of this engine where several share a model; "" for none."""
         return ""
 
     @abstractmethod
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
 
     @abstractmethod
     def embed(self, key: str) -> torch.Tensor:
-        """Stored vision embeddings ``[tokens, hidden * (1 + D)]``; raises ChunkUnavailable.
+        """Return stored vision embeddings ``[tokens, hidden * (1 + D)]``; raise ChunkUnavailable where they are gone.
 
-        D is the number of decoder layers behind which a model adds vision features (Qwen3-VL); 0 for others.
+        D is the number of decoder layers after which a model adds vision features (Qwen3-VL); 0 for others.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the engine and what it started; idempotent."""
+        """Release the engine and everything it started. Idempotent."""
 
     def __enter__(self) -> Self:
         return self

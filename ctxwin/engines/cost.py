@@ -1,4 +1,4 @@
-"""What an ask takes on the engine at hand: milliseconds, fitted to what real calls took.
+"""Cost of an ask on one engine, in milliseconds, fitted to the times of real calls.
 
 Every engine carries one `CostModel`. It starts from rough priors, follows each call that ran alone, and prices what a
 window is about to do: forwards by tokens and context, loads by tier of the store and size, what a request takes whatever is
@@ -60,13 +60,13 @@ class Fit:
             self._refit()
 
     def _refit(self) -> None:
-        kept = [call for calls in self._sizes.values() for call in calls]
-        took = np.array([ms for _, ms in kept])
+        observations = [call for calls in self._sizes.values() for call in calls]
+        took = np.array([ms for _, ms in observations])
         # In units of the prior, and of what each call took: rates near one, residuals that are shares.
-        shares = np.array([amounts for amounts, _ in kept]) * self._prior / took[:, None]
+        shares = np.array([amounts for amounts, _ in observations]) * self._prior / took[:, None]
         scale = 1 / max(median(shares.sum(1)), 1e-9)
         pull = 0.002
-        rates, weights = np.full(len(self._prior), scale), np.ones(len(kept))
+        rates, weights = np.full(len(self._prior), scale), np.ones(len(observations))
         for _ in range(_ROUNDS):
             weighted = shares * weights[:, None]
             square = shares.T @ weighted + np.eye(len(rates)) * pull / scale**2
@@ -78,19 +78,19 @@ class Fit:
 def _not_negative(square: np.ndarray, target: np.ndarray) -> np.ndarray:
     """The least squares solution of the normal equations ``square x = target``, with negative entries held at 0."""
     free = np.ones(len(target), bool)
-    found = np.zeros(len(target))
+    solution = np.zeros(len(target))
     while free.any():
-        found[:] = 0
-        found[free] = np.linalg.solve(square[np.ix_(free, free)], target[free])
-        if found.min() >= 0:
+        solution[:] = 0
+        solution[free] = np.linalg.solve(square[np.ix_(free, free)], target[free])
+        if solution.min() >= 0:
             break
-        free &= found > 0
-    return found
+        free &= solution > 0
+    return solution
 
 
 @dataclass
 class Workload:
-    """What engine calls are asked to do.
+    """Amount of work in engine calls.
 
     Attributes:
         requests: requests to the engine.
@@ -118,7 +118,7 @@ class Workload:
 
     @property
     def amounts(self) -> tuple[float, ...]:
-        """What the time is fitted to."""
+        """Amounts of work that the time is fitted to."""
         return self.requests, self.computed, self.attended, self.loaded, self.spans, self.patched
 
 

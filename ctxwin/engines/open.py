@@ -8,6 +8,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.errors import EngineFailed, MissingExtra
+from ctxwin.progress import step, waiting_for
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
@@ -27,7 +28,7 @@ def open_engine(
     Args:
         name: ``tiny`` (the bundled model), ``hf:MODEL`` (transformers) or ``vllm:MODEL``; MODEL is a local folder or a
             Hub name. ``tiny`` takes vLLM where it is installed and starts, else transformers; the choice is logged.
-            ``tiny:hf`` and ``tiny:vllm`` fix it.
+            ``tiny:hf`` or ``hf:tiny``, and ``tiny:vllm`` or ``vllm:tiny``, fix it.
         store: where KV, patches, embeddings and sources are kept: an open store, or a name for `open_store`; None keeps
             them in memory.
         tenant: key space of a store that is opened here, and prefix-cache salt on vLLM. A store passed open keeps the
@@ -43,18 +44,20 @@ def open_engine(
         MissingExtra: vLLM is asked for and not installed.
         EngineFailed: vLLM does not start.
 
-    Cost: loading the model; on vLLM 10 to 30 seconds of start-up.
+    Cost: loading the model; on vLLM 10 to 30 seconds of start-up. Meanwhile a line on a terminal's stderr, else log lines
+    (``ctxwin.progress``, INFO), say what is waited for.
     """
     kind, model = _parse(name, engine)
     if isinstance(store, str) or (store is None and tenant):
         from ctxwin.store import open_store
 
         store = open_store(store or "memory:", tenant=tenant)
-    if kind == "hf":
-        return _hf(model, store, options)
-    if kind == "vllm":
-        return _vllm(model, store, tenant, options)
-    return _either(model, store, tenant, options)
+    with waiting_for(f"opening {name}"):
+        if kind == "hf":
+            return _hf(model, store, options)
+        if kind == "vllm":
+            return _vllm(model, store, tenant, options)
+        return _either(model, store, tenant, options)
 
 
 def _parse(name: str, engine: str | None) -> tuple[str | None, str]:
@@ -64,13 +67,9 @@ def _parse(name: str, engine: str | None) -> tuple[str | None, str]:
     head, colon, rest = name.partition(":") if isinstance(name, str) else ("", "", "")
     kind, model = engine, name
     if head == "tiny" and (not colon or rest in _ENGINES):
-        from ctxwin.tiny import checkpoint_dir
-
-        kind, model = rest or None, str(checkpoint_dir())
-        if not (checkpoint_dir() / "config.json").is_file():
-            raise EngineFailed(f"the bundled model is missing from this install ({model}); reinstall ctxwin")
+        kind, model = rest or None, _bundled()
     elif head in _ENGINES and rest:
-        kind, model = head, rest
+        kind, model = head, _bundled() if rest == "tiny" else rest
     elif engine is None or head in ("", *_ENGINES, "tiny"):
         raise ValueError(f"an engine name must be {_FORMS}, got {name!r}")
     if engine is not None and kind is not None and kind != engine:
@@ -78,7 +77,18 @@ def _parse(name: str, engine: str | None) -> tuple[str | None, str]:
     return engine or kind, model
 
 
+def _bundled() -> str:
+    """Folder of the bundled model."""
+    from ctxwin.tiny import checkpoint_dir
+
+    folder = checkpoint_dir()
+    if not (folder / "config.json").is_file():
+        raise EngineFailed(f"the bundled model is missing from this install ({folder}); reinstall ctxwin")
+    return str(folder)
+
+
 def _hf(model: str, store: Store | None, options: dict[str, Any]) -> Engine:
+    step("importing transformers")
     from ctxwin.engines.hf.engine import HFEngine
 
     unknown = sorted(set(options) - set(_HF_OPTIONS))
@@ -94,6 +104,7 @@ def _vllm(model: str, store: Store | None, tenant: str, options: dict[str, Any])
     from ctxwin.engines import repair_install
 
     repair_install.require()
+    step("importing vLLM")
     from ctxwin.engines.vllm.engine import VLLMEngine
 
     return VLLMEngine(model, store=store, tenant=tenant, **options)
@@ -125,7 +136,7 @@ def require_vllm() -> None:
 
 
 def vllm_installed() -> bool:
-    """Whether vLLM can be imported; does not import it."""
+    """Return True if vLLM can be imported, without importing it."""
     # Looking for vLLM may import torch, which reads this once: it keeps NUMA notes off the terminal.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return importlib.util.find_spec("vllm") is not None

@@ -1,9 +1,9 @@
-"""Stage outputs: what a model hands on for each token beside its KV, for the next stage of a pipeline.
+"""Stage outputs: per-token tensors that a model passes to the next stage of a pipeline, beside its KV.
 
-Talkers, diffusion heads and embedders read the hidden states of the model in front of them. A prefix that is not computed
-gives none, so they are kept with the KV: a span holds its tokens' rows, in the same record. vLLM-Omni keeps them in tensors
-indexed like the paged cache ("Automatic Prefix Caching in Omni Models"); its rule is followed here: whatever a forward returns
-with one row a token is an output, under its own name.
+Talkers, diffusion heads and embedders read the hidden states of the preceding model. A cached prefix produces none, so they
+are stored with the KV: a span holds its tokens' rows, in the same record. vLLM-Omni keeps them in tensors indexed like the
+paged cache ("Automatic Prefix Caching in Omni Models"). Its rule is followed here: every tensor that a forward returns with
+one row per token is an output, under its own name.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from ctxwin.errors import EngineFailed
 from ctxwin.hashing import digest
 
 HIDDEN = "hidden_states"
-"""The name of what a model returns without one: its last hidden states, normed."""
+"""Name of the output that a model returns unnamed: its last hidden states, after the final norm."""
 DRAFTER = "drafter."
-"""What names of a speculative drafter's rows begin with, which are no outputs (`ctxwin.engines.vllm.drafter`)."""
+"""Prefix of the names of a draft model's rows, which are not outputs (`ctxwin.engines.vllm.draft_model`)."""
 _CACHES = ("past_key_values",)
 
 
 def outputs_identity(identity: str, outputs: bool) -> str:
-    """The identity of a model whose spans hold its outputs: spans without them are never served in their place."""
+    """Return the identity of a model whose spans hold its outputs: spans without them are never served in their place."""
     return digest("outputs", identity) if outputs else identity
 
 
 def rows_of(output: Any, tokens: int) -> dict[str, torch.Tensor]:
-    """The tensors in a forward's output that have one row for each of ``tokens`` tokens: ``[tokens, ...]`` by name.
+    """Return the tensors in a forward's output with one row for each of ``tokens`` tokens: ``[tokens, ...]`` by name.
 
     Nested names are joined by dots. A batch of one counts as its only entry. O(tensors).
     """
-    found: dict[str, torch.Tensor] = {}
+    outputs: dict[str, torch.Tensor] = {}
     for name, tensor in _tensors(output, ""):
         rows = tensor[0] if tensor.dim() > 1 and tensor.shape[0] == 1 != tokens else tensor
         if tensor.dim() > 2 and tensor.shape[:2] == (1, tokens):
             rows = tensor[0]
         if rows.dim() and rows.shape[0] >= tokens:
-            found[name or HIDDEN] = rows[:tokens]  # a batch may be padded
-    return found
+            outputs[name or HIDDEN] = rows[:tokens]  # a batch may be padded
+    return outputs
 
 
 def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -61,10 +61,13 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield from _tensors(part, f"{name}.{key}" if name and key else name or str(key))
 
 
-def joined(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The rows of neighbouring tokens one behind the other. EngineFailed where a part lacks an output of another.
+def concat_outputs(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Concatenate the rows of neighbouring tokens.
 
-    A drafter's are left out there: answers do not depend on them.
+    A drafter's rows are omitted where some part lacks them, because answers do not depend on them.
+
+    Raises:
+        EngineFailed: a part lacks an output that another has.
     """
     names = {name for part in parts for name in part}
     names -= {name for name in names if name.startswith(DRAFTER) and any(name not in part for part in parts)}

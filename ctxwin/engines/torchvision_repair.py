@@ -76,7 +76,7 @@ def _declare_ops() -> None:
 
 
 def _unloadable(name: str) -> bool:
-    """Whether an installed package does not load; it is then marked as not installed."""
+    """Return True if an installed package does not load, and mark it as not installed."""
     if name in sys.modules or PathFinder.find_spec(name) is None:
         return False
     try:
@@ -101,7 +101,7 @@ class _Hook:
 
 
 def hooked() -> bool:
-    """Whether the hook is installed in this process."""
+    """Return True if the hook is installed in this process."""
     return _Hook in sys.meta_path
 
 

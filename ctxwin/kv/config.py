@@ -72,8 +72,8 @@ _STATE_LAYERS = {
 _COMPOSING = ("linear", "llama3", "yarn", "proportional")
 
 
-def thinker(config: Any) -> Any:
-    """The part of an Omni model's config that is served, its thinker; any other config as it is."""
+def text_backbone(config: Any) -> Any:
+    """Return the config of an Omni model's text backbone, its thinker with the encoders; any other config as it is."""
     return getattr(config, "thinker_config", config)
 
 
@@ -135,10 +135,10 @@ def check_supported(config: Any) -> None:
 
 
 def sliding_window(config: Any) -> int | None:
-    """How many tokens layers with a sliding window see, their own included; None where no layer slides.
+    """Return how many tokens sliding layers see, their own included; None where no layer slides.
 
-    A window that is configured but never in effect (Qwen2 with ``use_sliding_window`` false, or one no shorter than the
-    context) is none.
+    A window that is configured but never takes effect (Qwen2 with ``use_sliding_window`` false, or one no shorter than the
+    context) counts as none.
     """
     text = text_config(config)
     window, longest = getattr(text, "sliding_window", None), getattr(text, "max_position_embeddings", None)
@@ -147,14 +147,20 @@ def sliding_window(config: Any) -> int | None:
     return int(window) if slides and window and not (longest and window >= longest) else None
 
 
+def all_slide(config: Any) -> bool:
+    """Return True if every layer of a model has a sliding window."""
+    types = getattr(text_config(config), "layer_types", None)
+    return sliding_window(config) is not None and (not types or set(types) == {"sliding_attention"})
+
+
 def rope_spec_from_config(config: Any, engine: Engine = "hf", layer_type: str | None = None) -> RopeSpec:
-    """How a model turns positions into angles, from its transformers config.
+    """Return how a model turns positions into angles, from its transformers config.
 
     Args:
-        config: a text config (or a multimodal one, whose decoder counts), with ``rope_parameters`` (transformers 5) or
+        config: a text config (or a multimodal one, whose decoder's is used), with ``rope_parameters`` (transformers 5) or
             ``rope_scaling`` and ``rope_theta`` (older). It is not changed.
-        engine: whose cache the keys come from; DeepSeek-V3's are laid out differently in transformers and vLLM.
-        layer_type: one of ``layer_types``, of a model whose frequencies differ by them; None is the first layer's.
+        engine: engine whose cache the keys come from; transformers and vLLM lay out DeepSeek-V3's differently.
+        layer_type: one of ``layer_types``, for a model whose frequencies differ by them; None is the first layer's.
 
     Returns:
         The spec, with transformers' own float32 inverse frequencies.
@@ -169,20 +175,23 @@ def rope_spec_from_config(config: Any, engine: Engine = "hf", layer_type: str | 
     text = text_config(config)
     kind = str(getattr(text, "model_type", ""))
     view = _rope_view(text, kind, layer_type)
-    given = view.rope_parameters
-    scaling = given["rope_type"]
+    parameters = view.rope_parameters
+    scaling = parameters["rope_type"]
     if scaling == "dynamic":
         raise _refusal(kind, "dynamic NTK rope scaling", "its frequencies change with the length of the sequence")
     if scaling == "longrope":
         raise _refusal(kind, "LongRoPE scaling", "its frequencies switch at a length of the sequence")
     if scaling == "default":
-        dim = int(view.head_dim * given.get("partial_rotary_factor", 1.0))
-        inv_freq, magnitude = 1.0 / (given["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)), 1.0
+        dim = int(view.head_dim * parameters.get("partial_rotary_factor", 1.0))
+        inv_freq, magnitude = (
+            1.0 / (parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)),
+            1.0,
+        )
     elif scaling in _COMPOSING:
         inv_freq, magnitude = ROPE_INIT_FUNCTIONS[scaling](cast(Any, view), torch.device("cpu"))
     else:
         raise _refusal(kind, f"rope type {scaling!r}", f"known are default, {', '.join(_COMPOSING)}")
-    sections, cycling = _sections(given, kind)
+    sections, cycling = _sections(parameters, kind)
     return RopeSpec(
         inv_freq=tuple(inv_freq.to(torch.float32).tolist()),
         rotary_dim=2 * inv_freq.numel(),
@@ -194,7 +203,7 @@ def rope_spec_from_config(config: Any, engine: Engine = "hf", layer_type: str | 
 
 
 def kv_spec_from_config(config: Any, identity: str, dtype: str, engine: Engine = "hf") -> KVSpec:
-    """The layout of a model's KV cache, from its transformers config.
+    """Return the layout of a model's KV cache, from its transformers config.
 
     Args:
         config: text or multimodal config.
@@ -230,7 +239,7 @@ def kv_spec_from_config(config: Any, identity: str, dtype: str, engine: Engine =
 
 
 def _kinds(text: Any, engine: Engine) -> tuple[LayerKind, ...]:
-    """The layers by how they turn; empty where all turn alike."""
+    """Group the layers by their rotation; empty where all rotate alike."""
     if not _by_type(text):
         return ()
     layers: dict[RopeSpec, tuple[int, ...]] = {}
@@ -241,40 +250,40 @@ def _kinds(text: Any, engine: Engine) -> tuple[LayerKind, ...]:
 
 
 def _spec_in_rows(text: Any, identity: str, dtype: str, engine: Engine) -> KVSpec:
-    """The layout of a model whose layers differ in their heads, and whose values are as wide as its keys."""
-    each = []
+    """Return the layout of a model whose layers differ in their heads, with values as wide as keys."""
+    shapes = []
     for i in attention_layers(text):
-        own = text.per_layer_config[i]
-        each.append((text.layer_types[i], int(own.num_key_value_heads), int(own.head_dim)))
-    width = row_width([shape for _, *shape in each])  # type: ignore[misc]
+        layer_config = text.per_layer_config[i]
+        shapes.append((text.layer_types[i], int(layer_config.num_key_value_heads), int(layer_config.head_dim)))
+    width = row_width([shape for _, *shape in shapes])  # type: ignore[misc]
     rows: dict[tuple[str, int, int], list[int]] = {}
     count = 0
-    for name, heads, dim in each:
+    for name, heads, dim in shapes:
         own_rows = range(count, count + -(-heads * dim // width))
         rows.setdefault((name, heads, dim), []).extend(own_rows)
         count = own_rows.stop
     kinds = tuple(
-        LayerKind(tuple(found), rope_spec_from_config(text, engine, name), heads, dim)
-        for (name, heads, dim), found in rows.items()
+        LayerKind(tuple(numbers), rope_spec_from_config(text, engine, name), heads, dim)
+        for (name, heads, dim), numbers in rows.items()
     )
     return KVSpec(identity, "gqa", count, 1, width, width, kinds[0].rope, dtype, kinds=kinds)
 
 
 def _by_type(text: Any) -> bool:
-    """Whether its rotary parameters are told for each type of layers."""
-    given = getattr(text, "rope_parameters", None) or {}
-    return any(isinstance(value, dict) for value in given.values())
+    """Return True if the config has rotary parameters for each type of layer."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    return any(isinstance(value, dict) for value in parameters.values())
 
 
 def attention_layers(config: Any) -> tuple[int, ...]:
-    """Indices of the decoder layers that keep KV: not recurrent ones, nor the last ones that read others'."""
+    """Return the decoder layers that keep KV of their own: neither recurrent layers nor the last, kv-sharing layers."""
     text = text_config(config)
     every = range(int(text.num_hidden_layers) - int(getattr(text, "num_kv_shared_layers", None) or 0))
     return tuple(i for i in every if str(text.model_type) not in _DELTANET or text.layer_types[i] != "linear_attention")
 
 
 def with_maps(kv: KVSpec, config: Any) -> KVSpec:
-    """The layout of a hybrid whose spans also hold their maps on the recurrent states; another model's, as to its identity."""
+    """Return the layout of a hybrid whose spans also hold maps on the recurrent states; it has another identity."""
     text = text_config(config)
     heads, k, v = (int(getattr(text, f"linear_{n}")) for n in ("num_value_heads", "key_head_dim", "value_head_dim"))
     recurrent = int(text.num_hidden_layers) - kv.layers
@@ -283,9 +292,9 @@ def with_maps(kv: KVSpec, config: Any) -> KVSpec:
 
 
 def _deltanet_bytes(text: Any, dtype: str, engine: Engine) -> int:
-    """Bytes of the state of one Gated DeltaNet layer: a float32 matrix a value head, and a convolution's last inputs.
+    """Return the bytes of one Gated DeltaNet layer's state: a float32 matrix per value head, and a convolution's last inputs.
 
-    Of these transformers keeps one more than vLLM. Some checkpoints have vLLM keep the matrix in fewer bytes.
+    transformers keeps one input more than vLLM. Some checkpoints make vLLM keep the matrix in fewer bytes.
     """
     keys, values = (int(getattr(text, f"linear_num_{what}_heads")) for what in ("key", "value"))
     k, v = (int(getattr(text, f"linear_{what}_head_dim")) for what in ("key", "value"))
@@ -294,36 +303,36 @@ def _deltanet_bytes(text: Any, dtype: str, engine: Engine) -> int:
 
 
 def _rope_view(text: Any, kind: str, layer_type: str | None) -> Any:
-    """What transformers' rope functions read, with the parameters in the form of transformers 5; a copy."""
-    given = dict(getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {})
+    """Return the attributes that transformers' rope functions read, with parameters in the form of transformers 5; a copy."""
+    parameters = dict(getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {})
     if _by_type(text):
         types = getattr(text, "layer_types", None) or ("",)
         layer_type = layer_type or types[0]
         if getattr(text, "is_heterogeneous", False):
             text = text.per_layer_config[list(types).index(layer_type)]
-        if not isinstance(given.get(layer_type), dict):
+        if not isinstance(parameters.get(layer_type), dict):
             raise _refusal(kind, f"no rotary positions in layers of type {layer_type!r}", "all layers must turn")
-        given = dict(given[layer_type])
-    theta = given.get("rope_theta") or getattr(text, "rope_theta", None)
+        parameters = dict(parameters[layer_type])
+    theta = parameters.get("rope_theta") or getattr(text, "rope_theta", None)
     if theta is None:
         raise _refusal(kind, "no rotary positions", "its config has neither rope_parameters nor rope_theta")
-    given["rope_theta"] = float(theta)
-    scaling = given.get("rope_type") or given.get("type") or "default"
+    parameters["rope_theta"] = float(theta)
+    scaling = parameters.get("rope_type") or parameters.get("type") or "default"
     # Qwen2-VL's checkpoints from before transformers 5 call plain frequencies with sections "mrope".
-    given["rope_type"] = "default" if scaling == "mrope" else scaling
+    parameters["rope_type"] = "default" if scaling == "mrope" else scaling
     partial = getattr(text, "partial_rotary_factor", None)
     if partial is not None:
-        given.setdefault("partial_rotary_factor", partial)
+        parameters.setdefault("partial_rotary_factor", partial)
     longest = getattr(text, "max_position_embeddings", None)
     pretrained = getattr(text, "original_max_position_embeddings", None)
     if pretrained is not None:
-        given["original_max_position_embeddings"] = pretrained
+        parameters["original_max_position_embeddings"] = pretrained
     else:
-        given.setdefault("original_max_position_embeddings", longest)
+        parameters.setdefault("original_max_position_embeddings", longest)
     mla = getattr(text, "kv_lora_rank", None)
     dim = text.qk_rope_head_dim if mla else getattr(text, "head_dim", None)
     return SimpleNamespace(
-        rope_parameters=given,
+        rope_parameters=parameters,
         hidden_size=text.hidden_size,
         num_attention_heads=text.num_attention_heads,
         head_dim=dim or text.hidden_size // text.num_attention_heads,
@@ -332,9 +341,9 @@ def _rope_view(text: Any, kind: str, layer_type: str | None) -> Any:
     )
 
 
-def _sections(given: dict[str, Any], kind: str) -> tuple[tuple[int, ...] | None, bool]:
+def _sections(parameters: dict[str, Any], kind: str) -> tuple[tuple[int, ...] | None, bool]:
     fallback = next((size for name, size in _DEFAULT_SECTIONS.items() if kind.startswith(name)), None)
-    sections = given.get("mrope_section") or fallback
+    sections = parameters.get("mrope_section") or fallback
     if sections is None:
         return None, False
     if kind.startswith(_CYCLING_MROPE):

@@ -9,7 +9,7 @@ import torch
 
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.relocate import canonicalise
-from ctxwin.kv.states import States, lacking
+from ctxwin.kv.states import States, state_deficit
 
 # Relative size (to the layer's own KV) under which a deficit is arithmetic noise: what is left of equal KV that went
 # through one rotation and one rounding at two places, with room for GEMM reordering.
@@ -25,7 +25,7 @@ class Deficit:
         v: ``[L, T, H, v_dim]``.
         reference: per layer, the energy (sum of squares) of the base KV: float64 ``[L]``.
         noise: relative norm under which a layer's deficit is arithmetic noise.
-        states: of a hybrid's recurrent layers, see `ctxwin.kv.states.lacking`.
+        states: of a hybrid's recurrent layers, see `ctxwin.kv.states.state_deficit`.
     """
 
     k: torch.Tensor
@@ -53,14 +53,14 @@ class Deficit:
         """One layer as ``[T, heads * (k_dim + v_dim)]``, K columns first."""
         return torch.cat([self.k[layer].flatten(1), self.v[layer].flatten(1)], dim=1)
 
-    def covered(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of ``wanted`` whose deficit is more than arithmetic noise; layer 0 usually is not one of them."""
+    def covered(self, layers: tuple[int, ...]) -> tuple[int, ...]:
+        """Return those of ``layers`` whose deficit is more than arithmetic noise; layer 0 usually is not one of them."""
         relative = self.relative.tolist()
-        return tuple(layer for layer in wanted if relative[layer] > self.noise)
+        return tuple(layer for layer in layers if relative[layer] > self.noise)
 
 
 def deficit(conditioned: SpanKV, base: SpanKV, spec: KVSpec, front: States | None = None) -> Deficit:
-    """What ``conditioned`` has over ``base``, both brought to the canonical frame first.
+    """Return the difference of ``conditioned`` from ``base``, both in the canonical frame.
 
     For addition ``base`` is the canonical span; for removal ``conditioned`` is the re-prefill without the antecedent
     that left and ``base`` the survivor.
@@ -92,7 +92,7 @@ def deficit(conditioned: SpanKV, base: SpanKV, spec: KVSpec, front: States | Non
         v=want.v - have.v.to(want.v.device),
         reference=_energy(have.k) + _energy(have.v),
         noise=noise,
-        states=lacking(conditioned.states, front, base.states) if front is not None and spec.maps else {},
+        states=state_deficit(conditioned.states, front, base.states) if front is not None and spec.maps else {},
     )
 
 

@@ -1,4 +1,4 @@
-"""What KV is made of: the layout of a model's cache (`KVSpec`) and the tensors of one token span (`SpanKV`).
+"""Data types of KV: the layout of a model's cache (`KVSpec`) and the tensors of one token span (`SpanKV`).
 
 Every attention family is read through one split into a *rope* channel, which relocation rotates, and a *content*
 channel, which it never touches (seed: Kamera, section 3, "One mechanism for MLA, GQA, and MHA"):
@@ -103,12 +103,12 @@ class KVSpec:
 
     @property
     def in_rows(self) -> bool:
-        """Whether layers differ in their heads, so that what is called a layer here is a row of one; see `ctxwin.kv.rows`."""
+        """True if layers differ in their heads, so that a layer here is a row of one; see `ctxwin.kv.rows`."""
         return any(kind.heads for kind in self.kinds)
 
     @property
     def recurrent(self) -> bool:
-        """Whether some of its layers keep a state in place of KV."""
+        """True if some of its layers keep a state in place of KV."""
         return self.state_bytes > 0
 
     @property

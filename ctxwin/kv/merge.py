@@ -36,11 +36,11 @@ def most_important(sums: Tensor, count: int, protected: tuple[int, ...] = ()) ->
     Raises ValueError where ``count`` exceeds the slots or does not hold the protected ones.
     """
     slots = int(sums.shape[-1])
-    held = {p % slots for p in protected} if slots else set()
-    if not len(held) <= count <= slots:
-        raise ValueError(f"count must be {len(held)}..{slots}, got {count}")
+    selected = {p % slots for p in protected} if slots else set()
+    if not len(selected) <= count <= slots:
+        raise ValueError(f"count must be {len(selected)}..{slots}, got {count}")
     ranked = sums.clone()
-    ranked[..., sorted(held)] = torch.inf
+    ranked[..., sorted(selected)] = torch.inf
     order = ranked.sort(dim=-1, descending=True, stable=True).indices
     return order[..., :count].sort(dim=-1).values
 
@@ -61,26 +61,26 @@ def bucket_of(anchors: Tensor, slots: int) -> Tensor:
     return torch.searchsorted(parts.contiguous(), every.contiguous())
 
 
-def bucket_means(held: Tensor, buckets: Tensor, count: int) -> Tensor:
+def bucket_means(tensor: Tensor, buckets: Tensor, count: int) -> Tensor:
     """Numbers averaged over each of ``count`` buckets, head by head: Elastic Cache, equation 3.
 
     Sums are taken in float32 at least, so a bucket of one slot keeps its numbers bit for bit.
 
     Args:
-        held: ``[L, B, H, S, D]``.
+        tensor: ``[L, B, H, S, D]``.
         buckets: int64 ``[L, B, S]``, none of them empty.
 
     Returns:
         ``[L, B, H, count, D]``.
     """
-    layers, batch, heads, _, width = held.shape
-    sizes = torch.zeros(layers, batch, count, dtype=torch.float32, device=held.device)
+    layers, batch, heads, _, width = tensor.shape
+    sizes = torch.zeros(layers, batch, count, dtype=torch.float32, device=tensor.device)
     sizes.scatter_add_(2, buckets, torch.ones_like(buckets, dtype=torch.float32))
     into = buckets[:, :, None, :, None].expand(-1, -1, heads, -1, width)
-    wide = torch.promote_types(held.dtype, torch.float32)
-    total = torch.zeros(layers, batch, heads, count, width, dtype=wide, device=held.device)
-    total.scatter_add_(3, into, held.to(wide))
-    return (total / sizes[:, :, None, :, None]).to(held.dtype)
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    total = torch.zeros(layers, batch, heads, count, width, dtype=wide, device=tensor.device)
+    total.scatter_add_(3, into, tensor.to(wide))
+    return (total / sizes[:, :, None, :, None]).to(tensor.dtype)
 
 
 def merged_slots(share: float, tokens: int) -> int:
@@ -105,8 +105,8 @@ def merge(span: SpanKV, attended: Tensor, count: int) -> SpanKV:
     anchors = most_important(attended[:, None], count, (0, -1))
     buckets = bucket_of(anchors, span.tokens)
 
-    def mean(held: Tensor) -> Tensor:
-        return bucket_means(held.transpose(1, 2)[:, None], buckets.to(held.device), count)[:, 0].transpose(1, 2)
+    def mean(rows: Tensor) -> Tensor:
+        return bucket_means(rows.transpose(1, 2)[:, None], buckets.to(rows.device), count)[:, 0].transpose(1, 2)
 
     k, v = mean(span.k).contiguous(), mean(span.v).contiguous()
     return replace(span, k=k, v=v, positions=span.positions[:, :count].clone(), outputs={})

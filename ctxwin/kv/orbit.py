@@ -1,7 +1,7 @@
 """Orbit patches: one patch for every order of the antecedents (Kamera, section 5, "Reorder").
 
-It restores what the orders share. Where the answer depends on the order, no such patch can be right; `spread` says how
-much the orders differ, so that an audit knows where to look.
+It restores what the orders have in common. Where the answer depends on the order, no such patch can be right; `spread`
+measures how much the orders differ, so that an audit knows where to look.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ctxwin.kv.patch import Patch
 
 
 class OrbitMean:
-    """Running mean of the deficits of the orders met so far, in the canonical frame.
+    """Running mean of the deficits of the orders observed so far, in the canonical frame.
 
     Memory: one deficit in float32, whatever the number of orders. Not thread-safe.
     """
@@ -26,10 +26,12 @@ class OrbitMean:
         self._scatter = 0.0
 
     def add(self, conditioned: SpanKV, base: SpanKV) -> None:
-        """Takes in one order: ``conditioned`` is the chunk behind its antecedents in that order; any frame.
+        """Add one order: ``conditioned`` is the chunk after its antecedents in that order, in any frame.
 
         Raises:
-            ValueError: spans that do not match the earlier ones. Cost: two rotations.
+            ValueError: spans that do not match the earlier ones.
+
+        Cost: two rotations.
         """
         lost, mean = deficit(conditioned, base, self.spec), self._mean
         if mean is None:
@@ -38,11 +40,11 @@ class OrbitMean:
         if mean.k.shape != lost.k.shape or mean.v.shape != lost.v.shape:
             raise ValueError(f"deficits must have the shape {list(mean.k.shape)}, got {list(lost.k.shape)}")
         self.count += 1
-        for have, new in ((mean.k, lost.k), (mean.v, lost.v)):
-            step = new - have
-            have += step / self.count
-            # Welford: the scatter around the mean grows by step times what is left of it.
-            self._scatter += float((step * (new - have)).double().sum())
+        for average, new in ((mean.k, lost.k), (mean.v, lost.v)):
+            step = new - average
+            average += step / self.count
+            # Welford: the scatter around the mean grows by the step times its remainder after the update.
+            self._scatter += float((step * (new - average)).double().sum())
 
     @property
     def mean(self) -> Deficit:
@@ -58,17 +60,17 @@ class OrbitMean:
         return (self._scatter / self.count / energy) ** 0.5 if energy and self.count > 1 else 0.0
 
 
-def met_again(mean: Patch | None, count: int, lost: Deficit) -> Deficit:
-    """The mean deficit over ``count`` + 1 orders: ``mean``, over ``count`` of them, moved towards ``lost``.
+def update_mean(mean: Patch | None, count: int, lost: Deficit) -> Deficit:
+    """Return the mean deficit over ``count`` + 1 orders: ``mean``, over ``count`` of them, moved towards ``lost``.
 
-    ``mean`` holds what its rank left of the orders before, so the truncations add up, each a share of 1 / count.
+    ``mean`` is already truncated to its rank, so truncation errors add up, each with weight 1 / count.
     """
     if mean is None:
         return lost
     k, v = lost.k / (count + 1), lost.v / (count + 1)
     for layer in range(len(k)):
-        held = mean.delta(layer, lost.k.dtype)
-        if held is not None:
-            k[layer] += held[0] * (count / (count + 1))
-            v[layer] += held[1] * (count / (count + 1))
+        delta = mean.delta(layer, lost.k.dtype)
+        if delta is not None:
+            k[layer] += delta[0] * (count / (count + 1))
+            v[layer] += delta[1] * (count / (count + 1))
     return replace(lost, k=k, v=v)

@@ -1,8 +1,8 @@
 """The conditioning patch: the low-rank half of the operator (Kamera, section 3, eq. 1, second term; appendix A).
 
-The paper's listing adds the factors after the rotation, which is right only at the place they were formed at. Here the
+The paper's listing adds the factors after the rotation, which is right only at the position they were formed at. Here the
 deficit is taken in the canonical frame, the factors are added there, and every served key is rotated once, so a patch
-formed at one place is right at every place.
+formed at one position is right at every position.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ctxwin.kv.deficit import Deficit, deficit
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.lowrank import Weight, truncated_svd
 from ctxwin.kv.rope import Move
-from ctxwin.kv.states import States, factors, named, reconditioned, states_in
+from ctxwin.kv.states import States, factors, named, recondition_states, states_in
 
 Layout = Literal["joint", "per_layer", "shared"]
 Layers = Literal["all", "deep"] | Sequence[int]
@@ -30,7 +30,7 @@ _KV_ITEMSIZE = 2
 
 @dataclass(frozen=True)
 class Patch:
-    """Factors that recondition one canonical span; valid at every place.
+    """Factors that recondition one canonical span; valid at every position.
 
     With ``W = heads * (k_dim + v_dim)`` (K columns first), ``n`` covered layers and rank ``m``:
 
@@ -44,14 +44,14 @@ class Patch:
     Attributes:
         identity: `KVSpec.identity` of the model it was formed on.
         layout: how the factors are shared between layers.
-        layers: the layers it covers, ascending; others have no deficit or were not asked for.
+        layers: the layers it covers, ascending; others have no deficit or were not selected.
         heads, k_dim, v_dim: shape of one layer.
         rank: directions kept (the full rank where dense).
-        dense: the deficit itself is kept, because factors of this rank would weigh no less.
+        dense: the deficit itself is stored, because factors of this rank would be no smaller.
         basis: the shared basis that ``left`` are coefficients of.
-        states: of a hybrid, what its chunk's map is given, see `ctxwin.kv.states.factors`; another model's has none.
+        states: for a hybrid, the patch of its chunk's map (`ctxwin.kv.states.factors`); empty for other models.
         meta: JSON-able: ``energy`` (of the whole deficit), ``captured`` (share of it the patch restores, after
-            rounding), ``dropped`` (layers asked for that had none), ``method``, ``weighted``.
+            rounding), ``dropped`` (selected layers without a deficit), ``method``, ``weighted``.
     """
 
     identity: str
@@ -70,22 +70,22 @@ class Patch:
 
     @classmethod
     def of(cls, spec: KVSpec, **rest: Any) -> Self:
-        """A patch whose model and layer shape are those of ``spec``."""
+        """Create a patch with the model and layer shape of ``spec``."""
         return cls(identity=spec.identity, heads=spec.heads, k_dim=spec.k_dim, v_dim=spec.v_dim, **rest)
 
     @property
     def tokens(self) -> int:
-        """Tokens of the chunk it belongs to."""
+        """Number of tokens of its chunk."""
         return int(self.left.shape[-2])
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the stored factors."""
+        """Dtype of the stored factors."""
         return self.left.dtype
 
     @property
     def factors_dtype(self) -> torch.dtype:
-        """Of the right factors; that of ``left`` where there are none."""
+        """Dtype of the right factors; that of ``left`` where there are none."""
         right = self.basis.right if self.basis is not None else self.right
         return self.dtype if right is None else right.dtype
 
@@ -95,11 +95,11 @@ class Patch:
         return sum(x.numel() * x.element_size() for x in self.tensors().values())
 
     def share(self, spec: KVSpec) -> float:
-        """`nbytes` over the bytes of the chunk's KV in bf16."""
+        """Return `nbytes` over the bytes of the chunk's KV in bf16."""
         return self.nbytes / max(1, spec.span_bytes(self.tokens, _KV_ITEMSIZE))
 
     def factors(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """``(left [T, m], right [m, W])`` of one layer, K columns first; None where it is dense or not covered."""
+        """Return ``(left [T, m], right [m, W])`` of one layer, K columns first; None where it is dense or not covered."""
         if self.dense or layer not in self.layers:
             return None
         i = self.layers.index(layer)
@@ -111,7 +111,7 @@ class Patch:
         return (self.left if self.left.ndim == 2 else self.left[i]), right
 
     def delta(self, layer: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What it adds to one layer in the canonical frame: ``(k [T, H, k_dim], v [T, H, v_dim])``; None where nothing.
+        """Return the addition to one layer in the canonical frame, ``(k [T, H, k_dim], v [T, H, v_dim])``, or None.
 
         Cost: one ``[T, m] @ [m, W]`` product.
         """
@@ -127,12 +127,12 @@ class Patch:
         return k.view(-1, self.heads, self.k_dim), v.view(-1, self.heads, self.v_dim)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Its tensors by name, for a codec."""
-        own = {"left": self.left} if self.right is None else {"left": self.left, "right": self.right}
-        return own | named(self.states)
+        """Return its tensors by name, for a codec."""
+        factors = {"left": self.left} if self.right is None else {"left": self.left, "right": self.right}
+        return factors | named(self.states)
 
     def describe(self) -> dict[str, Any]:
-        """Everything but the tensors, JSON-able; `from_tensors` takes it back."""
+        """Return everything but the tensors, JSON-able; the ``meta`` of `from_tensors`."""
         plain = {name: getattr(self, name) for name in _PLAIN}
         named = None if self.basis is None else self.basis.id
         return {**plain, "layers": list(self.layers), "basis": named, "meta": dict(self.meta)}
@@ -141,7 +141,7 @@ class Patch:
     def from_tensors(
         cls, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any], basis: SharedBasis | None = None
     ) -> Patch:
-        """The patch that `tensors` and `describe` came from.
+        """Rebuild a patch from its `tensors` and `describe`.
 
         Args:
             tensors: ``left`` and, where it has one, ``right``; those of its states.
@@ -169,49 +169,51 @@ class Patch:
         return patch
 
     def validate(self) -> None:
-        """Raises ValueError where the tensors do not fit the description; O(1)."""
+        """Raise ValueError where the tensors do not fit the description; O(1)."""
         n, width, t = len(self.layers), self.heads * (self.k_dim + self.v_dim), self.tokens
         joint = self.layout == "joint" or (self.basis is not None and self.basis.layout == "joint")
-        left = (n, t, width) if self.dense else (t, self.rank) if joint else (n, t, self.rank)
+        expected_left = (n, t, width) if self.dense else (t, self.rank) if joint else (n, t, self.rank)
         right = None if self.dense or self.layout == "shared" else (n, self.rank, width)
-        if tuple(self.left.shape) != left:
-            raise ValueError(f"left must be {left}, got {tuple(self.left.shape)}")
+        if tuple(self.left.shape) != expected_left:
+            raise ValueError(f"left must be {expected_left}, got {tuple(self.left.shape)}")
         if (None if self.right is None else tuple(self.right.shape)) != right:
             raise ValueError(f"right must be {right}, got {None if self.right is None else tuple(self.right.shape)}")
 
     def check_fits(self, base: SpanKV, spec: KVSpec) -> None:
-        """Raises ValueError where it was formed on another model or on another number of tokens than ``base``; O(1)."""
+        """Raise ValueError where it was formed on another model or number of tokens than ``base``; O(1)."""
         if self.identity != spec.identity:
             raise ValueError(f"patch must be formed on model {spec.identity}, got {self.identity}; form it again")
         if self.tokens != base.tokens:
             raise ValueError(f"patch must cover {base.tokens} tokens, got {self.tokens}; form it again")
         for layer in {name.partition(".")[0] for name in self.states}:
-            left, right, conv = (_shape(self.states, f"{layer}.{part}") for part in ("left", "right", "conv"))
-            own, tail = (_shape(base.states, f"{layer}.{part}") for part in ("own", "conv"))
-            if (*right[:1], *left[:1], *right[2:]) != own or right[1:2] != left[1:] or conv != tail:
-                raise ValueError(f"patch must fit the map {own} of layer {layer} of its base; form it again")
+            left_shape, right, conv = (_shape(self.states, f"{layer}.{part}") for part in ("left", "right", "conv"))
+            map_shape, tail = (_shape(base.states, f"{layer}.{part}") for part in ("own", "conv"))
+            if (*right[:1], *left_shape[:1], *right[2:]) != map_shape or right[1:2] != left_shape[1:] or conv != tail:
+                raise ValueError(f"patch must fit the map {map_shape} of layer {layer} of its base; form it again")
 
 
 def _shape(states: States, name: str) -> tuple[int, ...]:
-    """Shape of a tensor among ``states``; () for none."""
+    """Return the shape of a tensor in ``states``; () where it is absent."""
     return tuple(states[name].shape) if name in states else ()
 
 
 def form_patch(
     conditioned: SpanKV, base: SpanKV, spec: KVSpec, *, front: States | None = None, **options: Any
 ) -> Patch:
-    """The patch that takes ``base`` to ``conditioned`` (Kamera, section 3, "Forming and applying the patch").
+    """Form the patch that maps ``base`` to ``conditioned`` (Kamera, section 3, "Forming and applying the patch").
 
     Args:
-        conditioned: KV of the chunk behind its antecedents, in any frame. For a removal patch: the re-prefill without
-            the antecedent that left.
+        conditioned: KV of the chunk after its antecedents, in any frame. For a removal patch: the re-prefill without
+            the removed antecedent.
         base: the canonical span, in any frame; for removal, the survivor's KV.
         spec: layout of both.
-        front: of a hybrid, the states in front of both, so that its states are patched as well.
+        front: for a hybrid, the states before both, so that its states are patched as well.
         options: those of `compress`.
 
     Raises:
-        ValueError: as `compress` and `deficit` do. Cost: two rotations, and `compress`.
+        ValueError: as `compress` and `deficit`.
+
+    Cost: two rotations, and `compress`.
     """
     return compress(deficit(conditioned, base, spec, front), spec, **options)
 
@@ -227,27 +229,28 @@ def compress(
     dtype: torch.dtype = torch.bfloat16,
     weight: Weight | None = None,
 ) -> Patch:
-    """The patch of a deficit.
+    """Compress a deficit into a patch.
 
     Args:
         lost: the deficit.
         spec: layout of the model.
         rank: directions to keep, per patch (joint) or per layer (per_layer); capped at min(tokens, width). None with no
-            ``bytes_share``: the full rank. Of a hybrid's states as many are kept in each recurrent layer.
+            ``bytes_share``: the full rank. A hybrid's states keep as many in each recurrent layer.
         bytes_share: instead of ``rank``: the largest rank whose bytes stay within this share of the chunk's KV in bf16,
             the deficit itself where that fits. Rank 0 where not even one direction fits; see ``meta["captured"]``.
         layers: ``all``, ``deep`` (the upper half) or layer numbers. Where the deficit is arithmetic noise a layer is
             dropped.
         layout: ``joint`` (one left factor for all layers) or ``per_layer``. Shared ones come from `pooling.project`.
-        dtype: of the stored factors.
-        weight: measures the truncation's error as the output sees it; None is the plain norm.
+        dtype: dtype of the stored factors.
+        weight: norm of the truncation error, by its effect on the output; None is the plain norm.
 
     Returns:
-        A patch; `Patch.dense` where factors of that rank would weigh no less than the deficit itself.
+        A patch; `Patch.dense` where factors of that rank would be no smaller than the deficit itself.
 
     Raises:
         ValueError: both ``rank`` and ``bytes_share``, or values out of range.
-        Cost: the SVD of ``[T, n W]`` (joint) or of n matrices ``[T, W]``.
+
+    Cost: the SVD of ``[T, n W]`` (joint) or of n matrices ``[T, W]``.
     """
     if layout not in ("joint", "per_layer"):
         raise ValueError(f"layout must be joint or per_layer, got {layout!r}; shared patches come from pooling.project")
@@ -257,54 +260,54 @@ def compress(
         raise ValueError(f"bytes_share must be > 0, got {bytes_share}")
     if rank is not None and rank < 0:
         raise ValueError(f"rank must be >= 0, got {rank}")
-    wanted = select_layers(layers, spec.layers)
-    covered = lost.covered(wanted)
+    selected = select_layers(layers, spec.layers)
+    covered = lost.covered(selected)
     if weight is not None:
         weight.validate(spec)
     joint, n, t, width = layout == "joint", len(covered), lost.tokens, spec.heads * (spec.k_dim + spec.v_dim)
     per_rank = t + n * width if joint else n * (t + width)
     cap = min(t, n * width if joint else width)
-    whole = n * t * width
-    kept = cap if rank is None else min(cap, rank)
+    dense_size = n * t * width
+    rank_kept = cap if rank is None else min(cap, rank)
     if bytes_share is not None:
         budget = bytes_share * spec.span_bytes(t, _KV_ITEMSIZE) / dtype.itemsize
-        kept = cap if whole <= budget else min(cap, int(budget / per_rank))
-    kept = kept if n else 0
-    dense = n > 0 and kept * per_rank >= whole
+        rank_kept = cap if dense_size <= budget else min(cap, int(budget / per_rank))
+    rank_kept = rank_kept if n else 0
+    dense = n > 0 and rank_kept * per_rank >= dense_size
     rows = [lost.matrix(layer) for layer in covered]
     right: torch.Tensor | None = None
     if dense:
-        left = torch.stack(rows).to(dtype)
-    elif not kept:
-        left = lost.k.new_zeros((t, 0) if joint else (n, t, 0), dtype=dtype)
+        left_factor = torch.stack(rows).to(dtype)
+    elif not rank_kept:
+        left_factor = lost.k.new_zeros((t, 0) if joint else (n, t, 0), dtype=dtype)
         right = lost.k.new_zeros((n, 0, width), dtype=dtype)
     else:
         weighed = [weigh(x, layer, spec, weight) for x, layer in zip(rows, covered, strict=True)]
         if joint:
-            left, flat = truncated_svd(torch.cat(weighed, dim=1), kept)
-            rights = list(flat.view(kept, n, width).unbind(1))
+            left_factor, flat = truncated_svd(torch.cat(weighed, dim=1), rank_kept)
+            rights = list(flat.view(rank_kept, n, width).unbind(1))
         else:
-            lefts, rights = (list(sides) for sides in zip(*(truncated_svd(x, kept) for x in weighed), strict=True))
-            left = torch.stack(lefts)
+            lefts, rights = (list(sides) for sides in zip(*(truncated_svd(x, rank_kept) for x in weighed), strict=True))
+            left_factor = torch.stack(lefts)
         back = [weigh(x, layer, spec, weight, inverse=True) for x, layer in zip(rights, covered, strict=True)]
-        left, right = left.to(dtype).contiguous(), torch.stack(back).to(dtype)
+        left_factor, right = left_factor.to(dtype).contiguous(), torch.stack(back).to(dtype)
     patch = Patch.of(
         spec,
         layout=layout,
         layers=covered,
-        rank=cap if dense else kept,
-        left=left,
+        rank=cap if dense else rank_kept,
+        left=left_factor,
         right=right,
         dense=dense,
         states=factors(lost.states, rank, bytes_share, dtype),
-        meta={"method": "exact", "weighted": weight is not None, "dropped": sorted({*wanted} - {*covered})},
+        meta={"method": "exact", "weighted": weight is not None, "dropped": sorted({*selected} - {*covered})},
     )
     patch.meta.update(captured_energy(lost, patch))
     return patch
 
 
 def apply_patch(base: SpanKV, patch: Patch, spec: KVSpec, start: int) -> SpanKV:
-    """The reconditioned span at ``start``: ``R(start) (K0 + dK)``, ``V0 + dV`` (Kamera, eq. 1).
+    """Return the reconditioned span at ``start``: ``R(start) (K0 + dK)``, ``V0 + dV`` (Kamera, eq. 1).
 
     Every served key is rotated once and rounded once: from a canonical base, patch and keys are added first and turn
     together; from a base in another frame each turns by its own angle before they are added.
@@ -316,8 +319,10 @@ def apply_patch(base: SpanKV, patch: Patch, spec: KVSpec, start: int) -> SpanKV:
         start: position of the origin (>= 0).
 
     Returns:
-        A new span in the dtype of ``base``; ``positions`` are shared. Of a hybrid it holds the map, where the patch has
-        states. Cost: one rotation and one ``[T, m] @ [m, W]`` a layer.
+        A new span in the dtype of ``base``; ``positions`` are shared. For a hybrid it holds the map, where the patch has
+        states.
+
+    Cost: one rotation and one ``[T, m] @ [m, W]`` per layer.
 
     Raises:
         ValueError: a patch of another model or of another number of tokens, or shapes that do not fit.
@@ -338,17 +343,17 @@ def apply_patch(base: SpanKV, patch: Patch, spec: KVSpec, start: int) -> SpanKV:
             continue
         dk, dv = (x.to(keys.device) for x in delta)
         if base.start == 0:
-            served = from_origin.layer(layer, keys.to(compute) + dk)
+            reconditioned = from_origin.layer(layer, keys.to(compute) + dk)
         else:
-            served = move.layer(layer, keys.to(compute)) + from_origin.layer(layer, dk)
-        k[layer] = served.to(k.dtype)
+            reconditioned = move.layer(layer, keys.to(compute)) + from_origin.layer(layer, dk)
+        k[layer] = reconditioned.to(k.dtype)
         v[layer] = (base.v[layer].to(compute) + dv).to(v.dtype)
-    states = reconditioned(base.states, patch.states) if patch.states else {}
+    states = recondition_states(base.states, patch.states) if patch.states else {}
     return SpanKV(k=k, v=v, positions=base.positions, start=start, states=states)
 
 
 def select_layers(layers: Layers, count: int) -> tuple[int, ...]:
-    """Layer numbers for ``all``, ``deep`` (the upper half) or a sequence; ValueError where one is out of range."""
+    """Return the layer numbers of ``all``, ``deep`` (the upper half) or a sequence; ValueError where one is out of range."""
     if isinstance(layers, str):
         if layers not in ("all", "deep"):
             raise ValueError(f"layers must be all, deep or layer numbers, got {layers!r}")
@@ -360,7 +365,7 @@ def select_layers(layers: Layers, count: int) -> tuple[int, ...]:
 
 
 def captured_energy(lost: Deficit, patch: Patch) -> dict[str, float]:
-    """``energy`` of a deficit and ``captured``: the share of it that ``patch`` restores, 1.0 where it is only noise."""
+    """Return the ``energy`` of a deficit and ``captured``, the share that ``patch`` restores; 1.0 for mere noise."""
     energy = float(lost.energy.sum())
     if not lost.covered(tuple(range(lost.k.shape[0]))):
         return {"energy": energy, "captured": 1.0}
@@ -375,5 +380,5 @@ def captured_energy(lost: Deficit, patch: Patch) -> dict[str, float]:
 def weigh(
     rows: torch.Tensor, layer: int, spec: KVSpec, weight: Weight | None, *, inverse: bool = False
 ) -> torch.Tensor:
-    """``rows [R, W]`` of one layer under ``weight``; unchanged without one."""
+    """Apply ``weight`` to ``rows [R, W]`` of one layer; None leaves them unchanged."""
     return rows if weight is None else weight.apply(rows, layer, spec.heads, spec.k_dim, inverse=inverse)

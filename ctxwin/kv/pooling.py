@@ -55,9 +55,9 @@ def fit_basis(
         sketches = [_fold(sketches[i] if sketches else None, block, 4 * rank) for i, block in enumerate(blocks)]
     if not sketches:
         raise ValueError("deficits must hold at least one, got none")
-    kept = min(rank, *(min(x.shape) for x in sketches))
-    tops = [truncated_svd(x, kept)[1] for x in sketches]
-    rights = list(tops[0].view(kept, len(covered), width).unbind(1)) if layout == "joint" else tops
+    rank_kept = min(rank, *(min(x.shape) for x in sketches))
+    tops = [truncated_svd(x, rank_kept)[1] for x in sketches]
+    rights = list(tops[0].view(rank_kept, len(covered), width).unbind(1)) if layout == "joint" else tops
     back = [weigh(x, layer, spec, weight, inverse=True) for x, layer in zip(rights, covered, strict=True)]
     right, meta = torch.stack(back).to(dtype).contiguous(), {"deficits": count, "weighted": weight is not None}
     return SharedBasis(spec.identity, layout, covered, spec.heads, spec.k_dim, spec.v_dim, right, meta)
@@ -86,15 +86,15 @@ def project(
     rows = [weigh(lost.matrix(layer), layer, spec, weight) for layer in basis.layers]
     rights = [weigh(basis.right[i].to(rows[i]), layer, spec, weight) for i, layer in enumerate(basis.layers)]
     if basis.layout == "joint":
-        left = _coefficients(torch.cat(rows, dim=1), torch.cat(rights, dim=1))
+        left_factor = _coefficients(torch.cat(rows, dim=1), torch.cat(rights, dim=1))
     else:
-        left = torch.stack([_coefficients(a, r) for a, r in zip(rows, rights, strict=True)])
+        left_factor = torch.stack([_coefficients(a, r) for a, r in zip(rows, rights, strict=True)])
     patch = Patch.of(
         spec,
         layout="shared",
         layers=basis.layers,
         rank=basis.rank,
-        left=left.to(dtype or basis.right.dtype),
+        left=left_factor.to(dtype or basis.right.dtype),
         right=None,
         basis=basis,
         meta={"method": "projection", "weighted": weight is not None, "dropped": []},
@@ -109,8 +109,8 @@ def _fold(sketch: torch.Tensor | None, rows: torch.Tensor, keep: int) -> torch.T
     if stacked.shape[0] <= keep:
         return stacked
     _, s, vh = torch.linalg.svd(stacked, full_matrices=False)
-    kept: torch.Tensor = s[:keep, None] * vh[:keep]
-    return kept
+    folded: torch.Tensor = s[:keep, None] * vh[:keep]
+    return folded
 
 
 def _coefficients(rows: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

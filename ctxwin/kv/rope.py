@@ -17,7 +17,7 @@ _BLOCK = 1 << 18
 
 
 def axes(rope: RopeSpec) -> torch.Tensor:
-    """Which position row (0 = t, 1 = h, 2 = w) drives each frequency: int64 ``[rotary_dim / 2]``.
+    """Return the position row (0 = t, 1 = h, 2 = w) that drives each frequency: int64 ``[rotary_dim / 2]``.
 
     Raises ValueError where the sections do not fit the frequencies.
     """

@@ -32,24 +32,24 @@ def rows_of(kind: LayerKind, width: int) -> int:
 def layer_kinds(spec: KVSpec) -> list[LayerKind]:
     """The kind of each layer that keeps KV, in their order, of a model in rows."""
     kind_of = {row: kind for kind in spec.kinds for row in kind.layers}
-    found, row = [], 0
+    kinds, row = [], 0
     while row < spec.layers:
-        found.append(kind_of[row])
+        kinds.append(kind_of[row])
         row += rows_of(kind_of[row], spec.k_dim)
-    return found
+    return kinds
 
 
 def to_rows(spec: KVSpec, pairs: Iterable[Pair]) -> Pair:
     """Keys and values of each layer, ``[T, heads, dim]``, as ``[layers, T, heads, k_dim]`` and ``[..., v_dim]`` of ``spec``."""
     sides: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for pair in pairs:
-        for side, held in zip(sides, pair, strict=True):
+        for side, tensor in zip(sides, pair, strict=True):
             if spec.in_rows:
-                flat = held.flatten(1)
+                flat = tensor.flatten(1)
                 flat = torch.nn.functional.pad(flat, (0, -flat.shape[1] % spec.k_dim))
                 side.extend(part.unsqueeze(1) for part in torch.split(flat, spec.k_dim, dim=1))
             else:
-                side.append(held)
+                side.append(tensor)
     return torch.stack(sides[0]), torch.stack(sides[1])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,11 +10,11 @@ from ctxwin.chunk import Chunk
 from ctxwin.errors import BadMedia
 from ctxwin.extras import optional_imports
 from ctxwin.library.records import Passage
-from ctxwin.media import decode_video
+from ctxwin.video import decode_video
 
-PICTURES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".ppm"})
+PICTURES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".ppm", ".avif"})
 TEXTS = frozenset({".txt", ".md", ".rst", ".csv", ".json", ".html", ".xml", ".py", ".log"})
-VIDEOS = frozenset({".mp4", ".avi", ".mov", ".mkv", ".webm"})
+VIDEOS = frozenset({".mp4", ".m4v", ".avi", ".mov", ".mkv", ".webm", ".ts", ".m2ts"})
 MAX_FILE_BYTES = 256 << 20
 MAX_PAGES = 2000
 MAX_TEXT = 1200
@@ -25,7 +24,7 @@ _CLIP_SECONDS = 4
 
 
 def passages_of(name: str, data: bytes, caption: str = "") -> list[Passage]:
-    """What a file is cut into: its paragraphs, its picture, a picture of each page, or clips of four seconds.
+    """Cut a file into passages: its paragraphs, its picture, a picture of each page, or clips of four seconds.
 
     Args:
         name: its name; the ending says what it is.
@@ -51,8 +50,8 @@ def passages_of(name: str, data: bytes, caption: str = "") -> list[Passage]:
         return [
             Passage(chunk=Chunk.text(part, label=name), text=f"{caption} {part}".strip()) for part in _texts(name, data)
         ]
-    known = sorted(PICTURES | TEXTS | VIDEOS | {".pdf"})
-    raise BadMedia(f"a file's name must end with one of {' '.join(known)}, got {name!r}; convert it, or add a Chunk")
+    suffixes = sorted(PICTURES | TEXTS | VIDEOS | {".pdf"})
+    raise BadMedia(f"a file's name must end with one of {' '.join(suffixes)}, got {name!r}; convert it, or add a Chunk")
 
 
 def _texts(name: str, data: bytes) -> list[str]:
@@ -99,13 +98,7 @@ def _pages(name: str, data: bytes) -> Iterator[tuple[Chunk, str]]:
 
 
 def _clips(name: str, data: bytes) -> Iterator[Chunk]:
-    with tempfile.NamedTemporaryFile(suffix=Path(name).suffix) as file:  # OpenCV reads files only
-        file.write(data)
-        file.flush()
-        try:
-            frames, _ = decode_video(file.name, fps=1.0)
-        except BadMedia as error:
-            raise BadMedia(str(error).replace(file.name, name)) from error
+    frames, _ = decode_video(data, fps=1.0, name=name)
     for begin in range(0, len(frames), _CLIP_SECONDS):
         label = f"{name}, {begin} s"
         yield Chunk.video(list(frames[begin : begin + _CLIP_SECONDS]), fps=1.0, text=label, label=label)

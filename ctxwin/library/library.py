@@ -1,59 +1,54 @@
-"""`Library`: files that outlive windows, in versions, with who may read them and when they expire.
+"""`Library`: versioned files that outlive windows, with grants of access and expiry times.
 
 A static library (MPIC, section 4.1) is a user's own uploads, in the store of that user's tenant. A dynamic one (section 4.2) is
-references that an administrator adds, replaces and removes while windows run: it has a store of its own, and tenants read it
-by `grant`. Both are this class; what differs is whose store it lies in.
+references that an administrator adds, replaces and removes while windows run: it has its own store, and tenants read it by
+`grant`. Both are this class; they differ only in the store.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
 from ctxwin.errors import BadMedia, ChunkUnavailable, NameTaken, StoreFull, UnknownFile, UnknownVersion
 from ctxwin.hashing import digest
 from ctxwin.library.files import MAX_FILE_BYTES, passages_of
-from ctxwin.library.prepared import lend, prepare
+from ctxwin.library.prepared import prepare
 from ctxwin.library.records import Edition, Entry, Fenced, Granted, Head, Passage, Row, get, put
 from ctxwin.library.retrieval import BM25, Corpus, Retriever
+from ctxwin.library.traces import collect, library_id, note_keys, note_trace, origin_of
+from ctxwin.library.view import Hit, LibraryView, unknown_file
 from ctxwin.store.archive import read_archive, write_archive
 from ctxwin.store.base import Store
 from ctxwin.store.spans import SpanRepository
+from ctxwin.window.removed import note_present, note_removed
 
 KEPT = 64
 """Versions of a library that windows can still read."""
 _NAME = re.compile(r"[\w.-]{1,100}")
 _FILE_NAME = re.compile(r"[^\x00-\x1f/\\]{1,255}")
 _CORPORA = 4
-
-
-@dataclass(frozen=True)
-class Hit:
-    """A passage that was found. ``score`` is the retriever's: comparable within one search only."""
-
-    file: str
-    passage: Passage
-    score: float
+_log = logging.getLogger("ctxwin")
 
 
 class Library:
     """Files by name.
 
     Args:
-        store: where they lie; what shares the store shares the library. The store's own limit may drop what nobody has open:
-            give references that must stay a store of their own, with room.
+        store: holds the files; users of the same store share the library. The store's own limit may evict files that no window
+            has open: give references that must stay a store of their own, large enough for them.
         name: letters, digits, ``_``, ``.`` and ``-``.
-        ttl: seconds after its last use at which a file expires that says nothing itself; None: as `create` was told, or never.
-        retriever: how `search` finds; default: by words (`BM25`).
+        ttl: seconds after its last use at which a file without its own ttl expires; None: that of `create`, or never.
+        retriever: ranks passages for `search`; default: by words (`BM25`).
         max_bytes, max_files, max_passages: most bytes of files, most files, and most passages of them together.
         clock: seconds since the epoch; servers that share a library should agree to within seconds.
 
@@ -81,9 +76,11 @@ class Library:
         self.repo = SpanRepository(store, "")
         self._head = Fenced(store, _head_key(name))
         self._corpora: OrderedDict[str, Corpus] = OrderedDict()
+        self._id = library_id(name)
+        self._collected: WeakKeyDictionary[SpanRepository, int] = WeakKeyDictionary()  # at which `Head.removals`
 
     def create(self, *, ttl: float | None = None) -> None:
-        """Makes the library, empty, and says when its files expire; `add` makes one, too. Raises NameTaken."""
+        """Create the library, empty, and set when its files expire; `add` also creates one. Raises NameTaken."""
         _check_ttl(ttl)
         if self.exists:
             raise NameTaken(f"a library must have a name of its own, got {self.name!r} again; choose another name")
@@ -91,12 +88,12 @@ class Library:
 
     @property
     def exists(self) -> bool:
-        """Whether anybody has made it."""
+        """True if the library has been created."""
         return self.store.read(self._head.key) is not None
 
     @property
     def expires_after(self) -> float | None:
-        """Seconds after its last use at which a file expires that says nothing itself."""
+        """Seconds after its last use at which a file without its own ttl expires."""
         return self.ttl or self._head.read(Head(name=self.name)).ttl
 
     def add(
@@ -108,20 +105,21 @@ class Library:
         ttl: float | None = None,
         replace: bool = False,
     ) -> Entry:
-        """Adds a file, or replaces one; returns what it was cut into.
+        """Add a file, or replace one; return its entry with the passages it was cut into.
 
         Args:
             source: a path, the bytes of a file, or a chunk, which is one passage as it is.
             name: default: the path's last part, the chunk's label.
-            caption: words that search finds it by, beside its own.
+            caption: words that search matches beside the file's own.
             ttl: seconds after its last use at which it expires; None takes the library's.
             replace: whether a file of this name may be replaced; windows that have opened the library keep the old one.
 
         Raises:
-            NameTaken: there is one of this name. BadMedia: another type, a broken or a huge file, or too many of them.
-            StoreFull, StoreUnavailable: nothing is changed then.
+            NameTaken: a file of this name exists.
+            BadMedia: another type, a broken or a huge file, or too many of them.
+            StoreFull, StoreUnavailable: nothing was changed.
 
-        Cost: decoding, a write a picture, and one of the list of files. No KV: see `prepare`.
+        Cost: decoding, a write per picture, and one of the list of files. No KV: see `prepare`.
         """
         name = name or _named(source)
         self.check_name(name, replace=replace)
@@ -129,19 +127,19 @@ class Library:
         return self.add_passages(name, *_cut(source, name, caption), ttl=ttl, replace=replace)
 
     def check_name(self, name: str, *, replace: bool = False) -> None:
-        """Whether a file may be added under ``name``: raises ValueError, NameTaken."""
+        """Raise ValueError or NameTaken where no file may be added under ``name``."""
         if not _FILE_NAME.fullmatch(name):
             raise ValueError(f"a file's name must be 1 to 255 characters without slashes, got {name[:300]!r}")
         if not replace and name in self.view().names:
-            raise NameTaken(_taken(name))
+            raise NameTaken(_name_taken(name))
 
     def add_passages(
         self, name: str, passages: Sequence[Passage], size: int, *, ttl: float | None = None, replace: bool = False
     ) -> Entry:
-        """`add` for a file that is cut already, ``size`` bytes large."""
+        """Add a file that is already cut into passages, ``size`` bytes large; see `add`."""
         entry = Entry(
             name=name,
-            passages=tuple(p.model_copy(update={"chunk": self._kept(p.chunk)}) for p in passages),
+            passages=tuple(p.model_copy(update={"chunk": self._store_pixels(p.chunk)}) for p in passages),
             bytes=size,
             added=self.clock(),
             ttl=ttl or self.expires_after,
@@ -150,29 +148,33 @@ class Library:
         return entry
 
     def remove(self, name: str) -> None:
-        """Takes a file out; windows that have opened the library keep it. Raises UnknownFile."""
+        """Remove a file from all versions, with its records, pixels, embeddings and KV. Raises UnknownFile.
+
+        Passages placed in an open window are served until they leave it, and cannot be recalled; their KV is then removed
+        (`sweep`). A store that borrowed from this one is cleaned when the library is next used there.
+        """
 
         def change(rows: tuple[Row, ...]) -> tuple[Row, ...]:
-            left = tuple(r for r in rows if r.name != name)
-            if len(left) == len(rows):
-                raise UnknownFile(_unknown(name, self.name))
-            return left
+            remaining = tuple(r for r in rows if r.name != name)
+            if len(remaining) == len(rows):
+                raise UnknownFile(unknown_file(name, self.name))
+            return remaining
 
         self._change(change, {})
 
     def export(self, path: str | Path) -> tuple[int, int]:
-        """Writes its files, as they are now, to one file; returns how many records and bytes. KV and grants stay behind."""
+        """Write its current files to one file; return the number of records and bytes. KV and grants are not exported."""
         rows = self.view().rows
         media = (f"source/{m.content}" for _, p in self.corpus(rows).passages for m in p.chunk.media)
         return write_archive(Path(path), self.store, dict.fromkeys([*(r.key for r in rows), *media]))
 
     def load(self, path: str | Path, *, replace: bool = False) -> tuple[str, ...]:
-        """Adds the files that `export` wrote, as one version; returns their names. They expire counted from now.
+        """Add the files that `export` wrote, as one version; return their names. Expiry counts from now.
 
-        Raises NameTaken for a name that is there, unless it may be replaced; BadMedia for another file, or a damaged one.
+        Raises NameTaken for an existing name, unless it may be replaced; BadMedia for another or a damaged file.
         """
         entries: list[Entry] = []
-        for key, blob in read_archive(Path(path)):
+        for key, blob in read_archive(Path(path), self.store):
             if not key.startswith(("entry/", "source/")):
                 raise BadMedia(f"the archive of a library must hold files and media, got {key[:80]!r} in {str(path)!r}")
             if not self.store.contains(key) and not self.store.put(key, blob):
@@ -190,12 +192,32 @@ class Library:
         return tuple(entry.name for entry in entries)
 
     def delete(self) -> None:
-        """Removes the library with all its versions; its media go when the store drops them. Windows keep what they placed."""
+        """Remove the library with all its versions, grants and files, as `remove`. Windows keep the passages they placed."""
+        head = self._head.read(Head(name=self.name))
+        editions = [get(self.repo, key, Edition) or Edition() for _, key in head.editions]
+        entries = {row.key for edition in editions for row in edition.rows}
         self.store.retire(self._head.key)
+        for key in list(self.store.list("grants/")):
+            Fenced(self.store, key).update(Granted(), self._ungranted)
+        self._drop_editions({key for _, key in head.editions})
+        note_removed(origin_of(self._id, key) for key in entries)
+        self._corpora.clear()
+        for repo in {self.repo, *self._collected.keys()}:
+            self._collect(repo, set())
+
+    def sweep(self, engine: Engine | None = None) -> None:
+        """Remove expired files, and records that removed files left in the library's store and in that of ``engine``.
+
+        Every use of a library does so too; call this where the library is otherwise unused. Records that an open window still
+        serves are removed by a later sweep. Cost: a read; for removals see `ctxwin.library.traces.collect`.
+        """
+        self._read_head()
+        if engine is not None:
+            self._collect(engine.repo)
 
     def view(self, version: int | None = None) -> LibraryView:
-        """The library as of a version; None: as it is now. Raises UnknownVersion for one that is not kept (the newest 64 are)."""
-        head = self._head.read(Head(name=self.name))
+        """Return the library at a version; None is the newest. Raises UnknownVersion beyond the newest 64."""
+        head = self._read_head()
         editions = dict(head.editions)
         newest = max(editions, default=0)
         if version is not None and version not in editions and (version or newest):
@@ -203,48 +225,89 @@ class Library:
                 f"version must be a kept one of library {self.name} ({min(editions, default=0)}..{newest}), got {version}; "
                 "open a new window to read it as it is now"
             )
-        wanted = newest if version is None else version
-        edition = get(self.repo, editions[wanted], Edition) if wanted else Edition()
+        number = newest if version is None else version
+        edition = get(self.repo, editions[number], Edition) if number else Edition()
         if edition is None:
             raise ChunkUnavailable(f"the list of files of library {self.name} has left the store; add them again")
-        # A file that expired is gone for everybody; of an old version only what was replaced or removed stays.
-        now, current = self.clock(), wanted == newest
-        alive = [r for r in edition.rows if not current or head.expires.get(r.name, now + 1) > now]
-        return LibraryView(self, wanted, tuple(alive))
+        # An expired or removed file is gone from every version; an old version keeps only replaced files.
+        now = self.clock()
+        alive = [r for r in edition.rows if r.key not in head.gone and head.expires.get(r.name, now + 1) > now]
+        return LibraryView(self, number, tuple(alive))
+
+    def _read_head(self) -> Head:
+        """Return the head after removing expired files from it."""
+        head = self._head.read(Head(name=self.name))
+        now = self.clock()
+        if any(at <= now for at in head.expires.values()):
+            try:
+                head = self._change(lambda rows: rows, {}, expiry=True)
+            except (StoreFull, ChunkUnavailable) as error:  # they are hidden all the same
+                _log.warning("files of library %s that have expired could not be removed: %s", self.name, error)
+        if head.removals or self._collected.get(self.repo):
+            note_removed(origin_of(self._id, key) for key in head.gone)
+            self._collect(self.repo, head=head)
+        return head
+
+    def _collect(self, repo: SpanRepository, present: set[str] | None = None, head: Head | None = None) -> None:
+        """Remove the records of removed files from a store, unless that was done since the last removal."""
+        head = self._head.read(Head(name=self.name)) if head is None else head
+        if present is None and self._collected.setdefault(repo, 0) == head.removals:
+            return
+        if present is None:
+            present = set()
+            for _, key in head.editions:
+                present |= {row.key for row in (get(self.repo, key, Edition) or Edition()).rows}
+            present -= head.gone.keys()
+        self._collected[repo] = head.removals if collect(repo, self._id, present) else -1
+
+    def _drop_editions(self, keys: set[str]) -> None:
+        """Delete lists of files that no library of the store refers to; equal lists are one record."""
+        for key in list(self.store.list("library/")) if keys else ():
+            raw = self.store.read(key)
+            if raw is not None:
+                keys = keys - {edition for _, edition in Head.model_validate_json(raw).editions}
+        for key in keys:
+            self.repo.delete(key)
 
     def files(self) -> tuple[Row, ...]:
-        """The files there are now, with when they expire."""
+        """Return the current files with their expiry times."""
         expires = self._head.read(Head(name=self.name)).expires
         return tuple(row.model_copy(update={"expires": expires.get(row.name)}) for row in self.view().rows)
 
     def search(self, query: str | Chunk, k: int = 4) -> list[Hit]:
-        """See `LibraryView.search`, in the library as it is now."""
+        """Search the newest version; see `LibraryView.search`."""
         return self.view().search(query, k)
 
     def prepare(self, engine: Engine, stopped: Callable[[], bool] = lambda: False) -> int:
-        """Computes what a window would have to: vision embeddings, and KV behind a neutral header; returns how many passages.
+        """Compute the vision embeddings and KV of all passages ahead of use; return the number of passages.
 
-        The header is the empty system prompt, so that nothing of any tenant is in it. What is held already costs nothing, so
-        this can be stopped and called again. For idle time. Cost: an encode a picture and a forward a passage.
+        KV is computed after the empty system prompt, which contains nothing of any tenant. Stored results are skipped, so
+        this can be stopped and called again. For idle time. Cost: an encode per picture and a forward per passage.
         """
-        corpus = self.corpus(self.view().rows)
-        return prepare(self.repo, (corpus.shown(passage) for _, passage in corpus.passages), engine, stopped)
+        rows = self.view().rows
+        corpus = self.corpus(rows)
+        for row in rows:
+            self.trace(row, engine)
+        return prepare(
+            self.repo, (corpus.chunk_with_pixels(passage) for _, passage in corpus.passages), engine, stopped
+        )
 
     def grant(self, tenant: str) -> None:
-        """Lets a tenant read it."""
+        """Allow a tenant to read it."""
         self._granted(tenant).update(Granted(), lambda g: Granted(libraries=tuple(sorted({*g.libraries, self.name}))))
 
     def revoke(self, tenant: str) -> None:
-        """Ends that; its windows keep what they have placed."""
-        self._granted(tenant).update(
-            Granted(), lambda g: Granted(libraries=tuple(name for name in g.libraries if name != self.name))
-        )
+        """Withdraw a tenant's grant; its windows keep the passages they have placed."""
+        self._granted(tenant).update(Granted(), self._ungranted)
+
+    def _ungranted(self, granted: Granted) -> Granted:
+        return Granted(libraries=tuple(name for name in granted.libraries if name != self.name))
 
     def _granted(self, tenant: str) -> Fenced:
         return Fenced(self.store, f"grants/{digest('grants', tenant)}")
 
     def used(self, names: Sequence[str]) -> None:
-        """Renews the expiry of files that have one and are past half of it."""
+        """Renew the expiry of used files that are past half of their ttl."""
         now = self.clock()
         head, rows = self._head.read(Head(name=self.name)), {r.name: r for r in self.view().rows}
         later = {
@@ -254,132 +317,143 @@ class Library:
             self._head.update(Head(name=self.name), lambda h: h.model_copy(update={"expires": h.expires | later}))
 
     def corpus(self, rows: Sequence[Row]) -> Corpus:
-        """The passages of ``rows``, as retrievers read them; remembered for the versions used last."""
+        """Return the passages of ``rows`` for retrievers; cached for the latest versions used."""
         name = digest("corpus", [r.key for r in rows])
-        found = self._corpora.get(name)
-        if found is None:
+        corpus = self._corpora.get(name)
+        if corpus is None:
             entries = [self.entry(row) for row in rows]
-            found = Corpus(name, tuple((e.name, p) for e in entries for p in e.passages), self.repo)
-            self._corpora[name] = found
+            owners = [origin_of(self._id, row.key) for row, e in zip(rows, entries, strict=True) for _ in e.passages]
+
+            def note(keys: Sequence[str], what: str) -> None:
+                by_owner: dict[str, list[str]] = {}
+                for owner, key in zip(owners, keys, strict=True):
+                    by_owner.setdefault(owner, []).append(key)
+                for owner, owned in by_owner.items():
+                    note_keys(self.repo, owner, owned, what)
+
+            corpus = Corpus(name, tuple((e.name, p) for e in entries for p in e.passages), self.repo, note)
+            self._corpora[name] = corpus
         with suppress(KeyError):  # another thread may have dropped it
             self._corpora.move_to_end(name)
             while len(self._corpora) > _CORPORA:
                 self._corpora.popitem(last=False)
-        return found
+        return corpus
 
     def entry(self, row: Row) -> Entry:
-        """The file of ``row``. Raises ChunkUnavailable where the store has dropped it."""
-        found = get(self.repo, row.key, Entry)
-        if found is None:
+        """Return the file of ``row``. Raises ChunkUnavailable where the store has evicted it."""
+        entry = get(self.repo, row.key, Entry)
+        if entry is None:
             raise ChunkUnavailable(f"file {row.name!r} of library {self.name} has left the store; add it again")
-        return found
+        return entry
 
-    def _kept(self, chunk: Chunk) -> Chunk:
-        """``chunk`` as an entry has it, with its pixels in the store and no path."""
+    def trace(self, row: Row, engine: Engine) -> str:
+        """Record which keys a file will leave in the stores of ``engine`` and of the library; return its `Chunk.origin`."""
+        origin = origin_of(self._id, row.key)
+        for repo in (self.repo, engine.repo) if engine.repo.store is not self.store else (self.repo,):
+            note_trace(repo, origin, self.entry(row), engine)
+        return origin
+
+    def _store_pixels(self, chunk: Chunk) -> Chunk:
+        """Store the pixels of ``chunk`` and return it without them and without paths, as an entry holds it."""
         for part in chunk.media:
             pixels = chunk.pixels(part)
             if pixels is None:
                 raise ChunkUnavailable(f"a chunk must have its pixels, got none for {chunk.label!r}; make it again")
-            kept = self.repo.contains(f"source/{part.content}")
-            if not kept and not self.repo.put_source(part.content, part.pack(pixels)):
+            stored = self.repo.contains(f"source/{part.content}")
+            if not stored and not self.repo.put_source(part.content, part.pack(pixels)):
                 raise StoreFull("the store must take a file's pixels, and is full; make room there, or raise its limit")
         parts = tuple(p.model_copy(update={"source": None}) if p in chunk.media else p for p in chunk.parts)
         return chunk.light().model_copy(update={"parts": parts})
 
     def _add(self, entries: Sequence[tuple[Entry, float]], replace: bool) -> None:
-        """Lists ``entries``, each used at that time, in the next version."""
+        """Add ``entries``, each with the time of its last use, in the next version."""
         rows = [
             Row(key=put(self.repo, "entry", e), passages=len(e.passages), **e.model_dump(exclude={"passages"}))
             for e, _ in entries
         ]
         names = {row.name for row in rows}
+        note_present(origin_of(self._id, row.key) for row in rows)
+        for row, (entry, _) in zip(rows, entries, strict=True):
+            note_trace(self.repo, origin_of(self._id, row.key), entry)
 
-        def change(before: tuple[Row, ...]) -> tuple[Row, ...]:
-            others = tuple(row for row in before if row.name not in names)
-            if len(others) < len(before) and not replace:
-                raise NameTaken(_taken(next(row.name for row in before if row.name in names)))
-            made = (*others, *rows)
+        def change(current: tuple[Row, ...]) -> tuple[Row, ...]:
+            others = tuple(row for row in current if row.name not in names)
+            if len(others) < len(current) and not replace:
+                raise NameTaken(_name_taken(next(row.name for row in current if row.name in names)))
+            updated = (*others, *rows)
             for what, most, got in (
-                ("files", self.max_files, len(made)),
-                ("bytes", self.max_bytes, sum(row.bytes for row in made)),
-                ("passages", self.max_passages, sum(row.passages for row in made)),
+                ("files", self.max_files, len(updated)),
+                ("bytes", self.max_bytes, sum(row.bytes for row in updated)),
+                ("passages", self.max_passages, sum(row.passages for row in updated)),
             ):
                 if got > most:
                     raise BadMedia(f"library {self.name} must have at most {most:,} {what}, got {got:,}; remove some")
-            return made
+            return updated
 
         self._change(change, {e.name: used + e.ttl if e.ttl else None for e, used in entries})
 
     def _change(
-        self, change: Callable[[tuple[Row, ...]], tuple[Row, ...]], expires: Mapping[str, float | None]
-    ) -> None:
-        """Makes the next version, in which some files expire anew; what has expired leaves with it."""
+        self,
+        change: Callable[[tuple[Row, ...]], tuple[Row, ...]],
+        expires: Mapping[str, float | None],
+        *,
+        expiry: bool = False,
+    ) -> Head:
+        """Write the next version, with new expiry times for some files and without the expired ones.
+
+        Args:
+            change: maps the current files to those of the next version.
+            expires: expiry times of added files; older versions keep the files they replace.
+            expiry: only remove expired files, in place of the newest version.
+        """
+        dropped: set[str] = set()
 
         def update(head: Head) -> Head:
-            now, version, before = self.clock(), 0, Edition()
+            now, version, latest = self.clock(), 0, Edition()
             if head.editions:
                 version, key = head.editions[-1]
-                found = get(self.repo, key, Edition)
-                if found is None:
+                stored = get(self.repo, key, Edition)
+                if stored is None:
                     raise ChunkUnavailable(
                         f"the list of files of library {self.name} has left the store; delete it and add again"
                     )
-                before = found
-            rows = change(tuple(r for r in before.rows if head.expires.get(r.name, now + 1) > now))
-            key = put(self.repo, "edition", Edition(version=version + 1, rows=rows))
+                latest = stored
+            alive = tuple(r for r in latest.rows if head.expires.get(r.name, now + 1) > now)
+            rows = change(alive)
+            version += not expiry
+            key = put(self.repo, "edition", Edition(version=version, rows=rows))
             until = {**head.expires, **expires}
-            left = {r.name: at for r in rows if (at := until.get(r.name)) is not None}
-            editions = (*head.editions, (version + 1, key))[-KEPT:]
-            return head.model_copy(update={"editions": editions, "expires": left})
+            expiry_times = {r.name: at for r in rows if (at := until.get(r.name)) is not None}
+            older = head.editions[:-1] if expiry else head.editions
+            editions = (*older, (version, key))[-KEPT:]
+            here, replaced = {r.key for r in rows}, {r.key for r in alive if r.name in expires}
+            removed = {**head.gone, **{r.key: version for r in latest.rows if r.key not in replaced}}
+            names = {r.name for r in latest.rows} - {r.name for r in rows}
+            for _, earlier in older if names else ():  # earlier files of a removed name are removed too
+                listed = (get(self.repo, earlier, Edition) or Edition()).rows
+                removed |= {r.key: version for r in listed if r.name in names}
+            removed = {key: at for key, at in removed.items() if key not in here and at > editions[0][0] - expiry}
+            dropped.clear()
+            dropped.update({key for _, key in head.editions} - {key for _, key in editions})
+            leave = any(r.key not in here | replaced for r in latest.rows)
+            for _, ended in (*older, (version, key))[:-KEPT]:
+                listed = (get(self.repo, ended, Edition) or Edition()).rows
+                oldest = get(self.repo, editions[0][1], Edition) or Edition()
+                leave = leave or not {r.key for r in listed} <= {r.key for r in oldest.rows}
+            update = {"editions": editions, "expires": expiry_times, "gone": removed, "removals": head.removals + leave}
+            return head.model_copy(update=update)
 
-        self._head.update(Head(name=self.name), update)
-
-
-@dataclass(frozen=True)
-class LibraryView:
-    """A library as of one version: what a window that opened it then goes on reading."""
-
-    library: Library
-    version: int
-    rows: tuple[Row, ...]
-
-    @cached_property
-    def names(self) -> frozenset[str]:
-        """Names of the files."""
-        return frozenset(row.name for row in self.rows)
-
-    def entry(self, name: str) -> Entry:
-        """A file. Raises UnknownFile, ChunkUnavailable."""
-        for row in self.rows:
-            if row.name == name:
-                return self.library.entry(row)
-        raise UnknownFile(_unknown(name, self.library.name))
-
-    def search(self, query: str | Chunk, k: int = 4) -> list[Hit]:
-        """At most ``k`` passages for a question or a picture, best first; among equals those added first.
-
-        Cost: the retriever's; the first search of a version reads its files.
-        """
-        if not isinstance(k, int) or k < 1:
-            raise ValueError(f"k must be an int >= 1, got {k!r}")
-        corpus = self.library.corpus(self.rows)
-        found = self.library.retriever.rank(corpus, query, k) if corpus.passages else []
-        return [Hit(*corpus.passages[i], score) for i, score in found[:k]]
-
-    def find(self, query: str | Chunk, k: int, engine: Engine) -> list[Chunk]:
-        """The chunks of `search` with their pixels, and what was prepared for ``engine``'s model in its store.
-
-        Their files count as used. Raises ChunkUnavailable.
-        """
-        hits, corpus = self.search(query, k), self.library.corpus(self.rows)
-        self.library.used(list(dict.fromkeys(hit.file for hit in hits)))
-        for hit in hits:
-            lend(self.library.repo, hit.passage.chunk, engine)
-        return [corpus.shown(hit.passage) for hit in hits]
+        head = self._head.update(Head(name=self.name), update)
+        self._drop_editions(dropped)
+        self._corpora.clear()
+        note_removed(origin_of(self._id, key) for key in head.gone)
+        for repo in {self.repo, *self._collected.keys()}:
+            self._collect(repo, head=head)
+        return head
 
 
 def libraries(store: Store) -> Iterator[str]:
-    """Names of the libraries in ``store``, sorted. Cost: a listing."""
+    """Iterate over the names of the libraries in ``store``, sorted. Cost: a listing."""
     for key in list(store.list("library/")):
         raw = store.read(key)
         if raw is not None:
@@ -387,9 +461,9 @@ def libraries(store: Store) -> Iterator[str]:
 
 
 def granted(store: Store, tenant: str) -> tuple[str, ...]:
-    """The libraries in ``store`` that ``tenant`` may read.
+    """Return the libraries in ``store`` that ``tenant`` may read.
 
-    What is not granted is not looked at, so that it takes as long as what is not there.
+    Libraries that are not granted are not read, so that they take as long to refuse as those that do not exist.
     """
     return Fenced(store, f"grants/{digest('grants', tenant)}").read(Granted()).libraries
 
@@ -425,9 +499,5 @@ def _cut(source: str | Path | bytes | Chunk, name: str, caption: str) -> tuple[l
     return passages_of(name, path.read_bytes(), caption), size
 
 
-def _taken(name: str) -> str:
+def _name_taken(name: str) -> str:
     return f"a file of a library must have a name of its own, got {name!r} again; replace it, or choose another name"
-
-
-def _unknown(name: str, library: str) -> str:
-    return f"a file must be one of library {library}, got {name[:300]!r}; it may have expired"

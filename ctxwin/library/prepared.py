@@ -1,4 +1,4 @@
-"""What is computed for a library before anybody asks, and how it reaches a window's store."""
+"""Computing a library's KV ahead of use, and lending it to a window's store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from ctxwin.errors import BudgetExceeded
 from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
 from ctxwin.store.spans import SpanRepository
-from ctxwin.window.placement import embeddings_of
 from ctxwin.window.window import Window
 
 if TYPE_CHECKING:
@@ -28,8 +27,8 @@ def prepare(repo: SpanRepository, chunks: Iterable[Chunk], engine: Engine, stopp
         for chunk in chunks:
             if stopped():
                 break
-            held = repo.get_json(_key(engine, chunk), bound=False)
-            if held is not None and all(map(repo.contains, held)):
+            stored = repo.get_json(prepared_key(engine, chunk), bound=False)
+            if stored is not None and all(map(repo.contains, stored)):
                 continue
             try:
                 placement = window.append(chunk)
@@ -37,10 +36,10 @@ def prepare(repo: SpanRepository, chunks: Iterable[Chunk], engine: Engine, stopp
                 _log.warning("%r was not prepared: %s", chunk.label, error)
                 continue
             window.prefill()
-            (placed,) = window.snapshot().placed
-            keys = sorted(embeddings_of(engine, chunk) | ({placed.kv.span} if placed.kv else set()))
+            (entry,) = window.snapshot().placed
+            keys = sorted(engine.media_keys(chunk) | ({entry.kv.span} if entry.kv else set()))
             _copy(engine.repo.store, repo.store, keys)
-            repo.put_json(_key(engine, chunk), keys, bound=False)
+            repo.put_json(prepared_key(engine, chunk), keys, bound=False)
             window.evict(placement)
             done += 1
     return done
@@ -51,7 +50,7 @@ def lend(repo: SpanRepository, chunk: Chunk, engine: Engine) -> None:
 
     A copy of its own, so that neither store's evictions, nor how long they take, tell anything of the other.
     """
-    _copy(repo.store, engine.repo.store, repo.get_json(_key(engine, chunk), bound=False) or [])
+    _copy(repo.store, engine.repo.store, repo.get_json(prepared_key(engine, chunk), bound=False) or [])
 
 
 def _copy(source: Store, target: Store, keys: Iterable[str]) -> None:
@@ -63,5 +62,6 @@ def _copy(source: Store, target: Store, keys: Iterable[str]) -> None:
             target.put(key, blob)
 
 
-def _key(engine: Engine, chunk: Chunk) -> str:
+def prepared_key(engine: Engine, chunk: Chunk) -> str:
+    """Key of the record that names what was prepared of ``chunk`` for the model of ``engine``."""
     return f"prepared/{digest('prepared', engine.spec.name, engine.spec.identity, chunk.id)}"

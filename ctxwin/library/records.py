@@ -6,6 +6,7 @@
 | ``edition/<digest>`` | `Edition`: the files of one version | never |
 | ``entry/<digest>`` | `Entry`: the passages of one file | never |
 | ``source/<digest>`` | pixels of a passage's media | never |
+| ``trace/<library>/<file>/<model>`` | `Trace`: what a file left in this store | never |
 | ``grants/<digest of a tenant's name>`` | the libraries that a tenant may read | by `Grants.update`, fenced |
 
 A process that ends between these writes leaves records that nothing names; what the head names was written before it.
@@ -14,11 +15,14 @@ A process that ends between these writes leaves records that nothing names; what
 from __future__ import annotations
 
 import json
+import logging
+import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ctxwin.chunk import Chunk
 from ctxwin.errors import StaleOwner, StoreFull, StoreUnavailable
@@ -27,6 +31,7 @@ from ctxwin.store.base import Store
 from ctxwin.store.spans import SpanRepository
 
 _TRIES = 100
+_log = logging.getLogger("ctxwin.library")
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -83,18 +88,29 @@ class Edition(_Record):
 
 
 class Head(_Record):
-    """What changes of a library.
+    """The mutable record of a library.
 
     Attributes:
         editions: version and key, the newest last.
         expires: seconds since the epoch by file.
         ttl: seconds after its last use at which a file expires that says nothing itself; None: never.
+        gone: keys of entries that older editions list and nobody reads any more, with the version from which on none does.
+        removals: how often entries left it for good.
     """
 
     name: str
     ttl: float | None = None
     editions: tuple[tuple[int, str], ...] = ()
     expires: dict[str, float] = {}
+    gone: dict[str, int] = {}
+    removals: int = 0
+
+
+class Trace(_Record):
+    """Records that a file left in a store: its chunks, by which KV is found, and other keys (`ctxwin.library.traces`)."""
+
+    chunks: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
 
 
 class Granted(_Record):
@@ -111,25 +127,43 @@ class Fenced:
     key: str
 
     def read(self, empty: M) -> M:
-        """What it says; ``empty`` where there is none. Raises StoreUnavailable."""
-        raw = self.store.read(self.key)
-        return empty if raw is None else type(empty).model_validate_json(raw)
+        """Return its value; ``empty`` where there is none. Raises StoreUnavailable."""
+        return self._parse(self.store.read(self.key), empty)
+
+    def _readable(self, raw: bytes, empty: M) -> M:
+        """The record in ``raw``. One that cannot be read is not written over: another version may have made it."""
+        try:
+            return type(empty).model_validate_json(raw)
+        except ValidationError as error:
+            raise StoreUnavailable(
+                f"the stored record {self.key[:20]} must be readable to be changed, got {error.error_count()} faults; delete "
+                "what it belongs to, or use the version of ctxwin that wrote it"
+            ) from None
+
+    def _parse(self, raw: bytes | None, empty: M) -> M:
+        """The record in ``raw``; ``empty`` where that is none, as where there is none."""
+        try:
+            return empty if raw is None else type(empty).model_validate_json(raw)
+        except ValidationError as error:
+            _log.warning("the stored record %s is malformed, and counts as missing: %s", self.key, error)
+            return empty
 
     def update(self, empty: M, change: Callable[[M], M]) -> M:
         """Writes ``change`` of what it says; whatever ``change`` raises leaves it as it is.
 
         Cost: a read and two small writes. Raises StoreUnavailable, and StoreFull where the store refuses it.
         """
-        for _ in range(_TRIES):
+        for tried in range(_TRIES):
+            time.sleep(random.uniform(0, min(0.0005 * tried, 0.05)))  # nosec B311: so that those who collide do not go on to
             try:
                 claimed = self.store.claim(self.key)
                 token, raw = claimed or (1, None)
-                made = change(empty if raw is None else type(empty).model_validate_json(raw))
+                updated = change(empty if raw is None else self._readable(raw, empty))
                 if claimed is None:  # two that make it at once write the same, and then take turns
                     self._commit(empty.model_dump_json().encode(), 1)
                     continue
-                self._commit(made.model_dump_json().encode(), token)
-                return made
+                self._commit(updated.model_dump_json().encode(), token)
+                return updated
             except StaleOwner:
                 continue
         raise StoreUnavailable(f"{self.key[:20]} must be free for a moment to be changed; try again later")
@@ -141,9 +175,9 @@ class Fenced:
 
 def put(repo: SpanRepository, namespace: str, record: BaseModel) -> str:
     """Stores ``record`` under its content; returns the key. Raises StoreFull where the store refuses it."""
-    said = record.model_dump(mode="json")
-    key = f"{namespace}/{digest(namespace, json.dumps(said, sort_keys=True))}"
-    if not repo.contains(key) and not repo.put_json(key, said, bound=False):
+    payload = record.model_dump(mode="json")
+    key = f"{namespace}/{digest(namespace, json.dumps(payload, sort_keys=True))}"
+    if not repo.contains(key) and not repo.put_json(key, payload, bound=False):
         raise StoreFull(f"the store must take {namespace} records, and is full; make room there, or raise its limit")
     return key
 
@@ -151,7 +185,12 @@ def put(repo: SpanRepository, namespace: str, record: BaseModel) -> str:
 def get(repo: SpanRepository, key: str, model: type[M]) -> M | None:
     """The record under ``key``; None where it is gone, or is not what its key says."""
     namespace = key.partition("/")[0]
-    said: Any = repo.get_json(key, bound=False)
-    if said is None or key != f"{namespace}/{digest(namespace, json.dumps(said, sort_keys=True))}":
+    payload: Any = repo.get_json(key, bound=False)
+    if payload is None or key != f"{namespace}/{digest(namespace, json.dumps(payload, sort_keys=True))}":
         return None
-    return model.model_validate(said)
+    try:
+        return model.model_validate(payload)
+    except ValidationError as error:
+        _log.warning("the stored record %s is malformed, and counts as missing: %s", key, error)
+        repo.note_corrupt()
+        return None

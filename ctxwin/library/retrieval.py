@@ -30,20 +30,22 @@ _WORDS = r"(?u)\w+"
 
 @dataclass(frozen=True)
 class Corpus:
-    """What is searched.
+    """Passages to search.
 
     Attributes:
         name: of its content; the same passages have the same name.
         passages: each with the name of its file.
         repo: the library's store, where retrievers may keep what follows from a passage.
+        note: told the keys of what they keep there, by passage, and a name for it, so that it goes with the files.
     """
 
     name: str
     passages: tuple[tuple[str, Passage], ...]
     repo: SpanRepository
+    note: Callable[[Sequence[str], str], None] = lambda keys, name: None
 
-    def shown(self, passage: Passage) -> Chunk:
-        """Its chunk with its pixels. Raises ChunkUnavailable where the store has dropped them."""
+    def chunk_with_pixels(self, passage: Passage) -> Chunk:
+        """Return its chunk with its pixels. Raises ChunkUnavailable where the store has dropped them."""
         pixels = {}
         for part in passage.chunk.media:
             raw = self.repo.get_source(part.content)
@@ -67,7 +69,7 @@ class Retriever(Protocol):
 
 
 class _Indices:
-    """What retrievers build once for a corpus; those used last."""
+    """Cache of the indices that retrievers build for a corpus."""
 
     def __init__(self) -> None:
         self._held: OrderedDict[str, Any] = OrderedDict()
@@ -135,14 +137,16 @@ class Vectors:
         with optional_imports():
             import faiss
         index = self._indices.of(corpus, lambda: self._built(corpus, faiss))
-        asked = self._normed([query])
-        if asked.shape[1] != index.d:
+        query_vector = self._normed([query])
+        if query_vector.shape[1] != index.d:
             raise ValueError(
                 f"embedding {self.name!r} must have the {index.d} dimensions of what is stored under its name, got "
-                f"{asked.shape[1]}; give the new one another name"
+                f"{query_vector.shape[1]}; give the new one another name"
             )
-        scores, found = index.search(asked, min(k, len(corpus.passages)))
-        ranked = [(int(i), float(s)) for i, s in zip(found[0], scores[0], strict=True) if i >= 0 and s >= self.least]
+        scores, neighbours = index.search(query_vector, min(k, len(corpus.passages)))
+        ranked = [
+            (int(i), float(s)) for i, s in zip(neighbours[0], scores[0], strict=True) if i >= 0 and s >= self.least
+        ]
         return sorted(ranked, key=lambda one: (-one[1], one[0]))
 
     def _built(self, corpus: Corpus, faiss: Any) -> Any:
@@ -150,21 +154,22 @@ class Vectors:
 
         repo = SpanRepository(corpus.repo.store, digest("embedding", self.name))
         keys = [f"embed/{digest('vector', self.name, p.chunk.id, p.text)}" for _, p in corpus.passages]
-        held = [repo.get_embedding(key) for key in keys]
-        missing = [i for i, vector in enumerate(held) if vector is None]
+        corpus.note(keys, self.name)
+        cached = [repo.get_embedding(key) for key in keys]
+        missing = [i for i, vector in enumerate(cached) if vector is None]
         for begin in range(0, len(missing), 32):
             batch = missing[begin : begin + 32]
-            made = self._normed([self._input(corpus, corpus.passages[i][1]) for i in batch])
-            for i, vector in zip(batch, made, strict=True):
-                held[i] = row = torch.from_numpy(vector)[None]
+            vectors = self._normed([self._input(corpus, corpus.passages[i][1]) for i in batch])
+            for i, vector in zip(batch, vectors, strict=True):
+                cached[i] = row = torch.from_numpy(vector)[None]
                 repo.put_embedding(keys[i], row)
-        rows = np.concatenate([np.asarray(vector, dtype=np.float32) for vector in held])
+        rows = np.concatenate([np.asarray(vector, dtype=np.float32) for vector in cached])
         index = faiss.IndexFlatIP(rows.shape[1])
         index.add(rows)
         return index
 
     def _input(self, corpus: Corpus, passage: Passage) -> str | Chunk:
-        return corpus.shown(passage) if passage.chunk.media else passage.text
+        return corpus.chunk_with_pixels(passage) if passage.chunk.media else passage.text
 
     def _normed(self, inputs: Sequence[str | Chunk]) -> np.ndarray:
         rows = np.asarray(self.embed(inputs), dtype=np.float32)
@@ -192,22 +197,22 @@ class Pictures:
             return []
         import torch
 
-        wanted = self._pools.of(self.engine, query)
+        query_vector = self._pools.of(self.engine, query)
         scores = np.full(len(corpus.passages), -np.inf)
         for i, (_, passage) in enumerate(corpus.passages):
             if not passage.chunk.media:
                 continue
             try:
-                pooled = self._pools.of(self.engine, corpus.shown(passage))
+                pooled = self._pools.of(self.engine, corpus.chunk_with_pixels(passage))
             except ChunkUnavailable:
                 continue
-            scores[i] = float(torch.nn.functional.cosine_similarity(wanted, pooled, dim=0))
+            scores[i] = float(torch.nn.functional.cosine_similarity(query_vector, pooled, dim=0))
         return _best(scores, k, above=-np.inf)
 
 
 @dataclass(frozen=True)
 class Fused:
-    """What several retrievers find, by reciprocal ranks: 1 / (60 + rank), added up (Cormack, Clarke and Buettcher, 2009)."""
+    """Several retrievers, fused by reciprocal ranks: 1 / (60 + rank), added up (Cormack, Clarke and Buettcher, 2009)."""
 
     retrievers: tuple[Retriever, ...]
 

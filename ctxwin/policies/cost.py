@@ -1,4 +1,4 @@
-"""Who leaves and where a chunk comes back, by what it is expected to cost."""
+"""Eviction and placement by expected cost."""
 
 from __future__ import annotations
 
@@ -48,47 +48,50 @@ class ByCost:
         while free := [p for p in state.placed if not p.pinned]:
             leaves = min(free, key=lambda p: (not p.seen, lanes.leaving(state, p) / p.tokens, p.arrival))
             yield leaves.id
-            state = edits.evicted(state, [leaves])
+            state = edits.evict(state, [leaves])
 
     def place(self, window: WindowView, backs: Sequence[Placed]) -> int | None:
         """Index where evicted chunks come back, next to each other, the oldest first; None: each at its chronological place."""
         lanes = _Lanes(window.engine, window.snapshot())
         end = len(lanes.state.placed)
-        known, (front, behind) = lanes.returning(backs, None), (lanes.returning(backs, at) for at in (0, end))
+        chronological, (at_front, at_end) = (
+            lanes.returning(backs, None),
+            (lanes.returning(backs, at) for at in (0, end)),
+        )
         forward = sum(lanes.prices.model.forward_ms(back.tokens, 0) for back in backs)
-        if known - min(front, behind) <= _CLEARLY * forward:
+        if chronological - min(at_front, at_end) <= _CLEARLY * forward:
             return None
-        return 0 if front <= behind else end
+        return 0 if at_front <= at_end else end
 
 
 class _Lanes:
-    """What asks of states near ``state`` would cost, the query apart."""
+    """Costs of asks of states near ``state``, without the query."""
 
     def __init__(self, engine: Engine, state: State) -> None:
         self.state = state
         self.prices = Prices(engine.costs, engine.repo.tier)
         self._fidelity = resolve(state.fidelity, engine.spec.model)
         self._has = cache(engine.repo.contains)
-        left = [p.kv.span for p in state.evicted[-_RECENT:] if p.kv]
-        self._kept = sum(map(self._has, left)) / len(left) if left else 1.0
+        recent_spans = [p.kv.span for p in state.evicted[-_RECENT:] if p.kv]
+        self._kept = sum(map(self._has, recent_spans)) / len(recent_spans) if recent_spans else 1.0
 
     def ms(self, state: State) -> dict[str, float]:
-        """By placement, a request of its own apart."""
-        return {c.placed.id: c.ms for c in choose(state, self._fidelity, self._has, self.prices)}
+        """Return milliseconds by placement, without requests of their own."""
+        return {c.entry.id: c.ms for c in choose(state, self._fidelity, self._has, self.prices)}
 
-    def leaving(self, state: State, gone: Placed) -> float:
-        """What is expected to be paid for an eviction."""
-        before, after = self.ms(state), edits.evicted(state, [gone])
-        rest = self.ms(after)
-        now = sum(rest.values()) - sum(ms for placement, ms in before.items() if placement != gone.id)
-        forward = self.prices.model.forward_ms(gone.tokens, 0)
-        read = self.ms(edits.recalled(after, gone, 0)[0])[gone.id]
-        again = self._kept * read + (1 - self._kept) * max(read, forward)
-        more = max(0.0, again - before[gone.id])  # where it stays it is loaded for every ask, too
-        if max(now, more) <= _CLEARLY * forward:
+    def leaving(self, state: State, entry: Placed) -> float:
+        """Return the expected cost of an eviction in milliseconds."""
+        current, after = self.ms(state), edits.evict(state, [entry])
+        remaining = self.ms(after)
+        now = sum(remaining.values()) - sum(ms for placement, ms in current.items() if placement != entry.id)
+        forward = self.prices.model.forward_ms(entry.tokens, 0)
+        read = self.ms(edits.recall(after, entry, 0)[0])[entry.id]
+        return_ms = self._kept * read + (1 - self._kept) * max(read, forward)
+        extra = max(0.0, return_ms - current[entry.id])  # where it stays it is loaded for every ask, too
+        if max(now, extra) <= _CLEARLY * forward:
             return 0.0
-        return max(0.0, now) + more * (gone.reads + 1 / (1 + max(0, state.version - gone.read)))
+        return max(0.0, now) + extra * (entry.reads + 1 / (1 + max(0, state.version - entry.read)))
 
     def returning(self, backs: Sequence[Placed], at: int | None) -> float:
-        """What an ask costs with ``backs`` at an index."""
-        return sum(self.ms(edits.looked_back(self.state, backs, at)).values())
+        """Return the cost of an ask with ``backs`` at an index, in milliseconds."""
+        return sum(self.ms(edits.look_back(self.state, backs, at)).values())

@@ -1,4 +1,4 @@
-"""Which chunks leave a full window first."""
+"""Eviction policies: the order in which chunks leave a full window."""
 
 from __future__ import annotations
 
@@ -23,19 +23,6 @@ class OldestFirst:
     def order(self, window: WindowView) -> Iterable[str]:
         """Placed ids, the first to leave at the front."""
         return [p.id for p in sorted(window.snapshot().placed, key=lambda p: p.arrival)]
-
-
-@dataclass(frozen=True)
-class LeastRecentlyRead:
-    """The chunk whose last reading is longest ago leaves first, the oldest among equals. Cost: a sort.
-
-    A chunk is read when it is placed, when it is recalled, and when `Window.touch` says so. Asking reads everything that
-    is placed, so it marks nothing.
-    """
-
-    def order(self, window: WindowView) -> Iterable[str]:
-        """Placed ids, the first to leave at the front."""
-        return [p.id for p in sorted(window.snapshot().placed, key=lambda p: (p.read, p.arrival))]
 
 
 @dataclass(frozen=True)
@@ -104,7 +91,7 @@ class ByDisposability:
 
     def _is_disposable(self, window: Branch, placement: str) -> bool:
         for query in self.queries:
-            found = window.disposable(placement, query, self.max_tokens, clean=self.clean)
-            if not found.disposable or (self.kl is not None and found.kl > self.kl):
+            verdict = window.disposable(placement, query, self.max_tokens, clean=self.clean)
+            if not verdict.disposable or (self.kl is not None and verdict.kl > self.kl):
                 return False
         return True

@@ -1,4 +1,4 @@
-"""What a look back brings into the window."""
+"""Retrieval policies: the chunks that a look back recalls."""
 
 from __future__ import annotations
 
@@ -22,18 +22,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ctxwin")
 _DECODER = json.JSONDecoder()
 _AT_HAND = 4096  # as many as a window remembers evicted chunks
-
-
-@dataclass(frozen=True)
-class ById:
-    """Evicted chunks whose placement id the query names, in the order it names them. Cost: a text search an id."""
-
-    def choose(self, window: WindowView, query: str | Chunk) -> Iterable[str]:
-        """Evicted placement ids to bring back for ``query``, the best first."""
-        if not isinstance(query, str):
-            return []
-        found = {i: query.find(i) for i in window.evicted}
-        return sorted((i for i, at in found.items() if at >= 0), key=lambda i: found[i])
 
 
 @dataclass(frozen=True)
@@ -79,8 +67,8 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
     at = text.find("{")
     while at >= 0:
         try:
-            found, at = _DECODER.raw_decode(text, at)
-            yield found
+            parsed, at = _DECODER.raw_decode(text, at)
+            yield parsed
         except ValueError as error:  # a number of thousands of digits is one without a position
             at = max(at + 1, getattr(error, "pos", at))  # what stands inside a broken object is not a call of its own
         except RecursionError:
@@ -92,7 +80,7 @@ class Pools:
     """Pooled embeddings by media, float32; those used longest ago go first. Thread-safe."""
 
     def __init__(self) -> None:
-        self._held: OrderedDict[tuple[str, str], torch.Tensor] = OrderedDict()
+        self._cached: OrderedDict[tuple[str, str], torch.Tensor] = OrderedDict()
         self._lock = threading.Lock()
 
     def of(self, engine: Engine, chunk: Chunk) -> torch.Tensor:
@@ -114,15 +102,15 @@ class Pools:
 
         key = (engine.spec.identity, media.key)
         with self._lock:
-            if key in self._held:
-                self._held.move_to_end(key)
-                return self._held[key]
-        made = engine.embed(media.key).to(torch.float64).mean(0).to(torch.float32)
+            if key in self._cached:
+                self._cached.move_to_end(key)
+                return self._cached[key]
+        pooled = engine.embed(media.key).to(torch.float64).mean(0).to(torch.float32)
         with self._lock:
-            self._held[key] = made
-            while len(self._held) > _AT_HAND:
-                self._held.popitem(last=False)
-        return made
+            self._cached[key] = pooled
+            while len(self._cached) > _AT_HAND:
+                self._cached.popitem(last=False)
+        return pooled
 
 
 @dataclass(frozen=True)
@@ -158,10 +146,10 @@ class BySimilarity:
         """Evicted placement ids to bring back for ``query``, the best first."""
         import torch
 
-        picture = query if not isinstance(query, str) and query.media else self._shown(window)
+        picture = query if not isinstance(query, str) and query.media else self._reference_chunk(window)
         if picture is None:
             return []
-        wanted = self._pools.of(window.engine, picture)
+        target = self._pools.of(window.engine, picture)
         scored: list[tuple[float, int, str]] = []
         for p in window.snapshot().evicted:
             if not p.chunk.media:
@@ -171,13 +159,13 @@ class BySimilarity:
             except ChunkUnavailable as error:
                 _log.warning("chunk %s is skipped, it cannot be compared: %s", p.id, error)
                 continue
-            cosine = float(torch.nn.functional.cosine_similarity(wanted, pooled, dim=0))
+            cosine = float(torch.nn.functional.cosine_similarity(target, pooled, dim=0))
             if cosine >= self.least:
                 scored.append((-cosine, -p.arrival, p.id))
         return [placement for _, _, placement in sorted(scored)[: self.count]]
 
-    def _shown(self, window: WindowView) -> Chunk | None:
+    def _reference_chunk(self, window: WindowView) -> Chunk | None:
         if self.to is not None:
             return window.chunk(self.to)
-        placed = [p for p in window.snapshot().placed if p.chunk.media]
-        return max(placed, key=lambda p: p.arrival).chunk if placed else None
+        with_media = [p for p in window.snapshot().placed if p.chunk.media]
+        return max(with_media, key=lambda p: p.arrival).chunk if with_media else None

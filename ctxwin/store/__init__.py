@@ -66,7 +66,18 @@ def open_store(
     if not isinstance(url, str):
         raise ValueError(f"a store must be {_SUPPORTED}, got {url!r}")
     limit = None if max_bytes is None else parse_bytes(max_bytes)
-    secret = _secret(key if key is not None else os.environ.get(STORE_KEY) or None, tenant)
+    raw = key if key is not None else os.environ.get(STORE_KEY) or None
+    store = _opened(url, limit, ttl, tenant, _secret(raw, tenant))
+    store.archive_secret = None if raw is None else archive_secret(raw)
+    return store
+
+
+def archive_secret(key: str | bytes) -> bytes:
+    """The secret that a store opened with ``key`` seals archives with; the same for all tenants, which archives pass between."""
+    return hmac.digest(_key_bytes(key), digest("archive").encode(), "sha256")
+
+
+def _opened(url: str, limit: int | None, ttl: float | None, tenant: str, secret: bytes | None) -> Store:
     kind, _, rest = url.partition(":")
     if kind == "tiered":
         from ctxwin.store.tiered import TieredStore
@@ -81,15 +92,19 @@ def open_store(
 
 
 def _secret(key: str | bytes | None, tenant: str) -> bytes | None:
-    """What a tenant's records are sealed with, so that another tenant's are foreign to it."""
+    """Return the key that seals a tenant's records, so that another tenant's are foreign to it."""
     if key is None:
         return None
+    return hmac.digest(_key_bytes(key), digest("store", tenant).encode(), "sha256")
+
+
+def _key_bytes(key: str | bytes) -> bytes:
     raw = key.encode() if isinstance(key, str) else key
     if len(raw) < 16:
         raise ValueError(
             f"a store's key must have at least 16 bytes, got {len(raw)}; make one with openssl rand -hex 32"
         )
-    return hmac.digest(raw, digest("store", tenant).encode(), "sha256")
+    return raw
 
 
 def _default(url: str) -> int:

@@ -1,43 +1,113 @@
-"""Records as one file, to carry them from store to store: a zip without compression, one member a key."""
+"""Records as one file, to carry them from store to store.
+
+Each record stands as a store seals it (`codec.Seal`), one behind another; a last one counts them. Nothing is compressed and a
+length is compared with the bytes at hand before they are read, so an archive takes no more memory than its largest record.
+"""
 
 from __future__ import annotations
 
-import zipfile
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO, Final
 
-from ctxwin.errors import BadMedia
+from ctxwin.errors import BadMedia, StoreCorrupt
+from ctxwin.files import atomic_write
 from ctxwin.store.base import Store, is_key
+from ctxwin.store.codec import PREFIX, ForeignRecordError, Seal, parse_header, read_prefix
 
-_LARGEST = 8 << 30
+_END: Final = "archive/end"
+_LARGEST: Final = 8 << 30
+_LONGEST_HEADER: Final = 4096  # a key of 512 characters, escaped
 
 
 def write_archive(path: Path, store: Store, keys: Iterable[str]) -> tuple[int, int]:
-    """Writes what ``store`` holds of ``keys`` to ``path``, whole or not at all; returns how many records and bytes."""
+    """Writes what ``store`` holds of ``keys`` to ``path``, whole or not at all; returns how many records and bytes.
+
+    The records are sealed with the key that the store was opened with, where it was opened with one.
+    """
+    seal = Seal(store.archive_secret)
     count = size = 0
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED) as archive:
-            for key in keys:
-                blob = store.get(key)
-                if blob is not None:
-                    archive.writestr(zipfile.ZipInfo(key), blob)
-                    count, size = count + 1, size + len(blob)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+
+    def parts() -> Iterator[bytes]:
+        nonlocal count, size
+        for key in keys:
+            value = store.get(key)
+            if value is not None:
+                head, tail = seal.close(key, value)
+                yield from (head, value, tail)
+                count, size = count + 1, size + len(value)
+        value = str(count).encode()
+        head, tail = seal.close(_END, value)
+        yield from (head, value, tail)
+
+    atomic_write(path, parts())
     return count, size
 
 
-def read_archive(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Keys and values in ``path``; BadMedia for a file that `write_archive` did not write, or that was damaged since."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            for member in archive.infolist():
-                if not is_key(member.filename) or "/" not in member.filename or member.file_size > _LARGEST:
-                    raise BadMedia(
-                        f"an archive's members must be records, got {member.filename[:80]!r} in {str(path)!r}"
-                    )
-                yield member.filename, archive.read(member)
-    except (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, EOFError) as error:
-        raise BadMedia(f"an archive must be a whole zip file of records, got {str(path)!r}: {error}") from error
+def read_archive(path: Path, store: Store, secret: bytes | None = None) -> Iterator[tuple[str, bytes]]:
+    """Keys and values in ``path``, for ``store``; the first of them once all have been verified.
+
+    Args:
+        store: what its key has not sealed is refused, where it was opened with one.
+        secret: what the archive was sealed with instead (`ctxwin.store.archive_secret`).
+
+    Raises:
+        BadMedia: a file that `write_archive` did not write, that was damaged or cut off since, that holds a record larger than
+            the store, or one that was sealed with another key. No record of it was returned.
+
+    Cost: the file is read twice; memory for its largest record.
+    """
+    seal = Seal(secret or store.archive_secret)
+    if not path.is_file():
+        raise BadMedia(f"an archive must be a file, got {str(path)!r}")
+    with path.open("rb") as file:
+        try:
+            for _ in _records(file, seal, min(_LARGEST, store.limit() or _LARGEST)):
+                pass
+            file.seek(0)
+            yield from _records(file, seal, _LARGEST)
+        except ForeignRecordError as error:
+            raise BadMedia(
+                f"an archive's records must be sealed with the key of the store that takes them, got {str(path)!r}: {error}; "
+                "export them under that key, or name the key that they were sealed with (ctxwin store import --sealed-with)"
+            ) from None
+        except StoreCorrupt as error:
+            raise BadMedia(f"an archive must be a whole file that `export` wrote, got {str(path)!r}: {error}") from None
+
+
+def _records(file: BinaryIO, seal: Seal, largest: int) -> Iterator[tuple[str, bytes]]:
+    """The records of a file, each checked; raises StoreCorrupt."""
+    remaining, count = os.fstat(file.fileno()).st_size, 0
+    while True:
+        first = _read(file, PREFIX.size, remaining)
+        if first[:4] == b"PK\x03\x04":
+            raise StoreCorrupt("it is a zip file, as an earlier ctxwin wrote it; export it again")
+        # A length that is larger than the file is told here, before anything is read for it.
+        prefix = read_prefix(first, None)
+        if prefix.header_bytes > _LONGEST_HEADER or prefix.body_bytes > largest or prefix.total > remaining:
+            raise StoreCorrupt(
+                f"record {count + 1} must have at most {min(largest, remaining)} bytes, got {prefix.total} by its prefix"
+            )
+        head = first + _read(file, prefix.body_offset - len(first), remaining)
+        key = parse_header(head, prefix).get("key")
+        if not isinstance(key, str) or not is_key(key) or "/" not in key:
+            raise StoreCorrupt(f"record {count + 1} must have the key of a record, got {key!r}"[:200])
+        value, tail = _read(file, prefix.body_bytes, remaining), _read(file, prefix.sum_bytes, remaining)
+        seal.check(key, head, value, tail)
+        remaining -= prefix.total
+        if key == _END:
+            if remaining or value != str(count).encode():
+                raise StoreCorrupt(
+                    f"its last record counts {value[:20]!r} records, got {count} and {remaining} bytes behind it"
+                )
+            return
+        count += 1
+        yield key, value
+
+
+def _read(file: BinaryIO, size: int, remaining: int) -> bytes:
+    data = file.read(size) if size <= remaining else b""
+    if len(data) < size:
+        raise StoreCorrupt("it ends within a record, or without its last one")
+    return data

@@ -20,12 +20,12 @@ _ONE_PROCESS: Final = threading.RLock()
 
 
 def is_key(key: Any) -> bool:
-    """Whether ``key`` is a str of 1 to 512 printable ASCII characters without blanks."""
+    """Return True if ``key`` is a str of 1 to 512 printable ASCII characters without blanks."""
     return isinstance(key, str) and _KEY.fullmatch(key) is not None
 
 
 def check_key(key: Any) -> str:
-    """``key`` itself; TypeError or ValueError where it is not 1 to 512 printable ASCII characters without blanks."""
+    """Return ``key``; raise TypeError or ValueError where it is not 1 to 512 printable ASCII characters without blanks."""
     if not isinstance(key, str):
         raise TypeError(f"a key must be a str like 'span/<hex digest>', got {type(key).__name__}")
     if not is_key(key):
@@ -34,13 +34,13 @@ def check_key(key: Any) -> str:
 
 
 def check_value(value: Any) -> None:
-    """TypeError where ``value`` is not bytes: a mutable buffer could change under its key."""
+    """Raise TypeError where ``value`` is not bytes: a mutable buffer could change under its key."""
     if not isinstance(value, bytes):
         raise TypeError(f"a value must be bytes, got {type(value).__name__}; use bytes(value)")
 
 
 def check_limits(max_bytes: int, ttl: float | None) -> None:
-    """ValueError unless ``max_bytes`` is positive and ``ttl`` is None or positive."""
+    """Raise ValueError unless ``max_bytes`` is positive and ``ttl`` is None or positive."""
     if max_bytes <= 0:
         raise ValueError(f"max_bytes must be positive, got {max_bytes}")
     if ttl is not None and ttl <= 0:
@@ -49,9 +49,9 @@ def check_limits(max_bytes: int, ttl: float | None) -> None:
 
 @dataclass(frozen=True)
 class StoreStats:
-    """Counters of one store since it was opened; ``items``, ``bytes`` and ``leased`` are what it holds now.
+    """Counters of one store since it was opened; ``items``, ``bytes`` and ``leased`` are its current contents.
 
-    ``foreign`` counts reads of undamaged records that were sealed with another key, or with none: misses that stay.
+    ``foreign`` counts reads of undamaged records sealed with another key, or with none: misses that are not deleted.
     """
 
     items: int = 0
@@ -74,7 +74,7 @@ class Tally:
         self._counts: Counter[str] = Counter()
 
     def count(self, name: str, by: int = 1) -> None:
-        """Adds to one of the counters of `StoreStats`."""
+        """Add to one of the counters of `StoreStats`."""
         with self._lock:
             self._counts[name] += by
 
@@ -83,36 +83,36 @@ class Tally:
             return self._counts[name]
 
     def lease(self, key: str) -> None:
-        """Takes one more lease on ``key``."""
+        """Add a lease on ``key``."""
         with self._lock:
             self._leases[key] = self._leases.get(key, 0) + 1
 
     def release(self, key: str) -> None:
-        """Gives one lease back, and forgets ``key`` with its last; one that was never taken changes nothing."""
+        """Release one lease on ``key``; without a lease this changes nothing."""
         with self._lock:
-            left = self._leases.get(key, 0) - 1
-            if left > 0:
-                self._leases[key] = left
+            remaining = self._leases.get(key, 0) - 1
+            if remaining > 0:
+                self._leases[key] = remaining
             else:
                 self._leases.pop(key, None)
 
     def drop(self, key: str) -> None:
-        """Forgets all leases on ``key``."""
+        """Remove all leases on ``key``."""
         with self._lock:
             self._leases.pop(key, None)
 
     def holds(self, key: str) -> bool:
-        """Whether ``key`` is leased."""
+        """Return True if ``key`` is leased."""
         with self._lock:
             return key in self._leases
 
     def leased(self) -> set[str]:
-        """The leased keys now."""
+        """Return the leased keys."""
         with self._lock:
             return set(self._leases)
 
     def stats(self, items: int, size: int) -> StoreStats:
-        """The counters beside what the store holds: ``items`` of ``size`` bytes together."""
+        """Return the counters of a store that holds ``items`` of ``size`` bytes together."""
         with self._lock:
             return StoreStats(items=items, bytes=size, leased=len(self._leases), **self._counts)
 
@@ -125,17 +125,19 @@ class Store(ABC):
     evicted by the store's own size limit; leases are counted, so each ``lease`` needs a ``release``.
     ``get``, ``contains`` and ``lease`` count as a use for the order of eviction.
 
-    Beside blobs it holds fenced records, which do change: `claim`, `commit`, `retire`. A record belongs to whoever claimed it
-    last, by a fencing token that only grows (Kleppmann, Designing Data-Intensive Applications, chapter 8), so that an owner
-    that was cut off, or thought dead, cannot write over its successor's versions.
+    Beside blobs it holds fenced records, which do change: `claim`, `commit`, `retire`. A record belongs to its latest claimant,
+    by a fencing token that only grows (Kleppmann, Designing Data-Intensive Applications, chapter 8), so that an owner that was
+    disconnected, or presumed dead, cannot overwrite its successor's versions.
 
     Attributes:
-        shared: whether servers on several machines use it at once, so that a record may change hands at any time.
-        evicts: whether its server may drop by itself what it was told to keep, a fenced record, say.
+        shared: whether servers on several machines use it at once, so that a record's owner may change at any time.
+        evicts: whether its server may evict records by itself, fenced ones included.
+        archive_secret: seals the archives of its records (`ctxwin.store.archive`); None where it was opened without a key.
     """
 
     shared: bool = False
     evicts: bool = False
+    archive_secret: bytes | None = None
     _closed = False
 
     def _check_open(self) -> None:
@@ -144,55 +146,59 @@ class Store(ABC):
 
     @abstractmethod
     def get(self, key: str) -> bytes | None:
-        """The value, or None where there is none (or it was corrupt)."""
+        """Return the value, or None where there is none (or it was corrupt)."""
 
     @abstractmethod
     def put(self, key: str, value: bytes) -> bool:
-        """Stores ``value``; False where it was refused (over the size limit with everything leased, disk full)."""
+        """Store ``value``; return False where it was refused (over the size limit with everything leased, disk full)."""
 
     @abstractmethod
     def delete(self, key: str) -> bool:
-        """Removes a key; returns whether it was there."""
+        """Remove a key; return True if it existed."""
 
     @abstractmethod
     def contains(self, key: str) -> bool:
-        """Whether ``get`` would find a value, without reading it."""
+        """Return True if ``get`` would find a value, without reading it."""
 
     def tier(self, key: str) -> str:
-        """Which kind of store a read of ``key`` would come from, for its price; whatever where it is not held. O(1)."""
+        """Return the kind of store that a read of ``key`` would come from, for its price; arbitrary for an absent key. O(1)."""
         return type(self).__name__
+
+    def reachable(self) -> bool:
+        """Return True if its server answers, or it has none. Cost: a round trip, none shortly after a failure."""
+        return not self._closed
 
     @abstractmethod
     def list(self, prefix: str = "") -> Iterator[str]:
-        """Keys that begin with ``prefix``."""
+        """Iterate over the keys that begin with ``prefix``."""
 
     @abstractmethod
     def lease(self, key: str) -> bool:
-        """Protects ``key`` from eviction; False where it is not held."""
+        """Protect ``key`` from eviction; return False where it is absent."""
 
     @abstractmethod
     def release(self, key: str) -> None:
-        """Gives back one lease of a key."""
+        """Release one lease of a key."""
 
     def claim(self, key: str) -> tuple[int, bytes] | None:
-        """Takes a fenced record over: its new token and its value; None where there is none. Older tokens are void then.
+        """Take over a fenced record and invalidate older tokens; return its new token and value, None where there is none.
 
         Raises StoreUnavailable where a shared store does not answer. Cost: a read and a small write.
         """
         with self._fencing():
-            held = self.get(key)
-            if held is None:
+            record = self.get(key)
+            if record is None:
                 return None
-            token = _TOKEN.unpack_from(held)[0] + 1 if len(held) >= _TOKEN.size else 1
-            # A full disk refuses this, and still gives its windows back: what it holds then belongs to two.
-            self.put(key, _TOKEN.pack(token) + held[_TOKEN.size :])
-            return token, held[_TOKEN.size :]
+            token = _TOKEN.unpack_from(record)[0] + 1 if len(record) >= _TOKEN.size else 1
+            # A full disk refuses the write and the claim still succeeds: the record then has two owners.
+            self.put(key, _TOKEN.pack(token) + record[_TOKEN.size :])
+            return token, record[_TOKEN.size :]
 
     def commit(self, key: str, value: bytes, token: int) -> bool:
-        """Writes a fenced record as its owner; a new one has the token 1. False where the store refuses it, as `put` does.
+        """Write a fenced record as its owner; a new one has the token 1. Return False where the store refuses it, as `put`.
 
         Raises:
-            StaleOwner: somebody has claimed or retired it since ``token`` was given.
+            StaleOwner: the record was claimed or retired after ``token`` was issued.
             StoreUnavailable: a shared store does not answer.
         """
         with self._fencing():
@@ -201,48 +207,48 @@ class Store(ABC):
             return self.put(key, _TOKEN.pack(token) + value)
 
     def read(self, key: str) -> bytes | None:
-        """The value of a fenced record, which stays its owner's; None where there is none. Raises StoreUnavailable."""
-        held = self.get(key)
-        return None if held is None else held[_TOKEN.size :]
+        """Return the value of a fenced record without claiming it; None where there is none. Raises StoreUnavailable."""
+        record = self.get(key)
+        return None if record is None else record[_TOKEN.size :]
 
     def token(self, key: str) -> int:
-        """The token of a fenced record's owner; 0 where there is none. Raises StoreUnavailable."""
-        held = self.get(key) or b""
-        return int(_TOKEN.unpack_from(held)[0]) if len(held) >= _TOKEN.size else 0
+        """Return the token of a fenced record's owner; 0 where there is none. Raises StoreUnavailable."""
+        record = self.get(key) or b""
+        return int(_TOKEN.unpack_from(record)[0]) if len(record) >= _TOKEN.size else 0
 
     def retire(self, key: str) -> bool:
-        """Removes a fenced record for good; returns whether it was there. Raises StoreUnavailable."""
+        """Remove a fenced record permanently; return True if it existed. Raises StoreUnavailable."""
         return self.delete(key)
 
-    def prefetch(self, keys: Iterable[str]) -> None:  # noqa: B027  # most stores have nothing to bring up
-        """Says what will be read soon. A store in tiers brings it up meanwhile; returns at once."""
+    def prefetch(self, keys: Iterable[str]) -> None:  # noqa: B027  # most stores have nothing to prefetch
+        """Announce keys that will be read soon; a tiered store loads them in the background. Returns at once."""
 
     def hold(self, key: str, value: str, seconds: float) -> str:
-        """Claims a name for ``value`` among all who share the store, for that long unless it is held again.
+        """Claim a name for ``value`` among all users of the store, for ``seconds`` unless it is renewed.
 
-        Returns whose it is: ``value``, or what another one holds it for. Raises StoreUnavailable.
+        Returns the name's current value: ``value``, or that of an earlier claim. Raises StoreUnavailable.
         """
         return value
 
     def _fencing(self) -> AbstractContextManager[Any]:
-        """Held while a fenced record is read and written; a store of several processes excludes those, too."""
+        """Return the lock for reading and writing a fenced record; a store of several processes excludes those too."""
         return _ONE_PROCESS
 
     @abstractmethod
     def stats(self) -> StoreStats:
-        """What is held, and what was counted since the store was opened."""
+        """Return the current contents and the counters since the store was opened."""
 
     def limit(self) -> int:
-        """Most bytes that it holds, its ``max_bytes``; 0 where it has no limit."""
+        """Return the limit of its size, its ``max_bytes``; 0 for no limit."""
         return int(getattr(self, "max_bytes", 0))
 
     @abstractmethod
     def verify(self) -> tuple[int, int]:
-        """Checks every blob; returns (good, corrupt) and deletes the corrupt ones.
+        """Check every blob; return (good, corrupt) and delete the corrupt ones.
 
-        What was sealed with another key cannot be checked: it stays, and counts in ``stats().foreign`` only.
+        Records sealed with another key cannot be checked: they stay, and count in ``stats().foreign`` only.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Gives back what the store holds of the machine; idempotent."""
+        """Release the store's resources. Idempotent."""

@@ -99,8 +99,8 @@ def frame_head(kind: int, header: Mapping[str, Any], body_bytes: int, sum_bytes:
     return head + bytes(_aligned(len(head)) - len(head))
 
 
-def read_prefix(raw: Buffer, available: int) -> Prefix:
-    """Checks the first 32 bytes of a frame of ``available`` bytes; raises StoreCorrupt. O(1)."""
+def read_prefix(raw: Buffer, available: int | None) -> Prefix:
+    """Checks the first 32 bytes of a frame of ``available`` bytes (None: of any number); raises StoreCorrupt. O(1)."""
     if len(raw) < PREFIX.size:
         raise StoreCorrupt(f"a blob must have at least {PREFIX.size} bytes, got {len(raw)}")
     magic, version, kind, header_bytes, body_bytes, sum_bytes = PREFIX.unpack_from(raw)
@@ -109,7 +109,7 @@ def read_prefix(raw: Buffer, available: int) -> Prefix:
     if version != VERSION or sum_bytes not in (0, SUM_BYTES, 2 * SUM_BYTES):
         raise StoreCorrupt(f"blob version must be {VERSION}, got {version}")
     prefix = Prefix(kind, header_bytes, body_bytes, sum_bytes)
-    if header_bytes > MAX_HEADER or prefix.total != available:
+    if header_bytes > MAX_HEADER or prefix.total != (prefix.total if available is None else available):
         raise StoreCorrupt(f"a blob must have {prefix.total} bytes by its prefix, got {available}")
     return prefix
 
@@ -137,7 +137,7 @@ class ForeignRecordError(StoreCorrupt):
 
 
 class Seal:
-    """What the records of a store end with, and how they are read back.
+    """Code at the end of a store's records, and its check on reading.
 
     A record binds a value to its key by a SHA-256 over both, which finds damage. With a secret, a keyed code
     (HMAC-SHA256 over head and value's digest) stands in front of that sum, and nobody forges it without the secret: whoever
@@ -154,7 +154,7 @@ class Seal:
         self._kind = RECORD if secret is None else SEALED
 
     def close(self, key: str, value: bytes) -> tuple[bytes, bytes]:
-        """What stands before and behind ``value`` in its record. Cost: one SHA-256 (about 1 GB/s a core)."""
+        """Return the bytes before and after ``value`` in its record. Cost: one SHA-256 (about 1 GB/s a core)."""
         head = frame_head(self._kind, {"key": key}, len(value), _TAILS[self._kind])
         hashed = hashlib.sha256(head)
         hashed.update(value)
@@ -174,12 +174,14 @@ class Seal:
             raise StoreCorrupt(f"it must be a record, got kind {prefix.kind} with {len(tail)} bytes behind its value")
         hashed = hashlib.sha256(head)
         hashed.update(value)
-        code, own = tail[:-SUM_BYTES], self._code(hashed.digest())
+        code, expected = tail[:-SUM_BYTES], self._code(hashed.digest())
         hashed.update(code)
         if hashed.digest() != tail[-SUM_BYTES:]:
             raise StoreCorrupt("its checksum does not match its content")
-        if not hmac.compare_digest(own, code):
-            sealed = "without a key" if not code else "with another key" if own else "with a key, and none is given"
+        if not hmac.compare_digest(expected, code):
+            sealed = (
+                "without a key" if not code else "with another key" if expected else "with a key, and none is given"
+            )
             raise ForeignRecordError(f"it was sealed {sealed}")
         header = parse_header(head, prefix)
         if header != {"key": key}:

@@ -53,17 +53,17 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _INDEX: Final = diskcache.core.DBNAME
-_BALLAST: Final = "ballast"
-_BALLAST_BYTES: Final = 512 << 10
-"""Given up where the disk is so full that the index cannot even be opened, so that something can be deleted."""
-_LOOKS: Final = 4
-"""Rows a read follows while others put the same key."""
+_RESERVE_FILE: Final = "ballast"  # the name in existing folders
+_RESERVE_BYTES: Final = 512 << 10
+"""Size of a file that is deleted where the disk is too full to open the index, so that records can be deleted."""
+_MAX_RETRIES: Final = 4
+"""Number of rows a read follows while other processes put the same key."""
 _ORPHAN_AGE_S: Final = 600.0
-"""A younger file may be another process's put between its rename and its row."""
+"""Age at which a file without a row is an orphan; a younger one may be another process's unfinished put."""
 _REPAIR_PAUSE_S: Final = 1.0
 _FAILURES: Final = (OSError, sqlite3.Error, diskcache.Timeout)
 _SETTINGS: Final = {
-    # Rows are tiny, and the limit is ours: diskcache's own cull knows no leases.
+    # The store applies its own limit: diskcache's cull does not respect leases.
     "eviction_policy": "none",
     "cull_limit": 0,
     "statistics": 0,
@@ -80,7 +80,7 @@ class DiskStore(Store):
     """Records in the folder ``path``, readable by its owner alone; safe for threads and for processes that share it.
 
     Args:
-        path: made where missing; everything below it belongs to the store.
+        path: created where missing; everything below it belongs to the store.
         max_bytes: limit on the records' bytes; the least recently used leave first, leased ones stay.
         ttl: seconds after its last `put` at which a value becomes a miss; None keeps it.
         timeout: seconds to wait for another process's write to the index.
@@ -113,15 +113,15 @@ class DiskStore(Store):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for folder in (self.path, self.path / BLOBS, self.path / TEMP):
             folder.mkdir(mode=0o700, exist_ok=True)
-        with contextlib.suppress(OSError):  # somebody else's folder, shared on purpose
+        with contextlib.suppress(OSError):  # another user's folder, shared on purpose
             self.path.chmod(0o700)
         self._cache = self._open_index()
         self._clean_temp(3600.0)
-        if self._or(0, lambda: sum(1 for _ in walk(self.path)) - len(self._cache)) > 0:
+        if self._guarded(0, lambda: sum(1 for _ in walk(self.path)) - self._total("count")) > 0:
             self._collect(_ORPHAN_AGE_S)
 
     def get(self, key: str) -> bytes | None:
-        """The value, or None. Cost: a row, a file read, one SHA-256 (about 1 GB/s)."""
+        """Return the value, or None. Cost: a row, a file read, one SHA-256 (about 1 GB/s)."""
         value = self._read(check_key(key), use=True)
         self._tally.count("misses" if value is None else "hits")
         return value
@@ -134,13 +134,13 @@ class DiskStore(Store):
             self._reject(key, None, str(error))
             return None
         except _FAILURES as error:
-            self._failed("read", key, error)
+            self._log_failure("read", key, error)
             return None
         return row if isinstance(row, Row) else None
 
     def _read(self, key: str, *, use: bool = False) -> bytes | None:
         row = self._row(key)
-        for _ in range(_LOOKS):
+        for _ in range(_MAX_RETRIES):
             if row is None:
                 return None
             try:
@@ -149,11 +149,11 @@ class DiskStore(Store):
                 if tail[-SUM_BYTES:].hex() != row.sum:
                     raise StoreCorrupt("it is not the record that the index names")
             except FileNotFoundError:
-                gone, row = row, self._row(key)
-                if row == gone:
-                    self._drop_row(key, gone)
+                missing_row, row = row, self._row(key)
+                if row == missing_row:
+                    self._drop_row(key, missing_row)
                     return None
-                # Somebody put the key anew between the row and its file: there is a newer file.
+                # The key was put again between the reads of the row and its file: there is a newer file.
             except ForeignRecordError as error:
                 self._tally.count("foreign")
                 log.warning("stored record %s is not read, and stays: %s", key, error)
@@ -162,7 +162,7 @@ class DiskStore(Store):
                 self._reject(key, row, str(error))
                 return None
             except _FAILURES as error:
-                self._failed("read", key, error)
+                self._log_failure("read", key, error)
                 return None
             else:
                 if use:
@@ -171,7 +171,7 @@ class DiskStore(Store):
         return None
 
     def contains(self, key: str) -> bool:
-        """Whether `get` would find a file of some size; counts as a use. O(1), the record is not read."""
+        """Return True if `get` would find a file; counts as a use. O(1), the record is not read."""
         row = self._row(check_key(key))
         if row is None or not is_record(self.path / row.file):
             return False
@@ -179,22 +179,22 @@ class DiskStore(Store):
         return True
 
     def list(self, prefix: str = "") -> Iterator[str]:
-        """A sorted snapshot of the keys. Cost: a pass over the index."""
+        """Iterate over a sorted snapshot of the keys. Cost: a pass over the index."""
         return iter([key for key in self._keys() if key is not None and key.startswith(prefix)])
 
     def _keys(self) -> tuple[str | None, ...]:
-        """The keys that have not expired, in order; None for each row that this store did not write."""
+        """Return the unexpired keys, in order; None for each row that this store did not write."""
 
         def keys() -> tuple[str | None, ...]:
             self._cache.expire()
             return tuple(self._cache.iterkeys())
 
-        return self._or((), keys, "list", "its keys")
+        return self._guarded((), keys, "list", "its keys")
 
     def put(self, key: str, value: bytes) -> bool:
-        """Stores ``value``; False where it cannot fit beside what is leased here, or the disk refuses.
+        """Store ``value``; return False where it cannot fit beside the records leased here, or the disk refuses it.
 
-        Cost: one SHA-256, a synced file, a row; without the file where the same value is there already.
+        Cost: one SHA-256, a synced file, a row; without the file where the same value is stored already.
         """
         check_key(key)
         check_value(value)
@@ -216,24 +216,24 @@ class DiskStore(Store):
                     raise
                 self._make_room(0, key, None)
         except _FAILURES as error:
-            self._failed("write", key, error)
+            self._log_failure("write", key, error)
             return False
         self._tally.count("puts")
         return True
 
     def delete(self, key: str) -> bool:
-        """Removes ``key``, leased or not; False where there was none. Works on a full disk, too."""
+        """Remove ``key``, leased or not; return False where there was none. Works on a full disk too."""
         row = self._row(check_key(key))
         if row is None:
             return False
         self._tally.drop(key)
-        held = is_record(self.path / row.file)
-        return self._remove(key, row) or held
+        existed = is_record(self.path / row.file)
+        return self._remove(key, row) or existed
 
     def _make_room(self, need: int, keep: str, old: Row | None) -> bool:
-        """Evicts until ``need`` more bytes fit beside ``keep``; False (and nothing evicted) where leases do not allow it.
+        """Evict until ``need`` more bytes fit beside ``keep``; return False, without evictions, where leases prevent it.
 
-        ``old`` is the row that ``keep`` is about to lose. Cost: O(evicted), and now and then a walk over the folder.
+        ``old`` is the row of ``keep`` that is about to be replaced. Cost: O(evicted), and sometimes a walk over the folder.
         """
         with self._lock:
             spare = self.max_bytes - need + (0 if old is None else self._size(old))
@@ -249,8 +249,8 @@ class DiskStore(Store):
                     self._oldest = deque(sorted(walk(self.path)))
                 while self._oldest and self._bytes() > spare:
                     self._evict(self._oldest.popleft(), leased)
-            if self._bytes() > spare:  # rows whose files are gone still count, and a planted row counts what it likes
-                self._mend()
+            if self._bytes() > spare:  # rows of missing files still count, and a forged row may claim any size
+                self._rebuild_index()
             return self._bytes() <= spare
 
     def _evict(self, blob: BlobFile, leased: set[str]) -> None:
@@ -276,7 +276,7 @@ class DiskStore(Store):
                 os.close(folder)
 
     def lease(self, key: str) -> bool:
-        """Protects ``key`` from this process's evictions; another process only sees it as recently used."""
+        """Protect ``key`` from this process's evictions; other processes only see it as recently used."""
         if not self.contains(key):
             return False
         self._tally.lease(key)
@@ -286,11 +286,11 @@ class DiskStore(Store):
         self._tally.release(key)
 
     def stats(self) -> StoreStats:
-        """Counters of this process; items and bytes of the folder. O(1)."""
-        return self._tally.stats(self._or(0, lambda: len(self._cache)), self._or(0, self._bytes))
+        """Return this process's counters, and the items and bytes of the folder. O(1)."""
+        return self._tally.stats(self._guarded(0, lambda: self._total("count")), self._guarded(0, self._bytes))
 
     def verify(self) -> tuple[int, int]:
-        """Reads every record; (good, corrupt). Corrupt records, foreign rows and old orphans go; foreign records stay.
+        """Read every record; return (good, corrupt). Corrupt records, foreign rows and old orphans are deleted.
 
         Cost: a read of the whole store.
         """
@@ -311,38 +311,48 @@ class DiskStore(Store):
         return good, corrupt
 
     def gc(self, min_age: float = _ORPHAN_AGE_S) -> tuple[int, int]:
-        """Removes expired rows and files no row points at; (files, bytes) removed. Cost: a walk of the folder.
+        """Remove expired rows and files without a row; return (files, bytes) removed. Cost: a walk of the folder.
 
         Args:
             min_age: seconds; younger files may be another process's put between its rename and its row.
         """
         self._check_open()
-        self._or(None, self._cache.expire)
+        self._guarded(None, self._cache.expire)
         removed = [self._clean_temp(min_age), self._collect(min_age)]
-        self._keep_ballast()
+        self._write_reserve()
         return sum(files for files, _ in removed), sum(size for _, size in removed)
 
     def _collect(self, min_age: float) -> tuple[int, int]:
         # Files first, rows second: a file whose row appears in between is seen as used.
-        found = [self.path / blob.file for blob in walk(self.path)] + [*self.path.glob("*.damaged-*")]
+        files = [self.path / blob.file for blob in walk(self.path)] + [*self.path.glob("*.damaged-*")]
 
         def rows() -> set[str] | None:
-            kept = [self._row(key) for key in self._cache.iterkeys() if key is not None]
-            return {row.file for row in kept if row is not None}
+            indexed = [self._row(key) for key in self._cache.iterkeys() if key is not None]
+            return {row.file for row in indexed if row is not None}
 
-        used = self._or(None, rows, "list", "its keys")
+        used = self._guarded(None, rows, "list", "its keys")
         if used is None:  # without the index every file would look orphaned
             return 0, 0
-        return remove_old((path for path in found if path.relative_to(self.path).as_posix() not in used), min_age)
+        return remove_old((path for path in files if path.relative_to(self.path).as_posix() not in used), min_age)
 
     def close(self) -> None:
-        """Closes the index; idempotent. Later calls raise ValueError."""
+        """Close the index. Idempotent; later calls raise ValueError."""
         if not self._closed:
             self._closed = True
             self._cache.close()
 
     def _bytes(self) -> int:
-        return int(self._cache.reset("size"))
+        return self._total("size")
+
+    def _total(self, name: str) -> int:
+        """Return the index's ``count`` of rows or ``size`` of records; raise sqlite3.DatabaseError for an impossible value."""
+        try:
+            value = self._cache.reset(name)
+        except (TypeError, ValueError) as error:  # no row of that name, or several
+            raise sqlite3.DatabaseError(f"the index has no {name}: {error}") from None
+        if type(value) is not int or value < 0:
+            raise sqlite3.DatabaseError(f"the {name} of the index must be a number from 0, got {value!r}"[:200])
+        return value
 
     def _size(self, row: Row) -> int:
         try:
@@ -360,7 +370,7 @@ class DiskStore(Store):
         return self._drop_row(key, row)
 
     def _drop_row(self, key: str, row: Row | None) -> bool:
-        """Deletes the row that was seen: if another process has replaced it meanwhile, it stays. None: any that is refused."""
+        """Delete ``row`` unless another process has replaced it. None deletes a row that the store refuses to read."""
 
         def drop() -> bool:
             with self._cache.transact():
@@ -371,7 +381,7 @@ class DiskStore(Store):
                     pass
                 return bool(self._cache.delete(key))
 
-        return self._or(False, drop, "delete", key)
+        return self._guarded(False, drop, "delete", key)
 
     def _reject(self, key: str, row: Row | None, why: str) -> None:
         self._tally.count("corrupt")
@@ -380,38 +390,40 @@ class DiskStore(Store):
             remove_record(self.path, row.file)
         self._drop_row(key, row)
 
-    def _or(self, otherwise: T, call: Callable[[], T], what: str = "read", key: str = "the index") -> T:
-        """What ``call`` returns; where the index fails, that is noted, and ``otherwise`` is returned."""
+    def _guarded(self, fallback: T, call: Callable[[], T], action: str = "read", key: str = "the index") -> T:
+        """Return ``call()``; where the index fails, log the failure and return ``fallback``."""
         self._check_open()
         try:
             return call()
         except _FAILURES as error:
-            self._failed(what, key, error)
-            return otherwise
+            self._log_failure(action, key, error)
+            return fallback
 
-    def _failed(self, what: str, key: str, error: BaseException) -> None:
+    def _log_failure(self, action: str, key: str, error: BaseException) -> None:
         with self._lock:
             self.failures += 1
-        log.warning("store %s could not %s %s: %s: %s", self.path, what, key, type(error).__name__, error)
+        log.warning("store %s could not %s %s: %s: %s", self.path, action, key, type(error).__name__, error)
         if _is_damage(error):
             self._repair()
 
     def _open_index(self) -> Any:
         try:
-            return self._open_or_mend()
+            return self._open_or_rebuild()
         except (OSError, sqlite3.OperationalError) as error:
-            ballast = self.path / _BALLAST
-            if _is_damage(error) or not ballast.exists():
-                raise _not_opened(self.path, error) from None
-            log.warning("the index of the store %s cannot be opened (%s); its ballast goes", self.path, error)
-            ballast.unlink()
+            reserve = self.path / _RESERVE_FILE
+            if _is_damage(error) or not reserve.exists():
+                raise _open_error(self.path, error) from None
+            log.warning(
+                "the index of the store %s cannot be opened (%s); its reserve file is deleted", self.path, error
+            )
+            reserve.unlink()
         try:
-            return self._open_or_mend()
+            return self._open_or_rebuild()
         except (OSError, sqlite3.OperationalError) as error:
-            raise _not_opened(self.path, error) from None
+            raise _open_error(self.path, error) from None
 
-    def _open_or_mend(self, damaged: bool = False) -> Any:
-        """The index; where it is damaged it is put aside, and where it is missing it is made from the records."""
+    def _open_or_rebuild(self, damaged: bool = False) -> Any:
+        """Open the index. A damaged one is renamed, and a missing one is rebuilt from the records."""
         with (self.path / "lock").open("w") as lock:
             os.fchmod(lock.fileno(), 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -430,7 +442,7 @@ class DiskStore(Store):
             for tail in ("-wal", "-shm"):
                 (self.path / (_INDEX + tail)).unlink(missing_ok=True)
             cache = self._new_index()
-            # By name, the newest last: of two records of one key the later one counts.
+            # By name, the newest last: of two records of one key the later one wins.
             for blob in sorted(walk(self.path), key=lambda blob: Path(blob.file).name):
                 with contextlib.suppress(OSError, StoreCorrupt, TypeError):
                     key, code = describe_record(self.path / blob.file)
@@ -442,60 +454,63 @@ class DiskStore(Store):
         for tail in ("", "-wal", "-shm"):
             with contextlib.suppress(OSError):
                 (self.path / (_INDEX + tail)).chmod(0o600)
-        self._keep_ballast()
+        self._write_reserve()
         return cache
 
     def _repair(self, damaged: bool = False) -> None:
         with self._lock:
             if time.monotonic() < self._next_repair and not damaged:
                 return
-            self._next_repair = time.monotonic() + _REPAIR_PAUSE_S  # a disk that fails is not asked on every call
+            self._next_repair = time.monotonic() + _REPAIR_PAUSE_S  # a failing disk is not retried on every call
             try:
                 self._cache.close()
-                self._cache = self._open_or_mend(damaged)
+                self._cache = self._open_or_rebuild(damaged)
             except _FAILURES as error:
                 log.warning("the index of the store %s cannot be mended: %s", self.path, error)
 
-    def _mend(self) -> None:
-        """Drops rows whose files are gone; where the index still does not add up, makes it again."""
+    def _rebuild_index(self) -> None:
+        """Drop rows whose files are missing; rebuild the index where its total is still wrong."""
         rows = {key: self._row(key) for key in self._keys() if key is not None}
         for key, row in rows.items():
             if row is not None and not (self.path / row.file).exists():
                 self._drop_row(key, row)
-        held = sum(self._size(row) for row in rows.values() if row is not None)
-        if self._bytes() > held:
+        stored_bytes = sum(self._size(row) for row in rows.values() if row is not None)
+        if self._bytes() > stored_bytes:
             self._repair(damaged=True)
 
-    def _keep_ballast(self) -> None:
-        ballast = self.path / _BALLAST
-        if is_record(ballast, _BALLAST_BYTES):
+    def _write_reserve(self) -> None:
+        reserve = self.path / _RESERVE_FILE
+        if is_record(reserve, _RESERVE_BYTES):
             return
         try:
-            # Random, so that no file system can store it in less.
-            with os.fdopen(os.open(ballast, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(os.urandom(_BALLAST_BYTES))
+            # Random, so that no file system can compress it.
+            with os.fdopen(os.open(reserve, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(os.urandom(_RESERVE_BYTES))
         except OSError:  # too full for it already
-            ballast.unlink(missing_ok=True)
+            reserve.unlink(missing_ok=True)
 
     def _clean_temp(self, min_age: float) -> tuple[int, int]:
         return remove_old((self.path / TEMP).glob("*.tmp"), min_age)
 
 
 def _check_index(path: Path) -> None:
-    """Raises sqlite3.DatabaseError where the file is damaged or no index. Cost: a read of the index."""
+    """Raise sqlite3.DatabaseError where the file is damaged or no index. Cost: a read of the index."""
     with contextlib.closing(sqlite3.connect(path)) as connection:
-        ((found,), *_) = connection.execute("PRAGMA quick_check(1)").fetchall()
+        ((verdict,), *_) = connection.execute("PRAGMA quick_check(1)").fetchall()
         tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    if found != "ok" or not {"Cache", "Settings"} <= tables:
-        raise sqlite3.DatabaseError(found if found != "ok" else f"it has the tables {sorted(tables)}")
+        if verdict != "ok" or not {"Cache", "Settings"} <= tables:
+            raise sqlite3.DatabaseError(verdict if verdict != "ok" else f"it has the tables {sorted(tables)}")
+        totals = dict(connection.execute("SELECT key, value FROM Settings WHERE key IN ('count', 'size')"))
+    if len(totals) != 2 or any(type(value) is not int or value < 0 for value in totals.values()):
+        raise sqlite3.DatabaseError(f"its totals are {totals}"[:200])
 
 
 def _is_damage(error: BaseException) -> bool:
-    """Whether the index itself is at fault, not the disk, the permissions or another process."""
+    """Return True if the index itself is damaged, instead of the disk, the permissions or another process being at fault."""
     if isinstance(error, sqlite3.OperationalError):
         return any(sign in str(error) for sign in ("no such table", "no such column", "malformed", "disk I/O error"))
     return isinstance(error, sqlite3.DatabaseError)
 
 
-def _not_opened(path: Path, error: BaseException) -> OSError:
+def _open_error(path: Path, error: BaseException) -> OSError:
     return OSError(f"the index of the store {path} cannot be opened ({error}); check its permissions and free space")

@@ -73,8 +73,8 @@ class MemoryStore(Store):
             old = self._find(key)
             need = len(value) - (len(old.value) if old else 0)
             leased = self._tally.leased() - {key}
-            kept = sum(len(self._items[k].value) for k in leased)
-            if len(value) + kept > self.max_bytes:
+            leased_bytes = sum(len(self._items[k].value) for k in leased)
+            if len(value) + leased_bytes > self.max_bytes:
                 return False
             if self._bytes + need > self.max_bytes:
                 for victim in [k for k in self._items if k not in leased and k != key]:
@@ -95,7 +95,7 @@ class MemoryStore(Store):
             return self._find(check_key(key)) is not None and self._drop(key)
 
     def contains(self, key: str) -> bool:
-        """Whether `get` would find it; counts as a use. O(1)."""
+        """Return True if `get` would find it; counts as a use. O(1)."""
         with self._lock:
             return self._find(check_key(key)) is not None
 

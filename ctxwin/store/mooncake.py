@@ -179,7 +179,7 @@ class MooncakeStore(Store):
             return self._remove(check_key(key))
 
     def contains(self, key: str) -> bool:
-        """Whether `get` would find a value; counts as a use. The blob is not read."""
+        """Return True if `get` would find a value; counts as a use. The blob is not read."""
         self._check_open()
         self._expire()
         there = bool(self._client.is_exist(self._space + check_key(key)) == 1)
@@ -260,14 +260,14 @@ class MooncakeStore(Store):
 
 def _checked(url: str) -> tuple[str, dict[str, str]]:
     """The master's address and the options; ValueError where ``url`` names no cluster."""
-    wanted = "a mooncake store must be mooncake://MASTER:PORT[?host=...&protocol=tcp|rdma&devices=...&metadata=...]"
+    expected = "a mooncake store must be mooncake://MASTER:PORT[?host=...&protocol=tcp|rdma&devices=...&metadata=...]"
     try:
         parts = urlsplit(url)
         port = parts.port
-        given = dict(parse_qsl(parts.query, strict_parsing=bool(parts.query), keep_blank_values=True))
+        options = dict(parse_qsl(parts.query, strict_parsing=bool(parts.query), keep_blank_values=True))
     except ValueError as error:
-        raise ValueError(f"{wanted}, got one that cannot be read: {error}") from None
-    unknown = ", ".join(sorted(set(given) - set(_OPTIONS)))
+        raise ValueError(f"{expected}, got one that cannot be read: {error}") from None
+    unknown = ", ".join(sorted(set(options) - set(_OPTIONS)))
     if not parts.hostname or port is None or parts.path.strip("/") or parts.username or unknown:
-        raise ValueError(f"{wanted}, got {url[:80]!r}{f' with {unknown}' if unknown else ''}")
-    return f"{parts.hostname}:{port}", {**_OPTIONS, **given}
+        raise ValueError(f"{expected}, got {url[:80]!r}{f' with {unknown}' if unknown else ''}")
+    return f"{parts.hostname}:{port}", {**_OPTIONS, **options}

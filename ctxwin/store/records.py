@@ -27,7 +27,7 @@ _SUM: Final = re.compile(r"[0-9a-f]{64}")
 
 
 class Row(NamedTuple):
-    """What the index says of a record: its file, relative to the store's folder, and the sum it ends with, in hex."""
+    """Index entry of a record: its file, relative to the store's folder, and its final checksum, in hex."""
 
     file: str
     sum: str
@@ -148,7 +148,7 @@ def _regular(path: Path) -> Any:
 
 
 def is_record(path: Path, size: int | None = None) -> bool:
-    """Whether ``path`` is a regular file, of ``size`` bytes where given."""
+    """Return True if ``path`` is a regular file, of ``size`` bytes where given."""
     try:
         info = path.lstat()
     except OSError:

@@ -82,7 +82,7 @@ class RedisStore(Store):
         lease_s: float = LEASE_S,
     ) -> None:
         check_limits(max_bytes, ttl)
-        self.name = _checked(url)
+        self.name = _check_url(url)
         self.max_bytes = max_bytes
         self.ttl = ttl
         self.failures = 0
@@ -118,10 +118,10 @@ class RedisStore(Store):
 
     def _evicts_by_itself(self) -> bool:
         try:
-            said = self._client.info("memory")
+            info = self._client.info("memory")
         except self._errors:  # a login that may not ask
             return False
-        limit, policy = int(said.get("maxmemory", 0)), str(said.get("maxmemory_policy", "noeviction"))
+        limit, policy = int(info.get("maxmemory", 0)), str(info.get("maxmemory_policy", "noeviction"))
         return limit > 0 and policy.startswith("allkeys")
 
     def _enter(self, space: str) -> None:
@@ -131,7 +131,7 @@ class RedisStore(Store):
         self._holder = f"{space}holder:{secrets.token_hex(16)}"
 
     def get(self, key: str) -> bytes | None:
-        """The value, or None. Cost: one round trip, one SHA-256 (about 1 GB/s), one copy."""
+        """Return the value, or None. Cost: one round trip, one SHA-256 (about 1 GB/s), one copy."""
         value = self._read(check_key(key))
         self._tally.count("misses" if value is None else "hits")
         return value
@@ -151,7 +151,7 @@ class RedisStore(Store):
             if isinstance(blob, self._refused) and str(blob).startswith("WRONGTYPE"):
                 raise StoreCorrupt("it is not a string")
             if isinstance(blob, Exception) or isinstance(touched, Exception):
-                self._failed("read", key, blob if isinstance(blob, Exception) else touched)
+                self._log_failure("read", key, blob if isinstance(blob, Exception) else touched)
         except StoreCorrupt as error:
             self._reject(key, blob, error)
             return None
@@ -174,24 +174,30 @@ class RedisStore(Store):
         self._try("delete", key, lambda client: self._eval(client, scripts.REJECT, key, tail))
 
     def contains(self, key: str) -> bool:
-        """Whether `get` would find a value; counts as a use. The blob is not read."""
+        """Return True if `get` would find a value; counts as a use. The blob is not read."""
         check_key(key)
         return bool(self._try("look for", key, lambda client: self._eval(client, scripts.TOUCH, key)))
 
+    def reachable(self) -> bool:
+        """Return True if the server answers; False without a request during the pause after a failure."""
+        return not self._closed and bool(self._try("reach", "the server", lambda client: client.ping()))
+
     def list(self, prefix: str = "") -> Iterator[str]:
-        """A sorted snapshot of the keys; empty where the server cannot be reached."""
-        found = self._try("list", "its keys", lambda client: self._eval(client, scripts.LIST)) or []
-        return iter(sorted(key for key in (raw.decode("ascii", "replace") for raw in found) if key.startswith(prefix)))
+        """Iterate over a sorted snapshot of the keys; empty where the server cannot be reached."""
+        raw_keys = self._try("list", "its keys", lambda client: self._eval(client, scripts.LIST)) or []
+        return iter(
+            sorted(key for key in (raw.decode("ascii", "replace") for raw in raw_keys) if key.startswith(prefix))
+        )
 
     def put(self, key: str, value: bytes) -> bool:
-        """Stores ``value``; False where it cannot fit beside what anybody leases, or the server does not take it.
+        """Store ``value``; return False where it cannot fit beside all leased values, or the server refuses it.
 
-        Cost: one SHA-256, one copy, a round trip with the value; two where leases were given back since the last.
+        Cost: one SHA-256, one copy, a round trip with the value; two where leases were released since the last put.
         """
         return self._put(key, value) == 1
 
     def _put(self, key: str, value: bytes, token: int = 0) -> int | None:
-        """1: stored, 0: refused, -1: it is another owner's; None where the server fails."""
+        """Return 1: stored, 0: refused, -1: owned by another claimant; None where the server fails."""
         check_key(key)
         check_value(value)
         self._check_open()
@@ -201,15 +207,15 @@ class RedisStore(Store):
             return 0
         if self._released:
             with self._leasing:
-                self._give_back()
+                self._release_leases()
         passing = self._passing + secrets.token_hex(16)
         ttl = 0 if self.ttl is None else max(1, round(self.ttl * 1000))
         arguments = (key, len(blob), self.max_bytes, ttl, token, self._retired + key)
 
         def both(client: Any) -> Any:
-            """Value and index in one transaction; the value arrives under a passing name, so that a refusal changes nothing."""
+            """Write value and index in one transaction; the value has a temporary name first, so a refusal changes nothing."""
             with client.pipeline(transaction=True) as pipe:
-                # A script that fails half-way is not undone: what no index knows must go by itself.
+                # A script that fails half-way is not undone: a value without an index entry must expire.
                 pipe.set(passing, blob, px=_UNINDEXED_MS)
                 pipe.eval(
                     scripts.COMMON + scripts.PUT,
@@ -227,12 +233,12 @@ class RedisStore(Store):
         return stored
 
     def delete(self, key: str) -> bool:
-        """Removes ``key``, leased or not; False where there was none."""
+        """Remove ``key``, leased or not; return False where there was none."""
         check_key(key)
-        held = bool(self._try("delete", key, lambda client: self._eval(client, scripts.DELETE, key)))
-        if held:
+        existed = bool(self._try("delete", key, lambda client: self._eval(client, scripts.DELETE, key)))
+        if existed:
             self._unlease(key)
-        return held
+        return existed
 
     def _unlease(self, key: str) -> None:
         with self._leasing:
@@ -241,34 +247,34 @@ class RedisStore(Store):
                 self._released.add(key)
 
     def lease(self, key: str) -> bool:
-        """Protects ``key`` from evictions of all who share the store, until its release or `lease_s` after this process ended."""
+        """Protect ``key`` from evictions by all users of the store, until its release or `lease_s` after this process ends."""
         arguments = (check_key(key), self._holder, self._lease_ms)
         with self._leasing:
-            held = bool(self._try("lease", key, lambda client: self._eval(client, scripts.LEASE, *arguments)))
-            if held:
+            leased = bool(self._try("lease", key, lambda client: self._eval(client, scripts.LEASE, *arguments)))
+            if leased:
                 self._tally.lease(key)
                 self._released.discard(key)
                 if self._renewal is None:
                     self._renewal = threading.Event()
                     which = (weakref.ref(self), self._renewal, self._lease_ms / 3000)
                     threading.Thread(target=_renew, args=which, name="ctxwin-leases", daemon=True).start()
-        return held
+        return leased
 
     def release(self, key: str) -> None:
-        """Gives back one lease; the server hears of it with the next put or renewal."""
+        """Release one lease; the server learns of it with the next put or renewal."""
         with self._leasing:
-            before = self._tally.holds(key)
+            was_leased = self._tally.holds(key)
             self._tally.release(key)
-            if before and not self._tally.holds(key):
+            if was_leased and not self._tally.holds(key):
                 self._released.add(key)
 
-    def _give_back(self) -> None:
-        given = tuple(self._released)
-        if given and self._try("release", "leases", lambda client: client.srem(self._holder, *given)) is not None:
-            self._released.difference_update(given)
+    def _release_leases(self) -> None:
+        released = tuple(self._released)
+        if released and self._try("release", "leases", lambda client: client.srem(self._holder, *released)) is not None:
+            self._released.difference_update(released)
 
     def renew(self) -> None:
-        """Tells the server all leases of this process again, so that they stand for another `lease_s` seconds."""
+        """Renew all leases of this process on the server for another `lease_s` seconds."""
 
         def everything(client: Any) -> Any:
             with client.pipeline(transaction=True) as pipe:
@@ -283,27 +289,27 @@ class RedisStore(Store):
                 self._released.clear()
 
     def claim(self, key: str) -> tuple[int, bytes] | None:
-        """Takes a fenced record over. Cost: a round trip with the value, as one script."""
-        found = self._answer(
+        """Take over a fenced record. Cost: a round trip with the value, as one script."""
+        reply = self._answer(
             key, self._try("claim", check_key(key), lambda client: self._eval(client, scripts.CLAIM, key))
         )
-        value = None if found == 0 else self._open(key, found[1])
-        return None if value is None else (int(found[0]), value)
+        value = None if reply == 0 else self._open(key, reply[1])
+        return None if value is None else (int(reply[0]), value)
 
     def commit(self, key: str, value: bytes, token: int) -> bool:
-        """Writes a fenced record as its owner. Cost: a `put`."""
+        """Write a fenced record as its owner. Cost: a `put`."""
         stored = self._answer(key, self._put(key, value, token))
         if stored < 0:
             raise StaleOwner(f"{key} must be written by its owner, got token {token}; claim it again")
         return bool(stored)
 
     def read(self, key: str) -> bytes | None:
-        """The value of a fenced record. Cost: a round trip with the value."""
+        """Return the value of a fenced record. Cost: a round trip with the value."""
         (blob,) = self._answer(key, self._try("read", check_key(key), lambda client: [client.get(self._values + key)]))
         return None if blob is None else self._open(key, blob)
 
     def token(self, key: str) -> int:
-        """The token of a fenced record's owner; 0 where there is none, more than any where it was retired. Cost: a round trip."""
+        """Return the token of a fenced record's owner; 0 where there is none, above all others once retired. One round trip."""
 
         def read(client: Any) -> Any:
             with client.pipeline(transaction=False) as pipe:
@@ -316,7 +322,7 @@ class RedisStore(Store):
         return _NOBODYS if retired else max(1, int(token or 0)) if there else 0
 
     def retire(self, key: str) -> bool:
-        """Removes a fenced record; no former owner can bring it back within the hour. Cost: a round trip."""
+        """Remove a fenced record; no former owner can restore it within the hour. Cost: a round trip."""
         arguments = (check_key(key), self._retired + key, _RETIRED_MS)
         there = self._answer(
             key, self._try("retire", key, lambda client: self._eval(client, scripts.RETIRE, *arguments))
@@ -325,28 +331,28 @@ class RedisStore(Store):
         return bool(there)
 
     def hold(self, key: str, value: str, seconds: float) -> str:
-        """Whose the name is; by the server's clock. Cost: a round trip."""
+        """Claim a name and return its current value, by the server's clock. Cost: a round trip."""
         arguments = (self._held + check_key(key), value, round(seconds * 1000))
-        found = self._answer(key, self._try("hold", key, lambda client: self._eval(client, scripts.HOLD, *arguments)))
-        return str(found.decode())
+        reply = self._answer(key, self._try("hold", key, lambda client: self._eval(client, scripts.HOLD, *arguments)))
+        return str(reply.decode())
 
-    def _answer(self, key: str, found: Any) -> Any:
-        if found is None:
+    def _answer(self, key: str, reply: Any) -> Any:
+        if reply is None:
             raise StoreUnavailable(
                 f"the store {self.name} must answer before a window's version counts, and did not for {key}; try again, "
                 "and look at its server"
             )
-        return found
+        return reply
 
     def stats(self) -> StoreStats:
-        """Counters of this process; items and bytes of the tenant, 0 where the server cannot be reached."""
+        """Return this process's counters, and the tenant's items and bytes, 0 where the server cannot be reached."""
         items, size = self._try("read", "its index", lambda client: self._eval(client, scripts.STATS)) or (0, 0)
         return self._tally.stats(items, size)
 
     def verify(self) -> tuple[int, int]:
-        """Reads every blob; (good, corrupt), values that are gone included. Corrupt ones are deleted, foreign ones stay.
+        """Read every blob; return (good, corrupt), missing values included. Corrupt ones are deleted, foreign ones stay.
 
-        Cost: a read of the tenant's whole store. What the server does not answer counts as neither.
+        Cost: a read of the tenant's whole store. Failed requests count as neither.
         """
         good = corrupt = 0
         for key in self.list():
@@ -358,7 +364,7 @@ class RedisStore(Store):
         return good, corrupt
 
     def close(self) -> None:
-        """Closes the connections; idempotent. Later calls raise ValueError."""
+        """Close the connections. Idempotent; later calls raise ValueError."""
         if not self._closed:
             if self._renewal is not None:
                 self._renewal.set()
@@ -369,8 +375,8 @@ class RedisStore(Store):
     def _eval(self, client: Any, script: str, *arguments: Any) -> Any:
         return client.eval(scripts.COMMON + script, len(scripts.INDEX), *self._index, self._values, *arguments)
 
-    def _try(self, what: str, key: str, call: Callable[[Any], Any]) -> Any:
-        """What ``call`` returns; None where the server does not answer, refuses, or is being left alone."""
+    def _try(self, action: str, key: str, call: Callable[[Any], Any]) -> Any:
+        """Return ``call(client)``; None where the server does not answer or refuses, or during the pause after a failure."""
         self._check_open()
         with self._lock:
             if self._clock() < self._wake:
@@ -379,45 +385,45 @@ class RedisStore(Store):
         try:
             result = call(self._client)
         except self._errors as error:
-            self._failed(what, key, error)
+            self._log_failure(action, key, error)
             return None
         with self._lock:
             self._pause = self._wake = 0.0
         return result
 
-    def _failed(self, what: str, key: str, error: BaseException) -> None:
+    def _log_failure(self, action: str, key: str, error: BaseException) -> None:
         with self._lock:
             self.failures += 1
             if isinstance(error, self._gone):
                 self._pause = min(max(2 * self._pause, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
                 self._wake = self._clock() + self._pause
-        log.warning("store %s could not %s %s: %s: %s", self.name, what, key, type(error).__name__, error)
+        log.warning("store %s could not %s %s: %s: %s", self.name, action, key, type(error).__name__, error)
 
 
 def _renew(store: weakref.ref[RedisStore], stop: threading.Event, pause: float) -> None:
     while not stop.wait(pause):
-        held = store()
-        if held is None:
+        live_store = store()
+        if live_store is None:
             return
         try:
-            held.renew()
+            live_store.renew()
         except ValueError:  # closed meanwhile
             return
-        del held
+        del live_store
 
 
-def _checked(url: str) -> str:
-    """``url`` without its login, for messages; ValueError where it is no address of a Redis database."""
-    wanted = "a redis store must be redis://[user:password@]host[:port][/db] (rediss:// for TLS)"
+def _check_url(url: str) -> str:
+    """Return ``url`` without its login, for messages; raise ValueError where it is no address of a Redis database."""
+    expected = "a redis store must be redis://[user:password@]host[:port][/db] (rediss:// for TLS)"
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise ValueError(f"{wanted}, got one that cannot be read: {error}") from None
+        raise ValueError(f"{expected}, got one that cannot be read: {error}") from None
     name = f"{parts.scheme}://{parts.hostname or ''}:{6379 if port is None else port}/{parts.path.strip('/') or 0}"
     database = parts.path.removeprefix("/")
     if parts.scheme not in ("redis", "rediss") or not parts.hostname or parts.query or parts.fragment:
-        raise ValueError(f"{wanted}, got {name!r}{' with options' if parts.query or parts.fragment else ''}")
+        raise ValueError(f"{expected}, got {name!r}{' with options' if parts.query or parts.fragment else ''}")
     if database and not (database.isascii() and database.isdigit()):
-        raise ValueError(f"{wanted} with a number as db, got {name!r}")
+        raise ValueError(f"{expected} with a number as db, got {name!r}")
     return name

@@ -1,4 +1,4 @@
-"""What `ctxwin.store.redis` has the server run: Lua scripts, each of which runs as a whole or not at all.
+"""Lua scripts of `ctxwin.store.redis`, which the server runs without interleaving other commands.
 
 KEYS of every script are the index, in the order of `INDEX`; ARGV[1] is what stands in front of a value's name.
 """

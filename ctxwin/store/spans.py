@@ -26,8 +26,8 @@ from ctxwin.kv.layout import KVSpec, SpanKV, outputs_in, outputs_named
 from ctxwin.kv.states import named, states_in
 from ctxwin.store import codec
 from ctxwin.store.base import Store
-from ctxwin.store.narrow import narrowed, widened
-from ctxwin.store.recent import Recent
+from ctxwin.store.fp8 import pack_fp8, unpack_fp8
+from ctxwin.store.lru import LRUCache
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,15 +45,16 @@ _UNSERVED: Final = 1 << 16  # patches remembered as not yet served
 
 @dataclass
 class RepositoryCounters:
-    """What a `SpanRepository` did since it was made; ``hits`` and ``misses`` by namespace.
+    """Counters of a `SpanRepository` since its creation; ``hits`` and ``misses`` are by namespace.
 
     Attributes:
-        mismatched: records of another model, tokens or provenance under the key asked for; each is a miss.
-        corrupt: records that did not decode; deleted, each is a miss.
-        refused: puts that the store did not take.
-        patches: patches that it took; patches_served: those of them that an answer was served with, each once.
-        patches_dropped: those that were removed to give bytes back and had never served.
-        spans_compressed: spans that were replaced by a canonical and a patch.
+        mismatched: records of another model, tokens or provenance under the requested key; each is a miss.
+        corrupt: records that did not decode; each is deleted and a miss.
+        refused: puts that the store refused.
+        patches: stored patches.
+        patches_served: stored patches that served an answer, each counted once.
+        patches_dropped: patches that were removed to free bytes and had never served.
+        spans_compressed: spans that were replaced by a canonical span and a patch.
     """
 
     hits: Counter[str] = field(default_factory=Counter)
@@ -69,22 +70,22 @@ class RepositoryCounters:
 
 R = TypeVar("R")
 _Found = tuple[R, dict[str, Any]]
-"""A record and the meta that was stored beside it."""
+"""A record and the metadata stored beside it."""
 
 
 class SpanRepository:
     """Typed access to ``store`` for one model; thread-safe.
 
-    Keys are ``namespace/digest``; a bare digest gets the namespace of the method. Whatever cannot be returned exactly
-    as it was put (not there, undecodable, of another model, of other tokens) is None: a wrong answer is worse than a
-    slow one. Returned tensors are on the CPU and read-only (`codec.decode_tensors`); callers may share them.
+    Keys are ``namespace/digest``; a bare digest gets the namespace of the method. A record that cannot be returned
+    exactly as it was put (absent, undecodable, of another model, of other tokens) is None: a wrong answer is worse than
+    a slow one. Returned tensors are on the CPU and read-only (`codec.decode_tensors`); callers may share them.
 
     Args:
-        store: where the blobs are; stays open when the repository goes.
-        identity: `EngineSpec.identity`; stands in every record and is compared on a hit.
-        spec: layout of the model's KV, which every span is held against; None checks only that a span fits itself.
-        max_live_bytes: bound on decoded records kept at hand (they share their blobs' bytes). One is only served while
-            the store still holds its key. 0 keeps none.
+        store: holds the blobs; it stays open after the repository.
+        identity: `EngineSpec.identity`; written to every record and compared on a hit.
+        spec: layout of the model's KV, against which every span is checked; None checks only that a span is consistent.
+        max_live_bytes: bound on cached decoded records (they share their blobs' bytes), at most the store's own limit. A
+            cached record is served only while the store still holds its key. 0 caches none.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class SpanRepository:
         self.identity = identity
         self.spec = spec
         self.counters = RepositoryCounters()
-        self._live: Recent[tuple[_Found[Any], int]] = Recent(max_live_bytes)
+        self._live: LRUCache[tuple[_Found[Any], int]] = LRUCache(min(max_live_bytes, store.limit() or max_live_bytes))
         self._known: dict[str, SharedBasis] = {}
         self._leases: Counter[str] = Counter()
         self._abandoned: deque[str] = deque()
@@ -104,22 +105,27 @@ class SpanRepository:
         self._lock = threading.Lock()
 
     def get_span(
-        self, key: str, token_ids: Sequence[int] | None = None, *, positions: np.ndarray | None = None, **wanted: object
+        self,
+        key: str,
+        token_ids: Sequence[int] | None = None,
+        *,
+        positions: np.ndarray | None = None,
+        **expected: object,
     ) -> tuple[SpanKV, dict[str, Any]] | None:
-        """The span and its meta, or None.
+        """Return the span and its metadata, or None.
 
         Args:
-            key: of ``span/``.
-            token_ids: the ids the span must have been made from; others are a miss. None leaves them to the caller.
-            positions: int64 ``[3, T]``, where its tokens must stand, relative to its origin; others are a miss.
-            wanted: what else its meta must hold: ``chunk``, ``provenance``, ``exact``.
+            key: a key of ``span/``.
+            token_ids: ids that the span must have been computed from; others are a miss. None skips the comparison.
+            positions: int64 ``[3, T]``, the positions its tokens must have relative to its origin; others are a miss.
+            expected: further metadata that must match: ``chunk``, ``provenance``, ``exact``.
 
-        Cost: a read, a SHA-256 of the blob and a pass over its numbers; nothing while it is at hand.
+        Cost: a read, a SHA-256 of the blob and a pass over its numbers; nothing while it is cached.
         """
 
         def decode(blob: bytes) -> tuple[SpanKV, dict[str, Any]]:
             tensors, header = codec.decode_tensors(blob, checked=False)
-            tensors = widened(tensors, header)
+            tensors = unpack_fp8(tensors, header)
             kv = tensors["k"], tensors["v"], tensors["positions"]
             span = SpanKV(*kv, int(header["start"]), outputs_in(tensors), states_in(tensors))
             _check_span(span, self.spec)
@@ -129,18 +135,18 @@ class SpanRepository:
             return span, header
 
         def same(span: SpanKV, header: Mapping[str, Any]) -> bool:
-            held = header["user"]
-            here = positions is None or (
+            meta = header["user"]
+            positions_match = positions is None or (
                 span.positions.shape == positions.shape and bool((span.positions.numpy() == positions).all())
             )
-            theirs = token_ids is None or list(held["token_ids"]) == list(token_ids)
-            return here and theirs and all(held.get(name) == value for name, value in wanted.items())
+            ids_match = token_ids is None or list(meta["token_ids"]) == list(token_ids)
+            return positions_match and ids_match and all(meta.get(name) == value for name, value in expected.items())
 
-        found = self._get(_key(key, "span"), "span", decode, same)
-        return None if found is None else (found[0], dict(found[1]["user"]))
+        match = self._get(_key(key, "span"), "span", decode, same)
+        return None if match is None else (match[0], dict(match[1]["user"]))
 
     def put_span(self, key: str, span: SpanKV, meta: Mapping[str, Any]) -> bool:
-        """Stores a span; False where the store refused it.
+        """Store a span; return False where the store refused it.
 
         Args:
             meta: plain JSON; ``meta["token_ids"]`` must hold one id per token of the span.
@@ -152,12 +158,12 @@ class SpanRepository:
             got = "none" if ids is None else str(len(ids))
             raise ValueError(f"meta['token_ids'] must hold {span.tokens} ids, one per token of the span, got {got}")
         header = {"start": int(span.start), "user": {**meta, "token_ids": [int(i) for i in ids]}}
-        kv, said = narrowed({"k": span.k, "v": span.v})
+        kv, packing = pack_fp8({"k": span.k, "v": span.v})
         tensors = kv | {"positions": span.positions} | outputs_named(span.outputs) | named(span.states)
-        return self._put(_key(key, "span"), "span", header | said, tensors)
+        return self._put(_key(key, "span"), "span", header | packing, tensors)
 
     def get_patch(self, key: str) -> Patch | None:
-        """The patch under ``patch/`` or ``orbit/``, its shared basis included, or None."""
+        """Return the patch under ``patch/`` or ``orbit/`` with its shared basis, or None."""
 
         def decode(blob: bytes) -> tuple[Patch, dict[str, Any]]:
             from ctxwin.kv.patch import Patch
@@ -173,9 +179,9 @@ class SpanRepository:
         return _record(self._get(_key(key, *_PATCHES), "patch", decode))
 
     def put_patch(self, key: str, patch: Patch, *, serves: bool = True) -> bool:
-        """Stores a patch, and its shared basis where that is neither known nor stored; False where one was refused.
+        """Store a patch, and its shared basis where that is neither known nor stored; return False where one was refused.
 
-        ``serves=False``: it is no patch that answers may be served with, and does not count as one.
+        With ``serves=False`` the patch may not serve answers and is left out of the counters.
         """
         if patch.basis is not None and patch.basis.id not in self._known:
             where = f"basis/{patch.basis.id}"
@@ -183,46 +189,46 @@ class SpanRepository:
             if not self.store.contains(where) and not self._put(where, "basis", described, patch.basis.tensors()):
                 return False
         key = _key(key, *_PATCHES)
-        taken = self._put(key, "patch", {"patch": patch.describe()}, patch.tensors())
-        if taken and serves:
+        stored = self._put(key, "patch", {"patch": patch.describe()}, patch.tensors())
+        if stored and serves:
             with self._lock:
                 self.counters.patches += 1
                 self._unserved[key] = None
                 if len(self._unserved) > _UNSERVED:
                     self._unserved.popitem(last=False)
-        return taken
+        return stored
 
     def note_served(self, key: str) -> None:
-        """Counts that an answer was served with the patch under ``key``."""
+        """Count that the patch under ``key`` served an answer."""
         with self._lock:
             if key in self._unserved:
                 del self._unserved[key]
                 self.counters.patches_served += 1
 
     def drop_unserved(self) -> int:
-        """Removes the patches stored here that have never served and that nobody leases; returns the bytes given back."""
+        """Remove the unleased patches stored here that have never served; return the bytes freed."""
         with self._lock:
             keys = list(self._unserved)
         freed = 0
         for key in keys:
             if not self.leased(key):
-                held = self.store.get(key)
+                blob = self.store.get(key)
                 self.delete(key)
                 with self._lock:
                     self._unserved.pop(key, None)
-                    self.counters.patches_dropped += held is not None
-                freed += len(held or b"")
+                    self.counters.patches_dropped += blob is not None
+                freed += len(blob or b"")
         return freed
 
     def know_basis(self, basis: SharedBasis) -> None:
-        """Takes a basis that comes with the model: its patches name it, and the store need not hold it.
+        """Register a basis that ships with the model, so that patches can name it without the store holding it.
 
-        A patch whose basis is neither known nor stored is a miss.
+        A patch whose basis is neither registered nor stored is a miss.
         """
         self._known[basis.id] = basis
 
     def get_basis(self, key: str) -> SharedBasis | None:
-        """The shared basis with this id, or None."""
+        """Return the shared basis with this id, or None."""
 
         def decode(blob: bytes) -> tuple[SharedBasis, dict[str, Any]]:
             from ctxwin.kv.basis import SharedBasis
@@ -233,7 +239,7 @@ class SpanRepository:
         return _record(self._get(_key(key, "basis"), "basis", decode))
 
     def get_embedding(self, key: str) -> torch.Tensor | None:
-        """Vision embeddings ``[tokens, hidden]`` under ``embed/``, or None."""
+        """Return vision embeddings ``[tokens, hidden]`` under ``embed/``, or None."""
 
         def decode(blob: bytes) -> tuple[torch.Tensor, dict[str, Any]]:
             tensors, header = codec.decode_tensors(blob, checked=False)
@@ -243,23 +249,23 @@ class SpanRepository:
         return _record(self._get(_key(key, "embed"), "embed", decode))
 
     def put_embedding(self, key: str, embedding: torch.Tensor) -> bool:
-        """Stores vision embeddings; False where the store refused them."""
+        """Store vision embeddings; return False where the store refused them."""
         return self._put(_key(key, "embed"), "embed", {}, {"embedding": embedding})
 
     def get_source(self, key: str) -> bytes | None:
-        """Encoded media under ``source/``, or None. The same for every model, so no identity is compared."""
+        """Return encoded media under ``source/``, or None. They are shared by all models, so no identity is compared."""
         return _record(
             self._get(_key(key, "source"), "source", partial(codec.decode_bytes, checked=False), bound=False)
         )
 
     def put_source(self, key: str, data: bytes) -> bool:
-        """Stores encoded media; False where the store refused them."""
+        """Store encoded media; return False where the store refused them."""
         return self._put(_key(key, "source"), "source", {}, data, bound=False)
 
     def get_json(self, key: str, *, bound: bool = True) -> Any:
-        """JSON under ``chunk/`` (or any other namespace named in ``key``), or None. A fresh object on every call.
+        """Return JSON under ``chunk/`` (or another namespace named in ``key``), or None. A new object on every call.
 
-        ``bound=False``: of `put_json` with the same, for what means the same to every model.
+        ``bound=False`` reads what `put_json` wrote with the same: values that are valid for every model.
         """
 
         def decode(blob: bytes) -> tuple[bytes, dict[str, Any]]:
@@ -267,68 +273,73 @@ class SpanRepository:
             json.loads(payload)
             return payload, header
 
-        found = _record(self._get(_key(key, "chunk", any_namespace=True), "json", decode, bound=bound))
-        return None if found is None else json.loads(found)
+        payload_read = _record(self._get(_key(key, "chunk", any_namespace=True), "json", decode, bound=bound))
+        return None if payload_read is None else json.loads(payload_read)
 
     def put_json(self, key: str, value: Any, *, bound: bool = True) -> bool:
-        """Stores plain JSON; False where the store refused it; TypeError where ``value`` is not JSON."""
+        """Store plain JSON; return False where the store refused it; raise TypeError where ``value`` is not JSON."""
         payload = json.dumps(value, sort_keys=True, allow_nan=False).encode()
         return self._put(_key(key, "chunk", any_namespace=True), "json", {}, payload, bound=bound)
 
-    def record_of(self, key: str) -> Mapping[str, Any]:
-        """The metadata stored beside the tensors of a span or patch; empty where it is gone or cannot be read.
+    def note_corrupt(self) -> None:
+        """Count a record whose content does not belong in its namespace."""
+        with self._lock:
+            self.counters.corrupt += 1
 
-        Works for records of any model, as nothing is compared. Cost: a read and a checksum.
+    def record_of(self, key: str) -> Mapping[str, Any]:
+        """Return the metadata stored beside the tensors of a span or patch; empty where it is gone or unreadable.
+
+        Works for records of any model, because nothing is compared. Cost: a read and a checksum.
         """
         blob = self.store.get(key)
         try:
             _, header = codec.decode_tensors(blob or b"", checked=False)
-            said: Mapping[str, Any] = header["user"] if "user" in header else header["patch"]["meta"]
+            meta: Mapping[str, Any] = header["user"] if "user" in header else header["patch"]["meta"]
         except (ValueError, TypeError, KeyError):
             return {}
-        return said
+        return meta
 
     def contains(self, key: str) -> bool:
-        """Whether the store holds ``key`` (in full, with its namespace). A get may still find a mismatch."""
+        """Return True if the store holds ``key`` (in full, with its namespace). A get may still find a mismatch."""
         return self.store.contains(key)
 
     def tier(self, key: str) -> str:
-        """Where a read of ``key`` would come from: ``at hand``, decoded already, or a kind of store."""
+        """Return the source of a read of ``key``: ``at hand`` where it is cached decoded, else a kind of store."""
         return "at hand" if key in self._live else self.store.tier(key)
 
     def delete(self, key: str) -> bool:
-        """Removes ``key`` from the store and from what is at hand."""
+        """Remove ``key`` from the store and from the cache of decoded records."""
         self._live.pop(key)
         return self.store.delete(key)
 
     def lease(self, key: str) -> bool:
-        """Protects ``key`` from eviction until `release`; False where it is not held."""
+        """Protect ``key`` from eviction until `release`; return False where the store does not hold it."""
         self._release_abandoned()
-        held = self.store.lease(key)
-        if held:
+        leased = self.store.lease(key)
+        if leased:
             with self._lock:
                 self._leases[key] += 1
-        return held
+        return leased
 
     def release(self, key: str) -> None:
-        """Gives back one lease of ``key``."""
+        """Release one lease of ``key``."""
         self._release_abandoned()
         self._release(key)
 
     def abandon(self, keys: set[str]) -> None:
-        """Empties ``keys`` and releases them later, before anything is leased, stored or looked up as leased.
+        """Empty ``keys`` and release them later, before the next lease, put or lookup of leases.
 
-        For finalizers: the garbage collector runs them anywhere, in a thread that holds the store's lock, too.
+        For finalizers: the garbage collector may run them in a thread that holds the store's lock.
         """
         self._abandoned.extend(keys)
         keys.clear()
 
     def leased(self, key: str) -> bool:
-        """Whether somebody holds a lease on ``key`` through this repository."""
+        """Return True if ``key`` is leased through this repository."""
         return self.leases(key) > 0
 
     def leases(self, key: str) -> int:
-        """How many leases on ``key`` are held through this repository."""
+        """Return the number of leases on ``key`` through this repository."""
         self._release_abandoned()
         with self._lock:
             return self._leases.get(key, 0)
@@ -363,12 +374,12 @@ class SpanRepository:
         else:
             blob = codec.encode_tensors(body, meta, checked=False)
         self._live.pop(key)
-        taken = self.store.put(key, blob)
+        stored = self.store.put(key, blob)
         with self._lock:
-            self.counters.refused += not taken
-        if not taken:
+            self.counters.refused += not stored
+        if not stored:
             log.warning("the store refused %s (%d bytes)", key, len(blob))
-        return taken
+        return stored
 
     def _get(
         self,
@@ -378,30 +389,30 @@ class SpanRepository:
         same: Callable[[R, Mapping[str, Any]], bool] = lambda record, header: True,
         bound: bool = True,
     ) -> _Found[R] | None:
-        held = self._live.get(key)
-        # What the store has forgotten (deleted, expired, evicted) must not live on here; this also marks it as used.
-        if held is not None and not self.store.contains(key):
+        cached = self._live.get(key)
+        # A record that left the store (deleted, expired, evicted) must not be served; the check also counts as a use.
+        if cached is not None and not self.store.contains(key):
             self._live.pop(key)
-            held = None
-        found: _Found[R] | None = None
-        if held is not None:
-            found, size = held
+            cached = None
+        match: _Found[R] | None = None
+        if cached is not None:
+            match, size = cached
         elif (blob := self.store.get(key)) is not None:
-            found, size = self._decode(key, kind, blob, decode), len(blob)
-        if found is not None:
-            another = found[1].get("identity") != (self.identity if bound else "")
-            if another or not same(*found):
+            match, size = self._decode(key, kind, blob, decode), len(blob)
+        if match is not None:
+            another = match[1].get("identity") != (self.identity if bound else "")
+            if another or not same(*match):
                 what = "another model" if another else "other content"
                 log.warning("stored %s is of %s than asked for; taken as a miss", key, what)
                 with self._lock:
                     self.counters.mismatched += 1
-                found = None
+                match = None
         with self._lock:
-            counted = self.counters.misses if found is None else self.counters.hits
+            counted = self.counters.misses if match is None else self.counters.hits
             counted[key.partition("/")[0]] += 1
-        if found is not None and held is None:
-            self._live.put(key, (found, size), size)
-        return found
+        if match is not None and cached is None:
+            self._live.put(key, (match, size), size)
+        return match
 
     def _decode(self, key: str, kind: str, blob: bytes, decode: Callable[[bytes], _Found[R]]) -> _Found[R] | None:
         try:
@@ -412,7 +423,7 @@ class SpanRepository:
         except _BasisGoneError as gone:
             log.warning("stored %s needs basis %s, which is gone; taken as a miss", key, gone)
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-            # The checksum may be right and the content still not ours; whatever it is, it is recomputed.
+            # The checksum may be right and the content still foreign; it is recomputed.
             log.warning("stored %s cannot be decoded and was deleted: %s", key, error)
             with self._lock:
                 self.counters.corrupt += 1
@@ -420,16 +431,16 @@ class SpanRepository:
         return None
 
 
-def _record(found: _Found[R] | None) -> R | None:
-    return None if found is None else found[0]
+def _record(match: _Found[R] | None) -> R | None:
+    return None if match is None else match[0]
 
 
 class _BasisGoneError(LookupError):
-    """The shared basis of a patch is not stored any more."""
+    """The shared basis of a patch is no longer stored."""
 
 
 def _check_span(span: SpanKV, spec: KVSpec | None) -> None:
-    """Raises StoreCorrupt or ValueError where a span cannot be KV of the model, whoever wrote it."""
+    """Raise StoreCorrupt or ValueError for a span that cannot be KV of the model."""
     import torch
 
     if spec is not None:
@@ -450,7 +461,7 @@ def _check_span(span: SpanKV, spec: KVSpec | None) -> None:
 
 
 def _check_finite(*tensors: torch.Tensor) -> None:
-    """Raises StoreCorrupt where numbers are NaN or infinite, or no floating-point numbers. Cost: a pass over them."""
+    """Raise StoreCorrupt for tensors with NaN or infinite numbers, or of an integer dtype. Cost: a pass over them."""
     for tensor in tensors:
         if not tensor.dtype.is_floating_point:
             raise StoreCorrupt(f"it must hold floating-point numbers, got {tensor.dtype}")

@@ -1,4 +1,4 @@
-"""What every `Store` must do, for the stores here and for anybody's own (needs pytest and Hypothesis).
+"""Conformance suite of `Store`, for the stores here and for third-party ones (needs pytest and Hypothesis).
 
 class TestMyStore(StoreConformance):
     def make_store(self, path, *, max_bytes=None, ttl=None):
@@ -336,9 +336,9 @@ class _Machine(RuleBasedStateMachine):
         self.store.close()
         self.cleanup()
 
-    def check(self, found: bytes | None, key: str) -> None:
+    def check(self, value: bytes | None, key: str) -> None:
         """A value that is there is the last one that was put; nothing is missing where there is room."""
-        assert found == self.last.get(key) or (found is None and self.limit is not None and not self.leased[key])
+        assert value == self.last.get(key) or (value is None and self.limit is not None and not self.leased[key])
 
     @rule(key=_KEYS, piece=st.binary(min_size=1, max_size=20), times=st.integers(0, 1000))
     def put(self, key: str, piece: bytes, times: int) -> None:
@@ -368,9 +368,9 @@ class _Machine(RuleBasedStateMachine):
 
     @rule(key=_KEYS)
     def lease(self, key: str) -> None:
-        held = self.store.lease(key)
-        assert held is (self.store.get(key) is not None)
-        self.leased[key] += held
+        leased = self.store.lease(key)
+        assert leased is (self.store.get(key) is not None)
+        self.leased[key] += leased
 
     @rule(key=_KEYS)
     def release(self, key: str) -> None:

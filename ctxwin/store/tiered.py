@@ -72,6 +72,10 @@ class TieredStore(Store):
         """Of the first tier that holds ``key``. Cost: a lookup in the tiers above the last."""
         return next((tier for tier in self.tiers[:-1] if tier.contains(key)), self.tiers[-1]).tier(key)
 
+    def reachable(self) -> bool:
+        """Return True if every tier answers."""
+        return all(tier.reachable() for tier in self.tiers)
+
     def list(self, prefix: str = "") -> Iterator[str]:
         return iter(sorted({key for tier in self.tiers for key in tier.list(prefix)}))
 

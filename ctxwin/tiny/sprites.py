@@ -1,4 +1,4 @@
-"""What the generated world looks like: names, colours, sprites and digits, painted into 224 x 224 RGB frames."""
+"""Appearance of the generated world: names, colours, sprites and digits, painted into 224 x 224 RGB frames."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The generated world behind the bundled model: frames, questions and the rule that gives their answers.
+"""The generated world of the bundled model: frames, questions and the rule that gives their answers.
 
 A frame is a grid of 8 x 8 cells of 28 pixels; every cell holds one thing: a shape, an appearance and, for some things,
 a two-digit number mark. A *legend* frame shows coloured shapes. A *scene* frame shows grey shapes, and a grey thing
@@ -141,24 +141,24 @@ def bound_colors(frames: Sequence[Frame]) -> list[IntArray]:
             current = np.where(palette == UNDETERMINED, current, palette)
             result.append(frame.appearance.copy())
             continue
-        known = current[frame.shape]
+        color = current[frame.shape]
         tint = frame.appearance - GREY - 1
-        agrees = (known != UNDETERMINED) & (TINT_OF[known] == tint)
-        plain = np.where(known == UNDETERMINED, GREY, known)
-        result.append(np.where(tint < 0, plain, np.where(agrees, known, UNDETERMINED)))
+        agrees = (color != UNDETERMINED) & (TINT_OF[color] == tint)
+        plain = np.where(color == UNDETERMINED, GREY, color)
+        result.append(np.where(tint < 0, plain, np.where(agrees, color, UNDETERMINED)))
     return result
 
 
 def locate(frames: Sequence[Frame], mark: int) -> tuple[int, int, int] | None:
-    """(frame, row, column) of the thing with this mark; None if no frame, or more than one thing, carries it."""
-    found = [(i, int(r), int(c)) for i, f in enumerate(frames) for r, c in np.argwhere(f.mark == mark)]
-    return found[0] if len(found) == 1 else None
+    """Return (frame, row, column) of the thing with this mark; None if no thing, or more than one, carries it."""
+    places = [(i, int(r), int(c)) for i, f in enumerate(frames) for r, c in np.argwhere(f.mark == mark)]
+    return places[0] if len(places) == 1 else None
 
 
 def answer(frames: Sequence[Frame], question_text: str) -> str | None:
-    """The truth for a question about any sequence of frames, in the order given.
+    """Return the true answer to a question about a sequence of frames, in the order given.
 
-    Returns None where the mark is absent or ambiguous, or the colour is undetermined.
+    None if the mark is absent or ambiguous, or the colour is undetermined.
 
     Raises:
         ValueError: If the text is not "shape of NN?" or "color of NN?".
@@ -187,7 +187,7 @@ def parse_question(text: str) -> tuple[str, int]:
 
 
 def antecedents(frames: Sequence[Frame], mark: int) -> tuple[int, ...]:
-    """Earlier frames whose content decides the colour of the marked thing (see `Question.antecedents`)."""
+    """Return the earlier frames whose content decides the colour of the marked thing (see `Question.antecedents`)."""
     place = locate(frames, mark)
     if place is None or frames[place[0]].role == "legend":
         return ()
@@ -196,7 +196,7 @@ def antecedents(frames: Sequence[Frame], mark: int) -> tuple[int, ...]:
 
 
 def _deciding(palettes: Sequence[IntArray], shape: int) -> tuple[int, ...]:
-    """Indices of all legends that define a shape if they disagree, of the last one if they agree."""
+    """Return the indices of all legends that define a shape if they disagree, of the last one if they agree."""
     defining = [i for i, palette in enumerate(palettes) if palette[shape] != UNDETERMINED]
     agree = len({int(palettes[i][shape]) for i in defining}) < 2
     return tuple(defining[-1:] if agree else defining)
@@ -214,7 +214,7 @@ def _color_kind(frame: Frame, row: int, column: int, needed: tuple[int, ...]) ->
 
 
 def all_questions(frames: Sequence[Frame]) -> list[Question]:
-    """Every question that has an answer: the shape and, where determined, the colour of every unambiguous mark."""
+    """Return every question with an answer: the shape and, if determined, the colour of every unambiguous mark."""
     everything = np.concatenate([frame.mark.ravel() for frame in frames])
     counts = np.bincount(everything[everything != NO_MARK], minlength=N_MARKS)
     colors, palettes = bound_colors(frames), [legend_palette(frame) for frame in frames]
@@ -232,15 +232,29 @@ def all_questions(frames: Sequence[Frame]) -> list[Question]:
     return questions
 
 
+def question_about(frames: Sequence[Frame], index: int, attribute: Literal["color", "shape"] = "color") -> Question:
+    """Return the first question about one frame, in reading order, that has exactly one answer by these frames.
+
+    Its mark is in no other of the frames, so the answer holds for every window over them that has seen the frame.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for question in all_questions(frames):
+        if question.frame == index and question.text.startswith(attribute):
+            return question
+    raise ValueError(f"frame {index} must hold a mark of its own with a {attribute}, got none")
+
+
 def questions_for(
     frames: Sequence[Frame], k: int, rng: Seed, kinds: Iterable[Kind] = ("single_hop", "multi_hop")
 ) -> list[Question]:
-    """Up to `k` distinct questions of the given kinds about these frames, in random order.
+    """Return up to `k` distinct questions of the given kinds about these frames, in random order.
 
-    For `single_hop`, shapes and colours of legend things are drawn with equal weight where both exist.
+    For `single_hop`, shapes and colours of legend things are drawn with equal weight if both exist.
     """
-    rng, wanted = np.random.default_rng(rng), set(kinds)
-    pool = [q for q in all_questions(frames) if q.kind in wanted]
+    rng, kind_set = np.random.default_rng(rng), set(kinds)
+    pool = [q for q in all_questions(frames) if q.kind in kind_set]
     groups: dict[tuple[str, str], list[Question]] = {}
     for index in rng.permutation(len(pool)):
         groups.setdefault((pool[index].kind, pool[index].text[:5]), []).append(pool[index])
@@ -275,22 +289,22 @@ def sample_frames(
     Raises:
         ValueError: If the marks do not fit.
     """
-    given = _unique_marks(rng, len(roles), marks_per_frame) if marks is None else marks
+    frame_mark_lists = _unique_marks(rng, len(roles), marks_per_frame) if marks is None else marks
     base = rng.integers(N_COLORS, size=N_SHAPES)
     redraw = float(rng.choice([0.5, 1.0])) if rng.random() < conflict else 0.0
     current = np.full(N_SHAPES, UNDETERMINED)
     frames = []
-    for role, frame_marks in zip(roles, given, strict=True):
+    for role, frame_marks in zip(roles, frame_mark_lists, strict=True):
         if role == "legend":
             palette = np.where(rng.random(N_SHAPES) < redraw, rng.integers(N_COLORS, size=N_SHAPES), base)
-            shown = rng.permutation(N_SHAPES)[: int(rng.integers(3, N_SHAPES + 1))]
-            shape = shown[rng.integers(len(shown), size=(GRID, GRID))]
+            visible = rng.permutation(N_SHAPES)[: int(rng.integers(3, N_SHAPES + 1))]
+            shape = visible[rng.integers(len(visible), size=(GRID, GRID))]
             appearance = palette[shape]
             current[shape.ravel()] = appearance.ravel()
         else:
             shape = rng.integers(N_SHAPES, size=(GRID, GRID))
-            known = current[shape]
-            tint = np.where(known == UNDETERMINED, rng.integers(N_TINTS, size=(GRID, GRID)), TINT_OF[known])
+            color = current[shape]
+            tint = np.where(color == UNDETERMINED, rng.integers(N_TINTS, size=(GRID, GRID)), TINT_OF[color])
             appearance = np.where(rng.random((GRID, GRID)) < faded, GREY + 1 + tint, GREY)
         mark = np.full(GRID * GRID, NO_MARK)
         mark[rng.permutation(GRID * GRID)[: len(frame_marks)]] = frame_marks

@@ -1,7 +1,7 @@
-"""`Auditor`: the one thread of an engine that audits answers while nobody waits.
+"""`Auditor`: the thread of an engine that audits answers while the engine is idle.
 
-A window hands over what it answered (`WindowTrust.answered`); the auditor replays it later, or not at all: its queue is bounded,
-it works only while the engine has nothing else to do and within its share of time, and it ends a replay the moment a request
+A window submits its answers (`WindowAudit.submit`); the auditor replays them later, or not at all: its queue is bounded, it
+works only while the engine is otherwise idle and within its share of time, and it stops a replay as soon as a request
 arrives. Engines of several tenants that share a model share the thread, never a replay or a ledger.
 """
 
@@ -21,9 +21,12 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.errors import AnswerStopped, UnsupportedModel
-from ctxwin.trust.evidence import WAYS, Decision, Ledger, Trial
-from ctxwin.trust.replay import EXACT, GONE, Exchange, Finding, Replay, both_needed, deciding, diverge, shadow
-from ctxwin.window.lanes import Before, choose
+from ctxwin.hashing import digest
+from ctxwin.trust.evidence import STRATEGIES, Ledger, Trial
+from ctxwin.trust.record import Decision
+from ctxwin.trust.replay import EXACT, UNREPLAYABLE, Exchange, Finding, Replay, diverge, judge, needs_stream, shadow
+from ctxwin.trust.sampling import Sampler
+from ctxwin.window.lanes import ServedMemo, choose
 from ctxwin.window.state import Conditioning, State
 
 if TYPE_CHECKING:
@@ -32,16 +35,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ctxwin")
 VARIABLE = "CTXWIN_AUDITS"
-"""Set to ``0``, nothing is audited in the background unless a `Fidelity` asks for it by ``audit``."""
+"""Environment variable; ``0``: nothing is audited in the background unless a `Fidelity` requests it by ``audit``."""
 _TRIES = 3
 _WINDOWS = 256
 _LINGER_S = 2.0
-_EVOLVE = ("survivor", "kept")
-"""Ways whose KV depends on how the window was served before, so that they are followed from the first answer on."""
+_HISTORY_DEPENDENT = ("survivor", "kept")
+"""Strategies whose KV depends on how the window was served before, so that they are followed from the first answer on."""
 _POLL_S = 0.02
-"""Each look at an engine that serves costs a request beside it half a millisecond of processor time."""
-_MEETINGS, _PAUSE_S = 1 / 1000, 2.0
-"""Of the requests that come while answers wait to be audited, the share that may find a replay under way; a pause."""
+"""Each poll of a serving engine costs a concurrent request half a millisecond of processor time."""
+_INTERRUPTED_SHARE, _PAUSE_S = 1 / 1000, 2.0
+"""Share of the requests that may find a replay in progress, while answers wait to be audited; the pause beyond it."""
 _FORGETTING = threading.Lock()
 _forgets: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -51,25 +54,28 @@ class Options:
     """How an engine's windows earn trust.
 
     Attributes:
-        budget: largest share of harmed answers for a way to be promoted.
-        level: of the anytime-valid bound on it.
-        rate: share of the answers of promoted ways that go on being audited; all of them for a while after one that was harmed.
-        questions: most questions put to each replayed layout while ways are tried: 1 is the one that was asked, more are recent
-            ones of the same window, too, whose exact answer is still what it was. Each is a trial of its own. More is sooner
-            and kinder than real asks are: what has an answer that left cannot be harmed (`evals/studies/trust.py` measures it).
-        share: most of the engine's time that audits may take, over minutes.
-        quiet_s: seconds that the engine must have been idle before an audit begins: between requests that come one behind the
-            other nothing does.
-        queue: most answers of a tenant that wait to be audited; the oldest are dropped.
+        budget: largest share of harmed answers at which a strategy is promoted.
+        level: confidence level of the anytime-valid bound on that share.
+        rate: share of the answers of promoted strategies that are still audited, drawn at random: more of the first ones of
+            each kind (`ctxwin.trust.sampling`), and all of them for a while after a harmed one.
+        questions: maximum questions on each replayed layout of a trial: 1 is the one that was asked, more add recent ones of
+            the same window whose exact answer is unchanged. All belong to one unit, so more of them distinguish a rare harm
+            from a frequent one sooner, but do not reduce the number of windows that a promotion takes.
+        share: maximum share of the engine's time that audits take, over minutes.
+        quiet_s: seconds that the engine must be idle before an audit begins, so that none begins between requests in close
+            succession.
+        queue: maximum answers of a tenant that wait to be audited; the oldest are dropped.
+        seed: of the draws, one generator for each auditor; None: chosen by the system.
     """
 
     budget: float = 0.01
     level: float = 0.95
     rate: float = 0.02
-    questions: int = 2
+    questions: int = 1
     share: float = 0.25
     quiet_s: float = 0.05
     queue: int = 8
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("budget", "level"):
@@ -87,12 +93,15 @@ class Options:
 
 @dataclass
 class Counts:
-    """What an auditor did. Tokens went through forwards of the engine, whose own counters have them, too.
+    """Totals of an auditor. The engine's own counters include its tokens, too.
 
     Attributes:
-        audits: answers replayed; harmed: of those served approximately, answers that a re-prefill would have given otherwise.
-        trials: comparisons of ways that are not promoted yet.
-        stopped: replays that gave way to a request; dropped: answers that were never replayed; gone: their KV had left.
+        audits: answers replayed.
+        harmed: answers served approximately that a re-prefill would have given differently.
+        trials: comparisons of strategies that are not promoted yet.
+        stopped: replays interrupted by a request.
+        dropped: answers that were never replayed.
+        gone: answers whose KV was no longer in the store.
         tokens, seconds: of the engine.
     """
 
@@ -111,25 +120,28 @@ class Job:
     """One answer to replay.
 
     Attributes:
-        engine, window: whose it is.
-        before, after: the window's state when it was asked, and once what was learnt was settled.
-        earlier: how its chunks were served before.
-        fidelity: it was served with; way: the promoted one it stands for, if any.
-        keys: what each chunk was served from (`replay.keys_of`).
-        exchange: question and answer; recent: earlier ones of the window, the latest first.
+        engine, window: of the answer.
+        state, state_after: the window's state at the question, and after new KV was written back to it.
+        memos: how its chunks were served before.
+        fidelity: fidelity that served it.
+        strategy: the promoted strategy of that fidelity, if any.
+        keys: store keys that each chunk was served from (`replay.keys_of`).
+        exchange: question and answer.
+        recent: earlier exchanges of the window, the latest first.
         computed: prompt tokens that exact serving computed for the layout.
-        trying: whether ways are tried on it; auditing: whether the answer itself is audited.
-        done: told what an audit found.
+        trying: strategies are tried on it.
+        auditing: the answer itself is audited.
+        done: called with the finding of an audit.
     """
 
     engine: Engine
     window: str
     parent: str | None
-    before: State
-    after: State
-    earlier: OrderedDict[str, Before]
+    state: State
+    state_after: State
+    memos: OrderedDict[str, ServedMemo]
     fidelity: Fidelity
-    way: str | None
+    strategy: str | None
     keys: tuple[str, ...]
     exchange: Exchange
     recent: tuple[Exchange, ...]
@@ -141,54 +153,55 @@ class Job:
     forgets: int
     tries: int = 0
 
+    @property
+    def question_digest(self) -> str:
+        """Digest of the question and of the chunks before it."""
+        return digest("asked", [p.chunk_id for p in self.state.placed], self.exchange.query)
+
 
 class Auditor:
-    """See the module. One for each running model: `auditor_of`."""
+    """Audits the answers of one running model; see the module and `auditor_of`."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.by_tenant: dict[str, Counts] = {}
         self._ledgers: dict[tuple[str, str, Reference], Ledger] = {}
-        self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()  # by tenant, who was served longest ago first
+        self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()  # by tenant, the least recently served first
         self._wake = threading.Condition()
         self._running = self._working = False
         self._unable = False
-        self._held = 0
-        self._met = 0.0
-        self._shares: dict[tuple[str, float], float] = {}
+        self._holds = 0
+        self._interruptions = 0.0
+        self.sampler = Sampler(options.seed)
         self._budget_s, self._clock = 1.0, time.monotonic()
         self._shadows: OrderedDict[str, dict[str, dict[str, Conditioning]]] = OrderedDict()
 
     @property
     def counts(self) -> Counts:
-        """What was done for all tenants together."""
-        every = list(self.by_tenant.values())
-        return Counts(**{f.name: sum(getattr(one, f.name) for one in every) for f in fields(Counts)})
+        """Totals over all tenants."""
+        tenants = list(self.by_tenant.values())
+        return Counts(**{f.name: sum(getattr(counts, f.name) for counts in tenants) for f in fields(Counts)})
 
     def counted(self, tenant: str) -> Counts:
-        """What was done for one tenant; grows."""
+        """Return the totals of one tenant, which the auditor keeps updating."""
         return self.by_tenant.setdefault(tenant, Counts())
 
-    def due(self, tenant: str, rate: float) -> bool:
-        """Whether an answer is to be audited where this share of them is, over all windows of a tenant."""
-        with self._wake:
-            share = self._shares.get((tenant, rate), 0.0) + rate
-            due = share >= 1 - 1e-9
-            self._shares[tenant, rate] = share - due
-            return due
-
     def ledger(self, engine: Engine, reference: Reference = "stricter") -> Ledger:
-        """The evidence of an engine's tenant, as windows of ``reference`` count it: ``stricter`` and ``window`` are one."""
+        """Return the evidence of an engine's tenant for windows of ``reference``; ``stricter`` and ``window`` share one."""
         by = "stricter" if reference == "window" else reference
         with self._wake:
-            key = engine.tenant, engine.spec.identity, by  # of one vLLM, with and without an adapter
+            key = (
+                engine.tenant,
+                engine.spec.identity,
+                by,
+            )  # one vLLM has several identities: with and without an adapter
             if key not in self._ledgers:
                 options = self.options
                 self._ledgers[key] = Ledger.of(engine, by, budget=options.budget, level=options.level)
             return self._ledgers[key]
 
     def offer(self, job: Job) -> None:
-        """Takes an answer to replay when there is time."""
+        """Queue an answer to replay when the engine is idle."""
         if self._unable:
             return
         with self._wake:
@@ -203,25 +216,25 @@ class Auditor:
             self._wake.notify_all()
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Waits until nothing is left to replay; False after ``timeout`` seconds."""
+        """Wait until nothing is left to replay. Returns False after ``timeout`` seconds."""
         with self._wake:
             return self._wake.wait_for(lambda: not self._working and not any(self._waiting.values()), timeout)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Nothing is replayed inside it, from the moment that what is under way has given way."""
+        """Suspend replays inside the block, which begins once a replay in progress has stopped."""
         with self._wake:
-            self._held += 1
+            self._holds += 1
             self._wake.wait_for(lambda: not self._working)
         try:
             yield
         finally:
             with self._wake:
-                self._held -= 1
+                self._holds -= 1
                 self._wake.notify_all()
 
     def decisions(self, engine: Engine) -> tuple[Decision, ...]:
-        """What was decided for an engine's tenant, oldest first."""
+        """Return the decisions for an engine's tenant, oldest first."""
         return self.ledger(engine).record.decisions
 
     def _run(self) -> None:
@@ -229,8 +242,8 @@ class Auditor:
             with self._wake:
                 self._working = False
                 self._wake.notify_all()
-                if not self._wake.wait_for(lambda: not self._held and any(self._waiting.values()), _LINGER_S):
-                    if self._held:
+                if not self._wake.wait_for(lambda: not self._holds and any(self._waiting.values()), _LINGER_S):
+                    if self._holds:
                         continue
                     self._running = False
                     return
@@ -243,26 +256,26 @@ class Auditor:
                 self._replay(job)
             except Exception:
                 self.counted(job.engine.tenant).gone += 1
-                log.exception("an audit of window %s failed; the window goes on", job.window)
+                log.exception("an audit of window %s failed; the window continues", job.window)
 
     def _idle(self, engine: Engine) -> None:
-        """Waits until nobody has waited for the engine for a moment, and audits are within their share of time.
+        """Wait until the engine has been idle for a moment and audits are within their share of time.
 
-        A request that finds a replay under way waits for a step of it, so of those that come only a few may: that they leave
-        the slowest hundredth as it is. Behind these it takes a pause.
+        A request that finds a replay in progress waits for one of its steps. Only a small share of the requests may do so,
+        which leaves the slowest hundredth unchanged; beyond that share replays pause.
         """
         last = math.inf
-        while not self._held:
+        while not self._holds:
             idle = engine.idle_s
             if idle < last:
-                self._met = max(0.0, self._met - _MEETINGS)
-            if idle >= max(self.options.quiet_s, _PAUSE_S * (self._met > 1)) and self._allowance() > 0:
+                self._interruptions = max(0.0, self._interruptions - _INTERRUPTED_SHARE)
+            if idle >= max(self.options.quiet_s, _PAUSE_S * (self._interruptions > 1)) and self._allowance() > 0:
                 return
             last = idle
             time.sleep(_POLL_S)
 
     def _allowance(self) -> float:
-        """Seconds that audits may still take: they add up at the stated share, a second at most of what was not used."""
+        """Return the seconds that audits may still take: they accrue at the configured share, up to one second."""
         if self.options.share >= 1:
             return 1.0
         now = time.monotonic()
@@ -273,7 +286,7 @@ class Auditor:
     def _replay(self, job: Job) -> None:
         began = time.monotonic()
         replay = Replay(
-            job.engine, lambda: job.engine.busy or self._held > 0, lambda: job.forgets == forgets(job.engine)
+            job.engine, lambda: job.engine.busy or self._holds > 0, lambda: job.forgets == forgets(job.engine)
         )
         try:
             if job.auditing:
@@ -282,16 +295,16 @@ class Auditor:
                 self._try(replay, job, job.ledger)
         except AnswerStopped:
             self.counted(job.engine.tenant).stopped += 1
-            self._met += not self._held
-            if job.tries + 1 < _TRIES or self._held:
+            self._interruptions += not self._holds
+            if job.tries + 1 < _TRIES or self._holds:
                 with self._wake:
-                    self._waiting[job.engine.tenant].appendleft(replace(job, tries=job.tries + (not self._held)))
+                    self._waiting[job.engine.tenant].appendleft(replace(job, tries=job.tries + (not self._holds)))
             else:
                 self.counted(job.engine.tenant).dropped += 1
         except UnsupportedModel as error:
             self._unable = True
             log.warning("answers are not audited: %s", error)
-        except GONE as error:
+        except UNREPLAYABLE as error:
             self.counted(job.engine.tenant).gone += 1
             log.info("an answer of window %s is not audited: %s", job.window, error)
         finally:
@@ -301,65 +314,73 @@ class Auditor:
             self.counted(job.engine.tenant).seconds += spent
 
     def _audit(self, replay: Replay, job: Job) -> None:
-        replay.earlier(job.earlier)
-        found = replay.audit(job.after, job.fidelity, job.keys, job.exchange)
+        replay.use_memos(job.memos)
+        finding = replay.audit(job.state_after, job.fidelity, job.keys, job.exchange)
         self.counted(job.engine.tenant).audits += 1
-        self.counted(job.engine.tenant).harmed += found.strict.changed
-        if job.ledger is not None and job.way is not None and found.concerned:
-            stream = None if found.stream is None else found.stream.changed
+        self.counted(job.engine.tenant).harmed += finding.strict.changed
+        if job.ledger is not None and job.strategy is not None and finding.concerned:
+            stream = None if finding.stream is None else finding.stream.changed
+            strict, unit = finding.strict, job.state.unit
             job.ledger.take(
-                [Trial(job.way, found.strict.changed, found.strict.kl, found.window.changed, stream, served=True)]
+                [Trial(job.strategy, strict.harm, strict.kl, finding.window.changed, stream, is_audit=True, unit=unit)]
             )
-        job.done(found)
+        job.done(finding)
 
     def _try(self, replay: Replay, job: Job, ledger: Ledger) -> None:
-        """Replays an exact answer, and recent questions, through every way that would have saved work."""
+        """Replay an exact answer, and recent questions, with every strategy that would have saved work."""
         trials: list[Trial] = []
         exchanges: list[Exchange] = []
         exact: tuple[Any, ...] = ()
-        shadows, held = self._shadows_of(job), job.engine.repo.contains
+        shadows, is_stored = self._shadows_of(job), job.engine.repo.contains
         try:
-            for name in ledger.tried():
-                way = WAYS[name]
-                fidelity = way.fidelity.model_copy(update={"forbid": (*way.fidelity.forbid, *job.fidelity.forbid)})
-                if way.lane in job.fidelity.forbid:
+            for name in ledger.candidates():
+                strategy = STRATEGIES[name]
+                forbidden = (*strategy.fidelity.forbid, *job.fidelity.forbid)
+                fidelity = strategy.fidelity.model_copy(update={"forbid": forbidden})
+                if strategy.lane in job.fidelity.forbid or not ledger.accepts_trial(name, job.state.unit):
                     continue
-                state, shown = shadow(job.before, shadows.setdefault(name, {}))
-                planned = choose(state, fidelity, lambda key, shown=shown: shown(key) and held(key))  # type: ignore[misc]
-                if name not in _EVOLVE and all(c.lane != way.lane for c in planned):
+                state, visible = shadow(job.state, shadows.setdefault(name, {}))
+                planned = choose(state, fidelity, lambda key, visible=visible: visible(key) and is_stored(key))  # type: ignore[misc]
+                if name not in _HISTORY_DEPENDENT and all(c.lane != strategy.lane for c in planned):
                     continue
-                laid = replay.laid(state, fidelity, shown=shown)
-                before = replay.work.tokens
-                segments = replay.filled(laid)
-                computed = replay.work.tokens - before + sum(choice.again for choice in laid.choices)
-                known = {c.placed.id: c.served if c.settles else c.placed.kv for c in laid.choices}
-                shadows[name] = {placement: kv for placement, kv in known.items() if kv is not None}
-                if all(c.lane != way.lane for c in laid.choices):
+                layout = replay.build_layout(state, fidelity, visible=visible)
+                tokens_before = replay.work.tokens
+                segments = replay.fill(layout)
+                computed = (
+                    replay.work.tokens - tokens_before + sum(choice.recomputed_tokens for choice in layout.choices)
+                )
+                conditionings = {c.entry.id: c.conditioning if c.updates_entry else c.entry.kv for c in layout.choices}
+                shadows[name] = {placement: kv for placement, kv in conditionings.items() if kv is not None}
+                key = ledger.record.binding, name
+                if all(c.lane != strategy.lane for c in layout.choices) or not self.sampler.is_trial(
+                    key, job.state.unit, job.question_digest
+                ):
                     continue
                 if not exchanges:
-                    exact = replay.filled(replay.laid(job.after, EXACT))
+                    exact = replay.fill(replay.build_layout(job.state_after, EXACT))
                     exchanges = self._exchanges(replay, job, exact)
-                    references = replay.scored(exact, exchanges)
-                    seen = None
-                scored, reference = replay.scored(segments, exchanges), job.fidelity.reference
+                    references = replay.score(exact, exchanges)
+                    stream_segments = None
+                scored, reference = replay.score(segments, exchanges), job.fidelity.reference
                 windows = [diverge(references[i], scored[i], e.ended) for i, e in enumerate(exchanges)]
                 streams = None
-                if way.lane == "survivor" and any(both_needed(window, reference) for window in windows):
-                    seen = seen or replay.streamed(job.after)
-                    streams = replay.scored(seen, exchanges) if seen else None
+                if strategy.lane == "survivor" and any(needs_stream(window, reference) for window in windows):
+                    stream_segments = stream_segments or replay.reprefill_stream(job.state_after)
+                    streams = replay.score(stream_segments, exchanges) if stream_segments else None
                 for i, exchange in enumerate(exchanges):
                     window = windows[i]
                     stream = None if streams is None else diverge(streams[i], scored[i], exchange.ended)
-                    strict = deciding(window, stream, reference)
+                    strict = judge(window, stream, reference)
                     trials.append(
                         Trial(
                             name,
-                            strict.changed,
+                            strict.harm,
                             strict.kl,
                             window.changed,
                             None if stream is None else stream.changed,
                             computed if not i else 0,
                             job.computed if not i else 0,
+                            unit=job.state.unit,
                         )
                     )
         finally:
@@ -367,23 +388,23 @@ class Auditor:
             ledger.take(trials)
 
     def _exchanges(self, replay: Replay, job: Job, exact: tuple[Any, ...]) -> list[Exchange]:
-        """The question that was asked, and recent ones that still have the answer that they had.
+        """Return the question that was asked, and recent ones whose answer is unchanged.
 
-        One about something that has left has no answer here that could be harmed: asked again, it is answered at random. Which
-        are taken is decided by exact serving alone, before any way is tried.
+        A question about an evicted chunk has no answer here that could be harmed: asked again, it is answered at random. Exact
+        serving alone decides which questions are used, before any strategy is tried.
         """
-        made, most = [job.exchange], self.options.questions
-        for recent in job.recent[: 2 * (most - 1)]:
-            if len(made) < most and recent.query not in {e.query for e in made}:
-                again = replay.answered(exact, recent.query, recent.max_tokens)
-                made += [again] if again.ids == recent.ids else []
-        return made
+        exchanges, limit = [job.exchange], self.options.questions
+        for recent in job.recent[: 2 * (limit - 1)]:
+            if len(exchanges) < limit and recent.query not in {e.query for e in exchanges}:
+                repeated = replay.answer(exact, recent.query, recent.max_tokens)
+                exchanges += [repeated] if repeated.ids == recent.ids else []
+        return exchanges
 
     def _shadows_of(self, job: Job) -> dict[str, dict[str, Conditioning]]:
-        """KV by way and placement, as a window served that way would have it; a branch begins with its parent's."""
+        """Return KV by strategy and placement, as a window served so would have it; a branch begins with its parent's."""
         if job.window not in self._shadows:
             inherited = self._shadows.get(job.parent or "", {})
-            self._shadows[job.window] = {name: dict(known) for name, known in inherited.items()}
+            self._shadows[job.window] = {name: dict(kv_by_id) for name, kv_by_id in inherited.items()}
         self._shadows.move_to_end(job.window)
         while len(self._shadows) > _WINDOWS:
             self._shadows.popitem(last=False)
@@ -395,53 +416,54 @@ _opening = threading.Lock()
 
 
 def auditor_of(engine: Engine, options: Options | None = None) -> Auditor:
-    """The auditor of an engine and of all that share its model. ``options`` replaces those in force.
+    """Return the auditor of an engine and of all that share its model. ``options`` replaces those in force.
 
-    Without any, ``CTXWIN_AUDIT_SHARE`` and ``CTXWIN_AUDIT_RATE`` say what `Options` calls so; ValueError where they do not.
+    By default ``CTXWIN_AUDIT_SHARE`` and ``CTXWIN_AUDIT_RATE`` set ``share`` and ``rate`` of `Options`; raises ValueError if they
+    are not numbers from 0 to 1.
     """
     with _opening:
-        found = _auditors.get(engine.shared)
-        if found is None:
-            found = _auditors[engine.shared] = Auditor(options or _from_environment())
+        auditor = _auditors.get(engine.shared)
+        if auditor is None:
+            auditor = _auditors[engine.shared] = Auditor(options or _from_environment())
         elif options is not None:
-            found.options = options
-            found._ledgers.clear()
-        return found
+            auditor.options, auditor.sampler = options, Sampler(options.seed)
+            auditor._ledgers.clear()
+        return auditor
 
 
 def _from_environment() -> Options:
-    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for name, variable in (("share", "CTXWIN_AUDIT_SHARE"), ("rate", "CTXWIN_AUDIT_RATE")):
         if text := os.environ.get(variable):
             try:
-                given[name] = float(text)
-                Options(**given)
+                options[name] = float(text)
+                Options(**options)
             except ValueError:
                 raise ValueError(f"{variable} must be a number from 0 to 1, got {text!r}") from None
-    return Options(**given)
+    return Options(**options)
 
 
 @atexit.register
-def _rest() -> None:
-    """A thread that runs a model while the interpreter goes down would crash it."""
+def _stop_all() -> None:
+    """Stop every auditor: a thread that runs a model while the interpreter shuts down would crash it."""
     for auditor in list(_auditors.values()):
         with auditor._wake:
-            auditor._held += 1
-            auditor._wake.wait_for(lambda one=auditor: not one._working, _LINGER_S)  # type: ignore[misc]
+            auditor._holds += 1
+            auditor._wake.wait_for(lambda auditor=auditor: not auditor._working, _LINGER_S)  # type: ignore[misc]
 
 
 def forgets(engine: Engine) -> int:
-    """How often content was forgotten in the store of an engine; what was begun before must not be stored any more."""
+    """Return how often content was forgotten in the store of an engine; a replay begun before must not store anything."""
     with _FORGETTING:
         return _forgets.get(engine.repo, 0)
 
 
 def forgot(engine: Engine) -> None:
-    """Content is about to be forgotten: nothing that was handed over before is replayed, or stored, any more."""
+    """Note that content is about to be forgotten: answers submitted before are neither replayed nor stored."""
     with _FORGETTING:
         _forgets[engine.repo] = _forgets.get(engine.repo, 0) + 1
 
 
 def enabled() -> bool:
-    """Whether ways are tried in the background."""
+    """Return True if strategies are tried in the background."""
     return os.environ.get(VARIABLE, "1") != "0"

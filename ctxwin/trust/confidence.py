@@ -1,72 +1,123 @@
-"""What may be said of a share of harmed answers at any time, however often one looks.
+"""Anytime-valid statements on a mean harm: an upper bound that holds at all times together, and an alarm for a rise.
 
-An interval of a fixed n, looked at after every audit, is wrong far more often than it says. Here evidence is the wealth of
-bets against "the share is at least p", which is a supermartingale where that is true, so that by Ville's inequality it ever
-reaches 1/alpha with a chance of at most alpha (Waudby-Smith and Ramdas, "Estimating means of bounded random variables by
-betting", JRSS B 2024, section 4; for Bernoulli shares and mixtures of bets Robbins, "Statistical methods related to the law of
-the iterated logarithm", 1970). A bet here is the likelihood ratio of a smaller share to p; a mixture of bets is one.
+Observations are harms of independent units (windows), numbers in [0, 1]. The evidence against "the mean harm is at least p" is
+the wealth of bets that pay when harm is rarer: a bet multiplies by ``1 + b (p - harm)``, never below 0, so that on average it
+cannot grow while the mean is p or more. By Ville's inequality it then reaches 1/error with a chance of at most ``error``, at any
+time (Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting", JRSS B 2024, sections 4 and 5). A fixed
+mixture of bets is such a bet, too; its stakes do not follow the data, so the order of the units does not matter and a table of
+how often each harm occurred suffices.
 
-All functions take counts only. They hold for trials whose chance of harm, given those before, is the same; where it drifts, what
-is bounded is a share that the trials do not fall below, and `Change` watches for one that rises.
+Nothing is assumed of the shape of a unit's harm, and units need not be alike. Let m(i) be the expected harm of unit i given
+the units before it. Dividing each bet by its mean, ``1 + b (p - m(i))``, makes it a martingale, and where the average of
+m(1..n) is p or more the product of these means is at most 1 (it is at most the exponential of b times the sum of p - m(i)). So
+the bounded quantity, with the stated error and at all n together, is the average of m(1..n): the expected harm of the observed
+units. Nothing follows for future units unless they are like those; `Change` watches for that.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
-BETS: tuple[tuple[float, float], ...] = ((0.5, 0.0), (0.125, 1 / 16), (0.125, 1 / 8), (0.125, 1 / 4), (0.125, 1 / 2))
-"""Weight of each bet, and the share that it bets on, as a part of the one it bets against. Half goes on no harm at all: without
-harm 95 % are reached after 325 trials for a share of 1 %, where the best bet in hindsight takes 299."""
-HIGHER: tuple[float, ...] = (0.05, 0.2, 0.5)
-"""Shares that `Change` bets on."""
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Harm = TypeVar("Harm", float, "NDArray[np.float64]")
+
+BETS: tuple[tuple[float, float], ...] = ((0.6, 0.0), (0.1, 1 / 16), (0.1, 1 / 8), (0.1, 1 / 4), (0.1, 1 / 2))
+"""Weight of each bet, and the mean that it bets on as a fraction of the one it bets against. Most weight is on no harm at all:
+if there is none, 319 units show at most 1 % at 95 %; the best bet in hindsight takes 299."""
+HIGHER: tuple[float, ...] = (0.03, 0.1, 0.3, 0.9)
+"""Means that `Change` bets on."""
 ALARM = 1000.0
-"""Wealth at which a share counts as risen; at the limit itself that takes this many trials on average, or more."""
+"""Wealth at which a mean counts as risen; with a mean at the limit that takes at least this many observations on average."""
+SUSPICION = 2.0
+"""Multiple of the wealth at rest from which on a rise is suspected."""
 
 
-def upper_bound(harms: int, trials: int, level: float = 0.95) -> float:
-    """Largest share of harm that the trials so far do not refute, at any time (a one-sided confidence sequence).
+def ratio(harm: Harm, bet: float, against: float) -> Harm:
+    """Return the factor by which a bet on the mean ``bet`` grows with one observation; of mean 1 if the mean is ``against``.
+
+    For a harm of 0 or 1 it is the likelihood ratio; between them it is linear.
+    """
+    return harm * (bet / against) + (1 - harm) * ((1 - bet) / (1 - against))
+
+
+def log_wealth(harms: Mapping[float, int], p: float) -> float:
+    """Return the logarithm of the wealth of `BETS` against a mean of at least ``p``; rises with p.
 
     Args:
-        harms: of ``trials``; 0 trials say nothing, and the bound is 1.
-        level: chance, over all times together, that the bound is never under the true share.
-
-    Raises ValueError for counts that cannot be, or a level outside (0, 1).
+        harms: number of units by harm.
     """
-    _check(harms, trials, level)
-    goal = -math.log(1 - level)
+    logs = []
+    for weight, part in BETS:
+        factors = [(count, ratio(harm, part * p, p)) for harm, count in harms.items()]
+        if all(
+            factor > 0 for _, factor in factors
+        ):  # a bet on no harm at all is lost with the first entirely harmed unit
+            logs.append(math.log(weight) + math.fsum(count * math.log(factor) for count, factor in factors))
+    top = max(logs)
+    return top + math.log(math.fsum(math.exp(value - top) for value in logs))
+
+
+def upper_bound(harms: Mapping[float, int], error: float = 0.05) -> float:
+    """Return the largest mean harm that the units so far do not refute, at any time (a one-sided confidence sequence).
+
+    Args:
+        harms: number of units by harm; without any the bound is 1.
+        error: probability, over all times together, that the bound is ever below the mean.
+
+    Raises ValueError for negative counts, harms outside [0, 1] or an error outside (0, 1).
+    """
+    _check(harms, error)
+    goal = -math.log(error)
     low, high = 0.0, 1.0
-    if _wealth(harms, trials, 1 - 1e-12) < goal:
+    if log_wealth(harms, 1 - 1e-12) < goal:
         return 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (low, middle) if _wealth(harms, trials, middle) >= goal else (middle, high)
+        low, high = (low, middle) if log_wealth(harms, middle) >= goal else (middle, high)
     return high
 
 
-def trials_needed(harms: int, budget: float, level: float = 0.95) -> int:
-    """How many trials with so many harms put `upper_bound` at or under ``budget``. Raises ValueError as it does."""
+def is_below(harms: Mapping[float, int], budget: float, error: float) -> bool:
+    """Return True if `upper_bound` is at most ``budget``; one evaluation."""
+    _check(harms, error)
+    return log_wealth(harms, budget) >= -math.log(error)
+
+
+def units_needed(budget: float, error: float = 0.05, harms: Mapping[float, int] | None = None) -> int:
+    """Return the number of further units without harm that show a mean of at most ``budget``. Raises as `upper_bound`."""
     if not 0 < budget < 1:
         raise ValueError(f"budget must be between 0 and 1, got {budget}")
-    low, high = harms, harms + 1
-    while upper_bound(harms, high, level) > budget:
+    observed = dict(harms or {})
+
+    def suffices(count: int) -> bool:
+        return is_below({**observed, 0.0: observed.get(0.0, 0) + count}, budget, error)
+
+    low, high = -1, 1
+    while not suffices(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if upper_bound(harms, middle, level) <= budget else (middle, high)
+        low, high = (low, middle) if suffices(middle) else (middle, high)
     return high
 
 
 class Change:
-    """Notices a share of harm that has risen above a limit, whenever that happened.
+    """Detects that a mean harm has risen above a limit at any time.
 
-    A CUSUM of likelihood ratios, one for each of `HIGHER`; their mean is an e-detector, so while the share is at most ``limit``
-    the mean number of trials to a false alarm is at least `ALARM` (Shin, Ramdas and Rinaldo, "E-detectors: a nonparametric
-    framework for sequential change detection", 2022, definition 2.2 and proposition 2.3).
+    A Shiryaev-Roberts sum of bets, one for each of `HIGHER`: each is multiplied by the next `ratio` after 1 was added, for the
+    change that may begin there. Their mean is an e-detector, so while the expected harm of each observation, given those before,
+    is at most ``limit``, the mean number of observations to a false alarm is at least `ALARM` (Shin, Ramdas and Rinaldo,
+    "E-detectors: a nonparametric framework for sequential change detection", 2022, definition 2.2 and proposition 2.3). A sum
+    alarms never later than the CUSUM of the same bets, under the same guarantee.
 
     Args:
-        limit: the share up to which all is well.
-        wealth: as `wealth` gave it, to go on.
+        limit: largest acceptable mean.
+        wealth: value of `wealth` to continue from.
     """
 
     def __init__(self, limit: float, wealth: Sequence[float] = ()) -> None:
@@ -77,38 +128,36 @@ class Change:
         fits = len(wealth) == len(self._higher)
         self.wealth = tuple(wealth) if fits else (0.0,) * len(self._higher)
 
-    def take(self, harmed: bool) -> bool:
-        """Counts one more trial; whether the alarm is raised."""
-        p = self._limit
-        ratios = [q / p if harmed else (1 - q) / (1 - p) for q in self._higher]
-        self.wealth = tuple(min(max(w, 1.0) * ratio, 1e300) for w, ratio in zip(self.wealth, ratios, strict=True))
+    def take(self, harm: float) -> bool:
+        """Add one observation, a number in [0, 1]; return True if the alarm is raised."""
+        pairs = zip(self.wealth, self._higher, strict=True)
+        self.wealth = tuple(min((w + 1) * ratio(harm, q, self._limit), 1e300) for w, q in pairs)
         return self.alarmed
 
     @property
     def alarmed(self) -> bool:
-        """Whether the share counts as risen."""
+        """True if the mean counts as risen."""
         return self.mean >= ALARM
 
     @property
+    def suspicious(self) -> bool:
+        """True if the evidence for a rise is twice that at rest; after one harm, until about 25 observations without any."""
+        return self.mean >= SUSPICION * self.resting
+
+    @property
     def mean(self) -> float:
-        """Of the wealth of its bets: how much speaks for a rise."""
+        """Mean wealth of its bets: the evidence for a rise."""
         return math.fsum(self.wealth) / len(self.wealth)
 
-
-def _wealth(harms: int, trials: int, p: float) -> float:
-    """Logarithm of the wealth of bets against a share of at least ``p``; rises with p."""
-    logs = []
-    for weight, part in BETS:
-        if harms and not part:
-            continue  # lost with the first harm
-        won = harms * math.log(part) if harms else 0.0
-        logs.append(math.log(weight) + won + (trials - harms) * (math.log1p(-part * p) - math.log1p(-p)))
-    top = max(logs)
-    return top + math.log(math.fsum(math.exp(value - top) for value in logs))
+    @property
+    def resting(self) -> float:
+        """`mean` after many observations without harm."""
+        losses = [(1 - q) / (1 - self._limit) for q in self._higher]
+        return math.fsum(loss / (1 - loss) for loss in losses) / len(losses)
 
 
-def _check(harms: int, trials: int, level: float) -> None:
-    if not 0 <= harms <= trials:
-        raise ValueError(f"harms must be in 0..trials, got {harms} of {trials}")
-    if not 0 < level < 1:
-        raise ValueError(f"level must be between 0 and 1, got {level}")
+def _check(harms: Mapping[float, int], error: float) -> None:
+    if any(not 0 <= harm <= 1 or count < 0 for harm, count in harms.items()):
+        raise ValueError(f"harms must be in [0, 1] and their counts >= 0, got {dict(harms)}")
+    if not 0 < error < 1:
+        raise ValueError(f"error must be between 0 and 1, got {error}")

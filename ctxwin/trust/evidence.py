@@ -1,209 +1,151 @@
-"""`Ledger`: what audits have found of each way to serve, and what follows from it.
+"""`Ledger`: the evidence of audits on each strategy, and the decisions that follow from it.
 
 One file for each model, engine, precision and tenant, in the folder of the user's own profiles (`ctxwin.profiles`). It holds
-counts and dates and nothing of any question, answer or chunk. Processes that share the folder add to one record: each reads it,
-adds and replaces it under a lock. Evidence of one tenant admits nothing for another: questions differ, and who asks easy ones
-on purpose must not decide how others are served.
+counts and dates, nothing of any question, answer or chunk. Processes that share the folder add to one record: each reads it,
+adds to it and replaces it under a lock. Evidence of one tenant admits nothing for another: questions differ, and a tenant that
+asks easy ones on purpose must not decide how others are served.
+
+**Units.** Questions of one window share its pictures, order and history, so that often all are harmed or none. One observation
+is therefore a window, including its forks and all windows restored from a snapshot of it (`State.unit`): one conversation, one
+thread of a graph. Its harm is the mean over its trials, a number in [0, 1].
+
+**When a unit counts.** Units are numbered in the order of their first trial and enter the evidence in that order: each once it
+has `UNIT_TRIALS` trials, or once `BEHIND` others have begun after it; its later trials are no evidence. It does not matter
+whether a window was closed, as a ledger does not notice when a process dies. A unit's harm is thus fixed by a rule that depends
+on counts of trials and on the beginning of other windows, never on a harm; a strategy on trial serves no answers, so its harms
+cannot influence these either. No unit is delayed until it looks better or omitted because it looks bad. The wealth of
+`ctxwin.trust.confidence` over units in this order is a supermartingale while a unit's expected harm, given those before, is at
+least the budget, and a promotion is a stopping time of it.
+
+**The probability of error** (1 - ``level``) is divided among strategies (`Strategy.share`) and, for each, among attempts
+(`attempt_share`); both sum to at most 1, so that the probability that any promotion of a record is wrong is at most that.
+
+A promoted strategy is monitored answer by answer instead (`confidence.Change`): demoting it requires speed, not proof.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
-
-from pydantic import BaseModel, ConfigDict, Field
+from typing import TYPE_CHECKING
 
 from ctxwin.fidelity import LANES, Fidelity, Lane, Reference
 from ctxwin.files import atomic_write
 from ctxwin.hashing import digest
 from ctxwin.profiles import model_digest, profiles_folder
-from ctxwin.trust.confidence import Change, upper_bound
+from ctxwin.trust.confidence import Change, is_below
+from ctxwin.trust.record import SUFFIX, UNIT_PARTS, Decision, Evidence, Record, Verb
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
 
 log = logging.getLogger("ctxwin")
-SUFFIX = ".trust.json"
 REREAD_S = 1.0
-"""How often a process looks for what others have found."""
+"""Seconds between reads of the record of other processes."""
 DECISIONS = 100
-"""Most decisions that a record keeps, the newest."""
+"""Maximum decisions that a record keeps, the newest."""
 PAUSE = 200
-"""Audits after which a way that did harm is tried again."""
-SUSPICION = 2.0
-"""`confidence.Change.mean` from which on a way is suspected: about ten audits without harm behind one with."""
-_SPENT = 0.8
-"""Of the chance of error that is left, the part that each attempt of a way takes: all attempts together stay under the whole."""
+"""Replays after which a strategy that did harm is tried again."""
+UNIT_TRIALS = 8
+"""Maximum trials of one unit that count: steps of 1/8 distinguish a rare harm from a frequent one well enough."""
+BEHIND = 16
+"""Number of later units after which a unit counts with the trials it has."""
+PAST = 2048
+"""Units that a record remembers of each strategy so that none counts twice: several times those of a promotion."""
+
+
+def attempt_share(attempt: int) -> float:
+    """Return the part of a strategy's probability of error that an attempt may spend; over all attempts they sum to 1."""
+    return 0.8 if not attempt else 0.2 * 6 / (math.pi * attempt) ** 2
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way to serve that may be promoted: a fidelity, tried as a whole.
+class Strategy:
+    """A fidelity that may be promoted.
 
     Attributes:
-        lane: the lane that makes it a trial of it.
-        remembers: whether it is for those alone who want what has left to be remembered (``reference="nearer"``).
+        lane: a layout is a trial of the strategy if this lane serves something in it.
+        share: its part of the probability of error; those of all strategies sum to 1.
+        remembers: only for windows that shall remember evicted chunks (``reference="nearer"``).
     """
 
     lane: Lane
     fidelity: Fidelity
+    share: float
     remembers: bool = False
 
 
 def _with(*lanes: Lane) -> Fidelity:
-    """Exact lanes and these. Survivors of slides only: those that lost something from their midst do more harm
-    (`evals/studies/trust.py`), and are few."""
+    """Return a fidelity of the exact lanes and ``lanes``.
+
+    Survivors of slides only: those that lost a chunk from their midst do more harm (`evals/studies/trust.py`) and are rare.
+    """
     forbidden = tuple(lane for lane in LANES if lane not in {"computed", "formed", "resident", *lanes})
     return Fidelity("patched", orbit="orbit" in lanes, survivors="slid", forbid=forbidden)
 
 
-WAYS: dict[str, Way] = {
-    "survivor": Way("survivor", _with("survivor")),
-    "patched": Way("patched", _with("survivor", "patched")),
-    "orbit": Way("orbit", _with("survivor", "patched", "orbit")),
-    "kept": Way("survivor", _with("survivor").model_copy(update={"survivors": "keep"}), remembers=True),
-    "partial": Way("partial", _with("partial").model_copy(update={"recompute": 32})),
-    "blind": Way("canonical", Fidelity("blind")),
+STRATEGIES: dict[str, Strategy] = {
+    "survivor": Strategy("survivor", _with("survivor"), 0.4),
+    "patched": Strategy("patched", _with("survivor", "patched"), 0.15),
+    "orbit": Strategy("orbit", _with("survivor", "patched", "orbit"), 0.05),
+    "kept": Strategy("survivor", _with("survivor").model_copy(update={"survivors": "keep"}), 0.1, remembers=True),
+    "partial": Strategy("partial", _with("partial").model_copy(update={"recompute": 32}), 0.15),
+    "blind": Strategy("canonical", Fidelity("blind"), 0.15),
 }
-"""What is tried, by name."""
+"""Strategies to try, by name."""
 
 
-class Evidence(BaseModel):
-    """Of one way to serve.
-
-    Attributes:
-        trials: comparisons with the exact answer since the attempt began: one question behind one layout in which the way's
-            lane served something; harms: of these, answers that it changes.
-        harms_window, harms_stream: of the harms, those against a re-prefill of what is placed, and of what was seen.
-        kl_sum, kl_max: of KL(exact || way) a token along the exact answer, in nats.
-        computed, exact_computed: prompt tokens that the way, and exact serving, computed for the layouts of these trials.
-        wealth: of `confidence.Change`.
-        attempt: how many times it was given up before.
-        promoted: whether windows are served so; since: date of the last decision.
-        served, audited, harmed: answers served so since it was promoted, and how many of them were audited and found harmed.
-        pause: audits to wait before it is tried again.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    trials: int = Field(default=0, ge=0)
-    harms: int = Field(default=0, ge=0)
-    harms_window: int = Field(default=0, ge=0)
-    harms_stream: int = Field(default=0, ge=0)
-    kl_sum: float = 0.0
-    kl_max: float = 0.0
-    computed: int = 0
-    exact_computed: int = 0
-    wealth: tuple[float, ...] = ()
-    attempt: int = Field(default=0, ge=0)
-    promoted: bool = False
-    since: str = ""
-    served: int = Field(default=0, ge=0)
-    audited: int = Field(default=0, ge=0)
-    harmed: int = Field(default=0, ge=0)
-    pause: int = 0
-
-    def level(self, overall: float) -> float:
-        """Of this attempt's bound, so that all attempts together keep ``overall``."""
-        return 1 - (1 - overall) * _SPENT * (1 - _SPENT) ** self.attempt
-
-    def upper(self, overall: float) -> float:
-        """Largest share of harmed answers that is not refuted."""
-        return upper_bound(self.harms, self.trials, self.level(overall))
-
-
-class Decision(BaseModel):
-    """A way that was promoted or given up, when, and on what evidence.
-
-    Attributes:
-        what: ``promoted``; ``demoted``: it was promoted; ``rejected``: it never was, and did harm too often.
-        upper: bound on the share of harmed answers at that time.
-        served, audited, harmed: answers served so until then, and what audits of them found.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    date: str
-    way: str
-    what: Literal["promoted", "demoted", "rejected"]
-    trials: int
-    harms: int
-    upper: float
-    served: int = 0
-    audited: int = 0
-    harmed: int = 0
-
-    def __str__(self) -> str:
-        said = (
-            f"{self.way} {self.what}: {self.harms} of {self.trials} audited answers changed (at most {self.upper:.2%})"
-        )
-        if self.what != "demoted":
-            return said
-        share = f", {self.harmed} of {self.audited} audited ones changed" if self.audited else ""
-        return f"{said}; {self.served} answers were served so meanwhile{share}"
-
-
-class Record(BaseModel):
-    """All evidence of one model as one engine serves it to one tenant; see the module.
-
-    Attributes:
-        binding: what it is bound to: weights and config, engine, precision, tenant, reference.
-        weights: `ctxwin.profiles.model_digest`; model, engine, dtype: for people.
-        budget, level: what the last decisions were made by.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    format: Literal[1] = 1
-    binding: str
-    weights: str
-    model: str
-    engine: str
-    dtype: str
-    tenant: str = ""
-    reference: Reference = "stricter"
-    budget: float = 0.01
-    level: float = 0.95
-    ways: dict[str, Evidence] = Field(default_factory=dict)
-    decisions: tuple[Decision, ...] = ()
+def error_of(strategy: str, attempt: int, level: float) -> float:
+    """Return the error of the bound that decides on an attempt of a strategy; > 0 after any number of attempts."""
+    share = STRATEGIES[strategy].share if strategy in STRATEGIES else 0.0
+    return max((1 - level) * share * attempt_share(attempt), 1e-300)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What one comparison found.
+    """One comparison with the exact answer.
 
     Attributes:
-        way: a name of `WAYS`.
-        changed: whether it changes the exact answer, by the reference that decides; kl: mean KL a token, in nats.
-        window, stream: the same by each reference; None where it was not taken.
-        computed, exact_computed: prompt tokens, where the layout's first trial says so.
-        served: whether it is of an answer that was served so.
+        strategy: a name of `STRATEGIES`.
+        harm: of the answer, a number in [0, 1] (`ctxwin.trust.replay.Divergence.harm`): 1 if the greedy answer differs from the
+            deciding reference.
+        kl: mean KL per token, in nats.
+        window, stream: True if the greedy answer differs from each reference; None if it was not computed.
+        computed, exact_computed: prompt tokens, of the layout's first trial only.
+        is_audit: the answer was served by the (promoted) strategy.
+        unit: the independent unit that it belongs to (`State.unit`); trials without one form one unit.
     """
 
-    way: str
-    changed: bool
+    strategy: str
+    harm: float
     kl: float
     window: bool | None = None
     stream: bool | None = None
     computed: int = 0
     exact_computed: int = 0
-    served: bool = False
+    is_audit: bool = False
+    unit: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.harm <= 1:
+            raise ValueError(f"harm must be in [0, 1], got {self.harm}")
 
 
 class Ledger:
     """The record of one engine and tenant, in memory and on disk. Thread-safe.
 
     Args:
-        record: what it begins with, where there is no file yet; its ``binding`` names the file.
-        folder: where the file lies; None keeps it in memory.
-        budget: largest share of harmed answers; level: of the bound on it.
+        record: initial record if there is no file yet; its ``binding`` names the file.
+        folder: folder of the file; None keeps the record in memory.
+        budget: largest share of harmed answers.
+        level: confidence level of the bound on it.
     """
 
     def __init__(self, record: Record, folder: Path | None, *, budget: float = 0.01, level: float = 0.95) -> None:
@@ -220,14 +162,14 @@ class Ledger:
     def of(
         cls, engine: Engine, reference: Reference = "stricter", *, budget: float = 0.01, level: float = 0.95
     ) -> Ledger:
-        """The ledger of an engine and its tenant. Cost: a digest of the weights, once a process."""
+        """Return the ledger of an engine and its tenant. Cost: a digest of the weights, once per process."""
         spec = engine.spec
         folder: Path | None = None
         weights = ""
         try:
             weights, folder = model_digest(spec.model), profiles_folder()
         except (OSError, RuntimeError, ValueError) as error:
-            log.info("what audits of %s find is kept in memory only: %s", spec.model, error)
+            log.info("evidence on %s is kept in memory only: %s", spec.model, error)
         tenant = digest("tenant", engine.tenant)[:16] if engine.tenant else ""
         by = () if reference == "stricter" else (reference,)
         binding = digest("trust", spec.identity, spec.name, spec.kv.dtype, engine.tenant, *by)
@@ -244,107 +186,146 @@ class Ledger:
 
     @property
     def record(self) -> Record:
-        """What is known now, by other processes, too."""
+        """Current record, with the evidence of other processes."""
         with self._lock:
             if time.monotonic() - self._looked >= REREAD_S:
                 self._reread()
             return self._record
 
     def promoted(self) -> str | None:
-        """The way to serve: of those promoted, the one that computed least; None for exact."""
-        found = {name: e for name, e in self.record.ways.items() if e.promoted and name in WAYS}
-        return min(found, key=lambda name: found[name].computed / max(1, found[name].exact_computed), default=None)
+        """Return the promoted strategy that computed least; None for exact."""
+        promoted = {name: e for name, e in self.record.ways.items() if e.promoted and name in STRATEGIES}
+        return min(
+            promoted, key=lambda name: promoted[name].computed / max(1, promoted[name].exact_computed), default=None
+        )
 
-    def tried(self) -> list[str]:
-        """The ways that are worth a trial now."""
-        ways, remember = self.record.ways, self._record.reference == "nearer"
-        known = [name for name, way in WAYS.items() if remember or not way.remembers]
-        return [n for n in known if not (e := ways.get(n, Evidence())).promoted and not e.pause]
+    def candidates(self) -> list[str]:
+        """Return the strategies to try now."""
+        evidence, remember = self.record.ways, self._record.reference == "nearer"
+        eligible = [name for name, strategy in STRATEGIES.items() if remember or not strategy.remembers]
+        return [n for n in eligible if not (e := evidence.get(n, Evidence())).promoted and not e.pause]
 
-    def suspected(self, way: str) -> bool:
-        """Whether a promoted way was found harmful lately, so that every answer is worth an audit until that is settled."""
-        found = self._record.ways.get(way, Evidence())
-        return found.promoted and Change(self._budget, found.wealth).mean >= SUSPICION
+    def is_suspected(self, strategy: str) -> bool:
+        """Return True if a promoted strategy did harm lately, so that every answer is audited until that is decided."""
+        evidence = self._evidence(strategy)
+        return evidence.promoted and Change(self._budget, evidence.wealth).suspicious
 
-    def answered(self, way: str) -> None:
-        """Counts an answer that was served so; it enters the record with the next trial."""
+    def since(self, strategy: str) -> str:
+        """Return the date of the last decision on a strategy."""
+        return self._evidence(strategy).since
+
+    def accepts_trial(self, strategy: str, unit: str) -> bool:
+        """Return True if one more trial of a unit is evidence on a strategy that is not promoted."""
+        return _accepts(self._evidence(strategy), unit)
+
+    def count_answer(self, strategy: str) -> None:
+        """Count an answer served by a strategy; it enters the record with the next trial."""
         with self._lock:
-            self._served[way] = self._served.get(way, 0) + 1
+            self._served[strategy] = self._served.get(strategy, 0) + 1
+
+    def _evidence(self, strategy: str) -> Evidence:
+        return self._record.ways.get(strategy, Evidence())
 
     def take(self, trials: Iterable[Trial]) -> list[Decision]:
-        """Adds the trials of one replay; returns what was decided by them. Cost: a small file is written.
+        """Add the trials of one replay; return the decisions that follow. Cost: a small file is written.
 
-        A replay without any brings the ways that were given up nearer to their next attempt, too.
+        Every replay, also one without trials, shortens the pause of strategies that were given up.
         """
         trials = list(trials)
         if not trials and not any(e.pause for e in self._record.ways.values()):
             return []
-        with self._lock, self._alone():
+        with self._lock, self._file_lock():
             self._reread()
-            ways, made = dict(self._record.ways), []
+            ways, decisions = dict(self._record.ways), []
             for name, count in self._served.items():
                 old = ways.get(name, Evidence())
                 ways[name] = old.model_copy(update={"served": old.served + count})
             self._served.clear()
-            done: set[str] = set()  # given up: the rest of one replay is no evidence of the next attempt
-            for trial in (t for t in trials if t.way not in done):
-                ways[trial.way], decision = self._taken(ways.get(trial.way, Evidence()), trial)
+            done: set[str] = set()  # given up: further trials of this replay are no evidence of the next attempt
+            for trial in (t for t in trials if t.strategy not in done):
+                old = ways.get(trial.strategy, Evidence())
+                if trial.is_audit != old.promoted:
+                    continue  # promoted or given up meanwhile: the answer belongs to the other phase
+                add = self._add_audit if old.promoted else self._add_trial
+                ways[trial.strategy], decision = add(old, trial)
                 if decision is not None:
-                    made.append(decision)
-                    done |= {trial.way} if decision.what != "promoted" else set()
-            tested = {trial.way for trial in trials}
+                    decisions.append(decision)
+                    done |= {trial.strategy} if decision.what != "promoted" else set()
+            tested = {trial.strategy for trial in trials}
             for name, old in ways.items():
                 if old.pause and name not in tested:
                     ways[name] = old.model_copy(update={"pause": old.pause - 1})
             update = {
                 "ways": ways,
-                "decisions": (*self._record.decisions, *made)[-DECISIONS:],
+                "decisions": (*self._record.decisions, *decisions)[-DECISIONS:],
                 "budget": self._budget,
                 "level": self._level,
             }
             self._record = self._record.model_copy(update=update)
             self._write()
-        for decision in made:
+        for decision in decisions:
             (log.warning if decision.what == "demoted" else log.info)("%s: %s", self._record.model, decision)
-        return made
+        return decisions
 
-    def _taken(self, old: Evidence, trial: Trial) -> tuple[Evidence, Decision | None]:
-        change = Change(self._budget, old.wealth)
-        alarmed = change.take(trial.changed)
-        new = old.model_copy(
-            update={
-                "trials": old.trials + 1,
-                "harms": old.harms + trial.changed,
-                "harms_window": old.harms_window + bool(trial.window),
-                "harms_stream": old.harms_stream + bool(trial.stream),
-                "kl_sum": old.kl_sum + trial.kl,
-                "kl_max": max(old.kl_max, trial.kl),
-                "computed": old.computed + trial.computed,
-                "exact_computed": old.exact_computed + trial.exact_computed,
-                "wealth": change.wealth,
-                "audited": old.audited + (trial.served and old.promoted),
-                "harmed": old.harmed + (trial.served and old.promoted and trial.changed),
-            }
+    def _add_trial(self, old: Evidence, trial: Trial) -> tuple[Evidence, Decision | None]:
+        """Return the evidence on a strategy that is not promoted, with one more trial, and a decision if it makes one."""
+        if not _accepts(old, trial.unit):
+            return old, None
+        name, change = _short(trial.unit), Change(self._budget, old.wealth)
+        units, waiting, past = dict(old.units), dict(old.open), [*old.past]
+        count, harm = waiting.get(name, (0, 0.0))
+        waiting[name] = count + 1, harm + trial.harm
+        while waiting and (waiting[first := next(iter(waiting))][0] >= UNIT_TRIALS or len(waiting) > BEHIND):
+            mean = _mean(waiting.pop(first))
+            parts = math.ceil(mean * UNIT_PARTS - 1e-9)  # rounded up, so never more favourable
+            units[parts] = units.get(parts, 0) + 1
+            change.take(mean)
+            past.append(first)
+        new = _with_counts(old, trial).model_copy(
+            update={"units": units, "open": waiting, "past": tuple(past[-PAST:]), "wealth": change.wealth}
         )
-        upper, now = new.upper(self._level), datetime.now(UTC).isoformat(timespec="seconds")
-
-        def decided(what: Literal["promoted", "demoted", "rejected"]) -> Decision:
-            counts = {"served": new.served, "audited": new.audited, "harmed": new.harmed} if old.promoted else {}
-            return Decision(
-                date=now, way=trial.way, what=what, trials=new.trials, harms=new.harms, upper=upper, **counts
-            )
-
-        if alarmed:
-            # The world is another one than that of the trials so far: they count no more.
-            fresh = Evidence(attempt=old.attempt + 1, since=now, pause=PAUSE)
-            return fresh, decided("demoted" if old.promoted else "rejected")
-        if not old.promoted and upper <= self._budget:
-            return new.model_copy(update={"promoted": True, "since": now, "served": 0}), decided("promoted")
+        for trials in waiting.values():  # giving up requires no proof, so incomplete units count, too
+            change.take(_mean(trials))
+        if change.alarmed:
+            return self._next_attempt(new), self._decision(trial.strategy, "rejected", new)
+        error = error_of(trial.strategy, new.attempt, self._level)
+        if is_below(new.harm_counts(), self._budget, error):
+            fresh = {"promoted": True, "since": _now(), "served": 0, "audited": 0, "harmed": 0.0, "wealth": ()}
+            return new.model_copy(update=fresh), self._decision(trial.strategy, "promoted", new)
         return new, None
 
+    def _add_audit(self, old: Evidence, trial: Trial) -> tuple[Evidence, Decision | None]:
+        """Return the evidence on a promoted strategy, with one more audit of an answer, and a decision if it makes one."""
+        change = Change(self._budget, old.wealth)
+        alarmed = change.take(trial.harm)
+        counts = {"wealth": change.wealth, "audited": old.audited + 1, "harmed": old.harmed + trial.harm}
+        new = old.model_copy(update=counts)
+        return (self._next_attempt(new), self._decision(trial.strategy, "demoted", new)) if alarmed else (new, None)
+
+    def _next_attempt(self, old: Evidence) -> Evidence:
+        """Return the evidence to begin the next attempt with: past trials no longer count."""
+        past = (*old.past, *old.open)[-PAST:]
+        return Evidence(attempt=old.attempt + 1, since=_now(), pause=PAUSE, past=past)
+
+    def _decision(self, strategy: str, what: Verb, evidence: Evidence) -> Decision:
+        counts = (
+            {name: getattr(evidence, name) for name in ("served", "audited", "harmed")} if what == "demoted" else {}
+        )
+        upper = evidence.upper(error_of(strategy, evidence.attempt, self._level))
+        return Decision(
+            date=_now(),
+            way=strategy,
+            what=what,
+            trials=evidence.trials,
+            harms=evidence.harms,
+            units=sum(evidence.units.values()),
+            upper=upper,
+            **counts,
+        )
+
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Keeps other processes from changing the file meanwhile."""
+    def _file_lock(self) -> Iterator[None]:
+        """Keep other processes from changing the file inside the block."""
         if self._path is None or self._failed:
             yield
             return
@@ -370,15 +351,17 @@ class Ledger:
             stamp = (stat.st_mtime_ns, stat.st_ino)
             if stamp == self._stamp:
                 return
-            found = Record.model_validate_json(self._path.read_bytes())
-            if found.binding != self._record.binding:
+            record = Record.read(self._path)
+            if record.binding != self._record.binding:
                 raise ValueError("it is bound to another model, engine or tenant")
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
-            log.warning("%s is not used (%s); evidence begins anew", self._path, " ".join(str(error).split())[:200])
+            log.warning(
+                "%s is not used (%s); evidence starts from zero", self._path, " ".join(str(error).split())[:200]
+            )
             return
-        self._record, self._stamp = found, stamp
+        self._record, self._stamp = record, stamp
 
     def _write(self) -> None:
         if self._path is None or self._failed:
@@ -392,26 +375,38 @@ class Ledger:
 
     def _give_up(self, error: OSError) -> None:
         self._failed = True
-        log.warning("what audits find cannot be written to %s (%s); it is kept in memory", self._path, error)
+        log.warning("evidence cannot be written to %s (%s); it is kept in memory", self._path, error)
 
 
-def records(model: str | None = None) -> list[Record]:
-    """What is known of a model (of all by default), newest decision first. Raises ValueError for a model that is not there.
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
-    A file that cannot be read is passed over with a warning.
-    """
-    weights = None if model is None else model_digest(model)
-    found = []
-    try:
-        paths = sorted(profiles_folder().glob(f"*{SUFFIX}"))
-    except RuntimeError:
-        return []
-    for path in paths:
-        try:
-            record = Record.model_validate_json(path.read_bytes())
-        except (OSError, ValueError) as error:
-            log.warning("%s is not used (%s)", path, " ".join(str(error).split())[:200])
-            continue
-        if weights in (None, record.weights):
-            found.append(record)
-    return sorted(found, key=lambda r: r.decisions[-1].date if r.decisions else "", reverse=True)
+
+def _short(unit: str) -> str:
+    """Return a unit's name in a record, which distinguishes units and reveals nothing of them."""
+    return digest("unit", unit)[:10]
+
+
+def _accepts(evidence: Evidence, unit: str) -> bool:
+    name = _short(unit)
+    return name not in evidence.past and evidence.open.get(name, (0, 0.0))[0] < UNIT_TRIALS
+
+
+def _mean(trials: tuple[int, float]) -> float:
+    count, harm = trials
+    return min(1.0, harm / count)
+
+
+def _with_counts(old: Evidence, trial: Trial) -> Evidence:
+    return old.model_copy(
+        update={
+            "trials": old.trials + 1,
+            "harms": old.harms + trial.harm,
+            "harms_window": old.harms_window + bool(trial.window),
+            "harms_stream": old.harms_stream + bool(trial.stream),
+            "kl_sum": old.kl_sum + trial.kl,
+            "kl_max": max(old.kl_max, trial.kl),
+            "computed": old.computed + trial.computed,
+            "exact_computed": old.exact_computed + trial.exact_computed,
+        }
+    )

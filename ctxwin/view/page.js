@@ -16,6 +16,15 @@ function feed(line) {
     sheet.insertRule(`.c${Number(line.n)}{background-image:url(data:image/jpeg;base64,${line.thumbnail})}`);
 }
 
+// As high as the rows of the steps in sight: a branch further right takes no room before it is there.
+function fit() {
+  const { scrollLeft, clientWidth } = $("scroll");
+  const seen = scene.steps.filter((step) => step.x + COLUMN > scrollLeft && step.x < scrollLeft + clientWidth);
+  const height = Math.max(0, ...(seen.length ? seen : scene.steps).map((step) => step.top + step.height)) + 10;
+  $("steps").style.setProperty("--height", `${height}px`);
+  $("lines").setAttribute("height", height);
+}
+
 function draw() {
   const { steps, windows } = model.build($("apart").checked);
   const asks = steps.map((step) => step.ask).filter(Boolean);
@@ -47,7 +56,6 @@ function draw() {
     if (list.children[step.index] !== old.item) list.insertBefore(old.item, list.children[step.index] || null);
   }
   list.style.setProperty("--width", `${size.width}px`);
-  list.style.setProperty("--height", `${size.height}px`);
   lines($("lines"), windows, size);
   $("totals").replaceChildren(...totalsOf(model, scene).filter(Boolean));
   const bars = overviewOf(scene, (key) => select(key, { show: true }));
@@ -56,6 +64,7 @@ function draw() {
   $("scale").textContent = `${count(most)} tokens`;
   $("empty").hidden = steps.length > 0;
   $("picture").hidden = steps.length === 0;
+  fit();
   const out = `${many(model.leftOut, "earlier operation")} left out; the totals leave them out, too.`;
   $("left-out").textContent = model.leftOut ? out : "";
   legend();
@@ -158,6 +167,8 @@ DETAILS.addEventListener("keydown", (event) => {
   if (event.key === "Escape") (event.stopPropagation(), select(selected, { focus: true }));
 });
 $("apart").addEventListener("change", draw);
+$("scroll").addEventListener("scroll", fit);
+window.addEventListener("resize", fit);
 narrow.addEventListener("change", () => {
   DETAILS.hidden = false;
   if (selected !== null) select(selected);

@@ -17,7 +17,7 @@ from ctxwin.view.totals import in_words, totals
 from ctxwin.view.trace import Recording, read_trace
 
 LIMIT = 2000
-"""Operations shown unless told otherwise: the newest ones."""
+"""Default number of operations shown: the newest ones."""
 _FOLDER = Path(__file__).parent
 _SCRIPTS = ("model.js", "draw.js", "details.js", "page.js")
 _SIGNS = {
@@ -27,7 +27,7 @@ _SIGNS = {
 
 
 def render(trace_path: str | Path, out: str | Path, *, limit: int = LIMIT) -> Path:
-    """Writes the page of a trace; returns its path.
+    """Write the page of a trace; return its path.
 
     Args:
         trace_path: written by `ctxwin.view.trace.Trace`; a run may still be writing it.
@@ -44,7 +44,7 @@ def render(trace_path: str | Path, out: str | Path, *, limit: int = LIMIT) -> Pa
 
 
 def page(recording: Recording, title: str, *, limit: int = LIMIT, live: str | None = None) -> str:
-    """The page's text. ``live``: where further lines come from (server-sent events), on the same origin."""
+    """Return the page's HTML. ``live``: path of further lines (server-sent events) on the same origin."""
     if limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}")
     lanes = {lane: list(entry) for lane, entry in LANES.items()}
@@ -69,17 +69,17 @@ def page(recording: Recording, title: str, *, limit: int = LIMIT, live: str | No
 
 
 def newest(lines: Iterable[Mapping[str, Any]], limit: int) -> list[Mapping[str, Any]]:
-    """The newest ``limit`` events with the chunks they place and the notes on them."""
+    """Return the newest ``limit`` events with their chunks and notes."""
     lines = list(lines)
     events = [line for line in lines if line["kind"] == "event"]
     if len(events) <= limit:
         return lines
-    kept = {event["n"] for event in events[-limit:]}
-    chunks = {placed["chunk"] for event in events[-limit:] for placed in event["placed"]}
+    numbers = {event["n"] for event in events[-limit:]}
+    chunks = {entry["chunk"] for event in events[-limit:] for entry in event["placed"]}
 
-    def wanted(line: Mapping[str, Any]) -> bool:
+    def is_recent(line: Mapping[str, Any]) -> bool:
         if line["kind"] == "chunk":
             return line["n"] in chunks
-        return (line["n"] if line["kind"] == "event" else line["of"]) in kept
+        return (line["n"] if line["kind"] == "event" else line["of"]) in numbers
 
-    return [line for line in lines if wanted(line)]
+    return [line for line in lines if is_recent(line)]

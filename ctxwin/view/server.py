@@ -15,10 +15,10 @@ from ctxwin.view.page import LIMIT, page
 from ctxwin.view.trace import read_trace
 
 POLL_S = 0.25
-"""Seconds between two looks at the file."""
+"""Seconds between two polls of the file."""
 _KEEPALIVE_S = 10.0
 _CHUNK = 8 << 20  # bytes read at once; a line is far shorter
-_MOST = 32  # pages that are followed at once
+_MAX_FOLLOWERS = 32  # pages that are followed at once
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -44,30 +44,32 @@ class ViewServer(ThreadingHTTPServer):
         read_trace(trace)
         self.trace, self.limit = Path(trace), limit
         self.stopping = Event()
-        self.followers = BoundedSemaphore(_MOST)
+        self.followers = BoundedSemaphore(_MAX_FOLLOWERS)
         try:
             super().__init__((host, port), _Handler)
         except OSError as error:
-            told = f"cannot serve at {host}:{port}: {error.strerror}; take another --port, or --port 0 for a free one"
-            raise OSError(told) from error
+            message = (
+                f"cannot serve at {host}:{port}: {error.strerror}; take another --port, or --port 0 for a free one"
+            )
+            raise OSError(message) from error
 
     @property
     def url(self) -> str:
-        """Where the page is served."""
+        """URL of the page."""
         return f"http://{self.server_address[0]!s}:{self.server_address[1]}/"
 
     @property
     def loopback(self) -> bool:
-        """Whether only this machine can reach it."""
+        """True if only this machine can reach it."""
         return self.server_address[0] in _LOOPBACK
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Prints errors as usual, except for a browser that has gone away."""
+        """Print errors as usual, except for a browser that has disconnected."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
     def server_close(self) -> None:
-        """Ends the pages that are followed, and stops listening."""
+        """End the event streams, and stop listening."""
         self.stopping.set()
         super().server_close()
 
@@ -92,7 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815 - the name http.server looks for
 
     def _local(self) -> bool:
-        """Whether the request names a loopback host, if the server is on one: a page elsewhere may point its own name here."""
+        """Return True if the request names a loopback host, or the server is not on one (against DNS rebinding)."""
         if not self.server.loopback:
             return True
         return urlsplit(f"//{self.headers.get('Host', '')}").hostname in _LOOPBACK
@@ -107,8 +109,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(HTTPStatus.OK, html, "text/html; charset=utf-8")
 
     def _events(self) -> None:
-        asked = parse_qs(urlsplit(self.path).query).get("from", [""])[0]
-        begin = self.headers.get("Last-Event-ID") or asked  # of a browser that connects again
+        offset = parse_qs(urlsplit(self.path).query).get("from", [""])[0]
+        begin = self.headers.get("Last-Event-ID") or offset  # the header is sent by a browser that reconnects
         if not begin.isascii() or not begin.isdigit():
             self._send(HTTPStatus.BAD_REQUEST, f"from must be an offset in bytes, got {begin!r}\n")
             return
@@ -116,7 +118,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.SERVICE_UNAVAILABLE, "the trace is gone\n")
             return
         if not self.server.followers.acquire(blocking=False):
-            self._send(HTTPStatus.SERVICE_UNAVAILABLE, f"at most {_MOST} pages are followed at once; close one\n")
+            self._send(
+                HTTPStatus.SERVICE_UNAVAILABLE, f"at most {_MAX_FOLLOWERS} pages are followed at once; close one\n"
+            )
             return
         try:
             self.send_response(HTTPStatus.OK)
@@ -146,11 +150,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(raw)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Keeps requests off the terminal."""
+        """Keep requests off the terminal."""
 
 
 def messages(trace: Path, offset: int, stopping: Event) -> Iterator[bytes]:
-    """Server-sent events for what follows ``offset``: one ``line`` event a line, and ``reset`` if the file was replaced.
+    """Yield server-sent events for the lines after ``offset``: a ``line`` event each, and ``reset`` if the file was replaced.
 
     Ends when ``stopping`` is set.
     """

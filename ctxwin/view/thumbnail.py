@@ -7,7 +7,8 @@ import io
 from typing import TYPE_CHECKING
 
 from ctxwin.errors import BadMedia
-from ctxwin.media import as_rgb, decode_video, unpack_frames
+from ctxwin.media import as_rgb, unpack_frames
+from ctxwin.video import decode_video
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,7 +21,7 @@ SIDE = 96
 
 
 def thumbnail(repo: SpanRepository, chunk: Chunk) -> str | None:
-    """Base64 JPEG of the first picture of ``chunk``, the longer side at most `SIDE`; None where there is none.
+    """Return a base64 JPEG of the first picture of ``chunk``, the longer side at most `SIDE`; None if there is none.
 
     Also None for ``keep_source=False``, whose pixels must not be kept, and where both the source and the stored pixels are gone.
     Cost: reads or decodes the source once, a video file only up to the chunk's first frame.
@@ -44,9 +45,9 @@ def jpeg(frame: np.ndarray) -> str:
 
 def _first_frame(repo: SpanRepository, chunk: Chunk, part: MediaPart) -> np.ndarray | None:
     try:
-        held = chunk._frames.get(part.content)
-        if held is not None:
-            return as_rgb(held[0])
+        decoded = chunk._frames.get(part.content)
+        if decoded is not None:
+            return as_rgb(decoded[0])
         if part.source is None:
             stored = repo.get_source(f"source/{part.content}")
             return None if stored is None else unpack_frames(stored)[0]

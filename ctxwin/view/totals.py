@@ -1,4 +1,4 @@
-"""Totals of a recorded run: what was asked, answered and computed."""
+"""Totals of a recorded run: asks, answers and computed tokens."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from ctxwin.view.trace import Recording
 
 
 def totals(recording: Recording) -> dict[str, Any]:
-    """Sums over all asks of all windows.
+    """Return sums over all asks of all windows.
 
     Returns:
         ``events``, ``windows``, ``asks`` (those that only tested a chunk are ``tests``), ``prompt_tokens`` of the asks;
         ``computed_tokens`` in all, with the ``idle_tokens`` noted beside asks and the ``test_tokens``; ``vision_encodes``;
         ``patches`` that were ``formed``, ``served`` and ``dropped``;
         ``known`` (asks whose right answer was noted), ``right``, and ``right_others`` by name; ``costs``: by name, the
-        ``tokens`` that something else would have computed, and the number of ``asks`` it is known for.
+        ``tokens`` that an alternative would have computed, and the number of ``asks`` with that figure.
     """
     events = recording.events
     tests = [event for event in events if "test" in event]
     asks = [event for event in events if event["op"] == "ask" and "test" not in event]
-    known = [ask for ask in asks if "truth" in ask]
+    with_truth = [ask for ask in asks if "truth" in ask]
     right_others: Counter[str] = Counter()
-    for ask in known:
+    for ask in with_truth:
         right_others.update(
             {name: answer.strip() == ask["truth"].strip() for name, answer in ask.get("answers", {}).items()}
         )
@@ -47,15 +47,15 @@ def totals(recording: Recording) -> dict[str, Any]:
         "test_tokens": tested,
         "vision_encodes": sum(event.get("encodes", 0) for event in events),
         "patches": {what: sum(p[i] for p in patches) for i, what in enumerate(("formed", "served", "dropped"))},
-        "known": len(known),
-        "right": sum(ask["answer"].strip() == ask["truth"].strip() for ask in known),
+        "known": len(with_truth),
+        "right": sum(ask["answer"].strip() == ask["truth"].strip() for ask in with_truth),
         "right_others": dict(right_others),
         "costs": costs,
     }
 
 
 def in_words(numbers: dict[str, Any]) -> str:
-    """The totals as a short text."""
+    """Return the totals as a short text."""
     computed, prompts = numbers["computed_tokens"], numbers["prompt_tokens"]
     share = f" ({computed / prompts:.1%})" if prompts else ""
     text = f"{numbers['asks']:,} asks; {computed:,} of {prompts:,} prompt tokens computed{share}, "

@@ -1,8 +1,8 @@
-"""`Trace`: what windows did, written to a file as it happens, for `ctxwin view`; and the reader of such files.
+"""`Trace`: operations of windows, written to a file as they happen, for `ctxwin view`; and the reader of such files.
 
 One JSON object a line. The first is ``{"kind": "trace", "format": 1, ...}``; then come ``event`` (an operation, with
-everything placed after it), ``chunk`` (described once, before the first event that places it) and ``note`` (what a caller
-adds to an ask). A line is written whole or not at all, so a reader may follow the file while it grows.
+all chunks placed after it), ``chunk`` (described once, before the first event that places it) and ``note`` (added to an ask by
+a caller). A line is written completely or not at all, so a reader may follow the file while it grows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
 
 from ctxwin.chunk import Chunk, TextPart, TokensPart
-from ctxwin.store.recent import Recent
+from ctxwin.store.lru import LRUCache
 from ctxwin.tiny import checkpoint_dir
 from ctxwin.view.thumbnail import thumbnail
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 LONGEST = 2000
-"""Most characters kept of a query, an answer or a note."""
+"""Maximum characters of a query, an answer or a note."""
 _TEXT = 160
-_REMEMBERED = 65536  # chunks and windows known; one that comes after so many others is described again
+_MAX_KEYS = 65536  # cached chunks and windows; a chunk that is no longer cached is described again
 
 
 class Trace:
@@ -44,9 +44,9 @@ class Trace:
         path: the file; its folder must exist. An existing file is replaced unless ``append``.
         append: continue the trace of an earlier process; an unfinished last line is dropped.
         thumbnails: keep a small picture of each chunk (about 2 KB). A chunk with ``keep_source=False`` never gets one.
-        engine: count its vision encodes and patches from now on rather than from the first window that is watched.
+        engine: count its vision encodes and patches from now on instead of from the first watched window.
 
-    Safe to use from several threads. Use as a context manager, or call `close`. What was written stays: the thumbnail and the
+    Safe to use from several threads. Use as a context manager, or call `close`. Written lines stay: the thumbnail and the
     first words of a chunk forgotten with ``evict(forget=True)`` remain in the file.
 
     Raises:
@@ -64,29 +64,29 @@ class Trace:
         self._thumbnails = thumbnails
         self._lock = threading.Lock()
         # Bounded, as a run may be endless.
-        self._numbers: Recent[int] = Recent(_REMEMBERED)  # by chunk and label
+        self._numbers: LRUCache[int] = LRUCache(_MAX_KEYS)  # by chunk and label
         self._chunks = self._events = 0
-        self._asks: Recent[int] = Recent(_REMEMBERED)  # window: its latest ask
+        self._asks: LRUCache[int] = LRUCache(_MAX_KEYS)  # window: its latest ask
         self._last_ask: int | None = None
-        self._in_branches: Recent[deque[tuple[int, str]]] = Recent(_REMEMBERED)  # parent: its branches' latest asks
+        self._in_branches: LRUCache[deque[tuple[int, str]]] = LRUCache(_MAX_KEYS)  # parent: its branches' latest asks
         self._counts: WeakKeyDictionary[Engine, tuple[int, ...]] = WeakKeyDictionary()  # at the last event
-        self._versions: Recent[int] = Recent(_REMEMBERED)  # window: as it was recorded last
+        self._versions: LRUCache[int] = LRUCache(_MAX_KEYS)  # window: as it was recorded last
         if engine is not None:
             self._counts[engine] = _counts(engine)
-        going_on = append and self.path.exists()
-        if going_on:
-            self._go_on()
-        self._file = self.path.open("ab" if going_on else "wb", buffering=0)
+        continuing = append and self.path.exists()
+        if continuing:
+            self._continue()
+        self._file = self.path.open("ab" if continuing else "wb", buffering=0)
         self._closed = False
-        if not going_on:
+        if not continuing:
             from ctxwin import __version__
 
             self._write({"kind": "trace", "format": FORMAT, "version": __version__, "time": _now()})
 
     def watch(self, window: Window) -> None:
-        """Records ``window`` from now on, and every fork made of it later. Watching a window twice changes nothing.
+        """Record ``window`` and its later forks from now on. Watching a window twice has no effect.
 
-        A restored window continues the one that was seen under its id.
+        A restored window continues the one with the same id.
         """
         self._begin(window)
         window.observe(_Recorder(self, window.engine))
@@ -101,13 +101,13 @@ class Trace:
         text: str = "",
         idle_tokens: int = 0,
     ) -> None:
-        """Adds what is shown beside the latest ask (of ``window``, if given).
+        """Add a note to the latest ask (of ``window``, if given).
 
         Args:
-            costs: tokens that something else would have computed for it, by name, e.g. ``{"prefix cache": 310}``.
-            truth: the right answer, where known.
-            answers: what something else answered, by name, e.g. ``{"re-prefill": "red"}``.
-            text: for people.
+            costs: tokens that alternatives would have computed for it, by name, e.g. ``{"prefix cache": 310}``.
+            truth: the right answer, if known.
+            answers: answers of alternatives, by name, e.g. ``{"re-prefill": "red"}``.
+            text: for display.
             idle_tokens: computed for the window outside asks since the last note (`Window.compress`, `Window.refresh`), which
                 an ask's own usage does not include.
 
@@ -119,18 +119,18 @@ class Trace:
         if any(not isinstance(cost, int | float) or not math.isfinite(cost) for cost in costs.values()):
             raise ValueError(f"costs must be finite numbers by name, got {costs!r}")
         with self._lock:
-            asked = self._asks.get(window.id) if window else self._last_ask
-            if asked is None:
+            ask = self._asks.get(window.id) if window else self._last_ask
+            if ask is None:
                 raise LookupError(
                     "a note must follow an ask of a watched window, got none so far; watch() it, then ask"
                 )
-            line = {"kind": "note", "of": asked, "costs": costs, "truth": _short(truth or ""), "text": _short(text)}
+            line = {"kind": "note", "of": ask, "costs": costs, "truth": _short(truth or ""), "text": _short(text)}
             line["answers"] = {name: _short(answer) for name, answer in (answers or {}).items()}
             line["idle_tokens"] = idle_tokens
             self._write({key: value for key, value in line.items() if value})
 
     def close(self) -> None:
-        """Ends the recording; the windows stay usable. Idempotent."""
+        """End the recording; the windows stay usable. Idempotent."""
         with self._lock:
             self._closed = True
             self._file.close()
@@ -141,15 +141,15 @@ class Trace:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _go_on(self) -> None:
-        known = read_trace(self.path)
-        for line in known.lines:
+    def _continue(self) -> None:
+        earlier = read_trace(self.path)
+        for line in earlier.lines:
             if line["kind"] == "chunk":
                 self._chunks = line["n"] + 1
             elif line["kind"] == "event":
                 self._events = line["n"] + 1
         with self.path.open("r+b") as file:
-            file.truncate(known.size)
+            file.truncate(earlier.size)
 
     def _record(self, engine: Engine, event: Event) -> None:
         with self._lock:
@@ -158,7 +158,7 @@ class Trace:
             line = self._line(engine, event.op, event.state, event.parent, event.lanes or {})
             line |= {"ids": list(event.ids), "other": event.other, "note": _short(event.note) or None}
             line["seconds"] = round(event.seconds, 6)
-            # From the engine: a window counts them until its next answer, and one that is restored for every step has none.
+            # From the engine: a window counts them only until its next answer, and a window restored for every step has none.
             counts = _counts(engine)
             encodes, *patches = (now - then for now, then in zip(counts, self._counts.get(engine, counts), strict=True))
             line |= {"encodes": encodes or None, "patches": patches if any(patches) else None}
@@ -177,7 +177,7 @@ class Trace:
                     latest = self._in_branches.get(event.parent) or deque(maxlen=2)
                     latest.append((self._events, event.query or ""))
                     self._in_branches.put(event.parent, latest, 1)
-            elif event.op == "disposable":  # it asked in two branches, which nobody else did
+            elif event.op == "disposable":  # its two branches asked the same query
                 latest = self._in_branches.get(event.window) or deque()
                 self._in_branches.pop(event.window)
                 line["tests"] = [n for n, query in latest if query == event.query]
@@ -198,7 +198,7 @@ class Trace:
     ) -> dict[str, Any]:
         line: dict[str, Any] = {"kind": "event", "n": self._events, "time": _now(), "window": state.window}
         line |= {"parent": parent, "op": op, "version": state.version}
-        line["placed"] = [self._placed(engine, p, lanes.get(p.id)) for p in state.placed]
+        line["placed"] = [self._entry(engine, p, lanes.get(p.id)) for p in state.placed]
         return line | {"tokens": state.tokens, "budget": state.budget, "evicted": len(state.evicted)}
 
     def _event(self, line: dict[str, Any]) -> None:
@@ -206,43 +206,37 @@ class Trace:
         self._events += 1
         self._versions.put(line["window"], line["version"], 1)
 
-    def _placed(self, engine: Engine, placed: Placed, lane: str | None) -> dict[str, Any]:
-        shown: dict[str, Any] = {"id": placed.id, "chunk": self._number(engine, placed), "tokens": placed.tokens}
+    def _entry(self, engine: Engine, placed: Placed, lane: str | None) -> dict[str, Any]:
+        entry: dict[str, Any] = {"id": placed.id, "chunk": self._number(engine, placed), "tokens": placed.tokens}
         if placed.pinned:
-            shown["pinned"] = True
+            entry["pinned"] = True
         if not placed.conditioned:
-            shown["conditioned"] = False
+            entry["conditioned"] = False
         if lane is not None:
-            shown["lane"] = lane
+            entry["lane"] = lane
         if placed.kv is not None and not placed.kv.exact:
-            shown["depth"] = placed.kv.depth
-        return shown
+            entry["depth"] = placed.kv.depth
+        return entry
 
     def _number(self, engine: Engine, placed: Placed) -> int:
-        known = f"{placed.chunk_id} {placed.chunk.label}"
-        if (held := self._numbers.get(known)) is not None:
-            return held
+        key = f"{placed.chunk_id} {placed.chunk.label}"
+        if (number := self._numbers.get(key)) is not None:
+            return number
         number, self._chunks = self._chunks, self._chunks + 1
-        line = {
-            "kind": "chunk",
-            "n": number,
-            "id": placed.chunk_id,
-            **_described(placed.chunk),
-            "tokens": placed.tokens,
-        }
+        line = {"kind": "chunk", "n": number, "id": placed.chunk_id, **_describe(placed.chunk), "tokens": placed.tokens}
         if self._thumbnails and (picture := thumbnail(engine.repo, placed.chunk)):
             line["thumbnail"] = picture
         self._write(line)
-        self._numbers.put(known, number, 1)
+        self._numbers.put(key, number, 1)
         return number
 
     def _write(self, line: dict[str, Any]) -> None:
         raw = json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
         begin = self._file.seek(0, os.SEEK_END)
         try:
-            left = memoryview(raw)
-            while left:  # a nearly full disk accepts a part and refuses the rest
-                left = left[self._file.write(left) :]
+            remaining = memoryview(raw)
+            while remaining:  # a nearly full disk accepts only a part
+                remaining = remaining[self._file.write(remaining) :]
         except OSError:
             self._file.truncate(begin)
             raise
@@ -259,7 +253,7 @@ class _Recorder:
         self.trace._record(self.engine, event)
 
 
-def _described(chunk: Chunk) -> dict[str, Any]:
+def _describe(chunk: Chunk) -> dict[str, Any]:
     text = " ".join(part.text.strip() for part in chunk.parts if isinstance(part, TextPart)).strip()
     if not text and isinstance(chunk.parts[0], TokensPart):
         text = f"{len(chunk.parts[0].ids)} token ids"
@@ -276,17 +270,17 @@ def _described(chunk: Chunk) -> dict[str, Any]:
 
 
 def _counts(engine: Engine) -> tuple[int, ...]:
-    """Runs of the vision tower; patches formed, served and dropped."""
-    of = engine.repo.counters
-    return engine.counters.vision_encodes, of.patches, of.patches_served, of.patches_dropped
+    """Return the runs of the vision tower, and the patches formed, served and dropped."""
+    counters = engine.repo.counters
+    return engine.counters.vision_encodes, counters.patches, counters.patches_served, counters.patches_dropped
 
 
-def _short(text: str, most: int = LONGEST) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
+def _short(text: str, limit: int = LONGEST) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def model_name(name: str) -> str:
-    """A model's name for people: the last part of its path or Hub name."""
+    """Return a model's name for display: the last part of its path or Hub name."""
     return "tiny (bundled)" if Path(name) == checkpoint_dir() else Path(name).name
 
 
@@ -296,12 +290,12 @@ def _now() -> float:
 
 @dataclass(frozen=True)
 class Recording:
-    """A trace that was read from a file.
+    """A trace read from a file.
 
     Attributes:
         system_prompt: format, version of ctxwin and time of the start (seconds since 1970).
-        lines: chunks, events and notes in the order they were written.
-        size: bytes of the file that were read, up to its last whole line.
+        lines: chunks, events and notes in the order of the file.
+        size: bytes of the file up to its last complete line.
     """
 
     system_prompt: dict[str, Any]
@@ -315,7 +309,7 @@ class Recording:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """Operations in order; what notes add is in the ask they belong to.
+        """Operations in order, with notes merged into their asks.
 
         An ask that only tested a chunk (`Window.disposable`) has ``test``: True.
         """
@@ -334,15 +328,15 @@ class Recording:
 
 
 def read_trace(path: str | Path) -> Recording:
-    """Reads a trace. An unfinished last line, of a run that is still writing or was killed, is left out.
+    """Read a trace. An unfinished last line, of a run that is still writing or was killed, is omitted.
 
     Raises:
         ValueError: not a trace, a newer format, or a damaged line, with its number.
         OSError: a file that cannot be read.
     """
-    whole = Path(path).read_bytes()
-    size = whole.rfind(b"\n") + 1
-    lines = _parse(path, whole[:size])
+    data = Path(path).read_bytes()
+    size = data.rfind(b"\n") + 1
+    lines = _parse(path, data[:size])
     system_prompt = next(lines, None)
     if system_prompt is None:
         raise ValueError(
@@ -351,15 +345,15 @@ def read_trace(path: str | Path) -> Recording:
     return Recording(system_prompt, list(lines), size)
 
 
-def _parse(path: str | Path, whole: bytes) -> Iterator[dict[str, Any]]:
-    for number, raw in enumerate(whole.splitlines(), start=1):
+def _parse(path: str | Path, data: bytes) -> Iterator[dict[str, Any]]:
+    for number, raw in enumerate(data.splitlines(), start=1):
         try:
             line = json.loads(raw)
         except ValueError:
             line = None
         if number == 1:
             _check_system_prompt(path, line)
-        elif not _known(line):
+        elif not _is_valid(line):
             raise ValueError(f"line {number} of {str(path)!r} must be a chunk, an event or a note, got {raw[:60]!r}")
         yield line
 
@@ -373,16 +367,16 @@ def _check_system_prompt(path: str | Path, line: Any) -> None:
         raise ValueError(f"format of {str(path)!r} must be {FORMAT}, got {line.get('format')!r}; use a newer ctxwin")
 
 
-_NEEDED = {
+_REQUIRED_KEYS = {
     "chunk": ("n", "what", "tokens"),
     "event": ("n", "time", "window", "op", "version", "placed", "tokens", "budget", "evicted"),
     "note": ("of",),
 }
-_ASKED = ("query", "answer", "usage")
+_ASK_KEYS = ("query", "answer", "usage")
 
 
-def _known(line: Any) -> bool:
-    if not isinstance(line, dict) or line.get("kind") not in _NEEDED:
+def _is_valid(line: Any) -> bool:
+    if not isinstance(line, dict) or line.get("kind") not in _REQUIRED_KEYS:
         return False
-    needed = _NEEDED[line["kind"]] + (_ASKED if line.get("op") == "ask" else ())
+    needed = _REQUIRED_KEYS[line["kind"]] + (_ASK_KEYS if line.get("op") == "ask" else ())
     return all(key in line for key in needed)

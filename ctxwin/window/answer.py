@@ -1,4 +1,4 @@
-"""What asking returns: `Answer` with its `Usage`, `Plan` with its price, and `Disposability`."""
+"""Results of asking: `Answer` with its `Usage`, `Plan` with its price, and `Disposability`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ctxwin.fidelity import Lane
+from ctxwin.window.sliding import SlidingAdvice
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What an answer cost. Tokens are prompt tokens unless said otherwise.
+    """Cost of an answer. Tokens are prompt tokens unless stated otherwise.
 
     Attributes:
         engine: ``hf`` or ``vllm``.
@@ -29,6 +30,8 @@ class Usage:
         ttft_s, total_s: seconds to the first token and to the last; planned_s: those to the first, as the plan priced them,
             query included.
         exact: whether every placed chunk was served exactly.
+        low_water_saves: tokens an ask that a low-water mark would save this window, which is exact and slides one by one
+            (`Plan.sliding`); 0 for others.
     """
 
     engine: str
@@ -46,6 +49,7 @@ class Usage:
     fallbacks: int = 0
     exact: bool = True
     planned_s: float = 0.0
+    low_water_saves: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class BrokenCall:
 
 @dataclass(frozen=True)
 class LookUp:
-    """What an answer looked up on its way: labels of what was placed, and how many found passages had no room."""
+    """A look-up of an answer: labels of the placed passages, and the number of matches that did not fit."""
 
     library: str
     query: str
@@ -109,7 +113,7 @@ class Answer:
 
 
 def fill_audit(answer: Answer, kl: float) -> None:
-    """Adds what an audit found to an answer that its caller has already."""
+    """Add what an audit found to an answer that its caller has already."""
     object.__setattr__(answer, "audit", kl)
 
 
@@ -122,7 +126,7 @@ class PlanEntry:
         compute: tokens a forward would run for it.
         bytes: KV bytes that would be brought in.
         exact: whether it equals a re-prefill; depth: length of the chain of approximations behind it.
-        ms: what that costs on the engine at hand, by what its calls took so far.
+        ms: what that costs on this engine, estimated from its calls so far.
         unseen: placement ids in front that its KV has not absorbed; missing: ids it absorbed that are not in front any more.
         repeated: whether it is served just as it was before behind the same contents, where it would be computed otherwise.
         fallen: whether an audit made it fall back to exact.
@@ -157,7 +161,7 @@ class PlanRequest:
     Attributes:
         purpose: ``system_prompt`` and ``canonical`` form KV that the layout needs; ``chunks`` computes chunks with held ones
             behind them; ``answer``, always the last, computes the rest and the query.
-        tokens: prompt tokens, the query left out.
+        tokens: prompt tokens, the query left out unless the plan was made for it.
         computed: how many of them run a forward.
     """
 
@@ -174,7 +178,7 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the next ask would do, before paying. The query's own tokens come on top.
+    """Forecast of the next ask, made without running it. The query's own tokens come on top.
 
     Attributes:
         steps: the engine's requests in order; those of one ask run one after the other, those of several windows
@@ -186,6 +190,7 @@ class Plan:
             prefix cache.
         ms: milliseconds up to the first token, what the query's own tokens take apart; a chunk's share stands in its entry.
             A prediction from what calls of this engine took so far (`ctxwin.engines.cost`); of a new engine, a guess.
+        sliding: of an exact window that slides one by one: what that costs, and what a low-water mark would.
     """
 
     system_prompt_tokens: int
@@ -194,6 +199,7 @@ class Plan:
     salted: bool
     steps: tuple[PlanRequest, ...] = ()
     ms: float = 0.0
+    sliding: SlidingAdvice | None = None
 
     @property
     def requests(self) -> int:
@@ -207,7 +213,15 @@ class Plan:
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens of system prompt and chunks that would run a forward."""
+        """Tokens of system prompt and chunks that would run a forward.
+
+        On vLLM that is less than the entries say where its own prefix cache holds what has no KV in the store, and more where
+        less than a block is computed again instead of loaded. What cannot be known ahead: blocks that plain requests and
+        other processes leave there or that vLLM drops meanwhile, what of a question that was asked before it still holds
+        (unless the plan was made for that question), and the few tokens that end an exchange which is remembered.
+        """
+        if self.steps:
+            return sum(step.computed for step in self.steps)
         return sum(e.compute for e in self.entries) + (0 if self.system_prompt_resident else self.system_prompt_tokens)
 
     @property
@@ -222,7 +236,7 @@ class Plan:
 
     @property
     def exact(self) -> bool:
-        """Whether every chunk equals a re-prefill."""
+        """True if every chunk equals a re-prefill."""
         return all(e.exact for e in self.entries)
 
     @property
@@ -248,12 +262,17 @@ class Plan:
         if self.requests > 1:
             each = ", ".join(f"{step.computed} behind {step.reused} ({step.purpose})" for step in self.steps)
             total += f"\n{self.requests} requests: {each}"
+        if self.sliding is not None:
+            total += (
+                f"\nsliding one by one computes about {self.sliding.one_by_one:.0f} tokens of chunks an ask; with a low-water "
+                f"mark of half, {self.sliding.halved.tokens:.0f}"
+            )
         return "\n".join([*rows, total])
 
 
 @dataclass(frozen=True)
 class Disposability:
-    """Whether a chunk mattered for a query.
+    """Effect of a chunk on the answer to a query.
 
     Attributes:
         disposable: the greedy answer is the same without it.

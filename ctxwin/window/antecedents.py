@@ -1,4 +1,4 @@
-"""What stood in front of a chunk when its KV was computed: in memory and as JSON, both of O(n) for the usual n chunks.
+"""Antecedents: the chunks that preceded a chunk when its KV was computed. O(n) for n chunks, in memory and as JSON.
 
 As JSON a state has one list ``ids`` of placement ids, and the antecedents of each chunk are ``[begin, length]``: a slice of
 it. Lists of ids would be O(n^2), too many to be written after every edit of a long window.
@@ -15,7 +15,7 @@ from pydantic_core import CoreSchema, core_schema
 
 
 class Order:
-    """Placement ids in prompt order, shared by all chunks that were conditioned behind a part of them."""
+    """Placement ids in prompt order, shared by all chunks that were conditioned on a prefix of them."""
 
     def __init__(self, ids: Iterable[str]) -> None:
         self.ids = tuple(ids)
@@ -27,7 +27,7 @@ class Order:
 
 
 class Antecedents(Sequence[str]):
-    """The ids in front of a chunk when its KV was computed: the first ``length`` of an order.
+    """The ids that preceded a chunk when its KV was computed: the first ``length`` of an order.
 
     Chunks that were computed together share one `Order`, so n of them take O(n) memory. As JSON it is a list.
     """
@@ -73,7 +73,7 @@ class Antecedents(Sequence[str]):
 
 
 def pack(data: dict[str, Any], fronts: Mapping[str, Sequence[Antecedents | None]]) -> dict[str, Any]:
-    """A dumped state with its antecedents as slices.
+    """Return a dumped state with its antecedents as slices.
 
     Args:
         data: the state as it is dumped; changed in place.
@@ -86,10 +86,10 @@ def pack(data: dict[str, Any], fronts: Mapping[str, Sequence[Antecedents | None]
             if front is None or not chunk.get("kv"):
                 continue
             begin = places.get(front[0], len(ids)) if front else 0
-            known = len(ids[begin : begin + len(front)])
-            if ids[begin : begin + known] != list(front[:known]):  # another order of the same chunks
-                begin, known = len(ids), 0
-            for placement in front[known:]:
+            shared = len(ids[begin : begin + len(front)])
+            if ids[begin : begin + shared] != list(front[:shared]):  # another order of the same chunks
+                begin, shared = len(ids), 0
+            for placement in front[shared:]:
                 places[placement] = len(ids)
                 ids.append(placement)
             chunk["kv"]["antecedents"] = [begin, len(front)]
@@ -98,15 +98,15 @@ def pack(data: dict[str, Any], fronts: Mapping[str, Sequence[Antecedents | None]
 
 
 def count(data: Any) -> int:
-    """How many ids the antecedents in the JSON of a state have together, as far as it is one: what `unpack` will hold."""
+    """Return the total number of antecedent ids in the JSON of a state, which is what `unpack` will hold."""
     lengths = (front[1] for _, front in _slices(data)) if isinstance(data, dict) else ()
     return sum(length for length in lengths if isinstance(length, int))
 
 
 def unpack(data: dict[str, Any]) -> dict[str, Any]:
-    """What `pack` was given, with `Antecedents`; ValueError where a slice is none.
+    """Return the dict that `pack` was given, with `Antecedents`. Raises ValueError for a malformed slice.
 
-    Cost: O(`count`), which whoever takes states from others must bound.
+    Cost: O(`count`). Bound it before unpacking states from untrusted sources.
     """
     ids = data["ids"]
     if not isinstance(ids, list | tuple) or not all(isinstance(i, str) for i in ids):
@@ -117,18 +117,18 @@ def unpack(data: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"antecedents must be a slice of {len(ids)} ids, got {[begin, length]!r}"[:200])
         longest[begin] = max(length, longest.get(begin, 0))
     orders = {begin: Order(ids[begin : begin + length]) for begin, length in longest.items()}
-    made = {name: value for name, value in data.items() if name != "ids"}
+    unpacked = {name: value for name, value in data.items() if name != "ids"}
     for name in ("placed", "evicted"):
         if isinstance(chunks := data.get(name), list | tuple):
-            made[name] = list(chunks)
+            unpacked[name] = list(chunks)
     for (name, i), (begin, length) in _slices(data):
-        chunk = made[name][i]
-        made[name][i] = {**chunk, "kv": {**chunk["kv"], "antecedents": Antecedents(orders[begin], length)}}
-    return made
+        chunk = unpacked[name][i]
+        unpacked[name][i] = {**chunk, "kv": {**chunk["kv"], "antecedents": Antecedents(orders[begin], length)}}
+    return unpacked
 
 
 def _slices(data: dict[str, Any]) -> Iterator[tuple[tuple[str, int], Sequence[Any]]]:
-    """Where each pair of two is that antecedents have, and the pair. Ids are never pairs: what a window gives has none."""
+    """Yield the position (list name, index) and the ``[begin, length]`` pair of each chunk's antecedents."""
     for name in ("placed", "evicted"):
         chunks = data.get(name)
         for i, chunk in enumerate(chunks if isinstance(chunks, list | tuple) else ()):

@@ -15,20 +15,20 @@ from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment
 from ctxwin.errors import AnswerStopped, BudgetExceeded
 from ctxwin.hashing import digest
-from ctxwin.trust.standing import Served
+from ctxwin.trust.window_audit import ServedAnswer
 from ctxwin.window import edits
 from ctxwin.window.answer import Answer, Disposability, Usage
-from ctxwin.window.assembly import Laid, Work
+from ctxwin.window.choice import Choice
 from ctxwin.window.core import WindowCore
 from ctxwin.window.decoding import MOST_CHOICES
-from ctxwin.window.lanes import Choice
+from ctxwin.window.layout import Layout, Work
 from ctxwin.window.state import State
 
 if TYPE_CHECKING:
     import torch
 
     from ctxwin.kv.layout import SpanKV
-    from ctxwin.policies.base import Searchable
+    from ctxwin.window.protocols import Searchable
 
 OnToken = Callable[[int, str], bool]
 """Called with each token and the whole text so far; returning False ends the answer there."""
@@ -37,7 +37,7 @@ Stop = str | int | Sequence[str | int]
 
 
 class AskOptions(TypedDict, total=False):
-    """What `Window.ask` and its kin take beside the query and the length of the answer; None leaves the default."""
+    """Options of `Window.ask`, `stream`, `aask` and `astream` beside query and length; None leaves the default."""
 
     remember: bool
     logprobs: int | None
@@ -56,14 +56,14 @@ class AskOptions(TypedDict, total=False):
     n: int | None
 
 
-def never() -> bool:
-    """For answers that nobody stops."""
+def not_stopped() -> bool:
+    """Return False: the default ``stopped`` callback."""
     return False
 
 
 @dataclass(frozen=True)
 class Question:
-    """What to ask, and how to decode the answer. Raises ValueError for values out of range.
+    """A query and how to decode its answer. Raises ValueError for values out of range.
 
     Attributes:
         sampling: how to decode; at most ``sampling.max_tokens`` tokens.
@@ -110,19 +110,19 @@ class Question:
 
     @classmethod
     def of(cls, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> Question:
-        """The question that `Window.ask` asks for these arguments. Raises TypeError for an option that there is not."""
+        """Return the question for these arguments of `Window.ask`. Raises TypeError for an unknown option."""
         if unknown := options.keys() - AskOptions.__annotations__.keys():
             raise TypeError(f"options must be of {', '.join(AskOptions.__annotations__)}, got {sorted(unknown)}")
-        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-        remember, stop, schema = given.pop("remember", False), given.pop("stop", ()), given.get("json_schema")
-        tools, libraries = tuple(given.pop("tools", ())), tuple(given.pop("libraries", ()))
-        n = given.pop("n", 1)
+        chosen: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        remember, stop, schema = chosen.pop("remember", False), chosen.pop("stop", ()), chosen.get("json_schema")
+        tools, libraries = tuple(chosen.pop("tools", ())), tuple(chosen.pop("libraries", ()))
+        n = chosen.pop("n", 1)
         stops = [stop] if isinstance(stop, str | int) else list(stop)
         if any(not isinstance(s, str | int) or s == "" for s in stops):
             raise ValueError(f"stop must be non-empty texts or token ids, got {stop!r}")
         if schema is not None and not isinstance(schema, str):
-            given["json_schema"] = json.dumps(dict(schema))
-        sampling = Sampling(max_tokens, stop_ids=tuple(s for s in stops if isinstance(s, int)), **given)
+            chosen["json_schema"] = json.dumps(dict(schema))
+        sampling = Sampling(max_tokens, stop_ids=tuple(s for s in stops if isinstance(s, int)), **chosen)
         texts = tuple(s for s in stops if isinstance(s, str))
         return cls(query, sampling, remember, texts, tools=tools, libraries=libraries, n=n)
 
@@ -132,37 +132,42 @@ def ask(
     question: Question,
     *,
     on_token: OnToken | None = None,
-    stopped: Callable[[], bool] = never,
+    stopped: Callable[[], bool] = not_stopped,
     audited: bool = True,
 ) -> Answer:
-    """Answers ``question`` over the current state. Raises like `Window.ask`.
+    """Answer ``question`` over the current state. Raises like `Window.ask`.
 
     ``stopped`` is polled: once it is true the engine stops, AnswerStopped is raised and the window stays as it was.
-    ``audited``: whether it is an answer to somebody, which audits may take up.
+    ``audited``: True if audits may sample this answer.
     """
     query, sampling, remember = question.query, question.sampling, question.remember
     with tracing.span("ask"), core.writing(edit=bool(remember)) as state:
         begin = time.perf_counter()
-        state, (way, fidelity) = core.trust.marked(state), core.trust.in_force()
+        state, (strategy, fidelity) = core.trust.with_fallbacks(state), core.trust.in_force()
         encoded = core.engine.encode_query(query)
         check_budget(state, encoded.tokens, sampling.max_tokens)
         work = Work()
         with core.counting_encodes():
-            laid = core.assembly.lay_out(state, fidelity, work)
-            laid_s = time.perf_counter() - begin
-            planned_ms = laid.ms + core.engine.costs.forward_ms(encoded.tokens, state.tokens)
+            layout = core.assembly.build_layout(state, fidelity, work)
+            layout_s = time.perf_counter() - begin
+            planned_ms = layout.ms + core.engine.costs.forward_ms(encoded.tokens, state.tokens)
 
-            def heard(token: int, text: str) -> bool:
+            def relay(token: int, text: str) -> bool:
                 core.heartbeat()
                 if stopped():
                     return False
                 text, ended = until_stop(text, question.stop)
                 return (on_token is None or on_token(token, text)) and not ended
 
-            kept = bool(remember) or core.engine.spec.outputs
-            if fidelity.eliminate and fidelity.merge and not kept and any(c.served.slots for c in laid.choices):
+            captures_query = bool(remember) or core.engine.spec.outputs
+            if (
+                fidelity.eliminate
+                and fidelity.merge
+                and not captures_query
+                and any(c.conditioning.slots for c in layout.choices)
+            ):
                 sampling = replace(sampling, hold=fidelity.merge)
-            generation = core.assembly.run(laid, encoded, sampling, capture_query=kept, on_token=heard)
+            generation = core.assembly.run(layout, encoded, sampling, capture_query=captures_query, on_token=relay)
             if stopped():
                 raise AnswerStopped("the answer was stopped before its end")
             text, ended = until_stop(generation.text, question.stop, last=True)
@@ -170,18 +175,18 @@ def ask(
             while ended and len(core.engine.decode(ids)) > len(text):
                 ids = ids[:-1]
             if generation.fallbacks:
-                laid = laid.computed(state)
+                layout = layout.as_computed(state)
             with tracing.span("settle", captured=len(generation.captured)):
-                settled = core.assembly.settle(state, laid, generation.captured, fidelity)
-            known = settled
+                new_state = core.assembly.write_back(state, layout, generation.captured, fidelity)
+            answered_state = new_state
             remembered = None
             if remember is True or (remember and remember(text)):
-                settled, remembered = _with_exchange(core, settled, laid, question, ids, generation, work)
+                new_state, remembered = _with_exchange(core, new_state, layout, question, ids, generation, work)
         total = time.perf_counter() - begin
         if stopped():
             raise AnswerStopped("the answer was stopped before its end")
-        core.commit(settled)
-        usage = _usage(core, state, laid, encoded, generation, work, laid_s, total)
+        core.commit(new_state)
+        usage = _usage(core, state, layout, encoded, generation, work, layout_s, total)
         usage = replace(usage, planned_s=planned_ms / 1e3)
         core.vision_encodes = 0
         tracing.note(
@@ -193,22 +198,22 @@ def ask(
             bytes_loaded=usage.bytes_loaded,
             **{f"lane.{lane}": tokens for lane, tokens in usage.reused_tokens.items()},
         )
-        outputs = _outputs(laid, generation) if core.engine.spec.outputs and usage.exact else None
+        outputs = _outputs(layout, generation) if core.engine.spec.outputs and usage.exact else None
         answer = Answer(text, ids, usage, generation.logprobs, remembered=remembered, outputs=outputs)
-        lanes = {c.placed.id: c.lane for c in laid.choices}
-        core.trust.answered(
-            Served(
+        lanes = {c.entry.id: c.lane for c in layout.choices}
+        core.trust.submit(
+            ServedAnswer(
                 core.id,
                 core.parent,
                 state,
-                known,
-                laid,
-                way,
+                answered_state,
+                layout,
+                strategy,
                 fidelity,
                 query,
                 sampling.max_tokens,
                 sampling.temperature,
-                core.assembly.before,
+                core.assembly.memo,
             ),
             answer,
             audited=audited,
@@ -218,8 +223,8 @@ def ask(
     return answer
 
 
-def several(question: Question) -> Iterator[Question]:
-    """A question for each of its answers: with a seed of its own, where one is given; only the first is remembered."""
+def split_choices(question: Question) -> Iterator[Question]:
+    """Yield one question per answer, each with its own seed where one is given. Only the first is remembered."""
     seed = question.sampling.seed
     for i in range(question.n):
         sampling = question.sampling if seed is None else replace(question.sampling, seed=seed + i)
@@ -227,13 +232,13 @@ def several(question: Question) -> Iterator[Question]:
 
 
 def until_stop(text: str, stops: Sequence[str], *, last: bool = False) -> tuple[str, bool]:
-    """The part of a growing answer in front of the first stop text, and whether there is one.
+    """Return the part of a growing answer before the first stop text, and whether a stop text was found.
 
-    Unless it is the ``last`` of it, an end that may turn out to be the beginning of a stop text is held back.
+    Unless ``last``, a tail that may be the beginning of a stop text is held back.
     """
-    found = [at for at in (text.find(s) for s in stops) if at >= 0]
-    if found:
-        return text[: min(found)], True
+    positions = [at for at in (text.find(s) for s in stops) if at >= 0]
+    if positions:
+        return text[: min(positions)], True
     longest = 0 if last else max(map(len, stops), default=0)
     for at in range(max(0, len(text) - longest + 1), len(text)):
         if any(s.startswith(text[at:]) for s in stops):
@@ -242,7 +247,7 @@ def until_stop(text: str, stops: Sequence[str], *, last: bool = False) -> tuple[
 
 
 def check_budget(state: State, query: int, max_tokens: int) -> None:
-    """Raises BudgetExceeded where system prompt, chunks, query and answer do not fit together."""
+    """Raise BudgetExceeded if system prompt, chunks, query and answer do not fit together."""
     needed = state.tokens + query + max_tokens
     if needed > state.budget:
         raise BudgetExceeded(
@@ -256,17 +261,17 @@ def check_budget(state: State, query: int, max_tokens: int) -> None:
 def _usage(
     core: WindowCore,
     state: State,
-    laid: Laid,
+    layout: Layout,
     query: Encoded,
     generation: Generation,
     work: Work,
-    laid_s: float,
+    layout_s: float,
     total: float,
 ) -> Usage:
-    computed = laid.segments[0].span is None or work.system_prompt
+    computed = layout.segments[0].span is None or work.system_prompt
     lanes = {"computed" if computed else "resident": state.system_prompt_tokens}
-    for choice in laid.choices:
-        lanes[choice.lane] = lanes.get(choice.lane, 0) + choice.placed.tokens
+    for choice in layout.choices:
+        lanes[choice.lane] = lanes.get(choice.lane, 0) + choice.entry.tokens
     return Usage(
         engine=core.engine.spec.name,
         prompt_tokens=state.tokens + query.tokens,
@@ -279,25 +284,26 @@ def _usage(
         answer_tokens=len(generation.token_ids),
         misses=work.misses,
         fallbacks=generation.fallbacks,
-        ttft_s=laid_s + generation.ttft_s,
+        ttft_s=layout_s + generation.ttft_s,
         total_s=total,
-        exact=all(c.served.exact for c in laid.choices),
+        exact=all(c.conditioning.exact for c in layout.choices),
+        low_water_saves=advice.saved if (advice := core.sliding_advice()) else 0,
     )
 
 
-def _outputs(laid: Laid, generation: Generation) -> dict[str, torch.Tensor] | None:
-    """What the forwards gave for each token of an answer's prompt and of the answer."""
-    from ctxwin.engines.outputs import joined
+def _outputs(layout: Layout, generation: Generation) -> dict[str, torch.Tensor] | None:
+    """Return the outputs of the forwards for each token of the prompt and of the answer; None if some are missing."""
+    from ctxwin.engines.outputs import concat_outputs
 
-    spans = [generation.captured.get(i, segment.span) for i, segment in enumerate(laid.segments)]
+    spans = [generation.captured.get(i, segment.span) for i, segment in enumerate(layout.segments)]
     spans.append(generation.query_span)
     if any(span is None for span in spans):
         return None  # it was stopped before all of it was read back
-    return joined([span.outputs for span in spans if span is not None and span.tokens])
+    return concat_outputs([span.outputs for span in spans if span is not None and span.tokens])
 
 
 def exchange(engine: Engine, query: str, ids: Sequence[int], after: str | None = None) -> tuple[Chunk, Encoded]:
-    """A question and the tokens of its answer as a chunk, and the chunk's tokens."""
+    """Return a question and the tokens of its answer as a chunk, and the chunk's tokens."""
     encoded = engine.encode_exchange(query, ids, after)
     return Chunk.tokens(encoded.token_ids, label=f"{query} {engine.decode(list(ids))}".strip()), encoded
 
@@ -305,58 +311,58 @@ def exchange(engine: Engine, query: str, ids: Sequence[int], after: str | None =
 def _with_exchange(
     core: WindowCore,
     state: State,
-    laid: Laid,
+    layout: Layout,
     question: Question,
     ids: Sequence[int],
     generation: Generation,
     work: Work,
 ) -> tuple[State, str]:
-    """Appends the exchange just made with the KV of that very pass; only the turn's closing tokens are computed."""
+    """Append the exchange with the KV of the same pass; only the turn's closing tokens are computed."""
     query = question.query
     chunk, encoded = exchange(core.engine, query, ids, question.after)
-    placed = core.place(state, chunk)
+    entry = core.place(state, chunk)
     start = state.system_prompt_advance + sum(p.advance for p in state.placed)
-    front = laid.end(state)
-    served = front.computed(chunk.id, "computed")
+    front = layout.end(state)
+    conditioning = front.computed(chunk.id, "computed")
     span = generation.query_span
     if span is not None:
-        asked = core.engine.encode_query(query).tokens
-        span = span.slice(0, min(span.tokens, asked + len(ids)))  # without what stands behind a stop text
-        span = _finished(core, laid, generation, encoded, span, start, work)
-        said = {"chunk": chunk.id, "provenance": served.provenance, "exact": served.exact}
-        core.assembly.put(served.span, span, encoded, **said, absorbed=laid.absorbed(len(laid.choices)))
-        placed = placed.replace(kv=served, seen=True)
-        core.assembly.remember([Choice(placed, "computed", front, served, compute=True)], core.fidelity)
-    return edits.appended(state, placed), placed.id
+        query_tokens = core.engine.encode_query(query).tokens
+        span = span.slice(0, min(span.tokens, query_tokens + len(ids)))  # without what follows a stop text
+        span = _complete_exchange(core, layout, generation, encoded, span, start, work)
+        record = {"chunk": chunk.id, "provenance": conditioning.provenance, "exact": conditioning.exact}
+        core.assembly.put(conditioning.span, span, encoded, **record, absorbed=layout.absorbed(len(layout.choices)))
+        entry = entry.replace(kv=conditioning, seen=True)
+        core.assembly.remember([Choice(entry, "computed", front, conditioning, compute=True)], core.fidelity)
+    return edits.append(state, entry), entry.id
 
 
-def _finished(
-    core: WindowCore, laid: Laid, generation: Generation, exchange: Encoded, head: SpanKV, start: int, work: Work
+def _complete_exchange(
+    core: WindowCore, layout: Layout, generation: Generation, exchange: Encoded, head: SpanKV, start: int, work: Work
 ) -> SpanKV:
-    """KV of the whole exchange: ``head`` was captured, the tokens behind it are computed."""
+    """Return KV of the whole exchange: ``head`` was captured, the tokens after it are computed."""
     import torch
 
-    from ctxwin.engines.outputs import joined
+    from ctxwin.engines.outputs import concat_outputs
 
     n = head.tokens
     if n >= exchange.tokens:
         return head.slice(0, exchange.tokens)
     segments = [
         replace(segment, span=generation.captured[i], recompute=()) if i in generation.captured else segment
-        for i, segment in enumerate(laid.segments)
+        for i, segment in enumerate(layout.segments)
     ]
     kv = core.engine.spec.kv
     if kv.maps or (kv.recurrent and not head.states):  # cut at a stop text there is no state, and never a map
-        return core.engine.prefill(segments, exchange, start, salt=laid.salt, tally=work)
+        return core.engine.prefill(segments, exchange, start, salt=layout.salt, tally=work)
     shift = int(exchange.positions[:, n].min())
     first = replace(exchange, token_ids=exchange.token_ids[:n], positions=exchange.positions[:, :n], advance=shift)
     rest = replace(exchange, token_ids=exchange.token_ids[n:], positions=exchange.positions[:, n:] - shift)
     rest = replace(rest, chunk_id=digest("tail", exchange.chunk_id), advance=exchange.advance - shift)
     front = [*segments, Segment(first, start, span=head)]
-    tail = core.engine.prefill(front, rest, start + shift, salt=laid.salt, tally=work)
+    tail = core.engine.prefill(front, rest, start + shift, salt=layout.salt, tally=work)
     positions = torch.from_numpy(exchange.positions.copy())
     k, v = torch.cat([head.k, tail.k], 1), torch.cat([head.v, tail.v], 1)
-    outputs = joined([head.outputs, tail.outputs])
+    outputs = concat_outputs([head.outputs, tail.outputs])
     return replace(head, k=k, v=v, positions=positions, outputs=outputs, states=tail.states)
 
 
@@ -366,25 +372,25 @@ def disposable(core: WindowCore, placement: str, query: str, max_tokens: int, *,
     core.state.index(placement)
     answers = []
     for leaves in (False, True):
-        # Who may leave is asked of windows over their budget, so the branches have all the tokens that the engine takes.
+        # Windows over their budget are tested too, so the branches get the engine's maximum.
         with closing(core.fork(budget=core.engine.spec.max_tokens)) as branch:
             if leaves:
                 with branch.writing() as state:
-                    gone = state.placed[state.index(placement)]
-                    new = edits.forgotten(state, gone) if clean else edits.evicted(state, [gone])
+                    entry = state.placed[state.index(placement)]
+                    new = edits.forget(state, entry) if clean else edits.evict(state, [entry])
                     if clean:
-                        branch.assembly.before.clear()
+                        branch.assembly.memo.clear()
                     branch.commit(new, None if clean else "evict", [placement])
             answers.append(ask(branch, question, audited=False))
-    kept, without = answers
-    same = kept.token_ids == without.token_ids
+    with_chunk, without_chunk = answers
+    same = with_chunk.token_ids == without_chunk.token_ids
     core.emit(core.event("disposable", (placement,), query=query, note="disposable" if same else "needed"))
-    apart = kl(kept.first_token_logprobs, without.first_token_logprobs)
-    return Disposability(disposable=same, kl=apart, answer_with=kept.text, answer_without=without.text)
+    divergence = kl(with_chunk.first_token_logprobs, without_chunk.first_token_logprobs)
+    return Disposability(disposable=same, kl=divergence, answer_with=with_chunk.text, answer_without=without_chunk.text)
 
 
 def kl(p: dict[int, float], q: dict[int, float]) -> float:
-    """KL(p || q) in nats of two next-token distributions over the same vocabulary, by token id."""
+    """Return KL(p || q) in nats of two next-token distributions over the same vocabulary, by token id."""
     if p.keys() != q.keys():
         raise ValueError(f"both distributions must cover the whole vocabulary, got {len(p)} and {len(q)} tokens")
     return max(0.0, math.fsum(math.exp(lp) * (lp - q[token]) for token, lp in p.items() if lp > -math.inf))

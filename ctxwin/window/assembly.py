@@ -1,6 +1,6 @@
 """From lanes to KV: fetches or rebuilds the spans an ask needs, runs the engine, stores what was computed.
 
-Every stored segment may be gone by the time it is wanted. `Assembly.lay_out` therefore fetches first and commits later: a
+Every stored segment may be gone by the time it is needed. `Assembly.build_layout` therefore fetches first and commits later: a
 key that cannot be read is remembered as missing, counted, and the lanes are chosen again without it, so that a failure of
 the store becomes a recomputation and never a wrong answer.
 """
@@ -15,29 +15,29 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ctxwin import tracing
-from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment, Tally, partial_ranges
+from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment, partial_ranges
 from ctxwin.errors import ChunkUnavailable
 from ctxwin.fidelity import Fidelity
-from ctxwin.hashing import digest
-from ctxwin.profiles import compressed, served_basis
+from ctxwin.profiles import compress_deficit, served_basis
 from ctxwin.window.answer import Plan
-from ctxwin.window.economy import Demand
-from ctxwin.window.lanes import Before, Choice, canonical_key, choose, patched, plan_of, steps_of
-from ctxwin.window.orbits import meet
+from ctxwin.window.choice import Choice
+from ctxwin.window.forecast import planned_calls, salt_of
+from ctxwin.window.lanes import (
+    ServedMemo,
+    canonical_key,
+    choose,
+    patched_conditioning,
+    plan_of,
+    steps_of,
+    system_prompt_key,
+)
+from ctxwin.window.layout import Layout, Work
+from ctxwin.window.orbits import observe_order
 from ctxwin.window.prices import Prices, workload
 from ctxwin.window.reading import Reads
-from ctxwin.window.recurrent import states_in_front
-from ctxwin.window.state import (
-    ANYTHING,
-    Conditioning,
-    Front,
-    Placed,
-    State,
-    content_name,
-    patch_key,
-    provenance_of,
-    span_key,
-)
+from ctxwin.window.recurrent import preceding_states
+from ctxwin.window.state import Conditioning, Placed, State, content_name, patch_key
+from ctxwin.window.storage_policy import Demand
 
 if TYPE_CHECKING:
     from ctxwin.kv.layout import SpanKV
@@ -47,74 +47,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 log = logging.getLogger("ctxwin")
-MAX_NAMED = 1024
-"""Contents that a record names; KV that absorbed more counts as having absorbed anything."""
-MAX_BEFORE = 8192
-"""Chunks behind others that a window remembers how it served."""
-
-
-@dataclass
-class Work(Tally):
-    """What one operation cost beyond `Engine.generate`: forwards run to form canonicals and patches, and misses."""
-
-    misses: int = 0
-    system_prompt: bool = False  # whether the system prompt was among them
-    background: bool = False  # no caller is waiting for it
-    priced_ms: float = 0.0  # of its time: what has a price of its own
-
-
-@dataclass(frozen=True)
-class Laid:
-    """A layout ready for an engine: system prompt first, then one segment per placed chunk.
-
-    Attributes:
-        ms: what the plan said of it: up to the first token, what the query's tokens take apart.
-        ahead: KV of chunks that were computed already, by index into the segments, as an answer would capture it.
-    """
-
-    choices: tuple[Choice, ...]
-    segments: tuple[Segment, ...]
-    salt: str
-    contents: tuple[str, ...]
-    counts: tuple[int, ...]
-    ms: float = 0.0
-    ahead: Mapping[int, SpanKV] = field(default_factory=dict)
-
-    def absorbed(self, index: int) -> Sequence[str]:
-        """Whose content KV absorbs that is computed in the place of chunk ``index`` (or behind the last one), by name."""
-        count = self.counts[index]
-        return self.contents[:count] if count <= MAX_NAMED else [ANYTHING]
-
-    def end(self, state: State) -> Front:
-        """What stands in front of a chunk that is appended."""
-        if not self.choices:
-            return Front.of(state)
-        last = self.choices[-1]
-        return last.front.behind(last.placed, last.served)
-
-    def computed(self, state: State) -> Laid:
-        """What was served where the engine could load nothing: everything was computed in place, and is exact."""
-        choices: list[Choice] = []
-        front = Front.of(state)
-        for choice in self.choices:
-            served = front.computed(choice.placed.chunk_id, "computed")
-            choices.append(Choice(choice.placed, "computed", front, served, compute=True))
-            front = front.behind(choice.placed, served)
-        none = {"span": None, "patch": None, "patch_key": "", "approximate": False, "recompute": (), "merged": False}
-        bare = (replace(segment, **none) for segment in self.segments)  # type: ignore[arg-type]
-        names = tuple(dict.fromkeys(content_name(c.placed.chunk_id) for c in choices))
-        return Laid(tuple(choices), tuple(bare), "", names, tuple(range(len(choices) + 1)))
-
-
-def salt_of(segments: Sequence[Segment]) -> str:
-    """The prefix-cache space of a layout: "" (the exact one) or a digest of the KV that a forward would not give.
-
-    Everything up to the last segment that is `approximate` names the space; what stands behind it is what a forward behind
-    exactly that gives, so the engine's own chain of block hashes tells it apart. An append or a fork therefore stays in
-    its space, and an edit undone comes back to it.
-    """
-    last = max((i for i, segment in enumerate(segments) if segment.approximate), default=0)
-    return digest("salt", [segment.key for segment in segments[: last + 1]]) if last else ""
+MAX_MEMO = 8192
+"""Most chunks whose serving a window remembers."""
 
 
 @dataclass
@@ -123,14 +57,14 @@ class Assembly:
 
     Attributes:
         missing: keys that could not be read.
-        before: how chunks were served, by what stood in front of them; see `lanes.Before`. A restart forgets it.
+        memo: how chunks were served, by the contents that preceded them; see `lanes.ServedMemo`. A restart forgets it.
         salt: keeps what it prefills out of the exact prefix cache; "" does not.
     """
 
     engine: Engine
     demand: Callable[[], Demand] = Demand
     missing: set[str] = field(default_factory=set)
-    before: OrderedDict[str, Before] = field(default_factory=OrderedDict)
+    memo: OrderedDict[str, ServedMemo] = field(default_factory=OrderedDict)
     salt: str = ""
 
     @property
@@ -139,26 +73,40 @@ class Assembly:
         return self.engine.repo
 
     def has(self, key: str) -> bool:
-        """Whether ``key`` can be served, as far as is known without reading it."""
+        """Return True if ``key`` can be served, as far as is known without reading it."""
         return key not in self.missing and self.repo.contains(key)
 
-    def plan(self, state: State, fidelity: Fidelity) -> Plan:
-        """What an ask of ``state`` would do; reads no KV."""
+    def plan(self, state: State, fidelity: Fidelity, query: str | None = None) -> Plan:
+        """Return the plan of an ask of ``state``. Reads no KV. The tokens of ``query``, if given, are included."""
         kv, prices, has = self.engine.spec.kv, self.prices, cache(self.has)
-        choices = choose(state, fidelity, has, prices, self.before)
-        return plan_of(state, choices, kv, _system_prompt_key(state), has, prices)
+        choices = choose(state, fidelity, has, prices, self.memo)
+        plan = plan_of(state, choices, kv, system_prompt_key(state), has, prices)
+        encoded_query = None if query is None else self.engine.encode_query(query)
+        if encoded_query is not None:
+            *preceding, answer = plan.steps
+            answer = replace(
+                answer, tokens=answer.tokens + encoded_query.tokens, computed=answer.computed + encoded_query.tokens
+            )
+            plan = replace(plan, steps=(*preceding, answer))
+        if not self.engine.forecasts:
+            return plan
+        counts = self.engine.forecast(planned_calls(self.engine, state, choices, plan, encoded_query))
+        if counts is None or len(counts) != len(plan.steps):
+            return plan
+        steps = tuple(replace(step, computed=count) for step, count in zip(plan.steps, counts, strict=True))
+        return replace(plan, steps=steps)
 
     @property
     def prices(self) -> Prices:
-        """What serving a chunk costs on this engine."""
+        """Prices of serving a chunk on this engine."""
         return Prices(self.engine.costs, self.repo.tier)
 
-    def lay_out(self, state: State, fidelity: Fidelity, work: Work) -> Laid:
-        """Chooses lanes, fetches their KV, forms missing canonicals. Repeats with what turned out to be missing."""
+    def build_layout(self, state: State, fidelity: Fidelity, work: Work) -> Layout:
+        """Choose lanes, fetch their KV and form missing canonicals. Repeats without the keys that turn out to be missing."""
         with tracing.span("lay_out", chunks=len(state.placed), mode=fidelity.mode):
-            return self._lay_out(state, fidelity, work)
+            return self._build_layout(state, fidelity, work)
 
-    def _lay_out(self, state: State, fidelity: Fidelity, work: Work) -> Laid:
+    def _build_layout(self, state: State, fidelity: Fidelity, work: Work) -> Layout:
         costs, priced = self.engine.costs, work.priced_ms
         began = costs.clock()
         self.missing.clear()
@@ -167,94 +115,104 @@ class Assembly:
         # Each round either succeeds or learns of at least one missing key, so it ends.
         while True:
             has = cache(self.has)  # one answer for each key, though a store may lose it
-            choices = choose(state, fidelity, has, self.prices, self.before)
-            _, ms = steps_of(state, choices, _system_prompt_key(state), has, self.prices)
-            fetched = self._fetched(state, choices, work, ahead)
+            choices = choose(state, fidelity, has, self.prices, self.memo)
+            _, ms = steps_of(state, choices, system_prompt_key(state), has, self.prices)
+            fetched = self._fetch_layout(state, choices, work, ahead)
             if fetched is not None:
                 own_ms = 1e3 * (costs.clock() - began) - (work.priced_ms - priced)
                 costs.learn(costs.library, (1, len(choices)), own_ms)
                 return replace(fetched, ms=ms)
 
-    def _fetched(self, state: State, choices: Sequence[Choice], work: Work, ahead: dict[str, SpanKV]) -> Laid | None:
-        """The layout with its KV; None where some of it turned out to be missing.
+    def _fetch_layout(
+        self, state: State, choices: Sequence[Choice], work: Work, ahead: dict[str, SpanKV]
+    ) -> Layout | None:
+        """Return the layout with its KV; None if some of it turned out to be missing.
 
-        ``ahead``: what was computed while reads went on, by its key; it serves the next round, too.
+        ``ahead``: spans computed while reads went on, by key; they serve the next round, too.
         """
         reads = Reads(self.engine.costs, self.repo.tier)
-        encodeds = [self._encoded(choice.placed) for choice in choices]
+        encodeds = [self._encoded(choice.entry) for choice in choices]
         for choice, encoded in zip(choices, encodeds, strict=True):
             if not choice.compute and not choice.form_canonical:
-                source = choice.linked or choice.served
-                reads.begin(source.span, choice.slots, self._span_read(source, encoded, choice.placed.chunk_id))
-                if choice.served.patch is not None:
-                    reads.begin(choice.served.patch, encoded.tokens, partial(self.repo.get_patch, choice.served.patch))
+                source = choice.partial_base or choice.conditioning
+                reads.begin(source.span, choice.slots, self._span_read(source, encoded, choice.entry.chunk_id))
+                if choice.conditioning.patch is not None:
+                    reads.begin(
+                        choice.conditioning.patch,
+                        encoded.tokens,
+                        partial(self.repo.get_patch, choice.conditioning.patch),
+                    )
         system_prompt = self.system_prompt(state, work, reads)
         segments = [system_prompt]
         contents: dict[str, None] = {}  # in order, each once
         counts = [0]
         early: dict[int, SpanKV] = {}
         for choice, encoded, start in zip(choices, encodeds, state.starts(), strict=True):
-            served, placed = choice.served, choice.placed
-            contents[content_name(placed.chunk_id)] = None
-            linked = choice.linked
-            segment = Segment(encoded, start, capture=choice.compute or linked is not None, span_key=served.span)
+            conditioning, entry = choice.conditioning, choice.entry
+            contents[content_name(entry.chunk_id)] = None
+            linked = choice.partial_base
+            segment = Segment(encoded, start, capture=choice.compute or linked is not None, span_key=conditioning.span)
             if not choice.compute:
                 formed = None
                 if choice.form_canonical:
                     system_prompt = segments[0] = self._computed_system_prompt(state, system_prompt, work)
-                    _, formed = self.canonical(state, placed, system_prompt, work)
-                # What was formed just now serves even where the store refused it; asking again would never end.
-                found = (formed, {}) if formed else self._span(linked or served, encoded, placed.chunk_id, work, reads)
+                    _, formed = self.canonical(state, entry, system_prompt, work)
+                # A canonical formed just now serves even if the store refused it; asking again would never end.
+                stored = (
+                    (formed, {}) if formed else self._span(linked or conditioning, encoded, entry.chunk_id, work, reads)
+                )
                 patch = None
-                if found is not None and served.patch is not None:
-                    patch = self._patch(served.patch, encoded.tokens, work, reads)
-                if found is None or (patch is None and served.patch is not None):
+                if stored is not None and conditioning.patch is not None:
+                    patch = self._patch(conditioning.patch, encoded.tokens, work, reads)
+                if stored is None or (patch is None and conditioning.patch is not None):
                     return None
-                for record in (patch.meta if patch else {}, {} if served.exact else found[1]):
+                for record in (patch.meta if patch else {}, {} if conditioning.exact else stored[1]):
                     contents.update(dict.fromkeys(record.get("absorbed", ())))
-                segment = replace(segment, span=found[0], approximate=not choice.in_place)
-                segment = replace(segment, patch=patch, patch_key=served.patch or "", merged=served.slots is not None)
+                segment = replace(segment, span=stored[0], approximate=not choice.in_place)
+                segment = replace(
+                    segment, patch=patch, patch_key=conditioning.patch or "", merged=conditioning.slots is not None
+                )
                 if linked is not None:
                     segment = replace(
                         segment, recompute=partial_ranges(encoded.media_ranges, choice.recompute, encoded.tokens)
                     )
-            elif served.span in ahead or reads.left_ms > 2 * self.prices.request_ms:
-                # Reads go on meanwhile. In front of what they bring it takes a request of its own anyway.
+            elif conditioning.span in ahead or reads.left_ms > 2 * self.prices.request_ms:
+                # Reads go on meanwhile; a chunk before the loaded KV takes a request of its own anyway.
                 system_prompt = segments[0] = self._computed_system_prompt(state, system_prompt, work)
-                span = ahead.get(served.span)
+                span = ahead.get(conditioning.span)
                 if span is None:
-                    fallbacks, front = work.fallbacks, [c.placed for c in choices[: len(segments)]]
+                    fallbacks, front = work.fallbacks, [c.entry for c in choices[: len(segments)]]
                     span = self.prefill(segments, encoded, start, work, front, salt_of(segments))
                     span = None if work.fallbacks > fallbacks else span  # computed behind other KV than is served
                 if span is not None:
-                    ahead[served.span] = early[len(segments)] = span
+                    ahead[conditioning.span] = early[len(segments)] = span
                     segment = replace(segment, span=span, capture=False)
             counts.append(len(contents))
             segments.append(segment)
-        return Laid(tuple(choices), tuple(segments), salt_of(segments), tuple(contents), tuple(counts), ahead=early)
+        return Layout(tuple(choices), tuple(segments), salt_of(segments), tuple(contents), tuple(counts), ahead=early)
 
-    def _encoded(self, placed: Placed) -> Encoded:
-        """The tokens of a placed chunk; ValueError where a snapshot said another number."""
-        encoded = self.engine.encode(placed.chunk)
-        if (encoded.tokens, encoded.advance) != (placed.tokens, placed.advance):
+    def _encoded(self, entry: Placed) -> Encoded:
+        """Return the tokens of a placed chunk. Raises ValueError if the snapshot recorded another number."""
+        encoded = self.engine.encode(entry.chunk)
+        if (encoded.tokens, encoded.advance) != (entry.tokens, entry.advance):
             raise ValueError(
-                f"chunk {placed.id} must have {encoded.tokens} tokens over {encoded.advance} positions, got "
-                f"{placed.tokens} over {placed.advance}; restore the snapshot as its window gave it"
+                f"chunk {entry.id} must have {encoded.tokens} tokens over {encoded.advance} positions, got "
+                f"{entry.tokens} over {entry.advance}; restore the snapshot as its window gave it"
             )
         return encoded
 
     def system_prompt(self, state: State, work: Work, reads: Reads | None = None) -> Segment:
         encoded = self.engine.encode_system_prompt(state.system_prompt)
-        key = _system_prompt_key(state)
-        found = None
+        key = system_prompt_key(state)
+        stored = None
         if self.has(key):
             reads = reads or Reads(self.engine.costs, self.repo.tier)
-            found = self._read(key, encoded.tokens, work, partial(self.repo.get_span, key, encoded.token_ids), reads)
-        span = None if found is None else found[0]
+            stored = self._read(key, encoded.tokens, work, partial(self.repo.get_span, key, encoded.token_ids), reads)
+        span = None if stored is None else stored[0]
         return Segment(encoded, 0, span=span, capture=span is None, span_key=key)
 
     def _computed_system_prompt(self, state: State, system_prompt: Segment, work: Work) -> Segment:
-        """``system_prompt`` with its KV: computed once for all canonicals that are formed behind it."""
+        """Return ``system_prompt`` with its KV, computed once for all canonicals formed after it."""
         if system_prompt.span is not None:
             return system_prompt
         span = self.prefill([], system_prompt.encoded, 0, work)
@@ -263,25 +221,29 @@ class Assembly:
         return replace(system_prompt, span=span, capture=False)
 
     def _span_read(
-        self, served: Conditioning, encoded: Encoded, chunk: str
+        self, conditioning: Conditioning, encoded: Encoded, chunk: str
     ) -> Callable[[], tuple[SpanKV, dict[str, Any]] | None]:
-        """A read of the span of ``served`` and its record: a miss where it is not what a snapshot said it is."""
-        said: dict[str, Any] = {"chunk": chunk}
-        if served.patch is None:
-            said["provenance"] = served.provenance
-        if served.exact:
-            said["exact"] = True
-        encoded = encoded.part(0, served.slots) if served.slots else encoded
-        return partial(self.repo.get_span, served.span, encoded.token_ids, positions=encoded.positions, **said)
+        """Return a read of the span of ``conditioning`` and its record; a span that contradicts the snapshot is a miss."""
+        expected: dict[str, Any] = {"chunk": chunk}
+        if conditioning.patch is None:
+            expected["provenance"] = conditioning.provenance
+        if conditioning.exact:
+            expected["exact"] = True
+        encoded = encoded.part(0, conditioning.slots) if conditioning.slots else encoded
+        return partial(
+            self.repo.get_span, conditioning.span, encoded.token_ids, positions=encoded.positions, **expected
+        )
 
     def _span(
-        self, served: Conditioning, encoded: Encoded, chunk: str, work: Work, reads: Reads
+        self, conditioning: Conditioning, encoded: Encoded, chunk: str, work: Work, reads: Reads
     ) -> tuple[SpanKV, Mapping[str, Any]] | None:
-        """The span of ``served`` and its record; None where it is gone or late."""
-        found = self._read(served.span, encoded.tokens, work, self._span_read(served, encoded, chunk), reads)
-        if found is None:
-            self._miss(served.span, work)
-        return found
+        """Return the span of ``conditioning`` and its record; None if it is gone or late."""
+        stored = self._read(
+            conditioning.span, encoded.tokens, work, self._span_read(conditioning, encoded, chunk), reads
+        )
+        if stored is None:
+            self._miss(conditioning.span, work)
+        return stored
 
     def _patch(self, key: str, tokens: int, work: Work, reads: Reads) -> Patch | None:
         patch = self._read(key, tokens, work, partial(self.repo.get_patch, key), reads)
@@ -290,14 +252,14 @@ class Assembly:
         return patch
 
     def _read(self, key: str, tokens: int, work: Work, read: Callable[[], T | None], reads: Reads) -> T | None:
-        """What ``read`` finds under ``key``, begun before or not."""
+        """Return the result of ``read`` for ``key``, whether it was begun earlier or not."""
         began = self.engine.costs.clock()
-        found = reads.take(key, tokens, read)
+        stored = reads.take(key, tokens, read)
         work.priced_ms += 1e3 * (self.engine.costs.clock() - began)
-        return found
+        return stored
 
     def know_basis(self, fidelity: Fidelity) -> None:
-        """Tells the repository the directions that stored patches of this fidelity are coefficients of."""
+        """Give the repository the basis whose coefficients the stored patches of this fidelity are."""
         if fidelity.layout == "shared" and fidelity.mode == "patched":
             over = served_basis(self.engine.spec.model, self.engine.spec.kv, fidelity).basis
             if over is not None:
@@ -308,51 +270,51 @@ class Assembly:
         work.misses += 1
         log.warning("%s is gone from the store, or late: recomputing", key[:20])
 
-    def put(self, key: str, span: SpanKV, encoded: Encoded, **said: Any) -> None:
-        """Stores a computed span; a refusal is logged by the store and costs a recomputation later.
+    def put(self, key: str, span: SpanKV, encoded: Encoded, **fields: Any) -> None:
+        """Store a computed span; a refusal is logged by the store and costs a recomputation later.
 
-        Its record says what it is: the ``chunk`` (``encoded``'s by default), its ``provenance``, whether it is ``exact``, and
-        whose content it ``absorbed``.
+        Its record has the ``chunk`` (``encoded``'s by default), its ``provenance``, whether it is ``exact``, and
+        the contents it ``absorbed``.
         """
         self.missing.discard(key)
-        record = {"chunk": encoded.chunk_id, "provenance": "", "exact": True, "absorbed": [], **said}
+        record = {"chunk": encoded.chunk_id, "provenance": "", "exact": True, "absorbed": [], **fields}
         self.repo.put_span(key, span, {"token_ids": list(encoded.token_ids), **record})
 
     def canonical(
-        self, state: State, placed: Placed, system_prompt: Segment | None, work: Work
+        self, state: State, entry: Placed, system_prompt: Segment | None, work: Work
     ) -> tuple[str, SpanKV | None]:
-        """The key of a chunk's canonical; where it is not held, also its KV, formed by one forward behind the system prompt."""
-        provenance, key = canonical_key(state, placed.chunk_id)
+        """Return the key of a chunk's canonical and, if it was not stored, its KV, formed by one forward."""
+        provenance, key = canonical_key(state, entry.chunk_id)
         if self.has(key):
             return key, None
         system_prompt = self._computed_system_prompt(state, system_prompt or self.system_prompt(state, work), work)
-        encoded = self.engine.encode(placed.chunk)
-        span = self.prefill([system_prompt], encoded, state.system_prompt_advance, work, [placed])
+        encoded = self.engine.encode(entry.chunk)
+        span = self.prefill([system_prompt], encoded, state.system_prompt_advance, work, [entry])
         self.put(key, span, encoded, provenance=provenance)
         return key, span
 
-    def run(self, laid: Laid, query: Encoded, sampling: Sampling, **options: Any) -> Generation:
-        """`Engine.generate` over a layout, with its options; how long it takes is learnt."""
-        costs, heard = self.engine.costs, options.pop("on_token", None)
+    def run(self, layout: Layout, query: Encoded, sampling: Sampling, **options: Any) -> Generation:
+        """Run `Engine.generate` over a layout with its options, and learn from the time it takes."""
+        costs, listener = self.engine.costs, options.pop("on_token", None)
         with costs.timed() as watch:
 
             def on_token(token: int, text: str) -> bool:
                 watch.lap()
-                return heard is None or heard(token, text) is not False
+                return listener is None or listener(token, text) is not False
 
-            options |= {"salt": laid.salt, "on_token": on_token}
-            call = partial(self.engine.generate, laid.segments, query, sampling, **options)
-            with tracing.span("run", tokens=sum(s.encoded.tokens for s in laid.segments) + query.tokens):
-                made = self._seen([choice.placed for choice in laid.choices], call)
-        if not made.fallbacks:
-            made.captured.update(laid.ahead)
-        if watch.alone and not made.fallbacks:
-            asked = workload([*laid.segments, Segment(query, 0)], made.forwards)
-            costs.learn(costs.engine, asked.amounts, watch.first or watch.ms)
-        for segment in laid.segments if not made.fallbacks else ():
+            options |= {"salt": layout.salt, "on_token": on_token}
+            call = partial(self.engine.generate, layout.segments, query, sampling, **options)
+            with tracing.span("run", tokens=sum(s.encoded.tokens for s in layout.segments) + query.tokens):
+                generation = self._with_embeddings([choice.entry for choice in layout.choices], call)
+        if not generation.fallbacks:
+            generation.captured.update(layout.ahead)
+        if watch.alone and not generation.fallbacks:
+            engine_work = workload([*layout.segments, Segment(query, 0)], generation.forwards)
+            costs.learn(costs.engine, engine_work.amounts, watch.first or watch.ms)
+        for segment in layout.segments if not generation.fallbacks else ():
             if segment.patch is not None:
                 self.repo.note_served(segment.patch_key)
-        return made
+        return generation
 
     def prefill(
         self,
@@ -360,104 +322,117 @@ class Assembly:
         encoded: Encoded,
         start: int,
         work: Work,
-        placed: Iterable[Placed] = (),
+        entries: Iterable[Placed] = (),
         salt: str = "",
     ) -> SpanKV:
-        """`Engine.prefill`, counted in ``work``; ``placed`` are the chunks that may have to be encoded again for it."""
-        costs, before = self.engine.costs, (work.forwards, work.fallbacks)
+        """Run `Engine.prefill`, counted in ``work``. ``entries`` are the chunks that may have to be encoded again."""
+        costs, counts = self.engine.costs, (work.forwards, work.fallbacks)
         prefill = partial(self.engine.prefill, salt=salt or self.salt, background=work.background, tally=work)
         with costs.timed() as watch:
-            span = self._seen(placed, partial(prefill, tuple(front), encoded, start))
+            span = self._with_embeddings(entries, partial(prefill, tuple(front), encoded, start))
         work.priced_ms += watch.ms
-        if watch.alone and not work.background and work.fallbacks == before[1]:
-            asked = workload([*front, Segment(encoded, start)], work.forwards - before[0])
-            costs.learn(costs.engine, asked.amounts, watch.ms)
+        if watch.alone and not work.background and work.fallbacks == counts[1]:
+            engine_work = workload([*front, Segment(encoded, start)], work.forwards - counts[0])
+            costs.learn(costs.engine, engine_work.amounts, watch.ms)
         return span
 
-    def _seen(self, placed: Iterable[Placed], call: Callable[[], T]) -> T:
-        """``call``, again where vision embeddings left a shared store since ``placed`` were encoded: they are made anew."""
+    def _with_embeddings(self, entries: Iterable[Placed], call: Callable[[], T]) -> T:
+        """Return ``call()``; encode ``entries`` again and retry if their vision embeddings left a shared store meanwhile."""
         for _ in range(2):
             try:
                 return call()
             except ChunkUnavailable:
-                for p in placed:
+                for p in entries:
                     self.engine.encode(p.chunk)
         return call()
 
-    def settle(self, state: State, laid: Laid, captured: dict[int, SpanKV], fidelity: Fidelity) -> State:
-        """Stores captured KV and returns ``state`` with each placement's conditioning as it was served.
+    def write_back(self, state: State, layout: Layout, captured: dict[int, SpanKV], fidelity: Fidelity) -> State:
+        """Store captured KV and return ``state`` with each placement's conditioning as it was served.
 
-        The version stays: what is placed has not changed, only what is known about its KV.
+        The version stays: the placed chunks are the same, only the knowledge about their KV changes.
         """
-        captured = {**laid.ahead, **captured}
+        captured = {**layout.ahead, **captured}
         if 0 in captured:
-            self.put(laid.segments[0].span_key, captured[0], laid.segments[0].encoded, provenance="system_prompt")
-        placed, served = [], []
+            self.put(layout.segments[0].span_key, captured[0], layout.segments[0].encoded, provenance="system_prompt")
+        entries, memorable = [], []
         demand = cache(self.demand)  # asked of every open window: once an answer at most
-        for i, choice in enumerate(laid.choices, start=1):
-            p = choice.placed
+        for i, choice in enumerate(layout.choices, start=1):
+            p = choice.entry
             if choice.compute:
                 if i not in captured:  # the engine could not read it back: stay uncomputed
-                    placed.append(p)
+                    entries.append(p)
                     continue
-                kept = self._store(state, choice.served, captured, laid, i - 1, fidelity, demand)
-                choice = replace(choice, lane=kept.lane, served=kept, compute=kept.patch is None)
-                p = p.replace(kv=kept, seen=True, unseen=())
-            elif choice.settles:
-                if choice.linked is not None:
+                conditioning = self._store(state, choice.conditioning, captured, layout, i - 1, fidelity, demand)
+                choice = replace(
+                    choice, lane=conditioning.lane, conditioning=conditioning, compute=conditioning.patch is None
+                )
+                p = p.replace(kv=conditioning, seen=True, unseen=())
+            elif choice.updates_entry:
+                if choice.partial_base is not None:
                     if i not in captured:
-                        placed.append(p)
+                        entries.append(p)
                         continue
-                    said = {"provenance": choice.served.provenance, "exact": False, "absorbed": laid.absorbed(i - 1)}
-                    self.put(choice.served.span, captured[i], laid.segments[i].encoded, **said)
-                    choice = replace(choice, lane="resident", linked=None)
-                p = p.replace(kv=choice.served, seen=True, unseen=())
-            placed.append(p)
-            served.append(choice)
-        self.remember(served, fidelity)
-        return state.replace(placed=tuple(placed))
+                    record = {
+                        "provenance": choice.conditioning.provenance,
+                        "exact": False,
+                        "absorbed": layout.absorbed(i - 1),
+                    }
+                    self.put(choice.conditioning.span, captured[i], layout.segments[i].encoded, **record)
+                    choice = replace(choice, lane="resident", partial_base=None)
+                p = p.replace(kv=choice.conditioning, seen=True, unseen=())
+            entries.append(p)
+            memorable.append(choice)
+        self.remember(memorable, fidelity)
+        return state.replace(placed=tuple(entries))
 
     def remember(self, choices: Iterable[Choice], fidelity: Fidelity) -> None:
-        """Remembers how chunks were served; the window's last `MAX_BEFORE` chunks."""
+        """Remember how chunks were served, for the window's last `MAX_MEMO` chunks."""
         if fidelity.mode != "patched":
             return  # exact KV is found by its provenance, and a canonical by its content
         for choice in choices:
-            place = choice.front.contents_behind(choice.placed)
-            self.before[place] = Before.of(choice)
-            self.before.move_to_end(place)
-        while len(self.before) > MAX_BEFORE:
-            self.before.popitem(last=False)
+            place = choice.front.contents_with(choice.entry)
+            self.memo[place] = ServedMemo.of(choice)
+            self.memo.move_to_end(place)
+        while len(self.memo) > MAX_MEMO:
+            self.memo.popitem(last=False)
 
     def _store(
         self,
         state: State,
-        served: Conditioning,
+        conditioning: Conditioning,
         captured: Mapping[int, SpanKV],
-        laid: Laid,
+        layout: Layout,
         index: int,
         fidelity: Fidelity,
         demand: Callable[[], Demand],
     ) -> Conditioning:
-        """Stores the KV of the chunk at ``index`` that was computed in place; returns how it is served from now on.
+        """Store the KV of the chunk at ``index`` that was computed in place; return how it is served from now on.
 
-        It is kept as a patch where `ctxwin.window.economy` says so. Never runs a forward: it is on the path of an answer.
+        It is stored as a patch where `ctxwin.window.storage_policy` says so. Runs no forward, as an answer waits for it.
         """
-        encoded, absorbed, span = laid.segments[index + 1].encoded, laid.absorbed(index), captured[index + 1]
-        if fidelity.mode == "patched" and fidelity.allows("patched") and served.antecedents:
-            placed = laid.choices[index].placed
-            base = served.base
+        encoded, absorbed, span = layout.segments[index + 1].encoded, layout.absorbed(index), captured[index + 1]
+        if fidelity.mode == "patched" and fidelity.allows("patched") and conditioning.antecedents:
+            entry = layout.choices[index].entry
+            base = conditioning.base
             if base is None:
-                _, canonical = canonical_key(state, placed.chunk_id)
-                base = canonical if self.has(canonical) and demand().pays(state, placed, True) else None
+                _, canonical = canonical_key(state, entry.chunk_id)
+                base = canonical if self.has(canonical) and demand().pays(state, entry, True) else None
             if base is not None and self.has(base):
-                front = states_in_front(laid, captured, index) if self.engine.spec.kv.recurrent else None
-                key = self.form(span, base, served.provenance, encoded, fidelity, absorbed, front)
+                front = preceding_states(layout, captured, index) if self.engine.spec.kv.recurrent else None
+                key = self.form(span, base, conditioning.provenance, encoded, fidelity, absorbed, front)
                 if key is not None:
-                    return patched(served, "patched", base, key)
-        self.put(served.span, span, encoded, provenance=served.provenance, exact=served.exact, absorbed=absorbed)
-        if served.exact and fidelity.allows("orbit") and fidelity.mode == "patched":
-            meet(self, state, index, span, fidelity)
-        return served.model_copy(update={"base": None})
+                    return patched_conditioning(conditioning, "patched", base, key)
+        self.put(
+            conditioning.span,
+            span,
+            encoded,
+            provenance=conditioning.provenance,
+            exact=conditioning.exact,
+            absorbed=absorbed,
+        )
+        if conditioning.exact and fidelity.allows("orbit") and fidelity.mode == "patched":
+            observe_order(self, state, index, span, fidelity)
+        return conditioning.model_copy(update={"base": None})
 
     def form(
         self,
@@ -469,10 +444,10 @@ class Assembly:
         absorbed: Sequence[str],
         front: States | None = None,
     ) -> str | None:
-        """Forms and stores the patch that turns a stored base into ``span``; None where it would not be smaller than
+        """Form and store the patch that turns a stored base into ``span``; None if it would not be smaller than
         ``span``, the base is gone, or the store refuses.
 
-        ``absorbed``: whose content ``span`` absorbed. The patch also holds what the base did, with the other sign. ``front``: of
+        ``absorbed``: the contents that ``span`` absorbed. The patch also holds the base's, with the opposite sign. ``front``: of
         a hybrid, the states in front of it; without them it gets no patch.
         """
         from ctxwin.kv.deficit import deficit
@@ -485,39 +460,40 @@ class Assembly:
         spec = self.engine.spec
         if base is None or (spec.kv.recurrent and front is None):
             return None
-        patch = compressed(deficit(span, base[0], spec.kv, front), spec.model, spec.kv, fidelity)
+        patch = compress_deficit(deficit(span, base[0], spec.kv, front), spec.model, spec.kv, fidelity)
         patch.meta.update(chunk=encoded.chunk_id, absorbed=[*absorbed, *base[1].get("absorbed", ())])
         if patch.nbytes >= span.nbytes or not self.repo.put_patch(key, patch):
             return None
         self.missing.discard(key)
         return key
 
-    def prefilled(self, state: State, index: int, laid: Laid, fidelity: Fidelity, work: Work) -> State:
-        """``state`` once the chunk at ``index``, which has to be computed, is: as an ask would, in one forward of its own."""
-        system_prompt = self._computed_system_prompt(state, laid.segments[0], work)
-        laid = replace(laid, segments=(system_prompt, *laid.segments[1:]))
-        span, laid = self._in_place(state, index, laid, work)
-        return self.settle(state, laid, {index + 1: span}, fidelity)
+    def prefill_chunk(self, state: State, index: int, layout: Layout, fidelity: Fidelity, work: Work) -> State:
+        """Compute the chunk at ``index`` as an ask would, in one forward of its own; return the state after it."""
+        system_prompt = self._computed_system_prompt(state, layout.segments[0], work)
+        layout = replace(layout, segments=(system_prompt, *layout.segments[1:]))
+        span, layout = self._in_place(state, index, layout, work)
+        return self.write_back(state, layout, {index + 1: span}, fidelity)
 
-    def _in_place(self, state: State, index: int, laid: Laid, work: Work) -> tuple[SpanKV, Laid]:
-        """KV of a placed chunk behind what is in front of it now, and what was in front of it in the end."""
-        segment, front = laid.segments[index + 1], laid.segments[: index + 1]
-        fallbacks, placed = work.fallbacks, [c.placed for c in laid.choices[: index + 1]]
-        span = self.prefill(front, segment.encoded, segment.start, work, placed, salt_of(front))
-        return span, laid.computed(state) if work.fallbacks > fallbacks else laid
+    def _in_place(self, state: State, index: int, layout: Layout, work: Work) -> tuple[SpanKV, Layout]:
+        """Return KV of a placed chunk in its present context, and the layout it was computed after in the end."""
+        segment, front = layout.segments[index + 1], layout.segments[: index + 1]
+        fallbacks, entries = work.fallbacks, [c.entry for c in layout.choices[: index + 1]]
+        span = self.prefill(front, segment.encoded, segment.start, work, entries, salt_of(front))
+        return span, layout.as_computed(state) if work.fallbacks > fallbacks else layout
 
-    def reform(self, state: State, index: int, laid: Laid, fidelity: Fidelity, work: Work) -> State:
-        """Re-forms one placed chunk behind what is in front of it now: one forward, no vision encode."""
-        span, laid = self._in_place(state, index, laid, work)
-        segment, choice = laid.segments[index + 1], laid.choices[index]
-        served = choice.front.computed(choice.placed.chunk_id, "formed")
-        absorbed = laid.absorbed(index)  # in full: a patch would be another approximation
+    def reform(self, state: State, index: int, layout: Layout, fidelity: Fidelity, work: Work) -> State:
+        """Re-form one placed chunk in its present context: one forward, no vision encode."""
+        span, layout = self._in_place(state, index, layout, work)
+        segment, choice = layout.segments[index + 1], layout.choices[index]
+        conditioning = choice.front.computed(choice.entry.chunk_id, "formed")
+        absorbed = layout.absorbed(index)  # in full: a patch would be another approximation
         self.put(
-            served.span, span, segment.encoded, provenance=served.provenance, exact=served.exact, absorbed=absorbed
+            conditioning.span,
+            span,
+            segment.encoded,
+            provenance=conditioning.provenance,
+            exact=conditioning.exact,
+            absorbed=absorbed,
         )
-        formed = choice.placed.replace(kv=served, seen=True, unseen=())
+        formed = choice.entry.replace(kv=conditioning, seen=True, unseen=())
         return state.replace(placed=(*state.placed[:index], formed, *state.placed[index + 1 :]))
-
-
-def _system_prompt_key(state: State) -> str:
-    return span_key(provenance_of(state.system_prompt_key, "system_prompt"))

@@ -1,6 +1,6 @@
 """`WindowCore`: a window's versions, the assembly that serves them, and its observers.
 
-`ctxwin.window.window` edits it, `ctxwin.window.ask` asks it, and `ctxwin.window.upkeep` does its background work.
+`ctxwin.window.window` edits it, `ctxwin.window.ask` asks it, and `ctxwin.window.maintenance` does its background work.
 Adapters and servers that bring windows of their own build on it as well. Nothing here knows what an edit means.
 """
 
@@ -23,21 +23,29 @@ from ctxwin.engines.base import Engine
 from ctxwin.errors import ReadOnlyWindow, UnknownVersion, WindowBusy
 from ctxwin.hashing import digest
 from ctxwin.trust.auditor import forgot
-from ctxwin.trust.standing import WindowTrust
+from ctxwin.trust.window_audit import WindowAudit
 from ctxwin.window import edits, placement
 from ctxwin.window.answer import Plan
 from ctxwin.window.assembly import Assembly
-from ctxwin.window.economy import Demand
 from ctxwin.window.events import Event, Observer, Op
 from ctxwin.window.invariants import check_state
+from ctxwin.window.removed import check_present
+from ctxwin.window.sliding import SlidingAdvice, sliding_advice
 from ctxwin.window.state import Placed, State
+from ctxwin.window.storage_policy import Demand
 
 if TYPE_CHECKING:
     from ctxwin.fidelity import Fidelity
+    from ctxwin.store.base import Store
     from ctxwin.store.spans import SpanRepository
     from ctxwin.trust.replay import Finding
 
-_HISTORY = 1024
+_HISTORY, _FEWEST = 1024, 16
+_UNSHARED = 16384
+"""Versions that are kept, and placements in them that no newer one shares, some 20 MB: in a stream whose window holds a hundred
+frames every frame makes a hundred of them. The newest few versions are kept whatever they hold."""
+_SLIDES = 3
+"""Slides by a few chunks, one after the other, from which on a window counts as one that slides one by one."""
 _log = logging.getLogger("ctxwin")
 _open: weakref.WeakKeyDictionary[SpanRepository, weakref.WeakSet[WindowCore]] = weakref.WeakKeyDictionary()
 """The windows of this process by their store, for `WindowCore.forget`."""
@@ -74,17 +82,19 @@ class WindowCore:
         self.engine = engine
         self.assembly = Assembly(engine, partial(demand_of, engine))
         self.state = state
-        self.trust = WindowTrust(engine, state.fidelity, partial(_audited, weakref.ref(self)))
+        self.trust = WindowAudit(engine, state.fidelity, partial(_report_audit, weakref.ref(self)))
         self.seed = uuid.uuid4().hex if seed is None else seed
         self.observers = observers
         self.parent = parent
         self.read_only = read_only
         self.closed = False
         self.operations = 0
+        self._single_slides = 0
         self.vision_encodes = 0
         self.heartbeat: Callable[[], None] = lambda: None
         self._forked_from: tuple[weakref.ref[WindowCore], int] | None = None
         self._history: OrderedDict[int, tuple[State, int | None]] = OrderedDict()
+        self._unshared: dict[int, int] = {}  # placements of a kept version that the next one does not have
         self._before: int | None = None  # the version that `undo` goes back to; of older ones it is beside them
         self._pending: list[Event] = []  # sent when the writer is done
         self._writer = threading.Lock()
@@ -135,25 +145,28 @@ class WindowCore:
     def commit(
         self, state: State, op: Op | None = None, ids: Sequence[str] = (), *, remember: bool = True, **details: Any
     ) -> None:
-        """Makes ``state`` the current version, inside `writing`, and announces ``op``.
+        """Make ``state`` the current version, inside `writing`, and announce ``op``.
 
         However many steps led to it, an edit is one version; `adopt` takes its branch's. ``remember=False`` leaves the
         version before it out of the history that `at` reads.
         """
         if op != "adopt":
-            state = edits.as_one_version(self.state, state)
+            state = edits.merge_versions(self.state, state)
         if remember and state.version != self.state.version:
-            self._history[self.state.version] = self.state, self._before
-            self._before = self.state.version
-            while len(self._history) > _HISTORY:
-                self._history.popitem(last=False)
+            old, shared = self.state, set(map(id, (*state.placed, *state.evicted)))
+            self._history[old.version] = old, self._before
+            self._unshared[old.version] = sum(id(p) not in shared for p in (*old.placed, *old.evicted))
+            self._before = old.version
+            over = sum(self._unshared.values()) - _UNSHARED
+            while len(self._history) > _HISTORY or (over > 0 and len(self._history) > _FEWEST):
+                over -= self._unshared.pop(self._history.popitem(last=False)[0])
         self.state = state
         self.lease()
         if op is not None:
             self.announce(self.event(op, ids, **details))
 
     def announce(self, event: Event) -> None:
-        """Sends ``event`` to the observers when the writer is done."""
+        """Send ``event`` to the observers when the writer is done."""
         if self.observers:
             self._pending.append(event)
 
@@ -162,7 +175,7 @@ class WindowCore:
         return Event(self.id, op, self.state.version, self.state, tuple(ids), self.parent, **details)
 
     def emit(self, event: Event) -> None:
-        """Sends ``event`` to the observers now; what one of them raises is logged."""
+        """Send ``event`` to the observers now; what one of them raises is logged."""
         for observer in self.observers:
             try:
                 observer(event)
@@ -170,7 +183,7 @@ class WindowCore:
                 _log.exception("an observer failed on %s of window %s; the window goes on", event.op, event.window)
 
     def observe(self, observer: Observer) -> Callable[[], None]:
-        """Adds an observer, once; returns a function that removes it."""
+        """Add an observer, once; return a function that removes it."""
         if observer not in self.observers:
             self.observers = (*self.observers, observer)
 
@@ -179,16 +192,35 @@ class WindowCore:
 
         return stop
 
-    def plan(self) -> Plan:
-        """How the next ask would serve each chunk, and what it would cost. Reads no KV."""
+    def plan(self, query: str | None = None) -> Plan:
+        """Return how the next ask would serve each chunk, and its cost. Reads no KV."""
         self.lease()  # what was lost may have been stored again by another window
-        return self.assembly.plan(self.trust.marked(self.state), self.fidelity)
+        plan = self.assembly.plan(self.trust.with_fallbacks(self.state), self.fidelity, query)
+        return replace(plan, sliding=self.sliding_advice())
+
+    def note_slide(self, count: int) -> None:
+        """Note that `Window.slide` evicted ``count`` chunks without a mark; log once what a mark would save."""
+        remaining = len(self.state.placed)
+        self._single_slides = self._single_slides + 1 if 4 * count <= remaining else 0
+        advice = self.sliding_advice()
+        if advice is not None and self._single_slides == _SLIDES:
+            _log.warning(
+                "window %s is exact and slides %d of %d chunks at a time: all behind them, about %.0f tokens, is computed at "
+                "every ask; with Window(low_water=0.5) it would be %.0f (see ctxwin.policies.best_low_water)",
+                self.id, count, remaining + count, advice.one_by_one, advice.halved.tokens,
+            )  # fmt: skip
+
+    def sliding_advice(self) -> SlidingAdvice | None:
+        """Return the saving of a low-water mark for an exact window that slides a few chunks at a time; None for others."""
+        if self._single_slides < _SLIDES or self.fidelity.mode != "exact" or self.state.low_water is not None:
+            return None
+        return sliding_advice([p.tokens for p in self.state.placed], self.state.system_prompt_tokens)
 
     def check(self) -> None:
-        """Asserts the invariants of the state, its plan and its leases."""
+        """Assert the invariants of the state, its plan and its leases."""
         check_state(self.state, self.plan())
-        held = set(filter(self.engine.repo.contains, self.state.keys()))
-        lost = held - self._leases - self.assembly.missing
+        stored = set(filter(self.engine.repo.contains, self.state.keys()))
+        lost = stored - self._leases - self.assembly.missing
         assert self.closed or not lost, f"unleased keys {lost}"
 
     def place(self, state: State, chunk: Chunk) -> Placed:
@@ -197,25 +229,37 @@ class WindowCore:
             got = type(chunk).__name__
             raise TypeError(f"chunk must be a ctxwin.Chunk, got {got}; make one with Chunk.text or Chunk.image")
         with self.counting_encodes():
-            placed = placement.placement(self.engine, state, chunk, self.seed)
+            entry = placement.placement(self.engine, state, chunk, self.seed)
         self.heartbeat()  # many pictures may arrive in one operation
-        return placed
+        return entry
+
+    def cheapest_index(self, state: State, back: Placed, *, repair: bool = False) -> int:
+        """Return the index at which ``back`` makes the next ask compute least: its chronological place, the end or the front, the
+        first of these on a tie. Cost: three plans."""
+        costs: list[tuple[int, int]] = []
+        for at in (None, len(state.placed), 0):
+            new, index = edits.recall(state, back, at, repair=repair)
+            plan = self.assembly.plan(self.trust.with_fallbacks(new), self.fidelity)
+            costs.append((plan.computed_tokens, index))
+        return min(costs, key=lambda pair: pair[0])[1]
 
     def returning(self, state: State, evicted: str) -> Placed:
-        """An evicted chunk, encoded again: a restored window may run on another engine. Raises UnknownChunk."""
+        """An evicted chunk, encoded again: a restored window may run on another engine. Raises UnknownChunk, and
+        ChunkUnavailable for one of a file that has left its library."""
         back = state.find_evicted(evicted)
+        check_present(back.chunk)
         with self.counting_encodes():
             encoded = self.engine.encode(back.chunk)
         return back.replace(tokens=encoded.tokens, advance=encoded.advance, media=encoded.media_ranges)
 
     @contextmanager
     def counting_encodes(self) -> Iterator[None]:
-        """Adds the vision encodes inside it to `vision_encodes`."""
-        before = self.engine.counters.vision_encodes
+        """Add the vision encodes inside the ``with`` block to `vision_encodes`."""
+        start = self.engine.counters.vision_encodes
         try:
             yield
         finally:
-            self.vision_encodes += self.engine.counters.vision_encodes - before
+            self.vision_encodes += self.engine.counters.vision_encodes - start
 
     def at(self, version: int) -> WindowCore:
         """A read-only core of an old version, or of the one before it where `adopt` skipped it. Raises UnknownVersion."""
@@ -230,21 +274,21 @@ class WindowCore:
         return WindowCore(self.engine, state, observers=self.observers, parent=self.parent, read_only=True)
 
     def fork(self, system_prompt: str | None = None, budget: int | None = None) -> WindowCore:
-        """A copy-on-write branch, behind another system prompt or with another budget where given."""
+        """Return a copy-on-write branch, with another system prompt or budget where given."""
         state = self.state
         if system_prompt is not None and system_prompt != state.system_prompt:
-            state = placement.behind(self.engine, state, system_prompt)
+            state = placement.with_system_prompt(self.engine, state, system_prompt)
         seed = digest("fork", self.seed, self.id, self._count())
-        state = state.replace(window=seed[:12], budget=state.budget if budget is None else budget)
+        state = state.replace(window=seed[:12], root=state.unit, budget=state.budget if budget is None else budget)
         branch = WindowCore(self.engine, state, seed=seed, observers=self.observers, parent=self.id)
-        branch.trust = self.trust.branch(partial(_audited, weakref.ref(branch)))
+        branch.trust = self.trust.branch(partial(_report_audit, weakref.ref(branch)))
         branch._forked_from = (weakref.ref(self), state.version)
-        branch.assembly.before = self.assembly.before.copy()
+        branch.assembly.memo = self.assembly.memo.copy()
         self.emit(self.event("fork", other=branch.id, note=system_prompt or ""))
         return branch
 
     def adopt(self, branch: WindowCore, *, force: bool = False) -> None:
-        """Makes a branch's state the current version; see `Window.adopt`."""
+        """Make a branch's state the current version; see `Window.adopt`."""
         if branch.engine is not self.engine:
             raise ValueError("branch must run on this window's engine, got another one; restore its snapshot instead")
         parent, version = branch._forked_from or (None, None)
@@ -260,55 +304,56 @@ class WindowCore:
             arrivals = max(state.arrivals, theirs.arrivals)  # ids of dropped edits are not given again
             adopted = theirs.replace(version=max(state.version, theirs.version) + 1, arrivals=arrivals, window=self.id)
             self.commit(adopted, "adopt", other=branch.id)
-            self.trust = branch.trust.branch(partial(_audited, weakref.ref(self)))
-            self.assembly.before = branch.assembly.before.copy()
+            self.trust = branch.trust.branch(partial(_report_audit, weakref.ref(self)))
+            self.assembly.memo = branch.assembly.memo.copy()
 
     def undo(self) -> None:
-        """Goes back to the version before the last edit that is not taken back yet; see `Window.undo`."""
+        """Go back to the version before the last edit that is not undone yet; see `Window.undo`."""
         with self.writing() as state:
             if self._before is None or self._before not in self._history:
                 raise UnknownVersion(f"an edit before version {state.version} must be kept to be undone, got none")
-            old, before = self._history[self._before]
+            old, previous = self._history[self._before]
             arrivals = state.arrivals  # ids of edits that were taken back are not given again
             self.commit(old.replace(version=state.version + 1, arrivals=arrivals), "undo")
-            self._before = before
+            self._before = previous
 
-    def forget(self, state: State, gone: Placed) -> None:
-        """Commits ``state``, which carries nothing of ``gone``, and deletes what the store holds of it; see `placement.forget`.
+    def forget(self, state: State, entry: Placed) -> None:
+        """Commit ``state``, which carries nothing of ``entry``, and delete its stored KV and media; see `placement.forget`.
 
         Old versions go, as they would bring it back. Other windows that hold it, placed or evicted, keep its media.
         """
         self._history.clear()
-        self.assembly.before.clear()
+        self._unshared.clear()
+        self.assembly.memo.clear()
         forgot(self.engine)
         self.trust.forget()
-        self.commit(state, "forget", [gone.id], remember=False)
+        self.commit(state, "forget", [entry.id], remember=False)
         with _opening:
             others = [core for core in _open[self.engine.repo] if core.id != self.id and not core.closed]
-        placement.forget(self.engine, state, gone, [p for o in others for p in (*o.state.placed, *o.state.evicted)])
+        placement.forget(self.engine, state, entry, [p for o in others for p in (*o.state.placed, *o.state.evicted)])
 
-    def take_back(self, placed: str) -> None:
-        """Returns to the version before the current one where appending ``placed`` is all that happened since."""
+    def take_back(self, placement_id: str) -> None:
+        """Return to the previous version if the only edit since was appending ``placement_id``."""
         with self.writing() as state:
-            old, before = self._history.get(state.version - 1, (None, None))
-            if old and (*(p.id for p in old.placed), placed) == tuple(p.id for p in state.placed):
-                del self._history[old.version]
-                self.commit(old, "forget", [placed], remember=False)
-                self._before = before
+            old, previous = self._history.get(state.version - 1, (None, None))
+            if old and (*(p.id for p in old.placed), placement_id) == tuple(p.id for p in state.placed):
+                del self._history[old.version], self._unshared[old.version]
+                self.commit(old, "forget", [placement_id], remember=False)
+                self._before = previous
 
     def lease(self) -> None:
-        """Leases the KV that the current state needs, and releases what it needs no more."""
+        """Lease the KV that the current state needs, and release the rest."""
         with self._guard:  # `plan` may run beside an ask
-            wanted = set() if self.closed else self.state.keys()
-            for key in wanted - self._leases:
+            needed = set() if self.closed else self.state.keys()
+            for key in needed - self._leases:
                 if self.engine.repo.lease(key):
                     self._leases.add(key)
-            for key in self._leases - wanted:
+            for key in self._leases - needed:
                 self.engine.repo.release(key)
                 self._leases.discard(key)
 
     def close(self) -> None:
-        """Releases the leases; the window can be neither edited nor asked afterwards. Idempotent."""
+        """Release the leases; the window can be neither edited nor asked afterwards. Idempotent."""
         if self.closed:
             return
         with self._guard:  # a thread that still edits must not lease behind this
@@ -326,23 +371,33 @@ class WindowCore:
             return self.operations
 
 
-def _audited(window: weakref.ref[WindowCore], found: Finding, fallen: Sequence[str], query: str) -> None:
-    """Tells a window, unless it is gone, what an audit of one of its answers found."""
+def _report_audit(window: weakref.ref[WindowCore], finding: Finding, fallen: Sequence[str], query: str) -> None:
+    """Report the finding of an audit to the window of the answer, unless it is gone."""
     core = window()
     if core is None:
         return
-    kls: dict[str, float | bool] = {"window": found.window.kl, "changed": found.strict.changed}
-    if found.stream is not None:
-        kls["stream"] = found.stream.kl
+    kls: dict[str, float | bool] = {"window": finding.window.kl, "changed": finding.strict.changed}
+    if finding.stream is not None:
+        kls["stream"] = finding.stream.kl
     if fallen:
-        told = "window %s: an answer was %.3g nats a token from a re-prefill; chunks %s are served exactly from now on"
-        _log.warning(told, core.id, found.strict.kl, ", ".join(fallen))
-    note = f"{found.strict.kl:.3g} nats a token from a re-prefill{', another answer' if found.strict.changed else ''}"
+        message = (
+            "window %s: an answer was %.3g nats a token from a re-prefill; chunks %s are served exactly from now on"
+        )
+        _log.warning(message, core.id, finding.strict.kl, ", ".join(fallen))
+    note = (
+        f"{finding.strict.kl:.3g} nats a token from a re-prefill{', another answer' if finding.strict.changed else ''}"
+    )
     core.emit(core.event("audit", fallen, query=query, audit=kls, note=note))
 
 
+def open_windows(store: Store) -> list[WindowCore]:
+    """Return the windows that this process has open on ``store``."""
+    with _opening:
+        return [core for repo, cores in _open.items() if repo.store is store for core in cores if not core.closed]
+
+
 def demand_of(engine: Engine) -> Demand:
-    """What the windows that this process has open on the engine's store would take there. Cost: O(placed chunks), unless the
+    """Return the demand of the windows that this process has open on the engine's store. Cost: O(placed chunks), unless the
     store has no limit."""
     limit = engine.repo.store.limit()
     if not limit:
@@ -352,8 +407,8 @@ def demand_of(engine: Engine) -> Demand:
     return Demand.of((core.state for core in cores), engine.spec.kv, limit)
 
 
-def restored(engine: Engine, state: State | dict[str, Any] | str, seed: str | None = None) -> WindowCore:
-    """A core from a snapshot (model, dict or JSON); see `Window.restore`."""
+def restore_core(engine: Engine, state: State | dict[str, Any] | str, seed: str | None = None) -> WindowCore:
+    """Return a core from a snapshot (model, dict or JSON); see `Window.restore`."""
     if isinstance(state, str):
         state = State.model_validate_json(state)
     elif isinstance(state, dict):
@@ -362,5 +417,5 @@ def restored(engine: Engine, state: State | dict[str, Any] | str, seed: str | No
         raise ValueError(f"snapshot format must be 1, got {state.format}; use the ctxwin version that wrote it")
     if not state.window:
         state = state.replace(window=uuid.uuid4().hex[:12])
-    name = WindowTrust(engine, state.fidelity).fidelity.patch_name
+    name = WindowAudit(engine, state.fidelity).fidelity.patch_name
     return WindowCore(engine, placement.rebind(engine, state, name), seed=seed)

@@ -1,6 +1,6 @@
 """How an answer is decoded, by the names that OpenAI and vLLM give it: one surface of `Window.ask`, chat models and HTTP.
 
-What an engine cannot do of it, it refuses by name (`ctxwin.engines.base.Sampling`).
+An engine refuses options it does not support by name (`ctxwin.engines.base.Sampling`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ctxwin.engines.base import Sampling
 MOST_CHOICES = 128
 _MOST_SCHEMA = 256 << 10
 SEED = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""What torch's generators take."""
+"""Range of the seeds that torch's generators accept."""
 _Stop = Annotated[str, Field(max_length=1000)]
 
 
 class Decoding(BaseModel):
-    """What every way of asking takes; None leaves the default."""
+    """Decoding options common to `Window.ask`, chat models and HTTP; None leaves the default."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -60,7 +60,7 @@ class _SchemaFormat(BaseModel):
 
 
 class ChatDecoding(Decoding):
-    """What a chat takes beside its messages and its tools."""
+    """Decoding options of a chat beside its messages and its tools."""
 
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -79,23 +79,23 @@ class ChatDecoding(Decoding):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The texts at which an answer ends."""
+        """Texts at which an answer ends."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(filter(None, stops))
 
     def sampling(self, defaults: Mapping[str, float]) -> Sampling:
-        """How to decode, but for ``max_tokens``: what is asked for, else ``defaults``, else OpenAI's.
+        """Return the sampling without ``max_tokens``: options of the request, else ``defaults``, else OpenAI's.
 
         Raises ValueError for several choices that could only be the same.
         """
-        given = {name: value for name in _DECODING if (value := getattr(self, name)) is not None}
-        chosen = {"temperature": 1.0} | {n: v for n, v in defaults.items() if n in _DECODING} | given
+        requested = {name: value for name in _DECODING if (value := getattr(self, name)) is not None}
+        chosen = {"temperature": 1.0} | {n: v for n, v in defaults.items() if n in _DECODING} | requested
         chosen["top_k"] = max(0, int(chosen.get("top_k", 0)))
         scores = (self.top_logprobs or 0) if self.logprobs else None
-        made = Sampling(**chosen, seed=self.seed, token_logprobs=scores, json_schema=self._schema())
-        if (self.n or 1) > 1 and made.temperature == 0:
+        sampling = Sampling(**chosen, seed=self.seed, token_logprobs=scores, json_schema=self._schema())
+        if (self.n or 1) > 1 and sampling.temperature == 0:
             raise ValueError(f"n must be 1 where the temperature is 0 (all choices would be the same), got {self.n}")
-        return made
+        return sampling
 
     def _schema(self) -> str | None:
         match self.response_format:
@@ -107,7 +107,7 @@ class ChatDecoding(Decoding):
 
 
 def schema_text(schema: Any) -> str:
-    """A JSON schema as text; ValueError for one that is larger than any answer needs."""
+    """Return a JSON schema as text. Raises ValueError for one that is larger than any answer needs."""
     text = json.dumps(schema)
     if len(text) > _MOST_SCHEMA:
         raise ValueError(f"the JSON schema must have at most {_MOST_SCHEMA} characters, got {len(text)}")

@@ -1,4 +1,4 @@
-"""Pure functions from one window state to the next: what the methods of `Window` are made of."""
+"""Pure functions from one window state to the next, on which the methods of `Window` are built."""
 
 from __future__ import annotations
 
@@ -17,137 +17,146 @@ MAX_ORDERS = 1024
 """Most orders that an orbit patch is formed from."""
 
 
-def checked_index(index: int, length: int) -> int:
-    """``index`` as 0..length, negative ones counted from the end like ``list.insert``'s; ValueError outside."""
+def normalize_index(index: int, length: int) -> int:
+    """Return ``index`` in 0..length; negative ones count from the end as in ``list.insert``. Raises ValueError outside."""
     if not isinstance(index, int) or isinstance(index, bool) or not -length <= index <= length:
         raise ValueError(f"index must be an int in {-length}..{length}, got {index!r}")
     return index + length if index < 0 else index
 
 
-def as_one_version(before: State, after: State) -> State:
-    """``after``, several edits of ``before`` that are to be one, with the version behind it."""
-    version = before.version + 1
+def merge_versions(previous: State, after: State) -> State:
+    """Return ``after``, which several edits made of ``previous``, as the version that follows ``previous``."""
+    version = previous.version + 1
     if after.version <= version:
         return after
-    placed = tuple(p.replace(read=version) if p.read > version else p for p in after.placed)
-    return after.replace(version=version, placed=placed)
+    entries = tuple(p.replace(read=version) if p.read > version else p for p in after.placed)
+    return after.replace(version=version, placed=entries)
 
 
-def appended(state: State, placed: Placed) -> State:
-    """``placed`` behind everything."""
-    return state.edited(arrivals=state.arrivals + 1, placed=(*state.placed, placed))
+def append(state: State, entry: Placed) -> State:
+    """Return the state with ``entry`` appended."""
+    return state.edited(arrivals=state.arrivals + 1, placed=(*state.placed, entry))
 
 
-def inserted(state: State, placed: Placed, index: int, *, repair: bool = False) -> State:
-    """``placed`` at ``index``; what stands behind and lacks it keeps its KV without having seen it, or is to be re-formed."""
-    lacking = lacking_of(placed.id, state.placed[index:]) if repair else set()
+def insert(state: State, entry: Placed, index: int, *, repair: bool = False) -> State:
+    """Return the state with ``entry`` at ``index``. Later chunks keep their KV without having attended to it, unless ``repair``:
+    then stale ones lose theirs."""
+    stale = stale_dependents(entry.id, state.placed[index:]) if repair else set()
 
     def beside(p: Placed) -> Placed:
         if repair:
-            return p.replace(kv=None, unseen=()) if p.id in lacking else p
-        return p.replace(unseen=tuple(dict.fromkeys((*p.unseen, placed.id))))
+            return p.replace(kv=None, unseen=()) if p.id in stale else p
+        return p.replace(unseen=tuple(dict.fromkeys((*p.unseen, entry.id))))
 
-    return state.replace(placed=(*state.placed[:index], placed, *map(beside, state.placed[index:])))
+    return state.replace(placed=(*state.placed[:index], entry, *map(beside, state.placed[index:])))
 
 
-def lacking_of(placement: str, behind: Sequence[Placed]) -> set[str]:
-    """Whose KV lacks a chunk that comes in front of ``behind``: those that never absorbed it, and, by the edges of the cascade
-    graph, those that absorbed one of them.
+def stale_dependents(placement: str, following: Sequence[Placed]) -> set[str]:
+    """Return the ids in ``following`` whose KV is stale once ``placement`` precedes them: chunks that never absorbed it and, by
+    the edges of the cascade graph, chunks that absorbed one of those.
 
-    What absorbed it before it left, and nothing that lacks it, still holds it.
+    A chunk that absorbed it before it left, and no stale chunk, is not stale.
     """
-    lacking: set[str] = set()
-    for p in behind:
-        if p.kv is None or placement not in p.kv.antecedents or any(one in p.kv.antecedents for one in lacking):
-            lacking.add(p.id)
-    return lacking
+    stale: set[str] = set()
+    for p in following:
+        if p.kv is None or placement not in p.kv.antecedents or any(one in p.kv.antecedents for one in stale):
+            stale.add(p.id)
+    return stale
 
 
-def recalled(state: State, back: Placed, at: int | None, *, repair: bool = False) -> tuple[State, int]:
-    """``back``, which was evicted, at index ``at`` (None: before the first chunk that arrived later); and that index.
+def recall(state: State, back: Placed, at: int | None, *, repair: bool = False) -> tuple[State, int]:
+    """Return the state with evicted ``back`` at index ``at`` (None: before the first chunk that arrived later), and that index.
 
-    What it was allowed not to see where it last stood counts no more: it needs what is in front of it now.
+    Its former ``unseen`` is dropped: it must absorb all that precedes it now.
     """
     if at is None:
         at = next((i for i, p in enumerate(state.placed) if p.arrival > back.arrival), len(state.placed))
-    at = checked_index(at, len(state.placed))
-    left = tuple(p for p in state.evicted if p.id != back.id)
+    at = normalize_index(at, len(state.placed))
+    still_evicted = tuple(p for p in state.evicted if p.id != back.id)
     back = back.replace(read=state.version + 1, reads=back.reads + 1, unseen=())
-    return inserted(state, back, at, repair=repair).edited(evicted=left), at
+    return insert(state, back, at, repair=repair).edited(evicted=still_evicted), at
 
 
-def looked_back(state: State, backs: Sequence[Placed], at: int | None = None) -> State:
-    """``backs``, which were evicted, at index ``at`` next to each other, the oldest first (None: each at its chronological
-    place). All of them see what is in front of them now.
+def look_back(state: State, backs: Sequence[Placed], at: int | None = None) -> State:
+    """Return the state with the evicted ``backs`` at index ``at`` next to each other, the oldest first (None: each at its
+    chronological place). All of them must absorb what precedes them now.
 
-    Without that, one that is put back later would be unseen by another of them behind it, depending on their order.
+    Otherwise one restored later would be unseen by an earlier one that follows it, depending on their order.
     """
     for i, back in enumerate(sorted(backs, key=lambda b: b.arrival)):
-        state, _ = recalled(state, back, None if at is None else at + i)
+        state, _ = recall(state, back, None if at is None else at + i)
     ids = {p.id for p in backs}
     return state.replace(placed=tuple(p.replace(unseen=()) if p.id in ids else p for p in state.placed))
 
 
-def reordered(state: State, ids: Sequence[str]) -> State:
-    """In the order ``ids``. What moves behind a chunk is no longer unseen by it: should it move back, it is absorbed."""
+def reorder(state: State, ids: Sequence[str]) -> State:
+    """Return the state in the order ``ids``. A chunk that moves after another is no longer unseen by it: if it moves back, it is
+    absorbed."""
     by_id = {p.id: p for p in state.placed}
-    placed = []
+    entries = []
     for i, placement in enumerate(ids):
         p = by_id[placement]
-        placed.append(p.replace(unseen=tuple(u for u in p.unseen if u in ids[:i])) if p.unseen else p)
-    return state.edited(placed=tuple(placed))
+        entries.append(p.replace(unseen=tuple(u for u in p.unseen if u in ids[:i])) if p.unseen else p)
+    return state.edited(placed=tuple(entries))
 
 
-def changed(state: State, placement: str, **changes: Any) -> State:
-    """With fields of one placed chunk changed; UnknownChunk where it is not placed."""
+def update_entry(state: State, placement: str, **changes: Any) -> State:
+    """Return the state with fields of one placed chunk changed. Raises UnknownChunk if it is not placed."""
     i = state.index(placement)
     return state.edited(placed=(*state.placed[:i], state.placed[i].replace(**changes), *state.placed[i + 1 :]))
 
 
-def evicted(state: State, leaving: Sequence[Placed]) -> State:
-    """Without ``leaving``, which can be recalled."""
+def evict(state: State, leaving: Sequence[Placed]) -> State:
+    """Return the state without ``leaving``, which can be recalled."""
     out = {p.id for p in leaving}
-    gone = (*state.evicted, *leaving)[-MAX_EVICTED:]
-    # What leaves is no longer unseen: should it come back, that depends on how and where.
-    kept = tuple(p.replace(unseen=tuple(u for u in p.unseen if u not in out)) for p in state.placed if p.id not in out)
-    return state.edited(placed=kept, evicted=gone)
+    now_evicted = (*state.evicted, *leaving)[-MAX_EVICTED:]
+    # A chunk that leaves is no longer unseen: how and where it comes back decides.
+    remaining = tuple(
+        p.replace(unseen=tuple(u for u in p.unseen if u not in out)) for p in state.placed if p.id not in out
+    )
+    return state.edited(placed=remaining, evicted=now_evicted)
 
 
-def forgotten(state: State, gone: Placed) -> State:
-    """Without ``gone`` and without any KV that may carry something of it, directly or through what it was served behind."""
+def forget(state: State, target: Placed) -> State:
+    """Return the state without ``target`` and without any KV that may carry something of it, directly or through others."""
 
-    def clean(placed: Placed) -> Placed:
-        kv = placed.kv
-        canonical = span_key(provenance_of(state.system_prompt_key, placed.chunk_id))
+    def clean(entry: Placed) -> Placed:
+        kv = entry.kv
+        canonical = span_key(provenance_of(state.system_prompt_key, entry.chunk_id))
         # A removal patch lies over KV that absorbed what it removes.
         over_survivor = kv is not None and kv.patch is not None and kv.span != canonical
-        if kv and (over_survivor or kv.carries(gone.id, gone.arrival)):
-            return placed.replace(kv=None, unseen=())
+        if kv and (over_survivor or kv.carries(target.id, target.arrival)):
+            return entry.replace(kv=None, unseen=())
         kv = kv and kv.model_copy(update={"base": None})
-        return placed.replace(kv=kv, unseen=tuple(u for u in placed.unseen if u != gone.id))
+        return entry.replace(kv=kv, unseen=tuple(u for u in entry.unseen if u != target.id))
 
     return state.edited(
-        placed=tuple(clean(p) for p in state.placed if p.id != gone.id),
-        evicted=tuple(clean(p) for p in state.evicted if p.id != gone.id),
+        placed=tuple(clean(p) for p in state.placed if p.id != target.id),
+        evicted=tuple(clean(p) for p in state.evicted if p.id != target.id),
     )
 
 
 def leaving_for_budget(
-    state: State, order: Iterable[str], reserve_tokens: int = 0, *, stay: Iterable[str] = ()
+    state: State, order: Iterable[str], reserve_tokens: int = 0, *, stay: Iterable[str] = (), mark: int | None = None
 ) -> list[Placed]:
-    """The chunks whose eviction, in this order, brings the window with ``reserve_tokens`` tokens free within its budget.
+    """Return the chunks whose eviction, in this order, brings the window with ``reserve_tokens`` free within its budget.
 
-    ``order`` is read no further than needed. Pinned chunks and ``stay`` stay. Raises BudgetExceeded where even all of it is not
-    enough.
+    A window that is over it falls on to ``mark`` tokens (default: its own low-water mark), as far as chunks may leave and one
+    of them is left. ``order`` is read no further than needed. Pinned chunks and ``stay`` stay. Raises BudgetExceeded where even
+    all of it is not enough for the budget.
     """
     excess = state.tokens + reserve_tokens - state.budget
+    mark = state.low_water if mark is None else mark
+    further = 0 if mark is None else max(0, state.budget - mark)
     leaving: list[Placed] = []
     if excess > 0:
         with closing(free_in_order(state, order, stay)) as free:
-            for placed in free:
-                leaving.append(placed)
-                excess -= placed.tokens
-                if excess <= 0:
+            for entry in free:
+                if excess <= 0 and len(leaving) + 1 == len(state.placed):
+                    break
+                leaving.append(entry)
+                excess -= entry.tokens
+                if excess <= -further:
                     break
     if excess > 0:
         needed = state.budget + excess
@@ -161,28 +170,28 @@ def leaving_for_budget(
 
 
 def free_in_order(state: State, order: Iterable[str], stay: Iterable[str] = ()) -> Generator[Placed]:
-    """The unpinned placed chunks that ``order`` names, each once, without ``stay``; UnknownChunk for others."""
-    taken, by_id = set(stay), {p.id: p for p in state.placed}
+    """Yield the unpinned placed chunks that ``order`` names, each once, without ``stay``. Raises UnknownChunk for other ids."""
+    excluded, by_id = set(stay), {p.id: p for p in state.placed}
     try:
         for placement in order:
-            placed = by_id.get(placement) or state.placed[state.index(placement)]
-            if not placed.pinned and placement not in taken:
-                taken.add(placement)
-                yield placed
+            entry = by_id.get(placement) or state.placed[state.index(placement)]
+            if not entry.pinned and placement not in excluded:
+                excluded.add(placement)
+                yield entry
     finally:
         if isinstance(order, Generator):
             order.close()  # now, not when it is collected: it may hold a fork
 
 
 def sampled_orders(k: int, count: int, seed: int) -> list[tuple[int, ...]]:
-    """Up to ``count`` distinct permutations of ``range(k)``: all of them where there are fewer."""
+    """Return up to ``count`` distinct permutations of ``range(k)``: all of them if there are fewer."""
     rng = Random(seed)
     if k <= 7:
         every = list(permutations(range(k)))
         rng.shuffle(every)
         return every[:count]
     # So many that a few draws more find as many distinct ones: `MAX_ORDERS` is far below 8!.
-    seen: dict[tuple[int, ...], None] = {}
-    while len(seen) < count:
-        seen[tuple(rng.sample(range(k), k))] = None
-    return list(seen)
+    distinct: dict[tuple[int, ...], None] = {}
+    while len(distinct) < count:
+        distinct[tuple(rng.sample(range(k), k))] = None
+    return list(distinct)

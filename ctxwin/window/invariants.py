@@ -7,25 +7,25 @@ from ctxwin.window.state import State
 
 
 def check_state(state: State, plan: Plan) -> None:
-    """Asserts every invariant of ``state`` and of its plan; AssertionError names the broken one and prints the state."""
+    """Assert every invariant of ``state`` and of its plan; AssertionError names the broken one and prints the state."""
 
     def holds(condition: bool, what: str) -> None:
         assert condition, f"{what}\n{plan}\n{state!r}"
 
-    placed, evicted = state.placed, state.evicted
-    ids = [p.id for p in placed]
+    entries, evicted = state.placed, state.evicted
+    ids = [p.id for p in entries]
     holds(len(set(ids)) == len(ids), "a placement id occurs twice")
     holds(not set(ids) & {p.id for p in evicted}, "a chunk is both placed and evicted")
-    holds(all(p.chunk_id == p.chunk.id for p in placed), "a chunk id does not fit its content")
-    holds(all(p.arrival < state.arrivals for p in (*placed, *evicted)), "an arrival lies in the future")
-    holds(len({p.arrival for p in (*placed, *evicted)}) == len(placed) + len(evicted), "two chunks arrived at once")
-    holds(all(not p.chunk._frames for p in (*placed, *evicted)), "a state holds pixels")
+    holds(all(p.chunk_id == p.chunk.id for p in entries), "a chunk id does not fit its content")
+    holds(all(p.arrival < state.arrivals for p in (*entries, *evicted)), "an arrival lies in the future")
+    holds(len({p.arrival for p in (*entries, *evicted)}) == len(entries) + len(evicted), "two chunks arrived at once")
+    holds(all(not p.chunk._frames for p in (*entries, *evicted)), "a state holds pixels")
     holds(state.system_prompt_tokens < state.budget, "the system prompt exceeds the budget")
     holds(plan.tokens == state.tokens, "the plan counts other tokens than the state")
     holds(tuple(e.id for e in plan.entries) == tuple(ids), "the plan lists other chunks than the state")
 
     offset, start, exact, front = state.system_prompt_tokens, state.system_prompt_advance, True, set[str]()
-    for p, e in zip(placed, plan.entries, strict=True):
+    for p, e in zip(entries, plan.entries, strict=True):
         holds((e.offset, e.start) == (offset, start), f"{p.id} does not follow the chunk in front of it")
         offset, start = offset + p.tokens, start + p.advance
         holds(p.tokens > 0 and p.advance > 0, f"{p.id} is empty")
@@ -38,8 +38,8 @@ def check_state(state: State, plan: Plan) -> None:
             holds(p.id not in p.kv.antecedents, f"{p.id} was conditioned on itself")
         if e.lane == "survivor":
             holds(not e.exact, f"{p.id} survives and is exact")
-            told = e.repeated or set(e.unseen) <= set(p.unseen)
-            holds(told, f"{p.id} survives behind chunks it should have absorbed")
+            declared = e.repeated or set(e.unseen) <= set(p.unseen)
+            holds(declared, f"{p.id} survives behind chunks it should have absorbed")
             holds(e.repeated or not front.intersection(e.missing), f"{p.id} lost an antecedent that stands in front")
         if e.lane in ("computed", "formed"):
             holds(e.compute == p.tokens, f"{p.id} is computed at no cost")

@@ -9,26 +9,54 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ctxwin.chunk import Chunk
 from ctxwin.errors import UnsupportedModel
 from ctxwin.window.answer import Answer, BrokenCall, LookUp, ToolCall, Usage
 from ctxwin.window.ask import exchange
-from ctxwin.window.toolcalls import Reader, Syntax, spelled, template_of
+from ctxwin.window.toolcalls import Reader, Syntax, is_plain_text, template_of
 
 if TYPE_CHECKING:
-    from ctxwin.policies.base import LibraryView, Searchable
+    from ctxwin.engines.base import Engine
     from ctxwin.window.ask import OnToken, Question
-    from ctxwin.window.window import Window
+    from ctxwin.window.core import WindowCore
+    from ctxwin.window.protocols import LibraryView, Searchable
 
 NAME = "look_up"
 MOST, HITS = 4, 4
 """Look-ups of one answer, and passages of each."""
 
 
+class AskableWindow(Protocol):
+    """Members of a window that a question with tools or libraries uses; see `ctxwin.Window`."""
+
+    @property
+    def core(self) -> WindowCore:
+        """The versions of the window."""
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that answers."""
+
+    def append(self, chunk: Chunk, /) -> str:
+        """Place a chunk at the end; return its placement id."""
+
+    def toggle(self, placement: str, /, *, conditioned: bool) -> None:
+        """Switch a chunk to its context-clean view or back."""
+
+    def fork(self, system_prompt: str | None = None, /) -> AskableWindow:
+        """Return a branch, behind another system prompt where one is given."""
+
+    def answer(self, question: Question, /, *, on_token: OnToken | None, stopped: Callable[[], bool]) -> Answer:
+        """Answer a question."""
+
+    def close(self) -> None:
+        """Release its leases."""
+
+
 def tool(libraries: Sequence[Searchable]) -> dict[str, Any]:
-    """What the model is shown. Raises ValueError where two libraries have one name."""
+    """Return the definition of the look-up tool. Raises ValueError if two libraries share a name."""
     names = [library.name for library in libraries]
     if len(set(names)) < len(names):
         raise ValueError(f"libraries must have different names, got {names}")
@@ -50,17 +78,17 @@ class LookUps:
         self._question, self._syntax, self.versions = question, syntax, versions
         self._libraries = {library.name: library for library in question.libraries}
         self._views: dict[str, LibraryView] = {}
-        self._ended = False  # by who listens
+        self._ended = False  # by the on_token callback
 
     def answer(
-        self, branch: Window, on_token: OnToken | None, stopped: Callable[[], bool]
+        self, branch: AskableWindow, on_token: OnToken | None, stopped: Callable[[], bool]
     ) -> tuple[Answer, list[Chunk]]:
         """The whole answer, and the chunks that it becomes where it is remembered: its parts, and what was found between.
 
         Raises like `Window.ask`, BudgetExceeded also where it cannot go on behind a look-up; UnsupportedModel where the chat
         template has no turn for what is found.
         """
-        before = len(branch.ids)
+        count = len(branch.core.state.placed)
         parts, done, query = [self._part(branch, [], on_token, stopped)], list[LookUp](), self._question.query
         with ExitStack() as stack:
             talk = branch
@@ -69,65 +97,65 @@ class LookUps:
                 if talk is branch:  # which must not grow
                     talk = stack.enter_context(closing(branch.fork()))
                     branch.core.take_back(remembered)
-                if not self._left(parts):
+                if not self._remaining_tokens(parts):
                     break
                 query = turn.tail
-                reserve = branch.engine.encode_query(query).tokens + self._left(parts)
+                reserve = branch.engine.encode_query(query).tokens + self._remaining_tokens(parts)
                 for i, call in enumerate(self._calls(parts[-1].text)):
                     if i:
                         talk.append(Chunk.tokens(branch.engine.template_ids(turn.between)))
-                    done.append(self._linked(talk, call, reserve))
+                    done.append(self._place_matches(talk, call, reserve))
                 parts.append(self._part(talk, parts, on_token, stopped))
-            behind = [placed.chunk for placed in talk.core.state.placed[before:]]
-        behind = behind[:-1] if parts[-1].remembered else behind
-        return self._whole(parts, done), [*behind, exchange(branch.engine, query, parts[-1].token_ids)[0]]
+            chunks = [entry.chunk for entry in talk.core.state.placed[count:]]
+        chunks = chunks[:-1] if parts[-1].remembered else chunks
+        return self._join(parts, done), [*chunks, exchange(branch.engine, query, parts[-1].token_ids)[0]]
 
     def _part(
-        self, window: Window, before: Sequence[Answer], on_token: OnToken | None, stopped: Callable[[], bool]
+        self, window: AskableWindow, earlier: Sequence[Answer], on_token: OnToken | None, stopped: Callable[[], bool]
     ) -> Answer:
-        """The answer up to its end, or up to look-ups; then it is remembered."""
+        """Return the answer up to its end, or up to look-ups; then it is remembered."""
         question, after, goes_on = self._question, None, False
         if question.libraries:
             turn = template_of(window.engine).tool_turn()
-            if not spelled(window.engine, turn.tail):
+            if not is_plain_text(window.engine, turn.tail):
                 raise UnsupportedModel(
                     "the chat template ends tool results with special tokens, which a query cannot hold"
                 )
-            after, goes_on = turn.opening, len(before) < MOST
-        asked = replace(
+            after, goes_on = turn.opening, len(earlier) < MOST
+        part_question = replace(
             question,
-            query=turn.tail if before else question.query,
-            bare=bool(before),
-            sampling=replace(question.sampling, max_tokens=self._left(before)),
+            query=turn.tail if earlier else question.query,
+            bare=bool(earlier),
+            sampling=replace(question.sampling, max_tokens=self._remaining_tokens(earlier)),
             libraries=(),
             tools=(),
             remember=(lambda text: not self._ended and bool(self._calls(text))) if goes_on else False,
             after=after,
         )
-        return window.answer(asked, on_token=on_token and self._heard(on_token, before), stopped=stopped)
+        return window.answer(part_question, on_token=on_token and self._relay(on_token, earlier), stopped=stopped)
 
-    def _left(self, parts: Sequence[Answer]) -> int:
-        """Tokens that the answer may still have."""
+    def _remaining_tokens(self, parts: Sequence[Answer]) -> int:
+        """Return the number of tokens that the answer may still have."""
         return self._question.sampling.max_tokens - sum(len(part.token_ids) for part in parts)
 
     def _calls(self, text: str) -> list[ToolCall]:
-        """The look-ups that an answer ends with; none where it calls something else, too, which is its caller's to do."""
+        """Return the look-ups that an answer ends with; none if it also calls another tool, which its caller must run."""
         read = [part for part in Reader(self._syntax).read(text, last=True) if not isinstance(part, str)]
         calls = [part for part in read if isinstance(part, ToolCall) and part.name == NAME]
         return calls if len(calls) == len(read) else []
 
-    def _heard(self, on_token: OnToken, before: Sequence[Answer]) -> OnToken:
-        reader, shown = Reader(self._syntax), [self._text(part) for part in before]
+    def _relay(self, on_token: OnToken, earlier: Sequence[Answer]) -> OnToken:
+        reader, texts = Reader(self._syntax), [self._text(part) for part in earlier]
 
-        def heard(token: int, text: str) -> bool:
-            shown.extend(part for part in reader.read(text) if isinstance(part, str))
-            self._ended = not on_token(token, "".join(shown))
+        def relay(token: int, text: str) -> bool:
+            texts.extend(part for part in reader.read(text) if isinstance(part, str))
+            self._ended = not on_token(token, "".join(texts))
             return not self._ended
 
-        return heard
+        return relay
 
-    def _linked(self, talk: Window, call: ToolCall, reserve: int) -> LookUp:
-        """Places what a call finds, as much as there is room for, or says why there is nothing."""
+    def _place_matches(self, talk: AskableWindow, call: ToolCall, reserve: int) -> LookUp:
+        """Place the matches of a call that fit the budget, or a note that there are none."""
         name, query = call.arguments.get("library"), call.arguments.get("query")
         library = self._libraries.get(str(name)) or (next(iter(self._libraries.values())) if name is None else None)
         if library is None or not isinstance(query, str) or not query.strip():
@@ -137,25 +165,25 @@ class LookUps:
         if library.name not in self._views:
             view = self._views[library.name] = library.view(self.versions.get(library.name))
             self.versions[library.name] = view.version
-        found = self._views[library.name].find(query, HITS, talk.engine)
-        kept = []
-        for chunk in found:
+        matches = self._views[library.name].find(query, HITS, talk.engine)
+        chunks = []
+        for chunk in matches:
             state = talk.core.state
             if state.tokens + talk.engine.encode(chunk).tokens + reserve <= state.budget:
                 talk.append(chunk)
-                kept.append(chunk)
-        if not kept:
-            talk.append(Chunk.text("There is no room for what was found." if found else "Nothing was found."))
-        return LookUp(library.name, query, tuple(chunk.label or "" for chunk in kept), len(found) - len(kept))
+                chunks.append(chunk)
+        if not chunks:
+            talk.append(Chunk.text("There is no room for what was found." if matches else "Nothing was found."))
+        return LookUp(library.name, query, tuple(chunk.label or "" for chunk in chunks), len(matches) - len(chunks))
 
-    def _whole(self, parts: Sequence[Answer], done: Sequence[LookUp]) -> Answer:
-        """The parts as one answer; what was looked up is told beside it, and is no part of its text."""
+    def _join(self, parts: Sequence[Answer], done: Sequence[LookUp]) -> Answer:
+        """Return the parts as one answer; look-ups are listed beside its text and are no part of it."""
         last = Reader(self._syntax).read(parts[-1].text, last=True)
         return replace(
             parts[-1],
             text="".join(map(self._text, parts)),
             token_ids=tuple(token for part in parts for token in part.token_ids),
-            usage=added([part.usage for part in parts]),
+            usage=total_usage([part.usage for part in parts]),
             first_token_logprobs=parts[0].first_token_logprobs,
             tool_calls=tuple(piece for piece in last if isinstance(piece, ToolCall)),
             broken_calls=tuple(piece for piece in last if isinstance(piece, BrokenCall)),
@@ -167,8 +195,8 @@ class LookUps:
         return "".join(piece for piece in Reader(self._syntax).read(part.text, last=True) if isinstance(piece, str))
 
 
-def added(usages: Sequence[Usage]) -> Usage:
-    """What several requests took together; the prompt is the last one's, the first token the first one's."""
+def total_usage(usages: Sequence[Usage]) -> Usage:
+    """Return the usage of several requests together: prompt of the last, time to first token of the first, sums of the rest."""
     first, last = usages[0], usages[-1]
     summed = ("computed_tokens", "forwards", "vision_encodes", "bytes_loaded", "answer_tokens", "total_s", "planned_s")
     lists = {f.name: getattr(last, f.name) for f in fields(Usage)}

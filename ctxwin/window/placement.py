@@ -1,12 +1,12 @@
-"""What stands behind a window's edits: new placements, sources of media, other system prompts and engines, forgetting."""
+"""Parts of a window's edits that need the engine: placements, media sources, system prompts, rebinding and forgetting."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from ctxwin.errors import BudgetExceeded, ChunkUnavailable
+from ctxwin.errors import BudgetExceeded
 from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
 from ctxwin.window.state import (
@@ -15,7 +15,7 @@ from ctxwin.window.state import (
     Placed,
     State,
     content_name,
-    hull,
+    interval_union,
     orbit_keys,
     patch_key,
     span_key,
@@ -24,6 +24,7 @@ from ctxwin.window.state import (
 if TYPE_CHECKING:
     from ctxwin.chunk import Chunk
     from ctxwin.engines.base import Engine
+    from ctxwin.store.spans import SpanRepository
 
 _KEY = re.compile(r"(span|patch|orbit)/[0-9a-f]{64}")
 _DEEPEST = 1 << 20  # approximation on approximation; a snapshot may claim more
@@ -33,8 +34,8 @@ def _identity(engine: Engine) -> str:
     return digest(engine.spec.name, engine.spec.identity)
 
 
-def opened(engine: Engine, system_prompt: str, budget: int, fidelity: Fidelity) -> State:
-    """The empty state of a window behind ``system_prompt``; BudgetExceeded where that alone does not fit."""
+def initial_state(engine: Engine, system_prompt: str, budget: int, fidelity: Fidelity) -> State:
+    """Return the empty state of a window with ``system_prompt``. Raises BudgetExceeded if that alone does not fit."""
     encoded = engine.encode_system_prompt(system_prompt)
     if encoded.tokens >= budget:
         raise BudgetExceeded(
@@ -52,15 +53,17 @@ def opened(engine: Engine, system_prompt: str, budget: int, fidelity: Fidelity) 
     )
 
 
-def behind(engine: Engine, state: State, system_prompt: str) -> State:
-    """``state`` behind another system prompt: the same chunks without KV."""
-    placed, evicted = (tuple(p.replace(kv=None, unseen=()) for p in ps) for ps in (state.placed, state.evicted))
-    new = opened(engine, system_prompt, state.budget, state.fidelity)
-    return new.replace(version=state.version, arrivals=state.arrivals, placed=placed, evicted=evicted)
+def with_system_prompt(engine: Engine, state: State, system_prompt: str) -> State:
+    """Return ``state`` with another system prompt: the same chunks without KV."""
+    entries, evicted = (tuple(p.replace(kv=None, unseen=()) for p in ps) for ps in (state.placed, state.evicted))
+    new = initial_state(engine, system_prompt, state.budget, state.fidelity)
+    return new.replace(
+        low_water=state.low_water, version=state.version, arrivals=state.arrivals, placed=entries, evicted=evicted
+    )
 
 
 def placement(engine: Engine, state: State, chunk: Chunk, seed: str) -> Placed:
-    """A new placement of ``chunk``, encoded; its id follows from ``seed``, the arrivals so far and the content."""
+    """Return a new placement of ``chunk``, encoded. Its id follows from ``seed``, the arrivals so far and the content."""
     encoded = engine.encode(chunk)
     alone = state.system_prompt_tokens + encoded.tokens
     if alone > state.budget:
@@ -85,7 +88,7 @@ def placement(engine: Engine, state: State, chunk: Chunk, seed: str) -> Placed:
 
 
 def keep_source(engine: Engine, chunk: Chunk) -> None:
-    """Stores the lossless bytes of in-memory media, so that the chunk can be rebuilt after a restart."""
+    """Store the lossless bytes of in-memory media, so that the chunk can be rebuilt after a restart."""
     if not chunk.keep_source:
         return
     for part in chunk.media:
@@ -95,7 +98,7 @@ def keep_source(engine: Engine, chunk: Chunk) -> None:
 
 
 def rebind(engine: Engine, state: State, patch_name: str) -> State:
-    """A snapshot's state for ``engine``: on the same model with the KV that can be proven, on another one encoded again.
+    """Return a snapshot's state for ``engine``: with the KV that can be proven on the same model, else encoded again.
 
     A snapshot may come from anybody. Ids of contents and the system prompt's length are derived; of KV only that is kept whose
     keys follow from its provenance, or whose record will be compared with it when it is loaded. Tokens are compared when the
@@ -111,15 +114,15 @@ def rebind(engine: Engine, state: State, patch_name: str) -> State:
     contents = {p.id: p.chunk.id for p in (*state.placed, *state.evicted)}
     arrivals = {p.id: p.arrival for p in (*state.placed, *state.evicted)}
 
-    def bound(placed: Placed, encode: bool) -> Placed:
-        placed = placed.replace(chunk_id=contents[placed.id])
+    def bound(entry: Placed, encode: bool) -> Placed:
+        entry = entry.replace(chunk_id=contents[entry.id])
         if same:
-            return placed.replace(kv=_proven(state, placed, contents, arrivals, patch_name))
-        placed = placed.replace(kv=None, seen=False, unseen=(), media=())
+            return entry.replace(kv=_proven(state, entry, contents, arrivals, patch_name))
+        entry = entry.replace(kv=None, seen=False, unseen=(), media=())
         if not encode:
-            return placed
-        encoded = engine.encode(placed.chunk)
-        return placed.replace(tokens=encoded.tokens, advance=encoded.advance, media=encoded.media_ranges)
+            return entry
+        encoded = engine.encode(entry.chunk)
+        return entry.replace(tokens=encoded.tokens, advance=encoded.advance, media=encoded.media_ranges)
 
     return state.replace(
         placed=tuple(bound(p, True) for p in state.placed), evicted=tuple(bound(p, False) for p in state.evicted)
@@ -137,63 +140,61 @@ def _check(state: State) -> None:
 
 
 def _proven(
-    state: State, placed: Placed, contents: Mapping[str, str], arrivals: Mapping[str, int], patch_name: str
+    state: State, entry: Placed, contents: Mapping[str, str], arrivals: Mapping[str, int], patch_name: str
 ) -> Conditioning | None:
-    """The conditioning of a placement as far as its keys prove it; None where they do not.
+    """Return the conditioning of a placement as far as its keys prove it, else None.
 
     Whether KV is exact shows in its key. A patch's key names what it makes of what. That a span under any other key has the
     provenance claimed is compared when it is loaded (`ctxwin.window.assembly`).
     """
-    kv = placed.kv
+    kv = entry.kv
     if kv is None or not all(_KEY.fullmatch(key) for key in (kv.span, kv.patch, kv.base) if key is not None):
         return None
     if kv.patch is not None:
-        made = [patch_key(kv.provenance, kv.span, patch_name)]
+        patch_keys = [patch_key(kv.provenance, kv.span, patch_name)]
         if all(a in contents for a in kv.antecedents):
-            behind = [contents[a] for a in kv.antecedents]
-            made += orbit_keys(state.system_prompt_key, placed.chunk_id, behind, patch_name)
-        if kv.patch not in made:
+            antecedent_contents = [contents[a] for a in kv.antecedents]
+            patch_keys += orbit_keys(state.system_prompt_key, entry.chunk_id, antecedent_contents, patch_name)
+        if kv.patch not in patch_keys:
             return None
     exact = kv.patch is None and kv.span == span_key(kv.provenance)
     absorbed = kv.absorbed if kv.absorbed or exact or not kv.antecedents else (0, state.arrivals)
     for antecedent in kv.antecedents:
         if antecedent in arrivals:
-            absorbed = hull(absorbed, (arrivals[antecedent], arrivals[antecedent]))
+            absorbed = interval_union(absorbed, (arrivals[antecedent], arrivals[antecedent]))
     depth = 0 if exact else min(max(kv.depth, 1), _DEEPEST)
     return kv.model_copy(update={"exact": exact, "depth": depth, "absorbed": absorbed})
 
 
-def forget(engine: Engine, state: State, gone: Placed, others: Iterable[Placed] = ()) -> None:
-    """Deletes all that the store holds of ``gone``, unless its content is still in ``state``: its embeddings and source, its
-    KV, and the KV of whatever absorbed it, in any order, window or version.
+def forget(engine: Engine, state: State, entry: Placed, others: Iterable[Placed] = ()) -> None:
+    """Delete all that the store holds of ``entry``, unless its content is still in ``state``: its embeddings and source, its
+    KV, and the KV of all chunks that absorbed it, in any order, window or version.
 
     ``others`` are the chunks of other windows. Media that they hold stay: their pixels may be nowhere else. KV that another
     window leases stays as well, since it is served there; any other is computed again where it is missed. Cost: a read of
     every stored span and patch.
     """
-    left = (*state.placed, *state.evicted)
-    media = {part.content for part in gone.chunk.media}
+    remaining = (*state.placed, *state.evicted)
+    media = {part.content for part in entry.chunk.media}
     # The same picture may stand in another chunk, under another line of text.
-    sharing = [p for p in (*left, *others) if any(part.content in media for part in p.chunk.media)]
-    shown = {part.content for p in sharing for part in p.chunk.media}
-    keys = {f"source/{content}" for content in media - shown}
+    sharing = [p for p in (*remaining, *others) if any(part.content in media for part in p.chunk.media)]
+    shared = {part.content for p in sharing for part in p.chunk.media}
+    keys = {f"source/{content}" for content in media - shared}
     if media:
-        keys |= embeddings_of(engine, gone.chunk).difference(*(embeddings_of(engine, p.chunk) for p in sharing))
-    if all(p.chunk_id != gone.chunk_id for p in left):
-        name = content_name(gone.chunk_id)
-        for key in list(engine.store.list()):
-            if key.startswith(("span/", "patch/", "orbit/")):
-                said = engine.repo.record_of(key)
-                if said.get("chunk") == gone.chunk_id or {name, ANYTHING} & {*said.get("absorbed", [ANYTHING])}:
-                    keys.add(key)
+        keys |= engine.media_keys(entry.chunk).difference(*(engine.media_keys(p.chunk) for p in sharing))
+    if all(p.chunk_id != entry.chunk_id for p in remaining):
+        keys.update(stored_kv(engine.repo, {entry.chunk_id}))
     for key in keys - state.keys():
         if not engine.repo.leased(key):
             engine.repo.delete(key)
 
 
-def embeddings_of(engine: Engine, chunk: Chunk) -> set[str]:
-    """Store keys of a chunk's vision embeddings; none where neither they nor its pixels are left."""
-    try:
-        return {m.key for m in engine.encode(chunk).media}
-    except ChunkUnavailable:
-        return set()
+def stored_kv(repo: SpanRepository, chunks: Collection[str]) -> Iterator[str]:
+    """Yield the keys of the stored KV of ``chunks`` (ids) and of all KV that absorbed one. Cost: a read of every stored span
+    and patch."""
+    names = {ANYTHING, *map(content_name, chunks)}
+    for key in list(repo.store.list()):
+        if key.startswith(("span/", "patch/", "orbit/")):
+            record = repo.record_of(key)
+            if record.get("chunk") in chunks or not names.isdisjoint(record.get("absorbed", [ANYTHING])):
+                yield key

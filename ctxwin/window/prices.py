@@ -1,4 +1,4 @@
-"""What each way of serving a chunk costs, in milliseconds of the engine at hand."""
+"""Cost of each lane of a chunk, in milliseconds of the engine in use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ctxwin.engines.cost import CostModel, Workload
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Segment
-    from ctxwin.window.lanes import Choice
+    from ctxwin.window.choice import Choice
 
 
 @dataclass(frozen=True)
@@ -27,25 +27,25 @@ class Prices:
 
     @property
     def request_ms(self) -> float:
-        """One more request to the engine."""
+        """Cost of one more request to the engine."""
         return self.model.request_ms
 
     def of(self, choice: Choice, offset: int) -> float:
-        """Serving a chunk behind ``offset`` tokens, a request of its own apart."""
-        tokens, served = choice.slots, choice.served
+        """Return the cost of serving a chunk after ``offset`` tokens, without a request of its own."""
+        tokens, conditioning = choice.slots, choice.conditioning
         if choice.compute:
             return self.model.forward_ms(tokens, offset)
-        patched, again = served.patch is not None, choice.again
-        ms = self.model.load_ms(tokens - again, patched)
-        if again:
-            ms += self.model.forward_ms(again, offset)
+        patched, recomputed = conditioning.patch is not None, choice.recomputed_tokens
+        ms = self.model.load_ms(tokens - recomputed, patched)
+        if recomputed:
+            ms += self.model.forward_ms(recomputed, offset)
         if choice.form_canonical:  # a forward right behind the system prompt comes first
             return ms + self.model.forward_ms(tokens, 0)
-        ms += self.model.fetch_ms(self.tier((choice.linked or served).span), tokens)
-        return ms + (self.model.fetch_ms(self.tier(served.patch), tokens) if served.patch else 0.0)
+        ms += self.model.fetch_ms(self.tier((choice.partial_base or conditioning).span), tokens)
+        return ms + (self.model.fetch_ms(self.tier(conditioning.patch), tokens) if conditioning.patch else 0.0)
 
     def of_ask(self, choices: Sequence[Choice], requests: int, system_prompt: int, resident: bool, key: str) -> float:
-        """An ask up to its first token, the query's own tokens apart.
+        """Return the cost of an ask up to its first token, without the query's own tokens.
 
         Args:
             requests: how many it takes.
@@ -61,13 +61,13 @@ class Prices:
 
 
 def workload(segments: Iterable[Segment], requests: int) -> Workload:
-    """What an engine does for a layout: loads what has KV, and computes the rest in so many requests."""
-    asked, offset = Workload(requests), 0
+    """Return an engine's work for a layout: loads of segments with KV, forwards over the others in so many requests."""
+    work, offset = Workload(requests), 0
     for segment in segments:
         for part in segment.parts():
             if part.span is None:
-                asked.compute(part.tokens, offset)
+                work.compute(part.tokens, offset)
             elif part.tokens:
-                asked.load(part.tokens, part.patch is not None)
+                work.load(part.tokens, part.patch is not None)
             offset += part.tokens
-    return asked
+    return work

@@ -1,4 +1,4 @@
-"""Of a hybrid: the recurrent states in front of a chunk, which a patch of its own is formed behind (`ctxwin.kv.states`)."""
+"""Recurrent states of a hybrid model before a chunk, from which the chunk's patch is formed (`ctxwin.kv.states`)."""
 
 from __future__ import annotations
 
@@ -7,84 +7,87 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ctxwin.engines.base import Segment
-from ctxwin.kv.states import States, composed, reconditioned
-from ctxwin.window.state import Front, Placed, State, provenance_of, span_key
+from ctxwin.kv.states import States, compose_states, recondition_states
+from ctxwin.window.state import Placed, Prefix, State, provenance_of, span_key
 
 if TYPE_CHECKING:
     from ctxwin.kv.layout import SpanKV
-    from ctxwin.window.assembly import Assembly, Laid
+    from ctxwin.window.layout import Layout
+    from ctxwin.window.protocols import SpanProvider
 
 
-def states_behind(front: States, segments: Iterable[Segment]) -> States:
-    """The states of a hybrid behind spans that are served behind ``front``: composed of their maps where they are approximate."""
+def states_after(front: States, segments: Iterable[Segment]) -> States:
+    """Return the states of a hybrid after spans served after ``front``; maps are composed where spans are approximate."""
     for segment in segments:
         assert segment.span is not None
-        own = segment.span.states
+        states = segment.span.states
         if segment.approximate:
-            own = composed(front, own if segment.patch is None else reconditioned(own, segment.patch.states))
-        front = own
+            states = compose_states(
+                front, states if segment.patch is None else recondition_states(states, segment.patch.states)
+            )
+        front = states
     return front
 
 
-def states_in_front(laid: Laid, captured: Mapping[int, SpanKV], index: int) -> States | None:
-    """The states in front of the chunk at ``index`` as it was served; None where their KV was not read back.
+def preceding_states(layout: Layout, captured: Mapping[int, SpanKV], index: int) -> States | None:
+    """Return the states before the chunk at ``index`` as it was served; None if their KV was not read back.
 
     Args:
         captured: KV that was computed in place, by index into the segments.
     """
-    behind: list[Segment] = []
+    segments: list[Segment] = []
     for i in range(index, -1, -1):
-        segment = replace(laid.segments[i], span=captured.get(i, laid.segments[i].span))
+        segment = replace(layout.segments[i], span=captured.get(i, layout.segments[i].span))
         if segment.span is None:
             return None
-        behind.insert(0, replace(segment, approximate=segment.approximate and i not in captured))
-        if not behind[0].approximate:
+        segments.insert(0, replace(segment, approximate=segment.approximate and i not in captured))
+        if not segments[0].approximate:
             break
-    return states_behind({}, behind)
+    return states_after({}, segments)
 
 
-def states_before(assembly: Assembly, state: State, placed: Placed) -> States | None:
-    """The states in front of ``placed`` where it was computed; None where what stood there is not known to be held.
+def states_at_conditioning(provider: SpanProvider, state: State, entry: Placed) -> States | None:
+    """Return the states before ``entry`` where it was computed; None if its antecedents are not known to be stored.
 
     Cost: a read of the span that stood in front, and of those in front of that as long as they are patched.
     """
-    known = {p.id: p for p in (*state.placed, *state.evicted)}
-    front, fronts = Front.of(state), list[Placed]()
-    for antecedent in placed.kv.antecedents if placed.kv else ():
-        p = known.get(antecedent)
-        if p is None or p.kv is None or not _computed_here(p, front):
+    entries = {p.id: p for p in (*state.placed, *state.evicted)}
+    front, fronts = Prefix.of(state), list[Placed]()
+    for antecedent in entry.kv.antecedents if entry.kv else ():
+        p = entries.get(antecedent)
+        if p is None or p.kv is None or not _was_conditioned_on(p, front):
             return None
         fronts.append(p)
-        front = front.behind(p, p.kv)
-    if not _computed_here(placed, front):
+        front = front.extended_by(p, p.kv)
+    if not _was_conditioned_on(entry, front):
         return None
-    behind: list[Segment] = []
+    segments: list[Segment] = []
     for p in reversed(fronts):
-        segment = _held(assembly, p)
+        segment = _stored_segment(provider, p)
         if segment is None:
             return None
-        behind.insert(0, segment)
+        segments.insert(0, segment)
         if not segment.approximate:
-            return states_behind({}, behind)
-    opening = assembly.repo.get_span(span_key(provenance_of(state.system_prompt_key, "system_prompt")))
-    return None if opening is None else states_behind(opening[0].states, behind)
+            return states_after({}, segments)
+    opening = provider.repo.get_span(span_key(provenance_of(state.system_prompt_key, "system_prompt")))
+    return None if opening is None else states_after(opening[0].states, segments)
 
 
-def _computed_here(placed: Placed, front: Front) -> bool:
-    """Whether ``placed`` was conditioned on what ``front`` says, in that order."""
-    return placed.kv is not None and front.computed(placed.chunk_id, "resident").provenance == placed.kv.provenance
+def _was_conditioned_on(entry: Placed, front: Prefix) -> bool:
+    """Return True if ``entry`` was conditioned on exactly ``front``, in that order."""
+    return entry.kv is not None and front.computed(entry.chunk_id, "resident").provenance == entry.kv.provenance
 
 
-def _held(assembly: Assembly, placed: Placed) -> Segment | None:
-    """KV of ``placed`` as the store holds it; None where it does not, or has no states for it."""
-    kv = placed.kv
+def _stored_segment(provider: SpanProvider, entry: Placed) -> Segment | None:
+    """Return KV of ``entry`` from the store; None if it is not stored whole."""
+    kv = entry.kv
     if kv is None or kv.slots is not None:
         return None
-    found, patch = assembly.repo.get_span(kv.span), None
+    stored, patch = provider.repo.get_span(kv.span), None
     if kv.patch is not None:
-        patch = assembly.repo.get_patch(kv.patch)
+        patch = provider.repo.get_patch(kv.patch)
         if patch is None:
             return None
-    if found is None:
+    if stored is None:
         return None
-    return Segment(assembly.engine.encode(placed.chunk), 0, found[0], patch=patch, approximate=patch is not None)
+    return Segment(provider.engine.encode(entry.chunk), 0, stored[0], patch=patch, approximate=patch is not None)

@@ -1,4 +1,4 @@
-"""The immutable state of a window: what is placed, what each placed chunk's KV has absorbed, what was evicted.
+"""The immutable state of a window: placed chunks, the antecedents of their KV, and evicted chunks.
 
 Pydantic models, so that a snapshot is this state and nothing else.
 """
@@ -22,12 +22,12 @@ _SHOWN = 8
 
 
 class Conditioning(BaseModel):
-    """What a placed chunk's KV has absorbed, and where that KV is.
+    """Antecedents that a placed chunk's KV has absorbed, and the store keys of that KV.
 
     Attributes:
-        provenance: digest of the chunk and of all KV in front of it when it was computed (see `Front`).
-        antecedents: placement ids in front when it was computed; the edges of the cascade graph.
-        exact: whether it equals what a re-prefill behind exactly these antecedents gives.
+        provenance: digest of the chunk and of all KV before it when it was computed (see `Prefix`).
+        antecedents: placement ids before it when it was computed; the edges of the cascade graph.
+        exact: whether it equals a re-prefill after exactly these antecedents.
         depth: length of the chain of approximations it stands on; 0 where exact.
         lane: how it came to be.
         span: store key of its span (of the base it is rebuilt from, where there is a patch).
@@ -52,11 +52,11 @@ class Conditioning(BaseModel):
     absorbed: tuple[int, int] | None = None
 
     def without_antecedents(self) -> Conditioning:
-        """A copy to be written beside them."""
+        """Return a copy without antecedents, which are stored apart."""
         return self.model_copy(update={"antecedents": Antecedents()})
 
     def carries(self, placement: str, arrival: int) -> bool:
-        """Whether this KV may hold something of a chunk. Never wrong for one it does hold."""
+        """Return True if this KV may hold something of a chunk. Has false positives, no false negatives."""
         if placement in self.antecedents:
             return True
         # Exact KV holds its antecedents and nothing else.
@@ -74,8 +74,8 @@ class Placed(BaseModel):
         reads: how often it was recalled or touched.
         kv: its conditioned KV; None: must be computed.
         seen: whether it has been computed before (a recomputation is ``formed``, not ``computed``).
-        unseen: placement ids put in front of it later that it was allowed not to absorb.
-        exact_only: whether an audit found it served too far from a re-prefill: it is served exactly from then on.
+        unseen: placement ids placed before it later, which it was allowed not to absorb.
+        exact_only: whether an audit found it too far from a re-prefill; it is served exactly from then on.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -97,7 +97,7 @@ class Placed(BaseModel):
     exact_only: bool = False
 
     def replace(self, **changes: Any) -> Placed:
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return self.model_copy(update=changes)
 
 
@@ -106,7 +106,9 @@ class State(BaseModel):
 
     Attributes:
         window: id of the window; stays over versions and restarts, a fork has its own.
-        placed: chunks in prompt order; evicted: what can be recalled, oldest eviction first.
+        root: of a fork, the window that it descends from; "" where it is no fork.
+        placed: chunks in prompt order; evicted: chunks that can be recalled, oldest eviction first.
+        low_water: tokens that the window falls to when it is over its budget; None: to the budget.
         libraries: the version of each library that it has drawn from, by name: it goes on reading that one.
     """
 
@@ -114,11 +116,13 @@ class State(BaseModel):
 
     format: int = 1
     window: str = ""
+    root: str = ""
     engine: str
     system_prompt: str
     system_prompt_tokens: int
     system_prompt_advance: int
     budget: int
+    low_water: int | None = None
     fidelity: Fidelity
     version: int = 0
     arrivals: int = 0
@@ -141,8 +145,14 @@ class State(BaseModel):
         return unpack(data) if isinstance(data, dict) and "ids" in data else data
 
     @property
+    def unit(self) -> str:
+        """The window that this one descends from, itself where it is no fork: what happens to one of these says little more than
+        what happens to all of them (`ctxwin.trust.evidence`)."""
+        return self.root or self.window
+
+    @property
     def tokens(self) -> int:
-        """Tokens of the system prompt and of what is placed."""
+        """Tokens of the system prompt and of the placed chunks."""
         return self.system_prompt_tokens + sum(p.tokens for p in self.placed)
 
     @property
@@ -156,40 +166,40 @@ class State(BaseModel):
         return _digest("system_prompt", self.engine, "")
 
     def index(self, placement: str) -> int:
-        """Index of a placed chunk; raises UnknownChunk."""
+        """Return the index of a placed chunk. Raises UnknownChunk."""
         for i, p in enumerate(self.placed):
             if p.id == placement:
                 return i
-        gone = any(p.id == placement for p in self.evicted)
-        hint = "it is evicted: recall it first" if gone else f"this version places {_named(self.placed)}"
+        is_evicted = any(p.id == placement for p in self.evicted)
+        hint = "it is evicted: recall it first" if is_evicted else f"this version places {_named(self.placed)}"
         raise UnknownChunk(f"id must be a placed chunk, got {placement!r}; {hint}")
 
     def find_evicted(self, placement: str) -> Placed:
-        """The evicted placement of this id; UnknownChunk if there is none."""
+        """Return the evicted placement of this id. Raises UnknownChunk if there is none."""
         for p in self.evicted:
             if p.id == placement:
                 return p
-        placed = any(p.id == placement for p in self.placed)
-        hint = "it is placed already" if placed else f"evicted are {_named(self.evicted)}"
+        is_placed = any(p.id == placement for p in self.placed)
+        hint = "it is placed already" if is_placed else f"evicted are {_named(self.evicted)}"
         raise UnknownChunk(f"id must be an evicted chunk, got {placement!r}; {hint}")
 
     def find(self, placement: str) -> Placed:
-        """A placed or evicted chunk; raises UnknownChunk."""
+        """Return a placed or evicted chunk. Raises UnknownChunk."""
         for p in (*self.placed, *self.evicted):
             if p.id == placement:
                 return p
         raise UnknownChunk(f"id must be a placed or evicted chunk, got {placement!r}")
 
     def replace(self, **changes: Any) -> State:
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return self.model_copy(update=changes)
 
     def edited(self, **changes: Any) -> State:
-        """The next version."""
+        """Return the next version with some fields changed."""
         return self.replace(version=self.version + 1, **changes)
 
     def starts(self) -> list[int]:
-        """Start position of every placed chunk."""
+        """Return the start position of every placed chunk."""
         at, out = self.system_prompt_advance, []
         for p in self.placed:
             out.append(at)
@@ -197,7 +207,7 @@ class State(BaseModel):
         return out
 
     def keys(self) -> set[str]:
-        """Store keys this version needs to stay available."""
+        """Return the store keys that must stay available for this version."""
         kv = {k for p in self.placed if p.kv for k in (p.kv.span, p.kv.patch, p.kv.base) if k}
         # The pixels of in-memory media are nowhere else.
         memory = (m for p in self.placed if p.chunk.keep_source for m in p.chunk.media if m.source is None)
@@ -205,46 +215,46 @@ class State(BaseModel):
 
 
 def _named(chunks: Sequence[Placed]) -> str:
-    """Their ids for a message, the newest of them where there are many."""
+    """Return their ids for a message: only the newest if there are many."""
     more = f" and {len(chunks) - _SHOWN} more" if len(chunks) > _SHOWN else ""
     return f"{[p.id for p in chunks[-_SHOWN:]]}{more}"
 
 
 ANYTHING = "*"
-"""In place of the contents that KV absorbed, where they are too many to name."""
+"""Stands for the contents that KV absorbed if they are too many to name."""
 
 
 def content_name(chunk_id: str) -> str:
-    """What a record calls a chunk that its KV absorbed; two chunks may share a name, and are then forgotten together."""
+    """Return a record's name of a chunk that its KV absorbed. Chunks that share a name are forgotten together."""
     return chunk_id[:16]
 
 
 def provenance_of(chain: str, chunk_id: str) -> str:
-    """Provenance of a chunk's KV: the content, and the chain of provenances in front of it (see `Front`)."""
+    """Return the provenance of a chunk's KV: its content, and the chain of provenances before it (see `Prefix`)."""
     return _digest("provenance", chain, chunk_id)
 
 
 def span_key(provenance: str, approximations: str = "") -> str:
-    """Store key of a span. Exact and approximate KV of one provenance never share a key.
+    """Return the store key of a span. Exact and approximate KV of one provenance never share a key.
 
     Args:
-        approximations: digest of the approximate KV in front of it; "" where it is exact. A provenance does not say by which
+        approximations: digest of the approximate KV before it; "" where it is exact. A provenance does not say by which
             patch (rank, layers) a chunk came to it, and the KV computed behind it depends on that.
     """
     return "span/" + _digest("span", provenance, approximations)
 
 
 @dataclass(frozen=True)
-class Front:
-    """What stands in front of a place in the prompt, as it is served; grows chunk by chunk at constant cost.
+class Prefix:
+    """Prefix of a place in the prompt, as it is served; grows chunk by chunk at constant cost.
 
     Attributes:
-        order, length: the placement ids in front are the first ``length`` of ``order``.
-        chain: digest of the system prompt and of the provenance of each chunk in front, in order.
-        approximations: digest of the keys of what is approximate in front; "" while everything is exact.
-        contents: digest of the system prompt and of the chunks in front, in order, however they are served.
-        depth: of KV that is computed here: 0 while everything is exact, else one more than the deepest in front.
-        absorbed: what KV that is computed here may carry something of; see `Conditioning`.
+        order, length: the ids of the prefix are the first ``length`` of ``order``.
+        chain: digest of the system prompt and of the provenance of each preceding chunk, in order.
+        approximations: digest of the keys of preceding approximations; "" while everything is exact.
+        contents: digest of the system prompt and of the preceding chunks, in order, however they are served.
+        depth: of KV that is computed here: 0 while everything is exact, else one more than the deepest before it.
+        absorbed: arrivals that KV computed here may carry something of; see `Conditioning`.
     """
 
     order: Order
@@ -256,39 +266,39 @@ class Front:
     absorbed: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, state: State) -> Front:
-        """Of the first place in ``state``."""
+    def of(cls, state: State) -> Prefix:
+        """Return the prefix of the first place in ``state``."""
         key = state.system_prompt_key
         return cls(Order(p.id for p in state.placed), key, key)
 
     @property
     def exact(self) -> bool:
-        """Whether everything in front is exact."""
+        """True if the whole prefix is exact."""
         return not self.approximations
 
     @property
     def antecedents(self) -> Antecedents:
-        """The ids in front."""
+        """Placement ids of the prefix."""
         return Antecedents(self.order, self.length)
 
-    def contents_behind(self, placed: Placed) -> str:
-        """`contents` of the next place, with a chunk here."""
-        return _digest("contents", self.contents, placed.chunk_id, placed.conditioned)
+    def contents_with(self, entry: Placed) -> str:
+        """Return `contents` of the next place, with a chunk here."""
+        return _digest("contents", self.contents, entry.chunk_id, entry.conditioned)
 
-    def behind(self, placed: Placed, served: Conditioning) -> Front:
-        """Of the next place, with a chunk here that is served as ``served``."""
-        arrived = (placed.arrival, placed.arrival)
-        approximations, depth, absorbed = self.approximations, self.depth, hull(self.absorbed, arrived)
-        if not served.exact:
-            approximations = _digest("approximations", approximations, served.span, served.patch)
-            depth = max(depth, 1 + served.depth)
-            absorbed = hull(absorbed, served.absorbed)
-        chain = _digest("front", self.chain, served.provenance)
-        contents = self.contents_behind(placed)
-        return Front(self.order, chain, contents, self.length + 1, approximations, depth, absorbed)
+    def extended_by(self, entry: Placed, conditioning: Conditioning) -> Prefix:
+        """Return the prefix of the next place, with a chunk here that is served as ``conditioning``."""
+        arrived = (entry.arrival, entry.arrival)
+        approximations, depth, absorbed = self.approximations, self.depth, interval_union(self.absorbed, arrived)
+        if not conditioning.exact:
+            approximations = _digest("approximations", approximations, conditioning.span, conditioning.patch)
+            depth = max(depth, 1 + conditioning.depth)
+            absorbed = interval_union(absorbed, conditioning.absorbed)
+        chain = _digest("front", self.chain, conditioning.provenance)
+        contents = self.contents_with(entry)
+        return Prefix(self.order, chain, contents, self.length + 1, approximations, depth, absorbed)
 
     def computed(self, chunk_id: str, lane: Lane) -> Conditioning:
-        """The conditioning of a chunk that is computed here."""
+        """Return the conditioning of a chunk that is computed here."""
         provenance = provenance_of(self.chain, chunk_id)
         return Conditioning(
             provenance=provenance,
@@ -301,47 +311,47 @@ class Front:
         )
 
 
-def hull(a: tuple[int, int] | None, b: tuple[int, int] | None) -> tuple[int, int] | None:
-    """The smallest interval that holds both."""
+def interval_union(a: tuple[int, int] | None, b: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Return the smallest interval that contains both; None is the empty one."""
     if a is None or b is None:
         return a or b
     return min(a[0], b[0]), max(a[1], b[1])
 
 
 def patch_key(provenance: str, base: str, name: str) -> str:
-    """Store key of a patch that turns the base span into KV of ``provenance``."""
+    """Return the store key of a patch that turns the base span into KV of ``provenance``."""
     return "patch/" + _digest("patch", provenance, base, name)
 
 
 def orbit_key(system_prompt_key: str, chunk_id: str, antecedents: Sequence[str], name: str) -> str:
-    """Store key of an orbit patch: system prompt, chunk, and the antecedents' contents as a set."""
+    """Return the store key of an orbit patch: system prompt, chunk, and the antecedents' contents as a set."""
     return "orbit/" + _digest("orbit", system_prompt_key, chunk_id, tuple(sorted(antecedents)), name)
 
 
 def partial_key(provenance: str, approximations: str, base: str, count: int) -> str:
-    """Store key of a chunk of which all text and the first ``count`` tokens of each picture were computed in context, and the
-    rest is the span ``base``."""
+    """Return the store key of a chunk of which all text and the first ``count`` tokens of each picture were computed in
+    context, and the rest is the span ``base``."""
     return span_key(provenance, _digest("partial", approximations, base, count))
 
 
 def merged_key(span: str, patch: str | None, slots: int) -> str:
-    """Store key of what a span, with its patch, is in so many slots."""
+    """Return the store key of a span, with its patch, merged into so many slots."""
     return "span/" + _digest("merged", span, patch, slots)
 
 
-ORDERS_MET = (64, 32, 16, 8, 4, 2)
-"""After how many orders met the mean over them is stored as a patch of its own; a stored one never changes."""
+OBSERVED_ORDERS = (64, 32, 16, 8, 4, 2)
+"""Numbers of observed orders after which their mean is stored as a patch of its own, which never changes."""
 
 
 def orbit_keys(system_prompt_key: str, chunk_id: str, antecedents: Sequence[str], name: str) -> Iterator[str]:
-    """Store keys of the orbit patches of a set: the one that was asked for, then those of the most orders met."""
-    for met in ("", *(f",met={n}" for n in ORDERS_MET)):
-        yield orbit_key(system_prompt_key, chunk_id, antecedents, name + met)
+    """Yield store keys of the orbit patches of a set: the prepared one, then those of the most observed orders."""
+    for suffix in ("", *(f",met={n}" for n in OBSERVED_ORDERS)):
+        yield orbit_key(system_prompt_key, chunk_id, antecedents, name + suffix)
 
 
 @lru_cache(maxsize=1 << 13, typed=True)
 def _digest(*parts: Hashable) -> str:
-    """`digest`, remembered: lanes are chosen at every ask, mostly over what the ask before has seen.
+    """Return `digest`, cached: each ask chooses lanes, mostly over the chunks of the previous ask.
 
     A window of n chunks takes a few digests a chunk.
     """

@@ -1,4 +1,4 @@
-"""Answers as they are made: a thread asks, and its caller reads text or waits without blocking an event loop."""
+"""Streamed and awaited answers: a thread asks while its caller reads text or waits without blocking an event loop."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ctxwin.window.core import WindowCore
 T = TypeVar("T")
 _AT_ONCE = 512
 _threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ctxwin-ask")
-"""Where coroutines wait for windows. asyncio's own threads are 6 on a machine of 2 cores: as many windows would be in
+"""Threads on which coroutines wait for windows. asyncio's own threads are 6 on a machine of 2 cores: as many windows would be in
 flight there, however many an engine can batch."""
 
 
-class Asked(Protocol):
-    """A question that only needs to be run: `Window.answer` with its question."""
+class AnswerCall(Protocol):
+    """`Window.answer` bound to its question."""
 
     def __call__(self, *, on_token: OnToken | None = None, stopped: Callable[[], bool]) -> Answer: ...
 
@@ -36,11 +36,11 @@ def in_thread(work: Callable[..., T], *args: Any, **options: Any) -> Awaitable[T
 
 
 class TextDelta:
-    """What each new text of a growing answer adds to the texts before it, up to the first of ``stops``.
+    """Difference of successive texts of a growing answer, up to the first of ``stops``.
 
     Attributes:
-        text: what was given so far.
-        stopped: whether a stop text was met.
+        text: the text returned so far.
+        stopped: whether a stop text was found.
     """
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
@@ -49,7 +49,7 @@ class TextDelta:
         self.stopped = False
 
     def feed(self, whole: str, *, last: bool = False) -> str:
-        """What is new and certain in ``whole``: half a character, and what may begin a stop text, wait for the next token."""
+        """Return the new, final text in ``whole``; half a character or a possible stop text waits for the next token."""
         if self.stopped:
             return ""
         ready, self.stopped = until_stop(whole if last else whole.rstrip("\ufffd"), self._stops, last=last)
@@ -60,14 +60,14 @@ class TextDelta:
 
 
 class TokenStream(Iterator[str]):
-    """The text of an answer as it is made. ``answer`` is None until the stream is exhausted."""
+    """The text of an answer as it is generated. ``answer`` is None until the stream is exhausted."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, call: AnswerCall) -> None:
         self.answer: Answer | None = None
         self._items: queue.SimpleQueue[str | Answer | BaseException | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         # The thread holds no reference to the stream: one that is dropped (a ``break``) must stop, see `__del__`.
-        run = partial(contextvars.copy_context().run, _answer, self._items, self._stop, asked)
+        run = partial(contextvars.copy_context().run, _answer, self._items, self._stop, call)
         self._thread = threading.Thread(target=run, name="ctxwin-answer", daemon=True)
         self._thread.start()
 
@@ -100,7 +100,9 @@ class TokenStream(Iterator[str]):
             self._thread.join()  # so that the window is free for whoever dropped the stream
 
 
-def _answer(items: queue.SimpleQueue[str | Answer | BaseException | None], stop: threading.Event, asked: Asked) -> None:
+def _answer(
+    items: queue.SimpleQueue[str | Answer | BaseException | None], stop: threading.Event, call: AnswerCall
+) -> None:
     delta = TextDelta()
 
     def on_token(_: int, text: str) -> bool:
@@ -108,7 +110,7 @@ def _answer(items: queue.SimpleQueue[str | Answer | BaseException | None], stop:
         return True
 
     try:
-        answer = asked(on_token=on_token, stopped=stop.is_set)
+        answer = call(on_token=on_token, stopped=stop.is_set)
         items.put(delta.feed(answer.text, last=True))
         items.put(answer)
     except AnswerStopped:
@@ -117,10 +119,10 @@ def _answer(items: queue.SimpleQueue[str | Answer | BaseException | None], stop:
         items.put(error)
 
 
-async def aask(core: WindowCore | None, asked: Asked) -> Answer:
-    """Runs a question in a thread; cancelling stops the engine and leaves the window of ``core``, if given, unchanged."""
+async def aask(core: WindowCore | None, call: AnswerCall) -> Answer:
+    """Run a question in a thread; cancelling stops the engine and leaves the window of ``core``, if given, unchanged."""
     stop = threading.Event()
-    task = asyncio.ensure_future(in_thread(asked, stopped=stop.is_set))
+    task = asyncio.ensure_future(in_thread(call, stopped=stop.is_set))
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
@@ -133,9 +135,9 @@ async def aask(core: WindowCore | None, asked: Asked) -> Answer:
         raise
 
 
-async def astream(asked: Asked) -> AsyncIterator[str]:
-    """The text of a `TokenStream`, without blocking the event loop."""
-    stream = TokenStream(asked)
+async def astream(call: AnswerCall) -> AsyncIterator[str]:
+    """Yield the text of a `TokenStream` without blocking the event loop."""
+    stream = TokenStream(call)
     try:
         while True:
             text: str | None = await in_thread(next, stream, None)

@@ -1,4 +1,4 @@
-"""A window brought to a given list of chunks with the fewest edits: for callers who say what they want to see.
+"""Synchronise a window with a given list of chunks by the fewest edits.
 
 Chat APIs and agent frameworks pass the whole conversation every time. What stayed is recognised by content and keeps its
 KV, what is missing is evicted, what was there before is recalled, and only what is new is added.
@@ -15,8 +15,8 @@ from ctxwin.window import edits
 
 if TYPE_CHECKING:
     from ctxwin.chunk import Chunk
+    from ctxwin.window.core import WindowCore
     from ctxwin.window.state import Placed, State
-    from ctxwin.window.window import Window
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Edit:
 
     Attributes:
         ids: the placements that leave, come back (one), or are placed, all in their new order.
-        at: index of what comes back or is new; the same index into the wanted list.
+        at: index of what comes back or is new; the same index into the target list.
     """
 
     op: Literal["evict", "reorder", "recall", "insert"]
@@ -33,8 +33,8 @@ class Edit:
     at: int = 0
 
 
-def sync(window: Window, chunks: Iterable[Chunk]) -> list[str]:
-    """Makes ``window`` place exactly ``chunks`` in this order; returns their placement ids in order.
+def sync(core: WindowCore, chunks: Iterable[Chunk]) -> list[str]:
+    """Make a window place exactly ``chunks`` in this order; return their placement ids in order.
 
     All or nothing: where a chunk cannot be placed, the window is as it was. It may then be over its budget, as after
     `Window.append`. Every edit is a version and an event of its own.
@@ -44,9 +44,9 @@ def sync(window: Window, chunks: Iterable[Chunk]) -> list[str]:
 
     Cost: encoding what is new; O(placed x chunks) comparisons where the lists differ.
     """
-    wanted, core = list(chunks), window.core
+    target = list(chunks)
     with core.writing() as state:
-        steps = synced(state, wanted, core.place, core.returning)
+        steps = sync_steps(state, target, core.place, core.returning)
         for new, edit, ids in steps:  # nothing can fail from here on
             appended = edit.op == "insert" and edit.at == len(new.placed) - 1
             core.commit(new, "append" if appended else edit.op, ids)
@@ -54,80 +54,80 @@ def sync(window: Window, chunks: Iterable[Chunk]) -> list[str]:
     return [p.id for p in state.placed]
 
 
-def synced(
+def sync_steps(
     state: State,
-    wanted: Sequence[Chunk],
+    target: Sequence[Chunk],
     place: Callable[[State, Chunk], Placed],
     returning: Callable[[State, str], Placed],
     *,
     move: bool = True,
 ) -> list[tuple[State, Edit, tuple[str, ...]]]:
-    """The versions on the way from ``state`` to one that places ``wanted``, each with its edit and the placements concerned.
+    """Return the versions on the way from ``state`` to one that places ``target``, each with its edit and its placements.
 
     Args:
         place: a new placement of a chunk; returning: an evicted one, by id, as it is placed again.
         move: see `plan_sync`.
     """
     named = [(p.id, p.chunk_id) for p in state.placed]
-    gone = [(p.id, p.chunk_id) for p in state.evicted]
+    evicted = [(p.id, p.chunk_id) for p in state.evicted]
     steps: list[tuple[State, Edit, tuple[str, ...]]] = []
-    for edit in plan_sync(named, gone, [c.id for c in wanted], move=move):
+    for edit in plan_sync(named, evicted, [c.id for c in target], move=move):
         ids = edit.ids
         if edit.op == "evict":
             leaving = set(ids)
-            state = edits.evicted(state, [p for p in state.placed if p.id in leaving])
+            state = edits.evict(state, [p for p in state.placed if p.id in leaving])
         elif edit.op == "reorder":
-            state = edits.reordered(state, ids)
+            state = edits.reorder(state, ids)
         elif edit.op == "recall":
-            state, _ = edits.recalled(state, returning(state, ids[0]), edit.at)
+            state, _ = edits.recall(state, returning(state, ids[0]), edit.at)
         else:
-            placed = place(state, wanted[edit.at])
-            state, ids = edits.inserted(state, placed, edit.at).edited(arrivals=state.arrivals + 1), (placed.id,)
+            entry = place(state, target[edit.at])
+            state, ids = edits.insert(state, entry, edit.at).edited(arrivals=state.arrivals + 1), (entry.id,)
         steps.append((state, edit, ids))
     return steps
 
 
 def plan_sync(
-    placed: Sequence[tuple[str, str]], evicted: Sequence[tuple[str, str]], wanted: Sequence[str], *, move: bool = True
+    current: Sequence[tuple[str, str]], evicted: Sequence[tuple[str, str]], target: Sequence[str], *, move: bool = True
 ) -> list[Edit]:
-    """The edits that turn ``placed`` into ``wanted``.
+    """Return the edits that turn ``current`` into ``target``.
 
     Args:
-        placed, evicted: (placement id, content id) in prompt order, and oldest eviction first.
-        wanted: content ids in order.
-        move: whether what stands elsewhere than wanted moves there. Else it leaves, and comes anew: right where the same
+        current, evicted: (placement id, content id) in prompt order, and oldest eviction first.
+        target: content ids in order.
+        move: whether a chunk placed elsewhere moves to its target. Else it leaves and is placed anew: right where the same
             content stands at many places and one of them is no more the other than any, as the texts between turns do.
 
     At most one eviction (of several chunks), at most one reordering, then one recall or insertion for each chunk that is
     not placed, front to back. No chunk leaves that is wanted, and none is inserted that can be recalled.
     """
-    contents = [content for _, content in placed]
-    match = dict(_common(contents, wanted))  # wanted index -> placed index
+    contents = [content for _, content in current]
+    match = dict(_common(contents, target))  # wanted index -> placed index
     spare: defaultdict[str, list[int]] = defaultdict(list)  # placed elsewhere than wanted
-    for i in sorted(set(range(len(placed))) - set(match.values()), reverse=True):
+    for i in sorted(set(range(len(current))) - set(match.values()), reverse=True):
         spare[contents[i]].append(i)
-    for j, content in enumerate(wanted):
+    for j, content in enumerate(target):
         if move and j not in match and spare[content]:
             match[j] = spare[content].pop()
-    kept = [placed[match[j]][0] for j in sorted(match)]
-    staying = set(kept)
-    leaving = tuple(placement for placement, _ in placed if placement not in staying)
+    retained = [current[match[j]][0] for j in sorted(match)]
+    staying = set(retained)
+    leaving = tuple(placement for placement, _ in current if placement not in staying)
     back: defaultdict[str, list[str]] = defaultdict(list)
     forgotten = max(0, len(evicted) + len(leaving) - edits.MAX_EVICTED)  # the oldest make room for those that leave
     for placement, content in evicted[forgotten:]:
         back[content].append(placement)
     plan = [Edit("evict", leaving)] if leaving else []
-    if kept != [placement for placement, _ in placed if placement in staying]:
-        plan.append(Edit("reorder", tuple(kept)))
-    for j, content in enumerate(wanted):
+    if retained != [placement for placement, _ in current if placement in staying]:
+        plan.append(Edit("reorder", tuple(retained)))
+    for j, content in enumerate(target):
         if j not in match:
-            known = back[content]  # the one that left last has the most recent neighbours
-            plan.append(Edit("recall", (known.pop(),), j) if known else Edit("insert", (), j))
+            candidates = back[content]  # the one that left last has the most recent neighbours
+            plan.append(Edit("recall", (candidates.pop(),), j) if candidates else Edit("insert", (), j))
     return plan
 
 
 def _common(have: Sequence[str], want: Sequence[str]) -> list[tuple[int, int]]:
-    """A longest common subsequence as (index into ``want``, index into ``have``), front-most where there are several."""
+    """Return a longest common subsequence as (index into ``want``, index into ``have``), front-most where there are several."""
     front = 0
     while front < min(len(have), len(want)) and have[front] == want[front]:
         front += 1

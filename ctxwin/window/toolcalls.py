@@ -31,43 +31,43 @@ class Syntax:
 
 
 def template_of(engine: Engine) -> Template:
-    """The chat template, where one is needed for tools; UnsupportedModel where there is none."""
+    """Return the engine's chat template. Raises UnsupportedModel if it has none."""
     if engine.template is None:
         raise UnsupportedModel(f"the {engine.spec.name} engine shows no chat template, so it takes no tools")
     return engine.template
 
 
-def spelled(engine: Engine, text: str) -> bool:
-    """Whether a piece of the template may be written as content, because there is no special token in it."""
+def is_plain_text(engine: Engine, text: str) -> bool:
+    """Return True if a piece of the template can be written as content: it contains no special token."""
     return engine.text_ids(text) == engine.template_ids(text)
 
 
 def learn(engine: Engine) -> Syntax:
-    """The syntax, read off a probe call that the chat template renders.
+    """Return the syntax, read off a probe call that the chat template renders.
 
     Raises UnsupportedModel: the template takes no tool calls, does not write them as JSON between two marks, or marks them
     with special tokens, which are no part of an answer's text.
     """
-    shown = template_of(engine).answer("", [PROBE_CALL])
-    for start in (i for i, char in enumerate(shown) if char == "{"):
+    rendered = template_of(engine).answer("", [PROBE_CALL])
+    for start in (i for i, char in enumerate(rendered) if char == "{"):
         try:
-            found, end = _JSON.raw_decode(shown, start)
+            parsed, end = _JSON.raw_decode(rendered, start)
         except json.JSONDecodeError:
             continue
-        fields = {key: value for key, value in found.items() if isinstance(value, str | dict)}
+        fields = {key: value for key, value in parsed.items() if isinstance(value, str | dict)}
         name = next((k for k, v in fields.items() if v == _NAME), None)
         arguments = next((k for k, v in fields.items() if v == _ARGUMENTS), None)
-        opening, closing = shown[:start].strip(), shown[end:].strip()
+        opening, closing = rendered[:start].strip(), rendered[end:].strip()
         if name is None or arguments is None or not opening or not closing or set("{[") & set(opening):
             break
-        if not spelled(engine, opening):
+        if not is_plain_text(engine, opening):
             raise UnsupportedModel(f"the chat template marks tool calls with the special token {opening!r}")
         return Syntax(opening, closing, name, arguments)
-    raise UnsupportedModel(f"the chat template must write tool calls as JSON between two marks, got {shown!r}")
+    raise UnsupportedModel(f"the chat template must write tool calls as JSON between two marks, got {rendered!r}")
 
 
 class Reader:
-    """Reads an answer as it grows: text, calls, and calls that cannot be read."""
+    """Incremental reader of an answer: text, calls, and malformed calls."""
 
     def __init__(self, syntax: Syntax | None) -> None:
         self._syntax = syntax
@@ -75,7 +75,7 @@ class Reader:
         self._after_call = False
 
     def read(self, text: str, *, last: bool = False) -> list[Part]:
-        """What is certain now and was not before.
+        """Return the parts that became final with this text.
 
         Args:
             text: the whole answer so far; it must begin with what was passed before.
@@ -92,23 +92,23 @@ class Reader:
     def _read_text(self, text: str, call: int, last: bool, parts: list[Part]) -> None:
         if call < 0:  # an end that may become the opening of a call is held back
             marks = [] if self._syntax is None else [self._syntax.opening]
-            shown = until_stop(text[self._at :], marks, last=last)[0]
+            visible = until_stop(text[self._at :], marks, last=last)[0]
         else:
-            shown = text[self._at : call]
-        end = self._at + len(shown)
+            visible = text[self._at : call]
+        end = self._at + len(visible)
         if self._after_call:
-            shown = shown.lstrip()
+            visible = visible.lstrip()
         if self._syntax is not None and (call >= 0 or not last):
             # Blanks in front of a call belong to it.
-            end -= 0 if call >= 0 else len(shown) - len(shown.rstrip())
-            shown = shown.rstrip()
-        if shown:
-            parts.append(shown)
+            end -= 0 if call >= 0 else len(visible) - len(visible.rstrip())
+            visible = visible.rstrip()
+        if visible:
+            parts.append(visible)
             self._after_call = False
         self._at = max(self._at, end)
 
     def _read_call(self, text: str, last: bool, parts: list[Part]) -> bool:
-        """Reads the call that begins here; False where more of it must come first."""
+        """Read the call that begins here; return False if more text is needed first."""
         syntax = self._syntax
         assert syntax is not None
         begin = self._at + len(syntax.opening)
@@ -116,21 +116,21 @@ class Reader:
         closed = _outside_strings(text, syntax.closing, begin)
         if closed < 0 and not last:
             return False
-        found: Any = None
+        parsed: Any = None
         with suppress(json.JSONDecodeError):
-            found, end = _JSON.raw_decode(text, begin)
+            parsed, end = _JSON.raw_decode(text, begin)
             if text[end : closed if closed >= 0 else len(text)].strip():
-                found = None  # there is more than the object
+                parsed = None  # there is more than the object
         after = len(text) if closed < 0 else closed + len(syntax.closing)
-        parts.append(_call(syntax, found, text[self._at : after], complete=closed >= 0))
+        parts.append(_call(syntax, parsed, text[self._at : after], complete=closed >= 0))
         self._at, self._after_call = after, True
         return True
 
 
-def _call(syntax: Syntax, found: Any, raw: str, *, complete: bool) -> Part:
+def _call(syntax: Syntax, parsed: Any, raw: str, *, complete: bool) -> Part:
     identity = f"call_{uuid.uuid4().hex[:24]}"
-    found = found if isinstance(found, dict) else {}
-    name, arguments = found.get(syntax.name), found.get(syntax.arguments, {})
+    parsed = parsed if isinstance(parsed, dict) else {}
+    name, arguments = parsed.get(syntax.name), parsed.get(syntax.arguments, {})
     if isinstance(arguments, str):
         with suppress(json.JSONDecodeError):
             arguments = json.loads(arguments)
@@ -142,7 +142,7 @@ def _call(syntax: Syntax, found: Any, raw: str, *, complete: bool) -> Part:
 
 
 def _outside_strings(text: str, mark: str, start: int) -> int:
-    """Where ``mark`` stands outside JSON strings, which may spell it; -1 where it does not (yet)."""
+    """Return the index of ``mark`` outside JSON strings, which may contain it; -1 if there is none (yet)."""
     for match in re.compile(rf'({re.escape(mark)})|"(?:[^"\\]|\\.)*("?)', re.DOTALL).finditer(text, start):
         if match[1] or not match[2]:
             return match.start() if match[1] else -1

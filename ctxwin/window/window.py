@@ -8,29 +8,30 @@ fetches and stores it, and `ctxwin.window.ask` runs questions. Neither torch nor
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any, Self, Unpack
+from typing import Any, Literal, Self, Unpack
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
 from ctxwin.errors import UnsupportedModel
 from ctxwin.fidelity import Fidelity
-from ctxwin.policies.base import Eviction, Placement, Retrieval, Searchable
-from ctxwin.policies.eviction import LeastRecentlyRead
-from ctxwin.policies.retrieval import ById
 from ctxwin.store import parse_bytes
-from ctxwin.window import edits, upkeep
+from ctxwin.window import edits, maintenance
 from ctxwin.window import placement as placing
 from ctxwin.window.answer import Answer, Disposability, Plan, PlanEntry
-from ctxwin.window.ask import AskOptions, OnToken, Question, Stop, ask, disposable, exchange, never, several
-from ctxwin.window.core import WindowCore, restored
+from ctxwin.window.ask import AskOptions, OnToken, Question, Stop, ask, disposable, exchange, not_stopped, split_choices
+from ctxwin.window.core import WindowCore, restore_core
+from ctxwin.window.defaults import ById, LeastRecentlyRead
 from ctxwin.window.events import Observer
+from ctxwin.window.protocols import Batching, Eviction, Placement, Retrieval, Searchable
+from ctxwin.window.removed import is_removed
+from ctxwin.window.sliding import mark_tokens
 from ctxwin.window.state import Placed, State
 from ctxwin.window.stream import TokenStream, aask, astream
-from ctxwin.window.tools import Offered
+from ctxwin.window.tools import ToolBranch
 
 
 class Window:
@@ -42,6 +43,9 @@ class Window:
         budget: most tokens of system prompt, chunks, query and answer together; default: what the engine takes.
         fidelity: which approximations are allowed; ``auto`` follows the model's profile and is ``exact`` without one.
         budget_bytes: the same as KV bytes (an int, or ``"512MB"``); the smaller budget counts.
+        low_water: what the window falls to at once when it is over its budget: tokens, or a float for a share of the budget.
+            In an exact window the prefix then stands still for many appends (`ctxwin.policies.sliding_cost`). None: to the
+            budget, one by one.
         eviction: what leaves first when `slide` or `look_back` makes room (`ctxwin.policies`); default: the oldest, where
             a chunk that came back counts as new.
         retrieval: what `look_back` brings back.
@@ -61,6 +65,7 @@ class Window:
         fidelity: Fidelity | None = None,
         *,
         budget_bytes: int | str | None = None,
+        low_water: float | None = None,
         eviction: Eviction | None = None,
         retrieval: Retrieval | None = None,
     ) -> None:
@@ -72,7 +77,9 @@ class Window:
             raise ValueError(f"budget must be an int in 1..{limit} (what the engine takes), got {budget!r}")
         if budget_bytes is not None:
             budget = min(budget, parse_bytes(budget_bytes) // engine.spec.kv.token_bytes)
-        state = placing.opened(engine, system_prompt, budget, fidelity or Fidelity())
+        state = placing.initial_state(engine, system_prompt, budget, fidelity or Fidelity())
+        if low_water is not None:
+            state = state.replace(low_water=mark_tokens(low_water, budget))
         self._bind(WindowCore(engine, state.replace(window=uuid.uuid4().hex[:12])), eviction, retrieval)
 
     @classmethod
@@ -86,7 +93,7 @@ class Window:
         self.core = core
         self.eviction: Eviction = eviction or LeastRecentlyRead()
         self.retrieval: Retrieval = retrieval or ById()
-        self._offered = Offered()
+        self._tool_branch = ToolBranch()
 
     @property
     def engine(self) -> Engine:
@@ -112,6 +119,13 @@ class Window:
     def budget(self) -> int:
         """Most tokens of system prompt, chunks, query and answer together."""
         return self.core.state.budget
+
+    @property
+    def low_water(self) -> int | None:
+        """Tokens that the window falls to when it is over its budget; None: to the budget, one by one."""
+        if isinstance(self.eviction, Batching):
+            return mark_tokens(self.eviction.low_water, self.budget)
+        return self.core.state.low_water
 
     @property
     def tokens(self) -> int:
@@ -147,7 +161,7 @@ class Window:
     @property
     def evicted(self) -> tuple[str, ...]:
         """Placement ids that `recall` can bring back, oldest eviction first (the newest 4,096 are kept)."""
-        return tuple(p.id for p in self.core.state.evicted)
+        return tuple(p.id for p in self.core.state.evicted if not is_removed(p.chunk))
 
     def chunk(self, placement: str) -> Chunk:
         """The chunk behind a placed or evicted id; raises UnknownChunk."""
@@ -157,19 +171,25 @@ class Window:
         """Placed chunks whose KV absorbed ``placement`` directly: edges of the cascade graph."""
         return tuple(p.id for p in self.core.state.placed if p.kv and placement in p.kv.antecedents)
 
-    def plan(self) -> Plan:
-        """What the next `ask` would do and cost, per chunk, before paying (the query comes on top). Reads no KV."""
-        return self.core.plan()
+    def plan(self, query: str | None = None) -> Plan:
+        """Return what the next `ask` would do and cost, per chunk. Reads no KV.
+
+        Args:
+            query: the question; its tokens then count, too, as far as the engine's own prefix cache does not hold them from
+                when it was asked before. Without it the query comes on top.
+        """
+        return self.core.plan(query)
 
     def at(self, version: int) -> Window:
         """A read-only window on an old version (the newest 1,024 are kept); it can ask, plan, fork and snapshot.
 
-        Every edit makes one version; `adopt` may skip some, which are read as the one before. Raises UnknownVersion.
+        Fewer are kept where each has many chunks that the next one changed, but always 16. Every edit makes one version; `adopt`
+        may skip some, which are read as the one before. Raises UnknownVersion.
         """
         return Window.over(self.core.at(version), self.eviction, self.retrieval)
 
     def undo(self) -> None:
-        """Takes back the last edit that is not taken back yet, as a new version; an answer is no edit.
+        """Take back the last edit that is not taken back yet, as a new version; an answer is no edit.
 
         Raises UnknownVersion where the version before is not kept (of the newest 1,024; `evict(forget=True)` drops them all).
         Cost: none; what was computed since is found in the store.
@@ -177,19 +197,19 @@ class Window:
         self.core.undo()
 
     def check(self) -> None:
-        """Asserts every invariant of the window; AssertionError prints the state. Cost: a plan."""
+        """Assert every invariant of the window; AssertionError prints the state. Cost: a plan."""
         self.core.check()
 
     def observe(self, observer: Observer) -> Callable[[], None]:
-        """Calls ``observer`` with an `Event` after every operation, also of later forks; returns a function that ends that.
+        """Call ``observer`` with an `Event` after every operation, also of later forks; return a function that ends that.
 
         It runs in the thread of the operation, once that has taken effect; what it raises is logged and changes nothing.
         """
         return self.core.observe(observer)
 
     def close(self) -> None:
-        """Releases its leases; the window cannot be edited or asked afterwards. Idempotent."""
-        self._offered.close()
+        """Release its leases; the window cannot be edited or asked afterwards. Idempotent."""
+        self._tool_branch.close()
         self.core.close()
 
     def __enter__(self) -> Self:
@@ -199,39 +219,39 @@ class Window:
         self.close()
 
     def append(self, chunk: Chunk) -> str:
-        """Places ``chunk`` behind everything; returns its placement id.
+        """Place ``chunk`` at the end; return its placement id.
 
         Cost: tokenising, and one run of the vision tower for new media. May go over the budget (`slide` mends that) unless
         the chunk alone does. Raises BudgetExceeded, BadMedia, ChunkUnavailable, UnsupportedModel and changes nothing then.
         """
         with self.core.writing() as state:
-            placed = self.core.place(state, chunk)
-            self.core.commit(edits.appended(state, placed), "append", [placed.id])
-        return placed.id
+            entry = self.core.place(state, chunk)
+            self.core.commit(edits.append(state, entry), "append", [entry.id])
+        return entry.id
 
     def extend(self, chunks: Sequence[Chunk]) -> list[str]:
-        """Appends several chunks, all or none; returns their placement ids."""
+        """Append several chunks, all or none; return their placement ids."""
         chunks = list(chunks)
         with self.core.writing() as state:
-            before = len(state.placed)
+            count = len(state.placed)
             for chunk in chunks:
-                state = edits.appended(state, self.core.place(state, chunk))
-            ids = [p.id for p in state.placed[before:]]
+                state = edits.append(state, self.core.place(state, chunk))
+            ids = [p.id for p in state.placed[count:]]
             if ids:
                 self.core.commit(state, "append", ids)  # one version, however many
         return ids
 
     def insert(self, index: int, chunk: Chunk) -> str:
-        """Places ``chunk`` at ``index``; chunks behind it keep their KV, as after `recall`. Raises like `append`."""
+        """Place ``chunk`` at ``index``; later chunks keep their KV, as after `recall`. Raises like `append`."""
         with self.core.writing() as state:
-            index = edits.checked_index(index, len(state.placed))
-            placed = self.core.place(state, chunk)
-            new = edits.inserted(state, placed, index).edited(arrivals=state.arrivals + 1)
-            self.core.commit(new, "insert", [placed.id])
-        return placed.id
+            index = edits.normalize_index(index, len(state.placed))
+            entry = self.core.place(state, chunk)
+            new = edits.insert(state, entry, index).edited(arrivals=state.arrivals + 1)
+            self.core.commit(new, "insert", [entry.id])
+        return entry.id
 
     def evict(self, placement: str, *, forget: bool = False) -> None:
-        """Takes a chunk out; `recall` brings it back. Chunks behind it survive: their KV is rotated into place.
+        """Take a chunk out; `recall` brings it back. Chunks behind it survive: their KV is rotated into place.
 
         Args:
             forget: (of an evicted chunk, too) also everything it left behind goes: chunks that absorbed it, directly or
@@ -243,37 +263,49 @@ class Window:
         """
         with self.core.writing() as state:
             if forget:
-                gone = state.find(placement)
-                self.core.forget(edits.forgotten(state, gone), gone)
+                entry = state.find(placement)
+                self.core.forget(edits.forget(state, entry), entry)
             else:
-                self.core.commit(edits.evicted(state, [state.placed[state.index(placement)]]), "evict", [placement])
+                self.core.commit(edits.evict(state, [state.placed[state.index(placement)]]), "evict", [placement])
 
-    def slide(self, count: int | None = None, *, reserve_tokens: int = 0) -> list[str]:
-        """Evicts unpinned chunks in the order of `eviction`: ``count``, or until within the budget.
+    def slide(self, count: int | None = None, *, reserve_tokens: int = 0, to: float | None = None) -> list[str]:
+        """Evict unpinned chunks in the order of `eviction`: ``count``, or until within the budget.
 
         By default the oldest leave first, and what was recalled last. ``reserve_tokens`` tokens are left free for a query
-        and its answer. Returns the evicted ids. Raises BudgetExceeded where pinned chunks alone exceed the budget,
-        ValueError where fewer than ``count`` can leave; the window is then as it was.
+        and its answer. A window with a low-water mark does nothing while it is within the budget, and falls to the mark else.
+        Returns the evicted ids. Raises BudgetExceeded where what is pinned alone exceeds the budget (or ``to``), ValueError
+        where fewer than ``count`` can leave; the window is then as it was.
+
+        Args:
+            to: falls to so many tokens (a float: to that share of the budget) now, within the budget or not.
         """
         if count is not None and (not isinstance(count, int) or count < 0):
             raise ValueError(f"count must be an int >= 0, got {count!r}")
+        if count is not None and to is not None:
+            raise ValueError(f"slide must have a count or to, got {count!r} and {to!r}; leave one out")
         with self.core.writing() as state:
             order = self.eviction.order(self)
-            if count is None:
-                leaving = edits.leaving_for_budget(state, order, reserve_tokens)
+            if to is not None:
+                smaller = state.replace(budget=mark_tokens(to, self.budget, "to"), low_water=None)
+                leaving = edits.leaving_for_budget(smaller, order, reserve_tokens)
+            elif count is None:
+                leaving = edits.leaving_for_budget(state, order, reserve_tokens, mark=self.low_water)
             elif count > len(leaving := list(islice(edits.free_in_order(state, order), count))):
                 raise ValueError(f"count must be at most the {len(leaving)} unpinned chunks, got {count}")
             if leaving:
-                self.core.commit(edits.evicted(state, leaving), "slide", [p.id for p in leaving])
+                self.core.commit(edits.evict(state, leaving), "slide", [p.id for p in leaving])
+                if to is None and self.low_water is None:
+                    self.core.note_slide(len(leaving))
         return [p.id for p in leaving]
 
-    def recall(self, placement: str, at: int | None = None, *, repair: bool = False) -> int:
-        """Brings an evicted chunk back; returns its index. It may take the window over its budget: `slide` then spares what
+    def recall(self, placement: str, at: int | Literal["cheapest"] | None = None, *, repair: bool = False) -> int:
+        """Bring an evicted chunk back; return its index. It may take the window over its budget: `slide` then spares what
         was just recalled, and `look_back` recalls and makes room in one step.
 
         Args:
             at: index to place it at; default: its chronological place, before the first chunk that arrived later, unless
-                `eviction` says where (`ctxwin.policies.Placement`).
+                `eviction` says where (`ctxwin.policies.Placement`). ``"cheapest"``: that place, the end or the front, whichever
+                makes the next `ask` compute least (in an exact window mostly the end, where the prefix stays).
             repair: re-form the chunks behind it whose KV lacks it: those conditioned without it, and those that absorbed one
                 of them (a forward each at the next ask, unless stored KV or a patch fits). What absorbed it before it left keeps
                 its KV. Without ``repair`` all keep theirs; `plan` shows and prices both.
@@ -282,34 +314,43 @@ class Window:
         """
         with self.core.writing() as state:
             back = self.core.returning(state, placement)
-            new, at = edits.recalled(state, back, self._place([back]) if at is None else at, repair=repair)
+            if at == "cheapest":
+                at = self.core.cheapest_index(state, back, repair=repair)
+            elif isinstance(at, str):
+                raise ValueError(f"at must be an index or 'cheapest', got {at!r}")
+            new, at = edits.recall(state, back, self._place([back]) if at is None else at, repair=repair)
             if repair:
-                self.core.assembly.before.clear()
+                self.core.assembly.memo.clear()
             self.core.commit(new, "recall", [placement])
         return at
 
     def _place(self, backs: Sequence[Placed]) -> int | None:
-        """Where the policy wants what comes back; None: at chronological places."""
+        """Return the policy's index for chunks that come back; None: at chronological places."""
         return self.eviction.place(self, backs) if backs and isinstance(self.eviction, Placement) else None
 
+    def _leaving(self, state: State, reserve_tokens: int, stay: Iterable[str]) -> list[Placed]:
+        order = self.eviction.order(self)
+        return edits.leaving_for_budget(state, order, reserve_tokens, stay=stay, mark=self.low_water)
+
     def look_back(self, query: str | Chunk, *, reserve_tokens: int = 0) -> list[str]:
-        """Recalls what `retrieval` picks for ``query``, each where a `recall` would put it; returns the ids.
+        """Recall what `retrieval` picks for ``query``, each where a `recall` would put it; return the ids.
 
         Others leave in the order of `eviction` where the budget, with ``reserve_tokens`` tokens free, needs it. All or nothing.
         Raises BudgetExceeded where they do not fit, UnknownChunk, ChunkUnavailable. Cost: the policies', then see `recall`.
         """
         with self.core.writing() as state:
             with self.core.counting_encodes():
-                ids = list(dict.fromkeys(self.retrieval.choose(self, query)))
+                named = dict.fromkeys(self.retrieval.choose(self, query))
+                ids = [i for i in named if not is_removed(state.find(i).chunk)]
             backs = [self.core.returning(state, i) for i in ids]
-            new = edits.looked_back(state, backs, self._place(backs))
+            new = edits.look_back(state, backs, self._place(backs))
             if ids:
-                leaving = edits.leaving_for_budget(new, self.eviction.order(self), reserve_tokens, stay=ids)
-                self.core.commit(edits.evicted(new, leaving) if leaving else new, "look_back", ids)
+                leaving = self._leaving(new, reserve_tokens, ids)
+                self.core.commit(edits.evict(new, leaving) if leaving else new, "look_back", ids)
         return ids
 
     def retrieve(self, query: str | Chunk, library: Searchable, k: int = 4, *, reserve_tokens: int = 0) -> list[str]:
-        """Places the ``k`` passages that ``library`` finds for ``query`` behind everything, best first; returns their ids.
+        """Place the ``k`` passages that ``library`` finds for ``query`` behind everything, best first; return their ids.
 
         What is placed already stays where it is, and what had left comes back under its id. Others leave in the order of
         `eviction` where the budget, with ``reserve_tokens`` tokens free, needs it. All or nothing. A window goes on reading the
@@ -320,33 +361,33 @@ class Window:
         with self.core.writing() as state:
             view = library.view(state.libraries.get(library.name))
             with self.core.counting_encodes():
-                found = view.find(query, k, self.engine)
+                matches = view.find(query, k, self.engine)
             new = state
             ids: dict[str, None] = {}
-            for chunk in found:
+            for chunk in matches:
                 here = next((p.id for p in new.placed if p.chunk_id == chunk.id), None)
                 if here is None:
                     back = next((p for p in reversed(new.evicted) if p.chunk_id == chunk.id), None)
-                    placed = self.core.place(new, chunk)
-                    new = edits.recalled(new, back, len(new.placed))[0] if back else edits.appended(new, placed)
+                    entry = self.core.place(new, chunk)
+                    new = edits.recall(new, back, len(new.placed))[0] if back else edits.append(new, entry)
                 ids[here or new.placed[-1].id] = None
             new = new.edited(libraries={**state.libraries, library.name: view.version})
-            leaving = edits.leaving_for_budget(new, self.eviction.order(self), reserve_tokens, stay=ids) if ids else []
+            leaving = self._leaving(new, reserve_tokens, ids) if ids else []
             self.core.commit(
-                edits.evicted(new, leaving) if leaving else new, "append", list(ids), note=f"library {library.name}"
+                edits.evict(new, leaving) if leaving else new, "append", list(ids), note=f"library {library.name}"
             )
         return list(ids)
 
     def reorder(self, ids: Sequence[str]) -> None:
-        """Puts the placed chunks into the order ``ids``, a permutation of the placed ids (else ValueError)."""
+        """Put the placed chunks into the order ``ids``, a permutation of the placed ids (else ValueError)."""
         with self.core.writing() as state:
             if sorted(ids) != sorted(self.ids):
                 raise ValueError(f"ids must be a permutation of the placed ids {sorted(self.ids)}, got {sorted(ids)}")
             if tuple(ids) != self.ids:
-                self.core.commit(edits.reordered(state, ids), "reorder", ids)
+                self.core.commit(edits.reorder(state, ids), "reorder", ids)
 
     def toggle(self, placement: str, *, conditioned: bool) -> None:
-        """Switches a chunk to its context-clean view (``conditioned=False``) or back to the same lane and bytes.
+        """Switch a chunk to its context-clean view (``conditioned=False``) or back to the same lane and bytes.
 
         Kamera, appendix E. Raises UnknownChunk, UnsupportedModel on a model with recurrent layers. Cost at the next ask: one
         forward where the canonical is not held.
@@ -360,22 +401,24 @@ class Window:
         with self.core.writing() as state:
             if state.placed[state.index(placement)].conditioned != conditioned:
                 new, note = (
-                    edits.changed(state, placement, conditioned=conditioned),
+                    edits.update_entry(state, placement, conditioned=conditioned),
                     ("clean", "conditioned")[conditioned],
                 )
                 self.core.commit(new, "toggle", [placement], note=note)
 
     def pin(self, placement: str, *, pinned: bool = True) -> None:
-        """Protects a chunk from `slide`, or lifts that protection. Raises UnknownChunk."""
+        """Protect a chunk from `slide`, or lift that protection. Raises UnknownChunk."""
         with self.core.writing() as state:
             note = "pinned" if pinned else "free"
-            self.core.commit(edits.changed(state, placement, pinned=pinned), "pin", [placement], note=note)
+            self.core.commit(edits.update_entry(state, placement, pinned=pinned), "pin", [placement], note=note)
 
     def touch(self, placement: str) -> None:
-        """Marks a chunk as just read: others leave before it (`ctxwin.policies.LeastRecentlyRead`). Raises UnknownChunk."""
+        """Mark a chunk as just read: others leave before it (`ctxwin.policies.LeastRecentlyRead`). Raises UnknownChunk."""
         with self.core.writing() as state:
             reads = state.placed[state.index(placement)].reads + 1
-            self.core.commit(edits.changed(state, placement, read=state.version + 1, reads=reads), "touch", [placement])
+            self.core.commit(
+                edits.update_entry(state, placement, read=state.version + 1, reads=reads), "touch", [placement]
+            )
 
     def fork(self, system_prompt: str | None = None) -> Window:
         """A copy-on-write branch: it shares every chunk and costs no KV bytes until it is edited.
@@ -386,7 +429,7 @@ class Window:
         return Window.over(self.core.fork(system_prompt), self.eviction, self.retrieval)
 
     def adopt(self, branch: Window, *, force: bool = False) -> None:
-        """Makes a branch's state this window's. The branch stays usable.
+        """Make a branch's state this window's. The branch stays usable.
 
         Raises ValueError where ``branch`` is no fork of this window, or this window was edited since the fork (``force``
         overrides both), or it runs on another engine.
@@ -414,7 +457,7 @@ class Window:
         libraries: Sequence[Searchable] | None = None,
         n: int | None = None,
     ) -> Answer:
-        """Answers ``query`` over the placed chunks.
+        """Answer ``query`` over the placed chunks.
 
         Args:
             query: text of the question; its KV is dropped afterwards unless remembered.
@@ -476,31 +519,33 @@ class Window:
         return astream(partial(self.answer, Question.of(query, max_tokens, **options)))
 
     def answer(
-        self, question: Question, *, on_token: OnToken | None = None, stopped: Callable[[], bool] = never
+        self, question: Question, *, on_token: OnToken | None = None, stopped: Callable[[], bool] = not_stopped
     ) -> Answer:
-        """What `ask` and its kin stand on, for code that wants each token or decides when to stop.
+        """Answer a `Question`: the base of `ask` and `stream`, for code that handles each token or decides when to stop.
 
         Args:
             on_token: called with each token and the text so far; returning False ends the answer there.
             stopped: polled; once it is true, AnswerStopped is raised and the window stays as it was.
         """
         if question.n > 1:
-            first, *others = several(question)  # which is asked last: what it remembers is nothing for the others
-            behind = tuple(self.answer(other, stopped=stopped) for other in others)
-            return replace(self.answer(first, on_token=on_token, stopped=stopped), others=behind)
+            first, *others = split_choices(
+                question
+            )  # the first is asked last, so that the others do not see what it remembers
+            other_answers = tuple(self.answer(other, stopped=stopped) for other in others)
+            return replace(self.answer(first, on_token=on_token, stopped=stopped), others=other_answers)
         if question.tools or question.libraries:
-            return self._offered.ask(self, question, on_token, stopped)
+            return self._tool_branch.ask(self, question, on_token, stopped)
         return ask(self.core, question, on_token=on_token, stopped=stopped)
 
     def remember(self, query: str, answer: str | Sequence[int]) -> str:
-        """Appends an exchange that was made elsewhere, as a chunk; returns its placement id. Raises like `append`."""
+        """Append an exchange that was made elsewhere, as a chunk; return its placement id. Raises like `append`."""
         if not query or not len(answer):
             raise ValueError(f"query and answer must not be empty, got {query!r} and {answer!r}")
         ids = self.engine.encode(Chunk.text(answer)).token_ids if isinstance(answer, str) else tuple(answer)
         return self.append(exchange(self.engine, query, ids)[0])
 
     def disposable(self, placement: str, query: str, max_tokens: int = 32, *, clean: bool = False) -> Disposability:
-        """Whether the answer to ``query`` is the same without a chunk: asking now against asking after its eviction.
+        """Test whether the answer to ``query`` is the same without a chunk, by asking before and after its eviction.
 
         Args:
             clean: also drop what its dependents absorbed from it (they are re-formed, in a branch).
@@ -511,24 +556,24 @@ class Window:
         return disposable(self.core, placement, query, max_tokens, clean=clean)
 
     def prefill(self) -> list[str]:
-        """Computes now what the next `ask` would have to compute of the placed chunks; returns their placement ids.
+        """Compute now what the next `ask` would have to compute of the placed chunks; return their placement ids.
 
         For content that arrives before anybody asks: the answer then begins after a forward over its query. Runs behind what
         others wait for. Raises EngineFailed, ChunkUnavailable. Cost: a forward over each of those chunks; no vision encode.
         """
-        return upkeep.prefill(self.core)
+        return maintenance.prefill(self.core)
 
     def prepare_orbit(self, ids: Sequence[str], orders: int = 6, seed: int = 0) -> list[str]:
-        """Forms one patch per chunk that has all of ``ids`` (and nothing else) in front: served in any order of them.
+        """Form one patch per chunk that has all of ``ids`` (and nothing else) in front: served in any order of them.
 
         Kamera, section 5 "Reorder". It is the mean over up to ``orders`` permutations, so it holds what they share and must
         fail where the answer depends on the order; used only with ``Fidelity(orbit=True)``. At most 64 ids and 1,024 orders.
         Returns the placement ids that got one. Cost: ``orders`` forwards of everything in front, no encode.
         """
-        return upkeep.prepare_orbit(self.core, ids, orders, seed)
+        return maintenance.prepare_orbit(self.core, ids, orders, seed)
 
     def refresh(self, count: int | None = None, *, ids: Sequence[str] | None = None) -> list[str]:
-        """Re-forms the ``count`` front-most approximations (all by default) behind what is in front of them now.
+        """Re-form the ``count`` front-most approximations (all by default) behind what is in front of them now.
 
         Args:
             ids: only these placed chunks, those of them that are approximations: where an audit saw drift, for one.
@@ -536,10 +581,10 @@ class Window:
         For idle time: it bounds the drift of a stream. Returns the ids, front to back. Raises UnknownChunk. Cost: a forward
         each.
         """
-        return upkeep.refresh(self.core, count, ids)
+        return maintenance.refresh(self.core, count, ids)
 
     def compress(self, *, if_short: bool = False) -> int:
-        """Replaces conditioned spans by canonical + patch where the patch is smaller; returns the KV bytes given back.
+        """Replace conditioned spans by canonical + patch where the patch is smaller; return the KV bytes given back.
 
         For idle time; the chunks are then in lane ``patched``. A canonical that was not held takes bytes of its own, which
         are not subtracted: for a chunk that only one window places they are more than a patch saves.
@@ -547,15 +592,15 @@ class Window:
         Args:
             if_short: only while what open windows place would not fit into the store as conditioned KV, and only where
                 that gives bytes back; then patches that never served are dropped, too, and evicted chunks keep the
-                cheapest form that serves their return (`ctxwin.window.economy`). With ``Fidelity(orbit=True)`` the orders
+                cheapest form that serves their return (`ctxwin.window.storage_policy`). With ``Fidelity(orbit=True)`` the orders
                 that the window shows are taken into orbit patches, whatever the store has left.
 
         Cost: a forward for each chunk whose canonical is not held; nothing where ``if_short`` finds bytes enough.
         """
-        return upkeep.compress(self.core, if_short=if_short)
+        return maintenance.compress(self.core, if_short=if_short)
 
     def merge(self, placement: str, share: float | None = None) -> int:
-        """Keeps a placed or evicted chunk in fewer slots (Elastic Cache): those that its tokens attended to most, with all
+        """Keep a placed or evicted chunk in fewer slots (Elastic Cache): those that its tokens attended to most, with all
         others merged into the nearest. Returns the slots.
 
         Needs ``Fidelity("patched", merge=...)``. An approximation, lane ``merged``, which audits judge like any other: of what
@@ -566,9 +611,9 @@ class Window:
             share: of its tokens, in (0, 1); default: the fidelity's. 1 takes the merging back: its KV is found in the store, or
                 computed again from its source.
 
-        Raises UnknownChunk, UnsupportedModel on an engine that does not show its attention. Cost: a forward over the chunk.
+        Raises UnknownChunk, UnsupportedModel on an engine that does not expose its attention. Cost: a forward over the chunk.
         """
-        return upkeep.merge(self.core, placement, share)
+        return maintenance.merge(self.core, placement, share)
 
     def snapshot(self) -> State:
         """This version as a pydantic model: JSON-able, a few hundred bytes a chunk, no tensors. O(n)."""
@@ -590,7 +635,7 @@ class Window:
         chunks are encoded again. With a ``seed`` the same edits give the same placement ids, so that an operation can be
         run again. Raises ChunkUnavailable where content and source are gone, ValueError for a snapshot of a newer format.
         """
-        return cls.over(restored(engine, state, seed), eviction, retrieval)
+        return cls.over(restore_core(engine, state, seed), eviction, retrieval)
 
     def __repr__(self) -> str:
         return f"<Window v{self.version} {len(self.core.state.placed)} chunks {self.tokens}/{self.budget} tokens>"

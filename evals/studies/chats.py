@@ -1,12 +1,14 @@
 """Agents that send their whole history again, with and without windows behind their chats.
 
-One server, three ways of asking it: vLLM alone (``off``), a window in exact mode, and a window with the model's profile. Two
-kinds of agent, both written against the official clients and unchanged between the ways:
+One server, three ways of asking it: vLLM alone (``off``), a window in exact mode, and a window with the model's profile. Three
+kinds of agent, all written against the official clients and unchanged between the ways:
 
 - ``sliding``: sixteen questions about the last five frames of a stream, as chats with pictures, as chats that name chunks, and on
   a `RemoteWindow`;
 - ``openai``, ``anthropic``, ``langchain``: a loop that keeps four screenshots and drops the oldest on every turn, with OpenAI's
-  client, Anthropic's, and LangChain's ordinary chat model (``pip install langchain-openai``).
+  client, Anthropic's, and LangChain's ordinary chat model (``pip install langchain-openai``);
+- ``habits``: that loop with OpenAI's client in each of `HABITS`, how agents keep their old screenshots out of a prompt. The ways
+  take turns here, so that their times are of the same minutes.
 
 ``--model random`` is the benchmark's random model of half a billion parameters, whose answers are noise and whose cost is real.
 No profile knows it, so its third way is a fidelity chosen by hand, the one of the bundled profile.
@@ -22,6 +24,7 @@ import http.client
 import importlib
 import io
 import json
+import math
 import socket
 import statistics
 import subprocess
@@ -38,12 +41,13 @@ import typer
 from openai import OpenAI
 from PIL import Image
 
-from ctxwin.adapters.openai import RemoteWindow, chunk_part, upload
 from ctxwin.chunk import Chunk
-from ctxwin.evals.bench.model import Sizes, ensure_model
-from ctxwin.evals.console import Json, errors, new_table, show
-from ctxwin.evals.stats import wilson
 from ctxwin.tiny import world
+from ctxwin_client import RemoteWindow, chunk_part, upload
+from ctxwin_evals.bench.model import Sizes, ensure_model
+from ctxwin_evals.console import Json, errors, new_table, show
+from ctxwin_evals.stats import wilson
+from ctxwin_server.context_management import CLEARED
 
 WAYS: dict[str, dict[str, Any]] = {
     "off": {"windows": "off"},
@@ -51,15 +55,17 @@ WAYS: dict[str, dict[str, Any]] = {
     "profile": {"windows": "auto"},
 }
 BY_HAND: dict[str, Any] = {"mode": "patched", "rank": 11, "layers": "deep"}
-AGENTS = ("sliding", "openai", "anthropic", "langchain")
+AGENTS = ("sliding", "openai", "anthropic", "langchain", "habits")
 SYSTEM, KEEP, FRAMES, ASKS = "You watch a camera.", 4, 5, 16
+LONGEST = 40
+"""Turns in a history whose old turns stay as text; a longer one loses its older half."""
 Ask = Callable[[list[Any]], tuple[str, int, int, float]]
 """Messages to the answer, prompt tokens, tokens found, and seconds to the first token."""
 
 
 @dataclass
 class Row:
-    """What one agent saw in one way."""
+    """Figures of one agent in one way."""
 
     agent: str
     way: str
@@ -67,6 +73,7 @@ class Row:
     prompt: int = 0
     computed: int = 0
     first_s: list[float] = field(default_factory=list)
+    whole_s: list[float] = field(default_factory=list)
 
     def add(self, answer: str, prompt: int, cached: int, first: float) -> None:
         self.answers.append(answer)
@@ -78,37 +85,48 @@ class Row:
         """The row as JSON; the same answers as ``reference`` with a 95 % interval."""
         same, n = sum(a == b for a, b in zip(self.answers, reference.answers, strict=True)), len(self.answers)
         low, high = wilson(same, n)
+        times: dict[str, Any] = {}
+        if self.whole_s:
+            ratios = [mine / alone for mine, alone in zip(self.whole_s, reference.whole_s, strict=True)]
+            times = {"turn_ms": [round(1e3 * t, 2) for t in median_interval(self.whole_s)]}
+            times |= {"times_alone": [round(r, 3) for r in median_interval(ratios)]}
         return {
             "agent": self.agent, "way": self.way, "asks": n, "prompt_tokens": self.prompt, "computed_tokens": self.computed,
             "computed": round(self.computed / self.prompt, 4), "same": same / n, "same_low": low, "same_high": high,
-            "first_token_ms": round(1e3 * statistics.median(self.first_s), 1),
+            "first_token_ms": round(1e3 * statistics.median(self.first_s), 1), **times,
         }  # fmt: skip
 
 
+def median_interval(values: list[float]) -> tuple[float, float, float]:
+    """The median and its 95 % interval, by ranks: nothing is assumed of how the values are distributed."""
+    ordered, n = sorted(values), len(values)
+    reach = 0.98 * n**0.5
+    low, high = max(0, math.floor(n / 2 - reach)), min(n - 1, math.ceil(n / 2 + reach))
+    return statistics.median(ordered), ordered[low], ordered[high]
+
+
 @contextlib.contextmanager
-def server(model: str, arguments: list[str]) -> Iterator[str]:
-    """``ctxwin serve MODEL``, until the block ends."""
+def running_server(model: str, arguments: list[str]) -> Iterator[tuple[str, int]]:
+    """``ctxwin serve MODEL``, until the block ends: its address and its process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "ctxwin", "serve", model, "--host", "127.0.0.1", "--port", str(port), *arguments]
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            [*command, "--restarts", "0", "--enable-prompt-tokens-details"], stdout=log, stderr=subprocess.STDOUT
-        )
+        process = subprocess.Popen([*command, "--restarts", "0"], stdout=log, stderr=subprocess.STDOUT)
         try:
             for _ in range(600):
                 if process.poll() is not None:
                     log.seek(0)
                     raise RuntimeError(f"the server ended: {log.read()[-2000:].decode(errors='replace')}")
                 try:
-                    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5)) as asked:
-                        asked.request("GET", "/health")
-                        if asked.getresponse().status == 200:
+                    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5)) as connection:
+                        connection.request("GET", "/health")
+                        if connection.getresponse().status == 200:
                             break
                 except OSError:
                     time.sleep(0.5)
-            yield f"http://127.0.0.1:{port}"
+            yield f"http://127.0.0.1:{port}", process.pid
         finally:
             process.terminate()
             process.wait(60)
@@ -121,9 +139,9 @@ def png(pixels: np.ndarray) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-def openai_asker(client: OpenAI, model: str, agent: str, way: str) -> Ask:
-    """Streams a chat, as an agent would."""
-    extra = {"ctxwin": WAYS[way], "cache_salt": f"{agent}-{way}", "return_token_ids": True}
+def openai_asker(client: OpenAI, model: str, agent: str, way: str, **fields: Any) -> Ask:
+    """Stream a chat, as an agent would; ``fields``: further ones of each request."""
+    extra = {"ctxwin": WAYS[way], "cache_salt": f"{agent}-{way}", "return_token_ids": True, **fields}
 
     def ask(messages: list[Any]) -> tuple[str, int, int, float]:
         begin, first, text, usage = time.perf_counter(), 0.0, "", None
@@ -151,10 +169,10 @@ def anthropic_asker(url: str, model: str, agent: str, way: str) -> Ask:
 
     client = Anthropic(base_url=url, api_key="none", default_headers={"x-session-id": f"{agent}-{way}"}, max_retries=0)
 
-    def part(given: dict[str, Any]) -> dict[str, Any]:
-        if given["type"] == "text":
-            return given
-        data = given["image_url"]["url"].partition(",")[2]
+    def part(block_of_chat: dict[str, Any]) -> dict[str, Any]:
+        if block_of_chat["type"] == "text":
+            return block_of_chat
+        data = block_of_chat["image_url"]["url"].partition(",")[2]
         return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
 
     def ask(messages: list[Any]) -> tuple[str, int, int, float]:
@@ -164,14 +182,14 @@ def anthropic_asker(url: str, model: str, agent: str, way: str) -> Ask:
         ]
         extra = {"temperature": 0, "ctxwin": WAYS[way], "cache_salt": f"{agent}-{way}"}
         begin = time.perf_counter()
-        made = client.messages.create(model=model, max_tokens=8, system=SYSTEM, messages=turns, extra_body=extra)
+        response = client.messages.create(model=model, max_tokens=8, system=SYSTEM, messages=turns, extra_body=extra)
         took = time.perf_counter() - begin
-        said = json.loads(made.model_dump_json())
-        told, usage = said["usage"].get("ctxwin"), made.usage
+        payload = json.loads(response.model_dump_json())
+        window_usage, usage = payload["usage"].get("ctxwin"), response.usage
         cached = usage.cache_read_input_tokens or 0
         prompt = usage.input_tokens + cached + (usage.cache_creation_input_tokens or 0)
-        found = prompt - told["computed_tokens"] if told else cached
-        return "".join(block["text"] for block in said["content"] if block["type"] == "text"), prompt, found, took
+        reused = prompt - window_usage["computed_tokens"] if window_usage else cached
+        return "".join(block["text"] for block in payload["content"] if block["type"] == "text"), prompt, reused, took
 
     return ask
 
@@ -200,20 +218,84 @@ def langchain_asker(url: str, model: str, agent: str, way: str) -> Ask:
 ASKERS: dict[str, Callable[[str, str, str, str], Ask]] = {"anthropic": anthropic_asker, "langchain": langchain_asker}
 
 
+def _step(turn: int, pictures: list[str]) -> list[dict[str, Any]]:
+    data = {"url": "data:image/png;base64," + pictures[turn % len(pictures)]}
+    return [
+        {"type": "text", "text": f"step {turn}\n"},
+        {"type": "image_url", "image_url": data},
+        {"type": "text", "text": f"shape of {turn % 90 + 10}?"},
+    ]
+
+
 def computer(ask: Ask, row: Row, turns: int, pictures: list[str]) -> None:
     """A loop that keeps the last four screenshots, each with its question and its answer."""
     history: list[list[Any]] = []
     for turn in range(turns):
-        shown = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + pictures[turn % len(pictures)]}}
-        asked = [
-            {"type": "text", "text": f"step {turn}\n"},
-            shown,
-            {"type": "text", "text": f"shape of {turn % 90 + 10}?"},
-        ]
-        history = [*history, [{"role": "user", "content": asked}]][-KEEP:]
+        history = [*history, [{"role": "user", "content": _step(turn, pictures)}]][-KEEP:]
         answer, *cost = ask([{"role": "system", "content": SYSTEM}, *(m for one in history for m in one)])
         row.add(answer, *cost)  # type: ignore[arg-type]
         history[-1].append({"role": "assistant", "content": answer})
+
+
+History = list[list[dict[str, Any]]]
+"""Turns: a user's message, and the answer to it."""
+
+
+def _with_text(history: History, text: Callable[[dict[str, Any]], dict[str, Any]]) -> History:
+    """The history with a text in place of all screenshots but the last four."""
+    old = [
+        [{**one[0], "content": [text(p) if p["type"] == "image_url" else p for p in one[0]["content"]]}, *one[1:]]
+        for one in history[:-KEEP]
+    ]
+    return [*old, *history[-KEEP:]]
+
+
+def _together(history: History) -> History:
+    """The last four screenshots and the question in one message."""
+    *captions, question = (one[0]["content"] for one in history[-KEEP:])
+    return [[{"role": "user", "content": [*(part for parts in captions for part in parts[:2]), *question]}]]
+
+
+def _replaced(history: History) -> History:
+    return _with_text(history, lambda part: {"type": "text", "text": "[an old screenshot]"})
+
+
+def _cleared(history: History) -> History:
+    return _with_text(history, lambda part: {"type": "text", "text": CLEARED})
+
+
+HABITS: dict[str, tuple[Callable[[History], History], Callable[[History], History]]] = {
+    "drop the oldest turn": (lambda history: history[-KEEP:], lambda history: history[-KEEP:]),
+    "all in one message": (_together, _together),
+    "replaced by a text": (_replaced, _replaced),
+    "context_management": (lambda history: history, _cleared),
+}
+"""What an agent sends of its history, and what vLLM alone has to be sent for the same prompt."""
+
+
+def habits(client: OpenAI, model: str, turns: int, pictures: list[str]) -> Iterator[dict[str, Any]]:
+    """The loop in each habit; at each turn the ways are asked one behind the other, another one first each time."""
+    for habit, (sent, sent_alone) in HABITS.items():
+        clear = {"type": "clear_images", "keep": {"type": "images", "value": KEEP}}
+        fields = {"context_management": {"edits": [clear]}} if habit == "context_management" else {}
+        asks = {way: openai_asker(client, model, habit, way, **({} if way == "off" else fields)) for way in WAYS}
+        histories: dict[str, History] = {way: [] for way in WAYS}
+        results = {way: Row(habit, way) for way in WAYS}
+        for turn in range(turns):
+            first = turn % len(WAYS)
+            for way in [*WAYS][first:] + [*WAYS][:first]:
+                history = histories[way]
+                if len(history) == LONGEST:
+                    del history[: LONGEST // 2]
+                history.append([{"role": "user", "content": _step(turn, pictures)}])
+                sent_turns = (sent_alone if way == "off" else sent)(history)
+                messages = [{"role": "system", "content": SYSTEM}, *(message for one in sent_turns for message in one)]
+                begin = time.perf_counter()
+                answer, *cost = asks[way](messages)
+                results[way].whole_s.append(time.perf_counter() - begin)
+                results[way].add(answer, *cost)  # type: ignore[arg-type]
+                history[-1].append({"role": "assistant", "content": answer or "-"})
+        yield from (row.described(results["off"]) for row in results.values())
 
 
 def sliding(client: OpenAI, model: str, agent: str, way: str, frames: list[np.ndarray], questions: list[str]) -> Row:
@@ -238,14 +320,19 @@ def sliding(client: OpenAI, model: str, agent: str, way: str, frames: list[np.nd
         else:
             data = {"url": "data:image/png;base64," + png(frames[i])}
             parts.append([{"type": "text", "text": f"t={i} s\n"}, {"type": "image_url", "image_url": data}])
-        content = [part for shown in parts[-FRAMES:] for part in shown]
+        content = [part for frame_parts in parts[-FRAMES:] for part in frame_parts]
         content.append({"type": "text", "text": questions[i]})
         row.add(*ask([{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}]))
     return row
 
 
-def run(model: str, turns: int, seed: int, scale: int, agents: list[str], arguments: list[str]) -> list[dict[str, Any]]:
-    """Every agent in every way; pictures of the loops are ``scale`` times as large as the world's."""
+def run(
+    model: str, turns: int, seed: int, scale: int, agents: list[str], arguments: list[str], output: Path | None
+) -> list[dict[str, Any]]:
+    """Every agent in every way; pictures of the loops are ``scale`` times as large as the world's.
+
+    ``output`` has the rows of the habits as soon as they are there.
+    """
     if model == "random":
         model = str(ensure_model(Sizes(), 0)[0])
         WAYS["profile"]["fidelity"] = BY_HAND
@@ -257,29 +344,34 @@ def run(model: str, turns: int, seed: int, scale: int, agents: list[str], argume
         for s in range(5)
         for f in world.make_stream(seed=seed + 1 + s, n_frames=20)
     ]
-    made: list[dict[str, Any]] = []
-    with server(model, arguments) as url:
+    rows_of_all: list[dict[str, Any]] = []
+    with running_server(model, arguments) as (url, _):
         client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
         name = client.models.list().data[0].id
         if "sliding" in agents:
             reference = sliding(client, name, "pictures", "off", frames, questions)
-            made.append(reference.described(reference))
+            rows_of_all.append(reference.described(reference))
             for kind, way in [
                 ("pictures", "exact"),
                 ("pictures", "profile"),
                 ("chunks", "profile"),
                 ("window", "profile"),
             ]:
-                made.append(sliding(client, name, kind, way, frames, questions).described(reference))
+                rows_of_all.append(sliding(client, name, kind, way, frames, questions).described(reference))
+        if "habits" in agents:
+            for described in habits(client, name, turns, screens):
+                rows_of_all.append(described)
+                if output is not None:
+                    output.write_text(json.dumps(rows_of_all, indent=1))
         for agent in agents:
-            rows = {way: Row(agent, way) for way in WAYS if agent != "sliding"}
+            rows = {way: Row(agent, way) for way in WAYS if agent not in ("sliding", "habits")}
             for way, row in rows.items():
                 ask = (
                     ASKERS[agent](url, name, agent, way) if agent in ASKERS else openai_asker(client, name, agent, way)
                 )
                 computer(ask, row, turns, screens)
-                made.append(row.described(rows["off"]))
-    return made
+                rows_of_all.append(row.described(rows["off"]))
+    return rows_of_all
 
 
 def main(
@@ -292,19 +384,24 @@ def main(
     output: Annotated[Path | None, typer.Option(help="Where the rows go, as JSON.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measures agents that send their history again, with and without windows behind their chats."""
+    """Measure agents that send their history again, with and without windows behind their chats."""
     with errors():
         chosen = agents.split(",")
         if unknown := set(chosen) - set(AGENTS):
             raise ValueError(f"agents must be of {', '.join(AGENTS)}, got {', '.join(sorted(unknown))}")
-        rows = run(model, turns, seed, scale, chosen, ["--dtype", dtype])
+        rows = run(model, turns, seed, scale, chosen, ["--dtype", dtype], output)
     if output is not None:
         output.write_text(json.dumps(rows, indent=1))
-    table = new_table("", "agent|way|asks|prompt tokens|computed|same answers [95 %]|first token, ms", left=(0, 1))
+    table = new_table(
+        "",
+        "agent|way|asks|prompt tokens|computed|same answers [95 %]|first token, ms|turn against vLLM alone",
+        left=(0, 1),
+    )
     for row in rows:
         same = f"{row['same']:.2f} [{row['same_low']:.2f}, {row['same_high']:.2f}]"
         cells = row["asks"], row["prompt_tokens"], f"{row['computed']:.1%}", same, row["first_token_ms"]
-        table.add_row(row["agent"], row["way"], *map(str, cells))
+        ratio = "{:.2f} [{:.2f}, {:.2f}]".format(*row["times_alone"]) if "times_alone" in row else ""
+        table.add_row(row["agent"], row["way"], *map(str, cells), ratio)
     show({"rows": rows}, as_json, table)
 
 

@@ -1,6 +1,6 @@
 """Drift: a window slides along a long stream, and its answers are held against two re-prefills.
 
-The window runs as in production: a chunk is conditioned on the survivors in front of it, which were conditioned on
+The window runs as in production: a chunk is conditioned on the survivors before it, which were conditioned on
 earlier survivors, so what is approximate is absorbed again and again. ``window`` is the re-prefill of what is placed
 now; ``stream`` is the re-prefill of what was seen so far, as far as the model was trained to read, and a survivor that
 remembers what left the window is right by it. Both are reported (Kamera, section 5, "Sliding-window survival").
@@ -17,16 +17,16 @@ import typer
 from numpy.typing import NDArray
 
 from ctxwin.chunk import Chunk
-from ctxwin.evals.console import Device, Dtype, Json, Model, Threads, errors, new_table, open_model
-from ctxwin.evals.decoder import Decoder, Memory, concatenated
-from ctxwin.evals.metrics import kl_divergence
-from ctxwin.evals.stats import bootstrap_mean, share_interval
-from ctxwin.evals.tasks.drawn import TRAINED_FRAMES
-from ctxwin.evals.tasks.tiny import SPACE
 from ctxwin.fidelity import Fidelity
 from ctxwin.tiny.world import Frame, Question, answer, make_stream, render
 from ctxwin.window.answer import Answer
 from ctxwin.window.window import Window
+from ctxwin_evals.console import Device, Dtype, Json, Model, Threads, errors, new_table, open_model
+from ctxwin_evals.decoder import Decoder, Memory, concatenated
+from ctxwin_evals.metrics import kl_divergence
+from ctxwin_evals.stats import bootstrap_mean, share_interval
+from ctxwin_evals.tasks.drawn import TRAINED_FRAMES
+from ctxwin_evals.tasks.tiny import SPACE
 
 from .command import SYSTEM_PROMPT, Output, Questions, Seed, Slides, Streams, SystemPrompt, points, run
 from .isolation import isolated
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DriftSettings:
-    """What a drift run does.
+    """Settings of a drift run.
 
     Attributes:
         streams: independent streams.
@@ -85,21 +85,21 @@ class Asked:
 def measure(
     engine: HFEngine, settings: DriftSettings, on_progress: Callable[[int], None] = lambda done: None
 ) -> dict[str, Any]:
-    """Runs all streams with and without refresh. ``rested`` has the points that a refresh falls on.
+    """Run all streams with and without refresh. ``rested`` has the points that a refresh falls on.
 
     Returns ``{"config", "note", "drift": {"kept" | "refreshed" | "rested": {slides: {"window" | "stream": {...}, ...}}}}``.
     ``agreed`` is the mean KL to the window where both references answer alike, ``nearer`` that to the nearer reference;
     ``accuracy`` is by the generator's answer over the placed frames (window) or the frames read (stream). Intervals are
     of 95 %, over streams.
     """
-    found: dict[str, list[Asked]] = {"kept": [], "refreshed": [], "rested": []}
+    by_way: dict[str, list[Asked]] = {"kept": [], "refreshed": [], "rested": []}
     for number in range(settings.streams):
         stream = _Stream(engine, settings, number)
-        found["kept"] += stream.kept()
+        by_way["kept"] += stream.ask_survivors()
         on_progress(1)
-        before, after = stream.refreshed()
-        found["refreshed"] += before
-        found["rested"] += after
+        right_after, rested = stream.ask_refreshed()
+        by_way["refreshed"] += right_after
+        by_way["rested"] += rested
         on_progress(1)
     note = (
         f"{settings.window} frames are placed. The stream reference reads the last {TRAINED_FRAMES} frames seen, the "
@@ -111,10 +111,10 @@ def measure(
         "note": note,
         "drift": {
             name: {
-                str(point): _summary([a for a in asked if a.slides == point])
-                for point in sorted({a.slides for a in asked})
+                str(point): _summary([a for a in rows if a.slides == point])
+                for point in sorted({a.slides for a in rows})
             }
-            for name, asked in found.items()
+            for name, rows in by_way.items()
         },
     }
 
@@ -130,24 +130,24 @@ class _Stream:
         self._decoder = Decoder(engine)
         self._references: dict[int, tuple[list[Question], NDArray[np.float32], NDArray[np.float32]]] = {}
 
-    def kept(self) -> list[Asked]:
-        """What is asked right after slides of a window that only ever rotates its survivors."""
+    def ask_survivors(self) -> list[Asked]:
+        """Ask right after slides of a window that only rotates its survivors."""
         return self.run(0, self.settings.points, 0)[0]
 
-    def refreshed(self) -> tuple[list[Asked], list[Asked]]:
-        """What is asked right after slides, and again after the refresh that falls on them.
+    def ask_refreshed(self) -> tuple[list[Asked], list[Asked]]:
+        """Ask right after slides, and again after the refresh due there.
 
-        A refresh makes everything placed exact behind what is placed, so nothing in front of it matters any more: each
-        point is reached from a window that holds what was placed at the last refresh before it, computed anew.
+        A refresh makes all placed chunks exact, so nothing that came before it matters: each point is reached from
+        a window of the chunks placed at the last refresh before it, computed anew.
         """
         every = self.settings.refresh_every
-        before: list[Asked] = []
-        after: list[Asked] = []
+        unrefreshed: list[Asked] = []
+        refreshed: list[Asked] = []
         for point in sorted(set(self.settings.points)):
             right_after, rested = self.run((point - 1) // every * every, (point,), every)
-            before += right_after
-            after += rested
-        return before, after
+            unrefreshed += right_after
+            refreshed += rested
+        return unrefreshed, refreshed
 
     def run(self, begin: int, points: Sequence[int], every: int) -> tuple[list[Asked], list[Asked]]:
         """A window that starts with what is placed after ``begin`` slides, exact, and slides on to the last point.
@@ -160,8 +160,8 @@ class _Stream:
         Returns:
             What was asked right after slides, and again after the refresh that falls on them.
         """
-        before: list[Asked] = []
-        after: list[Asked] = []
+        unrefreshed: list[Asked] = []
+        refreshed: list[Asked] = []
         opened = Window(self.engine, self.settings.system_prompt, fidelity=Fidelity("patched"))
         with isolated(self.engine), opened as window:
             for i in range(begin, self.settings.window + max(points)):
@@ -174,23 +174,23 @@ class _Stream:
                 if slides <= begin:
                     continue
                 if slides in points:
-                    before += self._ask(window, slides)
+                    unrefreshed += self._ask(window, slides)
                 if every and slides % every == 0:
                     window.refresh()
                     if slides in points:
-                        after += self._ask(window, slides)
-        return before, after
+                        refreshed += self._ask(window, slides)
+        return unrefreshed, refreshed
 
     def _ask(self, window: Window, slides: int) -> list[Asked]:
         """Questions about what is placed; the same ones in every run."""
         questions, of_window, of_stream = self._reference(slides)
-        placed, read = self._placed(slides), self._read(slides)
-        asked = []
+        in_view, read = self._in_view(slides), self._read(slides)
+        rows = []
         for question, now, whole in zip(questions, of_window, of_stream, strict=True):
             ours = _vector(window.ask(question.text, max_tokens=1, logprobs=-1), len(now))
             words = [self.engine.decode([int(x.argmax())]).strip() for x in (ours, now, whole)]
-            truths = [answer(frames, question.text) for frames in (placed, read)]
-            asked.append(
+            truths = [answer(frames, question.text) for frames in (in_view, read)]
+            rows.append(
                 Asked(
                     stream=self.number,
                     slides=slides,
@@ -202,29 +202,29 @@ class _Stream:
                     references_agree=words[1] == words[2],
                 )
             )
-        return asked
+        return rows
 
-    def _placed(self, slides: int) -> Sequence[Frame]:
+    def _in_view(self, slides: int) -> Sequence[Frame]:
         return self.frames[slides : slides + self.settings.window]
 
     def _read(self, slides: int) -> Sequence[Frame]:
-        """What the stream reference reads: the last frames seen."""
+        """Return the frames that the stream reference reads: the last `TRAINED_FRAMES` ones."""
         end = slides + self.settings.window
         return self.frames[max(0, end - TRAINED_FRAMES) : end]
 
     def _reference(self, slides: int) -> tuple[list[Question], NDArray[np.float32], NDArray[np.float32]]:
         """Questions at a point, and the logits of both re-prefills ``[questions, vocab]``. Two forwards each, once."""
         if slides not in self._references:
-            placed = self._placed(slides)
+            in_view = self._in_view(slides)
             rng = np.random.default_rng((SPACE, self.settings.seed, 0x61736B, self.number, slides))
-            questions = scene_questions(placed, self.settings.questions, rng)
+            questions = scene_questions(in_view, self.settings.questions, rng)
             texts = [question.text for question in questions]
-            of_window, of_stream = (self._exact(frames, texts) for frames in (placed, self._read(slides)))
+            of_window, of_stream = (self._exact(frames, texts) for frames in (in_view, self._read(slides)))
             self._references[slides] = (questions, of_window, of_stream)
         return self._references[slides]
 
     def _exact(self, frames: Sequence[Frame], questions: Sequence[str]) -> NDArray[np.float32]:
-        """Next-token logits behind each question over the exact KV of these frames: one prefill, one read."""
+        """Next-token logits after each question over the exact KV of these frames: one prefill, one read."""
         if not questions:
             return np.empty((0, 0), np.float32)
         encoded, span = self._decoder.system_prompt(self.settings.system_prompt)
@@ -238,14 +238,14 @@ class _Stream:
         return self._decoder.read(many, questions, start).numpy()
 
 
-def _vector(made: Answer, size: int) -> np.ndarray:
+def _vector(reply: Answer, size: int) -> np.ndarray:
     vector = np.full(size, -np.inf)
-    vector[list(made.first_token_logprobs)] = list(made.first_token_logprobs.values())
+    vector[list(reply.first_token_logprobs)] = list(reply.first_token_logprobs.values())
     return vector
 
 
-def _summary(asked: Sequence[Asked]) -> dict[str, Any]:
-    n, streams = len(asked), [str(a.stream) for a in asked]  # questions about one stream are not independent
+def _summary(rows: Sequence[Asked]) -> dict[str, Any]:
+    n, streams = len(rows), [str(a.stream) for a in rows]  # questions about one stream are not independent
 
     def figures(kls: list[float], reference_right: int) -> dict[str, Any]:
         return {
@@ -256,16 +256,16 @@ def _summary(asked: Sequence[Asked]) -> dict[str, Any]:
             "reference_accuracy": reference_right / n,
         }
 
-    right = sum(a.right for a in asked)
+    right = sum(a.right for a in rows)
     return {
         "n": n,
         "accuracy": right / n,
-        "ci95": list(share_interval([float(a.right) for a in asked], streams)),
-        "references_agree": sum(a.references_agree for a in asked) / n,
-        "window": figures([a.kl_window for a in asked], sum(a.window_right for a in asked)),
-        "stream": figures([a.kl_stream for a in asked], sum(a.stream_right for a in asked)),
-        "agreed": _mean([a.kl_window for a in asked if a.references_agree]),
-        "nearer": _mean([min(a.kl_window, a.kl_stream) for a in asked]),
+        "ci95": list(share_interval([float(a.right) for a in rows], streams)),
+        "references_agree": sum(a.references_agree for a in rows) / n,
+        "window": figures([a.kl_window for a in rows], sum(a.window_right for a in rows)),
+        "stream": figures([a.kl_stream for a in rows], sum(a.stream_right for a in rows)),
+        "agreed": _mean([a.kl_window for a in rows if a.references_agree]),
+        "nearer": _mean([min(a.kl_window, a.kl_stream) for a in rows]),
     }
 
 
@@ -280,10 +280,10 @@ def _mean(values: Sequence[float]) -> float | None:
 def drift_table(result: dict[str, Any]) -> Table:
     """The result for a terminal."""
     columns = "run|slides|n|accuracy|to window|to stream|to the nearer|agreed|agree"
-    made = new_table("KL of answers after slides (nats, mean)", columns)
+    table = new_table("KL of answers after slides (nats, mean)", columns)
     for name, by_slides in result["drift"].items():
         for slides, p in by_slides.items():
-            shown = (
+            figures = (
                 p["accuracy"],
                 p["window"]["kl"],
                 p["stream"]["kl"],
@@ -291,8 +291,8 @@ def drift_table(result: dict[str, Any]) -> Table:
                 p["agreed"],
                 p["references_agree"],
             )
-            made.add_row(name, slides, str(p["n"]), *("-" if x is None else f"{x:.4f}" for x in shown))
-    return made
+            table.add_row(name, slides, str(p["n"]), *("-" if x is None else f"{x:.4f}" for x in figures))
+    return table
 
 
 def main(

@@ -1,4 +1,4 @@
-"""What a fleet of two loses, waits for and computes: replicas killed under load, replaced one by one, and other routers.
+"""Losses, waits and computed tokens of a fleet of two: replicas killed under load or replaced, and other routers.
 
 ``python -m evals.studies.fleet kill --minutes 5``: windows are edited and asked while a replica is killed every 20 s. Every
 acknowledged edit must be there in the end, and every answer is held against the same edits and asks in one process.
@@ -31,19 +31,19 @@ import redis
 from openai import OpenAI
 
 from ctxwin import Chunk, CtxwinError, Fidelity, Window, open_engine
-from ctxwin.adapters.openai import RemoteWindow
-from ctxwin.adapters.ray import FleetArguments
-from ctxwin.adapters.ray.fleet import fleet
-from ctxwin.adapters.ray.run import APPLICATION, running
 from ctxwin.tiny import world
+from ctxwin_client import RemoteWindow
+from ctxwin_server.ray import FleetArguments
+from ctxwin_server.ray.fleet import fleet
+from ctxwin_server.ray.run import APPLICATION, running
 
 REDIS, PORT = 6397, 8397
 SYSTEM = "You watch a camera."
 VLLM = ["--max-model-len", "2048", "--dtype", "float32"]
 ROUTERS = {
-    "ctxwin": "ctxwin.adapters.ray.router.WindowRouter",
+    "ctxwin": "ctxwin_server.ray.router.WindowRouter",
     "two choices (Ray's own)": "ray.serve._private.request_router.pow_2_router.PowerOfTwoChoicesRequestRouter",
-    "round robin": "ctxwin.evals.studies.fleet_routers.RoundRobin",
+    "round robin": "evals.studies.fleet_routers.RoundRobin",
 }
 
 
@@ -87,17 +87,17 @@ class Load:
             self._do(k, "extend", tuple((7 * k + i) % 64 for i in range(4)))
 
     def run(self) -> list[threading.Thread]:
-        """Starts the clients."""
+        """Start the clients."""
         threads = [threading.Thread(target=self._client, args=(c,), daemon=True) for c in range(self.clients)]
         for thread in threads:
             thread.start()
         return threads
 
     def _client(self, number: int) -> None:
-        own = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=self.retries, timeout=120)
+        client = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=self.retries, timeout=120)
         mine = [k for k in range(self.count) if k % self.clients == number]
         for k in mine:
-            self.windows[k] = RemoteWindow.attach(own, self.windows[k].id)
+            self.windows[k] = RemoteWindow.attach(client, self.windows[k].id)
         draw = random.Random(f"{self.seed} {number}")
         while not self.ended.is_set():
             k = draw.choice(mine)
@@ -143,7 +143,7 @@ class Load:
 def replay(load: Load) -> dict[str, Any]:
     """The same edits and asks in one process: which answers differ, and which asks computed more there than here."""
     rows: Counter[str] = Counter()
-    apart: list[float] = []
+    margins: list[float] = []
     with open_engine("tiny:vllm", dtype="float32", max_model_len=2048) as engine:
         windows = [Window(engine, SYSTEM, 1500, load.fidelity) for _ in load.windows]
         names: list[dict[str, str]] = [{} for _ in windows]
@@ -155,8 +155,8 @@ def replay(load: Load) -> dict[str, Any]:
             if done.window in broken:
                 continue
             if done.op in ("append", "extend"):
-                made = window.extend([load.chunks[i] for i in done.arguments])
-                name.update(zip([done.result] if done.op == "append" else done.result, made, strict=True))
+                placements = window.extend([load.chunks[i] for i in done.arguments])
+                name.update(zip([done.result] if done.op == "append" else done.result, placements, strict=True))
             elif done.op == "evict":
                 window.evict(name[done.arguments[0]])
             elif done.op == "reorder":
@@ -168,14 +168,14 @@ def replay(load: Load) -> dict[str, Any]:
                 if answer.token_ids != done.result:
                     rows["differ"] += 1
                     first, second = sorted(answer.first_token_logprobs.values(), reverse=True)[:2]
-                    apart.append(first - second)
+                    margins.append(first - second)
         for window in windows:
             window.close()
-    return {**rows, "first_token_margins_of_those": sorted(apart), "windows_not_replayed": len(broken)}
+    return {**rows, "first_token_margins_of_those": sorted(margins), "windows_not_replayed": len(broken)}
 
 
 @contextmanager
-def served(router: str = ROUTERS["ctxwin"], replicas: int = 2) -> Iterator[tuple[str, FleetArguments]]:
+def running_fleet(router: str = ROUTERS["ctxwin"], replicas: int = 2) -> Iterator[tuple[str, FleetArguments]]:
     """A Redis, and a fleet on it."""
     if shutil.which("redis-server") is None:
         sys.exit("a fleet needs a Redis; install redis-server")
@@ -204,29 +204,29 @@ def served(router: str = ROUTERS["ctxwin"], replicas: int = 2) -> Iterator[tuple
 
 def workers() -> list[psutil.Process]:
     """The processes of the replicas."""
-    found = []
+    processes = []
     for process in psutil.Process().children(recursive=True):
         try:
             if "ray::ServeReplica:ctxwin:replica" in " ".join(process.cmdline()):
-                found.append(process)
+                processes.append(process)
         except psutil.Error:
             continue
-    return found
+    return processes
 
 
 def lost(load: Load) -> list[str]:
     """Windows that are not what was acknowledged."""
     client = OpenAI(base_url=f"{load.url}/v1", api_key="none", max_retries=8, timeout=120)
-    found = []
+    losses = []
     for k, window in enumerate(load.windows):
         ids = list(RemoteWindow.attach(client, window.id).ids)
         if ids != load.expected[k]:
-            found.append(f"window {k}: {len(load.expected[k])} chunks acknowledged, {len(ids)} there")
-    return found
+            losses.append(f"window {k}: {len(load.expected[k])} chunks acknowledged, {len(ids)} there")
+    return losses
 
 
 def waits(load: Load, moments: list[float], every: float) -> dict[str, Any]:
-    """How long requests took behind each moment, and elsewhere."""
+    """How long requests took after each moment, and elsewhere."""
     asks = [d for d in load.done if d.op == "ask"]
     calm = [d.seconds for d in asks if not any(m - 1 <= d.at <= m + every for m in moments)] or [0.0]
     worst = [max((d.seconds for d in load.done if m - 5 <= d.at <= m + every), default=0.0) for m in moments]
@@ -244,7 +244,7 @@ def kill(minutes: float, count: int, every: float) -> dict[str, Any]:
     """A replica killed every so many seconds, under load."""
     kills: list[float] = []
     healthy: list[float] = []
-    with served() as (url, _):
+    with running_fleet() as (url, _):
         load = Load(url, count, Fidelity("exact"), retries=8)
         threads, begin = load.run(), time.monotonic()
         while time.monotonic() - begin < 60 * minutes:
@@ -254,7 +254,7 @@ def kill(minutes: float, count: int, every: float) -> dict[str, Any]:
                 continue  # the last one that was killed is not replaced yet
             random.Random(len(kills)).choice(there).send_signal(signal.SIGKILL)
             kills.append(time.time())
-            said(f"{time.monotonic() - begin:5.0f} s: killed one of {len(there)}; {len(load.done)} requests done")
+            log(f"{time.monotonic() - begin:5.0f} s: killed one of {len(there)}; {len(load.done)} requests done")
             since = time.monotonic()
             while len(_ready()) < 2 and time.monotonic() - since < 120:
                 time.sleep(0.5)
@@ -262,15 +262,15 @@ def kill(minutes: float, count: int, every: float) -> dict[str, Any]:
         load.ended.set()
         for thread in threads:
             thread.join(180)
-        gone = lost(load)
+        losses = lost(load)
     result = {
         "kills": len(kills),
         "seconds_until_two_replicas_answer": healthy,
         **waits(load, kills, every),
         "failed": load.failed,
-        "lost": gone,
+        "lost": losses,
     }
-    said(json.dumps(result))
+    log(json.dumps(result))
     return {**result, "one_process": replay(load)}
 
 
@@ -278,9 +278,9 @@ def restart(count: int) -> dict[str, Any]:
     """The fleet is deployed anew under load, from clients that retry once."""
     from ray import serve
 
-    with served() as (url, arguments):
+    with running_fleet() as (url, arguments):
         load = Load(url, count, Fidelity("exact"), retries=1)
-        threads, before = load.run(), {p.pid for p in workers()}
+        threads, pids_before = load.run(), {p.pid for p in workers()}
         time.sleep(15)
         begin = time.time()
         changed = arguments.model_copy(update={"settings": {**arguments.settings, "max_waiting": 1000}})
@@ -290,45 +290,45 @@ def restart(count: int) -> dict[str, Any]:
         load.ended.set()
         for thread in threads:
             thread.join(180)
-        after = {p.pid for p in workers()}
-        gone = lost(load)
+        pids_after = {p.pid for p in workers()}
+        losses = lost(load)
     result = {
         "seconds": round(took, 1),
-        "replicas_kept": len(before & after),
+        "replicas_kept": len(pids_before & pids_after),
         **waits(load, [begin], took),
         "failed": load.failed,
-        "lost": gone,
+        "lost": losses,
     }
-    said(json.dumps(result))
+    log(json.dumps(result))
     return {**result, "one_process": replay(load)}
 
 
 def route(count: int, rounds: int) -> dict[str, Any]:
     """One trace by each router: windows that slide and look back, asked in turns."""
-    found = {}
+    by_router = {}
     for name, router in ROUTERS.items():
-        with served(router) as (url, _):
+        with running_fleet(router) as (url, _):
             load = Load(url, count, Fidelity("auto"), retries=8)
-            before = len(load.done)
+            first = len(load.done)
             for step in range(rounds):
                 for k in range(count):
                     load._do(k, "append", ((7 * k + 4 + step) % 64,))
                     load._do(k, "evict", (load.expected[k][0],))
                     load._do(k, "ask", (f"what is at {load.frames[(7 * k + step) % 64].marks[0]:02d}?",))
-            asks = [d for d in load.done[before:] if d.op == "ask"]
-            found[name] = {
+            asks = [d for d in load.done[first:] if d.op == "ask"]
+            by_router[name] = {
                 "asks": len(asks),
                 "prompt_tokens": sum(d.prompt for d in asks),
                 "computed_tokens": sum(d.computed for d in asks),
                 "ask_ms_p50": round(1e3 * float(np.median([d.seconds for d in asks]))),
                 "failed": load.failed,
             }
-            said(f"{name}: {found[name]}")
-    return found
+            log(f"{name}: {by_router[name]}")
+    return by_router
 
 
-def said(text: str) -> None:
-    """Progress, also where stderr is no terminal."""
+def log(text: str) -> None:
+    """Write progress, also where stderr is no terminal."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
@@ -345,20 +345,20 @@ def _ready() -> list[Any]:
 
 
 def main() -> None:
-    """Runs one part and prints what was found as JSON."""
+    """Run one part and print its result as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=("kill", "restart", "route"))
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--windows", type=int, default=32)
     parser.add_argument("--every", type=float, default=20.0, help="seconds between kills")
     parser.add_argument("--rounds", type=int, default=8)
-    given = parser.parse_args()
-    if given.part == "kill":
-        result = kill(given.minutes, given.windows, given.every)
-    elif given.part == "restart":
-        result = restart(given.windows)
+    arguments = parser.parse_args()
+    if arguments.part == "kill":
+        result = kill(arguments.minutes, arguments.windows, arguments.every)
+    elif arguments.part == "restart":
+        result = restart(arguments.windows)
     else:
-        result = route(given.windows, given.rounds)
+        result = route(arguments.windows, arguments.rounds)
     sys.stdout.write(json.dumps(result, indent=1) + "\n")
 
 

@@ -19,16 +19,16 @@ import typer
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Encoded, Generation, Sampling, Segment
-from ctxwin.evals.console import Json, errors, new_table, progress, show, write_result
-from ctxwin.evals.stats import share_interval, wilson
 from ctxwin.fidelity import Fidelity
 from ctxwin.kv.patch import apply_patch, form_patch
 from ctxwin.kv.relocate import relocate
-from ctxwin.kv.states import factors, lacking
+from ctxwin.kv.states import factors, state_deficit
 from ctxwin.tiny.world import Frame, all_questions, make_item, make_stream, render
 from ctxwin.tiny.world import Task as WorldTask
 from ctxwin.window.ask import kl
 from ctxwin.window.window import Window
+from ctxwin_evals.console import Json, errors, new_table, progress, show, write_result
+from ctxwin_evals.stats import share_interval, wilson
 
 from .command import SYSTEM_PROMPT, Output
 from .isolation import isolated
@@ -49,13 +49,13 @@ WINDOW, SLIDES, QUESTIONS = 3, 8, 6
 """Of a stream: chunks placed, slides, and questions after each."""
 
 
-def placed(encoded: Sequence[Encoded], spans: Sequence[SpanKV | None]) -> list[Segment]:
-    """Chunks one behind the other; the system prompt's span is exact, the others' states are composed."""
-    made, at = [], 0
+def lay_out(encoded: Sequence[Encoded], spans: Sequence[SpanKV | None]) -> list[Segment]:
+    """Return consecutive segments; the system prompt's span is exact, the others' states are composed."""
+    segments, at = [], 0
     for i, (one, span) in enumerate(zip(encoded, spans, strict=True)):
-        made.append(Segment(one, at, span, approximate=span is not None and i > 0, span_key=f"{i}"))
+        segments.append(Segment(one, at, span, approximate=span is not None and i > 0, span_key=f"{i}"))
         at += one.advance
-    return made
+    return segments
 
 
 def arms(engine: HFEngine, encoded: Sequence[Encoded], whole: Generation) -> Iterator[tuple[str, list[Segment], float]]:
@@ -64,44 +64,46 @@ def arms(engine: HFEngine, encoded: Sequence[Encoded], whole: Generation) -> Ite
 
     kv, header = engine.spec.kv, encoded[0]
     exact = [whole.captured[i] for i in range(len(encoded))]
-    starts = [segment.start for segment in placed(encoded, exact)]
+    starts = [segment.start for segment in lay_out(encoded, exact)]
     alone = [exact[0]]
     for one in encoded[1:]:
         alone.append(engine.prefill([Segment(header, 0, exact[0])], one, header.advance))
     moved = [relocate(span, kv, start) for span, start in zip(alone, starts, strict=True)]
-    yield "composed of exact maps", placed(encoded, exact), 0
-    yield "blind", placed(encoded, moved), 0
+    yield "composed of exact maps", lay_out(encoded, exact), 0
+    yield "blind", lay_out(encoded, moved), 0
     both = zip(exact, moved, strict=True)
-    yield "KV exact, maps blind", placed(encoded, [replace(e, states=m.states) for e, m in both]), 0
+    yield "KV exact, maps blind", lay_out(encoded, [replace(e, states=m.states) for e, m in both]), 0
     both = zip(exact, moved, strict=True)
-    yield "maps exact, KV blind", placed(encoded, [replace(m, states=e.states) for e, m in both]), 0
+    yield "maps exact, KV blind", lay_out(encoded, [replace(m, states=e.states) for e, m in both]), 0
     size = sum(span.nbytes for span in alone[1:]) / 4
     for rank in (None, *STATE_RANKS):
         patched, numbers = [exact[0]], 0
         for i in range(1, len(encoded)):
             patch = form_patch(exact[i], alone[i], kv, rank=KV_RANK, dtype=torch.float32)
             if rank is not None:
-                lack = lacking(exact[i].states, exact[i - 1].states, alone[i].states)
+                lack = state_deficit(exact[i].states, exact[i - 1].states, alone[i].states)
                 patch = replace(patch, states=factors(lack, rank, None, torch.float32))
             span = apply_patch(alone[i], patch, kv, starts[i])
             patched.append(span if patch.states else replace(span, states=alone[i].states))
             numbers += sum(t.numel() for t in patch.tensors().values())
         name = f"KV rank {KV_RANK}" + ("" if rank is None else f", states rank {rank}")
-        yield name, placed(encoded, patched), numbers / size
+        yield name, lay_out(encoded, patched), numbers / size
     for width in SEAMS:
         cut = [encoded[0]]
-        held: list[SpanKV | None] = [exact[0]]
+        stored: list[SpanKV | None] = [exact[0]]
         for one in encoded[1:]:
             front = one.part(0, width)
             rest = one.part(width, one.tokens)
-            before = [Segment(header, 0, exact[0]), Segment(front, header.advance)]
+            preceding = [Segment(header, 0, exact[0]), Segment(front, header.advance)]
             cut += [front, rest]
-            held += [None, engine.prefill(before, rest, header.advance + front.advance)]
+            stored += [None, engine.prefill(preceding, rest, header.advance + front.advance)]
         at = 0
         layout: list[Segment] = []
-        for piece, own in zip(cut, held, strict=True):
-            here: SpanKV | None = None if own is None else relocate(own, kv, at)
-            layout.append(Segment(piece, at, here, approximate=bool(at) and own is not None, span_key=str(len(layout))))
+        for piece, stored_span in zip(cut, stored, strict=True):
+            here: SpanKV | None = None if stored_span is None else relocate(stored_span, kv, at)
+            layout.append(
+                Segment(piece, at, here, approximate=bool(at) and stored_span is not None, span_key=str(len(layout)))
+            )
             at += piece.advance
         yield f"seam of {width} tokens", layout, 0
 
@@ -117,28 +119,28 @@ def changed(
     """The same spans after an edit: name, layout, and what a forward over what is then placed answers.
 
     Args:
-        about: the chunk asked about, which is recalled behind the others.
+        about: the chunk asked about, which is recalled after the others.
     """
     n = len(encoded)
     last = [*(i for i in range(n) if i != about), about]
-    kept = dict(whole.captured)
-    alone = engine.prefill([Segment(encoded[0], 0, kept[0])], encoded[about], encoded[0].advance)
+    stored = dict(whole.captured)
+    alone = engine.prefill([Segment(encoded[0], 0, stored[0])], encoded[about], encoded[0].advance)
     for name, order, spans in (
-        ("slid", [0, *range(2, n)], kept),
-        ("reversed", [0, *range(n - 1, 0, -1)], kept),
-        ("another order", [0, *(1 + int(i) for i in rng.permutation(n - 1))], kept),
-        ("recalled behind the others, as kept", last, kept),
-        ("recalled behind the others, alone", last, {**kept, about: alone}),
+        ("slid", [0, *range(2, n)], stored),
+        ("reversed", [0, *range(n - 1, 0, -1)], stored),
+        ("another order", [0, *(1 + int(i) for i in rng.permutation(n - 1))], stored),
+        ("recalled behind the others, as kept", last, stored),
+        ("recalled behind the others, alone", last, {**stored, about: alone}),
     ):
         one = [encoded[i] for i in order]
-        bare = placed(one, [None] * len(one))
+        bare = lay_out(one, [None] * len(one))
         yield name, moved(engine, one, [spans[i] for i in order]), engine.generate(bare, query, ASKED)
 
 
 def moved(engine: HFEngine, encoded: Sequence[Encoded], spans: Sequence[SpanKV]) -> list[Segment]:
-    """Spans one behind the other, each relocated to its place."""
-    starts = [segment.start for segment in placed(encoded, spans)]
-    return placed(encoded, [relocate(s, engine.spec.kv, start) for s, start in zip(spans, starts, strict=True)])
+    """Spans one after the other, each relocated to its place."""
+    starts = [segment.start for segment in lay_out(encoded, spans)]
+    return lay_out(encoded, [relocate(s, engine.spec.kv, start) for s, start in zip(spans, starts, strict=True)])
 
 
 def measure(engine: HFEngine, task: WorldTask, n: int, done: Callable[[int], None]) -> list[dict[str, Any]]:
@@ -163,14 +165,14 @@ def measure(engine: HFEngine, task: WorldTask, n: int, done: Callable[[int], Non
         for name, layout, want in changed(engine, encoded, whole, query, 1 + question.frame, rng):
             note(name, engine.generate(layout, query, ASKED, salt=name), want)
         done(1)
-    made = []
-    for name, found in rows.items():
-        right, agreed = sum(row[0] for row in found), sum(row[1] for row in found)
-        made.append({
+    table_rows = []
+    for name, samples in rows.items():
+        right, agreed = sum(row[0] for row in samples), sum(row[1] for row in samples)
+        table_rows.append({
             "way": name, "n": n, "right": right / n, "agreed": agreed / n, "ci95": list(wilson(agreed, n)),
-            "kl": sum(row[2] for row in found) / n, "patches": sum(row[3] for row in found) / n,
+            "kl": sum(row[2] for row in samples) / n, "patches": sum(row[3] for row in samples) / n,
         })  # fmt: skip
-    return made
+    return table_rows
 
 
 def read(engine: HFEngine, frames: Sequence[Frame], text: str) -> tuple[list[Encoded], Generation, Encoded]:
@@ -178,7 +180,7 @@ def read(engine: HFEngine, frames: Sequence[Frame], text: str) -> tuple[list[Enc
     chunks = [Chunk.image(render(frame)) for frame in frames]
     encoded = [engine.encode_system_prompt(SYSTEM_PROMPT), *(engine.encode(chunk) for chunk in chunks)]
     query = engine.encode_query(text)
-    bare = [replace(segment, capture=True) for segment in placed(encoded, [None] * len(encoded))]
+    bare = [replace(segment, capture=True) for segment in lay_out(encoded, [None] * len(encoded))]
     return encoded, engine.generate(bare, query, ASKED), query
 
 
@@ -188,46 +190,52 @@ def measure_eviction(engine: HFEngine, n: int, done: Callable[[int], None]) -> l
     for i in range(n):
         item = make_item(SEED + i, "multi_hop", 2 + i % 3, conflict=0.8)
         decided = item.questions[0]
-        gone = decided.antecedents[0]
-        said = next(q for q in all_questions(item.frames) if q.frame == gone and q.text.startswith("color"))
-        for way, (first, second) in evicted(engine, item.frames, gone, (said.text, decided.text)).items():
-            rows[way].append((first == said.answer, second == decided.answer))
+        evicted_frame = decided.antecedents[0]
+        told_question = next(
+            q for q in all_questions(item.frames) if q.frame == evicted_frame and q.text.startswith("color")
+        )
+        for way, (first, second) in answer_after_eviction(
+            engine, item.frames, evicted_frame, (told_question.text, decided.text)
+        ).items():
+            rows[way].append((first == told_question.answer, second == decided.answer))
         done(1)
-    made = []
-    for way, found in rows.items():
-        counts = [sum(row[j] for row in found) for j in (0, 1)]
+    table_rows = []
+    for way, samples in rows.items():
+        counts = [sum(row[j] for row in samples) for j in (0, 1)]
         row = {name: k / n for name, k in zip(("said", "decided"), counts, strict=True)}
-        made.append({"way": way, "n": n, **row, "ci95": [list(wilson(k, n)) for k in counts]})
-    return made
+        table_rows.append({"way": way, "n": n, **row, "ci95": [list(wilson(k, n)) for k in counts]})
+    return table_rows
 
 
-def evicted(engine: HFEngine, frames: Sequence[Frame], gone: int, asked: Sequence[str]) -> dict[str, list[str]]:
-    """What is answered, by way, once the frame ``gone`` has left."""
-    encoded, whole, _ = read(engine, frames, asked[0])
-    kept = [i for i in range(len(encoded)) if i != 1 + gone]
-    one, spans = [encoded[i] for i in kept], [whole.captured[i] for i in kept]
+def answer_after_eviction(
+    engine: HFEngine, frames: Sequence[Frame], index: int, questions: Sequence[str]
+) -> dict[str, list[str]]:
+    """Return answers by way, after the frame ``index`` was evicted."""
+    encoded, whole, _ = read(engine, frames, questions[0])
+    remaining = [i for i in range(len(encoded)) if i != 1 + index]
+    one, spans = [encoded[i] for i in remaining], [whole.captured[i] for i in remaining]
     recomposed = moved(engine, one, spans)
     ways = {
-        "still placed": placed(encoded, [whole.captured[i] for i in range(len(encoded))]),
+        "still placed": lay_out(encoded, [whole.captured[i] for i in range(len(encoded))]),
         "KV evicted, states kept": [replace(segment, approximate=False) for segment in recomposed],
         "evicted, states recomposed": recomposed,
-        "re-prefill without it": placed(one, [None] * len(one)),
+        "re-prefill without it": lay_out(one, [None] * len(one)),
     }
-    found = {}
+    by_way = {}
     for way, layout in ways.items():
-        made = [engine.generate(layout, engine.encode_query(text), ASKED, salt=way) for text in asked]
-        found[way] = [each.text.strip() for each in made]
+        generations = [engine.generate(layout, engine.encode_query(text), ASKED, salt=way) for text in questions]
+        by_way[way] = [each.text.strip() for each in generations]
     with isolated(engine), Window(engine, SYSTEM_PROMPT, fidelity=Fidelity("patched")) as window:
         ids = window.extend([Chunk.image(render(frame)) for frame in frames])
-        window.ask(asked[0], max_tokens=1)
-        window.evict(ids[gone], forget=True)
-        found["evicted, forget=True"] = [window.ask(text, max_tokens=4).text.strip() for text in asked]
-    return found
+        window.ask(questions[0], max_tokens=1)
+        window.evict(ids[index], forget=True)
+        by_way["evicted, forget=True"] = [window.ask(text, max_tokens=4).text.strip() for text in questions]
+    return by_way
 
 
 def measure_windows(engine: HFEngine, n: int, done: Callable[[int], None]) -> list[dict[str, Any]]:
     """Windows whose chunks become canonicals with patches, by rank: do they answer as before, and at what share of the bytes?"""
-    made = []
+    rows = []
     for rank in WINDOW_RANKS:
         same = computed = patched = whole = 0
         for i in range(n):
@@ -236,26 +244,26 @@ def measure_windows(engine: HFEngine, n: int, done: Callable[[int], None]) -> li
             fidelity = Fidelity("patched", rank=rank)
             with isolated(engine), Window(engine, SYSTEM_PROMPT, fidelity=fidelity) as window:
                 window.extend([Chunk.image(render(frame)) for frame in item.frames])
-                before = window.ask(question, max_tokens=4).text
+                first_answer = window.ask(question, max_tokens=4).text
                 window.compress()
                 answer = window.ask(question, max_tokens=4)
-                same += answer.text == before
+                same += answer.text == first_answer
                 computed += answer.usage.computed_tokens - engine.encode_query(question).tokens
                 for kv in (p.kv for p in window.snapshot().placed if p.kv and p.kv.patch):
-                    found, patch = engine.repo.get_span(kv.span), engine.repo.get_patch(kv.patch or "")
-                    if found and patch:
-                        patched, whole = patched + patch.nbytes, whole + found[0].nbytes
+                    loaded, patch = engine.repo.get_span(kv.span), engine.repo.get_patch(kv.patch or "")
+                    if loaded and patch:
+                        patched, whole = patched + patch.nbytes, whole + loaded[0].nbytes
             done(1)
-        made.append({
+        rows.append({
             "rank": rank, "n": n, "agreed": same / n, "ci95": list(wilson(same, n)), "computed": computed,
             "patches": patched / max(1, whole),
         })  # fmt: skip
-    return made
+    return rows
 
 
 def measure_drift(engine: HFEngine, streams: int, done: Callable[[int], None]) -> list[dict[str, Any]]:
     """Windows that slide and keep what survives, beside re-prefills of what is placed and of all that was seen."""
-    found: list[
+    samples: list[
         tuple[int, int, bool, bool, float]
     ] = []  # stream, slides, as what is placed, as the stream, KL to the former
     for number in range(streams):
@@ -270,31 +278,31 @@ def measure_drift(engine: HFEngine, streams: int, done: Callable[[int], None]) -
                 window.ask("color of 00?", max_tokens=1)  # an answer conditions the new chunk
                 if slides < 0:
                     continue
-                shown = frames[slides : i + 1]
-                texts = [q.text for q in scene_questions(shown, QUESTIONS, rng)]
+                in_view = frames[slides : i + 1]
+                texts = [q.text for q in scene_questions(in_view, QUESTIONS, rng)]
                 ours = [window.ask(text, max_tokens=4, logprobs=-1) for text in texts]
-                now, stream = answers(engine, shown, texts), answers(engine, frames[: i + 1], texts)
-                for mine, placed_now, seen in zip(ours, now, stream, strict=True):
-                    said, far = mine.text.strip(), kl(placed_now.logprobs, mine.first_token_logprobs)
-                    both = said == placed_now.text.strip(), said == seen.text.strip()
-                    found.append((number, slides, *both, far))
+                now, stream = answers(engine, in_view, texts), answers(engine, frames[: i + 1], texts)
+                for mine, placed_now, streamed in zip(ours, now, stream, strict=True):
+                    reply, far = mine.text.strip(), kl(placed_now.logprobs, mine.first_token_logprobs)
+                    both = reply == placed_now.text.strip(), reply == streamed.text.strip()
+                    samples.append((number, slides, *both, far))
         done(1)
-    made = []
+    table_rows = []
     for slides in range(SLIDES + 1):
-        rows = [row for row in found if row[1] == slides]
+        rows = [row for row in samples if row[1] == slides]
         clusters = [str(row[0]) for row in rows]
         row: dict[str, Any] = {"slides": slides, "n": len(rows), "kl": sum(row[4] for row in rows) / len(rows)}
         for name, at in (("placed", 2), ("stream", 3)):
             same = [float(row[at]) for row in rows]
             row[name], row[f"{name}_ci95"] = sum(same) / len(same), list(share_interval(same, clusters))
-        made.append(row)
-    return made
+        table_rows.append(row)
+    return table_rows
 
 
 def answers(engine: HFEngine, frames: Sequence[Frame], texts: Sequence[str]) -> list[Generation]:
-    """What one forward over frames answers to each question."""
+    """Return the answer of one forward over frames to each question."""
     encoded, whole, _ = read(engine, frames, texts[0])
-    exact = [replace(s, approximate=False) for s in placed(encoded, [whole.captured[i] for i in range(len(encoded))])]
+    exact = [replace(s, approximate=False) for s in lay_out(encoded, [whole.captured[i] for i in range(len(encoded))])]
     return [engine.generate(exact, engine.encode_query(text), ASKED) for text in texts]
 
 
@@ -329,28 +337,32 @@ def main(
 
 
 def tables(result: dict[str, Any]) -> list[Table]:
-    """What was measured, for people."""
-    made = [new_table("A hybrid's chunks", "way|right|as a re-prefill|KL|patches, of KV and maps", left=(0,))]
+    """Return the measurements as tables."""
+    rendered = [new_table("A hybrid's chunks", "way|right|as a re-prefill|KL|patches, of KV and maps", left=(0,))]
     for row in result["rows"]:
         agreed = _share(row["agreed"], row["ci95"])
-        made[-1].add_row(row["way"], f"{row['right']:.3f}", agreed, f"{row['kl']:.2g}", f"{100 * row['patches']:.1f} %")
+        rendered[-1].add_row(
+            row["way"], f"{row['right']:.3f}", agreed, f"{row['kl']:.2g}", f"{100 * row['patches']:.1f} %"
+        )
     if "evicted" in result:
-        made.append(new_table("A chunk that has left", "way|answered what it said|what it decided", left=(0,)))
+        rendered.append(new_table("A chunk that has left", "way|answered what it said|what it decided", left=(0,)))
         for row in result["evicted"]:
-            made[-1].add_row(row["way"], _share(row["said"], row["ci95"][0]), _share(row["decided"], row["ci95"][1]))
+            rendered[-1].add_row(
+                row["way"], _share(row["said"], row["ci95"][0]), _share(row["decided"], row["ci95"][1])
+            )
     if "windows" in result:
-        made.append(
+        rendered.append(
             new_table("Windows of patched chunks", "rank|n|as before|tokens computed|patches, of KV, states and maps")
         )
         for row in result["windows"]:
             cells = str(row["rank"]), str(row["n"]), _share(row["agreed"], row["ci95"]), str(row["computed"])
-            made[-1].add_row(*cells, f"{100 * row['patches']:.1f} %")
+            rendered[-1].add_row(*cells, f"{100 * row['patches']:.1f} %")
     if "drift" in result:
-        made.append(new_table("A window that slides", "slides|n|as what is placed|KL|as all that was seen"))
+        rendered.append(new_table("A window that slides", "slides|n|as what is placed|KL|as all that was seen"))
         for row in result["drift"]:
             both = [_share(row[name], row[f"{name}_ci95"]) for name in ("placed", "stream")]
-            made[-1].add_row(str(row["slides"]), str(row["n"]), both[0], f"{row['kl']:.2g}", both[1])
-    return made
+            rendered[-1].add_row(str(row["slides"]), str(row["n"]), both[0], f"{row['kl']:.2g}", both[1])
+    return rendered
 
 
 def _share(value: float, interval: Sequence[float]) -> str:

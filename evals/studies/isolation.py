@@ -1,4 +1,4 @@
-"""Windows measured one by one on one engine: none finds what another has stored."""
+"""Isolation of windows that are measured one after the other on one engine."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _CONDITIONED = ("span/", "patch/", "orbit/")
 
 @contextmanager
 def isolated(engine: Engine) -> Iterator[None]:
-    """Drops KV and patches that were stored meanwhile; vision embeddings stay.
+    """Drop conditioned KV and patches that were stored inside; vision embeddings stay.
 
-    A chunk whose exact KV another window has left behind would be served from it: right, and no longer what a window on its
-    own does. It also bounds the store. Windows opened inside must be closed inside, else what they lease stays.
+    Otherwise a chunk could be served from exact KV of an earlier window, which a window alone would not have. This also
+    bounds the store. Windows opened inside must be closed inside, or the KV that they lease stays.
     """
-    before = _held(engine)
+    existing = _conditioned_keys(engine)
     try:
         yield
     finally:
-        for key in _held(engine) - before:
+        for key in _conditioned_keys(engine) - existing:
             engine.repo.delete(key)
 
 
-def _held(engine: Engine) -> set[str]:
+def _conditioned_keys(engine: Engine) -> set[str]:
     return {key for prefix in _CONDITIONED for key in engine.store.list(prefix)}

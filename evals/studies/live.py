@@ -26,21 +26,21 @@ import typer
 from openai import OpenAI
 from PIL import Image
 
-from ctxwin.adapters.openai import LiveStream, RemoteWindow
-from ctxwin.evals.bench.model import Sizes, ensure_model
-from ctxwin.evals.console import Json, errors, new_table, show
 from ctxwin.fidelity import Fidelity
 from ctxwin.media import png
 from ctxwin.tiny import checkpoint_dir, world
+from ctxwin_client import LiveStream, RemoteWindow
+from ctxwin_evals.bench.model import Sizes, ensure_model
+from ctxwin_evals.console import Json, errors, new_table, show
 
-from .chats import BY_HAND, openai_asker, server
+from .chats import BY_HAND, openai_asker, running_server
 from .chats import png as base64_png
 
 SYSTEM, EVERY = "You watch a camera.", 3
 
 
 class Row:
-    """One way of asking, with the question a moment behind the frame (``later``) or right with it."""
+    """One way of asking, with the question a moment after the frame (``later``) or right with it."""
 
     def __init__(self, way: str, when: str) -> None:
         self.way, self.when = way, when
@@ -61,18 +61,18 @@ class Row:
 
 
 @contextmanager
-def opened(folder: str, dtype: str) -> Iterator[OpenAI]:
+def open_client(folder: str, dtype: str) -> Iterator[OpenAI]:
     """A client of a server of its own: a store that has seen the frames would give them back computed."""
-    with server(folder, ["--dtype", dtype]) as url:
+    with running_server(folder, ["--dtype", dtype]) as (url, _):
         yield OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
 
 
 def question(i: int, stream: list[world.Frame]) -> str:
-    """What is asked about frame ``i``."""
+    """Return the question about frame ``i``."""
     return f"{'shape' if i % 2 else 'color'} of {stream[i].marks[0]:02d}?"
 
 
-def again(client: OpenAI, model: str, n: int, stream: list[world.Frame], frames: list[np.ndarray]) -> Row:
+def resend(client: OpenAI, model: str, n: int, stream: list[world.Frame], frames: list[np.ndarray]) -> Row:
     """Chats with the last ``n`` frames, without windows."""
     row, ask, computed = Row("again", "either"), openai_asker(client, model, "again", "off"), 0
     for i in range(EVERY - 1, len(frames), EVERY):
@@ -109,19 +109,19 @@ def live(
     ):
         for i, pixels in enumerate(frames):
             feed.push(png(pixels), f"t={i} s", time=i)
-            asked = i % EVERY == EVERY - 1
-            if later or not asked:
+            has_question = i % EVERY == EVERY - 1
+            if later or not has_question:
                 feed.settle()
-            if asked:
+            if has_question:
                 begin = time.perf_counter()
                 answer = feed.ask(question(i, stream), 8)
-                # What the answer took behind its first token is not waited for.
+                # What the answer took after its first token is not waited for.
                 row.first_s.append(time.perf_counter() - begin - answer.usage.total_s + answer.usage.ttft_s)
                 row.answers.append(answer.text)
                 row.prompt += answer.usage.prompt_tokens
                 computed += answer.usage.computed_tokens
         feed.settle()
-        row.computed = computed + sum(len(told["computed"]) * frame_tokens for told in feed.state.placed)
+        row.computed = computed + sum(len(entry["computed"]) * frame_tokens for entry in feed.state.placed)
         row.note = f"{len(window.ids)} frames held, {feed.state.dropped} dropped"
     return row
 
@@ -144,26 +144,26 @@ async def streaming(folder: str, dtype: str, stream: list[world.Frame], frames: 
     inbox: asyncio.Queue[StreamingInput | None] = asyncio.Queue()
 
     async def inputs() -> AsyncGenerator[StreamingInput, None]:
-        while (given := await inbox.get()) is not None:
-            yield given
+        while (message := await inbox.get()) is not None:
+            yield message
 
     def sampled(tokens: int) -> SamplingParams:
         return SamplingParams(max_tokens=tokens, temperature=0, output_kind=RequestOutputKind.DELTA)
 
-    heard: asyncio.Queue[Any] = asyncio.Queue()
+    outputs: asyncio.Queue[Any] = asyncio.Queue()
 
     async def listen() -> None:
         try:
             async for output in engine.generate(inputs(), sampled(1), "stream"):
-                heard.put_nowait(output)
+                outputs.put_nowait(output)
         except Exception as error:
-            heard.put_nowait(error)
+            outputs.put_nowait(error)
 
     async def say(prompt: Any, tokens: int) -> tuple[float, str]:
         begin, first, text, n = time.perf_counter(), 0.0, "", 0
         inbox.put_nowait(StreamingInput(prompt=prompt, sampling_params=sampled(tokens)))
         while n < tokens:
-            output = await asyncio.wait_for(heard.get(), 60)
+            output = await asyncio.wait_for(outputs.get(), 60)
             if isinstance(output, Exception):
                 raise output
             first = first or time.perf_counter() - begin
@@ -174,25 +174,25 @@ async def streaming(folder: str, dtype: str, stream: list[world.Frame], frames: 
 
     listening = asyncio.create_task(listen())
     media = "<|vision_start|><|image_pad|><|vision_end|>"
-    held = 0
+    frames_held = 0
     try:
         for i, pixels in enumerate(frames):
             head = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n" if i == 0 else ""
             await say({"prompt": f"{head}t={i} s\n{media}", "multi_modal_data": {"image": Image.fromarray(pixels)}}, 1)
-            held = i + 1
+            frames_held = i + 1
             if i % EVERY == EVERY - 1:
-                asked = f"{question(i, stream)}<|im_end|>\n<|im_start|>assistant\n"
-                first, text = await say({"prompt": asked}, 8)
+                turn_text = f"{question(i, stream)}<|im_end|>\n<|im_start|>assistant\n"
+                first, text = await say({"prompt": turn_text}, 8)
                 row.first_s.append(first)
                 row.answers.append(text)
                 await say({"prompt": "<|im_end|>\n<|im_start|>user\n"}, 1)
     except Exception as error:
-        row.note = f"ended at frame {held} of {len(frames)}: {type(error).__name__}: {str(error)[:120]}"
+        row.note = f"ended at frame {frames_held} of {len(frames)}: {type(error).__name__}: {str(error)[:120]}"
     finally:
         inbox.put_nowait(None)
         listening.cancel()
         engine.shutdown()
-    row.note = row.note or f"{held} frames held, none ever leaves"
+    row.note = row.note or f"{frames_held} frames held, none ever leaves"
     return row
 
 
@@ -207,9 +207,9 @@ def main(
     output: Annotated[Path | None, typer.Option(help="Where the rows go, as JSON.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measures first tokens and computed tokens of a stream that is asked now and then."""
+    """Measure first tokens and computed tokens of a stream that is asked now and then."""
     stream = world.make_stream(seed=seed, n_frames=frames)
-    shown = [np.asarray(world.render(f)).repeat(scale, 0).repeat(scale, 1) for f in stream]
+    pixels = [np.asarray(world.render(f)).repeat(scale, 0).repeat(scale, 1) for f in stream]
     folder = str(ensure_model(Sizes(), 0)[0] if model == "random" else checkpoint_dir())
     rows: list[Row] = []
 
@@ -220,21 +220,21 @@ def main(
 
     with errors():
         if "again" in parts:
-            with opened(folder, dtype) as client:
-                add(again(client, client.models.list().data[0].id, n, stream, shown))
+            with open_client(folder, dtype) as client:
+                add(resend(client, client.models.list().data[0].id, n, stream, pixels))
         for fidelity in (Fidelity("exact"), Fidelity(**BY_HAND)) if "live" in parts else ():
             for later in (True, False):
-                with opened(folder, dtype) as client:
-                    add(live(client, n, stream, shown, fidelity, later=later))
+                with open_client(folder, dtype) as client:
+                    add(live(client, n, stream, pixels, fidelity, later=later))
         if "streaming" in parts:
-            add(asyncio.run(streaming(folder, dtype, stream, shown)))
-    told = [row.described() for row in rows]
+            add(asyncio.run(streaming(folder, dtype, stream, pixels)))
+    described = [row.described() for row in rows]
     columns = "way|question|asks|first token, ms|p90|computed tokens|of prompts|"
     table = new_table("", columns, left=(0, 1, 7))
-    for row in told:
+    for row in described:
         cells = "asks", "first_token_ms", "first_token_p90_ms", "computed_tokens", "prompt_tokens", "note"
         table.add_row(row["way"], row["when"], *(str(row[cell]) for cell in cells))
-    show({"rows": told}, as_json, table)
+    show({"rows": described}, as_json, table)
 
 
 if __name__ == "__main__":

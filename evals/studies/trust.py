@@ -39,8 +39,8 @@ SEED_ASKS = 50
 """Asks that a stream of the demo's length has, at least."""
 
 
-def randomised(folder: Path) -> None:
-    """Draws the decoder of a model anew."""
+def randomise(folder: Path) -> None:
+    """Draw the decoder of a model anew."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -62,19 +62,19 @@ def turn(
     reordered: bool = False,
     conflict: float = 0.8,
 ) -> dict[str, Any]:
-    """Asks of one kind until a way is promoted, then of another kind until it is given up: one window an item.
+    """Serve asks of one kind until a way is promoted, then of another kind until it is given up: one window an item.
 
-    ``reordered``: the frames in front of the one that is asked about are put into another order, for which that one has an
+    ``reordered``: the frames before the one that is asked about are put into another order, for which that one has an
     orbit patch. What `multi_hop` asks does not depend on their order, and what ``order`` asks does.
     """
     from ctxwin.tiny.world import make_item, render
 
     auditor = auditor_of(engine, options)
-    found: dict[str, Any] = {"first": first, "then": then, "options": vars(options)}
+    result: dict[str, Any] = {"first": first, "then": then, "options": vars(options)}
     way: str | None = None
-    for kind, wanted in ((first, "promoted"), (then, "demoted")):
+    for kind, change in ((first, "promoted"), (then, "demoted")):
         begun, audits, changed = len(auditor.decisions(engine)), auditor.counts.audits, auditor.counts.harmed
-        served: Counter[str] = Counter()
+        outcomes: Counter[str] = Counter()
         for index in range(most):
             drawn = 1000 * (kind == then) + index
             item = make_item(drawn, kind, 3 + index % 4, conflict=1.0 if kind == "order" else conflict)  # type: ignore[arg-type]
@@ -87,29 +87,29 @@ def turn(
                 if reordered:
                     window.prepare_orbit(front, 3)
                     window.reorder([*reversed(front), last])
-                way = window.core.trust.way
+                way = window.core.trust.strategy
                 answer = window.ask(question.text, 4)
                 auditor.drain()
-                said = "right" if answer.text.strip() == question.answer else "wrong"
-                served[f"{way or 'exact'} {said}"] += 1
-            if any(d.what == wanted for d in auditor.decisions(engine)[begun:]):
+                verdict = "right" if answer.text.strip() == question.answer else "wrong"
+                outcomes[f"{way or 'exact'} {verdict}"] += 1
+            if any(d.what == change for d in auditor.decisions(engine)[begun:]):
                 break
-        found[kind] = {
-            "asks": sum(served.values()),
+        result[kind] = {
+            "asks": sum(outcomes.values()),
             "audited": auditor.counts.audits - audits,
             "changed": auditor.counts.harmed - changed,
-            "served": dict(served),
+            "served": dict(outcomes),
             "decisions": [str(d) for d in auditor.decisions(engine)[begun:]],
             "ways": {n: e.model_dump() for n, e in auditor.ledger(engine).record.ways.items()},
         }
-    return found
+    return result
 
 
 def beside(engine: Engine, pairs: int = 12, requests: int = 50, gap_s: float = 0.1) -> dict[str, Any]:
-    """What plain requests notice: processor time of the process from each one's begin to its end, where audits wait or rest.
+    """Measure the effect on plain requests: processor time of the process during each one, with audits and without.
 
-    Requests come at random, ``gap_s`` apart in the mean. Pairs of slices, in alternating order, each behind the same window's
-    asks, all of which are due to be audited: in one slice of a pair that is done in the pauses, in the other behind it.
+    Requests come at random, ``gap_s`` apart in the mean. Pairs of slices, in alternating order, each after the same window's
+    asks, all of which are due to be audited: in one slice of a pair in the pauses, in the other after it.
     """
     from ctxwin.engines.base import Sampling, Segment
     from ctxwin.tiny.world import make_stream, questions_for, render
@@ -125,7 +125,7 @@ def beside(engine: Engine, pairs: int = 12, requests: int = 50, gap_s: float = 0
             window.extend([Chunk.image(render(frame)) for frame in frames])
             for question in questions_for(frames, 20, np.random.default_rng(index), ("multi_hop", "single_hop")):
                 window.ask(question.text, 4)
-        before = auditor.counts.audits
+        audits_before = auditor.counts.audits
         with contextlib.nullcontext() if audits else auditor.hold():
             for number in range(requests):
                 time.sleep(rng.exponential(gap_s))
@@ -134,24 +134,24 @@ def beside(engine: Engine, pairs: int = 12, requests: int = 50, gap_s: float = 0
                 engine.generate([Segment(system, 0)], query, Sampling(4))
                 ended = time.perf_counter(), time.process_time()
                 took[audits].append((1e3 * (ended[0] - began[0]), 1e3 * (ended[1] - began[1])))
-        audited += (auditor.counts.audits - before) if audits else 0
+        audited += (auditor.counts.audits - audits_before) if audits else 0
         auditor.drain()
-    found: dict[str, Any] = {"counts": vars(auditor.counts), "audited_beside": audited, "gap_s": gap_s}
+    result: dict[str, Any] = {"counts": vars(auditor.counts), "audited_beside": audited, "gap_s": gap_s}
     for clock, name in enumerate(("wall", "processor")):
         off, on = (np.array([t[clock] for t in took[audits]]) for audits in (False, True))
-        found[name] = {
+        result[name] = {
             f"p{p}_ms": {"resting": float(np.quantile(off, p / 100)), "audits": float(np.quantile(on, p / 100))}
             for p in (50, 90, 99)
         }
         drawn = rng.integers(len(off), size=(2000, len(off)))
         ratios = np.quantile(on[drawn], 0.99, axis=1) / np.quantile(off[rng.permuted(drawn)], 0.99, axis=1)
-        found[name]["p99_ratio_ci95"] = [float(q) for q in np.quantile(ratios, [0.025, 0.5, 0.975])]
-    found["n"] = len(took[True])
-    return found
+        result[name]["p99_ratio_ci95"] = [float(q) for q in np.quantile(ratios, [0.025, 0.5, 0.975])]
+    result["n"] = len(took[True])
+    return result
 
 
 def run(engine: Engine, asks: int, fidelity: Fidelity, options: Options, folder: Path) -> dict[str, Any]:
-    """Runs so many asks of the demo, on one stream after another."""
+    """Run so many asks of the demo, on one stream after another."""
     auditor = auditor_of(engine, options)
     seeds = tuple(range(-(-asks // SEED_ASKS)))
     footage = prepare(DemoOptions(out=folder, seeds=seeds))
@@ -159,17 +159,17 @@ def run(engine: Engine, asks: int, fidelity: Fidelity, options: Options, folder:
     rows: list[dict[str, Any]] = []
     for seed in seeds:
         agent = Agent(engine, footage[seed], 6, fidelity, ledger, caches, seed)
-        steps, seen = agent.run(), 0
+        steps, frames_seen = agent.run(), 0
         while len(rows) < asks:
             with auditor.hold():
                 step = next(steps, None)
             if step is None:
                 break
-            before = auditor.counts.tokens
+            audited_before = auditor.counts.tokens
             auditor.drain()
-            fresh = sum(agent._encoded[i].tokens for i in range(seen, agent.seen))
-            seen = agent.seen
-            rows.append(_row(step, fresh, auditor.counts.tokens - before, agent.window.core.trust.way))
+            fresh = sum(agent._encoded[i].tokens for i in range(frames_seen, agent.frames_watched))
+            frames_seen = agent.frames_watched
+            rows.append(_row(step, fresh, auditor.counts.tokens - audited_before, agent.window.core.trust.strategy))
         agent.window.close()
     return {
         "asks": len(rows),
@@ -205,8 +205,8 @@ def _row(step: Step, fresh: int, audited: int, way: str | None) -> dict[str, Any
 
 
 def _sums(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    from ctxwin.evals.stats import wilson
     from ctxwin.trust.confidence import upper_bound
+    from ctxwin_evals.stats import wilson
 
     names = ("computed", "audited", "least", *POLICIES)
     sums: dict[str, Any] = {name: sum(row[name] for row in rows) for name in names}
@@ -242,34 +242,45 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=50, help="of --beside: requests in a slice")
     parser.add_argument("--rate", type=float, default=Options().rate)
     parser.add_argument("--output", type=Path, default=None)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("ctxwin").setLevel(logging.INFO)  # says what is decided, and when
     began = time.monotonic()
     with (
         tempfile.TemporaryDirectory() as folder,
-        without_profile("tiny" if given.model == "random" else given.model) as model,
+        without_profile("tiny" if arguments.model == "random" else arguments.model) as model,
     ):
-        if given.model == "random":
-            randomised(model)
+        if arguments.model == "random":
+            randomise(model)
         options = Options(
-            share=1.0, quiet_s=0.0, questions=given.questions, queue=64, budget=given.budget, rate=given.rate
+            share=1.0,
+            quiet_s=0.0,
+            questions=arguments.questions,
+            queue=64,
+            budget=arguments.budget,
+            rate=arguments.rate,
         )
-        with open_engine(str(model), engine=given.engine) as engine:
-            fidelity = Fidelity("auto", reference=given.reference)
-            if given.beside:
-                result = beside(engine, given.pairs, given.requests, given.gap)
-            elif given.turn:
-                first, then = given.turn
+        with open_engine(str(model), engine=arguments.engine) as engine:
+            fidelity = Fidelity("auto", reference=arguments.reference)
+            if arguments.beside:
+                result = beside(engine, arguments.pairs, arguments.requests, arguments.gap)
+            elif arguments.turn:
+                first, then = arguments.turn
                 result = turn(
-                    engine, options, first, then, given.asks, reordered=given.reordered, conflict=given.conflict
+                    engine,
+                    options,
+                    first,
+                    then,
+                    arguments.asks,
+                    reordered=arguments.reordered,
+                    conflict=arguments.conflict,
                 )
             else:
-                result = run(engine, given.asks, fidelity, options, Path(folder))
+                result = run(engine, arguments.asks, fidelity, options, Path(folder))
     result["seconds"] = time.monotonic() - began
     text = json.dumps(result, indent=1)
-    if given.output is not None:
-        given.output.write_text(text + "\n", encoding="utf-8")
+    if arguments.output is not None:
+        arguments.output.write_text(text + "\n", encoding="utf-8")
     sys.stdout.write(json.dumps({key: value for key, value in result.items() if key != "rows"}, indent=1) + "\n")
 
 

@@ -12,11 +12,17 @@ _T = TypeVar("_T")
 
 
 def find_chromium() -> str:
-    """Path of the system's Chromium; SystemExit with a remedy where there is none."""
-    found = next(filter(None, map(shutil.which, NAMES)), None)
-    if found is None:
+    """Return the path of the system's Chromium. Raises SystemExit, with a remedy, if there is none."""
+    path = next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
         raise SystemExit(f"this example needs a browser ({', '.join(NAMES)}), found none; run `make system-deps`")
-    return found
+    return path
+
+
+_DRAWN = """async () => {
+    await Promise.all([...document.images].map(image => image.decode().catch(() => null)));
+    await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
+}"""
 
 
 class Browser:
@@ -64,24 +70,30 @@ class Browser:
             raise SystemExit(f"the page must open, got {error.message.splitlines()[0]}; check the address") from None
 
     def links(self) -> list[str]:
-        """Texts of the links of this page that lead to another one of the same site, each once."""
+        """Return the texts of the links to other pages of this site, each once."""
         script = "all => all.filter(a => a.host == location.host && a.pathname != location.pathname).map(a => a.innerText.trim())"
         texts = self._do(lambda: self._page.locator("a[href]").evaluate_all(script))
         return list(dict.fromkeys(filter(None, texts)))
 
     def click(self, link: str) -> None:
-        """Clicks the first link with this text and waits for the page behind it."""
+        """Click the first link with this text and wait for its page."""
 
         def click() -> None:
-            before = self._page.url
+            previous_url = self._page.url
             self._page.get_by_role("link", name=link, exact=True).first.click()
-            self._page.wait_for_url(lambda now: now != before)  # a click returns before the browser has left the page
+            # A click returns before the browser has left the page.
+            self._page.wait_for_url(lambda url: url != previous_url)
 
         self._do(click)
 
     def screenshot(self) -> bytes:
-        """The viewport as PNG."""
-        return bytes(self._do(lambda: self._page.screenshot()))
+        """Return the viewport as PNG, once its pictures are decoded and drawn: a busy browser loads a page before it has."""
+
+        def screenshot() -> bytes:
+            self._page.evaluate(_DRAWN)
+            return bytes(self._page.screenshot())
+
+        return self._do(screenshot)
 
     def __enter__(self) -> Self:
         return self

@@ -29,21 +29,21 @@ class Pages:
     def title(self, page: int) -> str:
         return f"{'Colour chart' if self.frames[page].role == 'legend' else 'Shelf'} {page}"
 
-    def questions(self, about: int, shown: Sequence[int], rng: np.random.Generator) -> Iterator[tuple[str, str]]:
-        """Questions about one of the pages ``shown``, with their answers; first those whose answer a chart decides.
+    def questions(self, about: int, in_view: Sequence[int], rng: np.random.Generator) -> Iterator[tuple[str, str]]:
+        """Yield questions about one of the pages ``in_view``, with their answers; first those whose answer a chart decides.
 
-        The answers are the same by the pages shown and by all pages: the chart that decides is in view.
+        The answers are the same by the pages in view and by all pages: the chart that decides is in view.
         """
-        frames = [self.frames[page] for page in shown]
+        frames = [self.frames[page] for page in in_view]
         for kinds in (("multi_hop", "order"), ("single_hop",)):
             for q in world.questions_for(frames, 1000, rng, kinds):
                 color = self._colors[about][self.frames[about].mark == q.mark]
-                if shown[q.frame] == about and (q.text[:5] == "shape" or q.answer == world.COLORS[int(color[0])]):
+                if in_view[q.frame] == about and (q.text[:5] == "shape" or q.answer == world.COLORS[int(color[0])]):
                     yield q.text, q.answer
 
     def needs(self, page: int, rng: np.random.Generator) -> list[int]:
-        """The page, and in front of it one of the charts that the colours of its products come from."""
-        seen, marks = self.frames[max(0, page - 3) : page + 1], self.frames[page].marks
-        first = page + 1 - len(seen)
-        charts = {first + chart for mark in marks for chart in world.antecedents(seen, mark)[-1:]}
+        """Return the page, preceded by one of the charts that define the colours of its products."""
+        past, marks = self.frames[max(0, page - 3) : page + 1], self.frames[page].marks
+        first = page + 1 - len(past)
+        charts = {first + chart for mark in marks for chart in world.antecedents(past, mark)[-1:]}
         return [*rng.permutation(sorted(charts))[:1].tolist(), page]

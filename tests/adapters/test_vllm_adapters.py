@@ -17,10 +17,10 @@ from PIL import Image
 from pydantic import RootModel
 
 from ctxwin import Fidelity, UnsupportedModel, open_engine
-from ctxwin.adapters.langchain import ChatCtxwin
-from ctxwin.adapters.langgraph import WindowContext, WindowNode, WindowState
 from ctxwin.engines.base import Engine
 from ctxwin.tiny import world
+from langchain_ctxwin import ChatCtxwin
+from langchain_ctxwin.langgraph import WindowContext, WindowNode, WindowState
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 pytestmark = pytest.mark.slow

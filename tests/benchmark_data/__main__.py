@@ -12,7 +12,7 @@ import typer
 if not __package__:  # started as a folder: its parent is where the package is found
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from ctxwin.evals.console import errors
+from ctxwin_evals.console import errors
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Small data sets in the layouts of the benchmarks.")
 T = TypeVar("T", int, float)

@@ -13,9 +13,9 @@ import numpy as np
 from benchmark_data import drawing
 from benchmark_data.drawing import Pixels, Thing, name_of
 from benchmark_data.video_mme import MOVES
-from ctxwin.evals.benchmarks.milebench import TASKS, quantity
 from ctxwin.files import atomic_write
 from ctxwin.tiny.sprites import N_COLORS, SHAPES
+from ctxwin_evals.benchmarks.milebench import TASKS, quantity
 
 _SPACE = 0x6D696C65
 _INSTRUCTIONS = (

@@ -14,8 +14,8 @@ import numpy as np
 from benchmark_data import drawing
 from benchmark_data.drawing import Pixels
 from benchmark_data.prose import PICTURE, Needle, write_document
-from ctxwin.evals.benchmarks.mm_niah import TASKS
 from ctxwin.files import atomic_write
+from ctxwin_evals.benchmarks.mm_niah import TASKS
 
 _SPACE = 0x6E696168
 LENGTHS = (200, 1200, 4000)

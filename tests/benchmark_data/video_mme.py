@@ -13,9 +13,9 @@ import numpy as np
 
 from benchmark_data import drawing
 from benchmark_data.drawing import Pixels, Thing
-from ctxwin.evals.benchmarks.video_mme import COLUMNS, DURATIONS, LETTERS, PARQUET
 from ctxwin.tiny.clip import write_clip
 from ctxwin.tiny.sprites import COLORS, SHAPES
+from ctxwin_evals.benchmarks.video_mme import COLUMNS, DURATIONS, LETTERS, PARQUET
 
 _SPACE = 0x76696465
 SECONDS = (4.0, 6.0, 8.0)

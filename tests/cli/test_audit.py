@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ctxwin.cli.main import app
-from ctxwin.trust.evidence import Ledger, Record, Trial
+from ctxwin.trust.evidence import Ledger, Trial
+from ctxwin.trust.record import Record
 
 
 @pytest.fixture
@@ -19,12 +20,13 @@ def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ledger:
 
 
 def test_json_says_who_when_and_why(ledger: Ledger) -> None:
-    ledger.take([Trial("survivor", False, 1e-3, False, None, 10, 100)] * 400)
-    ledger.take([Trial("blind", True, 2.0, True)] * 3)
+    ledger.take([Trial("survivor", 0.0, 1e-3, False, None, 10, 100, unit=str(i)) for i in range(500)])
+    ledger.take([Trial("blind", 1.0, 2.0, True, unit=str(i)) for i in range(3)])
     told = json.loads(CliRunner().invoke(app, ["audit", "--json"]).stdout)
     (record,) = told["records"]
     survivor = record["ways"]["survivor"]
-    assert (survivor["standing"], survivor["trials"], survivor["harms"]) == ("promoted", 400, 0)
+    assert (survivor["standing"], survivor["windows"], survivor["trials"]) == ("promoted", 437, 453)
+    assert "past" not in survivor  # names of windows say nothing to anybody
     assert survivor["upper"] < 0.01
     assert survivor["saved"] == pytest.approx(0.9)
     assert record["ways"]["blind"]["standing"] == "paused"
@@ -33,10 +35,30 @@ def test_json_says_who_when_and_why(ledger: Ledger) -> None:
 
 
 def test_people_get_a_table(ledger: Ledger) -> None:
-    ledger.take([Trial("survivor", False, 1e-3)] * 400)
+    ledger.take([Trial("survivor", 0.0, 1e-3, unit=str(i)) for i in range(500)])
     shown = CliRunner().invoke(app, ["audit"]).stdout
     assert "some-model on vllm in bfloat16" in shown
-    assert "survivor promoted: 0 of 349 audited answers changed" in shown
+    assert "survivor promoted: 0 of 453 audited answers changed in 437 windows" in shown
+
+
+def test_what_is_known_is_printed_even_where_a_line_is_odd(ledger: Ledger, tmp_path: Path) -> None:
+    """A file of the code before, with more rejections than that could read, and one with entries that nobody can."""
+    ledger.take([Trial("survivor", 0.0, 1e-3, unit=str(i)) for i in range(500)])
+    ledger.take([Trial("patched", 0.0, 1e-3)])
+    (path,) = tmp_path.glob("*.trust.json")
+    odd = json.loads(path.read_text())
+    odd["ways"]["patched"]["trials"] = "many"
+    odd["decisions"].insert(0, 7)
+    path.write_text(json.dumps(odd))
+    old = Path(__file__).parents[1] / "trust" / "records" / "format-1.trust.json"
+    (tmp_path / "old.trust.json").write_text(old.read_text().replace("some-model", "old-model"))
+    (tmp_path / "broken.trust.json").write_text("{")
+    result = CliRunner().invoke(app, ["audit"])
+    assert result.exit_code == 0
+    assert "survivor promoted" in result.stdout
+    assert "survivor withdrawn: it was promoted on 806 answers" in result.stdout
+    told = json.loads(CliRunner().invoke(app, ["audit", "--json"]).stdout)
+    assert {record["model"] for record in told["records"]} == {"some-model", "old-model"}
 
 
 def test_nothing_yet_says_so(ledger: Ledger) -> None:

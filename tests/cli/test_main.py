@@ -274,17 +274,11 @@ def test_eval_passes_its_arguments_and_exit_code_on(monkeypatch: pytest.MonkeyPa
     def bad() -> None:
         raise ValueError("arms must be known")
 
-    module = types.ModuleType("ctxwin.evals.cli")
+    module = types.ModuleType("ctxwin_evals.cli")
     module.app = harness  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "ctxwin.evals", types.ModuleType("ctxwin.evals"))
-    monkeypatch.setitem(sys.modules, "ctxwin.evals.cli", module)
+    monkeypatch.setitem(sys.modules, "ctxwin_evals", types.ModuleType("ctxwin_evals"))
+    monkeypatch.setitem(sys.modules, "ctxwin_evals.cli", module)
     assert invoke("eval", "run", "tiny", "--n", "5").exit_code == 3
     assert seen == [("tiny", 5)]
     assert invoke("eval", "--help").exit_code == 0
     refused(invoke("eval", "bad"), "arms must be known")
-
-
-def test_eval_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ctxwin.evals", types.ModuleType("ctxwin.evals"))
-    monkeypatch.delitem(sys.modules, "ctxwin.evals.cli", raising=False)
-    refused(invoke("eval", "run"), "evals", "reinstall")

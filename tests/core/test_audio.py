@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ctxwin import BadMedia, Chunk
 from ctxwin import audio as sound
-from ctxwin.audio import as_samples, pack_samples, resampled, samples_digest
+from ctxwin.audio import as_samples, pack_samples, resample, samples_digest
 from ctxwin.errors import MissingExtra
 
 RATE = 8000
@@ -90,8 +90,8 @@ def test_a_file_is_read_again_only_where_it_is_the_same(samples: np.ndarray, tmp
 def test_resampling_keeps_the_sound() -> None:
     at = np.arange(48000) / 48000
     tone = np.sin(2 * np.pi * 440 * at).astype(np.float32)
-    got = resampled(tone, 48000, 16000)
-    assert got.dtype == np.float32 and len(got) == 16000 and resampled(tone, 48000, 48000) is tone
+    got = resample(tone, 48000, 16000)
+    assert got.dtype == np.float32 and len(got) == 16000 and resample(tone, 48000, 48000) is tone
     np.testing.assert_allclose(got[500:-500], tone[::3][500:-500], atol=2e-3)
 
 
@@ -99,7 +99,7 @@ def test_what_is_no_sound_is_refused(samples: np.ndarray, tmp_path: Path) -> Non
     held = wav(samples)
     cases = [
         (lambda: Chunk.audio(samples), "needs its sampling_rate"),
-        (lambda: Chunk.audio(held, RATE), "a file says its own"),
+        (lambda: Chunk.audio(held, RATE), "a file has its own"),
         (lambda: Chunk.audio(samples.astype(np.float64), RATE), "float32 mono, got shape .8000,. dtype float64"),
         (lambda: Chunk.audio(samples.reshape(2, -1), RATE), "float32 mono"),
         (lambda: Chunk.audio(samples[:0], RATE), "at least one sample"),
@@ -177,7 +177,7 @@ def test_a_video_has_its_track_behind_it(samples: np.ndarray) -> None:
     with pytest.raises(BadMedia, match="as frames has no track"):
         Chunk.video(frames, audio=samples, sampling_rate=RATE, as_frames=True)
     for wrong in ({"parts": made.parts[2:]}, {"parts": made.parts, "as_frames": True}):
-        with pytest.raises(ValueError, match="a track must stand right behind its video"):
+        with pytest.raises(ValueError, match="a track must directly follow its video"):
             Chunk(**wrong)
     with pytest.raises(ValueError, match="rate and track are of sound alone"):
         made.media[0].model_validate(made.media[0].model_dump() | {"rate": RATE})

@@ -15,7 +15,8 @@ from PIL import Image
 
 from ctxwin import BadMedia, Chunk
 from ctxwin.hashing import digest
-from ctxwin.media import as_rgb, decode_video, pack_frames, pixels_digest, unpack_frames
+from ctxwin.media import as_rgb, pack_frames, pixels_digest, unpack_frames
+from ctxwin.video import decode_video
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -148,7 +149,7 @@ def test_sampling_rules(clip: Path) -> None:
     assert fps == 1.0
     assert [round(f.mean() / 8) for f in frames] == [0, 8, 16, 24]
     frames, fps = decode_video(clip, start=1.0, end=3.0, frames=3)
-    assert [round(f.mean() / 8) for f in frames] == [8, 16, 23]  # round(linspace(8, 23, 3))
+    assert [round(f.mean() / 8) for f in frames] == [8, 15, 23]  # what is shown at linspace(1, 2.875, 3) s
     assert fps == pytest.approx(1.5)
     whole = Chunk.video(clip, fps=1.0)
     assert whole.media[0].shape == (4, 48, 64)
@@ -164,8 +165,8 @@ def test_sampling_rules(clip: Path) -> None:
         ({"frames": 0}, "frames must be >= 1"),
         ({"start": 3.0, "end": 2.0}, "0 <= start < end"),
         ({"start": -1.0}, "0 <= start < end"),
-        ({"start": 1.0, "end": 9.0}, "truncated or the range lies"),
-        ({"start": 7.0}, "truncated or the range lies"),
+        ({"start": 1.0, "end": 9.0}, "must lie inside the file"),
+        ({"start": 7.0}, "must lie inside the file"),
     ],
 )
 def test_bad_ranges(clip: Path, options: dict[str, float], message: str) -> None:
@@ -176,7 +177,7 @@ def test_bad_ranges(clip: Path, options: dict[str, float], message: str) -> None
 def test_truncated_and_foreign_videos(clip: Path, tmp_path: Path) -> None:
     cut = tmp_path / "cut.mp4"
     cut.write_bytes(clip.read_bytes()[: clip.stat().st_size // 2])
-    with pytest.raises(BadMedia, match=r"must be decodable|truncated"):
+    with pytest.raises(BadMedia, match="which is truncated: the file ends early"):
         Chunk.video(cut)
     noise = tmp_path / "noise.mp4"
     noise.write_bytes(b"no video" * 100)

@@ -1,59 +1,73 @@
 """Imports run one way: no module depends on itself through others, and none on a layer above its own.
 
-Read from the sources without running them, imports inside functions included: what is imported late is a dependency, too.
+Read from the sources without running them. Imports inside functions and those for type checkers count: each is a dependency
+that a reader has to follow.
 """
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping, Set
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import ctxwin
+from hypothesis import given
+from hypothesis import strategies as st
 
-ROOT = Path(ctxwin.__file__).parent
+import ctxwin
+import ctxwin_client
+import ctxwin_evals
+import ctxwin_server
+import langchain_ctxwin
+
 LAYERS: list[set[str]] = [
-    {"errors", "extras", "files", "hashing", "fidelity", "tracing"},
-    {"audio", "media", "kv"},
+    {"errors", "extras", "files", "hashing", "fidelity", "progress", "tracing", "validation"},
+    {"audio", "media", "video", "video_container", "kv"},
     {"chunk"},
     {"store"},
     {"engines", "profiles", "tiny"},
-    {"library", "policies", "trust", "window"},
+    {"trust", "window"},
+    {"policies"},
+    {"library"},
     {"baselines", "view"},
-    {"adapters", "demo", "doctor", "evals", "serve"},
+    {"demo", "doctor"},
     {"cli"},
-    {"__main__"},
+    {"__main__", "adapters", "evals", "serve"},  # the last three only say where their contents have gone
+    {"ctxwin_client"},
+    {"ctxwin_evals", "ctxwin_server", "langchain_ctxwin"},
 ]
-"""The parts of `ctxwin` from the bottom up. Parts of one layer may use each other, single modules never in a circle."""
+"""The parts of `ctxwin` from the bottom up, and the other distributions.
+
+Parts of one layer may use each other, single modules never in a circle."""
+
+
+PACKAGE_CIRCLES: set[tuple[str, str]] = {
+    ("window", "trust")  # a window hands its answers to audits, which read its state
+}
+"""Imports of one package by another that close circles of packages, (importer, imported). The list only shrinks."""
 
 
 def _modules() -> dict[str, Path]:
-    """Every module of the package by dotted name, behind links too, ``ctxwin`` itself left out."""
+    """Every module of all distributions by dotted name, without ``ctxwin.``; ``ctxwin`` itself left out."""
     named = {}
-    for path in (p for top in [ROOT, ROOT / "adapters", ROOT / "evals"] for p in top.rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        named[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return {name: path for name, path in named.items() if name and "studies" not in name.split(".")}
+    for package in (ctxwin, ctxwin_client, ctxwin_evals, ctxwin_server, langchain_ctxwin):
+        root = Path(str(package.__file__)).parent
+        for path in root.rglob("*.py"):
+            parts = path.relative_to(root).with_suffix("").parts
+            inner = parts[:-1] if parts[-1] == "__init__" else parts
+            named[".".join(inner if package is ctxwin else (package.__name__, *inner))] = path
+    return {name: path for name, path in named.items() if name}
 
 
 def _imports(path: Path) -> set[str]:
-    """What a file imports of ``ctxwin``, without that prefix; imports for type checkers only are none."""
-    tree = ast.parse(path.read_text())
-    typing_only = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
+    """Return what a file imports of our distributions, for type checkers only or late included, without ``ctxwin.``."""
     names: set[str] = set()
-    for node in ast.walk(tree):
-        if id(node) in typing_only:
-            continue
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {f"{node.module}.{a.name}" for a in node.names}
-    return {name.removeprefix("ctxwin.") for name in names if name.startswith("ctxwin.")}
+    return {name.removeprefix("ctxwin.") for name in names if name.startswith(("ctxwin", "langchain_ctxwin"))}
 
 
 def _graph() -> dict[str, set[str]]:
@@ -67,13 +81,72 @@ def _graph() -> dict[str, set[str]]:
     return {m: {h for h in map(home, _imports(path)) if h and h != m} for m, path in modules.items()}
 
 
-def test_no_module_imports_itself_through_others() -> None:
-    graph = _graph()
-    assert len(graph) > 200
+def _package_graph() -> dict[str, set[str]]:
+    """Return which packages and single modules of `ctxwin`, and which other distributions, import which."""
+    packages: dict[str, set[str]] = {}
+    for module, imported in _graph().items():
+        package = module.split(".")[0]
+        packages.setdefault(package, set()).update({name.split(".")[0] for name in imported} - {package})
+    return packages
+
+
+def _circles(graph: Mapping[str, Set[str]]) -> set[frozenset[str]]:
+    """Return the sets of nodes that all reach one another."""
+    reached: dict[str, set[str]] = {}
+    for node in graph:
+        reached[node], pending = set(), [node]
+        while pending:
+            new = graph[pending.pop()] - reached[node]
+            reached[node] |= new
+            pending += new
+    return {frozenset(m for m in reached[n] if n in reached[m]) for n in graph if n in reached[n]}
+
+
+_NODES = "abcdefg"
+
+
+@given(st.fixed_dictionaries({node: st.sets(st.sampled_from(_NODES)) for node in _NODES}))
+def test_circles_are_found(graph: dict[str, set[str]]) -> None:
+    circles = _circles(graph)
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
-        raise AssertionError(" -> ".join(error.args[1])) from None
+        assert any(circle >= set(error.args[1]) for circle in circles)
+    else:
+        assert not circles
+    home = {node: next((c for c in circles if node in c), frozenset(node)) for node in graph}
+    merged: dict[frozenset[str], set[frozenset[str]]] = {}
+    for node, imported in graph.items():
+        merged.setdefault(home[node], set()).update({home[name] for name in imported} - {home[node]})
+    TopologicalSorter(merged).prepare()  # a circle that was cut short would still close here
+
+
+def test_late_and_type_checking_imports_count(tmp_path: Path) -> None:
+    source = tmp_path / "source.py"
+    source.write_text(
+        "import ctxwin.chunk\n"
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from ctxwin.window.window import Window\n"
+        "def late():\n    from ctxwin_server import service\n"
+    )
+    assert _imports(source) == {"chunk", "window.window.Window", "ctxwin_server.service"}
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    graph = _graph()
+    assert len(graph) > 200
+    assert not _circles(graph)
+
+
+def test_no_package_imports_itself_through_others() -> None:
+    graph = _package_graph()
+    assert {"window", "trust", "policies", "ctxwin_server"} <= set(graph)
+    for importer, imported in PACKAGE_CIRCLES:
+        assert any({importer, imported} <= circle for circle in _circles(graph)), "opened: remove it from the list"
+        assert imported in graph[importer], "opened: remove it from the list"
+    for importer, imported in PACKAGE_CIRCLES:
+        graph[importer].discard(imported)
+    assert not _circles(graph)
 
 
 def test_no_layer_imports_a_higher_one() -> None:

@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from core.pictures import encoded as encoded_as
+from core.pictures import oriented, picture
 from ctxwin import Chunk
 from ctxwin.errors import BadMedia
-from ctxwin.media import as_rgb, decode_video, pack_frames, stack_frames, unpack_frames
+from ctxwin.media import as_rgb, pack_frames, stack_frames, unpack_frames
+from ctxwin.video import decode_video
 
 
 def encoded(kind: str, size: tuple[int, int] = (8, 8), **options: Any) -> bytes:
@@ -104,3 +107,68 @@ def test_a_stored_source_that_lies_is_refused() -> None:
     ):
         with pytest.raises(BadMedia):
             unpack_frames(bad)
+
+
+def test_a_picture_is_seen_upright() -> None:
+    """EXIF's eight orientations, as the standard draws them."""
+    rng = np.random.default_rng(0)
+    upright = rng.integers(0, 256, (6, 10, 3), dtype=np.uint8)
+    stored = {  # what a camera stores of the upright picture
+        1: upright, 2: upright[:, ::-1], 3: upright[::-1, ::-1], 4: upright[::-1], 5: upright.transpose(1, 0, 2),
+        6: np.rot90(upright), 7: np.rot90(upright, 2).transpose(1, 0, 2), 8: np.rot90(upright, -1),
+    }  # fmt: skip
+    whole = Chunk.image(upright)
+    for orientation, pixels in stored.items():
+        for kind in ("PNG", "WEBP"):
+            out = io.BytesIO()
+            options: dict[str, Any] = {"lossless": True} if kind == "WEBP" else {}
+            Image.fromarray(np.ascontiguousarray(pixels)).save(out, kind, exif=oriented(orientation), **options)
+            assert np.array_equal(as_rgb(out.getvalue()), upright), (orientation, kind)
+            assert Chunk.image(out.getvalue()).id == Chunk.image(Image.open(out)).id == whole.id
+
+
+def test_transparent_pixels_are_white() -> None:
+    icon = np.zeros((1, 256, 4), np.uint8)
+    icon[0, :, 3] = range(256)  # black, more and more opaque
+    for image in (Image.fromarray(icon), Image.fromarray(icon).convert("LA")):
+        out = io.BytesIO()
+        image.save(out, "PNG")
+        assert (as_rgb(out.getvalue())[0] == 255 - np.arange(256)[:, None]).all()
+
+
+@pytest.mark.parametrize("mode", ["I;16", "I", "F"])
+def test_depth_is_refused_not_cut_to_white(mode: str) -> None:
+    deep = picture(mode)
+    for image in (deep, *([] if mode == "F" else [encoded_as(deep, "PNG" if mode == "I;16" else "PPM")])):
+        with pytest.raises(BadMedia, match=r"at most 8 bits a channel, got one of mode [IF]"):
+            as_rgb(image)
+
+
+@pytest.mark.parametrize(
+    ("raw", "kind"),
+    [
+        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(40), "a HEIC file"),
+        (encoded("TIFF"), "a TIFF file"),
+        (encoded("ICO"), "an ICO file"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "an SVG file"),
+        (b"a cat", "5 bytes that start with b'a cat'"),
+    ],
+)
+def test_a_refused_format_has_a_name(raw: bytes, kind: str, tmp_path: Path) -> None:
+    (tmp_path / "picture.png").write_bytes(raw)
+    for media in (raw, tmp_path / "picture.png"):
+        with pytest.raises(BadMedia) as caught:
+            as_rgb(media)
+        assert f"got {kind} in" in str(caught.value) and " at 0x" not in str(caught.value)
+
+
+def test_scans_are_counted_in_pictures_of_two() -> None:
+    """A JPEG with a second picture in it has another name in Pillow; its scans cost the same."""
+    out = io.BytesIO()
+    noise = Image.new("RGB", (64, 64), (255, 0, 0))
+    noise.save(out, "MPO", save_all=True, append_images=[noise], progressive=True)
+    raw = out.getvalue()
+    assert Image.open(io.BytesIO(raw)).format == "MPO" and as_rgb(raw).shape == (64, 64, 3)
+    start, end = raw.index(b"\xff\xda"), raw.index(b"\xff\xd9")
+    with pytest.raises(BadMedia, match="at most 64 scans"):
+        as_rgb(raw[:start] + raw[start:end] * 40 + raw[end:])

@@ -66,7 +66,7 @@ def test_a_window_places_what_is_wanted_and_answers_like_a_fresh_one(lists: list
     engine = FakeEngine()
     with Window(engine, "h", fidelity=Fidelity("exact")) as window:
         for wanted in lists:
-            ids = sync(window, [Chunk.text(c) for c in wanted])
+            ids = sync(window.core, [Chunk.text(c) for c in wanted])
             window.check()
             assert tuple(ids) == window.ids
             assert [window.chunk(i).id for i in ids] == [Chunk.text(c).id for c in wanted]
@@ -78,7 +78,7 @@ def test_a_window_places_what_is_wanted_and_answers_like_a_fresh_one(lists: list
 @pytest.fixture
 def window() -> Window:
     made = Window(FakeEngine(), "h", budget=40, fidelity=Fidelity("patched", rank=2))
-    sync(made, texts("aa", "bb", "cc"))
+    sync(made.core, texts("aa", "bb", "cc"))
     made.ask("q", 3)
     return made
 
@@ -93,18 +93,18 @@ def lanes(window: Window) -> list[str]:
 
 def test_the_same_list_costs_nothing(window: Window) -> None:
     before = window.version
-    sync(window, texts("aa", "bb", "cc"))
+    sync(window.core, texts("aa", "bb", "cc"))
     assert (window.version, window.plan().computed_tokens) == (before, 0)
 
 
 def test_kv_is_kept_where_it_can_be(window: Window) -> None:
-    sync(window, texts("bb", "cc"))
+    sync(window.core, texts("bb", "cc"))
     assert lanes(window) == ["survivor", "survivor"]
-    sync(window, texts("aa", "bb", "cc"))
+    sync(window.core, texts("aa", "bb", "cc"))
     assert lanes(window) == ["resident", "resident", "resident"]
-    sync(window, texts("aa", "xx", "bb", "cc"))
+    sync(window.core, texts("aa", "xx", "bb", "cc"))
     assert lanes(window) == ["resident", "computed", "survivor", "survivor"]
-    sync(window, texts("aa", "bb", "cc", "dd"))
+    sync(window.core, texts("aa", "bb", "cc", "dd"))
     assert lanes(window) == ["resident", "resident", "resident", "computed"]
 
 
@@ -112,8 +112,8 @@ def test_edits_are_told_one_by_one(window: Window) -> None:
     told: list[Event] = []
     window.observe(told.append)
     first, second, third = window.ids
-    new = sync(window, texts("cc", "bb", "dd"))
-    new += sync(window, texts("aa", "cc", "bb", "dd"))
+    new = sync(window.core, texts("cc", "bb", "dd"))
+    new += sync(window.core, texts("aa", "cc", "bb", "dd"))
     assert [(e.op, e.ids) for e in told] == [
         ("evict", (first,)), ("reorder", (third, second)), ("append", (new[2],)), ("recall", (first,)),
     ]  # fmt: skip
@@ -123,12 +123,12 @@ def test_edits_are_told_one_by_one(window: Window) -> None:
 def test_all_or_nothing(window: Window) -> None:
     state = window.snapshot()
     with pytest.raises(BudgetExceeded):
-        sync(window, texts("bb", "new", "x" * 60))
+        sync(window.core, texts("bb", "new", "x" * 60))
     assert window.snapshot() is state
 
 
 def test_a_seed_gives_the_same_ids() -> None:
     engine = FakeEngine()
     state = Window(engine, "h").snapshot()
-    made = [sync(Window.restore(engine, state, seed="s"), texts("a", "b")) for _ in range(2)]
+    made = [sync(Window.restore(engine, state, seed="s").core, texts("a", "b")) for _ in range(2)]
     assert made[0] == made[1]

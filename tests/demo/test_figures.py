@@ -12,7 +12,7 @@ from PIL import Image
 from rich.console import Console
 
 from ctxwin.demo.agent import Step
-from ctxwin.demo.figures import ENCODES, NAMES, Rows, final_tables, lane_bar, right, timeline
+from ctxwin.demo.figures import ENCODES, NAMES, Rows, final_tables, is_right, lane_bar, timeline
 from ctxwin.demo.run import summarise
 from ctxwin.fidelity import LANES as ALL_LANES
 from ctxwin.view.palette import LANES
@@ -47,7 +47,7 @@ def test_a_bar_shows_the_lanes_in_prompt_order() -> None:
 
 @pytest.mark.parametrize(("truth", "expected"), [("red", True), ("blue", False), (None, None)])
 def test_right_needs_a_truth(truth: str | None, expected: bool | None) -> None:
-    assert right(replace(STEP, truth=truth)) is expected
+    assert is_right(replace(STEP, truth=truth)) is expected
 
 
 @pytest.mark.parametrize(("terminal", "width"), [(True, 160), (True, 80), (False, 80)])

@@ -7,13 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from ctxwin.tiny import world
+from doc_pages import ROOT, blocks
+
 README = (ROOT / "README.md").read_text()
 
 
-def lines_of(example: str, tmp_path: Path) -> list[str]:
-    """What an example prints, a line an answer."""
-    script = ROOT / "examples" / example
+def lines_of(script: Path, tmp_path: Path) -> list[str]:
+    """The lines that a program prints, run elsewhere."""
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -30,17 +31,28 @@ def test_the_readme_shows_the_example_that_runs() -> None:
     assert len([line for line in example.splitlines() if line.strip()]) <= 20
 
 
-def test_the_quickstart_runs(tmp_path: Path) -> None:
-    lines = lines_of("quickstart.py", tmp_path)
+def test_the_lines_of_the_readme_answer_as_the_world_does(tmp_path: Path) -> None:
+    [block] = blocks(ROOT / "README.md", "python")
+    script = tmp_path / "readme.py"
+    script.write_text(block.code)
+    lines = lines_of(script, tmp_path)
+    frames = world.make_stream(seed=3, n_frames=10)
     asked = [line for line in lines if line.startswith("t=")]
     assert len(asked) == 10
-    computed, prompt = asked[-1].partition("computed ")[2].split(" of ")
+    for line in [*asked, lines[-1]]:
+        question, answer, shown = re.search(r": (\w+ of \d\d\?) (\w*) \(right: (\w+)\)", line).groups()  # type: ignore[union-attr]
+        truth = world.answer(frames, question)
+        assert truth is not None, f"{question}: two frames bear that mark, or nothing tells the colour"
+        assert (answer, shown) == (truth, truth)
+    for second, line in enumerate(asked):
+        assert world.locate(frames, int(line.partition(" of ")[2][:2]))[0] == second, "asked of the frame that came"  # type: ignore[index]
+    computed, prompt = re.search(r"computed (\d+) of (\d+) tokens", asked[-1]).groups()  # type: ignore[union-attr]
     assert int(computed) < int(prompt) / 3, "a slid window must compute the new frame and the query only"
-    assert lines[-1].endswith("is what stood there at the start")
+    assert lines[-1].startswith("look back: ")
 
 
 def test_an_agent_reuses_what_was_said_before(tmp_path: Path) -> None:
-    asked = [line for line in lines_of("langchain_agent.py", tmp_path) if line.startswith("t=")]
+    asked = [line for line in lines_of(ROOT / "examples" / "langchain_agent.py", tmp_path) if line.startswith("t=")]
     assert len(asked) == 10
     for line in asked[1:]:
         reused, prompt = re.search(r"(\d+) of (\d+) tokens reused", line).groups()  # type: ignore[union-attr]

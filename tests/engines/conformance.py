@@ -158,7 +158,7 @@ class EngineConformance:
         chunk = Chunk.message("user", [one, Chunk.image(picture(1)), two, Chunk.image(picture(2, 56))])
         made = engine.encode(chunk)
         assert tuple(m.tokens for m in made.media) == self.picture_tokens
-        places = [m.offset + i for m in made.media for i in m.seen(0, m.tokens)[0]]
+        places = [m.offset + i for m in made.media for i in m.placeholders(0, m.tokens)[0]]
         pad = made.token_ids[places[0]]
         placed = [i for i, t in enumerate(made.token_ids) if t == pad]
         assert placed == places
@@ -174,7 +174,7 @@ class EngineConformance:
         if self.vision:
             pad = engine.encode(Chunk.image(picture(1)))
             with pytest.raises(ValueError, match="placeholder"):
-                places, _ = pad.media[0].seen(0, pad.media[0].tokens)
+                places, _ = pad.media[0].placeholders(0, pad.media[0].tokens)
                 engine.encode(Chunk.tokens([pad.token_ids[pad.media[0].offset + places[0]]]))
 
     def test_an_exchange_begins_with_the_query_and_the_answer(self, engine: Engine) -> None:
@@ -204,6 +204,7 @@ class EngineConformance:
         first.encode(chunk)
         first.encode(Chunk.image(picture(5), text="the same picture under another label"))
         assert first.counters.vision_encodes == 1
+        assert set(first.store.list()) == first.media_keys(chunk), "all that encoding leaves can be named"
         kv = first.prefill([], made, 0)
         assert first.counters.vision_encodes == 1
         first.close()

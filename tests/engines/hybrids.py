@@ -13,7 +13,8 @@ from engines.models import write_hybrid, write_vision_model
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "qwen3_5": lambda folder: write_vision_model(folder, "qwen3_5"),
     "qwen3_5_text": write_hybrid,
-    "qwen3_5_moe": lambda folder: write_hybrid(folder, "Qwen3_5MoeText"),
+    "qwen3_5_moe": lambda folder: write_vision_model(folder, "qwen3_5_moe"),
+    "qwen3_5_moe_text": lambda folder: write_hybrid(folder, "Qwen3_5MoeText"),
     "qwen3_next": lambda folder: write_hybrid(folder, "Qwen3Next"),
 }
 

@@ -96,6 +96,8 @@ def write_decoder(folder: Path, kind: str, **fields: Any) -> Path:
     return folder
 
 
+SHARP: dict[str, Any] = {"query_pre_attn_scalar": 1, "attn_logit_softcapping": 1.0, "initializer_range": 0.1}
+"""Logits of attention that are large for random weights, and capped far below."""
 GEMMA3: dict[str, Any] = {
     "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -152,10 +154,13 @@ def write_vision_model(folder: Path, kind: str = "qwen2_5_vl") -> Path:
             initializer_range=0.15,
         )  # fmt: skip
         name = "Qwen2_5_VL"
-    elif kind == "qwen3_5":
+    elif kind.startswith("qwen3_5"):
         vision |= dict(intermediate_size=48, out_hidden_size=64, num_position_embeddings=36, initializer_range=0.15)
         text = _hybrid_fields(len(tokenizer))
         rope, name = text.pop("rope_parameters"), "Qwen3_5"
+        if kind == "qwen3_5_moe":
+            text |= EXPERTS
+            name = "Qwen3_5Moe"
     elif kind.startswith("qwen3_vl"):
         vision |= dict(
             intermediate_size=48, out_hidden_size=64, num_position_embeddings=36, deepstack_visual_indexes=[0, 1],
@@ -202,6 +207,11 @@ def _hybrid_fields(vocab: int) -> dict[str, Any]:
     )  # fmt: skip
 
 
+EXPERTS: dict[str, Any] = dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32
+)
+
+
 def write_hybrid(folder: Path, kind: str = "Qwen3_5Text", **changes: object) -> Path:
     """A random text hybrid: Qwen3.5 (``Qwen3_5Text``, ``Qwen3_5MoeText``) or ``Qwen3Next``; ``changes`` to its config."""
     import torch
@@ -209,9 +219,7 @@ def write_hybrid(folder: Path, kind: str = "Qwen3_5Text", **changes: object) -> 
 
     tokenizer = build_tokenizer()
     torch.manual_seed(0)
-    fields = _hybrid_fields(len(tokenizer)) | dict(
-        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32
-    )
+    fields = _hybrid_fields(len(tokenizer)) | EXPERTS
     if kind == "Qwen3Next":  # vLLM does not tie its words
         fields["tie_word_embeddings"] = False
         fields["rope_parameters"] = {n: v for n, v in fields["rope_parameters"].items() if n != "mrope_section"}

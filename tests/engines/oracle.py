@@ -14,12 +14,17 @@ from ctxwin.engines.hf.engine import HFEngine
 from engines.conformance import QUERY, laid
 
 
-def real_answer(folder: Path, ids: list[int], **media: Any) -> tuple[list[int], torch.Tensor]:
-    """Ids and first-token log-probabilities of transformers' own generate on the whole prompt."""
+def real_answer(
+    folder: Path, ids: list[int], attention: str | None = None, **media: Any
+) -> tuple[list[int], torch.Tensor]:
+    """Ids and first-token log-probabilities of transformers' own generate on the whole prompt.
+
+    ``attention``: transformers' implementation of it; None: its default.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     loader = AutoModelForImageTextToText if media else AutoModelForCausalLM
-    model = loader.from_pretrained(folder, dtype=torch.float32)
+    model = loader.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
     prompt = torch.tensor([ids])
     out = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6, do_sample=False, output_logits=True,

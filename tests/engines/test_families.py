@@ -10,18 +10,23 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoConfig
 
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Encoded, Engine, Segment
+from ctxwin.doctor.models import assess
+from ctxwin.engines.base import Encoded, Engine, Sampling, Segment
+from ctxwin.engines.encoding.families import both_ways
 from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.engines.open import open_engine
 from ctxwin.errors import EngineFailed, UnsupportedModel
+from ctxwin.kv.config import sliding_window
 from ctxwin.store import Store, open_store
-from engines.conformance import HEADER, QUERY, EngineConformance, laid, picture
+from engines.conformance import HEADER, QUERY, EngineConformance, laid, picture, with_spans
 from engines.models import (
     GEMMA3,
     GEMMA4,
     GEMMA4_SHARING,
+    SHARP,
     edit_config,
     write_decoder,
     write_deepseek_ocr,
@@ -550,7 +555,42 @@ def test_decoders_against_the_real_model_path(kind: str, tmp_path: Path) -> None
     assert engine.counters == type(engine.counters)(), "the measurement is nobody's work"
     encoded = [engine.encode_system_prompt(HEADER), engine.encode(Chunk.text("frame 1 is red\n"))]
     ids = [i for e in [*encoded, engine.encode_query(QUERY)] for i in e.token_ids]
-    assert_answers(engine, encoded, real_answer(tmp_path, ids))
+    assert_answers(engine, encoded, real_answer(tmp_path, ids, "eager" if kind == "Gemma2" else None))
+
+
+ASKING_MORE: dict[str, dict[str, object]] = {
+    "Gemma2": HEADS | SHARP | dict(sliding_window=8), "VaultGemma": HEADS | SHARP | dict(sliding_window=8),
+    "GptOss": DECODERS["GptOss"], "GraniteSWA": dict(sliding_window=8),
+    "GraniteMoeSWA": dict(sliding_window=8, num_local_experts=4),
+}  # fmt: skip
+"""Families whose attention is capped or has sinks, which torch's fused attention leaves out."""
+
+
+@pytest.mark.parametrize("kind", ASKING_MORE)
+def test_attention_is_what_the_config_says(kind: str, tmp_path: Path) -> None:
+    write_decoder(tmp_path, kind, **ASKING_MORE[kind])
+    engine = opened(tmp_path)
+    encoded = [
+        engine.encode_system_prompt(HEADER),
+        *(engine.encode(Chunk.text(f"frame {i} is red\n")) for i in range(4)),
+    ]
+    ids = [i for e in [*encoded, engine.encode_query(QUERY)] for i in e.token_ids]
+    want = real_answer(tmp_path, ids, "eager")
+    assert_answers(engine, encoded, want)
+    if kind not in ("GptOss", "GraniteSWA", "GraniteMoeSWA"):  # those that transformers refuses to fuse
+        fused = real_answer(tmp_path, ids, "sdpa")
+        assert float((fused[1] - want[1]).abs().max()) > 1e-3, "what is left out would be seen here"
+    query = engine.encode_query(QUERY)
+    made = engine.generate(laid(encoded, capture=True), query, Sampling(max_tokens=1, logprobs=-1))
+    loaded = engine.generate(with_spans(laid(encoded), made.captured), query, Sampling(max_tokens=1, logprobs=-1))
+    assert loaded.computed_tokens == query.tokens
+    assert max(abs(made.logprobs[t] - loaded.logprobs[t]) for t in made.logprobs) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe", "Phi3", "Gemma"])
+def test_others_stay_fused(kind: str, tmp_path: Path) -> None:
+    engine = opened(write_decoder(tmp_path, kind, **DECODERS[kind]))
+    assert engine.text_model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("kind", ["Gemma2", "Gemma3", "Gemma4", "GptOss", "Ministral", "Starcoder2"])
@@ -591,3 +631,15 @@ def test_tokens_of_a_picture_see_those_behind_them(name: str, folders: Callable[
 def test_decoders_turn_in_half_precision(kind: str, tmp_path: Path) -> None:
     with HFEngine(write_decoder(tmp_path, kind, **DECODERS[kind]), dtype="bfloat16") as engine:
         assert engine.spec.kv.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_doctor_says_what_opening_does(name: str, folders: Callable[[str], Path]) -> None:
+    found = assess(folders(name))
+    opened(folders(name)).close()
+    assert found.standing == "tested" and "hf" in found.engines, found
+    sees = name in ("gemma3", "gemma4", "gemma4_experts")
+    if sees and both_ways(AutoConfig.from_pretrained(folders(name))):
+        assert found.engines == ("hf",) and "lets no token see those behind it" in found.reason
+    if sliding_window(AutoConfig.from_pretrained(folders(name))):
+        assert "tokens only" in found.layout

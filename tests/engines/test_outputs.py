@@ -14,7 +14,7 @@ import torch
 
 from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.engines.base import Engine
-from ctxwin.engines.outputs import HIDDEN, joined, rows_of
+from ctxwin.engines.outputs import HIDDEN, concat_outputs, rows_of
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.store import open_store
 from engines import models
@@ -38,7 +38,7 @@ def test_whatever_has_a_row_a_token_is_found() -> None:
     assert list(rows_of((torch.ones(8, 4), [torch.ones(8, 2)]), 8)) == [HIDDEN, "1"]
     assert rows_of(torch.ones(1, 4), 1)[HIDDEN].shape == (1, 4)
     with pytest.raises(EngineFailed, match="the same outputs"):
-        joined([{"a": torch.ones(2)}, {"b": torch.ones(2)}])
+        concat_outputs([{"a": torch.ones(2)}, {"b": torch.ones(2)}])
 
 
 @pytest.fixture(scope="module")

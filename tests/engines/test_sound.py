@@ -14,7 +14,7 @@ from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Encoded, Engine
 from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.errors import BadMedia, UnsupportedModel
-from ctxwin.kv.config import thinker
+from ctxwin.kv.config import text_backbone
 from ctxwin.store import Store, open_store
 from ctxwin.window.window import Window
 from engines.conformance import HEADER, QUERY, EngineConformance, laid, picture
@@ -133,6 +133,8 @@ def test_sound_is_heard_once_and_survives_a_restart(kind: str, folders: dict[str
     with opened(folders[kind], open_store(f"disk:{tmp_path / 'kv'}")) as first, Window(first, HEADER) as window:
         places = [window.append(sound), window.append(clip), window.append(sound)]
         assert first.counters.vision_encodes == 3  # a sound, frames, their sound
+        left = {*first.store.list("embed/"), *first.store.list("grid/")}
+        assert left == first.media_keys(sound) | first.media_keys(clip)
         told = window.ask(QUERY)
         window.evict(places[0])
         window.reorder([places[2], places[1]])
@@ -211,5 +213,5 @@ def test_configs_of_whole_models_are_read(kind: str, folders: dict[str, Path]) -
 
     config = AutoConfig.from_pretrained(folders[kind])
     found = family_of(config)
-    assert found is not None and found.sound and found is family_of(thinker(config))
+    assert found is not None and found.sound and found is family_of(text_backbone(config))
     assert OMNI[kind]["audio_token"] == opened(folders[kind])._checkpoint.processor.audio_token

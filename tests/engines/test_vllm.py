@@ -585,3 +585,18 @@ class TestPaging:
             PagedKV(layers, engine.spec.kv, paged.block_size)
         with pytest.raises(UnsupportedModel, match="one attention layer per decoder layer"):
             PagedKV(dict(list(layers.items())[1:]), engine.spec.kv, paged.block_size)
+
+
+def test_media_that_come_with_their_data_share_one_entry_of_vllms_item_cache(engine: Any) -> None:
+    """Each new picture, and each new place of a picture, was an entry for ever: 24 bytes by its count, 2 KB in memory."""
+    from ctxwin import Window
+
+    cache = engine._core.driver.engine.engine_core.engine_core.mm_receiver_cache._cache
+    before = len(cache)
+    with Window(engine, "watch a camera", 130) as window:
+        for seed in range(100, 112):
+            window.append(picture(seed))
+            window.slide(reserve_tokens=32)
+            window.prefill()
+        assert window.evicted
+    assert len(cache) - before <= 1

@@ -41,10 +41,10 @@ class TestBlocksOfAFailedLoad:
         yield made
         made.endpoint.close()
 
-    def planned(self, scheduler: Any, name: str, blocks: list[int], own: int) -> Any:
+    def planned(self, scheduler: Any, name: str, blocks: list[int], private_from: int) -> Any:
         span = SpanKV(torch.zeros(1, 8, 1, 4), torch.zeros(1, 8, 1, 4), torch.arange(8).expand(3, -1), 0)
         part = Encoded("chunk", tuple(range(8)), np.tile(np.arange(8), (3, 1)), 8)
-        handle = scheduler.endpoint.add(Transfer(loads=(Segment(part, 0, span),), own=own))
+        handle = scheduler.endpoint.add(Transfer(loads=(Segment(part, 0, span),), private_from=private_from))
         request = SimpleNamespace(
             request_id=name,
             kv_transfer_params={PARAM: handle},
@@ -58,7 +58,7 @@ class TestBlocksOfAFailedLoad:
         return request
 
     def test_leave_the_prefix_cache(self, scheduler: Any) -> None:
-        request = self.planned(scheduler, "r", [5, 6, 7], own=0)
+        request = self.planned(scheduler, "r", [5, 6, 7], private_from=0)
         scheduler.request_finished(
             request, [5, 6, 7, 8]
         )  # aborted a step later, with one more block computed from them
@@ -66,16 +66,16 @@ class TestBlocksOfAFailedLoad:
         scheduler._pool.evict_blocks.assert_called_once_with({5, 6, 7, 8})
 
     def test_of_another_request_stay(self, scheduler: Any) -> None:
-        self.planned(scheduler, "r", [5, 6, 7], own=0)
+        self.planned(scheduler, "r", [5, 6, 7], private_from=0)
         scheduler.update_connector_output(SimpleNamespace(invalid_block_ids={9}))
         scheduler.update_connector_output(SimpleNamespace(invalid_block_ids=set()))
         scheduler._pool.evict_blocks.assert_not_called()
 
     def test_loaded_in_the_background_have_no_name_yet(self, scheduler: Any) -> None:
-        self.planned(scheduler, "r", [5, 6, 7], own=99)
+        self.planned(scheduler, "r", [5, 6, 7], private_from=99)
         assert not scheduler._unproven
 
     def test_are_forgotten_once_the_load_has_succeeded(self, scheduler: Any) -> None:
         for i in range(3 * STEPS):
-            self.planned(scheduler, f"r{i}", [i], own=0)
+            self.planned(scheduler, f"r{i}", [i], private_from=0)
         assert len(scheduler._unproven) < 2 * STEPS

@@ -72,6 +72,8 @@ def eagle3(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def mtp(path: Path) -> tuple[Path, dict[str, Any]]:
+    if torch.cpu._is_amx_tile_supported():
+        pytest.skip("vLLM's latent attention on processors with AMX takes no heads as narrow as this model's")
     return drafters.write_mtp(path / "model"), {"method": "mtp", "num_speculative_tokens": 1}
 
 

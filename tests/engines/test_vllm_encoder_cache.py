@@ -20,7 +20,7 @@ import torch
 
 from ctxwin.engines.vllm.lifecycle.folders import write_file
 from ctxwin.engines.vllm.transport import embeddings as embedding_files
-from ctxwin.engines.vllm.transport.embeddings import AtHand, EmbeddingFiles
+from ctxwin.engines.vllm.transport.embeddings import EmbeddingCache, EmbeddingFiles
 from ctxwin.errors import StoreCorrupt
 from engines import models
 
@@ -81,14 +81,14 @@ class TestFiles:
 WANT = (9, 64), torch.float32
 
 
-class TestAtHand:
+class TestEmbeddingCache:
     @pytest.fixture
     def files(self, tmp_path: Path) -> EmbeddingFiles:
         return EmbeddingFiles(tmp_path)
 
     def test_what_was_checked_stays_as_it_was(self, files: EmbeddingFiles) -> None:
         put(files, "x", embeddings(1))
-        at_hand = AtHand(files, large=1 << 20, room=0)
+        at_hand = EmbeddingCache(files, large=1 << 20, room=0)
         assert at_hand.take("y", "first", *WANT) is False
         for user in ("first", "second"):
             found = at_hand.take("x", user, *WANT)
@@ -110,7 +110,7 @@ class TestAtHand:
         monkeypatch.setattr(files, "get", lambda name: (reads.append(name), get(name))[1])
         put(files, "x", embeddings(1))
         size = files.path("x").stat().st_size
-        at_hand = AtHand(files, large=1 << 20, room=size)
+        at_hand = EmbeddingCache(files, large=1 << 20, room=size)
         files.path("bad").write_bytes(b"nothing that anybody can read")
         for _ in range(3):
             assert at_hand.take("x", "a", *WANT) is not False and at_hand.take("bad", "a", *WANT) is False
@@ -128,7 +128,7 @@ class TestAtHand:
 
 def test_vllm_outlives_the_folder_of_embeddings(tmp_path: Path) -> None:
     """Who attaches to a vLLM and closes again leaves it running, and its plain requests bring pictures."""
-    at_hand = AtHand(EmbeddingFiles(tmp_path / "embed"), large=1 << 20, room=0)
+    at_hand = EmbeddingCache(EmbeddingFiles(tmp_path / "embed"), large=1 << 20, room=0)
     assert at_hand.take("a picture", "a plain request", *WANT) is False
     at_hand.close()
 
@@ -161,14 +161,14 @@ class TestScheduler:
 
         opened = Scheduler(EmbeddingFiles(tmp_path), 64, torch.float32, step=96)
         yield opened
-        opened.at_hand.close()
+        opened.cache.close()
         assert not list(tmp_path.glob(".*"))  # the folder is what a client wrote into it
 
     def test_a_large_file_is_checked_beside_the_scheduler(
         self, scheduler: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        files, begin = scheduler.at_hand._files, threading.Event()
-        monkeypatch.setattr(scheduler.at_hand, "_large", 0)
+        files, begin = scheduler.cache._files, threading.Event()
+        monkeypatch.setattr(scheduler.cache, "_large", 0)
         get = files.get
         monkeypatch.setattr(files, "get", lambda name: (begin.wait(10), get(name))[1])
         put(files, "good", embeddings(1))
@@ -184,12 +184,12 @@ class TestScheduler:
         assert scheduler.ready(good, 0) and scheduler.holds("good") and scheduler.unavailable == {"b"}
         scheduler.forget("a")
         scheduler.forget("b")
-        assert len(scheduler.at_hand) == 0 and not scheduler._names
+        assert len(scheduler.cache) == 0 and not scheduler._names
         assert not scheduler.unavailable
 
     def test_nothing_is_kept_for_a_request_that_has_gone(self, scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        files, begin = scheduler.at_hand._files, threading.Event()
-        monkeypatch.setattr(scheduler.at_hand, "_large", 0)
+        files, begin = scheduler.cache._files, threading.Event()
+        monkeypatch.setattr(scheduler.cache, "_large", 0)
         monkeypatch.setattr(files, "get", lambda name: begin.wait(10) and embeddings(1))
         asked = [request("a", Feature("one", 2)), request("b", Feature("one", 2)), request("c", Feature("two", 2))]
         for name in ("one", "two"):
@@ -203,7 +203,7 @@ class TestScheduler:
             time.sleep(0.01)
         assert scheduler.holds("one")
         scheduler.forget("b")
-        at_hand = scheduler.at_hand
+        at_hand = scheduler.cache
         assert at_hand._reads.keys() == {"one"} and not len(at_hand)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -231,11 +231,11 @@ class TestScheduler:
         cache: dict[str, torch.Tensor] = {}
         worker.start_load_caches(cache)
         assert cache.keys() == {"one@here"} and torch.equal(cache["one@here"], embeddings(1, dtype=dtype))
-        scheduler.at_hand.close()
+        scheduler.cache.close()
 
     def test_only_what_the_next_steps_may_need_is_at_hand(self, scheduler: Any) -> None:
         """A long window's media are more than anybody would keep in memory twice."""
-        files = scheduler.at_hand._files
+        files = scheduler.cache._files
         names = [f"frame {i}" for i in range(50)]
         for i, name in enumerate(names):
             put(files, name, embeddings(i))
@@ -244,15 +244,15 @@ class TestScheduler:
         for computed in range(0, 600, step):
             assert scheduler.ready(long, computed)
             needed = [i for i in range(50) if 2 + 10 * i < computed + step and 11 + 10 * i > computed]
-            assert all(scheduler.holds(names[i]) for i in needed) and len(scheduler.at_hand) <= 40
+            assert all(scheduler.holds(names[i]) for i in needed) and len(scheduler.cache) <= 40
             assert not any(scheduler.holds(names[i]) for i in range(50) if 11 + 10 * i <= computed)
-        assert len(scheduler.at_hand) == 0 and not scheduler._names
+        assert len(scheduler.cache) == 0 and not scheduler._names
         assert scheduler.ready(long, 0) and scheduler.holds("frame 0")  # preempted
         scheduler.forget("a")
-        assert len(scheduler.at_hand) == 0 and not scheduler._names
+        assert len(scheduler.cache) == 0 and not scheduler._names
 
     def test_what_loaded_kv_covers_is_looked_for_when_the_load_has_failed(self, scheduler: Any) -> None:
-        put(scheduler.at_hand._files, "behind", embeddings(1))
+        put(scheduler.cache._files, "behind", embeddings(1))
         covered = request("a", Feature("covered", 2), Feature("behind", 20))
         assert scheduler.ready(covered, 11) and not scheduler.unavailable
         assert scheduler.ready(covered, 20) and not scheduler.holds("covered")
@@ -260,7 +260,7 @@ class TestScheduler:
 
     def test_one_request_does_not_answer_for_another(self, scheduler: Any) -> None:
         """The same name with another number of tokens is other content."""
-        put(scheduler.at_hand._files, "one", embeddings(1))
+        put(scheduler.cache._files, "one", embeddings(1))
         assert scheduler.ready(request("a", Feature("one", 2)), 0) and scheduler.holds("one")
         assert not scheduler.ready(request("b", Feature("one", 2, tokens=8)), 0) and not scheduler.holds("one")
         assert scheduler.unavailable == {"b"}

@@ -195,7 +195,7 @@ class TestLoads:
             assert made.fallbacks == 1 and same(whole, made)
             faults.assert_released(engine)
             assert same(right, engine.generate(layout, query, ALL, salt="halves"))
-        with pytest.raises(ValueError, match="salt must name a space"):
+        with pytest.raises(ValueError, match="salt must name a namespace"):
             engine.generate(layout, query, ALL)
 
     def test_a_neighbour_in_the_batch_notices_nothing(self, engine: Any) -> None:
@@ -221,7 +221,7 @@ class TestLoads:
         """Its media are blank: computed, their embeddings would be zeros under the picture's name, for all who follow."""
         from vllm import SamplingParams
 
-        from ctxwin.engines.vllm.inputs import joined
+        from ctxwin.engines.vllm.inputs import join
         from ctxwin.engines.vllm.transport.base import PARAM, new_handle
 
         core, parts = engine._core, encoded(engine, [picture(1), picture(2)])
@@ -229,7 +229,7 @@ class TestLoads:
         right = engine.generate(laid(parts), query, ALL)
         faults.assert_released(engine)
         cold(engine)
-        ids, media = joined([*parts, query])
+        ids, media = join([*parts, query])
         rendered = core.inputs.prompt(ids, media, engine.embed, "", len(ids) - query.tokens)
         given = {"kv_transfer_params": {PARAM: new_handle()}}
         parameters = SamplingParams(max_tokens=1, detokenize=False, extra_args=given)

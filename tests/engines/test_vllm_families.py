@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ctxwin.chunk import Chunk
+from ctxwin.doctor.models import assess
 from ctxwin.engines.base import Engine, Generation, Sampling, partial_ranges
 from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.engines.open import open_engine
@@ -63,6 +64,10 @@ class OnVLLM(EngineConformance):
     @pytest.mark.slow
     def test_a_closed_engine_says_so(self, model_dir: Path) -> None:
         super().test_a_closed_engine_says_so(model_dir)
+
+    def test_doctor_says_that_it_is_served(self, engine: Engine, model_dir: Path) -> None:
+        found = assess(model_dir)
+        assert found.standing == "tested" and found.engines == ("hf", "vllm"), found
 
     def compare(self, engine: Engine, reference: Engine, chunks: list[Chunk], salt: str) -> None:
         """The same chunks computed on both engines, and answered from their spans alone."""
@@ -236,11 +241,12 @@ class TestGemma4(OnVLLM):
         self.compare(engine, reference, [Chunk.image(picture(1)), Chunk.image(picture(2, 56)), clip], "pictures")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3", "gemma4"])
 def test_pictures_that_see_themselves_both_ways_are_refused_on_a_processor(name: str, tmp_path: Path) -> None:
+    folder = models.wide(getattr(models, f"write_{name}"), tmp_path / "model")
     with pytest.raises(UnsupportedModel, match="lets no token see those behind it"):
-        open_engine(f"vllm:{models.wide(getattr(models, f'write_{name}'), tmp_path / 'model')}")
+        open_engine(f"vllm:{folder}")
+    assert assess(folder).engines == ("hf",)
 
 
 @pytest.mark.slow
@@ -326,8 +332,7 @@ class TestLlama(OnVLLM):
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=64)
 DECODERS: dict[str, dict[str, object]] = {
     "Gemma": dict(head_dim=32), 
-    # Without the cap of its attention, which vLLM's CPU kernel rounds to 3e-4.
-    "Gemma2": dict(head_dim=32, sliding_window=8, attn_logit_softcapping=None),
+    "Gemma2": dict(head_dim=32, sliding_window=8),
     "Gemma3": models.GEMMA3, "Gemma4": models.GEMMA4, "Gemma4 that shares": models.GEMMA4_SHARING,
      "Glm4": dict(head_dim=32, attention_bias=True), "Granite": {},
     "Mistral": dict(sliding_window=None), "Mixtral": dict(num_local_experts=4), "Phi3": {},
@@ -335,6 +340,27 @@ DECODERS: dict[str, dict[str, object]] = {
     # It has no shared expert: told of one, vLLM would make it and find no weights for it.
     "Qwen3Moe": EXPERTS | dict(head_dim=32, tie_word_embeddings=False, shared_expert_intermediate_size=0),
 }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_capped_attention_against_transformers(tmp_path: Path) -> None:
+    """On both engines, where leaving the cap out would be seen at once."""
+    fields = dict(head_dim=32, sliding_window=8) | models.SHARP
+    folder = models.wide(lambda f: models.write_decoder(f, "Gemma2", **fields), tmp_path / "model")
+    plain = models.wide(
+        lambda f: models.write_decoder(f, "Gemma2", **fields | {"attn_logit_softcapping": None}), tmp_path / "p"
+    )
+    answers = []
+    with TestLlama.make_engine(folder, open_store("memory:")) as engine, HFEngine(folder, dtype="float32") as reference:
+        for side in (engine, reference, HFEngine(plain, dtype="float32")):
+            encoded = [
+                side.encode_system_prompt(HEADER),
+                *(side.encode(Chunk.text(f"frame {i} is red")) for i in range(4)),
+            ]
+            answers.append(side.generate(laid(encoded), side.encode_query(QUERY), ALL))
+    ours, theirs, uncapped = answers
+    print(f"capped: {gap(ours, theirs):.2g} between the engines, {gap(theirs, uncapped):.2g} without the cap")
+    assert gap(ours, theirs) < CLOSE and gap(theirs, uncapped) > 0.1
 
 
 @pytest.mark.slow
@@ -377,11 +403,11 @@ def test_other_vision_models_are_refused_by_name(tmp_path: Path) -> None:
         open_engine(f"vllm:{folder}")
 
 
-@pytest.mark.slow
 def test_a_model_whose_layers_all_slide_is_refused(tmp_path: Path) -> None:
     folder = models.wide(lambda f: models.write_decoder(f, "Starcoder2", sliding_window=8), tmp_path / "model")
     with pytest.raises(UnsupportedModel, match="layers all slide"):
         open_engine(f"vllm:{folder}")
+    assert assess(folder).engines == ("hf",)
 
 
 @pytest.mark.slow

@@ -202,7 +202,7 @@ class Sequence:
         for segment in segments:
             ends.append((begin, begin := begin + segment.tokens))
         for choice, (first, last) in zip(layout.choices, ends[1:], strict=True):
-            if choice.served.exact:
+            if choice.conditioning.exact:
                 self.checked[choice.lane] += 1
                 for ours, theirs in zip(got, want, strict=True):
                     away = float((ours[:, first:last] - theirs[:, first:last]).abs().max() / theirs.abs().max())

@@ -162,17 +162,17 @@ def test_requests_side_by_side(engine: VLLMEngine) -> None:
 
 
 def test_what_a_hybrid_does_not_do(engine: VLLMEngine) -> None:
-    from ctxwin.engines.vllm.rendered import NotAWindow, PromptEngine
+    from ctxwin_server.vllm.rendered import NotAWindow, RenderedRequest
 
     with pytest.raises(UnsupportedModel, match="mode must be 'exact' or 'auto', got 'patched'"):
         Window(engine, HEADER, fidelity=Fidelity("patched"))
     with pytest.raises(UnsupportedModel, match="states cannot be merged"):
         engine.attended([], engine.encode(chunk(0)), 0)
     with pytest.raises(NotAWindow, match="left to vLLM"):
-        PromptEngine(engine, mock.Mock())
+        RenderedRequest(engine, mock.Mock())
     encoded = engine.encode(chunk(0))
     span = engine.prefill([], encoded, 0)
-    with pytest.raises(UnsupportedModel, match="served behind exactly that"):
+    with pytest.raises(UnsupportedModel, match="served after exactly the same tokens"):
         engine.generate([Segment(encoded, 0, span, approximate=True)], engine.encode_query(QUERY), ALL, salt="x")
 
 

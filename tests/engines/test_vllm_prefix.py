@@ -113,10 +113,10 @@ def gap(p: dict[int, float], q: dict[int, float]) -> float:
 
 def prompt_of(engine: Any, window: Window, query: str = QUERY) -> tuple[list[int], list[MediaSpan]]:
     """The tokens that ``window`` asks with, and their media."""
-    from ctxwin.engines.vllm.inputs import joined
+    from ctxwin.engines.vllm.inputs import join
 
     chunks = [engine.encode(window.chunk(i)) for i in window.ids]
-    return joined([engine.encode_system_prompt(window.system_prompt), *chunks, engine.encode_query(query)])
+    return join([engine.encode_system_prompt(window.system_prompt), *chunks, engine.encode_query(query)])
 
 
 def collapsed(engine: Any, ids: Sequence[int]) -> list[int]:
@@ -630,20 +630,20 @@ def block_names(segments: Sequence[Segment], salt: str, block: int) -> list[byte
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
 
-    from ctxwin.engines.vllm.inputs import joined
-    from ctxwin.engines.vllm.prefix_space import space_of
+    from ctxwin.engines.vllm.cache_namespace import namespace_of
+    from ctxwin.engines.vllm.inputs import join
 
     init_none_hash(sha256)
-    space = space_of(segments, salt, block)
-    ids, media = joined([segment.encoded for segment in segments])
+    namespace = namespace_of(segments, salt, block)
+    ids, media = join([segment.encoded for segment in segments])
     features = []
     for span in media:
-        mark = space.marks.get(span.offset)
+        mark = namespace.marks.get(span.offset)
         name = span.key.rpartition("/")[2] + (f"@{mark}" if mark else "")
         place = PlaceholderRange(offset=span.offset, length=span.tokens)
         features.append(MultiModalFeatureSpec(data=None, modality="image", identifier=name, mm_position=place))
     request = Request(
-        "r", ids, SamplingParams(max_tokens=1), None, mm_features=features, cache_salt=space.salt or None,
+        "r", ids, SamplingParams(max_tokens=1), None, mm_features=features, cache_salt=namespace.salt or None,
         block_hasher=get_request_block_hasher(block, sha256),
     )  # fmt: skip
     return list(request.block_hashes)
@@ -654,17 +654,17 @@ def block_names(segments: Sequence[Segment], salt: str, block: int) -> list[byte
 def test_no_approximate_token_is_in_a_block_of_an_exact_name(
     segments: list[Segment], block: int, data: st.DataObject
 ) -> None:
-    from ctxwin.engines.vllm.prefix_space import space_of
+    from ctxwin.engines.vllm.cache_namespace import namespace_of
 
     exact = block_names([replace(segment, approximate=False) for segment in segments], "", block)
     apart = [i for i, segment in enumerate(segments) if segment.approximate]
     if not apart:
         return
-    space = space_of(segments, "salt", block)
+    namespace = namespace_of(segments, "salt", block)
     mine = block_names(segments, "salt", block)
     begins = [sum(segment.encoded.tokens for segment in segments[:i]) for i in range(len(segments))]
     for j, (ours, theirs) in enumerate(zip(mine, exact, strict=True)):
-        assert (ours == theirs) == (not space.salt and j * block < space.own)
+        assert (ours == theirs) == (not namespace.salt and j * block < namespace.private_from)
         if (j + 1) * block > begins[apart[0]]:
             assert ours != theirs
     # Another approximation of one chunk: nothing from the block on in which that chunk begins.
@@ -675,9 +675,9 @@ def test_no_approximate_token_is_in_a_block_of_an_exact_name(
             assert ours != theirs
     # What is served so far does not depend on what is placed behind it, unless that marks a medium among it.
     cut = data.draw(st.integers(apart[0] + 1, len(segments)))
-    if not space.salt and not space_of(segments[:cut], "salt", block).salt:
-        marks = {at: mark for at, mark in space.marks.items() if at < sum(p.encoded.tokens for p in segments[:cut])}
-        if marks == space_of(segments[:cut], "salt", block).marks:
+    if not namespace.salt and not namespace_of(segments[:cut], "salt", block).salt:
+        marks = {at: mark for at, mark in namespace.marks.items() if at < sum(p.encoded.tokens for p in segments[:cut])}
+        if marks == namespace_of(segments[:cut], "salt", block).marks:
             fewer = block_names(segments[:cut], "salt", block)
             assert mine[: len(fewer)] == fewer
 
@@ -688,7 +688,7 @@ def part(name: str, tokens: int) -> Encoded:
 
 def test_the_same_text_apart_at_another_place_has_another_name() -> None:
     """Placed twice, one chunk is served from its canonical at one place and computed at the other: other KV, same tokens."""
-    from ctxwin.engines.vllm.prefix_space import space_of
+    from ctxwin.engines.vllm.cache_namespace import namespace_of
 
     system_prompt, text = part("system_prompt", 32), part("text", 32)
     picture = replace(part("picture", 32), media=(MediaSpan("image", "media/p", 0, 32, (1, 8, 16)),))
@@ -701,6 +701,6 @@ def test_the_same_text_apart_at_another_place_has_another_name() -> None:
                     text, 64 + 32 * i, span_key="canonical" if approximate else f"exact {i}", approximate=approximate
                 )
             )
-        names.append(space_of(segments, "salt", 32).marks)
+        names.append(namespace_of(segments, "salt", 32).marks)
     assert names[0].keys() == names[1].keys() == {32}
     assert names[0] != names[1]

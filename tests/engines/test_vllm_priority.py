@@ -95,8 +95,8 @@ def drain(ticket: Any) -> Any:
 
 @pytest.mark.parametrize("salt", ["a window's own space", ""], ids=["loaded at once", "loaded in the background"])
 def test_a_preempted_background_request(engine: Any, asked: dict[str, Counter[str]], salt: str) -> None:
-    from ctxwin.engines.vllm.engine import _Ask
-    from ctxwin.engines.vllm.requests import Told
+    from ctxwin.engines.vllm.engine import Ask
+    from ctxwin.engines.vllm.requests import StreamGuard
 
     parts = [engine.encode_system_prompt("watch a camera"), *(engine.encode(picture(seed)) for seed in (1, 2, 3))]
     query = engine.encode_query("what color")
@@ -117,7 +117,7 @@ def test_a_preempted_background_request(engine: Any, asked: dict[str, Counter[st
             others.append(plain(engine, 3, prompt, (BLOCKS - 1) * BLOCK - prompt))
         return True
 
-    ask = _Ask(query, LONG, salt, on_token=Told(on_token, engine.decode), background=True)
+    ask = Ask(query, LONG, salt, on_token=StreamGuard(on_token, engine.decode), background=True)
     made, outcome = engine._serve(laid(parts, spans), ask)
     assert drain(others[0]).outputs[0].finish_reason == "length"
     (name,) = [request for request, times in asked["preempted"].items() if times]

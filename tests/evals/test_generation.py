@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Sampling, Segment
-from ctxwin.evals.decoder import ROOM, Decoder, Held, Memory
-from ctxwin.evals.generation import Reading, forced_logits, generate
 from ctxwin.tiny.world import make_stream, render
+from ctxwin_evals.decoder import ROOM, Decoder, Held, Memory
+from ctxwin_evals.generation import Reading, forced_logits, generate
 from engines.oracle import teacher_forced
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def test_kv_grows_and_shrinks_as_a_list(steps: list[tuple[str, int]]) -> None:
             held.drop(n % len(rows))
             rows.pop(n % len(rows))
         elif what == "thin":
-            held.replace(held.memory.kept(torch.arange(0, len(rows), n)))
+            held.replace(held.memory.select(torch.arange(0, len(rows), n)))
             rows = rows[::n]
         peak = max(peak, len(rows))
         memory = held.memory

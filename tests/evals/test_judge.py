@@ -13,9 +13,9 @@ import pytest
 from openai import OpenAI
 from typer.testing import CliRunner
 
-from ctxwin.evals.cli import app
-from ctxwin.evals.judge import FILE, Judge, judged
-from ctxwin.evals.samples import open_samples, read_samples
+from ctxwin_evals.cli import app
+from ctxwin_evals.judge import FILE, Judge, judged
+from ctxwin_evals.samples import open_samples, read_samples
 from eval_rows import CONFIG, row
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ctxwin.evals.samples import Key, read_samples
+from ctxwin_evals.samples import Key, read_samples
 
 KILLS = 10
 
@@ -23,7 +23,7 @@ SCRIPT = """
 import sys
 import time
 from pathlib import Path
-from ctxwin.evals.samples import FORMAT, Sample, open_samples
+from ctxwin_evals.samples import FORMAT, Sample, open_samples
 
 base = {"doc_id": "d", "cluster": "c", "case": "x" * 6_000, "frames": 1, "tokens": 1, "placed": 1}
 base |= {"question": "", "target": "", "meta": {}}  # long lines, so that kills tear some

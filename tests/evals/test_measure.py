@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from ctxwin.evals.measure import by_layer
 from ctxwin.kv.layout import SpanKV
+from ctxwin_evals.measure import by_layer
 
 
 def span(tokens: int, seed: int) -> SpanKV:

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
-from ctxwin.evals.items import Scored
-from ctxwin.evals.metrics import Outcome, cell, eta, eta_interval, kl_divergence
-from ctxwin.evals.stats import wilson
+from ctxwin_evals.items import Scored
+from ctxwin_evals.metrics import Outcome, cell, eta, eta_interval, kl_divergence, rouge_l
+from ctxwin_evals.stats import wilson
 from eval_rows import row
 
 
@@ -155,3 +155,18 @@ def test_kl_of_whole_answers_where_any_is_longer_than_a_word() -> None:
     assert figures["kl"] == pytest.approx(0.5)
     assert figures["forced_kl"] == pytest.approx(0.2)
     assert figures["forced_eta"] == pytest.approx(0.9)
+
+
+WORDS = st.lists(st.sampled_from(["red", "blue", "circle", "square", "17"]), max_size=8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(WORDS, WORDS)
+def test_rouge_l_is_the_longest_common_subsequence(first: list[str], second: list[str]) -> None:
+    table = [[0] * (len(second) + 1) for _ in range(len(first) + 1)]
+    for i, a in enumerate(first):
+        for j, b in enumerate(second):
+            table[i + 1][j + 1] = table[i][j] + 1 if a == b else max(table[i][j + 1], table[i + 1][j])
+    common = table[-1][-1]
+    expected = 2 * common / (len(first) + len(second)) if first or second else 1.0  # harmonic mean of both shares
+    assert rouge_l(" ".join(first), " ".join(second)) == pytest.approx(expected)

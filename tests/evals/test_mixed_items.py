@@ -11,13 +11,13 @@ import torch
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Sampling, Segment
-from ctxwin.evals.arms import parse_arms
-from ctxwin.evals.decoder import Decoder
-from ctxwin.evals.group import Group
-from ctxwin.evals.items import Item, Scored, Task
-from ctxwin.evals.metrics import kl_divergence
-from ctxwin.evals.patching import Patcher
-from ctxwin.evals.run import Runner, Settings, plan_jobs
+from ctxwin_evals.arms import parse_arms
+from ctxwin_evals.decoder import Decoder
+from ctxwin_evals.group import Group
+from ctxwin_evals.items import Item, Scored, Task
+from ctxwin_evals.metrics import kl_divergence
+from ctxwin_evals.patching import Patcher
+from ctxwin_evals.run import Runner, Settings, plan_jobs
 from engines.oracle import teacher_forced
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def test_answers_and_their_distributions_are_the_engines(engine: HFEngine, tmp_p
 
 
 def test_teacher_forcing_is_the_engines(engine: HFEngine, decoder: Decoder) -> None:
-    from ctxwin.evals.generation import forced_logits
+    from ctxwin_evals.generation import forced_logits
 
     group = Group(decoder, [item(1)], Patcher(decoder.spec), HEADER)
     layout, query = exact_layout(engine, 1), engine.encode_query("what color is it?")
@@ -139,7 +139,7 @@ def test_a_prompt_that_does_not_fit_is_unscored_and_says_why(engine: HFEngine, t
 def test_orders_of_chunks_of_other_sizes(decoder: Decoder) -> None:
     """Conditioned behind the same chunks in another order, at another place: full-rank patches are right at theirs."""
     group = Group(decoder, [item(0, 1)], Patcher(decoder.spec, dtype=torch.float32), HEADER)
-    spans = group.behind([(0, (1, 0, 2)), (0, (0, 1, 2)), (0, (1, 0, 2))])
+    spans = group.last_spans([(0, (1, 0, 2)), (0, (0, 1, 2)), (0, (1, 0, 2))])
     assert spans[0] is spans[2]
     torch.testing.assert_close(spans[1].k, group.exact[0][2].k, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(spans[0].v, spans[1].v)

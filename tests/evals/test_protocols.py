@@ -11,19 +11,16 @@ import pytest
 import torch
 
 from ctxwin.chunk import Chunk
-from ctxwin.evals.arms import Served, parse_arm
-from ctxwin.evals.arms.recall import divergence
-from ctxwin.evals.decoder import Decoder
-from ctxwin.evals.group import Group
-from ctxwin.evals.items import Item, Scored, Task
-from ctxwin.evals.metrics import kl_divergence
-from ctxwin.evals.patching import Patcher
-from ctxwin.evals.samples import Sample
-from ctxwin.evals.studies.gate import gate
-from ctxwin.evals.tasks import open_task
-from ctxwin.evals.tasks.protocols import PROTOCOLS, ProtocolTask
-from ctxwin.evals.tasks.tiny import TASKS, TinyOptions, TinyTask, as_item
-from eval_rows import row, unserved
+from ctxwin_evals.arms import Served, parse_arm
+from ctxwin_evals.arms.recall import divergence
+from ctxwin_evals.decoder import Decoder
+from ctxwin_evals.group import Group
+from ctxwin_evals.items import Item, Scored, Task
+from ctxwin_evals.metrics import kl_divergence
+from ctxwin_evals.patching import Patcher
+from ctxwin_evals.tasks import open_task
+from ctxwin_evals.tasks.protocols import PROTOCOLS, ProtocolTask
+from ctxwin_evals.tasks.tiny import TASKS, TinyOptions, TinyTask, as_item
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
@@ -126,9 +123,9 @@ def test_a_slide_by_one_differs_from_what_saw_everything_only_by_the_newest(deco
     item = as_item(TASKS["history"].case(0, 0, (4,), 1), "tiny/history@1")
     streamed, whole = grouped(decoder, [item]), grouped(decoder, [replace(item, meta={})])
     for i in range(3):
-        torch.testing.assert_close(streamed.kept[0][i].v, whole.kept[0][i].v, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(streamed.kept[0][i].k, whole.kept[0][i].k, atol=1e-4, rtol=1e-4)
-    assert not torch.allclose(streamed.kept[0][3].v, whole.kept[0][3].v, atol=1e-4)
+        torch.testing.assert_close(streamed.survivors[0][i].v, whole.survivors[0][i].v, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(streamed.survivors[0][i].k, whole.survivors[0][i].k, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(streamed.survivors[0][3].v, whole.survivors[0][3].v, atol=1e-4)
     assert worst_kl(streamed, "removal:full") < 1e-6 < worst_kl(streamed, "survivor")
 
 
@@ -293,32 +290,3 @@ def test_protocols_and_arms_hold_on_every_family_and_chunks_of_different_sizes(f
     assert worst_kl(grouped(family, [stream]), "survivor") < 1e-5
     slid = replace(item, before=(0, 1, 2, 3), placed=(1, 2, 3), asked=1, meta={"stream_window": 3})
     assert worst_kl(grouped(family, [slid]), "removal:full") < 1e-5 < worst_kl(grouped(family, [slid]), "survivor")
-
-
-def samples(*apart: tuple[float, bool]) -> list[Sample]:
-    return [row("stale:8", 0, "x", divergence=d, reference="x" if safe else "y") for d, safe in apart]
-
-
-def test_a_gate_that_separates_reuses_nothing_wrong_below_its_threshold() -> None:
-    made = gate(samples((0.0, True), (0.1, True), (0.2, True), (0.6, False), (0.9, False)), (0.5, 1.0))
-    assert made["n"] == 5 and made["unsafe"] == 2 and made["auc"] == 1.0
-    assert made["median"] == {"safe": 0.1, "unsafe": 0.75}
-    half, whole = made["at"]
-    assert half["false_reuse"] == 0.0 and half["coverage"] == 0.6 and half["threshold"] == 0.2
-    assert whole["false_reuse"] == 0.4 and whole["coverage"] == 1.0 and whole["ci95"][0] < 0.4 < whole["ci95"][1]
-
-
-def test_a_gate_that_says_nothing_is_at_chance_and_ties_are_reused_together() -> None:
-    made = gate(samples(*[(0.5, i % 2 == 0) for i in range(10)]), (0.1,))
-    assert made["auc"] == 0.5 and made["at"][0]["coverage"] == 1.0 and made["at"][0]["false_reuse"] == 0.5
-    assert gate(samples((0.1, True)))["auc"] is None
-
-
-def test_a_gate_needs_samples_of_one_arm_with_divergences() -> None:
-    with pytest.raises(ValueError, match="samples with a divergence"):
-        gate([])
-    with pytest.raises(ValueError, match="samples with a divergence"):
-        gate([row("blind", 0)])
-    with pytest.raises(ValueError, match="of one arm"):
-        gate([*samples((0.1, True)), row("stale:4", 0, divergence=0.1)])
-    assert gate([*samples((0.1, True)), unserved("stale:8", 0)])["n"] == 1

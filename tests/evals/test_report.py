@@ -14,11 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 import system
-from ctxwin.evals.cli import app
-from ctxwin.evals.report import Run, markdown, page, read_runs, rich_tables, write_report
-from ctxwin.evals.report.figures import pictures, render
-from ctxwin.evals.report.tables import official_table
-from ctxwin.evals.samples import open_samples
+from ctxwin_evals.cli import app
+from ctxwin_evals.report import Run, markdown, page, read_runs, rich_tables, write_report
+from ctxwin_evals.report.figures import pictures, render
+from ctxwin_evals.report.tables import official_table
+from ctxwin_evals.samples import open_samples
 from eval_rows import CONFIG, Words, row, sweep, unserved
 
 ODD = "<script>alert(1)</script> & \"quoted\" | 'pipe' $x_$"
@@ -202,7 +202,7 @@ def test_caveats_depend_on_the_runs(runs: list[Run], tmp_path: Path) -> None:
     ):
         assert words in text
     assert "no evidence about pretrained models" not in text
-    from ctxwin.evals.tasks import open_task
+    from ctxwin_evals.tasks import open_task
 
     with open_samples(tmp_path, CONFIG) as samples:
         samples.add([row("blind", i, task="tiny/multi_hop") for i in range(100)])
@@ -295,7 +295,7 @@ def test_runs_are_told_apart_or_refused(folders: list[Path], tmp_path: Path) -> 
 
 
 def test_tables_need_no_matplotlib() -> None:
-    code = "import sys; sys.modules['matplotlib'] = None; import ctxwin.evals.report; print('fine')"
+    code = "import sys; sys.modules['matplotlib'] = None; import ctxwin_evals.report; print('fine')"
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False,
                           env={"PYTHONPATH": ":".join(p for p in sys.path if p)})  # fmt: skip
     assert made.stdout == "fine\n", made.stderr

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from ctxwin.evals.results import version, write_lm_eval
-from ctxwin.evals.samples import open_samples
-from ctxwin.evals.score import scores
-from ctxwin.evals.stats import standard_error
+from ctxwin_evals.results import version, write_lm_eval
+from ctxwin_evals.samples import open_samples
+from ctxwin_evals.score import scores
+from ctxwin_evals.stats import standard_error
 from eval_rows import CONFIG, Words, row, sweep, unserved
 
 

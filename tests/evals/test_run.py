@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from typer.testing import CliRunner
 
-from ctxwin.evals.arms import parse_arms
-from ctxwin.evals.cli import app
-from ctxwin.evals.measure import BATCH, Measurer
-from ctxwin.evals.run import BLOCK, Runner, Settings, batches, plan_jobs
-from ctxwin.evals.tasks import TaskOptions, open_task
-from ctxwin.evals.tasks.tiny import TinyOptions
+from ctxwin_evals.arms import parse_arms
+from ctxwin_evals.cli import app
+from ctxwin_evals.measure import BATCH, Measurer
+from ctxwin_evals.run import BLOCK, Runner, Settings, batches, plan_jobs
+from ctxwin_evals.tasks import TaskOptions, open_task
+from ctxwin_evals.tasks.tiny import TinyOptions
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
@@ -245,7 +245,7 @@ def test_without_the_extra_a_command_says_how_to_install_it(args: list[str]) -> 
     hide = (
         "import sys\nfrom ctxwin.extras import EXTRA_OF\n"
         "sys.modules |= dict.fromkeys(m for m, extra in EXTRA_OF.items() if extra == 'evals')\n"
-        "from ctxwin.evals.cli import app\napp()"
+        "from ctxwin_evals.cli import app\napp()"
     )
     made = subprocess.run([sys.executable, "-c", hide, *args], capture_output=True, text=True, timeout=120)
     assert made.returncode == 2

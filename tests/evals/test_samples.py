@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ctxwin.evals.samples import FORMAT, open_samples, read_samples
+from ctxwin_evals.samples import FORMAT, open_samples, read_samples
 from eval_rows import CONFIG, row
 
 
@@ -147,7 +147,7 @@ def test_within_a_process_the_newer_one_writes(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from ctxwin.evals.samples import open_samples
+from ctxwin_evals.samples import open_samples
 from eval_rows import CONFIG, row
 try:
     samples = open_samples(Path(sys.argv[1]), CONFIG)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from ctxwin.evals.items import Scored
-from ctxwin.evals.metrics import Setting, best_patched, eta, matched, paired
-from ctxwin.evals.samples import Sample, Samples, open_samples
-from ctxwin.evals.score import Scorer, Table, scores
+from ctxwin_evals.items import Scored
+from ctxwin_evals.metrics import Setting, best_patched, eta, matched, paired
+from ctxwin_evals.samples import Sample, Samples, open_samples
+from ctxwin_evals.score import Scorer, Table, scores
 from eval_rows import CONFIG, Words, row, sweep, unserved
 
 

@@ -14,11 +14,10 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from ctxwin import Chunk, Fidelity, Window
-from ctxwin.evals.cli import basis
-from ctxwin.evals.shared_basis import Contexts, FitSettings, contexts_for, deficits, fit
-from ctxwin.evals.studies.serving_gap import GapSettings
 from ctxwin.kv.pooling import project
 from ctxwin.profiles import PROFILES_VARIABLE, decode_basis, encode_basis, model_digest
+from ctxwin_evals.cli import basis
+from ctxwin_evals.shared_basis import Contexts, FitSettings, contexts_for, deficits, fit
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
@@ -85,5 +84,3 @@ def test_settings_are_checked() -> None:
     for bad in ({"contexts": 0}, {"rank": 0}, {"seed": -1}, {"layers": "some"}):
         with pytest.raises(ValueError, match="must be"):
             FitSettings(**bad)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="layout must be joint or shared"):
-        GapSettings(layout="per_layer")

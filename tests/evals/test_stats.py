@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
-from ctxwin.evals import stats
-from ctxwin.evals.stats import (
+from ctxwin_evals import stats
+from ctxwin_evals.stats import (
     bootstrap_mean,
     bootstrap_ratio,
     difference_interval,

@@ -5,9 +5,9 @@ from math import factorial
 import numpy as np
 import pytest
 
-from ctxwin.evals.tasks import SUITES, TaskOptions, expand, open_task, task_names
-from ctxwin.evals.tasks.tiny import FIT_SPACE, SPACE, TASKS, TURNOVERS, TinyOptions, TinyTask, fit_cases
 from ctxwin.tiny.world import all_questions, answer, antecedents
+from ctxwin_evals.tasks import SUITES, TaskOptions, expand, open_task, task_names
+from ctxwin_evals.tasks.tiny import FIT_SPACE, SPACE, TASKS, TURNOVERS, TinyOptions, TinyTask, fit_cases
 
 FRAMES = (2, 3, 4, 5, 6)
 AMOUNTS = {name: task.amount.listed[-1] if task.amount else 0.0 for name, task in TASKS.items()}

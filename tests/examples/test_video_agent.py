@@ -62,7 +62,7 @@ def test_the_model_decides_where_to_look_back(example: ModuleType, said: str, ba
 
 def test_stopped_before_every_answer_it_says_the_same(example: ModuleType) -> None:
     stream = world.make_stream(1, 9, window=6)
-    frames = example.filmed(stream)
+    frames = example.film(stream)
     with open_engine("tiny:hf") as engine:
 
         def run(**stops: Any) -> tuple[list[tuple[str, str]], int, list[int]]:

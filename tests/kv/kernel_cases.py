@@ -8,7 +8,7 @@ import torch
 from operator_oracle import placed, random_positions, random_span
 
 from ctxwin.kv.deficit import deficit
-from ctxwin.kv.kernels import Placing
+from ctxwin.kv.kernels import LoadPlan
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.patch import Layers, Patch, form_patch
 from ctxwin.kv.pooling import fit_basis, project
@@ -16,9 +16,9 @@ from ctxwin.kv.pooling import fit_basis, project
 LAYOUTS = ["joint", "per_layer", "shared joint", "shared per_layer", "dense", "rank 0"]
 
 
-def stack(placing: Placing) -> tuple[torch.Tensor, torch.Tensor]:
+def stack(plan: LoadPlan) -> tuple[torch.Tensor, torch.Tensor]:
     """All layers; what is served is valid until the next call but one, hence the copies."""
-    pairs = [tuple(x.clone() for x in placing.layer(i)) for i in range(placing.layers)]
+    pairs = [tuple(x.clone() for x in plan.layer(i)) for i in range(plan.layers)]
     return torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])
 
 

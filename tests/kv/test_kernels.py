@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kernel_cases import LAYOUTS, canonical, patch_of, stack
 from operator_oracle import make_spec, placed, plain_rope, random_positions, random_span, specs, with_kinds, worst
 
-from ctxwin.kv.kernels import Part, Placing
+from ctxwin.kv.kernels import LoadPlan, SpanSlice
 from ctxwin.kv.kernels.cpu import rounds_once
 from ctxwin.kv.layout import KVSpec, LayerKind
 from ctxwin.kv.relocate import relocate
@@ -39,19 +39,19 @@ FAMILIES = {
 }
 
 
-def both(parts: list[Part], spec: KVSpec, **options) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    return stack(Placing(parts, spec, **options)), stack(Placing(parts, spec, kernel="reference", **options))
+def both(parts: list[SpanSlice], spec: KVSpec, **options) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    return stack(LoadPlan(parts, spec, **options)), stack(LoadPlan(parts, spec, kernel="reference", **options))
 
 
-def three_parts(spec: KVSpec, dtype: torch.dtype, layout: str) -> list[Part]:
+def three_parts(spec: KVSpec, dtype: torch.dtype, layout: str) -> list[SpanSlice]:
     """One moved and patched, one moved, one that stays and is patched; the first is cut at both ends."""
     spans = [canonical(spec, tokens, seed, dtype) for seed, tokens in enumerate((13, 7, 6))]
     patches = [patch_of(spec, span, layout, 5, dtype=BF16, layers=(0, 2)) for span in (spans[0], spans[2])]
-    return [Part(spans[0], 3000, patches[0], 2, 11), Part(spans[1], 77), Part(spans[2], 0, patches[1])]
+    return [SpanSlice(spans[0], 3000, patches[0], 2, 11), SpanSlice(spans[1], 77), SpanSlice(spans[2], 0, patches[1])]
 
 
 @st.composite
-def loads(draw) -> tuple[KVSpec, list[Part], slice | None]:
+def loads(draw) -> tuple[KVSpec, list[SpanSlice], slice | None]:
     """Parts of every kind on any layout: frames, places, cuts, patches, heads."""
     spec = draw(specs())
     parts = []
@@ -66,7 +66,7 @@ def loads(draw) -> tuple[KVSpec, list[Part], slice | None]:
             layers = draw(st.sampled_from(["all", "deep", (0,), ()]))
             patch = patch_of(spec, origin, draw(st.sampled_from(LAYOUTS)), seed, layers=layers)
         span = relocate(origin, spec, frame)
-        parts.append(Part(span, draw(st.sampled_from([0, frame, 3, 2500])), patch, begin, end))
+        parts.append(SpanSlice(span, draw(st.sampled_from([0, frame, 3, 2500])), patch, begin, end))
     first = draw(st.integers(0, spec.heads - 1))
     heads = draw(st.sampled_from([None, slice(first, draw(st.integers(first + 1, spec.heads)))]))
     return spec, parts, heads
@@ -90,10 +90,10 @@ def test_rounds_once(family, dtype, layout):
     spec = FAMILIES[family]
     parts = three_parts(spec, dtype, layout)
     wide = [replace(p, span=replace(p.span, k=p.span.k.double(), v=p.span.v.double())) for p in parts]
-    want = stack(Placing(wide, spec, dtype=F64, kernel="reference"))
+    want = stack(LoadPlan(wide, spec, dtype=F64, kernel="reference"))
     unit = torch.finfo(dtype).eps / 2
     for kernel in ("cpu", "reference"):
-        served = stack(Placing(parts, spec, dtype=dtype, kernel=kernel))
+        served = stack(LoadPlan(parts, spec, dtype=dtype, kernel=kernel))
         for got, exact in zip(served, want, strict=True):
             assert got.dtype == dtype and got.is_contiguous()
             away = (got.double() - exact).abs()
@@ -105,8 +105,8 @@ def test_rotation_is_the_oracles(family):
     """Numpy's complex float64 rotation of keys that never turned, at the places where they are served."""
     spec = FAMILIES[family]
     raws = [random_span(spec, 9, seed, positions=random_positions(9, seed)) for seed in (1, 2)]
-    parts = [Part(placed(spec, raws[0], 0), 4000, begin=3), Part(placed(spec, raws[1], 55), 9)]
-    k, v = stack(Placing(parts, spec, dtype=F64))
+    parts = [SpanSlice(placed(spec, raws[0], 0), 4000, begin=3), SpanSlice(placed(spec, raws[1], 55), 9)]
+    k, v = stack(LoadPlan(parts, spec, dtype=F64))
     want = [placed(spec, raw, p.start).k for raw, p in zip(raws, parts, strict=True)]
     assert worst(k, torch.cat([want[0][:, 3:], want[1]], dim=1)) < 1e-12
     assert torch.equal(v, torch.cat([raws[0].v[:, 3:], raws[1].v], dim=1))
@@ -115,7 +115,7 @@ def test_rotation_is_the_oracles(family):
 def test_long_context_in_float32():
     spec = make_spec(layers=2, heads=2, k_dim=64, v_dim=8, rope=plain_rope(64, 1e6))
     raw = random_span(spec, 200, 1, dtype=F32)
-    k, _ = stack(Placing([Part(placed(spec, raw, 0), 32000)], spec, dtype=F32))
+    k, _ = stack(LoadPlan([SpanSlice(placed(spec, raw, 0), 32000)], spec, dtype=F32))
     assert worst(k, placed(spec, raw, 32000).k) < 2e-6
 
 
@@ -137,9 +137,9 @@ def test_served_in_another_dtype_than_stored(stored, served):
 def test_ranks_hold_the_whole_together(family, layout):
     spec = FAMILIES[family]
     parts = three_parts(spec, F64, layout)
-    k, v = stack(Placing(parts, spec, dtype=F64))
+    k, v = stack(LoadPlan(parts, spec, dtype=F64))
     for cut in (1, 2):
-        shares = [stack(Placing(parts, spec, dtype=F64, heads=heads)) for heads in (slice(0, cut), slice(cut, None))]
+        shares = [stack(LoadPlan(parts, spec, dtype=F64, heads=heads)) for heads in (slice(0, cut), slice(cut, None))]
         assert worst(torch.cat([share[0] for share in shares], dim=2), k) < 1e-13
         assert worst(torch.cat([share[1] for share in shares], dim=2), v) < 1e-13
 
@@ -149,25 +149,25 @@ def test_segments_are_the_whole(dtype):
     """A prefix hit that ends anywhere in a span changes nothing about the tokens behind it."""
     spec = FAMILIES["mrope"]
     span = canonical(spec, 12, 3, dtype)
-    whole = stack(Placing([Part(span, 901)], spec, dtype=dtype))
-    cuts = [Part(span, 901, None, a, b) for a, b in ((0, 1), (1, 8), (8, None))]
-    for one, many in zip(whole, stack(Placing(cuts, spec, dtype=dtype)), strict=True):
+    whole = stack(LoadPlan([SpanSlice(span, 901)], spec, dtype=dtype))
+    cuts = [SpanSlice(span, 901, None, a, b) for a, b in ((0, 1), (1, 8), (8, None))]
+    for one, many in zip(whole, stack(LoadPlan(cuts, spec, dtype=dtype)), strict=True):
         assert torch.equal(one, many)
 
 
 def test_what_needs_no_work_is_not_copied():
     spec = FAMILIES["gqa"]
     span = canonical(spec, 6, 0, BF16)
-    k, v = Placing([Part(span, 0, begin=1)], spec, dtype=BF16).layer(2)
+    k, v = LoadPlan([SpanSlice(span, 0, begin=1)], spec, dtype=BF16).layer(2)
     assert k.data_ptr() == span.k[2, 1:].data_ptr() and v.data_ptr() == span.v[2, 1:].data_ptr()
-    k, v = Placing([Part(span, 40)], spec, dtype=BF16).layer(2)
+    k, v = LoadPlan([SpanSlice(span, 40)], spec, dtype=BF16).layer(2)
     assert k.data_ptr() != span.k[2].data_ptr() and v.data_ptr() == span.v[2].data_ptr()
     # Neither a share of the heads nor another dtype can be served as it lies.
-    for placing in (
-        Placing([Part(span, 0)], spec, dtype=BF16, heads=slice(1, 2)),
-        Placing([Part(span, 0)], spec, dtype=F32),
+    for plan in (
+        LoadPlan([SpanSlice(span, 0)], spec, dtype=BF16, heads=slice(1, 2)),
+        LoadPlan([SpanSlice(span, 0)], spec, dtype=F32),
     ):
-        k, v = placing.layer(2)
+        k, v = plan.layer(2)
         assert k.is_contiguous() and v.is_contiguous()
         assert torch.equal(k.to(BF16), span.k[2][:, -k.shape[1] :]) and torch.equal(
             v.to(BF16), span.v[2][:, -v.shape[1] :]
@@ -189,9 +189,9 @@ def test_rounds_once_in_frames_behind_a_header(far, family, dtype, layout):
         patch = None if part.patch is None else patch_of(spec, origin, layout, 5, dtype=dtype, layers=(0, 2))
         parts.append(replace(part, span=span, patch=patch))
         wide.append(replace(part, span=replace(span, k=span.k.double(), v=span.v.double()), patch=patch))
-    want = stack(Placing(wide, spec, dtype=F64, kernel="reference"))
+    want = stack(LoadPlan(wide, spec, dtype=F64, kernel="reference"))
     unit = torch.finfo(dtype).eps / 2
-    for got, exact_values in zip(stack(Placing(parts, spec, dtype=dtype)), want, strict=True):
+    for got, exact_values in zip(stack(LoadPlan(parts, spec, dtype=dtype)), want, strict=True):
         away = (got.double() - exact_values).abs()
         assert float((away - unit * exact_values.abs()).max()) < 1e-5 * float(exact_values.abs().max())
 
@@ -206,9 +206,9 @@ def test_sums_of_sixteen_bits_are_rounded_once_or_not_used():
     with mock.patch.object(torch, "addmm", twice):
         assert not rounds_once(BF16, "cpu")
         part = three_parts(FAMILIES["gqa"], BF16, "joint")[:1]
-        without = stack(Placing(part, FAMILIES["gqa"], dtype=BF16))
+        without = stack(LoadPlan(part, FAMILIES["gqa"], dtype=BF16))
     rounds_once.cache_clear()
-    for got, want in zip(stack(Placing(part, FAMILIES["gqa"], dtype=BF16)), without, strict=True):
+    for got, want in zip(stack(LoadPlan(part, FAMILIES["gqa"], dtype=BF16)), without, strict=True):
         assert float((got.double() - want.double()).abs().max()) < 2**-8 * float(want.abs().max())
 
 
@@ -223,8 +223,8 @@ def test_leaves_what_is_stored_alone(served, family, frame):
     assert patch.right is not None
     stored = [x.clone() for x in (span.k, span.v, span.positions, patch.left, patch.right)]
     for start in (frame, 700):
-        stack(Placing([Part(span, start, patch), Part(span, start)], spec, dtype=served))
-        stack(Placing([Part(span, start, patch)], spec, dtype=served))
+        stack(LoadPlan([SpanSlice(span, start, patch), SpanSlice(span, start)], spec, dtype=served))
+        stack(LoadPlan([SpanSlice(span, start, patch)], spec, dtype=served))
     for before, after in zip(stored, (span.k, span.v, span.positions, patch.left, patch.right), strict=True):
         assert torch.equal(before, after)
 
@@ -232,10 +232,10 @@ def test_leaves_what_is_stored_alone(served, family, frame):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_order_of_layers(layout):
     spec = FAMILIES["mla"]
-    placing = Placing(three_parts(spec, F32, layout), spec, dtype=BF16)
-    k, v = stack(placing)
+    plan = LoadPlan(three_parts(spec, F32, layout), spec, dtype=BF16)
+    k, v = stack(plan)
     for i in (2, 0, 0, 1, 2):
-        again = placing.layer(i)
+        again = plan.layer(i)
         assert torch.equal(again[0], k[i]) and torch.equal(again[1], v[i])
 
 
@@ -243,11 +243,11 @@ def test_any_order_of_layers(layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layer_is_left_alone_while_the_next_one_is_computed(layout, dtype):
     spec = FAMILIES["gqa"]
-    placing = Placing(three_parts(spec, dtype, layout), spec, dtype=dtype)
+    plan = LoadPlan(three_parts(spec, dtype, layout), spec, dtype=dtype)
     for i, j in ((0, 1), (1, 2), (2, 0), (0, 2)):  # neighbours and not
-        k, v = placing.layer(i)
+        k, v = plan.layer(i)
         before = k.clone(), v.clone()
-        placing.layer(j)
+        plan.layer(j)
         assert torch.equal(k, before[0]) and torch.equal(v, before[1])
 
 
@@ -259,17 +259,17 @@ def test_many_small_parts():
         span = canonical(spec, 1 + seed % 3, seed)
         layers = ("all", (0,), (1, 2))[seed % 3]
         patch = patch_of(spec, span, LAYOUTS[seed % 4], seed, layers=layers, rank=1) if seed % 5 < 3 else None
-        parts.append(Part(span, 0 if seed % 7 < 3 else 10 * seed, patch))
+        parts.append(SpanSlice(span, 0 if seed % 7 < 3 else 10 * seed, patch))
     (k, v), (want_k, want_v) = both(parts, spec, dtype=F64)
     assert worst(k, want_k) < 1e-12 and worst(v, want_v) < 1e-12
 
 
 def test_counts():
     spec = FAMILIES["gqa"]
-    placing = Placing(three_parts(spec, BF16, "joint"), spec, dtype=BF16, heads=slice(0, 1))
-    k, v = stack(placing)
-    assert (placing.tokens, placing.layers) == (9 + 7 + 6, 3)
-    assert placing.nbytes == k.numel() * 2 + v.numel() * 2
+    plan = LoadPlan(three_parts(spec, BF16, "joint"), spec, dtype=BF16, heads=slice(0, 1))
+    k, v = stack(plan)
+    assert (plan.tokens, plan.layers) == (9 + 7 + 6, 3)
+    assert plan.nbytes == k.numel() * 2 + v.numel() * 2
     assert k.shape == (3, 22, 1, 16)
 
 
@@ -278,32 +278,32 @@ def test_refuses_what_does_not_fit():
     span = canonical(spec, 6, 0)
     patch = patch_of(spec, span, "joint", 1)
 
-    def place(*parts: Part, dtype=F64, **options) -> Placing:
-        return Placing(parts, spec, dtype=dtype, **options)
+    def place(*parts: SpanSlice, dtype=F64, **options) -> LoadPlan:
+        return LoadPlan(parts, spec, dtype=dtype, **options)
 
     with pytest.raises(ValueError, match="at least one part"):
         place()
     with pytest.raises(ValueError, match="start must be >= 0"):
-        place(Part(span, -1))
+        place(SpanSlice(span, -1))
     for begin, end in ((3, 3), (-1, 2), (0, 7), (6, None)):
         with pytest.raises(ValueError, match="begin and end must cut at least one token out of 6"):
-            place(Part(span, 0, None, begin, end))
+            place(SpanSlice(span, 0, None, begin, end))
     with pytest.raises(ValueError, match="form it again"):
-        place(Part(canonical(spec, 5, 0), 0, patch))
+        place(SpanSlice(canonical(spec, 5, 0), 0, patch))
     with pytest.raises(ValueError, match="form it again"):
-        place(Part(span, 0, replace(patch, identity="another")))
+        place(SpanSlice(span, 0, replace(patch, identity="another")))
     with pytest.raises(ValueError, match="k must be"):
-        place(Part(replace(span, k=span.k[:1]), 0))
+        place(SpanSlice(replace(span, k=span.k[:1]), 0))
     for heads in (slice(2, 3), slice(0, 0), slice(0, 2, 2)):
         with pytest.raises(ValueError, match="heads must be a slice"):
-            place(Part(span, 0), heads=heads)
+            place(SpanSlice(span, 0), heads=heads)
     with pytest.raises(ValueError, match="floating-point"):
-        place(Part(span, 0), dtype=torch.int8)
+        place(SpanSlice(span, 0), dtype=torch.int8)
     with pytest.raises(ValueError, match="kernel must be one of cpu, reference, triton, got 'cuda'"):
-        place(Part(span, 0), kernel="cuda")
+        place(SpanSlice(span, 0), kernel="cuda")
     for layer in (-1, 3):
         with pytest.raises(IndexError, match=r"\[0, 3\)"):
-            place(Part(span, 0)).layer(layer)
+            place(SpanSlice(span, 0)).layer(layer)
 
 
 def test_measuring_command(capsys):

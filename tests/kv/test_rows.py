@@ -10,7 +10,7 @@ import transformers as tf
 from operator_oracle import make_spec, oracle_rotate, plain_rope, worst
 
 from ctxwin.kv.config import attention_layers, kv_spec_from_config
-from ctxwin.kv.kernels import Part, Placing
+from ctxwin.kv.kernels import LoadPlan, SpanSlice
 from ctxwin.kv.layout import KVSpec, LayerKind, SpanKV
 from ctxwin.kv.patch import apply_patch, form_patch
 from ctxwin.kv.relocate import relocate
@@ -75,10 +75,10 @@ def test_patched_rows_are_the_conditioned_layers(frame: int) -> None:
     served = at(base, frame)
     want = at(conditioned, 250)
     assert worst(apply_patch(served, patch, SPEC, 250).k, want.k) < 1e-10
-    placing = Placing([Part(served, 250, patch), Part(at(base, 0), 77)], SPEC, dtype=torch.float64)
-    assert placing.kernel == "cpu"
+    plan = LoadPlan([SpanSlice(served, 250, patch), SpanSlice(at(base, 0), 77)], SPEC, dtype=torch.float64)
+    assert plan.kernel == "cpu"
     behind = back(SPEC, at(base, 77))
-    for (k, v), first, second in zip(from_rows(SPEC, placing.layer), back(SPEC, want), behind, strict=True):
+    for (k, v), first, second in zip(from_rows(SPEC, plan.layer), back(SPEC, want), behind, strict=True):
         assert worst(k, torch.cat([first[0], second[0]])) < 1e-10
         assert worst(v, torch.cat([first[1], second[1]])) < 1e-10
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ctxwin.kv.states import composed, since_exact, transition
+from ctxwin.kv.states import compose_states, since_exact, transition
 
 
 def tokens(count: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
@@ -46,7 +46,7 @@ def test_states_are_composed_of_maps() -> None:
         own = stepped(torch.zeros_like(state), keys, decay, beta, values)
         state = stepped(state, keys, decay, beta, values)
         chunk = {"0.map": transition(keys, decay, beta), "0.own": own, "0.recurrent": own, "0.conv": values[-1]}
-        front = composed(front, chunk)
+        front = compose_states(front, chunk)
     torch.testing.assert_close(front["0.recurrent"], state, rtol=1e-9, atol=1e-12)
     assert torch.equal(front["0.conv"], parts[-1][-1][-1])
 

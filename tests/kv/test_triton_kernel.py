@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from kernel_cases import LAYOUTS, canonical, stack
 from operator_oracle import make_spec, plain_rope, with_kinds, worst
 
-from ctxwin.kv.kernels import Lines, Part, Placing, choice, choose
+from ctxwin.kv.kernels import CacheStrides, LoadPlan, SpanSlice, choice, choose
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.patch import Patch
 from ctxwin.kv.relocate import relocate
@@ -73,16 +73,16 @@ def kernel() -> Iterator[Any]:
     forget()
 
 
-def exact(parts: list[Part], spec: KVSpec, heads: slice | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def exact(parts: list[SpanSlice], spec: KVSpec, heads: slice | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference in float64."""
     wide = [replace(p, span=replace(p.span, k=p.span.k.double(), v=p.span.v.double())) for p in parts]
-    return stack(Placing(wide, spec, dtype=F64, heads=heads, kernel="reference"))
+    return stack(LoadPlan(wide, spec, dtype=F64, heads=heads, kernel="reference"))
 
 
-def close(parts: list[Part], spec: KVSpec, dtype: torch.dtype, heads: slice | None = None) -> None:
+def close(parts: list[SpanSlice], spec: KVSpec, dtype: torch.dtype, heads: slice | None = None) -> None:
     """No further from float64 than one rounding to the served dtype and float32's own arithmetic; as the CPU kernel."""
     unit = torch.finfo(dtype).eps / 2
-    served = stack(Placing(parts, spec, dtype=dtype, heads=heads, kernel="triton"))
+    served = stack(LoadPlan(parts, spec, dtype=dtype, heads=heads, kernel="triton"))
     for got, want in zip(served, exact(parts, spec, heads), strict=True):
         assert got.dtype == dtype and got.is_contiguous() and got.shape == want.shape
         away = (got.double() - want).abs()
@@ -102,7 +102,11 @@ def test_rounds_once(family, dtype, layout):
     spec = FAMILIES[family]
     spans = [canonical(spec, tokens, seed, dtype) for seed, tokens in enumerate((19, 2, 3))]
     patches = [patch_of(spec, spans[i], name, 5, BF16) for i, name in ((0, layout), (2, "dense"))]
-    close([Part(spans[0], 3000, patches[0], 2), Part(spans[1], 77), Part(spans[2], 0, patches[1])], spec, dtype)
+    close(
+        [SpanSlice(spans[0], 3000, patches[0], 2), SpanSlice(spans[1], 77), SpanSlice(spans[2], 0, patches[1])],
+        spec,
+        dtype,
+    )
 
 
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -118,10 +122,10 @@ def test_every_load_is_the_reference_in_float64(data):
             patch = patch_of(spec, origin, data.draw(st.sampled_from(LAYOUTS)), seed, layers=(0, 1))
         frame = data.draw(st.sampled_from([0, 0, 17, 4000]))
         start = data.draw(st.sampled_from([0, frame, 2500]))
-        parts.append(Part(relocate(origin, spec, frame), start, patch, begin))
+        parts.append(SpanSlice(relocate(origin, spec, frame), start, patch, begin))
     first = data.draw(st.integers(0, spec.heads - 1))
     heads = data.draw(st.sampled_from([None, slice(first, first + 1)]))
-    got = stack(Placing(parts, spec, dtype=F64, heads=heads, kernel="triton"))
+    got = stack(LoadPlan(parts, spec, dtype=F64, heads=heads, kernel="triton"))
     for mine, want in zip(got, exact(parts, spec, heads), strict=True):
         assert mine.shape == want.shape and worst(mine, want) < 1e-12
 
@@ -137,7 +141,7 @@ def test_ranks_and_lengths_that_fill_no_block():
             torch.randn(1, rank, 40, generator=noise),
         )  # fmt: skip
         patch.validate()
-        parts.append(Part(canonical(spec, tokens, seed, F32), 100 * seed, patch))
+        parts.append(SpanSlice(canonical(spec, tokens, seed, F32), 100 * seed, patch))
     close(parts, spec, F32)
 
 
@@ -145,8 +149,8 @@ def test_ranks_and_lengths_that_fill_no_block():
 def test_ranks_of_a_tensor_parallel_group_hold_the_whole_together(layout):
     spec = FAMILIES["mha"]
     span = canonical(spec, 5, 1)
-    parts = [Part(span, 60, patch_of(spec, span, layout, 3)), Part(span, 900)]
-    shares = [stack(Placing(parts, spec, dtype=F64, heads=h, kernel="triton")) for h in (slice(0, 1), slice(1, 3))]
+    parts = [SpanSlice(span, 60, patch_of(spec, span, layout, 3)), SpanSlice(span, 900)]
+    shares = [stack(LoadPlan(parts, spec, dtype=F64, heads=h, kernel="triton")) for h in (slice(0, 1), slice(1, 3))]
     for share, whole in zip(zip(*shares, strict=True), exact(parts, spec), strict=True):
         assert worst(torch.cat(share, dim=2), whole) < 1e-12
 
@@ -155,11 +159,12 @@ def test_what_rests_is_bit_for_bit_what_is_stored():
     """Unmoved beside moved, unpatched beside patched, and in the layer that the patch does not cover."""
     spec = FAMILIES["odd"]
     rests, moves = canonical(spec, 6, 0, BF16), canonical(spec, 4, 1, BF16)
-    placing = Placing(
-        [Part(rests, 0), Part(moves, 50, patch_of(spec, moves, "joint", 1, BF16)), Part(relocate(rests, spec, 9), 9)],
+    plan = LoadPlan(
+        [SpanSlice(rests, 0), SpanSlice(moves, 50, patch_of(spec, moves, "joint", 1, BF16)),
+         SpanSlice(relocate(rests, spec, 9), 9)],
         spec, dtype=BF16, kernel="triton",
     )  # fmt: skip
-    k, v = stack(placing)
+    k, v = stack(plan)
     assert torch.equal(k[:, :6], rests.k) and torch.equal(v[:, :6], rests.v)
     assert torch.equal(k[:, 10:], relocate(rests, spec, 9).k) and torch.equal(v[:, 10:], rests.v)
     assert torch.equal(v[1, 6:10], moves.v[1]) and not torch.equal(v[0, 6:10], moves.v[0])
@@ -174,7 +179,7 @@ def test_rounds_to_bfloat16_as_torch_does():
     bits[1, :8] = torch.tensor([0x7F7FFFFF, 0x7F7F8000, 0x7F7F7FFF, 0x7F800000, 0xFF800000, 0x7FFFFFFF, 0x80000000, 0])
     wide = bits.to(torch.int32).view(F32).reshape(1, 16, 1, 64)
     span = SpanKV(torch.zeros(1, 16, 1, 2), wide, torch.zeros(3, 16, dtype=torch.int64), 0)
-    _, got = Placing([Part(span, 7)], spec, dtype=BF16, kernel="triton").layer(0)
+    _, got = LoadPlan([SpanSlice(span, 7)], spec, dtype=BF16, kernel="triton").layer(0)
     want = wide[0].to(BF16)
     assert torch.equal(got.isnan(), want.isnan())
     number = ~want.isnan()
@@ -186,7 +191,7 @@ def test_served_in_another_dtype_than_stored(stored, served):
     """Rounded once, from the sum; parts that are stored in two dtypes at once."""
     spec = FAMILIES["mrope"]
     spans = canonical(spec, 5, 0, stored), canonical(spec, 3, 1, BF16)
-    close([Part(spans[0], 40, patch_of(spec, spans[0], "joint", 2, F64)), Part(spans[1], 9)], spec, served)
+    close([SpanSlice(spans[0], 40, patch_of(spec, spans[0], "joint", 2, F64)), SpanSlice(spans[1], 9)], spec, served)
 
 
 def test_leaves_what_is_stored_alone_and_takes_any_order_of_layers():
@@ -196,10 +201,10 @@ def test_leaves_what_is_stored_alone_and_takes_any_order_of_layers():
     assert patch.right is not None
     tensors = span.k, span.v, span.positions, patch.left, patch.right
     stored = [x.clone() for x in tensors]
-    placing = Placing([Part(span, 700, patch), Part(span, 0)], spec, dtype=F32, kernel="triton")
-    k, v = stack(placing)
+    plan = LoadPlan([SpanSlice(span, 700, patch), SpanSlice(span, 0)], spec, dtype=F32, kernel="triton")
+    k, v = stack(plan)
     for i in (1, 0, 0):
-        again = placing.layer(i)
+        again = plan.layer(i)
         assert torch.equal(again[0], k[i]) and torch.equal(again[1], v[i])
     assert all(torch.equal(before, after) for before, after in zip(stored, tensors, strict=True))
 
@@ -231,7 +236,7 @@ def test_layers_are_staged_through_two_host_buffers(kernel, monkeypatch):
     monkeypatch.setattr(module, "Staging", lambda fields, device: staging.Staging(fields, gpu))
     spec = make_spec(layers=3, heads=1, k_dim=8, v_dim=8)
     span = canonical(spec, 4, 0, F32)
-    close([Part(span, 60, patch_of(spec, span, "joint", 1, F32, layers=(1,)))], spec, F32)
+    close([SpanSlice(span, 60, patch_of(spec, span, "joint", 1, F32, layers=(1,)))], spec, F32)
     assert events == ["wait 1", "copied 1", "wait 0", "copied 0", "wait 1", "copied 1"]
 
 
@@ -270,16 +275,19 @@ def places(cache: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tor
 def test_writes_the_slots_of_a_paged_cache(layout, family):
     spec = FAMILIES[family]
     cache, keys, values = caches(spec, F32)[layout]
-    lines = Lines.find(cache, places(cache, keys, values), SIZE, spec.heads, (spec.k_dim, spec.v_dim))
+    lines = CacheStrides.find(cache, places(cache, keys, values), SIZE, spec.heads, (spec.k_dim, spec.v_dim))
     assert lines is not None
     span = canonical(spec, 9, 0, F32)
-    placing = Placing(
-        [Part(span, 800, patch_of(spec, span, "joint", 1, F32)), Part(span, 3)], spec, dtype=F32, kernel="triton"
+    plan = LoadPlan(
+        [SpanSlice(span, 800, patch_of(spec, span, "joint", 1, F32)), SpanSlice(span, 3)],
+        spec,
+        dtype=F32,
+        kernel="triton",
     )
     slots = torch.randperm(3 * SIZE, generator=torch.Generator().manual_seed(1))
     mine, others = slots[:18], slots[18:]
-    placing.store(0, cache, lines, mine)
-    k, v = placing.layer(0)
+    plan.store(0, cache, lines, mine)
+    k, v = plan.layer(0)
     assert torch.equal(keys[mine // SIZE, mine % SIZE], k) and torch.equal(values[mine // SIZE, mine % SIZE], v)
     assert not keys[others // SIZE, others % SIZE].any() and not values[others // SIZE, others % SIZE].any()
 
@@ -291,23 +299,23 @@ def test_a_packing_in_tiles_has_no_lines():
     keys, values = block.flatten(0, 1).split(16, dim=-1)
     found = torch.cat([keys.reshape(-1), values.reshape(-1)])
     cache = torch.zeros(2, SIZE, spec.heads, 32)
-    assert Lines.find(cache, found, SIZE, spec.heads, (16, 16)) is None
+    assert CacheStrides.find(cache, found, SIZE, spec.heads, (16, 16)) is None
 
 
 def test_refuses_what_does_not_fit_a_cache():
     spec = FAMILIES["gqa"]
     cache, keys, values = caches(spec, F32)["NHD"]
-    lines = Lines.find(cache, places(cache, keys, values), SIZE, spec.heads, (16, 16))
+    lines = CacheStrides.find(cache, places(cache, keys, values), SIZE, spec.heads, (16, 16))
     assert lines is not None
-    parts = [Part(canonical(spec, 4, 0, F32), 5)]
-    placing = Placing(parts, spec, dtype=F32, kernel="triton")
-    assert placing.stores and not Placing(parts, spec, dtype=F32).stores
+    parts = [SpanSlice(canonical(spec, 4, 0, F32), 5)]
+    plan = LoadPlan(parts, spec, dtype=F32, kernel="triton")
+    assert plan.stores and not LoadPlan(parts, spec, dtype=F32).stores
     with pytest.raises(ValueError, match=r"must hold torch.float32 and there must be 4 slots .* and 3 on cpu"):
-        placing.store(0, cache, lines, torch.arange(3))
+        plan.store(0, cache, lines, torch.arange(3))
     with pytest.raises(ValueError, match=r"got torch.bfloat16 on cpu"):
-        placing.store(0, cache.to(BF16), lines, torch.arange(4))
+        plan.store(0, cache.to(BF16), lines, torch.arange(4))
     with pytest.raises(IndexError, match=r"\[0, 2\)"):
-        placing.store(2, cache, lines, torch.arange(4))
+        plan.store(2, cache, lines, torch.arange(4))
 
 
 class TestPagedKV:
@@ -343,14 +351,14 @@ class TestPagedKV:
         paged = self.paged(self.Backend() if direct else self.InPairs(), spec)
         assert paged.kernel == "triton" and paged.direct == direct
         span = canonical(spec, 7, 0, F32)
-        parts = [Part(span, 33, patch_of(spec, span, "joint", 1, F32)), Part(span, 0)]
-        placing = Placing(parts, spec, dtype=F32, kernel=paged.kernel)
+        parts = [SpanSlice(span, 33, patch_of(spec, span, "joint", 1, F32)), SpanSlice(span, 0)]
+        plan = LoadPlan(parts, spec, dtype=F32, kernel=paged.kernel)
         if direct:
-            monkeypatch.setattr(placing, "layer", None)
-        assert paged.write(placing, paged.slots([2, 1], 9, 23)) == placing.nbytes
+            monkeypatch.setattr(plan, "layer", None)
+        assert paged.write(plan, paged.slots([2, 1], 9, 23)) == plan.nbytes
         for got, want in zip(paged.read([2, 1], 9, 23), exact(parts, spec), strict=True):
             assert worst(got, want) < 1e-6
-        slow = Placing(parts, spec, dtype=F32, kernel="cpu")  # no store of its own: by the backend's
+        slow = LoadPlan(parts, spec, dtype=F32, kernel="cpu")  # no store of its own: by the backend's
         paged.write(slow, paged.slots([2, 1], 9, 23))
         assert torch.equal(torch.cat(paged.read([2, 1], 9, 23), 3), torch.cat(stack(slow), 3))
 
@@ -430,7 +438,7 @@ def test_a_cpu_needs_the_interpreter(kernel, monkeypatch):
     module = sys.modules[f"{PACKAGE}.triton_kernel"]
     monkeypatch.setattr(module, "interpreted", lambda: False)
     with pytest.raises(ValueError, match="kernel triton must run on a GPU, got device cpu"):
-        Placing([Part(canonical(spec, 2, 0), 0)], spec, dtype=F64, kernel="triton")
+        LoadPlan([SpanSlice(canonical(spec, 2, 0), 0)], spec, dtype=F64, kernel="triton")
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from ctxwin import (
     UnknownVersion,
     open_store,
 )
+from ctxwin.errors import StoreUnavailable
 from ctxwin.library.files import MAX_TEXT
 from ctxwin.library.library import KEPT, granted, libraries
 from ctxwin.media import png
@@ -140,7 +142,7 @@ def test_old_versions_stay_readable(shelf: Library) -> None:
     shelf.add(b"one", "a.txt")
     before = shelf.view()
     shelf.add(b"two", "a.txt", replace=True)
-    shelf.remove("a.txt")
+    shelf.add(b"three", "a.txt", replace=True)
     assert [p.text for p in before.entry("a.txt").passages] == ["one"]
     assert [p.text for p in shelf.view(2).entry("a.txt").passages] == ["two"]
     with pytest.raises(UnknownVersion, match=r"\(1\.\.3\), got 4"):
@@ -259,27 +261,51 @@ def test_an_entry_that_is_not_what_its_key_says_is_gone(shelf: Library, engine: 
 def test_an_export_is_loaded_elsewhere(shelf: Library, engine: FakeEngine, tmp_path: Path) -> None:
     shelf.add(png(picture(3)), "shot.png", caption="a square", ttl=50)
     shelf.add(b"text", "a.txt")
-    records, _ = shelf.export(tmp_path / "shelf.zip")
+    records, _ = shelf.export(tmp_path / "shelf.ctxwin")
     assert records == 3
     other = FakeEngine()
     copy = Library(other.store, "copy")
-    assert copy.load(tmp_path / "shelf.zip") == ("shot.png", "a.txt") and texts(copy) == texts(shelf)
+    assert copy.load(tmp_path / "shelf.ctxwin") == ("shot.png", "a.txt") and texts(copy) == texts(shelf)
     assert copy.view().find("square", 1, other)[0].id == Chunk.image(picture(3)).id
     with pytest.raises(NameTaken):
-        copy.load(tmp_path / "shelf.zip")
-    assert copy.load(tmp_path / "shelf.zip", replace=True) and copy.view().version == 2
+        copy.load(tmp_path / "shelf.ctxwin")
+    assert copy.load(tmp_path / "shelf.ctxwin", replace=True) and copy.view().version == 2
 
 
 def test_a_damaged_export_is_refused_whole(shelf: Library, tmp_path: Path) -> None:
     shelf.add(b"a text that is long enough to be damaged", "a.txt")
-    path = tmp_path / "shelf.zip"
+    path = tmp_path / "shelf.ctxwin"
     shelf.export(path)
     other = Library(open_store("memory:"), "copy")
     raw = path.read_bytes()
     path.write_bytes(raw[:200] + bytes([raw[200] ^ 1]) + raw[201:])
     with pytest.raises(BadMedia, match="must be"):
         other.load(path)
-    path.write_bytes(b"no zip")
-    with pytest.raises(BadMedia, match="whole zip file"):
+    path.write_bytes(b"no archive")
+    with pytest.raises(BadMedia, match="whole file that"):
         other.load(path)
     assert texts(other) == {}
+
+
+def test_malformed_records_are_misses_and_are_not_written_over(
+    shelf: Library, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever can write to a store without a key plants what it likes, under names that fit its content."""
+    from ctxwin.hashing import digest
+    from ctxwin.library.records import Entry, get
+
+    said = {"name": "a.txt", "passages": "none", "more": 1}
+    key = f"entry/{digest('entry', json.dumps(said, sort_keys=True))}"
+    assert shelf.repo.put_json(key, said, bound=False)
+    assert get(shelf.repo, key, Entry) is None and shelf.repo.counters.corrupt == 1
+    shelf.grant("acme")
+    assert granted(shelf.store, "acme") == (shelf.name,)
+    (grants,) = shelf.store.list("grants/")
+    for planted in (b"{", b"[]", b'{"libraries": 3}', b'{"libraries": [], "since": 7}', b"\xff", b""):
+        claimed = shelf.store.claim(grants)
+        assert claimed is not None and shelf.store.commit(grants, planted, claimed[0])
+        assert granted(shelf.store, "acme") == ()
+        with pytest.raises(StoreUnavailable, match="must be readable"):
+            shelf.grant("acme")
+        assert shelf.store.read(grants) == planted
+    assert "malformed" in caplog.text

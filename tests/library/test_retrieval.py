@@ -75,7 +75,7 @@ def test_words_score_as_the_formula_says(full: Library) -> None:
 def test_vectors_rank_by_cosine(full: Library) -> None:
     full.retriever = Vectors(embed, "letters")
     corpus = full.corpus(full.view().rows)
-    rows = embed([p.text if not p.chunk.media else corpus.shown(p) for _, p in corpus.passages])
+    rows = embed([p.text if not p.chunk.media else corpus.chunk_with_pixels(p) for _, p in corpus.passages])
     asked = embed(["a bus that waits"])[0]
     cosines = rows @ asked / np.linalg.norm(rows, axis=1) / np.linalg.norm(asked)
     ranked = full.retriever.rank(corpus, "a bus that waits", 6)

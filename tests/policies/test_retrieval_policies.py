@@ -251,7 +251,7 @@ def test_a_look_back_is_all_or_nothing(looking: Window) -> None:
     assert (caught.value.needed, caught.value.budget) == (61, 60)
     assert looking.snapshot() == state
     looking.retrieval = Given([a, "nope"])
-    with pytest.raises(UnknownChunk, match="must be an evicted chunk, got 'nope'"):
+    with pytest.raises(UnknownChunk, match="must be a placed or evicted chunk, got 'nope'"):
         looking.look_back("q")
     looking.retrieval = Given([a, f])
     with pytest.raises(UnknownChunk, match="placed already"):

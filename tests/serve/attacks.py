@@ -46,12 +46,10 @@ TENANTS = """
 [[tenant]]
 name = "mallory"
 keys = ["key-mallory"]
-max_concurrency = 1
 
 [[tenant]]
 name = "laboratory"
 keys = ["key-laboratory"]
-max_concurrency = 1
 
 [[tenant]]
 name = "bystander"
@@ -190,6 +188,20 @@ def besieged(folder: Path, *arguments: str, tree: str = "", tenants: bool = True
                 process.wait(30)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+LOAD = ("08_", "21_", "22_", "26_", "29_")
+"""Attacks that are no more than many requests, each of which the server owes an answer."""
+
+
+def crowd(at: Victim, count: int = 64) -> None:
+    """As many streams at once as a tenant may ask for by default, all of them read, and nothing odd about them."""
+    mallory = at.user("mallory")
+
+    def asks(i: int) -> None:
+        mallory.chat(f"tell a story of {i}", max_tokens=200, ignore_eos=True, stream=True)
+
+    together([lambda i=i: asks(i) for i in range(count)])
 
 
 Attack = Callable[[Victim], None]
@@ -596,6 +608,143 @@ def attack_22_many_windows(at: Victim) -> None:
 
 
 @attack
+def attack_23_template_arguments(at: Victim) -> None:
+    """Arguments of the tokenizer that pad to any length, as the report of them spelled it and as it did not."""
+    mallory = at.user("mallory")
+    for arguments in (
+        {"tokenize": True, "padding": "max_length", "max_length": 20_000_000},
+        {"padding": "max_length", "max_length": 10**8, "truncation": False},
+        {"tokenizer_kwargs": {"padding": "max_length", "max_length": 10**7}},
+        {"enable_thinking": 10**18},
+        {"documents": [{"title": "a" * 9, "text": 10**12}]},
+        {"chat_template": "{{ 'x' * 10 ** 9 }}"},
+    ):
+        for path in ("/v1/chat/completions", "/tokenize"):
+            body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": arguments}
+            refused(*mallory.call(path, body))
+
+
+@attack
+def attack_24_parts_by_their_fields(at: Victim) -> None:
+    """Media in parts that say they are something else: what counts pixels and URLs by the type overlooks them."""
+    mallory = at.user("mallory")
+    dot = f"data:image/png;base64,{png(np.zeros((8, 8, 3), np.uint8))}"
+    url = "http://127.0.0.1:9/x.png"
+    for part in (
+        {"type": "text", "text": "x", "uuid": "u", "image_url": url},
+        {"type": "text", "text": "x", "video_url": {"url": url}},
+        {"type": "refusal", "refusal": "x", "image_url": {"url": url}},
+        {"text": "x", "image_url": {"url": url}},
+        {"type": "image_url", "image_url": {"url": dot}, "video_url": {"url": dot}},
+        {"type": "thinking", "thinking": "x", "input_audio": {"data": dot, "format": "wav"}},
+    ):
+        refused(*mallory.chat([part, text("?")]))
+    size = 9000  # 81 million pixels in some hundred KB
+    Image.new("1", (size, size)).save(buffer := io.BytesIO(), "PNG")
+    large = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    for part in (
+        {"type": "image_url", "image_url": {"url": large}},
+        {"type": "text", "text": "x", "image_url": {"url": large}},
+        {"image_url": large},
+    ):
+        refused(*mallory.chat([part, text("?")]))
+
+
+def trickle(at: Victim, begun: bytes, more: bytes, seconds: float = 2.0) -> None:
+    """Sends ``begun`` and then ``more`` as fast as the server takes it, or as it lets us connect again."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", at.port), timeout=5) as connection:
+            connection.sendall(begun)
+            while time.monotonic() < until:
+                connection.sendall(more)
+
+
+@attack
+def attack_25_headers_without_end(at: Victim) -> None:
+    """By somebody without a key: values, names, lines, trailers and chunk extensions that never end."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+    chunked = head + b"Transfer-Encoding: chunked\r\n\r\n"
+    begun = [(head + b"X: ", b"a" * 65536), (head, b"A: b\r\n" * 9000), (b"GET /", b"a" * 65536)]
+    begun += [(chunked + b"1;x=", b"a" * 65536), (chunked + b"1\r\nx\r\n0\r\nX: ", b"a" * 65536)]
+    together([lambda b=b, m=m: trickle(at, b, m) for b, m in begun])
+    assert at.user("").call("/health", timeout=10)[0] == 200
+    refused(*at.user("").call("/metrics", {}, "OPTIONS"))
+
+
+@attack
+def attack_26_answers_that_nobody_reads(at: Victim) -> None:
+    """Forty streams whose clients read nothing, and as many connections that ask again and again without reading."""
+    body = json.dumps({
+        "model": "tiny", "prompt": "tell a story", "max_tokens": 200, "ignore_eos": True, "stream": True,
+    }).encode()  # fmt: skip
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key-mallory\r\nContent-Type: application/json\r\n"
+    again = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key-mallory\r\n\r\n"
+    with contextlib.ExitStack() as stack:
+        for _ in range(40):
+            for sent in (head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body), again * 5):
+                connection = stack.enter_context(socket.create_connection(("127.0.0.1", at.port), timeout=5))
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                with contextlib.suppress(OSError):
+                    connection.sendall(sent)
+        time.sleep(3)
+
+
+@attack
+def attack_28_schemas_that_cost(at: Victim) -> None:
+    """A schema of 250 KB, a grammar of 3,000 rules, and what costs as much by other means; each time another one."""
+    mallory, seed = at.user("mallory"), random.randrange(1 << 20)
+    properties = {f"p{seed}_{i}": {"enum": [f"v{i}_{k}" for k in range(20)]} for i in range(1000)}
+    rules = [f'r{i} ::= [a-z]+ r{(i * 7) % 3000} "{seed}" | r{(i * 13 + 1) % 3000}? "b"' for i in range(3000)]
+    root = "root ::= (" + " | ".join(f"r{i}" for i in range(3000)) + ")*"
+    lengths = {f"p{i}": {"type": "string", "minLength": 5, "maxLength": 3000 + i + seed % 99} for i in range(100)}
+    tool = {
+        "type": "function",
+        "function": {"name": f"f{seed}", "parameters": {"type": "object", "properties": lengths}},
+    }
+    plain = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+
+    answers: list[tuple[int, Any]] = []
+
+    def asks(more: dict[str, Any]) -> None:
+        answers.append(mallory.call("/v1/chat/completions", {**plain, **more}, timeout=60))
+
+    wide = {"type": "object", "properties": properties}
+    together([
+        lambda made=made: asks(made)
+        for made in (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": wide}}},
+            {"structured_outputs": {"grammar": "\n".join([root, *rules])}},
+            {"structured_outputs": {"regex": "|".join(f"[a-z]{{{i},{i + 500}}}{i}" for i in range(1, 1500))}},
+            {"tools": [tool], "tool_choice": "required"},
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#", "$id": str(seed)}}}},
+        )
+    ])  # fmt: skip
+    assert all(status in (200, *REFUSED) for status, _ in answers), str(answers)[:600]
+
+
+@attack
+def attack_29_forks_of_large_windows(at: Victim) -> None:
+    """A window of hundreds of chunks is forked as fast as can be, and changed in each fork."""
+    mallory = at.user("mallory")
+    window = mallory.window(budget=1900, chunks=[text(f"{i}") for i in range(400)])
+    made: list[str] = []
+    answers: list[tuple[int, Any]] = []
+
+    def fork(i: int) -> None:
+        status, forked = mallory.call(f"/v1/windows/{window}/fork", {"system_prompt": f"Another {i}."} if i % 2 else {})
+        answers.append((status, forked))
+        if status == 200:
+            made.append(forked["branch"]["id"])
+            mallory.call(f"/v1/windows/{made[-1]}/append", {"chunk": text(f"last {i}")})
+
+    together([lambda i=i: fork(i) for i in range(24)])
+    assert all(status in (200, *REFUSED) for status, _ in answers), str(answers)[:600]
+    for each in (window, *made):
+        mallory.close(each)
+
+
+@attack
 def open_03_names_of_media(at: Victim) -> None:
     """As with tenants; the second time by somebody who has no key."""
     owner = at.user("owner")
@@ -771,7 +920,10 @@ def _from_afar() -> None:
 
 
 def endure(at: Victim, bystander: Bystander, name: str, seconds: float = 6.0, rounds: int = 12) -> Report:
-    """Runs one attack over and over for ``seconds`` (once at least), between two quiet phases, beside the bystander."""
+    """Runs one attack over and over for ``seconds`` (once at least), between two quiet phases, beside the bystander.
+
+    Any other name is a `crowd`.
+    """
     quiet = bystander.quiet(rounds)
     peak, broken, times = [at.resident()], "", 0
     done = threading.Event()
@@ -787,7 +939,7 @@ def endure(at: Victim, bystander: Bystander, name: str, seconds: float = 6.0, ro
     until = time.monotonic() + seconds
     while times == 0 or (time.monotonic() < until and not broken):
         with ThreadPoolExecutor(1, initializer=_from_afar) as attacker:
-            broken = attacker.submit(attempt, ATTACKS[name], at).result()
+            broken = attacker.submit(attempt, ATTACKS.get(name, crowd), at).result()
         times += 1
     if broken:
         time.sleep(3)

@@ -33,7 +33,7 @@ def vllm_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     stock = getattr(request.module, "STOCK", False)
     ours = "--ctxwin-" if stock else "--"
     with running_server(
-        folder, "--api-key", "key-own", f"{ours}tenants", str(folder / "tenants.toml"), "--enable-prompt-tokens-details",
+        folder, "--api-key", "key-own", f"{ours}tenants", str(folder / "tenants.toml"),
         f"{ours}store", f"tiered:memory:,disk:{folder / 'kv'}", "--enable-auto-tool-choice",
         "--tool-call-parser", "hermes", stock=stock,
     ) as made:  # fmt: skip

@@ -11,19 +11,21 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from openai import OpenAI
 from prometheus_client import CollectorRegistry, generate_latest
 
 from ctxwin.engines.base import Engine
 from ctxwin.engines.hf.engine import HFEngine
-from ctxwin.serve.limits import Limits
-from ctxwin.serve.metrics import Metrics
-from ctxwin.serve.middleware import Gateway
-from ctxwin.serve.routes import install
-from ctxwin.serve.service import STATE, OpenEngine, Service
-from ctxwin.serve.tenants import Keys, Tenant
 from ctxwin.store import Store, open_store
 from ctxwin.tiny import checkpoint_dir
+from ctxwin_server.connections import BoundedProtocol, ConnectionLimits, bounded_protocol
+from ctxwin_server.limits import Limits
+from ctxwin_server.metrics import Metrics
+from ctxwin_server.middleware import Gateway
+from ctxwin_server.routes import install
+from ctxwin_server.service import STATE, OpenEngine, Service
+from ctxwin_server.tenants import Keys, Tenant
 
 
 @dataclass
@@ -41,6 +43,7 @@ class Server:
     passed: list[Any]
     heads: list[dict[str, str]]
     app: FastAPI
+    protocol: type[BoundedProtocol]
 
     def client(self, key: str = "none", **options: Any) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, **options)
@@ -69,6 +72,8 @@ def serving(
     api_keys: Sequence[str] = (),
     store: str = "memory:",
     make: Callable[[Store], Engine] | None = None,
+    connections: ConnectionLimits | None = None,
+    cors: Sequence[str] | None = None,
     **options: Any,
 ) -> Iterator[Server]:
     """A server that answers on a free port until the block ends."""
@@ -121,8 +126,11 @@ def serving(
 
     setattr(app.state, STATE, service)
     install(app)
+    if cors is not None:  # as vLLM's server has it
+        app.add_middleware(CORSMiddleware, allow_origins=cors, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(Gateway)
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
+    protocol = bounded_protocol(connections)
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", http=protocol))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -130,7 +138,7 @@ def serving(
             assert thread.is_alive(), "the server did not start"
             time.sleep(0.01)
         port = server.servers[0].sockets[0].getsockname()[1]
-        yield Server(f"http://127.0.0.1:{port}", service, engines, passed, heads, app)
+        yield Server(f"http://127.0.0.1:{port}", service, engines, passed, heads, app, protocol)
     finally:
         server.should_exit = True
         thread.join()

@@ -7,8 +7,8 @@ import urllib.request
 
 import pytest
 
-from ctxwin.adapters.openai import RemoteWindow
-from ctxwin.serve.tenants import Tenant
+from ctxwin_client import RemoteWindow
+from ctxwin_server.tenants import Tenant
 from serve.serving import Server, serving
 from serve.test_routes import call
 
@@ -53,3 +53,32 @@ def test_metrics_need_a_key_by_option() -> None:
         assert status(server, "GET", "/metrics", authorization="Bearer only") == 200
     with serving(private_metrics=True) as server:
         assert status(server, "GET", "/metrics") == 200
+
+
+PREFLIGHT = {"origin": "https://a.example", "access-control-request-method": "POST"}
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/v1/models", "/v1/windows", "/health", "/invocations", "/x"])
+def test_options_need_a_key_as_any_other_method(path: str) -> None:
+    """`/metrics` is an app of its own, which answered whatever the method was."""
+    with serving(api_keys=["only"]) as server:
+        assert status(server, "OPTIONS", path) == 401
+        assert status(server, "OPTIONS", path, **PREFLIGHT) == 401  # where nothing answers preflights
+        assert status(server, "OPTIONS", path, authorization="Bearer only") != 401
+    with serving(tenants=[Tenant(name="acme", keys=["key-a"])]) as server:
+        assert status(server, "OPTIONS", path) == 401
+        assert status(server, "OPTIONS", path, authorization="Bearer key-a") in (403, 405)
+
+
+def test_a_preflight_needs_no_key_where_other_sites_pages_are_served() -> None:
+    with serving(api_keys=["only"], cors=[]) as server:
+        assert status(server, "OPTIONS", "/metrics", **PREFLIGHT) == 401
+    with serving(api_keys=["only"], cors=["https://a.example"]) as server:
+        for path in ("/v1/chat/completions", "/metrics"):
+            request = urllib.request.Request(server.url + path, None, PREFLIGHT, method="OPTIONS")
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                assert answer.headers["access-control-allow-origin"]
+                assert answer.read() == b"OK"
+            for name in PREFLIGHT:  # half a preflight is none
+                assert status(server, "OPTIONS", path, **{name: PREFLIGHT[name]}) == 401
+            assert status(server, "OPTIONS", path) == 401

@@ -16,7 +16,7 @@ import pytest
 from openai import OpenAI
 
 from ctxwin import Chunk
-from ctxwin.adapters.openai import RemoteWindow
+from ctxwin_client import RemoteWindow
 from serve.serving import Server, serving
 from store.redis_server import Server as Redis
 
@@ -67,15 +67,17 @@ def test_windows_and_conversations_behind_vllm_router(stack: ExitStack, tmp_path
     windows = [RemoteWindow(client, f"You watch house {i}.", 900) for i in range(8)]
     for i, window in enumerate(windows):
         window.extend([Chunk.text(f"The door of room {i}{j} is open. ") for j in range(4)])
-    taken = [server.service.space("").windows.taken_over for server in (first, second)]
+    taken = [server.service.tenant_state("").windows.taken_over for server in (first, second)]
     answers = []
     for window in windows:
         window.evict(window.ids[0])
         window.append(Chunk.text("The door of the hall is open. "))
         answers.append(window.ask(QUESTION, 4).text)
-    held = [{entry.id for entry in server.service.space("").windows.held()} for server in (first, second)]
+    held = [
+        {entry.id for entry in server.service.tenant_state("").windows.open_windows()} for server in (first, second)
+    ]
     assert all(held), "the router spreads them"
-    assert taken == [server.service.space("").windows.taken_over for server in (first, second)], (
+    assert taken == [server.service.tenant_state("").windows.taken_over for server in (first, second)], (
         "behind its first request a window stays where it is"
     )
 

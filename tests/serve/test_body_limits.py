@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from ctxwin.serve import forms, limits
-from ctxwin.serve.errors import TooLarge, TooManyRequests
-from ctxwin.serve.limits import BodyBytes, Limits
+from ctxwin_client.errors import TooLarge, TooManyRequests
+from ctxwin_server import limits, multipart
+from ctxwin_server.limits import BodyBytes, Limits
 from serve.serving import Server, serving
 from serve.test_routes import call, wait_for
 
@@ -96,13 +96,13 @@ FORM = b'--b\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n%s\r\n'
 
 
 def test_forms_are_bounded_and_parsed_off_the_event_loop(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, parser = set(), forms.FormParser
+    threads, parser = set(), multipart.FormParser
 
     def made(*args: Any, **options: Any) -> Any:
         threads.add(threading.current_thread().name)
         return parser(*args, **options)
 
-    monkeypatch.setattr(forms, "FormParser", made)
+    monkeypatch.setattr(multipart, "FormParser", made)
     url = f"{server.url}/v1/chunks"
 
     def sent(*parts: bytes) -> tuple[int, str]:
@@ -196,3 +196,12 @@ def test_a_full_disk_is_no_slip_of_the_server(server: Server, monkeypatch: pytes
     status, answer = call(server, "/v1/chunks", {"type": "text", "text": "x"})
     assert (status, answer["error"]["code"]) == (507, "store_full")
     assert "secret" not in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400", "-1e999"])
+@pytest.mark.parametrize("body", ['{"a": %s}', '{"a": {"b": [1, %s]}}', "[%s]", '{"temperature": %s}'])
+def test_numbers_that_are_none_are_refused(body: str, number: str) -> None:
+    """Python reads and writes them, no JSON has them, and answers that repeat them cannot be written."""
+    with pytest.raises(limits.Malformed, match="finite"):
+        Limits().parse((body % number).encode())
+    assert Limits().parse((body % "1e300").encode())

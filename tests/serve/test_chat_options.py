@@ -15,14 +15,14 @@ import torch
 from openai import OpenAI
 
 from ctxwin import Chunk
-from ctxwin.adapters.openai import chunk_part, upload
 from ctxwin.engines.base import Sampling
-from ctxwin.engines.hf.model import warped
+from ctxwin.engines.hf.model import filter_logits
 from ctxwin.errors import AnswerStopped
-from ctxwin.serve.chat import several
-from ctxwin.serve.completions import ChatRequest, Reply
-from ctxwin.serve.limits import Limits
 from ctxwin.tiny import world
+from ctxwin_client import chunk_part, upload
+from ctxwin_server.chat import answer_choices
+from ctxwin_server.completions import ChatRequest, Reply
+from ctxwin_server.limits import Limits
 from serve.serving import Server, serving
 from serve.test_routes import call, wait_for
 
@@ -98,14 +98,14 @@ def test_what_may_be_drawn_is_what_transformers_allows() -> None:
             (top_p < 1, TopPLogitsWarper(top_p)),
         ):
             expected = warper(None, expected) if wanted else expected
-        made = warped(logits, Sampling(temperature=0.8, top_p=top_p, top_k=top_k, min_p=min_p), [])
+        made = filter_logits(logits, Sampling(temperature=0.8, top_p=top_p, top_k=top_k, min_p=min_p), [])
         assert torch.equal(made.isfinite(), expected[0].isfinite()) and 1 <= made.isfinite().sum() < 50
         assert torch.equal(made[made.isfinite()], logits[made.isfinite()])
 
 
 def test_penalties_count_what_the_answer_has() -> None:
     logits = torch.zeros(4)
-    made = warped(logits, Sampling(presence_penalty=0.5, frequency_penalty=0.25), [1, 1, 3])
+    made = filter_logits(logits, Sampling(presence_penalty=0.5, frequency_penalty=0.25), [1, 1, 3])
     assert made.tolist() == [0.0, -1.0, 0.0, -0.75]
 
 
@@ -119,8 +119,10 @@ def test_requests_that_say_nothing_take_the_servers_defaults() -> None:
         {**body, "temperature": 0, "top_p": 1, "top_k": -1, "repetition_penalty": 1}
     ).sampling(defaults)
     assert (said.temperature, said.top_p, said.repetition_penalty, said.top_k) == (0, 1, 1, 0)
-    most = [parse({**body, **more}).most(100, defaults) for more in ({}, {"max_tokens": 50}, {"max_tokens": 200})]
-    assert most == [7, 50, 200] and parse(body).most(100, {}) == 100
+    most = [
+        parse({**body, **more}).answer_limit(100, defaults) for more in ({}, {"max_tokens": 50}, {"max_tokens": 200})
+    ]
+    assert most == [7, 50, 200] and parse(body).answer_limit(100, {}) == 100
 
 
 def test_log_probabilities_are_the_models(client: OpenAI, server: Server, asked: dict[str, Any]) -> None:
@@ -187,9 +189,9 @@ def test_choices_end_where_nothing_runs_beside_them_and_stop_with_the_first_erro
         begun()
         return Reply(index, str(index), "stop", None)  # type: ignore[arg-type]
 
-    assert [reply.index for reply in several(one, 4, park, lambda: False)] == [0, 1, 2, 3]
+    assert [reply.index for reply in answer_choices(one, 4, park, lambda: False)] == [0, 1, 2, 3]
     assert len(never) == 3 and all(future.cancelled() for future in never)
-    assert [reply.index for reply in several(one, 1, park, lambda: False)] == [0] and len(never) == 3
+    assert [reply.index for reply in answer_choices(one, 1, park, lambda: False)] == [0] and len(never) == 3
 
     def failing(index: int, begun: Callable[[], None], halted: Callable[[], bool]) -> Reply:
         begun()
@@ -202,9 +204,9 @@ def test_choices_end_where_nothing_runs_beside_them_and_stop_with_the_first_erro
         raise AssertionError("nobody stopped it")
 
     with ThreadPoolExecutor(4) as pool, pytest.raises(ValueError, match="the second"):
-        several(failing, 3, pool.submit, lambda: False)
+        answer_choices(failing, 3, pool.submit, lambda: False)
     with pytest.raises(AnswerStopped):
-        several(failing, 2, park, lambda: True)
+        answer_choices(failing, 2, park, lambda: True)
 
 
 def test_a_client_that_leaves_stops_every_choice(server: Server, vague: dict[str, Any]) -> None:
@@ -246,7 +248,7 @@ def schema(value: Any) -> dict[str, Any]:
         ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "continuous_usage_stats"),
         ({"response_format": {"type": "json_object"}}, "JSON schemas"),  # not on this engine
         ({"response_format": {"type": "json_schema"}}, "json_schema"),
-        ({"response_format": {"type": "structural_tag"}}, "response_format"),
+        ({"response_format": {"type": "structural_tag"}}, "structural tag"),
         ({"response_format": {"type": "text", "x": 1}}, "response_format"),
         ({"logit_bias": {"1": 5}}, "logit_bias"),
         ({"skip_special_tokens": False}, "skip_special_tokens"),

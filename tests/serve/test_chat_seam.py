@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -11,18 +13,13 @@ from typing import Any
 import pytest
 
 from ctxwin import Fidelity
-from ctxwin.engines.open import vllm_installed
 from ctxwin.errors import EngineFailed
-from ctxwin.serve.asked import ASKED, Asked
-from ctxwin.serve.conversations import Conversations
 from ctxwin.store import open_store
+from ctxwin_server.conversations import Conversations
+from ctxwin_server.request_options import PendingRequests, RequestOptions
 from serve.test_conversations import FakePrompt
 
-if not vllm_installed():
-    pytest.skip("vLLM is not installed", allow_module_level=True)
-
-from ctxwin.engines.vllm.engine import VLLMEngine
-from ctxwin.serve.vllm import chats
+chats = pytest.importorskip("ctxwin_server.vllm.chats", reason="vLLM is not installed", exc_type=ImportError)
 
 PROMPT: dict[str, Any] = {"type": "token", "prompt_token_ids": [1, 2, 3]}
 
@@ -57,13 +54,13 @@ class Seam:
     closed: int = 0
 
     def __post_init__(self) -> None:
-        self.store = open_store("memory:")
+        self.store, self.asked = open_store("memory:"), PendingRequests()
         self.conversations = Conversations(4, 60.0)
-        engine = VLLMEngine.__new__(VLLMEngine)
-        space = SimpleNamespace(engine=engine, conversations=self.conversations)
+        engine = chats.VLLMEngine.__new__(chats.VLLMEngine)
+        tenant_state = SimpleNamespace(engine=engine, conversations=self.conversations)
         metrics = SimpleNamespace(
             chat=lambda *_: self.counted.append("window"),
-            chat_left_alone=lambda *_, failed: self.counted.append("failed" if failed else "none"),
+            chat_left_alone=lambda _, why, *, failed: self.counted.append(f"{'failed' if failed else 'none'}: {why}"),
             fallback=lambda *_: self.counted.append("fallback"),
         )
 
@@ -71,30 +68,34 @@ class Seam:
             return await asyncio.to_thread(work)
 
         service: Any = SimpleNamespace(
-            space=lambda _: space,
+            tenant_state=lambda _: tenant_state,
             run_chat=run_chat,
             metrics=metrics,
             limits=SimpleNamespace(fidelity=Fidelity("exact")),
+            pending_requests=self.asked,
         )
-        self.chats = chats._Chats(self.inner, service)
+        self.chats = chats.ChatClient(SimpleNamespace(generate=self.inner), service)
 
     async def inner(self, prompt: Any, sampling: Sampling, request_id: str, **options: Any) -> AsyncIterator[Any]:
         self.calls.append((prompt, sampling))
+        assert options["trace_headers"] == {"traceparent": "of a client"}  # the key goes no further
         try:
             for one in self.script.pop(0):
                 yield one
         finally:
             self.closed += 1
 
-    async def ask(self, asked: Asked | None, sampling: Sampling | None = None, take: int = 99) -> list[str]:
-        ASKED.set(asked)
+    async def ask(self, asked: RequestOptions | None, sampling: Sampling | None = None, take: int = 99) -> list[str]:
         found = []
-        stream = self.chats.generate(PROMPT, sampling or Sampling(), "r")
-        async for one in stream:
-            found.append(one.outputs[0].text)
-            if len(found) == take:
-                break
-        await stream.aclose()
+        scope: dict[str, Any] = {"headers": [(b"traceparent", b"of a client")]}
+        with nullcontext() if asked is None else self.asked.carry(asked, scope):
+            headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+            stream = self.chats.generate(PROMPT, sampling or Sampling(), "r", trace_headers=headers)
+            async for one in stream:
+                found.append(one.outputs[0].text)
+                if len(found) == take:
+                    break
+            await stream.aclose()
         while self.chats._tasks:
             await asyncio.gather(*self.chats._tasks)
         return found
@@ -110,55 +111,83 @@ def seam(monkeypatch: pytest.MonkeyPatch) -> Seam:
         return made.prompts[-1]
 
     made.fail = None  # type: ignore[attr-defined]
-    monkeypatch.setattr(chats, "PromptEngine", prompt_engine)
-    hand_over = FakePrompt.hand_over
+    monkeypatch.setattr(chats, "RenderedRequest", prompt_engine)
+    submit = FakePrompt.submit
 
     def with_handle(self: FakePrompt, layout: Any, salt: str) -> Any:
-        handed = hand_over(self, layout, salt)
-        vars(handed).update(handle="0" * 32, prompt={"windowed": True})
-        return handed
+        submitted = submit(self, layout, salt)
+        vars(submitted).update(handle="0" * 32, prompt={"windowed": True})
+        return submitted
 
-    monkeypatch.setattr(FakePrompt, "hand_over", with_handle)
+    monkeypatch.setattr(FakePrompt, "submit", with_handle)
     return made
 
 
 def test_a_window_stands_behind_a_chat_that_has_one_alone(seam: Seam) -> None:
     seam.script = [[output("a")], [output("a"), output("b", "stop")], [output("c", "stop", 3)]]
     assert asyncio.run(seam.ask(None)) == ["a"] and seam.calls[0][0] is PROMPT and not seam.counted
-    asked = Asked("", "s")
+    asked = RequestOptions("", "s")
     assert asyncio.run(seam.ask(asked)) == ["a", "b"]
     assert seam.calls[1][0] == {"windowed": True} and "kv_transfer_params" in seam.calls[1][1].extra_args
     assert asked.usage["computed_tokens"] == 3 and seam.prompts[0].taken == [True] and seam.counted == ["window"]
-    again = Asked("", "s")
+    again = RequestOptions("", "s")
     asyncio.run(seam.ask(again))
     assert again.usage["computed_tokens"] == 0 and again.usage["lanes"]["resident"] == len("sysaa")
 
 
 def test_a_load_that_fails_is_computed_and_counted(seam: Seam) -> None:
     seam.script = [[output("", "error")], [output("whole", "stop")]]
-    asked = Asked("", "s")
+    asked = RequestOptions("", "s")
     assert asyncio.run(seam.ask(asked)) == ["whole"]
     assert seam.calls[1][0] is PROMPT and seam.calls[1][1].extra_args is None
-    assert seam.counted == ["fallback"] and seam.prompts[0].taken == [False] and not asked.usage
+    assert seam.counted == ["fallback", "failed: its KV could not be loaded"] and asked.off
+    assert seam.prompts[0].taken == [False] and not asked.usage
 
 
 def test_an_error_behind_the_first_token_is_vllms_to_tell(seam: Seam) -> None:
     seam.script = [[output("a"), output("", "error")]]
-    assert asyncio.run(seam.ask(Asked("", "s"))) == ["a", ""] and len(seam.calls) == 1
+    assert asyncio.run(seam.ask(RequestOptions("", "s"))) == ["a", ""] and len(seam.calls) == 1
 
 
 def test_a_window_that_cannot_be_prepared_leaves_the_chat_alone(seam: Seam) -> None:
     seam.script = [[output("whole", "stop")], [output("whole", "stop")]]
     seam.fail = EngineFailed("down")  # type: ignore[attr-defined]
-    asked = Asked("", "s")
+    asked = RequestOptions("", "s")
     assert asyncio.run(seam.ask(asked)) == ["whole"] and seam.calls[0][0] is PROMPT
-    assert asked.off == "the window failed" and seam.counted == ["failed"]
-    unfit = Asked("", "s")
+    assert asked.off == "its window failed" and seam.counted == ["failed: its window failed"]
+    unfit = RequestOptions("", "s")
     assert asyncio.run(seam.ask(unfit, Sampling(prompt_logprobs=1))) == ["whole"]
-    assert "log-probabilities" in unfit.off and seam.counted == ["failed", "none"]
+    assert "log-probabilities" in unfit.off and seam.counted[1:] == [f"none: {unfit.off}"]
 
 
 def test_a_client_that_leaves_takes_its_request_along(seam: Seam) -> None:
     seam.script = [[output("a"), output("b"), output("c", "stop")]]
-    assert asyncio.run(seam.ask(Asked("", "s"), take=1)) == ["a"]
+    assert asyncio.run(seam.ask(RequestOptions("", "s"), take=1)) == ["a"]
     assert seam.closed == 1 and seam.prompts[0].taken == [False] and seam.counted == []
+
+
+def test_a_client_that_leaves_while_its_window_is_prepared_leaves_nothing(
+    seam: Seam, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, inside = FakePrompt.submit, threading.Event()
+
+    def slow(self: FakePrompt, layout: Any, salt: str) -> Any:
+        inside.set()
+        assert self.left.wait(30)  # which a forward would have been asked before
+        return submit(self, layout, salt)
+
+    monkeypatch.setattr(FakePrompt, "submit", slow)
+
+    async def leave() -> None:
+        asking = asyncio.create_task(seam.ask(RequestOptions("", "s")))
+        await asyncio.to_thread(inside.wait, 30)
+        asking.cancel()
+        await asyncio.wait([asking])
+        while seam.chats._tasks:
+            await asyncio.gather(*seam.chats._tasks)
+
+    asyncio.run(leave())
+    assert not seam.calls and seam.prompts[0].taken == [False] and not seam.counted and not seam.asked
+    monkeypatch.setattr(FakePrompt, "submit", submit)
+    seam.script = [[output("a", "stop")]]
+    assert asyncio.run(seam.ask(RequestOptions("", "s"))) == ["a"] and seam.counted == ["window"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ctxwin import Window
-from ctxwin.serve.limits import Limits
+from ctxwin_server.limits import Limits
 from serve.serving import Server, serving
 from serve.test_routes import call, wait_for
 
@@ -32,7 +32,7 @@ def test_a_client_that_leaves_before_the_first_token_stops_its_stream(
 ) -> None:
     """Nobody reads the answer, so nothing may come of it: a client that timed out asks again."""
     window = opened(server, budget=4000)
-    windows, ask = server.service.space("").windows, Window.answer
+    windows, ask = server.service.tenant_state("").windows, Window.answer
     inside, go = threading.Event(), threading.Event()
 
     def slow(*args: Any, **options: Any) -> Any:
@@ -48,5 +48,5 @@ def test_a_client_that_leaves_before_the_first_token_stops_its_stream(
     connection.close()
     time.sleep(0.3)  # the server hears of it
     go.set()
-    wait_for(lambda: windows._held[window].users == 0)
+    wait_for(lambda: windows._entries[window].users == 0)
     assert not call(server, f"/v1/windows/{window}")[1]["ids"]  # an answer of 3000 tokens would have been remembered

@@ -45,15 +45,16 @@ def test_bad_options_of_ours_are_one_line(arguments: tuple[str, ...], said: str)
 
 PROGRAM = """
 import json, sys
-from ctxwin.serve.vllm.arguments import own_keys, parse, prepare
+from ctxwin_server.vllm.arguments import server_keys, parse, prepare
 found = {}
 for given in json.loads(sys.argv[1]):
     try:
         args = parse("tiny", given)
         prepare(args, given)
         found[" ".join(given)] = [args.model, args.served_model_name, args.kv_transfer_config["kv_connector"],
-                                  args.max_model_len, args.disable_log_stats, own_keys(args),
-                                  args.enforce_eager, args.max_logprobs, args.plain_max_logprobs]
+                                  args.max_model_len, args.disable_log_stats, server_keys(args),
+                                  args.enforce_eager, args.max_logprobs, args.plain_max_logprobs,
+                                  args.enable_prompt_tokens_details]
     except (Exception, SystemExit) as error:
         found[" ".join(given)] = f"{type(error).__name__}: {error}"
 print(json.dumps(found))
@@ -87,13 +88,18 @@ def test_vllms_arguments_are_vllms(tmp_path: Path) -> None:
         ["--kv-transfer-config", '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}'],
         ["--no-such-argument"],
         ["--chat-template", "{{ messages }}", "--reasoning-parser", "qwen3"],
+        ["--no-enable-prompt-tokens-details"],
+        ["--no_enable_prompt_tokens_details", "--served-model-name", "c"],
     ]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(cases)], capture_output=True, text=True, check=True, timeout=300
     )
     found = dict(zip(range(len(cases)), json.loads(done.stdout.splitlines()[-1]).values(), strict=True))
-    assert found[0][1:] == [["tiny"], "CtxwinConnector", None, False, [], True, -1, 20] and Path(found[0][0]).is_dir()
-    assert found[1][1:] == [["a", "b"], "CtxwinConnector", 128, False, ["k"], False, -1, 5]
+    assert (
+        found[0][1:] == [["tiny"], "CtxwinConnector", None, False, [], True, -1, 20, True]
+        and Path(found[0][0]).is_dir()
+    )
+    assert found[1][1:] == [["a", "b"], "CtxwinConnector", 128, False, ["k"], False, -1, 5, True]
     assert found[2][3] == 96
     assert "data_parallel_size must be 1" in found[3]
     assert "--api-server-count must be 1" in found[4] and "--store redis" in found[4]
@@ -102,6 +108,7 @@ def test_vllms_arguments_are_vllms(tmp_path: Path) -> None:
     assert "kv_transfer_config must not be set" in found[7]
     assert found[8] == "SystemExit: 2"
     assert found[9][2] == "CtxwinConnector"
+    assert [found[i][-1] for i in (10, 11)] == [False, False]
     assert "--chat-template: for plain chats only" in done.stderr
     assert "--reasoning-parser: for plain chats only" in done.stderr
 

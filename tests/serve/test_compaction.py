@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 
-from ctxwin.serve.asked import Asked, Reported
-from ctxwin.serve.compaction import (
+from ctxwin_server.compaction import (
     MESSAGES,
     RESPONSES,
-    Compact,
-    Compacted,
-    apply,
-    asked_in,
-    line_of,
+    CompactEdit,
+    Compaction,
+    encode_event,
     read_summary,
+    replace_turns,
     request_for,
     resume,
+    take_compaction,
 )
+from ctxwin_server.request_options import ReportingSend, RequestOptions
 
-COMPACT = Compact(type="compact_20260112")
+COMPACT = CompactEdit(type="compact_20260112")
 PATHS = [MESSAGES, RESPONSES]
 
 
@@ -64,19 +64,22 @@ def answer(path: str) -> dict[str, Any]:
 def test_each_api_asks_in_its_own_words() -> None:
     edits = [{"type": "clear_images"}, {"type": "compact_20260112", "trigger": {"type": "input_tokens", "value": 7}}]
     data: dict[str, Any] = {"context_management": {"edits": edits}}
-    compact = asked_in(MESSAGES, data)
+    compact = take_compaction(MESSAGES, data)
     assert compact is not None and compact.threshold == 7 and data == {"context_management": {"edits": edits[:1]}}
     data = {"context_management": [{"type": "compaction", "compact_threshold": 9}]}
-    compact = asked_in(RESPONSES, data)
+    compact = take_compaction(RESPONSES, data)
     assert compact is not None and compact.threshold == 9 and data == {}
-    assert asked_in(MESSAGES, {}) is None and asked_in(MESSAGES, {"context_management": {"edits": []}}) is None
+    assert (
+        take_compaction(MESSAGES, {}) is None
+        and take_compaction(MESSAGES, {"context_management": {"edits": []}}) is None
+    )
     assert COMPACT.threshold == 150_000
     for path, bad in (
         (MESSAGES, {"edits": [{"type": "compact_20260112", "keep": 1}]}),
         (RESPONSES, [{"type": "other"}]),
     ):
-        with pytest.raises(ValueError, match="malformed"):
-            asked_in(path, {"context_management": bad})
+        with pytest.raises(ValueError, match=r"malformed|an entry of context_management must be"):
+            take_compaction(path, {"context_management": bad})
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -88,34 +91,36 @@ def test_a_summary_is_asked_for_behind_the_same_conversation(path: str) -> None:
     assert [t["role"] for t in turns(body)] == [t["role"] for t in turns(data)]  # no two turns of a user's in a row
     assert body["stream"] is False and 100 in (body.get("max_tokens"), body.get("max_output_tokens"))
     assert body["tool_choice"] in ("none", {"type": "none"}) and "stop_sequences" not in body
-    own = Compact(type="compact_20260112", instructions="Only names.")
+    own = CompactEdit(type="compact_20260112", instructions="Only names.")
     assert texts(request_for(path, data, own, 100))[-1] == "Only names."
-    assert read_summary(path, answer(path)) == ("two", (30, 5))
-    assert read_summary(path, {"content": [], "output": []}) == (None, (0, 0))
+    assert read_summary(path, answer(path)) == ("two", {"input_tokens": 30, "output_tokens": 5})
+    assert read_summary(path, {"content": [], "output": []}) == (None, {})
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_the_summary_takes_the_place_of_all_but_rules_and_the_last_turn(path: str) -> None:
     data = conversation(path)
-    apply(path, data, "S")
+    replace_turns(path, data, "S")
     assert texts(data)[-2:] == ["Summary of the conversation so far:\n\nS", "second"]
     assert [t["role"] for t in turns(data)] == ["developer", "user"][-len(turns(data)) :]
     result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "r"}]}
     data = {"messages": [*conversation(MESSAGES)["messages"], result]}
-    apply(MESSAGES, data, "S")  # the call that it answers is gone
+    replace_turns(MESSAGES, data, "S")  # the call that it answers is gone
     assert texts(data) == ["Summary of the conversation so far:\n\nS"]
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_the_client_sends_the_block_back_and_what_was_in_front_is_left_out(path: str) -> None:
-    done = Compacted(path, "S", (40, 9))
+    done = Compaction(path, "S", {"input_tokens": 40, "output_tokens": 9, "cache_read_input_tokens": 7})
     made = answer(path)
-    done.told(made)
+    made["usage"]["cache_read_input_tokens"] = 12
+    done.add_to(made)
     data = conversation(path)
     if path == MESSAGES:
         assert made["content"][0] == {"type": "compaction", "content": "S"}
         assert [i["type"] for i in made["usage"]["iterations"]] == ["compaction", "message"]
         assert made["usage"]["iterations"][0]["input_tokens"] == 40
+        assert [i["cache_read_input_tokens"] for i in made["usage"]["iterations"]] == [7, 12]
         data["messages"] += [{"role": "assistant", "content": made["content"]}, {"role": "user", "content": "third"}]
     else:
         data["input"] += [*made["output"], {"role": "user", "content": "third"}]
@@ -142,7 +147,7 @@ def test_a_block_that_is_not_ours_is_refused(bad: Any) -> None:
         resume(MESSAGES, {"messages": [{"role": "assistant", "content": [{"type": "compaction", "content": 7}]}]})
 
 
-def streamed(asked: Asked, events: list[dict[str, Any]], cut: int) -> list[dict[str, Any]]:
+def streamed(asked: RequestOptions, events: list[dict[str, Any]], cut: int) -> list[dict[str, Any]]:
     """What a client reads of a stream that comes in pieces of ``cut`` bytes."""
     sent: list[bytes] = []
 
@@ -150,10 +155,10 @@ def streamed(asked: Asked, events: list[dict[str, Any]], cut: int) -> list[dict[
         sent.append(message.get("body", b""))
 
     async def run() -> None:
-        reported = Reported(send, asked)
+        reported = ReportingSend(send, asked)
         head = [(b"content-type", b"text/event-stream")]
         await reported({"type": "http.response.start", "status": 200, "headers": head})
-        raw = b"".join(map(line_of, events))
+        raw = b"".join(map(encode_event, events))
         for at in range(0, len(raw), cut):
             await reported({"type": "http.response.body", "body": raw[at : at + cut], "more_body": True})
         await reported({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
@@ -166,7 +171,9 @@ def streamed(asked: Asked, events: list[dict[str, Any]], cut: int) -> list[dict[
 
 @pytest.mark.parametrize("cut", [7, 100_000])
 def test_a_stream_of_messages_begins_with_the_block(cut: int) -> None:
-    asked = Asked("", usage={"exact": True}, compacted=Compacted(MESSAGES, "S", (40, 9)))
+    asked = RequestOptions(
+        "", usage={"exact": True}, compaction=Compaction(MESSAGES, "S", {"input_tokens": 40, "output_tokens": 9})
+    )
     events: list[dict[str, Any]] = [
         {"type": "message_start", "message": {"content": [], "usage": {"input_tokens": 3, "output_tokens": 0}}},
         {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
@@ -184,7 +191,7 @@ def test_a_stream_of_messages_begins_with_the_block(cut: int) -> None:
 
 
 def test_a_stream_of_responses_begins_with_the_item() -> None:
-    asked = Asked("", compacted=Compacted(RESPONSES, "S"))
+    asked = RequestOptions("", compaction=Compaction(RESPONSES, "S"))
     item = {"type": "message", "role": "assistant", "content": []}
     events: list[dict[str, Any]] = [
         {"type": "response.created", "sequence_number": 0, "response": {"status": "in_progress", "output": []}},

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import types
+import typing
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typing_extensions
 
-from ctxwin.serve.context_management import CLEARED, Policy, manage
+from ctxwin_server.compaction import take_compaction
+from ctxwin_server.context_management import CLEARED, Policy, manage
 
 NAMES = ["look", "read", "look", "keep", "look"]
 
@@ -133,6 +138,132 @@ def test_pictures_leave_wherever_they_stand() -> None:
         assert text.count(json.dumps({"type": kind, "text": CLEARED})) == 2 and text.count("...") == 1
 
 
+def thoughts(kind: str) -> dict[str, Any]:
+    """A conversation of three turns that were thought about, and one that was not, in the shape of an API."""
+    turns: list[Any] = []
+    for i in range(4):
+        text, thought = {"type": "text", "text": f"answer {i}"}, f"thought {i} is long"
+        turns.append({"role": "user", "content": f"go {i}"})
+        if kind == "messages":
+            block = (
+                {"type": "thinking", "thinking": thought, "signature": ""}
+                if i
+                else {"type": "redacted_thinking", "data": thought}
+            )
+            turns.append({"role": "assistant", "content": [text] if i == 2 else [block, text]})
+        elif kind == "chat":
+            turns.append({"role": "assistant", "content": f"answer {i}", **({} if i == 2 else {"reasoning": thought})})
+        else:
+            item = {
+                "type": "reasoning",
+                "id": f"r{i}",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": thought}],
+            }
+            turns += [item] * (i != 2) + [{"role": "assistant", "content": f"answer {i}"}]
+    return {"input" if kind == "responses" else "messages": turns}
+
+
+@pytest.mark.parametrize("kind", ["messages", "chat", "responses"])
+@pytest.mark.parametrize(
+    ("keep", "left"),
+    [(None, {3}), ({"type": "thinking_turns", "value": 2}, {1, 3}), ({"type": "all"}, {0, 1, 3}), ("all", {0, 1, 3})],
+)
+def test_thinking_of_old_turns_leaves(kind: str, keep: Any, left: set[int]) -> None:
+    data = thoughts(kind)
+    edit = {"type": "clear_thinking_20251015", **({} if keep is None else {"keep": keep})}
+    data["context_management"] = {"edits": [edit]}
+    applied = manage(data, None, words)
+    text = json.dumps(data)
+    assert {i for i in range(4) if f"thought {i} " in text} == left
+    assert all(f"answer {i}" in text and f"go {i}" in text for i in range(4))
+    cleared = 3 - len(left)
+    assert [a["cleared_thinking_turns"] for a in applied or ()] == [cleared] * bool(cleared)
+    assert all(a["cleared_input_tokens"] >= 4 * cleared for a in applied or ())
+
+
+def test_a_turn_of_nothing_but_thinking_is_still_a_turn() -> None:
+    only = {"role": "assistant", "content": [{"type": "thinking", "thinking": "long", "signature": ""}]}
+    data = {"messages": [only, {"role": "user", "content": "go"}, *thoughts("messages")["messages"]]}
+    manage({**data, "context_management": {"edits": [{"type": "clear_thinking_20251015"}]}}, None, words)
+    assert data["messages"][0]["content"] == [{"type": "text", "text": CLEARED}]
+
+
+@pytest.mark.parametrize("make", [chat, responses, messages])
+def test_arguments_of_named_tools_go(make: Any) -> None:
+    data = make()
+    asked = clear(
+        trigger={"type": "tool_uses", "value": 0}, keep={"type": "tool_uses", "value": 0}, clear_tool_inputs=["look"]
+    )
+    manage({**data, "context_management": asked}, None, words)
+    text = json.dumps(data).replace("\\", "")
+    assert [f'"n": {i}' in text for i in range(5)] == [name != "look" for name in NAMES]
+
+
+AMOUNTS = {"input_tokens": 7, "tool_uses": 2, "thinking_turns": 3}
+"""A value for each kind of amount in the official client's types."""
+
+
+def examples(hint: Any) -> list[Any]:
+    """Values of a type of the official client's: every alternative, every field with and without."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Required, typing.Annotated):
+        return examples(arguments[0])
+    if origin is typing.Union or isinstance(hint, types.UnionType):
+        return [value for argument in arguments for value in examples(argument)]
+    if origin is typing.Literal:
+        return [*arguments]
+    if typing_extensions.is_typeddict(hint):
+        fields = typing_extensions.get_type_hints(hint, include_extras=True)
+        required = {name for name, kind in fields.items() if typing.get_origin(kind) is typing.Required}
+        fixed = {name: examples(fields[name])[0] for name in sorted(required)}
+        if "value" in fixed:
+            return [{**fixed, "value": AMOUNTS[fixed["type"]]}]
+        optional = [(name, kind) for name, kind in fields.items() if name not in fixed]
+        return [fixed, *({**fixed, name: value} for name, kind in optional for value in examples(kind))]
+    if hint in (type(None), bool, str, int):
+        return {type(None): [None], bool: [False, True], str: ["look"], int: [5]}[hint]
+    return [["look"]]  # a sequence of names
+
+
+def test_every_edit_of_the_official_clients_is_taken() -> None:
+    """By their types of today: an edit or a field that they gain fails here first."""
+    from anthropic.types.beta import beta_context_management_config_param as anthropic
+    from openai.types.responses.response_create_params import ContextManagement
+
+    edits = [edit for kind in typing.get_args(anthropic.Edit) for edit in examples(kind)]
+    assert {edit["type"] for edit in edits} >= {
+        "clear_thinking_20251015",
+        "clear_tool_uses_20250919",
+        "compact_20260112",
+    }
+    assert len(edits) > 15
+    for edit in edits:
+        data = {**messages(), "context_management": {"edits": [edit]}}
+        assert (take_compaction("/v1/messages", data) is not None) == (edit["type"] == "compact_20260112")
+        manage(data, None, words)
+    for entry in examples(ContextManagement):
+        data = {**responses(), "context_management": [{**entry, "type": "compaction"}]}
+        assert take_compaction("/v1/responses", data) is not None and manage(data, None, words) is None
+    for nothing in ({}, {"edits": []}):
+        assert manage({**messages(), "context_management": nothing}, None, words) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"edits": [{"type": "compact_20260112"}]}, "/v1/messages takes compact_20260112"),
+        ({"edits": [{"type": "clear_thinking_20270101"}]}, "got 'clear_thinking_20270101'; leave it out"),
+        ({"edits": [{"type": {"a": 1}}]}, "an edit must be one of clear_tool_uses_20250919, clear_thinking_20251015"),
+        ({"edits": ["clear_images"]}, "edits.0"),
+        ([{"type": "compaction"}], "on /v1/responses"),
+    ],
+)
+def test_an_edit_that_there_is_not_is_named_with_what_to_do(asked: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        manage({"messages": [], "context_management": asked}, None, words)
+
+
 def test_what_is_not_done_is_said(tmp_path: Path) -> None:
     wrongs: list[Any] = [
         {"edits": [{"type": "compact_20260112"}]},
@@ -141,7 +272,7 @@ def test_what_is_not_done_is_said(tmp_path: Path) -> None:
         "auto",
     ]
     for bad in wrongs:
-        with pytest.raises(ValueError, match=r"context_management|edits|must|valid"):
+        with pytest.raises(ValueError, match=r"context_management|edits|must|valid|compact_20260112"):
             manage({"messages": [], "context_management": bad}, None, words)
     file = tmp_path / "policy.toml"
     file.write_text("budget = 24000\npictures = 4\nexclude_tools = ['memory']\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +16,9 @@ from ctxwin import Chunk, Fidelity
 from ctxwin.engines.base import Encoded, Generation, Segment
 from ctxwin.errors import EngineFailed
 from ctxwin.kv.layout import SpanKV
-from ctxwin.serve.conversations import KEPT, Conversations, Turn
 from ctxwin.store import open_store
 from ctxwin.store.base import Store
+from ctxwin_server.conversations import KEPT, PER_NAME, Conversations, Turn, WriteBackPending
 from window.fake import FakeEngine
 
 EXACT, PATCHED = Fidelity("exact"), Fidelity("patched", rank=4)
@@ -25,14 +26,14 @@ EXACT, PATCHED = Fidelity("exact"), Fidelity("patched", rank=4)
 
 @dataclass
 class Handed:
-    made: Generation
+    generation: Generation
     spans: list[SpanKV]
     captured: dict[int, SpanKV]
     computed: int
 
 
 class FakePrompt(FakeEngine):
-    """A prompt as `PromptEngine` cuts it: first the system prompt, then the chunks, and the question at its end."""
+    """A prompt as `RenderedRequest` cuts it: first the system prompt, then the chunks, and the question at its end."""
 
     def __init__(self, store: Store, parts: list[str], identity: str = "rendered") -> None:
         super().__init__(store)
@@ -44,6 +45,7 @@ class FakePrompt(FakeEngine):
         self.system_prompt, *self.chunks, self.query_chunk = chunks
         self.query = self._by_id[self.query_chunk.id]
         self.taken: list[bool] = []
+        self.left = threading.Event()
 
     def encode(self, chunk: Chunk) -> Encoded:
         return self._by_id[chunk.id]
@@ -51,19 +53,22 @@ class FakePrompt(FakeEngine):
     def encode_system_prompt(self, system_prompt: str) -> Encoded:
         return self._by_id[self.system_prompt.id]
 
-    def hand_over(self, layout: list[Segment], salt: str) -> Handed:
+    def submit(self, layout: list[Segment], salt: str) -> Handed:
         if self.fail:
             raise self.fail
         assert [s.encoded for s in layout[1:-1]] == [self.encode(c) for c in self.chunks] and layout[-1].span is None
         spans, captured, computed, _ = self._run(layout)
         return Handed(Generation(), spans, captured, computed)
 
-    def take_back(self, handed: Handed, *, finished: bool) -> dict[int, SpanKV]:
+    def collect(self, submitted: Handed, *, finished: bool) -> dict[int, SpanKV]:
         self.taken.append(finished)
-        return handed.captured if finished else {}
+        return submitted.captured if finished else {}
 
-    def forget_media(self) -> None:
+    def close(self) -> None:
         pass
+
+    def abandon(self) -> None:
+        self.left.set()
 
 
 @dataclass
@@ -75,17 +80,21 @@ class Chat:
 
     def turn(self, parts: list[str], name: str = "", fidelity: Fidelity = EXACT, **options: Any) -> Turn:
         engine: Any = FakePrompt(self.store, parts, **options)
-        return self.known.prepare(engine, name, fidelity)
+        try:
+            return self.known.prepare(engine, name, fidelity)
+        except WriteBackPending as error:
+            wait(error.pending)
+        return self.known.prepare(engine, name, fidelity, patient=False)
 
     def ask(self, parts: list[str], name: str = "", fidelity: Fidelity = EXACT, **options: Any) -> Turn:
         turn = self.turn(parts, name, fidelity, **options)
-        self.known.answered(turn)
+        self.known.expect_write_back(turn)
         self.known.finish(turn, finished=True)
         return turn
 
 
 def computed(turn: Any) -> int:
-    return int(turn.handed.computed)
+    return int(turn.submitted.computed)
 
 
 def assert_exact(turn: Any, parts: list[str]) -> None:
@@ -97,7 +106,7 @@ def assert_exact(turn: Any, parts: list[str]) -> None:
         layout.append(Segment(part, at))
         at += part.advance
     expected, *_ = fresh._run(layout)
-    for had, want in zip(turn.handed.spans, expected, strict=True):
+    for had, want in zip(turn.submitted.spans, expected, strict=True):
         torch.testing.assert_close(had.v, want.v, rtol=0, atol=1e-9)
         torch.testing.assert_close(had.k, want.k, rtol=0, atol=1e-9)
 
@@ -136,7 +145,7 @@ def test_the_last_segment_is_computed_though_it_stood_there_before() -> None:
     chat = Chat()
     chat.ask(["sys", "a1", "b2", "what next?"], "s", PATCHED)
     slid = chat.ask(["sys", "b2", "c3", "what next?"], "s", PATCHED)
-    assert slid.laid.segments and slid.lanes["computed"] >= len("c3" + "what next?")
+    assert slid.layout.segments and slid.lanes["computed"] >= len("c3" + "what next?")
 
 
 def test_what_came_back_is_recalled() -> None:
@@ -176,8 +185,40 @@ def test_conversations_are_few_and_end() -> None:
     ending.ask(["sys", "a1", "why?"], "two")
     assert len(ending.known) == 1
     for i in range(KEPT + 9):
-        last = chat.ask(["sys", f"b{i}", "why?"], "s")
+        last = chat.ask(["sys", "long enough", f"b{i}", "why?"], "s")
     assert len(last.state.evicted) == KEPT
+
+
+def test_conversations_of_one_name_are_told_apart_by_content() -> None:
+    """Two tasks under one session, turn by turn: neither evicts what the other holds, and each goes on with its own."""
+    chat, names = Chat(), ["one session"] * 2
+    tasks = [[f"{task}{i}" for i in range(6)] for task in "ab"]
+    for n in range(2, 7):
+        for name, task in zip(names, tasks, strict=True):
+            turn = chat.ask(["sys", *task[:n], "why?"], name)
+            assert turn.edits == {"insert": 2 if n == 2 else 1} and computed(turn) <= len("sys") + 4 + len("why?")
+    assert len(chat.known) == 2
+
+
+def test_a_branch_leaves_its_trunk_as_it_is_and_a_regenerated_answer_is_no_branch() -> None:
+    chat, trunk = Chat(), ["sys", *(f"t{i}" for i in range(8)), "why?"]
+    first = chat.ask(trunk, "s")
+    assert chat.ask(trunk, "s").conversation is first.conversation
+    branch = chat.ask([*trunk[:3], "other", "why?"], "s")  # an early turn was edited, and what followed is gone
+    assert branch.conversation is not first.conversation and computed(branch) == len("otherwhy?")
+    again = chat.ask([*trunk[:-1], "t8", "why?"], "s")
+    assert again.conversation is first.conversation and again.edits == {"insert": 1}
+    longer = chat.ask([*trunk[:3], "other", "b2", "why?"], "s")
+    assert longer.conversation is branch.conversation and longer.edits == {"insert": 1}
+
+
+def test_a_name_holds_few_conversations_and_pushes_out_no_other_name() -> None:
+    chat = Chat(known=Conversations(PER_NAME + 4, 3600.0))
+    kept = chat.ask(["sys", "a1", "why?"], "quiet")
+    for i in range(3 * PER_NAME):
+        chat.ask([f"it is 12:{i:02}", "b1", "why?"], "tells the time")
+    assert len(chat.known) == PER_NAME + 1
+    assert chat.ask(["sys", "a1", "why?"], "quiet").conversation is kept.conversation
 
 
 def test_a_request_that_failed_or_was_left_loses_nothing() -> None:
@@ -197,7 +238,7 @@ def test_a_request_that_failed_or_was_left_loses_nothing() -> None:
 def test_the_next_request_waits_for_the_kv_of_the_last_and_others_do_not() -> None:
     chat = Chat()
     first = chat.turn(["sys", "a1", "why?"], "s")
-    chat.known.answered(first)
+    chat.known.expect_write_back(first)
     found: list[Turn] = []
     asking = threading.Thread(target=lambda: found.append(chat.ask(["sys", "a1", "b2", "why?"], "s")))
     asking.start()

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from ctxwin import Chunk
-from ctxwin.adapters.openai import chunk_part, upload
-from ctxwin.serve.fair import FairPool
-from ctxwin.serve.limits import Limits
-from ctxwin.serve.tenants import Tenant
+from ctxwin_client import chunk_part, upload
+from ctxwin_server.fair import FairPool
+from ctxwin_server.limits import Limits
+from ctxwin_server.tenants import Tenant
 from serve.serving import serving
 from serve.test_routes import call, read_metrics, wait_for
 
@@ -228,6 +228,28 @@ def test_one_tenants_requests_do_not_keep_another_waiting(monkeypatch: pytest.Mo
         assert {future.result(30)[0] for future in many} <= {200, 201}
 
 
+def test_a_quarter_of_the_places_stays_free_of_any_one_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With long answers of one tenant in every place, another one's small question waited for the end of one."""
+    tenants = [Tenant(name="acme", keys=["key-a"]), Tenant(name="bolt", keys=["key-b"])]
+    body, go = {"type": "text", "text": "x"}, threading.Event()
+    with serving(Limits(threads=4), tenants) as server, ThreadPoolExecutor(8) as pool:
+        encode = server.engines["acme"].encode
+
+        def slow(chunk: Chunk) -> Any:
+            assert go.wait(60)
+            return encode(chunk)
+
+        monkeypatch.setattr(server.engines["acme"], "encode", slow)
+        many = [pool.submit(call, server, "/v1/chunks", body, authorization="Bearer key-a") for _ in range(6)]
+        try:
+            wait_for(lambda: server.service._pool._running["acme"] == 3 and server.service._pool.waiting("acme") == 3)
+            assert pool.submit(call, server, "/v1/chunks", body, authorization="Bearer key-b").result(30)[0] == 201
+        finally:
+            go.set()
+            for future in many:
+                future.result(30)
+
+
 def test_plain_requests_that_generate_wait_for_their_tenants_turn_and_others_do_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -252,3 +274,41 @@ def test_plain_requests_that_generate_wait_for_their_tenants_turn_and_others_do_
             go.set()
             busy.result()
         assert plain.result(30)[0] == 200
+
+
+def test_a_tenants_forks_run_one_at_a_time_and_hold_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks of large windows in all threads of one tenant made everybody else's answers 18 times as slow."""
+    from ctxwin.window.window import Window
+
+    fork, active, most, gate = Window.fork, [0], [0], threading.Event()
+    counting = threading.Lock()
+
+    def forked(window: Window, system_prompt: str | None = None) -> Window:
+        if window.system_prompt == "yard":
+            return fork(window, system_prompt)
+        with counting:
+            active[0] += 1
+            most[0] = max(most[0], active[0])
+        assert gate.wait(60)
+        try:
+            return fork(window, system_prompt)
+        finally:
+            with counting:
+                active[0] -= 1
+
+    monkeypatch.setattr(Window, "fork", forked)
+    names = ("porch", "yard")
+    with serving(tenants=[Tenant(name=name, keys=[name]) for name in names]) as server, ThreadPoolExecutor(8) as pool:
+
+        def post(path: str, tenant: str, **body: str) -> tuple[int, dict[str, str]]:
+            return call(server, f"/v1/windows{path}", body, authorization=f"Bearer {tenant}")
+
+        windows = {name: post("", name, system_prompt=name)[1]["id"] for name in names}
+        try:
+            forks = [pool.submit(post, f"/{windows['porch']}/fork", "porch") for _ in range(6)]
+            wait_for(lambda: active[0] > 0)
+            assert post(f"/{windows['yard']}/fork", "yard")[0] == 200
+        finally:
+            gate.set()
+        assert [future.result(60)[0] for future in forks] == [200] * 6
+    assert most[0] == 1

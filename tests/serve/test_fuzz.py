@@ -24,10 +24,10 @@ from openai import OpenAI
 from schemathesis import GenerationMode
 
 from ctxwin import Chunk
-from ctxwin.adapters.openai import RemoteWindow, upload
-from ctxwin.serve.limits import Limits
-from ctxwin.serve.tenants import Tenant
 from ctxwin.tiny import world
+from ctxwin_client import RemoteWindow, upload
+from ctxwin_server.limits import Limits
+from ctxwin_server.tenants import Tenant
 from serve.serving import Server, serving
 from serve.test_routes import call
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from ctxwin import Chunk
-from ctxwin.serve.limits import Limits
-from ctxwin.serve.results import Results
+from ctxwin_server.idempotency import IdempotencyCache
+from ctxwin_server.limits import Limits
 from serve.serving import Server, serving
 from serve.test_routes import call
 
@@ -63,7 +63,7 @@ def test_a_key_stands_for_one_body(server: Server) -> None:
 
 def test_results_are_bounded_whatever_the_keys() -> None:
     """An answer may have two bytes, and its key as many as a system prompt takes."""
-    results = Results(most=100_000)
+    results = IdempotencyCache(most=100_000)
     for i in range(1000):
         results.once("/p", f"{i}" * 1000, b"", lambda: b"{}")
     kept = results._kept.items()

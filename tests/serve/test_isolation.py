@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 
-from ctxwin.serve.errors import NotAllowed
-from ctxwin.serve.isolation import bind, check_scores, most_scores
-from ctxwin.serve.limits import Allowance, Limits
+from ctxwin_client.errors import NotAllowed
+from ctxwin_server.isolation import bind, check_scores, most_scores
+from ctxwin_server.limits import Allowance, Limits
 
 FREE = Allowance(Limits())
+
+
+def no_video(raw: bytes) -> tuple[int, int]:
+    raise AssertionError("no video is sent")
 
 
 def test_names_of_requests_and_media_are_a_tenants_own() -> None:
@@ -20,7 +24,7 @@ def test_names_of_requests_and_media_are_a_tenants_own() -> None:
     def bound(tenant: str, name: Any) -> tuple[Any, Any]:
         image = {"type": "image_url", "image_url": {"url": "http://host/cat.png"}, "uuid": name}
         body = {"request_id": name, "messages": [{"role": "user", "content": [image]}]}
-        made = json.loads(bind("/v1/chat/completions", body, tenant, "salt", FREE, fetch=True))
+        made = json.loads(bind("/v1/chat/completions", body, tenant, "salt", FREE, fetch=True, video_size=no_video))
         return made["request_id"], made["messages"][0]["content"][0]["uuid"]
 
     for name in ("resp_1", "", 5, ["x"]):
@@ -31,8 +35,10 @@ def test_names_of_requests_and_media_are_a_tenants_own() -> None:
 
 def test_a_tenant_without_a_salt_gets_no_shared_blocks() -> None:
     with pytest.raises(NotAllowed):
-        bind("/v1/chat/completions", {"messages": []}, "acme", "", FREE)
-    assert json.loads(bind("/v1/chat/completions", {"messages": []}, "", "", FREE)) == {"messages": []}
+        bind("/v1/chat/completions", {"messages": []}, "acme", "", FREE, video_size=no_video)
+    assert json.loads(bind("/v1/chat/completions", {"messages": []}, "", "", FREE, video_size=no_video)) == {
+        "messages": []
+    }
 
 
 def test_all_scores_may_be_asked_for_where_the_limit_holds_them() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,18 @@ import pytest
 from openai import OpenAI
 from PIL import Image
 
-from ctxwin import BadMedia, Chunk, Fidelity, Library, NameTaken, StoreFull, UnknownFile, Window
-from ctxwin.adapters.openai import RemoteLibrary, RemoteWindow, transport
+from ctxwin import BadMedia, Chunk, ChunkUnavailable, Fidelity, Library, NameTaken, StoreFull, UnknownFile, Window
 from ctxwin.engines.base import Engine
 from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.media import png
-from ctxwin.serve.decoding import Cutters
-from ctxwin.serve.errors import NotAllowed, UnknownLibrary
-from ctxwin.serve.limits import Limits
-from ctxwin.serve.tenants import Tenant
 from ctxwin.store import open_store
 from ctxwin.store.base import Store
 from ctxwin.tiny import world
+from ctxwin_client import RemoteLibrary, RemoteWindow, transport
+from ctxwin_client.errors import NotAllowed, UnknownLibrary
+from ctxwin_server.decode_pool import FileSplitters
+from ctxwin_server.limits import Limits
+from ctxwin_server.tenants import Tenant
 from engines.scripted import ScriptedEngine
 from engines.tool_models import write_tool_model
 from serve.serving import Server, serving
@@ -38,14 +39,19 @@ def picture(index: int) -> bytes:
     return png(world.render(FRAMES[index]))
 
 
-@pytest.fixture(scope="module")
-def references() -> Store:
+def manuals_of_a_plant() -> Store:
+    """For one server, which closes it."""
     store = open_store("memory:")
     shelf = Library(store, "manuals")
     shelf.add(b"The red valve turns left.", "valves.txt")
     shelf.add(b"The pump is oiled on Monday.", "pump.txt")
     shelf.grant("acme")
     return store
+
+
+@pytest.fixture(scope="module")
+def references() -> Store:
+    return manuals_of_a_plant()
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +99,7 @@ def test_a_window_places_what_it_retrieves_and_nothing_prepared_is_encoded_again
 ) -> None:
     for i in range(3):
         shelf.add(picture(i), f"{i}.png", caption=("north", "south", "west")[i])
-    assert server.service.preparation.settled(60)
+    assert server.service.preparation.wait_until_idle(60)
     engine = server.engines["acme"]
     encodes, forwards = engine.counters.vision_encodes, engine.counters.prefill_tokens
     with RemoteWindow(acme, "You watch a camera.", fidelity=Fidelity("blind")) as window:
@@ -146,7 +152,7 @@ def test_what_is_granted_is_read_and_what_is_not_is_as_if_it_were_not_there(
     with pytest.raises(UnknownLibrary):
         manuals.search("pump")
     Library(references, "manuals").grant("acme")
-    assert server.service.preparation.settled(60)
+    assert server.service.preparation.wait_until_idle(60)
 
 
 def test_two_servers_share_what_is_in_their_stores(tmp_path: Path) -> None:
@@ -222,7 +228,7 @@ def test_files_expire_counted_from_their_last_use(acme: OpenAI, server: Server) 
     shelf.create(ttl=3600)
     shelf.add(b"The valve is red.", "valve.txt")
     shelf.add(b"The pump is new.", "pump.txt", ttl=7200)
-    library = server.service.space("acme").libraries.find("brief")
+    library = server.service.tenant_state("acme").libraries.find("brief")
     now = library.clock()
     try:
         library.clock = lambda: now + 3000
@@ -239,15 +245,18 @@ def test_files_expire_counted_from_their_last_use(acme: OpenAI, server: Server) 
 
 
 def test_what_takes_too_long_or_too_much_memory_ends_its_process_only() -> None:
-    slow, small = Cutters(seconds=0.0, most_bytes=3 << 29), Cutters(seconds=30, most_bytes=900 << 20)
+    slow, small = FileSplitters(30, 3 << 29, 1), FileSplitters(30, 900 << 20, 1)
     try:
-        slow._idle.queue[0]._seconds = -29.9  # as if the 30 s that a start may take were over
+        slow.split("a.txt", b"text")
+        process = slow._idle.queue[0]
+        process._popen.send_signal(signal.SIGSTOP)  # it never answers, however fast the machine
+        process._seconds = 0.1
         with pytest.raises(BadMedia, match="it took too long"):
-            slow.cut("a.txt", b"text")
+            slow.split("a.txt", b"text")
         Image.fromarray(np.zeros((9900, 9900, 3), np.uint8)).save(large := io.BytesIO(), "png")
         with pytest.raises(BadMedia, match=r"MemoryError|ended with"):
-            small.cut("large.png", large.getvalue(), most_pixels=1 << 40)
-        assert [p.text for p in small.cut("a.txt", b"text", "said")] == ["said text"]
+            small.split("large.png", large.getvalue(), most_pixels=1 << 40)
+        assert [p.text for p in small.split("a.txt", b"text", "said")] == ["said text"]
     finally:
         slow.close()
         small.close()
@@ -258,7 +267,7 @@ def test_the_schema_of_the_routes_is_served(server: Server) -> None:
     assert {"get", "post"} <= paths["/v1/libraries"].keys() and "post" in paths["/v1/windows/{window_id}/retrieve"]
 
 
-def test_the_model_looks_things_up_while_it_answers(references: Store, tmp_path: Path) -> None:
+def test_the_model_looks_things_up_while_it_answers(tmp_path: Path) -> None:
     """By name, streamed and whole; what another tenant has is unknown, and nothing is lost by asking for it."""
     folder = write_tool_model(tmp_path)
 
@@ -266,7 +275,7 @@ def test_the_model_looks_things_up_while_it_answers(references: Store, tmp_path:
         said = [called("pump"), "On Monday."] * 3
         return ScriptedEngine(HFEngine(folder, store=store, dtype="float32"), said)
 
-    with serving(LIMITS, TENANTS, references=references, make=make) as server:
+    with serving(LIMITS, TENANTS, references=manuals_of_a_plant(), make=make) as server:
         client = server.client("key-acme", max_retries=0)
         window = RemoteWindow(client, "You read logs.", 3000)
         ids = window.extend([Chunk.text("The plant hums. ")])
@@ -282,3 +291,30 @@ def test_the_model_looks_things_up_while_it_answers(references: Store, tmp_path:
         with pytest.raises(UnknownLibrary):
             window.ask("?", libraries=["nowhere"])
         window.check()
+
+
+def test_what_is_removed_goes_and_running_windows_do_not_find_it_again(
+    server: Server, acme: OpenAI, references: Store, shelf: RemoteLibrary
+) -> None:
+    """A tenant's own file by its route, a granted one by whoever runs the server and the server's sweep."""
+    manuals = Library(references, "manuals")
+    manuals.add(b"The lever is made of brass.", "lever.txt")
+    shelf.add(picture(1), "frame.png", caption="a frame")
+    libraries = server.service.tenant_state("acme").libraries
+    store, name = libraries.engine.repo.store, "lever.txt"
+    with RemoteWindow(acme) as window:
+        (frame,) = window.retrieve("frame", shelf, k=1)
+        (lever,) = window.retrieve("lever", "manuals", k=1)
+        window.ask("what now?", max_tokens=1)
+        origins = [placed.chunk.origin for placed in window.snapshot().placed]
+        assert all(list(store.list(f"trace/{origin}")) for origin in origins) and len(set(origins)) == 2
+        shelf.remove("frame.png")
+        manuals.remove(name)
+        assert window.retrieve("frame", shelf, k=1) == [] and window.retrieve("lever", "manuals", k=1) == []
+        assert window.ask("what now?", max_tokens=1).text is not None, "it is served as long as it is placed"
+        window.evict(frame)
+        window.evict(lever)
+        with pytest.raises(ChunkUnavailable, match="was removed or has expired"):
+            window.recall(frame)
+        libraries.sweep()
+    assert not any(list(store.list(f"trace/{origin}")) for origin in origins)

@@ -14,13 +14,13 @@ import pytest
 from websockets.sync.client import connect
 
 from ctxwin import BadMedia, BudgetExceeded, Chunk, UnknownChunk, Window, open_engine
-from ctxwin.adapters.openai import AsyncLiveStream, LiveStream, RemoteWindow
 from ctxwin.engines.base import Engine
 from ctxwin.media import png
-from ctxwin.serve.errors import TooLarge, TooManyRequests, UnknownWindow
-from ctxwin.serve.limits import Limits
-from ctxwin.serve.tenants import Tenant
 from ctxwin.tiny import world
+from ctxwin_client import AsyncLiveStream, LiveStream, RemoteWindow
+from ctxwin_client.errors import TooLarge, TooManyRequests, UnknownWindow
+from ctxwin_server.limits import Limits
+from ctxwin_server.tenants import Tenant
 from serve.serving import Server, serving
 from serve.test_routes import call
 
@@ -141,7 +141,7 @@ def test_a_frame_that_cannot_fit_leaves_the_window_as_it_was(server: Server, win
 def test_the_oldest_frame_that_waits_is_dropped_and_told(server: Server, window: RemoteWindow) -> None:
     with socket_of(server, window, waiting=2) as socket:
         assert hear(socket)["options"]["waiting"] == 2
-        stream_turn = server.service.space("").streams.turn(window.id)
+        stream_turn = server.service.tenant_state("").streams.turn(window.id)
         with stream_turn:  # nothing can be placed meanwhile
             for i in range(6):
                 head = {"text": f"{i}", "pin": i == 2}
@@ -154,7 +154,7 @@ def test_the_oldest_frame_that_waits_is_dropped_and_told(server: Server, window:
         placed = [hear(socket) for _ in range(3)]  # the first was being placed, the third is pinned
         assert [p["number"] for p in placed] == [1, 3, 6] and placed[-1]["dropped"] == 3
     metrics = server.service.metrics
-    assert metrics.labelled(metrics.live_frames, "", "dropped")._value.get() >= 3
+    assert metrics.with_labels(metrics.live_frames, "", "dropped")._value.get() >= 3
 
 
 def test_frames_are_placed_while_an_answer_is_given(
@@ -222,7 +222,7 @@ def test_a_stream_is_opened_for_a_window_of_ones_own(server: Server, window: Rem
         finally:
             for live in lives:
                 live.__exit__()
-    assert not server.service.space("").streams._known
+    assert not server.service.tenant_state("").streams._known
 
 
 def test_tenants_have_streams_of_their_own() -> None:
@@ -266,7 +266,7 @@ def test_a_client_that_leaves_gives_everything_back(server: Server, window: Remo
                 socket.send(png(pixels))
             socket.send(json.dumps({"type": "ask", "query": "what?", "max_tokens": 150}))
     until = time.monotonic() + 20
-    while server.service.body_bytes._held.total() or server.service.space("").streams._known:
+    while server.service.body_bytes._held.total() or server.service.tenant_state("").streams._known:
         assert time.monotonic() < until
         time.sleep(0.02)
     window.check()

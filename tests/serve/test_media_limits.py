@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ctxwin import Chunk
 from ctxwin.errors import BadMedia
 from ctxwin.media import as_rgb
-from ctxwin.serve.decoding import Decoders
-from ctxwin.serve.limits import Limits
+from ctxwin_server.decode_pool import MediaDecoders
+from ctxwin_server.limits import Limits
 from serve.serving import Server, serving
 from serve.test_routes import call, png
 
@@ -98,7 +99,7 @@ def test_a_video_has_a_sane_rate(server: Server, fps: float | str) -> None:
 def test_a_picture_that_takes_too_long_ends_its_decoder_and_nothing_else() -> None:
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (2000, 2000, 3), dtype=np.uint8))
     slow = encoded("JPEG", noise, progressive=True, quality=95)
-    decoders = Decoders(seconds=0.05, most_bytes=3 << 29, count=1)
+    decoders = MediaDecoders(seconds=0.05, most_bytes=3 << 29, count=1)
     try:
         small = encoded("PNG", Image.new("RGB", (3, 2), (9, 8, 7)))
         assert (decoders.decode(small, 3, 2) == [9, 8, 7]).all()
@@ -110,7 +111,7 @@ def test_a_picture_that_takes_too_long_ends_its_decoder_and_nothing_else() -> No
 
 
 def test_a_picture_that_takes_too_much_memory_is_refused() -> None:
-    decoders = Decoders(seconds=30, most_bytes=200 << 20, count=1)
+    decoders = MediaDecoders(seconds=30, most_bytes=200 << 20, count=1)
     try:
         with pytest.raises(BadMedia, match=r"MemoryError|decoder ended"):
             decoders.decode(encoded("PNG", Image.new("RGB", (9000, 9000))), 9000, 9000)
@@ -119,12 +120,24 @@ def test_a_picture_that_takes_too_much_memory_is_refused() -> None:
         decoders.close()
 
 
+def test_an_upload_is_seen_upright_and_on_white(server: Server) -> None:
+    """A phone's picture and an icon give the chunks that they give in process."""
+    noise = np.random.default_rng(5).integers(0, 255, (17, 31, 4), dtype=np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for kind, options in (("PNG", {}), ("WEBP", {"lossless": True}), ("AVIF", {})):
+        raw = encoded(kind, Image.fromarray(noise), exif=exif, **options)
+        assert as_rgb(raw).shape == (31, 17, 3)
+        status, answer = call(server, "/v1/chunks", {"type": "image", "image": base64.b64encode(raw).decode()})
+        assert status in (200, 201) and answer["id"] == Chunk.image(raw).id
+
+
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "1"])
 def test_a_decoder_gives_what_pillow_gives_here(kind: str, mode: str) -> None:
     noise = Image.fromarray(np.random.default_rng(3).integers(0, 255, (17, 31, 3), dtype=np.uint8)).convert(mode)
     raw = encoded(kind, noise.convert("RGB") if kind == "JPEG" and mode in ("RGBA", "P") else noise)
-    decoders = Decoders(seconds=30, most_bytes=3 << 29, count=1)
+    decoders = MediaDecoders(seconds=30, most_bytes=3 << 29, count=1)
     try:
         assert np.array_equal(decoders.decode(raw, 31, 17), as_rgb(raw))
         with pytest.raises(BadMedia, match="instead of"):

@@ -16,16 +16,16 @@ from openai import RateLimitError
 from typer.testing import CliRunner
 
 from ctxwin import Chunk, tracing
-from ctxwin.adapters.openai import RemoteWindow, upload
 from ctxwin.cli.main import app
 from ctxwin.doctor.server import examine
-from ctxwin.serve.about import fault_of
-from ctxwin.serve.audit_log import AuditLog
-from ctxwin.serve.draining import Draining
-from ctxwin.serve.errors import TooManyRequests
-from ctxwin.serve.quotas import Rate
-from ctxwin.serve.tenants import Tenant, load_tenants
 from ctxwin.store import open_store
+from ctxwin_client import RemoteWindow, upload
+from ctxwin_client.errors import TooManyRequests
+from ctxwin_server.audit_log import AuditLog
+from ctxwin_server.draining import Draining
+from ctxwin_server.info import store_fault
+from ctxwin_server.quotas import Rate
+from ctxwin_server.tenants import Tenant, load_tenants
 from serve.serving import serving
 from serve.test_authentication import status
 from serve.test_routes import call
@@ -41,7 +41,7 @@ def test_a_server_that_drains_finishes_what_runs_and_takes_nothing_new() -> None
             begun.set()
             assert held.wait(30)
 
-        server.service.space("").windows.using(window.id)
+        server.service.tenant_state("").windows.using(window.id)
         answers: list[Any] = []
         generate = server.engines[""].generate
         server.engines[""].generate = lambda *a, **k: (slowly(), generate(*a, **k))[1]  # type: ignore[method-assign]
@@ -187,10 +187,10 @@ def test_the_doctor_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_wrong_with_a_store_is_said(tmp_path: Path) -> None:
-    assert fault_of(open_store(f"disk:{tmp_path}")) == ""
+    assert store_fault(open_store(f"disk:{tmp_path}")) == ""
     closed = open_store("memory:")
     closed.close()
-    assert fault_of(closed)
+    assert store_fault(closed)
 
 
 def test_an_ask_is_a_trace_below_the_clients() -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from ctxwin import Chunk
-from ctxwin.adapters.openai import RemoteWindow
 from ctxwin.errors import StaleOwner, StoreUnavailable
-from ctxwin.serve.errors import UnknownWindow
 from ctxwin.store import STORE_KEY
+from ctxwin_client import RemoteWindow
+from ctxwin_client.errors import UnknownWindow
 from serve.serving import Server, serving
 from serve.test_routes import call
 from store.redis_server import Server as Redis
@@ -43,7 +43,7 @@ def on(server: Server, window: RemoteWindow) -> RemoteWindow:
 
 
 def registry(server: Server) -> Any:
-    return server.service.space("").windows
+    return server.service.tenant_state("").windows
 
 
 def test_whoever_is_asked_last_owns_a_window(servers: list[Server]) -> None:
@@ -82,7 +82,7 @@ def test_a_stale_owner_cannot_write(servers: list[Server]) -> None:
 def test_a_retry_at_another_server_is_not_done_twice(servers: list[Server], monkeypatch: pytest.MonkeyPatch) -> None:
     """The server ends between the version and its answer, so the client asks the next one with the same key."""
     monkeypatch.setattr(
-        "ctxwin.serve.windows._mac", lambda *_: uuid.uuid4().hex
+        "ctxwin_server.windows._mac", lambda *_: uuid.uuid4().hex
     )  # each process has a secret of its own
     window = RemoteWindow(servers[0].client(), "h", 900)
     path, body = f"/v1/windows/{window.id}/append", {"chunk": {"type": "text", "text": "once. "}}
@@ -139,7 +139,7 @@ def test_a_version_of_a_server_with_the_same_key_is_taken_as_it_is(
         with serving(store=redis.url.replace("/0", "/1" if key else "/2")) as second:
             encoded: list[Any] = []
             encode = second.engines[""].encode
-            monkeypatch.setattr("ctxwin.serve.windows._SECRET", b"of another process")
+            monkeypatch.setattr("ctxwin_server.windows._SECRET", b"of another process")
             monkeypatch.setattr(second.engines[""], "encode", lambda chunk: encoded.append(chunk) or encode(chunk))
             assert on(second, window).ids == window.ids
             assert bool(encoded) == (not key)

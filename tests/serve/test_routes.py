@@ -21,11 +21,11 @@ from openai import OpenAI
 from PIL import Image
 
 from ctxwin import Chunk, ChunkUnavailable, Fidelity, Window, open_engine
-from ctxwin.adapters.openai import RemoteWindow, chunk_part, upload
-from ctxwin.serve.errors import TooManyWindows, UnknownWindow
-from ctxwin.serve.limits import Limits
 from ctxwin.tiny import world
 from ctxwin.window.stream import TextDelta
+from ctxwin_client import RemoteWindow, chunk_part, upload
+from ctxwin_client.errors import TooManyWindows, UnknownWindow
+from ctxwin_server.limits import Limits
 from serve.serving import Server, serving
 
 FRAMES = world.make_stream(seed=9, n_frames=6)
@@ -173,7 +173,7 @@ def test_a_client_that_leaves_stops_its_answer(
 ) -> None:
     with RemoteWindow(client, "h", 4000) as window:
         ids = window.extend(CHUNKS[:2])
-        with server.service.space("").windows.using(window.id) as local:
+        with server.service.tenant_state("").windows.using(window.id) as local:
             engine: Any = local.engine
         plain = engine._checkpoint
         # An answer that goes on for half a minute.
@@ -182,11 +182,11 @@ def test_a_client_that_leaves_stops_its_answer(
         address = server.url.removeprefix("http://")
         connection = http.client.HTTPConnection(address)
         connection.request("POST", f"/v1/windows/{window.id}/ask", json.dumps(body))
-        windows = server.service.space("").windows
-        wait_for(lambda: windows._held[window.id].users == 1)
+        windows = server.service.tenant_state("").windows
+        wait_for(lambda: windows._entries[window.id].users == 1)
         connection.close()
         left = time.monotonic()
-        wait_for(lambda: windows._held[window.id].users == 0)
+        wait_for(lambda: windows._entries[window.id].users == 0)
         assert time.monotonic() - left < 10
         monkeypatch.setattr(engine, "_checkpoint", plain)
         assert list(window.ids) == ids and window.ask(QUESTION, 2).text
@@ -207,7 +207,7 @@ def test_a_snapshot_cannot_make_the_server_read_files(client: OpenAI, server: Se
         state = local.snapshot()
     assert state.placed[0].chunk.source is not None
     with RemoteWindow.restore(client, state) as remote:
-        kept = server.service.space("").windows
+        kept = server.service.tenant_state("").windows
         with kept.using(remote.id) as window:
             assert window.snapshot().placed[0].chunk.source is None
         with pytest.raises(ChunkUnavailable):
@@ -215,7 +215,7 @@ def test_a_snapshot_cannot_make_the_server_read_files(client: OpenAI, server: Se
 
 
 def test_idle_windows_are_put_aside_and_come_back(client: OpenAI, server: Server) -> None:
-    windows = server.service.space("").windows
+    windows = server.service.tenant_state("").windows
     with RemoteWindow(client, "h", 900) as window:
         ids = window.extend(CHUNKS[:3])
         window.evict(ids[0])
@@ -234,7 +234,7 @@ def test_idle_windows_are_put_aside_and_come_back(client: OpenAI, server: Server
 
 
 def test_the_oldest_idle_window_makes_room(client: OpenAI, server: Server) -> None:
-    windows = server.service.space("").windows
+    windows = server.service.tenant_state("").windows
     made = [RemoteWindow(client, f"system prompt {i}") for i in range(5)]
     assert len(windows) == 3
     assert [w.system_prompt for w in map(lambda w: RemoteWindow.attach(client, w.id), made)] == [
@@ -255,7 +255,7 @@ def test_windows_stay_where_the_store_takes_no_snapshot(
     client: OpenAI, server: Server, monkeypatch: pytest.MonkeyPatch, failure: Any
 ) -> None:
     """A full disk lost the windows that it should have kept."""
-    windows = server.service.space("").windows
+    windows = server.service.tenant_state("").windows
     broken = Mock(side_effect=failure)
     monkeypatch.setattr(windows.records, "commit", broken)
     made = [RemoteWindow(client, f"system prompt {i}") for i in range(3)]
@@ -278,7 +278,7 @@ def test_closing_gives_every_lease_back() -> None:
         window.extend(CHUNKS[:2])
         window.ask(QUESTION, 2)
         window.fork().append(CHUNKS[2])
-        store = server.service.space("").engine.repo.store
+        store = server.service.tenant_state("").engine.repo.store
         assert store.stats().leased > 0
     assert store.stats().leased == 0
 
@@ -300,8 +300,8 @@ def test_windows_outlive_the_server_on_a_durable_store(tmp_path: Path) -> None:
 
 def test_a_chat_is_the_chat_templates_own_prompt(client: OpenAI, server: Server) -> None:
     """The layout of a chat, piece by piece, is what the template makes of the whole conversation."""
-    from ctxwin.serve.chat import lay_out
-    from ctxwin.serve.completions import ChatRequest
+    from ctxwin_server.chat import build_layout
+    from ctxwin_server.completions import ChatRequest
 
     note = upload(client, Chunk.text("a note\n"))
     ask = [
@@ -313,9 +313,11 @@ def test_a_chat_is_the_chat_templates_own_prompt(client: OpenAI, server: Server)
         {"role": "system", "content": "be brief"}, {"role": "user", "content": ask},
         {"role": "assistant", "content": "yes"}, {"role": "user", "content": "and two?"},
     ]  # fmt: skip
-    space = server.service.space("")
-    layout = lay_out(space.engine, space.uploads, ChatRequest.model_validate({"messages": messages}).messages)
-    engine = space.engine
+    tenant_state = server.service.tenant_state("")
+    layout = build_layout(
+        tenant_state.engine, tenant_state.uploads, ChatRequest.model_validate({"messages": messages}).messages
+    )
+    engine = tenant_state.engine
     pieces = [
         engine.encode_system_prompt(layout.system_prompt),
         *map(engine.encode, layout.chunks),

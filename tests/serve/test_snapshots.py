@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from ctxwin import Chunk
-from ctxwin.serve.limits import Limits
+from ctxwin_server.limits import Limits
 from serve.serving import Server, serving
 from serve.test_routes import call
 

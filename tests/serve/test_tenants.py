@@ -17,10 +17,10 @@ from openai import APIStatusError, AuthenticationError
 from PIL import Image
 
 from ctxwin import Chunk
-from ctxwin.adapters.openai import RemoteWindow, chunk_part, upload
-from ctxwin.serve.errors import NotAllowed, TooLarge, TooManyWindows, UnknownUpload, UnknownWindow
-from ctxwin.serve.limits import Limits
-from ctxwin.serve.tenants import Keys, Tenant, load_tenants
+from ctxwin_client import RemoteWindow, chunk_part, upload
+from ctxwin_client.errors import NotAllowed, TooLarge, TooManyWindows, UnknownUpload, UnknownWindow
+from ctxwin_server.limits import Limits
+from ctxwin_server.tenants import Keys, Tenant, load_tenants
 from serve.serving import Server, serving
 from serve.test_routes import call, png, read_metrics
 
@@ -78,7 +78,7 @@ def test_another_tenants_windows_and_chunks_do_not_exist(server: Server) -> None
 def test_quotas(server: Server) -> None:
     acme, bolt = server.client("key-a", max_retries=0), server.client("key-b", max_retries=0)
     open_ones = [RemoteWindow(acme, f"h{i}") for i in range(3)]
-    windows = server.service.space("acme").windows
+    windows = server.service.tenant_state("acme").windows
     assert len(windows) == 2
     with windows.using(open_ones[1].id), windows.using(open_ones[2].id), pytest.raises(TooManyWindows):
         RemoteWindow(acme, "one more")
@@ -263,7 +263,7 @@ def test_media_have_names_of_their_tenants(server: Server, path: str, where: str
 
 def test_what_is_no_medium_stays_as_it_is(server: Server) -> None:
     for part in (
-        {"type": "text", "text": "x", "image_url": PART},
+        {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}},
         {"type": "tool_use", "id": "1", "name": "find", "input": {"uuid": "of a call", "image_url": PART}},
     ):
         turn = [{"role": "user", "content": [part]}]
@@ -366,7 +366,7 @@ def test_metrics_show_tenants_by_name_and_nothing_else_of_theirs(server: Server)
 
 
 def test_refusals_reach_the_client_as_ours(server: Server) -> None:
-    from ctxwin.adapters.openai.transport import post
+    from ctxwin_client.transport import post
 
     with pytest.raises(NotAllowed):
         post(server.client("key-a", max_retries=0), "/load_lora_adapter", {})

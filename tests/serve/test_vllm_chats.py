@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 from anthropic import Anthropic
-from openai import APIStatusError, AuthenticationError, BadRequestError
+from anthropic import BadRequestError as AnthropicBadRequest
+from openai import APIStatusError, AuthenticationError, BadRequestError, NotFoundError
 
 from ctxwin import Chunk, Fidelity
-from ctxwin.adapters.openai import LiveStream, RemoteWindow, chunk_part, upload
 from ctxwin.engines.open import vllm_installed
-from ctxwin.serve.errors import UnknownWindow
 from ctxwin.tiny import world
+from ctxwin_client import LiveStream, RemoteWindow, chunk_part, upload
+from ctxwin_client.errors import UnknownWindow
 from serve.test_vllm_server import FRAMES, HEADER, Process, cached, plain_messages, question
 
 pytestmark = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
@@ -170,6 +171,32 @@ def test_responses_and_messages_have_windows_too(server: Process) -> None:
         assert again["ctxwin"]["computed_tokens"] < usage["ctxwin"]["computed_tokens"], path
 
 
+@pytest.mark.parametrize("behind", [OFF, EXACT], ids=["off", "auto"])
+def test_every_way_of_asking_reports_what_was_not_computed(server: Process, behind: dict[str, Any]) -> None:
+    """Also streamed; no switch of vLLM's has to be thrown for it."""
+    client, claude = server.client(), Anthropic(base_url=server.url, auth_token="key-own")
+    chat: dict[str, Any] = {"model": "tiny", "max_tokens": 4, "temperature": 0, "messages": plain_messages([0, 1], "?")}
+    turn = [{"role": "user", "content": "t=0 s " * 60}]
+    ours = {"ctxwin": behind, "cache_salt": f"reported {behind}"}
+    client.chat.completions.create(**chat, extra_body=ours)
+    claude.messages.create(model="tiny", max_tokens=4, messages=turn, extra_body=ours)  # type: ignore[arg-type]
+
+    asked: Any = {**chat, "stream": True, "stream_options": {"include_usage": True}, "extra_body": ours}
+    last = [*client.chat.completions.create(**asked)][-1]
+    assert cached(client.chat.completions.create(**chat, extra_body=ours)) == cached(last) > 100
+
+    said: Any = {"model": "tiny", "max_tokens": 4, "messages": turn, "extra_body": {**ours, "temperature": 0}}
+    with claude.messages.stream(**said) as events:
+        for made in (claude.messages.create(**said), events.get_final_message()):
+            whole = made.usage.input_tokens + (made.usage.cache_read_input_tokens or 0)
+            assert whole > made.usage.cache_read_input_tokens > 100  # type: ignore[operator]
+
+    asked = {"model": "tiny", "max_output_tokens": 4, "temperature": 0, "input": turn, "extra_body": ours}
+    made, *_, done = client.responses.create(**asked), *client.responses.create(**asked, stream=True)
+    for usage in (made.usage, done.response.usage):
+        assert usage.input_tokens > usage.input_tokens_details.cached_tokens > 100
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_long_conversation_is_compacted_and_goes_on(server: Process, stream: bool) -> None:
     """By Anthropic's own client, which reads the block and sends it back."""
@@ -196,6 +223,58 @@ def test_a_long_conversation_is_compacted_and_goes_on(server: Process, stream: b
     long, short = ask([t for t in turns if isinstance(t["content"], str)]), ask(turns)
     read = [u.input_tokens + u.cache_read_input_tokens for u in (long.usage, short.usage)]
     assert read[1] < read[0] / 2 and short.content[0].type == "text"
+
+
+@pytest.mark.parametrize("behind", [OFF, EXACT], ids=["off", "auto"])
+def test_what_the_official_clients_can_ask_is_served_or_refused_with_a_remedy(
+    server: Process, behind: dict[str, Any]
+) -> None:
+    claude, client = Anthropic(base_url=server.url, auth_token="key-own", max_retries=0), server.client()
+    ours = {"ctxwin": behind, "temperature": 0}
+    thought: Any = {"type": "thinking", "thinking": "t=0 s " * 40, "signature": ""}
+    turns: Any = [{"role": "user", "content": "t=0 s"}]
+    for i in range(2):
+        turns += [{"role": "assistant", "content": [thought, {"type": "text", "text": "red"}]}]
+        turns += [{"role": "user", "content": f"t={i + 1} s"}]
+    asked: Any = {"model": "tiny", "max_tokens": 4, "messages": turns, "extra_body": ours}
+    edits: Any = {"edits": [{"type": "clear_thinking_20251015"}]}
+    made = claude.beta.messages.create(**asked, context_management=edits)
+    [applied] = made.context_management.applied_edits  # type: ignore[union-attr]
+    assert applied.type == "clear_thinking_20251015" and applied.cleared_thinking_turns == 1
+    assert applied.cleared_input_tokens > 50
+
+    summary = claude.beta.messages.create(**{**asked, "extra_body": {**ours, "compaction": {"type": "summarize"}}})
+    assert summary.stop_reason == "compaction" and [b.type for b in summary.content] == ["compaction"]
+    blocks: Any = [{"role": "assistant", "content": [b.model_dump(exclude_none=True) for b in summary.content]}]
+    counts = [claude.messages.count_tokens(model="tiny", messages=m + turns[-1:]) for m in (turns[:-1], blocks)]
+    assert counts[1].input_tokens < counts[0].input_tokens
+
+    screen: Any = {"type": "computer_20250124", "name": "computer", "display_width_px": 800, "display_height_px": 600}
+    typed: list[Any] = [
+        screen,
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "memory_20250818", "name": "memory"},
+    ]
+    for (
+        tool
+    ) in typed:  # the bundled model's template shows no tools, so that all there is to see is that vLLM takes them
+        assert claude.beta.messages.create(**{**asked, "messages": turns[:1]}, tools=[tool]).content
+    search: Any = {"type": "web_search_20250305", "name": "web_search"}
+    with pytest.raises(
+        AnthropicBadRequest, match="web_search_20250305' is run by Anthropic's servers, and not here"
+    ) as told:
+        claude.messages.create(**asked, tools=[search])
+    assert told.value.body["type"] == "error" and told.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+    with pytest.raises(AnthropicBadRequest, match="top_k") as told:  # vLLM's own complaint
+        claude.messages.create(**{**asked, "extra_body": {"top_k": "many"}})
+    assert told.value.body["type"] == "error"  # type: ignore[index]
+
+    with pytest.raises(BadRequestError, match="Send the whole history as input"):
+        client.responses.create(model="tiny", input="t=0 s", previous_response_id="resp_1", extra_body=ours)
+    for listed in (client.files.list, client.vector_stores.list):
+        with pytest.raises(NotFoundError, match="libraries") as missing:
+            listed()
+        assert missing.value.code == "not_found" and missing.value.type == "not_found_error"
 
 
 def test_what_cannot_have_a_window_passes_and_says_why(server: Process) -> None:

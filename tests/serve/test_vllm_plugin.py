@@ -16,18 +16,21 @@ from typing import Any
 import pytest
 
 from ctxwin import Chunk
-from ctxwin.adapters.openai import RemoteWindow
 from ctxwin.engines.open import vllm_installed
 from ctxwin.tiny import checkpoint_dir
+from ctxwin_client import RemoteWindow
 from serve.test_vllm_server import free_port, installed_plugin, running_server
 
 pytestmark = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
 
 PROGRAM = """
 import json, os, sys
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.plugins import load_endpoint_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+try:
+    from vllm.entrypoints.common.cli_args import make_arg_parser
+except ImportError:  # vLLM 0.32
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
 
 def tried(rust, *given):
     sys.argv[1:] = given
@@ -46,7 +49,7 @@ def tried(rust, *given):
         return f"{type(error).__name__}: {error}"
 
 found = [tried(*given) for given in json.loads(sys.argv[1])]
-ours = sorted(name for name in sys.modules if name.split(".")[0] == "ctxwin")
+ours = sorted(name for name in sys.modules if name.split(".")[0] in ("ctxwin", "ctxwin_client", "ctxwin_server"))
 print(json.dumps([found, ours]))
 """
 
@@ -75,7 +78,7 @@ def test_it_does_nothing_unless_it_is_named(tmp_path: Path) -> None:
     assert found == [[False, None, False, [], None, []]]
     repair = {"ctxwin.engines", "ctxwin.engines.torchvision_repair"}  # of environments that `doctor --fix` has mended
     assert set(ours) - repair == {
-        "ctxwin", "ctxwin.serve", "ctxwin.serve.vllm", "ctxwin.serve.vllm.plugin",
+        "ctxwin", "ctxwin_server", "ctxwin_server.vllm", "ctxwin_server.vllm.plugin",
     }  # fmt: skip
 
 
@@ -94,7 +97,7 @@ def test_named_it_brings_arguments_connector_gateway_and_routes(tmp_path: Path) 
     assert "--api-server-count must be 1" in found[1]
     assert "unset VLLM_USE_RUST_FRONTEND" in found[2]  # no gateway would stand in front of it
     assert "kv_transfer_config must not be set" in found[3]
-    gateway = "ctxwin.serve.middleware.Gateway"
+    gateway = "ctxwin_server.middleware.Gateway"
     assert found[4] == [True, "CtxwinConnector", False, [gateway], ["key-own", "key-acme"], ["ctxwin"]]
 
 

@@ -27,13 +27,13 @@ from openai import APIError, APIStatusError, AuthenticationError, BadRequestErro
 from PIL import Image
 
 from ctxwin import BudgetExceeded, Chunk, EngineFailed, Fidelity, Window, open_engine
-from ctxwin.adapters.openai import RemoteWindow, chunk_part, upload
 from ctxwin.engines.open import vllm_installed
-from ctxwin.serve.endpoints import PLAIN, is_ours
-from ctxwin.serve.errors import Quarantined, UnknownWindow
-from ctxwin.serve.supervisor import DIED
 from ctxwin.tiny import world
 from ctxwin.trust import auditor_of
+from ctxwin_client import RemoteWindow, chunk_part, upload
+from ctxwin_client.errors import Quarantined, UnknownWindow
+from ctxwin_server.endpoints import PLAIN, is_ours
+from ctxwin_server.supervisor import DIED
 from serve.test_routes import call
 
 pytestmark = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
@@ -80,9 +80,12 @@ def server(vllm_server: Process) -> Process:
     return vllm_server
 
 
+SERVER = Path(__file__).parents[2] / "adapters" / "server"
+
+
 def installed_plugin(folder: Path) -> Path:
-    """A folder for PYTHONPATH in which vLLM finds the entry points that pyproject.toml names."""
-    named = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["entry-points"]
+    """A folder for PYTHONPATH in which vLLM finds the entry points that the server's pyproject.toml names."""
+    named = tomllib.loads((SERVER / "pyproject.toml").read_text())["project"]["entry-points"]
     about = folder / "plugins" / "ctxwin-0.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: ctxwin\nVersion: 0\n")
@@ -478,6 +481,17 @@ def test_tenants_reach_what_was_opened_and_nothing_else(server: Process) -> None
     assert tried >= 5
 
 
+def test_connections_are_bounded_and_options_need_a_key(server: Process) -> None:
+    address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+    with socket.create_connection(address, timeout=60) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 1000)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 431 ")
+    for path in ("/metrics", "/v1/models", "/health"):
+        assert status_of(server, path, "OPTIONS") == 401
+        preflight = {"Origin": "https://a.example", "Access-Control-Request-Method": "GET"}
+        assert status_of(server, path, "OPTIONS", **preflight) == 401  # other sites' pages are not served by default
+
+
 def test_a_video_that_nobody_could_have_filmed_harms_nobody(server: Process) -> None:
     """Six frames at 1e-6 a second, appended and asked about, ended vLLM for all tenants."""
     (part,) = [part for part in plain_messages([0], "x")[1]["content"] if "image_url" in part]
@@ -501,14 +515,15 @@ def test_it_ends_cleanly_and_keeps_snapshots(server: Process) -> None:
     window = RemoteWindow(server.client(), HEADER, 900)
     window.append(CHUNKS[0])
     group = server.process.pid
+    processes = descendants(group)
     server.process.terminate()
-    server.process.wait(60)
+    assert server.process.wait(60) == 0
     for _ in range(100):
         if not running_in(group):
             break
         time.sleep(0.1)
     assert not running_in(group), "a process of the server is left"
-    assert not list(Path("/dev/shm").glob(f"ctxwin-{group}-*"))
+    assert processes and not [p for pid in processes for p in Path("/dev/shm").glob(f"ctxwin-{pid}-*")]
     from ctxwin.store import open_store
 
     store = open_store(f"disk:{server.log.parent / 'kv'}")
@@ -517,19 +532,20 @@ def test_it_ends_cleanly_and_keeps_snapshots(server: Process) -> None:
     finally:
         store.close()
     text = server.log.read_text()
-    assert "leaked shared_memory" not in text and "leaked semaphore" not in text
+    assert "leaked" not in text and "resource_tracker" not in text
     assert "key-own" not in text and "key-acme" not in text
     # vLLM itself may log that its engine is gone while it shuts down.
     assert not [line for line in text.splitlines() if re.search(r'File ".*ctxwin/(serve|adapters|engines)/', line)]
 
 
-def children(parent: int) -> list[int]:
+def descendants(parent: int) -> list[int]:
+    """Processes below ``parent``: below a supervisor stands its server, and vLLM's processes below that."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             if stat.read_text().rpartition(")")[2].split()[1] == str(parent):
                 found.append(int(stat.parent.name))
-    return found
+    return found + [below for child in found for below in descendants(child)]
 
 
 @pytest.mark.slow
@@ -538,7 +554,7 @@ def test_a_vllm_that_dies_is_an_exit_status(tmp_path: Path) -> None:
     with running_server(tmp_path) as server:
         assert "every other client" in server.log.read_text()
         (engine,) = [
-            pid for pid in children(server.process.pid) if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            pid for pid in descendants(server.process.pid) if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]
         os.kill(engine, signal.SIGKILL)
         assert server.process.wait(120) == DIED
@@ -603,7 +619,16 @@ def test_a_request_that_ends_vllm_twice_is_refused_and_everything_else_goes_on(t
         assert bystander.ask(question(3), 800, temperature=2.0, seed=1).token_ids
         log = server.log.read_text()
         assert "starting again" in log and "1 of 3" in log and "2 of 3" in log
-        running = children(server.process.pid)
+        running = descendants(server.process.pid)
         server.process.terminate()
         assert server.process.wait(60) is not None
         assert not [pid for pid in running if Path(f"/proc/{pid}").exists()]
+
+
+def status_of(server: Process, path: str, method: str, **headers: str) -> int:
+    request = urllib.request.Request(server.url + path, None, headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code

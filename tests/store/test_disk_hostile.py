@@ -123,3 +123,37 @@ class TestPickle:
         store.verify()
         assert (tmp_path / "victim").exists()
         assert (folder / "victim").exists()
+
+
+PLANTED = ("-3", "'many'", "NULL", "x'00'", "1e300", "9223372036854775807")
+
+
+@pytest.mark.parametrize("value", PLANTED)
+@pytest.mark.parametrize("total", ["count", "size"])
+@pytest.mark.parametrize("opened", [False, True])
+def test_planted_totals_of_the_index_are_no_errors(tmp_path: Path, total: str, value: str, opened: bool) -> None:
+    """A negative count raised out of `stats`, and out of every metric."""
+    store = DiskStore(tmp_path)
+    assert store.put("span/a", b"value")
+    if not opened:
+        store.close()
+    sql(tmp_path, f"UPDATE Settings SET value = {value} WHERE key = '{total}'")
+    if not opened:
+        store = DiskStore(tmp_path)
+    first = store.stats()
+    assert first.items >= 0 and first.bytes >= 0
+    assert store.get("span/a") == b"value" and list(store.list()) == ["span/a"]
+    assert store.put("span/b", b"other") or store.put("span/b", b"other"), "the index was made again"
+    assert store.get("span/b") == b"other"
+    if value != PLANTED[-1]:  # a number that could be right
+        assert (store.stats().items, store.stats().corrupt) == (2, 1)
+    store.close()
+
+
+def test_a_missing_total_of_the_index_is_no_error(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path)
+    assert store.put("span/a", b"value")
+    sql(tmp_path, "DELETE FROM Settings WHERE key = 'count'")
+    assert store.stats().items >= 0
+    assert store.stats().items == 1 and store.get("span/a") == b"value"
+    store.close()

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from ctxwin.serve.settings import Settings
 from ctxwin.store import Store, open_store
 from ctxwin.store.mooncake import MooncakeStore
 from ctxwin.store.testing import StoreConformance
+from ctxwin_server.settings import Settings
 
 SMALL = 32 << 20
 pytestmark = pytest.mark.slow

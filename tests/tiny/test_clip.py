@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ctxwin.media import decode_video
 from ctxwin.tiny.clip import write_clip
 from ctxwin.tiny.world import make_stream, render
+from ctxwin.video import decode_video
 
 pytest.importorskip("cv2")
 
@@ -60,5 +60,5 @@ def test_truncated_files_are_refused(tmp_path: Path, suffix: str, fourcc: str) -
     write_clip(whole, make_stream(0, 6), fourcc=fourcc)
     data = whole.read_bytes()
     cut.write_bytes(data[: len(data) // 2])
-    with pytest.raises(ValueError, match=r"decodable|ended after"):
+    with pytest.raises(ValueError, match="which is truncated"):
         decode_video(cut)

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from ctxwin.engines.hf.engine import HFEngine
-from ctxwin.evals.studies import hybrid as study
+from evals.studies import hybrid as study
 from train_tiny.data import Vocabulary, make_batch
 from train_tiny.hybrid import READS_KV, READS_STATES, build_hybrid, decode_questions, pictures_of
 from train_tiny.recipe import Recipe, batch_spec
@@ -57,6 +57,7 @@ def rows(engines: dict[Path, HFEngine]) -> dict[Path, Rows]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", [HYBRID, STATES], ids=["kv", "states"])
 def test_it_answers_and_its_states_compose(folder: Path, rows: dict[Path, Rows]) -> None:
     assert rows[folder]["re-prefill"]["right"] >= 0.9
@@ -64,6 +65,7 @@ def test_it_answers_and_its_states_compose(folder: Path, rows: dict[Path, Rows])
     assert composed["agreed"] == 1 and composed["kl"] < 1e-5
 
 
+@pytest.mark.slow
 def test_what_binds_lies_in_the_kv_of_one_and_in_the_states_of_the_other(rows: dict[Path, Rows]) -> None:
     for folder, kv, states in ((HYBRID, 1, 0), (STATES, 0, 1)):
         agreed = {way: row["agreed"] for way, row in rows[folder].items()}
@@ -71,6 +73,7 @@ def test_what_binds_lies_in_the_kv_of_one_and_in_the_states_of_the_other(rows: d
         assert abs(agreed["KV exact, maps blind"] - kv) <= 0.3 and abs(agreed["maps exact, KV blind"] - states) <= 0.3
 
 
+@pytest.mark.slow
 def test_patches_bring_the_answers_back(rows: dict[Path, Rows]) -> None:
     of_kv, of_states = rows[HYBRID]["KV rank 4"], rows[STATES]["KV rank 4, states rank 64"]
     assert of_kv["agreed"] >= 0.9 and 0 < of_kv["patches"] < 0.05
@@ -78,12 +81,14 @@ def test_patches_bring_the_answers_back(rows: dict[Path, Rows]) -> None:
     assert rows[STATES]["KV rank 4"]["agreed"] <= 0.3
 
 
+@pytest.mark.slow
 def test_windows_answer_from_patched_states_as_before(engines: dict[Path, HFEngine]) -> None:
     rows = study.measure_windows(engines[STATES], 3, lambda _: None)
     assert all(row["computed"] == 0 for row in rows) and [row["agreed"] for row in rows[1:]] == [1, 1, 1]
     assert all(0 < row["patches"] < 0.15 for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", [HYBRID, STATES], ids=["kv", "states"])
 def test_what_is_forgotten_is_answered_as_if_it_had_never_been_there(
     folder: Path, engines: dict[Path, HFEngine]

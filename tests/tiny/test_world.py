@@ -180,6 +180,18 @@ def test_streams_are_reproducible_and_keep_marks_apart() -> None:
         world.make_stream(0, 60, anchors=2)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_question_about_a_frame_has_one_answer_in_the_whole_stream(seed: int) -> None:
+    frames = world.make_stream(seed, 12)
+    for index in range(12):
+        for attribute in ("color", "shape"):
+            question = world.question_about(frames, index, attribute)  # type: ignore[arg-type]
+            assert world.locate(frames, question.mark)[0] == index  # type: ignore[index]
+            assert question.answer == world.answer(frames, question.text)
+    with pytest.raises(ValueError, match="frame 1 must hold a mark of its own with a color, got none"):
+        world.question_about([frames[0], frames[0], frames[0]], 1)
+
+
 def test_questions_are_distinct_and_of_the_kinds_asked_for() -> None:
     frames = world.make_stream(1, 6)
     questions = world.questions_for(frames, 20, 7, ("multi_hop", "graded"))

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from ctxwin import open_engine
-from ctxwin.evals.studies.trust import turn
 from ctxwin.profiles import BASIS_NAME, PROFILE_NAME
 from ctxwin.tiny import checkpoint_dir
 from ctxwin.trust import Options
 from ctxwin.trust.auditor import VARIABLE
+from evals.studies.trust import turn
 
 
 @pytest.mark.slow
@@ -24,7 +24,7 @@ def test_order_behind_multi_hop_demotes_orbit_patches(tmp_path: Path, monkeypatc
     shutil.copytree(checkpoint_dir(), model, ignore=shutil.ignore_patterns(PROFILE_NAME, BASIS_NAME))
     options = Options(budget=0.15, share=1.0, quiet_s=0.0, rate=1.0, questions=1)
     with open_engine(str(model), engine="hf", dtype="float32") as engine:
-        found = turn(engine, options, "multi_hop", "order", 80, reordered=True)
+        found = turn(engine, options, "multi_hop", "order", 240, reordered=True)
     first, then = found["multi_hop"], found["order"]
     assert first["decisions"][-1].startswith("orbit promoted: 0 of")
     assert then["decisions"][-1].startswith("orbit demoted")

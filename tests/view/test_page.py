@@ -377,3 +377,60 @@ def test_threads_of_windows_have_rows_of_their_own(engine: FakeEngine, tmp_path:
     assert page.locator("#lines .forks").count() == 2
     assert page.locator("#lines .adopts").count() == 1
     assert names(step(page, "two?"), ".strip") == ["t=0 s", "+ two"]
+
+
+def late_branch(engine: FakeEngine, path: Path) -> Path:
+    """A window of many steps, and a branch near its end."""
+    with watched(engine, path) as (trace, window):
+        for i in range(16):
+            window.append(frame(i))
+            if i >= 4:
+                window.slide(1)
+            window.ask(f"question {i}?", max_tokens=2)
+            trace.note({"prefix cache": 50}, truth="x", answers={"re-prefill": "x"})
+            if i == 13:
+                with window.fork() as branch:
+                    branch.ask("in the branch?", max_tokens=2)
+    return path
+
+
+def wait_until(page: Page, holds: Callable[[], bool]) -> None:
+    """The page lays itself out in a later frame; its policy forbids playwright's own waiting, which evaluates text."""
+    for _ in range(1200):
+        if holds():
+            return
+        page.wait_for_timeout(50)
+    pytest.fail("the page has not come to rest")
+
+
+def test_a_late_branch_takes_no_room_before_it_is_in_sight(engine: FakeEngine, tmp_path: Path, open_page: Open) -> None:
+    page = open_page(render(late_branch(engine, tmp_path / "run.jsonl"), tmp_path / "view.html"))
+
+    def room() -> tuple[float, float]:
+        """Height of the steps' area, and how far its scrolling goes."""
+        return tuple(
+            page.evaluate("(({clientHeight: a, scrollHeight: b}) => [a, b])(document.querySelector('#scroll'))")
+        )
+
+    first = page.locator(".step").first.bounding_box()
+    before = room()
+    assert first is not None and before[0] == before[1] and before[0] < first["height"] + 60
+    branch = step(page, "in the branch?")
+    page.locator("body").press("End")
+    branch.scroll_into_view_if_needed()
+    wait_until(page, lambda: room()[1] > 1.5 * before[1])
+    box = branch.bounding_box()
+    assert box is not None and box["height"] > 100
+    page.evaluate("document.querySelector('#scroll').scrollLeft = 0")
+    wait_until(page, lambda: room()[1] == before[1])
+
+
+@pytest.mark.parametrize("size", [DESK, (1000, 900), PHONE])
+def test_the_bars_of_the_summary_have_room(
+    engine: FakeEngine, tmp_path: Path, open_page: Open, size: tuple[int, int]
+) -> None:
+    """The longest takes half of its card, whatever is said beside the others."""
+    page = open_page(render(late_branch(engine, tmp_path / "run.jsonl"), tmp_path / "view.html"), size)
+    longest = max(box["width"] for bar in page.locator(".lines.four .line").all() if (box := bar.bounding_box()))
+    card = page.locator(".lines.four").bounding_box()
+    assert card is not None and longest > (0.3 if size == PHONE else 0.5) * card["width"]

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from ctxwin import Chunk, Fidelity, Window
-from ctxwin.media import decode_video
+from ctxwin.video import decode_video
 from ctxwin.view.totals import in_words, totals
 from ctxwin.view.trace import Trace, read_trace
 from window.fake import FakeEngine

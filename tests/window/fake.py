@@ -55,6 +55,8 @@ def _own(token: int) -> torch.Tensor:
 class FakeEngine(Engine):
     """See the module. Vocabulary of 50 tokens; media are one token per frame, derived from the pixels' digest."""
 
+    drops_tokens = True
+
     def __init__(self, store: Store | None = None, max_tokens: int = 4096, name: str = "fake") -> None:
         self.spec = EngineSpec(name, "fake-model", digest("fake", name), KV, max_tokens, vision=True)
         self.store = store or open_store("memory:")
@@ -86,6 +88,9 @@ class FakeEngine(Engine):
                 media.append(MediaSpan(part.media, key, len(ids), len(frames), (len(frames), 2, 2)))
                 ids += [1000 + int(f) for f in frames]
         return self._plain(chunk.id, ids, tuple(media))
+
+    def media_keys(self, chunk: Chunk) -> set[str]:
+        return {"embed/" + digest("fake", part.content) for part in chunk.media}
 
     def _see(self, chunk: Chunk, part: MediaPart, key: str) -> torch.Tensor:
         held = self.repo.get_embedding(key)

@@ -42,8 +42,8 @@ def test_a_slow_store_loses_to_a_forward_and_stays_exact(engine: FakeEngine) -> 
         window.ask("q")
         assert lanes_of(window, CHEAP_READS) == ["resident", "resident"]
         made = choose(window.snapshot(), window.fidelity, window.core.assembly.has, DEAR_READS)
-        assert [c.lane for c in made] == ["computed", "computed"] and all(c.served.exact for c in made)
-        assert {c.served.span for c in made} == {p.kv.span for p in window.snapshot().placed if p.kv}
+        assert [c.lane for c in made] == ["computed", "computed"] and all(c.conditioning.exact for c in made)
+        assert {c.conditioning.span for c in made} == {p.kv.span for p in window.snapshot().placed if p.kv}
 
 
 def test_an_approximation_gives_way_to_a_cheaper_forward(engine: FakeEngine) -> None:
@@ -53,7 +53,7 @@ def test_an_approximation_gives_way_to_a_cheaper_forward(engine: FakeEngine) -> 
         window.evict(a)
         assert lanes_of(window, CHEAP_READS) == ["survivor", "survivor"]
         made = choose(window.snapshot(), window.fidelity, window.core.assembly.has, DEAR_READS)
-        assert [c.lane for c in made] == ["formed", "formed"] and all(c.served.exact for c in made)
+        assert [c.lane for c in made] == ["formed", "formed"] and all(c.conditioning.exact for c in made)
 
 
 def test_exact_kv_is_not_given_up_for_an_approximation_at_any_price(engine: FakeEngine) -> None:
@@ -65,7 +65,7 @@ def test_exact_kv_is_not_given_up_for_an_approximation_at_any_price(engine: Fake
         window.recall(a, at=0)  # b is held exactly behind a, and would survive as well
         slow = Prices(DEAR_READS.model, lambda key: "MemoryStore")
         made = choose(window.snapshot(), window.fidelity, window.core.assembly.has, slow)
-        assert all(c.served.exact for c in made)
+        assert all(c.conditioning.exact for c in made)
 
 
 def test_small_savings_change_nothing(engine: FakeEngine) -> None:
@@ -133,14 +133,14 @@ def test_the_plan_prices_chunks_and_the_ask(engine: FakeEngine) -> None:
 
 
 def test_prices_go_over_http() -> None:
-    from ctxwin.serve import wire
+    from ctxwin.window import serialization
 
     with Window(FakeEngine(), "h") as window:
         window.append(Chunk.text("aa"))
         plan = window.plan()
-        sent: dict[str, Any] = wire.plan_to(plan)
+        sent: dict[str, Any] = serialization.plan_to(plan)
         assert sent["ms"] == plan.ms > 0 and sent["entries"][0]["ms"] == plan.entries[0].ms > 0
-        assert wire.plan_from(sent).ms == plan.ms
+        assert serialization.plan_from(sent).ms == plan.ms
 
 
 def test_forgetting_repairing_and_refreshing_forget_how_things_were_served(engine: FakeEngine) -> None:
@@ -150,17 +150,17 @@ def test_forgetting_repairing_and_refreshing_forget_how_things_were_served(engin
         window.ask("q")
         window.evict(ids[0])
         window.ask("q")
-        assert window.core.assembly.before
+        assert window.core.assembly.memo
         return window, ids
 
     window, ids = moved()
     window.recall(ids[0], repair=True)
-    assert not window.core.assembly.before
+    assert not window.core.assembly.memo
     window.close()
     window, ids = moved()
     window.evict(ids[1], forget=True)
-    assert not window.core.assembly.before
+    assert not window.core.assembly.memo
     window.close()
     window, ids = moved()
-    assert window.refresh() and not window.core.assembly.before
+    assert window.refresh() and not window.core.assembly.memo
     window.close()

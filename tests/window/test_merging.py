@@ -78,7 +78,7 @@ def test_a_merged_survivor_moves(engine: FakeEngine) -> None:
     window = opened(engine)
     window.merge(window.ids[1])
     window.slide(1)
-    assert lanes(window) == ["survivor", "survivor"]
+    assert lanes(window) == ["merged", "survivor"], "a merged chunk is planned as one, whatever left in front of it"
     plan = window.plan()
     assert plan.entries[0].bytes * 2 == plan.entries[1].bytes and window.ask("q").usage.computed_tokens == 3
 
@@ -167,7 +167,7 @@ def test_an_engine_that_hides_its_attention(engine: FakeEngine, monkeypatch: pyt
 
     window = opened(engine)
     monkeypatch.setattr(FakeEngine, "attended", Engine.attended)
-    with pytest.raises(UnsupportedModel, match="does not show its attention"):
+    with pytest.raises(UnsupportedModel, match="does not expose its attention"):
         window.merge(window.ids[0])
     assert lanes(window) == ["resident"] * 3
 

@@ -397,6 +397,38 @@ def test_a_prefilled_frame_leaves_only_the_question_to_the_answer(engine: Engine
             assert close(answer.first_token_logprobs, reprefill(engine, window, QUESTIONS[1]), 1e-4)
 
 
+def test_an_exact_window_with_a_mark_costs_what_trimming_by_hand_does(engine: Engine) -> None:
+    """Its answers are a re-prefill's; the user of a prefix cache drops the oldest half when the prompt is too long."""
+    frames = world.make_stream(seed=23, n_frames=20)
+    shown = [Chunk.image(world.render(frame), text=f"mark {i}") for i, frame in enumerate(frames)]
+    size = max(engine.encode(c).tokens for c in shown)
+    query = engine.encode_query(QUESTIONS[0]).tokens
+    head = engine.encode_system_prompt(HEADER).tokens
+    budget = head + 6 * size + query + 2
+    computed = by_hand = 0
+    kept: list[int] = []
+    with Window(engine, HEADER, budget, Fidelity("exact"), low_water=0.5) as window:
+        for i, new in enumerate(shown):
+            window.append(new)
+            window.slide(reserve_tokens=query + 2)
+            answer = ask(window, QUESTIONS[0])
+            computed += answer.usage.computed_tokens
+            if i % 5 == 4:
+                assert close(answer.first_token_logprobs, reprefill(engine, window, QUESTIONS[0]), 1e-4)
+            whole = [*kept, engine.encode(new).tokens]
+            if head + sum(whole) + query + 2 > budget:
+                while head + sum(whole) + query + 2 > budget // 2:
+                    whole.pop(0)
+                by_hand += sum(whole) + query
+            else:
+                by_hand += whole[-1] + query + head * (i == 0)
+            kept = whole
+            assert len(kept) == len(window.ids)
+    # Less than a block of vLLM's prefix cache is computed again at each ask, as it is for who trims by hand.
+    assert computed <= by_hand + 32 * len(shown) * (answer.usage.engine == "vllm")
+    assert computed < 0.5 * len(shown) * 6 * size
+
+
 def test_merged_chunks_on_both_engines(engine: Engine) -> None:
     def own(i: int) -> Chunk:  # whole KV that other tests have left would be served in its place
         return Chunk.image(world.render(FRAMES[i]), text=f"merged {i}")
@@ -412,7 +444,7 @@ def test_merged_chunks_on_both_engines(engine: Engine) -> None:
         assert not half.usage.exact and not close(half.first_token_logprobs, whole.first_token_logprobs, 1e-5)
         window.append(own(4))
         window.slide(1)
-        assert [e.lane for e in window.chunks] == ["survivor"] * 3 + ["computed"]
+        assert [e.lane for e in window.chunks] == ["merged", "merged", "survivor", "computed"]
         moved = ask(window, QUESTIONS[1])
         with Window(engine, HEADER, fidelity=Fidelity("patched", merge=0.5)) as other:
             other.adopt(window, force=True)

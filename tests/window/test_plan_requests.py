@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from ctxwin import Answer, Chunk, Fidelity, Plan, PlanRequest, Window, open_engine
 from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment
-from ctxwin.serve import wire
+from ctxwin.window import serialization
 from window.fake import FakeEngine
 
 HEADER = "You watch a camera."
@@ -54,20 +54,23 @@ def filled(engine: Engine, seeds: Sequence[int], mode: Any = "patched") -> Windo
 
 
 def spend(window: Window, plan: Plan) -> None:
-    """Asks, and holds what it cost against the plan."""
+    """Asks, and holds what it cost against the plan, made without the question and with it."""
     engine: Any = window.engine
+    asked = window.plan(QUERY)
     usage = window.ask(QUERY, max_tokens=1).usage
     query = engine.encode_query(QUERY).tokens
     assert usage.misses == usage.fallbacks == 0
-    assert usage.forwards == plan.requests
-    planned = plan.computed_tokens + query
+    assert usage.forwards == plan.requests == asked.requests
     assert usage.prompt_tokens == plan.tokens + query
-    if engine.spec.name == "hf":
-        assert usage.computed_tokens == planned
-    else:
-        # vLLM's own cache may hold what was computed for another window; and what fills less than a block is computed
-        # again where that is cheaper than a load, once a request.
-        assert planned - usage.cached_tokens <= usage.computed_tokens <= planned + plan.requests * (BLOCK - 1)
+    assert usage.computed_tokens == asked.computed_tokens
+    # What of a question that was asked before is still in vLLM's cache is the one thing that only the second plan knows.
+    repeated = plan.computed_tokens + query - usage.computed_tokens
+    assert repeated == 0 or (engine.spec.name == "vllm" and 0 < repeated <= query + BLOCK)
+
+
+def again(plan: Plan, window: Window) -> int:
+    """Tokens of a block that vLLM computes again in front of an appended chunk."""
+    return (plan.tokens - window.chunks[-1].tokens) % BLOCK if window.engine.spec.name == "vllm" else 0
 
 
 def check_steps(plan: Plan) -> None:
@@ -79,7 +82,10 @@ def check_steps(plan: Plan) -> None:
     assert sum(step.computed for step in plan.steps) == plan.computed_tokens
     chunks = [step.tokens for step in plan.steps if step.purpose in ("chunks", "answer")]
     assert chunks == sorted(set(chunks)), "each request goes further than the one before it"
-    assert wire.plan_from(wire.plan_to(plan)) == plan and wire.plan_to(plan)["requests"] == plan.requests
+    assert (
+        serialization.plan_from(serialization.plan_to(plan)) == plan
+        and serialization.plan_to(plan)["requests"] == plan.requests
+    )
     assert (f"{plan.requests} requests: " in str(plan)) == (plan.requests > 1)
 
 
@@ -92,9 +98,12 @@ class TestWhatIsPlanned:
             spend(window, plan)
             window.append(chunk(103))
             plan = window.plan()
-            assert plan.steps == (PlanRequest("answer", plan.tokens, window.chunks[-1].tokens),)
+            assert plan.steps == (PlanRequest("answer", plan.tokens, window.chunks[-1].tokens + again(plan, window)),)
             spend(window, plan)
-            assert window.plan().steps == (PlanRequest("answer", plan.tokens, 0),)
+            plan = window.plan()
+            assert plan.steps == (
+                PlanRequest("answer", plan.tokens, plan.tokens % BLOCK if engine.spec.name == "vllm" else 0),
+            )
 
     def test_insertions_take_a_request_each(self, engine: Any) -> None:
         with filled(engine, range(110, 115)) as window:
@@ -152,10 +161,11 @@ def test_nothing_to_compute_takes_no_request(engine: Any) -> None:
     held = [segments[0], *(Segment(p.encoded, p.start, span=whole.captured[i]) for i, p in enumerate(segments) if i)]
     again = engine.generate(held, query, Sampling(1, logprobs=-1), salt="empty, held")
     assert again.forwards == 1 and again.computed_tokens == query.tokens and again.captured[0].tokens == 0
-    assert max(abs(again.logprobs[t] - whole.logprobs[t]) for t in whole.logprobs) < 1e-5
+    # A query of its own is a smaller product, whose sums processors make in another order: a few float32 roundings.
+    assert max(abs(again.logprobs[t] - whole.logprobs[t]) for t in whole.logprobs) < 1e-4
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_every_plan_is_what_the_engine_does(engine: Any, data: st.DataObject) -> None:
     """Random programs of edits, losses in the store among them."""

@@ -15,7 +15,8 @@ from ctxwin.kv.layout import SpanKV
 from ctxwin.store.memory import MemoryStore
 from ctxwin.store.spans import SpanRepository
 from ctxwin.window import reading
-from ctxwin.window.assembly import Assembly, Work
+from ctxwin.window.assembly import Assembly
+from ctxwin.window.layout import Work
 from window.fake import FakeEngine
 
 TEXTS = ["a" * 30, "b" * 30, "c" * 30, "d" * 30]
@@ -120,9 +121,9 @@ def test_what_was_computed_ahead_is_settled_by_whoever_runs_the_answer(engine: F
     expensive(engine)
     store_of(engine).slow = True
     state, assembly, work = window.snapshot(), Assembly(engine), Work()
-    laid = assembly.lay_out(state, window.fidelity, work)
+    laid = assembly.build_layout(state, window.fidelity, work)
     assert list(laid.ahead) == [1] and laid.segments[1].span is not None and work.tokens == 30
-    settled = assembly.settle(state, laid, {}, window.fidelity)
+    settled = assembly.write_back(state, laid, {}, window.fidelity)
     assert all(p.kv is not None and assembly.has(p.kv.span) for p in settled.placed)
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from ctxwin import Chunk, Fidelity, UnknownChunk, Window
-from ctxwin.window.edits import lacking_of
+from ctxwin.window.edits import stale_dependents
 from window.fake import FakeEngine
 
 PATCHED = Fidelity("patched", rank=2)
@@ -71,7 +71,7 @@ def test_against_a_naive_walk_of_the_cascade_graph(engine: FakeEngine, seed: int
         naive = {i for i, seen in edges.items() if seen is None or back not in seen}
         while more := {i for i, seen in edges.items() if i not in naive and seen and seen & naive}:
             naive |= more
-        assert lacking_of(back, placed) == naive
+        assert stale_dependents(back, placed) == naive
 
 
 def test_refresh_of_some(engine: FakeEngine) -> None:

@@ -182,7 +182,7 @@ class Programs(RuleBasedStateMachine):
         if excess <= 0:
             self.placed = [a for a in placed if a not in leaving]
             self.evicted = [a for a in self.evicted if a not in back] + leaving
-            for arrival in back:
+            for arrival in sorted(back):  # the oldest comes back first, whichever the query names first
                 self._read(arrival)
 
     @precondition(lambda self: len(self.placed) > 1)

@@ -107,7 +107,7 @@ def test_a_closed_window_gives_back_what_its_branch_held(engine: Engine) -> None
     with Window(engine, "You read other logs.") as window:
         fill(window)
         window.ask("Where?", 4, tools=[LOOK])
-        spans = [p.kv.span for p in window._offered._branch.core.state.placed if p.kv]  # type: ignore[union-attr]
+        spans = [p.kv.span for p in window._tool_branch._branch.core.state.placed if p.kv]  # type: ignore[union-attr]
         assert spans and all(repo.leased(span) for span in spans)
     assert not any(repo.leased(span) for span in spans)
 

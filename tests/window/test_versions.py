@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ctxwin import Chunk, UnknownChunk, UnknownVersion, Window
+from ctxwin import Chunk, Fidelity, UnknownChunk, UnknownVersion, Window
 from ctxwin.window.events import Event
 from window.fake import FakeEngine
 
@@ -92,3 +92,19 @@ def test_an_id_that_there_is_not_names_a_few_that_there_are(engine: FakeEngine) 
         with pytest.raises(UnknownChunk, match="32 more") as error:
             window.recall("zzz")
         assert ids[-1] in str(error.value) and max(len(str(e.value)) for e in (error, placed)) < 250
+
+
+def test_kept_versions_take_bounded_memory_in_a_stream() -> None:
+    """A frame that comes into a full window changes what it holds of all others: 1,024 versions were 100 MB a window."""
+    with Window(FakeEngine(), "h", fidelity=Fidelity("patched")) as window:
+        window.extend([Chunk.text(f"{i}") for i in range(100)])
+        for i in range(300):
+            with window.core.writing() as state:  # as an append, a slide and a prefill do, in seconds
+                changed = tuple(p.replace(read=i) for p in (*state.placed[1:], state.placed[0]))
+                window.core.commit(state.edited(placed=changed))
+        kept = {id(p): p for state, _ in window.core._history.values() for p in (*state.placed, *state.evicted)}
+        assert len(kept) < 16384 + 2 * 400, len(kept)
+        assert window.at(window.version - 16).version == window.version - 16
+        newest = window.ids
+        window.undo()
+        assert window.ids != newest

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import sys
 import time
@@ -36,34 +37,39 @@ class Clock:
         self._begun, self._end = time.monotonic(), time.monotonic() + 60 * minutes
 
     def tell(self, line: str) -> None:
-        """Prints a line with the seconds since the start."""
+        """Print a line with the seconds since the start."""
         print(f"[{time.monotonic() - self._begun:4.0f} s] {line}", file=sys.stderr, flush=True)
 
     def take(self, name: str, rows: Iterable[Row], share: float, say: Callable[[Row], str]) -> tuple[list[Row], bool]:
-        """Rows until they end or ``share`` of what is left is used up, and whether they ended."""
+        """Return rows until they end or ``share`` of the remaining time is used up, and True if they ended."""
         until = time.monotonic() + share * (self._end - time.monotonic())
-        found: list[Row] = []
+        taken_rows: list[Row] = []
         for row in rows:
-            found.append(row)
+            taken_rows.append(row)
             self.tell(f"{name}: {say(row)}")
             if time.monotonic() > until:
-                self.tell(f"{name}: stopped after {len(found)} rows, the time is used up")
-                return found, False
-        return found, True
+                self.tell(f"{name}: stopped after {len(taken_rows)} rows, the time is used up")
+                return taken_rows, False
+        return taken_rows, True
 
 
 def main() -> int:
-    """Runs the check; returns the exit status."""
+    """Run the check; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="gpu_check", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="torch device")
-    parser.add_argument("--minutes", type=float, default=8.0, help="time for everything (default 8)")
+    parser.add_argument(
+        "--minutes", type=float, help="time for everything (default 8; with --quick until everything is done)"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny decoders and few lengths, a minute on a processor")
+    parser.add_argument("--compare", action="store_true", help="compare only, and time nothing")
     parser.add_argument("--layers", type=int, default=8, help="layers of the decoders that are run whole (default 8)")
     parser.add_argument("--out", type=Path, default=Path("gpu-check"), help="folder of the results (default gpu-check)")
     options = parser.parse_args()
-    device, clock = torch.device(options.device), Clock(options.minutes)
+    # The little that --quick does is done whole, so that a busy machine leaves out nothing.
+    minutes = options.minutes if options.minutes is not None else math.inf if options.quick else 8.0
+    device, clock = torch.device(options.device), Clock(minutes)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     options.out.mkdir(parents=True, exist_ok=True)
@@ -75,6 +81,7 @@ def main() -> int:
 
     decoders = [d.smaller() for d in DECODERS] if options.quick else list(DECODERS)
     lengths, rounds = (LENGTHS[:3], 3) if options.quick else (LENGTHS, 7)
+    rounds = 0 if options.compare else rounds
     dtype = "bfloat16" if device.type == "cuda" else "float32"
     hybrid = HYBRID.smaller() if options.quick else HYBRID
     for name, run, share, shapes in (
@@ -91,20 +98,21 @@ def main() -> int:
         result["complete"][name] = whole
         _write(options.out, result)
     _write(options.out, result)
-    draw(result, options.out / "gpu-check.png")
+    if rounds:
+        draw(result, options.out / "gpu-check.png")
     wrong = [row for row in result["correct"] if row["fault"]]
     wrong += [row for row in result["break_even"] + result["scans"] if not row["away"] <= BOUNDS[dtype]]
     for row in wrong:
         print(f"wrong: {row}", file=sys.stderr)
     compared_rows = f"{len(result['correct'])} comparisons, {len(wrong)} wrong"
-    print(f"{compared_rows}; {options.out / 'gpu-check.json'} and gpu-check.png written")
+    print(f"{compared_rows}; {options.out / 'gpu-check.json'}{' and gpu-check.png' * bool(rounds)} written")
     return 1 if wrong else 0
 
 
 def _machine(device: torch.device) -> dict[str, Any]:
     import transformers
 
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -112,9 +120,9 @@ def _machine(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found |= {"memory_gib": properties.total_memory / 2**30, "multiprocessors": properties.multi_processor_count}
-        found |= {"cuda": torch.version.cuda, "capability": list(torch.cuda.get_device_capability(device))}
-    return found
+        facts |= {"memory_gib": properties.total_memory / 2**30, "multiprocessors": properties.multi_processor_count}
+        facts |= {"cuda": torch.version.cuda, "capability": list(torch.cuda.get_device_capability(device))}
+    return facts
 
 
 def _say_correct(row: Row) -> str:

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from ctxwin.kv.kernels.api import Placing
+from ctxwin.kv.kernels.api import LoadPlan
 from ctxwin.kv.kernels.choice import Kernel, samples
-from ctxwin.kv.kernels.lines import Lines
+from ctxwin.kv.kernels.strides import CacheStrides
 from ctxwin.kv.layout import KVSpec, RopeSpec
 
 Row = dict[str, object]
@@ -57,7 +57,7 @@ class Case:
 
 
 def cases(device: torch.device, *, quick: bool) -> Iterator[Case]:
-    """What is compared; Triton's kernel only where the device can run it."""
+    """Yield the cases to compare; Triton's kernel only if the device can run it."""
     kernels: list[Kernel] = ["cpu", "triton"] if device.type == "cuda" or _interpreted() else ["cpu"]
     for layout in LAYOUTS:
         for dtype in ("bfloat16", "float16", "float32"):
@@ -67,7 +67,7 @@ def cases(device: torch.device, *, quick: bool) -> Iterator[Case]:
 
 
 def check(case: Case, device: torch.device) -> Row:
-    """Compares one case; ``fault`` says what is wrong, None where nothing is.
+    """Compare one case; ``fault`` describes an error, None if there is none.
 
     A number may be away from the reference by one rounding to the dtype and by float32's own arithmetic, no more. What a
     kernel writes into a paged cache itself must be what it returns, to the bit, and nothing beside it may change.
@@ -75,34 +75,34 @@ def check(case: Case, device: torch.device) -> Row:
     spec, dtype = replace(LAYOUTS[case.layout], dtype=case.dtype), getattr(torch, case.dtype)
     parts = samples(spec, dtype, case.tokens)
     wide = [replace(p, span=replace(p.span, k=p.span.k.double(), v=p.span.v.double())) for p in parts]
-    oracle = Placing(wide, spec, dtype=torch.float64, kernel="reference")
-    placing = Placing(parts, spec, dtype=dtype, device=device, kernel=case.kernel)
+    oracle = LoadPlan(wide, spec, dtype=torch.float64, kernel="reference")
+    plan = LoadPlan(parts, spec, dtype=dtype, device=device, kernel=case.kernel)
     unit, worst, fault = torch.finfo(dtype).eps / 2, 0.0, None
     for i in range(spec.layers):
-        got = [x.clone() for x in placing.layer(i)]
+        got = [x.clone() for x in plan.layer(i)]
         for name, here, there in zip(("keys", "values"), got, oracle.layer(i), strict=True):
             scale = float(there.abs().max())
             away = (here.to("cpu").double() - there).abs() - unit * there.abs()
             worst = max(worst, float(away.max()) / scale)
             if not float(away.max()) <= 2e-6 * scale:  # NaN is no number within the bound
                 fault = fault or f"{name} of layer {i} are {float(away.max()):.2g} away from the reference"
-        if placing.stores:
-            fault = fault or _stored(placing, i, spec, device, dtype, got)
+        if plan.stores:
+            fault = fault or _stored(plan, i, spec, device, dtype, got)
     return asdict(case) | {"beyond_one_rounding": worst, "fault": fault}
 
 
 def _stored(
-    placing: Placing, i: int, spec: KVSpec, device: torch.device, dtype: torch.dtype, want: list[torch.Tensor]
+    plan: LoadPlan, i: int, spec: KVSpec, device: torch.device, dtype: torch.dtype, want: list[torch.Tensor]
 ) -> str | None:
-    """What `Placing.store` gets wrong in a paged cache whose blocks are taken in a shuffled order."""
-    count = -(-placing.tokens // BLOCKS)
+    """Check `LoadPlan.store` in a paged cache with blocks in a shuffled order; return the error, or None."""
+    count = -(-plan.tokens // BLOCKS)
     step = spec.heads * (spec.k_dim + spec.v_dim)  # of one token: its keys, then its values
     cache = torch.full((count + 3, BLOCKS, step), 7.0, dtype=dtype, device=device)
     head = (cache.stride(0), step)
-    lines = Lines(BLOCKS, (0, *head, spec.k_dim, 1), (spec.heads * spec.k_dim, *head, spec.v_dim, 1))
+    lines = CacheStrides(BLOCKS, (0, *head, spec.k_dim, 1), (spec.heads * spec.k_dim, *head, spec.v_dim, 1))
     order = torch.randperm(count + 3, generator=torch.Generator().manual_seed(i))[:count]
-    slots = (order[:, None] * BLOCKS + torch.arange(BLOCKS)).flatten()[: placing.tokens].to(device)
-    placing.store(i, cache, lines, slots)
+    slots = (order[:, None] * BLOCKS + torch.arange(BLOCKS)).flatten()[: plan.tokens].to(device)
+    plan.store(i, cache, lines, slots)
     rows = cache.view(-1, step)
     keys, values = want
     there = torch.cat([keys.reshape(len(slots), -1), values.reshape(len(slots), -1)], dim=1)

@@ -31,9 +31,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
         above.set_title(f"{name}: a load of all layers")
         rows = [row for row in first_tokens if row["decoder"] == name]
         for key, label in LINES.items():
-            shown = [row for row in rows if key in row]
-            if shown:
-                below.plot([r["tokens"] for r in shown], [r[key] for r in shown], marker="o", label=label)
+            with_key = [row for row in rows if key in row]
+            if with_key:
+                below.plot([r["tokens"] for r in with_key], [r[key] for r in with_key], marker="o", label=label)
         layers = f" ({rows[0]['layers']} of {rows[0]['of_layers']} layers)" if rows else ""
         below.set_title(f"{name}: first token{layers}")
         above.set_visible(bool(plain))  # a hybrid has first tokens only

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ctxwin.kv.config import kv_spec_from_config
-from ctxwin.kv.kernels.parts import Part
+from ctxwin.kv.kernels.parts import SpanSlice
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.patch import Patch
 
@@ -86,10 +86,10 @@ HYBRID = Decoder(
     | {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
     | {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
 )
-"""Three layers of Gated DeltaNet in front of each attention layer."""
+"""Three layers of Gated DeltaNet before each attention layer."""
 
 
-def random_part(spec: KVSpec, tokens: int, rank: int, device: torch.device, start: int = 1000) -> Part:
+def random_part(spec: KVSpec, tokens: int, rank: int, device: torch.device, start: int = 1000) -> SpanSlice:
     """A span of random KV on ``device`` that moves to ``start``, with a joint patch over all layers unless ``rank`` is 0."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
 
@@ -100,7 +100,9 @@ def random_part(spec: KVSpec, tokens: int, rank: int, device: torch.device, star
     v = noise(spec.layers, tokens, spec.heads, spec.v_dim)
     span = SpanKV(k, v, torch.arange(tokens).expand(3, -1), 32)
     if not rank:
-        return Part(span, start)
-    left, right = noise(tokens, rank), noise(spec.layers, rank, spec.heads * (spec.k_dim + spec.v_dim))
-    patch = Patch.of(spec, layout="joint", layers=tuple(range(spec.layers)), rank=rank, left=left, right=right)
-    return Part(span, start, patch)
+        return SpanSlice(span, start)
+    left_factor, right_factor = noise(tokens, rank), noise(spec.layers, rank, spec.heads * (spec.k_dim + spec.v_dim))
+    patch = Patch.of(
+        spec, layout="joint", layers=tuple(range(spec.layers)), rank=rank, left=left_factor, right=right_factor
+    )
+    return SpanSlice(span, start, patch)

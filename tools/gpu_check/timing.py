@@ -1,4 +1,4 @@
-"""How fast is it? Loads against a copy of the same bytes, and loads against computing the same tokens again."""
+"""Timings of loads against a copy of the same bytes, and against computing the same tokens again."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from shapes import Decoder, random_part
 
-from ctxwin.kv.kernels.api import Placing
+from ctxwin.kv.kernels.api import LoadPlan
 from ctxwin.kv.layout import KVSpec
 
 Row = dict[str, Any]
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 RANKS = (0, 16, 32, 64)
 QUERY = 16
-"""Tokens of the question behind the chunk, which are computed either way."""
+"""Tokens of the question after the chunk, which are computed in any case."""
 FAR = 777
-"""Where the chunk stood before: a load turns its keys by this many positions."""
+"""Original position of the chunk: a load rotates its keys by this many positions."""
 
 
 def bandwidth(decoder: Decoder, device: torch.device, lengths: tuple[int, ...], rounds: int) -> Iterator[Row]:
@@ -32,27 +32,27 @@ def bandwidth(decoder: Decoder, device: torch.device, lengths: tuple[int, ...], 
     by torch's profiler), ``device_copy_ms`` a copy of as many bytes within the device.
     """
     spec = decoder.spec("bfloat16")
-    for tokens in lengths:
+    for tokens in lengths if rounds else ():
         size = spec.span_bytes(tokens)
         host = torch.empty(size // 2, dtype=torch.bfloat16, pin_memory=device.type == "cuda")
-        there = torch.empty_like(host, device=device)
-        beside = torch.empty_like(there)
+        target = torch.empty_like(host, device=device)
+        copy = torch.empty_like(target)
         for rank in RANKS:
             part = random_part(spec, tokens, rank, torch.device("cpu"), FAR)
 
             def load(part: Any = part) -> None:
-                placing = Placing([part], spec, dtype=torch.bfloat16, device=device)
-                for i in range(placing.layers):
-                    placing.layer(i)
+                plan = LoadPlan([part], spec, dtype=torch.bfloat16, device=device)
+                for i in range(plan.layers):
+                    plan.layer(i)
 
             moves: dict[str, Callable[[], object]] = {
                 "load_ms": load,
-                "copy_ms": lambda host=host, there=there: there.copy_(host, non_blocking=True),
-                "device_copy_ms": lambda there=there, beside=beside: beside.copy_(there),
+                "copy_ms": lambda host=host, target=target: target.copy_(host, non_blocking=True),
+                "device_copy_ms": lambda target=target, copy=copy: copy.copy_(target),
             }
             row: Row = {"decoder": decoder.name, "tokens": tokens, "rank": rank, "megabytes": size / 1e6}
             row |= alternate(moves, device, rounds)
-            row["kernel"] = Placing([part], spec, dtype=torch.bfloat16, device=device).kernel
+            row["kernel"] = LoadPlan([part], spec, dtype=torch.bfloat16, device=device).kernel
             if device.type == "cuda":
                 row["kernel_ms"] = _busy(load)
                 row["kernel_gb_per_s"] = 2 * size / 1e6 / row["kernel_ms"] if row["kernel_ms"] else None
@@ -72,7 +72,7 @@ def break_even(
     from ctxwin.kv.patch import form_patch
 
     engine = _engine(decoder, device, layers, dtype)
-    spec, kept = engine.spec.kv, min(layers, decoder.layers)
+    spec, layer_count = engine.spec.kv, min(layers, decoder.layers)
     query = engine.encode(_words(QUERY, 1))
     first = engine.encode(_words(QUERY, 2))
     for tokens in lengths:
@@ -80,18 +80,18 @@ def break_even(
             break
         chunk = engine.encode(_words(tokens, 3))
         span = engine.prefill([], chunk, FAR)
-        row: Row = {"decoder": decoder.name, "tokens": tokens, "layers": kept, "of_layers": decoder.layers}
-        here = engine.logits([Segment(chunk, 0, span)], query)
-        again = engine.logits([Segment(chunk, 0)], query)
-        row["away"] = float((here - again).norm() / again.norm())
+        row: Row = {"decoder": decoder.name, "tokens": tokens, "layers": layer_count, "of_layers": decoder.layers}
+        loaded = engine.logits([Segment(chunk, 0, span)], query)
+        computed = engine.logits([Segment(chunk, 0)], query)
+        row["away"] = float((loaded - computed).norm() / computed.norm())
         moves: dict[str, Callable[[], object]] = {
             "computed_ms": lambda chunk=chunk: engine.logits([Segment(chunk, 0)], query),
             "loaded_ms": lambda chunk=chunk, span=span: engine.logits([Segment(chunk, 0, span)], query),
             "captured_ms": lambda chunk=chunk: engine.prefill([], chunk, 0),
         }
         if tokens <= 1024:  # forming a patch takes an SVD of the chunk
-            behind = engine.prefill([Segment(first, 0)], chunk, QUERY)
-            patch = form_patch(behind, span, spec, rank=32)
+            conditioned = engine.prefill([Segment(first, 0)], chunk, QUERY)
+            patch = form_patch(conditioned, span, spec, rank=32)
             moves["patched_ms"] = lambda chunk=chunk, span=span, patch=patch: engine.logits(
                 [Segment(chunk, 0, span, patch)], query
             )
@@ -102,34 +102,39 @@ def break_even(
 def scans(
     decoder: Decoder, device: torch.device, lengths: tuple[int, ...], rounds: int, layers: int, dtype: str
 ) -> Iterator[Row]:
-    """One row for each length of a hybrid's chunk behind another: first token with it computed, and with its states composed.
+    """One row for each length of a hybrid's chunk after another: first token with it computed, and with its states composed.
 
     ``composed_ms`` moves it by its map on the recurrent states (`ctxwin.kv.states`), ``loaded_ms`` takes the states that were
+    captured after the same prefix, and ``captured_ms`` computes and captures them.
     ``away`` is the distance of the logits with the chunk composed from those with it computed, relative to their length, and
-    ``without`` that of the chunk alone: what the states in front are worth.
+    ``without`` that of the chunk alone: the effect of the preceding states.
     """
     from ctxwin.engines.base import Segment
 
     engine = _engine(decoder, device, layers, dtype, position_free=True)
-    kept, query, front = min(layers, decoder.layers), engine.encode(_words(QUERY, 1)), engine.encode(_words(FAR, 2))
-    before = Segment(front, 0, engine.prefill([], front, 0))
+    layer_count, query, prefix = (
+        min(layers, decoder.layers),
+        engine.encode(_words(QUERY, 1)),
+        engine.encode(_words(FAR, 2)),
+    )
+    preceding = Segment(prefix, 0, engine.prefill([], prefix, 0))
     for tokens in lengths:
         if tokens + FAR + 3 * QUERY > engine.spec.max_tokens:
             break
         chunk = engine.encode(_words(tokens, 3))
-        bare = Segment(chunk, front.advance)
-        span = engine.prefill([before], chunk, front.advance)
-        exact, moved = (Segment(chunk, front.advance, span, approximate=flag) for flag in (False, True))
-        row: Row = {"decoder": decoder.name, "tokens": tokens, "layers": kept, "of_layers": decoder.layers}
+        bare = Segment(chunk, prefix.advance)
+        span = engine.prefill([preceding], chunk, prefix.advance)
+        exact, moved = (Segment(chunk, prefix.advance, span, approximate=flag) for flag in (False, True))
+        row: Row = {"decoder": decoder.name, "tokens": tokens, "layers": layer_count, "of_layers": decoder.layers}
         row |= {"kv_bytes": tokens * engine.spec.kv.token_bytes, "state_bytes": engine.spec.kv.state_bytes}
-        computed = engine.logits([before, bare], query)
-        row["away"] = float((engine.logits([before, moved], query) - computed).norm() / computed.norm())
+        computed = engine.logits([preceding, bare], query)
+        row["away"] = float((engine.logits([preceding, moved], query) - computed).norm() / computed.norm())
         row["without"] = float((engine.logits([moved], query) - computed).norm() / computed.norm())
         moves: dict[str, Callable[[], object]] = {
-            "computed_ms": lambda bare=bare: engine.logits([before, bare], query),
-            "composed_ms": lambda moved=moved: engine.logits([before, moved], query),
-            "loaded_ms": lambda exact=exact: engine.logits([before, exact], query),
-            "captured_ms": lambda chunk=chunk: engine.prefill([before], chunk, front.advance),
+            "computed_ms": lambda bare=bare: engine.logits([preceding, bare], query),
+            "composed_ms": lambda moved=moved: engine.logits([preceding, moved], query),
+            "loaded_ms": lambda exact=exact: engine.logits([preceding, exact], query),
+            "captured_ms": lambda chunk=chunk: engine.prefill([preceding], chunk, prefix.advance),
         }
         yield row | alternate(moves, device, rounds)
     engine.close()
@@ -144,7 +149,7 @@ def _engine(decoder: Decoder, device: torch.device, layers: int, dtype: str, **o
 
 
 def write_model(decoder: Decoder, folder: Path, layers: int, dtype: str) -> None:
-    """A folder that engines open: random weights drawn on the processor, and the bundled model's tokenizer."""
+    """Write a model folder: random weights, the same in every run, and the bundled model's tokenizer."""
     import transformers
 
     from ctxwin.tiny import checkpoint_dir
@@ -153,11 +158,12 @@ def write_model(decoder: Decoder, folder: Path, layers: int, dtype: str) -> None
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
     model = model.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):  # recurrent states that last, as trained ones do
-            parameter.data.uniform_(0.005, 0.1).log_()
+            parameter.data.uniform_(0.005, 0.1, generator=generator).log_()
         elif parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, 0.0, 0.02)
+            torch.nn.init.normal_(parameter, 0.0, 0.02, generator=generator)
         else:
             torch.nn.init.constant_(parameter, float(not name.endswith("bias")))
     model.save_pretrained(folder)
@@ -165,7 +171,12 @@ def write_model(decoder: Decoder, folder: Path, layers: int, dtype: str) -> None
 
 
 def alternate(moves: dict[str, Callable[[], object]], device: torch.device, rounds: int) -> dict[str, float]:
-    """Median milliseconds of each, all run once a round so that whatever disturbs disturbs them all; one round warms up."""
+    """Return the median milliseconds of each; all run once per round, so that disturbances affect all; one round warms up.
+
+    With no rounds nothing is run.
+    """
+    if not rounds:
+        return {}
     times: dict[str, list[float]] = {name: [] for name in moves}
     for warm in [True, *[False] * rounds]:
         for name, move in moves.items():
@@ -175,23 +186,23 @@ def alternate(moves: dict[str, Callable[[], object]], device: torch.device, roun
             synchronize(device)
             if not warm:
                 times[name].append((time.perf_counter() - began) * 1e3)
-    return {name: median(found) for name, found in times.items()}
+    return {name: median(samples) for name, samples in times.items()}
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _busy(load: Callable[[], object]) -> float:
-    """Milliseconds that the load kernel kept the device busy."""
+    """Return the milliseconds that the load kernel kept the device busy."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         load()
         torch.cuda.synchronize()
-    return sum(e.self_device_time_total for e in seen.key_averages() if "load_layer" in e.key) / 1e3
+    return sum(e.self_device_time_total for e in profiler.key_averages() if "load_layer" in e.key) / 1e3
 
 
 def _words(tokens: int, seed: int) -> Any:

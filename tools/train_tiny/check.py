@@ -1,7 +1,7 @@
 """Check a trained checkpoint on held-out contexts: `python tools/train_tiny check --weights DIR --n 320`.
 
 Three ways to come by the key-value cache of the frames: `reprefill` (one forward over the whole context), `blind`
-(each frame prefilled alone behind the header, keys rotated into place) and `patch` (blind plus a low-rank
+(each frame prefilled alone after the header, keys rotated into place) and `patch` (blind plus a low-rank
 approximation of what conditioning changed). The figures stand in MODEL_CARD.md; the evals of the library measure the
 same on its own engines.
 """

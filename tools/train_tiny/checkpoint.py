@@ -18,7 +18,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was restored beside the weights."""
+    """Training state restored in addition to the weights."""
 
     state: dict[str, Any]
     moments: dict[str, Tensor]
@@ -37,15 +37,15 @@ def save_checkpoint(
     folder: Path, tensors: dict[str, Tensor], optimizer: torch.optim.AdamW, state: dict[str, Any]
 ) -> None:
     """Write weights, optimizer moments and a JSON-able state."""
-    everything = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    saved = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, parameter in enumerate(parameters):
-        known = optimizer.state.get(parameter)
-        if known:
-            everything["optimizer.step"] = known["step"].cpu()
-            everything |= {f"optimizer.{index}.{name}": known[name].contiguous() for name in _MOMENTS}
+        moments = optimizer.state.get(parameter)
+        if moments:
+            saved["optimizer.step"] = moments["step"].cpu()
+            saved |= {f"optimizer.{index}.{name}": moments[name].contiguous() for name in _MOMENTS}
     temporary = folder / f"{_NAME}.tmp"
-    save_file(everything, temporary, metadata={"state": json.dumps(state)})
+    save_file(saved, temporary, metadata={"state": json.dumps(state)})
     temporary.replace(folder / _NAME)
 
 

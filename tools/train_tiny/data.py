@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ctxwin.media import decode_video
 from ctxwin.tiny.clip import write_clip
 from ctxwin.tiny.sprites import COLORS, GRID, N_MARKS, SHAPES
 from ctxwin.tiny.world import NO_MARK, UNDETERMINED, Frame, bound_colors, render
+from ctxwin.video import decode_video
 from train_tiny.draws import BatchSpec, IntArray, color_distribution, draw_frames, draw_questions
 from train_tiny.tokenizer import HEADER_WORDS, HEADERS, LABELS, exchange_text, header_text, query_text
 
@@ -159,10 +159,10 @@ def _context(
 
 def _exchange(rng: np.random.Generator, frames: Sequence[Frame], colors: Sequence[IntArray]) -> str | None:
     index = int(rng.integers(len(frames)))
-    known = np.argwhere((frames[index].mark != NO_MARK) & (colors[index] != UNDETERMINED))
-    if not len(known):
+    askable = np.argwhere((frames[index].mark != NO_MARK) & (colors[index] != UNDETERMINED))
+    if not len(askable):
         return ""
-    row, column = known[int(rng.integers(len(known)))]
+    row, column = askable[int(rng.integers(len(askable)))]
     mark = frames[index].mark[row, column]
     if rng.random() < 0.3:
         return exchange_text(f"shape of {mark:02d}?", SHAPES[frames[index].shape[row, column]])
@@ -170,7 +170,7 @@ def _exchange(rng: np.random.Generator, frames: Sequence[Frame], colors: Sequenc
 
 
 def _chunks(vocabulary: Vocabulary, pieces: Sequence[str | None]) -> IntArray:
-    """Which frame each token of a prompt belongs to, its label included; -1 for the header (the first piece). [T]."""
+    """Return the frame that each token of a prompt belongs to, its label included; -1 for the header (first piece). [T]."""
     lengths = [len(vocabulary.picture if piece is PICTURE else vocabulary.encode(piece)) for piece in pieces]
     pictures = np.cumsum([piece is PICTURE for piece in pieces])
     owners = [int(n) - (piece is PICTURE) for n, piece in zip(pictures, pieces, strict=True)]
@@ -180,31 +180,31 @@ def _chunks(vocabulary: Vocabulary, pieces: Sequence[str | None]) -> IntArray:
 def make_batch(vocabulary: Vocabulary, rng: np.random.Generator, spec: BatchSpec) -> Batch:
     """Draw one training step."""
     labelled = float(rng.choice([0.0, 0.5, 1.0]))
-    contexts, placed, chunk_of, pictures = [], [], [], []
+    contexts, layouts, chunk_of, pictures = [], [], [], []
     for _ in range(spec.contexts):
         frames = draw_frames(rng, spec)
         colors = bound_colors(frames)
         contexts.append((frames, colors))
-        # A remembered exchange looks back at its frame, which stands apart from nothing then.
+        # A remembered exchange attends to its frame, so frames do not stand apart then.
         pieces = _context(rng, frames, colors, labelled, 0.0 if spec.apart else 0.13)
-        placed.append(place(vocabulary, pieces))
+        layouts.append(place(vocabulary, pieces))
         chunk_of.append(_chunks(vocabulary, pieces))
         pictures += [render(frame) for frame in frames]
     if rng.random() < spec.decoded:
         pictures = through_clip(pictures, rng)
 
-    width = max(len(ids) for ids, _, _ in placed)
-    asked = [draw_questions(rng, frames, colors, spec.questions, spec.agree) for frames, colors in contexts]
-    length = len(vocabulary.encode(query_text(asked[0][0][0]))) + 1
+    width = max(len(ids) for ids, _, _ in layouts)
+    questions = [draw_questions(rng, frames, colors, spec.questions, spec.agree) for frames, colors in contexts]
+    length = len(vocabulary.encode(query_text(questions[0][0][0]))) + 1
     total = width + spec.questions * length
     ids = np.zeros((spec.contexts, total), np.int64)
     positions = np.zeros((spec.contexts, 3, total), np.int64)
     owner = np.full((spec.contexts, total), -2)
-    for b, (tokens, places, following) in enumerate(placed):
+    for b, (tokens, places, following) in enumerate(layouts):
         ids[b, : len(tokens)], positions[b, :, : len(tokens)], owner[b, : len(tokens)] = tokens, places, -1
-        for q, text in enumerate(asked[b][0]):
+        for q, text in enumerate(questions[b][0]):
             begin = width + q * length
-            goal = int(asked[b][1][q].argmax())
+            goal = int(questions[b][1][q].argmax())
             word = (vocabulary.colors + vocabulary.shapes)[goal]
             ids[b, begin : begin + length] = [*vocabulary.encode(query_text(text)), word]
             positions[b, :, begin : begin + length] = np.arange(following, following + length)
@@ -218,7 +218,7 @@ def make_batch(vocabulary: Vocabulary, rng: np.random.Generator, spec: BatchSpec
             mask[b, : len(chunk), : len(chunk)] &= inside
 
     image_at = np.flatnonzero(ids == vocabulary.image).reshape(spec.contexts, spec.frames, GRID**2)
-    things = [tokens.ravel()[context[3]] for tokens, context in zip(image_at, asked, strict=True)]
+    things = [tokens.ravel()[context[3]] for tokens, context in zip(image_at, questions, strict=True)]
     is_scene = np.array([[frame.role == "scene" for frame in frames] for frames, _ in contexts])
     drawn = np.array([[frame.appearance for frame in frames] for frames, _ in contexts])
     truth = np.array([colors for _, colors in contexts])
@@ -235,6 +235,6 @@ def make_batch(vocabulary: Vocabulary, rng: np.random.Generator, spec: BatchSpec
         numbers=torch.from_numpy(first + NUMBER_AT),
         things=torch.from_numpy(np.concatenate(things)),
         last=torch.from_numpy(first + length - 2),
-        targets=torch.from_numpy(np.concatenate([context[1] for context in asked])),
-        bound=torch.tensor([flag for context in asked for flag in context[2]]),
+        targets=torch.from_numpy(np.concatenate([context[1] for context in questions])),
+        bound=torch.tensor([flag for context in questions for flag in context[2]]),
     )

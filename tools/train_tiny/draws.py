@@ -1,4 +1,4 @@
-"""What a training step draws: frames, and questions with the distributions of their answers."""
+"""Random draws of a training step: frames, and questions with the distributions of their answers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """What one step draws.
+    """Size and content of the draw of one step.
 
     Attributes:
-        contexts: How many contexts.
+        contexts: Number of contexts.
         frames: Frames in each.
         marks: Marks in each frame.
         questions: Questions to each context.
         decoded: Share of steps with decoded frames.
-        agree: All legends of a context show one palette, most scenes stand behind them, half of the contexts have no
-            tints, and nothing is asked that the order of the frames decides.
+        agree: All legends of a context show one palette, most scenes follow them, half of the contexts have no tints, and
+            no question depends on the order of the frames.
         apart: A frame sees the header and itself only, as if it were prefilled alone; questions see everything.
     """
 
@@ -59,7 +59,7 @@ def draw_frames(rng: np.random.Generator, spec: BatchSpec) -> tuple[Frame, ...]:
 
 
 def _order_decides(frames: Sequence[Frame], colors: Sequence[IntArray], cell: tuple[int, int, int]) -> bool:
-    """Whether a scene thing has no colour of its own, or is grey only because its legend comes later."""
+    """Return True if a scene thing has no colour of its own, or is grey only because its legend comes later."""
     index, row, column = cell
     color, shape = colors[index][row, column], frames[index].shape[row, column]
     later = any(legend_palette(frame)[shape] != UNDETERMINED for frame in frames[index + 1 :])

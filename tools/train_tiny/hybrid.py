@@ -1,7 +1,7 @@
-"""Small hybrids of the same world in Qwen3.5's architecture: Gated DeltaNet layers in front of an attention layer, or behind one.
+"""Small hybrids of the same world in Qwen3.5's architecture: Gated DeltaNet layers before an attention layer, or after one.
 
 The forward is transformers' own, layer by layer, except that the questions of a context go through the recurrent layers side
-by side: each continues from the state behind the context, which no other question has touched.
+by side: each continues from the state after the context, which no other question has changed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ READS_KV = (*("linear_attention",) * 3, "full_attention")
 READS_STATES = ("full_attention", *("linear_attention",) * 2)
 """Layers whose questions read what chunks absorbed from the last one's KV, or from its states.
 
-Keys and values of a first layer know nothing of what stands in front: behind it, only states can hold what was bound.
+Keys and values of a first layer do not depend on preceding tokens: after it, only states can hold bindings.
 """
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 STATES, STATE_WIDTH = 2, 128
@@ -106,8 +106,8 @@ def _recur(
 
     mixed = layer.in_proj_qkv(h)
     reach = layer.conv_kernel_size - 1
-    before = mixed.new_zeros(len(h), reach, mixed.shape[-1]) if front is None else front[0]
-    mixed = torch.cat([before, mixed], 1)
+    previous_tail = mixed.new_zeros(len(h), reach, mixed.shape[-1]) if front is None else front[0]
+    mixed = torch.cat([previous_tail, mixed], 1)
     passed = functional.silu(
         functional.conv1d(mixed.transpose(1, 2), layer.conv1d.weight, groups=layer.conv_dim).transpose(1, 2)
     )
@@ -176,16 +176,19 @@ def decode_questions(
     """
     turns = text.rotary_emb(x, positions.transpose(0, 1))
     width = real.shape[1]
-    asked = (x.shape[1] - width) // length
+    question_count = (x.shape[1] - width) // length
     for index, layer in enumerate(text.layers):
         h = layer.input_layernorm(x)
         if hasattr(layer, "linear_attn"):
-            context, left, seen = _recur(layer.linear_attn, h[:, :width], real, None)
-            front = tuple(t.repeat_interleave(asked, 0) for t in left)
-            questions, _, looked = _recur(
+            context, states, context_probe = _recur(layer.linear_attn, h[:, :width], real, None)
+            front = tuple(t.repeat_interleave(question_count, 0) for t in states)
+            questions, _, question_probe = _recur(
                 layer.linear_attn, h[:, width:].reshape(-1, length, h.shape[-1]), None, (front[0], front[1])
             )
-            both = (torch.cat([c, t.reshape(len(x), -1, *t.shape[2:])], 1) for c, t in zip(seen, looked, strict=True))
+            both = (
+                torch.cat([c, t.reshape(len(x), -1, *t.shape[2:])], 1)
+                for c, t in zip(context_probe, question_probe, strict=True)
+            )
             probe(index, *(t.transpose(1, 2) for t in both))
             x = x + torch.cat([context, questions.reshape(len(x), -1, x.shape[-1])], 1)
         else:

@@ -23,8 +23,8 @@ def _lookup_loss(queries: Tensor, keys: Tensor, mask: Tensor, at: Tensor, things
     rows = torch.arange(batch, device=at.device)[:, None]
     scores = queries[rows, :, columns].transpose(1, 2) @ keys.transpose(2, 3) / math.sqrt(width)
     scores = scores + mask[rows, 0, columns][:, None]
-    found = scores.log_softmax(-1).gather(-1, matches.expand(-1, heads, -1, -1))
-    return math.log(heads) - found.logsumexp(1).mean()
+    attention = scores.log_softmax(-1).gather(-1, matches.expand(-1, heads, -1, -1))
+    return math.log(heads) - attention.logsumexp(1).mean()
 
 
 def decoder_losses(

@@ -21,7 +21,7 @@ QK_GAIN = 2.0
 
 
 def shared_config(tokenizer: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """What all models of the world have in common: of their text config, their vision config, and beside both."""
+    """Return the shared parts of all models of the world: of the text config, of the vision config, and of the model config."""
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
     text = {
         "vocab_size": (len(tokenizer) + 7) // 8 * 8,
@@ -93,13 +93,13 @@ def build_model(tokenizer: Any, seed: int) -> Any:
 
 
 def keep_marks_whole(model: Any, tokenizer: Any) -> None:
-    """Makes each mark a token that no tokenizer cuts: transformers reads every Qwen3.5 with one that splits all digits.
+    """Make each mark a token that no tokenizer splits: transformers reads every Qwen3.5 with one that splits all digits.
 
     Both are changed in place; the new tokens have the rows of those that the model was trained on.
     """
     marks = [f" {mark:02d}" for mark in range(N_MARKS)]
-    known = [tokenizer.encode(mark, add_special_tokens=False) for mark in marks]
-    rows = model.get_input_embeddings().weight.detach()[torch.tensor(known)[:, 0]].clone()
+    mark_ids = [tokenizer.encode(mark, add_special_tokens=False) for mark in marks]
+    rows = model.get_input_embeddings().weight.detach()[torch.tensor(mark_ids)[:, 0]].clone()
     tokenizer.add_tokens(marks)
     model.resize_token_embeddings((len(tokenizer) + 7) // 8 * 8, mean_resizing=False)
     with torch.no_grad():

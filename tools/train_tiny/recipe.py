@@ -1,4 +1,4 @@
-"""What a training run does: its recipe, and the curriculum that says what a step draws."""
+"""Recipe of a training run, and the curriculum of its draws."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ attention from the question to the thing asked about is trained too."""
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a run does; the defaults made the bundled weights.
+    """Settings of a run; the defaults produced the bundled weights.
 
     The learning rate of stage 2 and its curriculum are laid out over `horizon` steps, of which `steps` are taken.
 
@@ -36,14 +36,14 @@ class Recipe:
     number token finds the mark; later layers are left for the way from the shape to the legend.
 
     Attributes:
-        palettes: What the legends of a context do; "conflict" makes a model that binds at prefill.
+        palettes: Relation of the legends of a context; "conflict" produces a model that binds at prefill.
         most_frames: Longest context.
         apart: Share of the decoder's steps in which every frame sees the header and itself only.
-        init: Folder of weights whose vision tower and word embeddings are taken over, so that stage 1 is left out.
-        init_decoder: Whether the layers of that model's decoder are taken over too.
-        hybrid: Whether to make a model of Qwen3.5's architecture, recurrent layers beside attention. Its last layer is trained
-            to look things up in stage 2 already.
-        states: Whether a hybrid's attention stands in front of its recurrent layers, so that questions must read from states.
+        init: Folder of weights whose vision tower and word embeddings are reused, so that stage 1 is skipped.
+        init_decoder: Reuse the layers of that model's decoder, too.
+        hybrid: Train a model of Qwen3.5's architecture, with recurrent layers and attention. Its last layer is trained to look
+            things up in stage 2 already.
+        states: A hybrid's attention comes before its recurrent layers, so that questions must read from states.
     """
 
     seed: int = 0
@@ -74,8 +74,8 @@ def batch_spec(recipe: Recipe, stage: int, step: int, rng: np.random.Generator) 
     share = step / recipe.horizon if stage == 2 else 1.0
     weights = next(w for start, w in reversed(FRAMES) if share >= start) if stage == 2 else FINISH_FRAMES
     if max(weights) > recipe.most_frames:
-        kept = {n: w for n, w in weights.items() if n <= recipe.most_frames}
-        weights = {n: w / sum(kept.values()) for n, w in kept.items()}
+        allowed = {n: w for n, w in weights.items() if n <= recipe.most_frames}
+        weights = {n: w / sum(allowed.values()) for n, w in allowed.items()}
     frames = int(rng.choice(list(weights), p=list(weights.values())))
     marks = min(next(m for start, m in reversed(MARKS) if share >= start), 64, N_MARKS // frames)
     questions = max(6, (5 if stage == 3 else 3 if share > 0.15 else 6) * frames)

@@ -153,7 +153,7 @@ def take_over(run: Run) -> None:
     target.visual.load_state_dict(source.visual.state_dict())
     if run.recipe.init_decoder:
         target.language_model.load_state_dict(source.language_model.state_dict())
-    else:  # a saved hybrid has rows behind those of the tokenizer (`keep_marks_whole`)
+    else:  # a saved hybrid has rows after those of the tokenizer (`keep_marks_whole`)
         words = target.language_model.embed_tokens.weight
         with torch.no_grad():
             words.copy_(source.language_model.embed_tokens.weight[: len(words)])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,8 @@ _WHOLE = 1 << 30
 """Weight files up to this many bytes are hashed as a whole."""
 _SAMPLE = 16 << 10
 """Of larger ones, this many bytes from the start of every tensor."""
+_HUB_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
+"""An owner and a repository, or a repository alone; what begins with a dot, a slash or a tilde is a path."""
 _DTYPES = ("float32", "bfloat16", "float16")
 _VOLATILE = ("transformers_version", "_name_or_path", "_commit_hash", "_from_model_config", "torch_dtype", "dtype")
 
@@ -77,13 +82,13 @@ class Checkpoint:
         """How many patches of a grid become one token; only for a vision model."""
         return patches_per_token(self.config, self.image_processor)
 
-    def dtype(self, wanted: Any, default: str) -> str:
-        """Name of the dtype to serve in: ``wanted`` (a name or torch's own), for None the checkpoint's, else ``default``.
+    def dtype(self, dtype_name: Any, default: str) -> str:
+        """Name of the dtype to serve in: ``dtype_name`` (a name or torch's own), for None the checkpoint's, else ``default``.
 
         Raises ValueError for one in which nothing is served.
         """
-        own = getattr(self.config, "dtype", None) or getattr(self.text_config, "dtype", None) or default
-        name = str(own if wanted is None else wanted).removeprefix("torch.")
+        checkpoint_dtype = getattr(self.config, "dtype", None) or getattr(self.text_config, "dtype", None) or default
+        name = str(checkpoint_dtype if dtype_name is None else dtype_name).removeprefix("torch.")
         if name not in _DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {name!r}")
         return name
@@ -114,9 +119,9 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
     path = local_folder(name)
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-    from ctxwin.kv.config import check_supported, thinker
+    from ctxwin.kv.config import check_supported, text_backbone
 
-    config = thinker(AutoConfig.from_pretrained(path))
+    config = text_backbone(AutoConfig.from_pretrained(path))
     check_supported(config)  # before gigabytes of weights are read
     text_config = config.get_text_config()
     family = family_of(config)
@@ -125,15 +130,21 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
     if family is not None:
         from transformers import AutoProcessor
 
-        processor = AutoProcessor.from_pretrained(path)
+        with _named_files("a processor", path):
+            processor = AutoProcessor.from_pretrained(path)
         tokenizer = processor.tokenizer
         image_processor = getattr(processor, "image_processor", None)
         video_processor = getattr(processor, "video_processor", None)
         source = getattr(processor, "chat_template", None) or tokenizer.chat_template
         media = _media_tokens(config, processor, family, family.video and video_processor is not None)
     else:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        with _named_files("a tokenizer", path):
+            tokenizer = AutoTokenizer.from_pretrained(path)
         source = tokenizer.chat_template
+    if not tokenizer("a", add_special_tokens=False)[
+        "input_ids"
+    ]:  # transformers makes an empty one where there are no files
+        raise UnsupportedModel(_without("a tokenizer", path))
     try:
         generation = GenerationConfig.from_pretrained(path)
     except OSError:
@@ -144,8 +155,8 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
             "" if i is None else str(tokenizer.convert_ids_to_tokens(i)) for i in (media.start, media.image, media.end)
         )
         # Gemma 3's template writes the token that opens a picture, its processor all the others.
-        shown = str(getattr(processor, "image_token", image)) if family is not None and family.marks else image
-        picture = (start, shown, end)
+        image_token = str(getattr(processor, "image_token", image)) if family is not None and family.marks else image
+        picture = (start, image_token, end)
     parts = [image_processor, video_processor]
     if family is not None and family.sound:
         parts.append(getattr(processor, "feature_extractor", None))
@@ -203,19 +214,54 @@ def _file_digest(file: Path) -> str:
         return h.hexdigest()
 
 
-def local_folder(name: str | Path) -> Path:
-    """A model's folder, downloaded where ``name`` is the Hub's. Raises ValueError for neither."""
+@contextmanager
+def _named_files(what: str, path: Path) -> Iterator[None]:
+    """Says what a folder lacks, whatever transformers raises of it."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, AttributeError, ImportError) as error:
+        raise UnsupportedModel(f"{_without(what, path)} ({str(error).splitlines()[0][:300]})") from error
+
+
+def _without(what: str, path: Path) -> str:
+    return (
+        f"a model folder must hold {what} (tokenizer.json, tokenizer_config.json and, where it sees, its processor's files), "
+        f"got none in {str(path)!r} that reads text; copy the files of the model that it was trained from"
+    )
+
+
+def model_path(name: str | Path) -> Path | None:
+    """The local path that ``name`` means; None for a name of the Hub's.
+
+    Raises ValueError for what can only be a path and is not there: the Hub is not asked for it.
+    """
     path = Path(name).expanduser()
     if path.is_dir():
+        return path
+    if path.exists():
+        raise ValueError(
+            f"a model must be a folder or a Hugging Face Hub name, got the file {str(name)!r}; name its folder"
+        )
+    if isinstance(name, Path) or not _HUB_NAME.fullmatch(name):
+        raise ValueError(
+            f"a model must be a folder or a Hugging Face Hub name, got {str(name)!r}, and no folder is there"
+        )
+    return None
+
+
+def local_folder(name: str | Path) -> Path:
+    """A model's folder, downloaded where ``name`` is the Hub's. Raises ValueError for neither."""
+    path = model_path(name)
+    if path is not None:
         if not (path / "config.json").is_file():
             raise ValueError(f"a model folder must hold a config.json, got {str(path)!r}")
         return path.resolve()
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "ctxwin-basis.st"]
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "ctxwin-basis.st"]
     try:
-        return Path(snapshot_download(str(name), allow_patterns=wanted))
+        return Path(snapshot_download(str(name), allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
@@ -227,11 +273,11 @@ def _media_tokens(config: Any, processor: Any, family: Family, video: bool) -> M
     vocabulary = processor.tokenizer.get_vocab()
 
     def find(token: str, *names: str) -> int:
-        places = (getattr(held, name, None) for held in (config, processor) for name in names)
-        held = next((place for place in (*places, vocabulary.get(token)) if place is not None), None)
-        if held is None:
+        places = (getattr(source, name, None) for source in (config, processor) for name in names)
+        token_id = next((place for place in (*places, vocabulary.get(token)) if place is not None), None)
+        if token_id is None:
             raise UnsupportedModel(f"the config of a vision model must name {names[0]}, got none")
-        return int(held)
+        return int(token_id)
 
     if family.marks:  # the processor's own name may be the token that opens a picture (Gemma 3)
         clip = find(str(processor.video_token), "video_token_id") if video else None
@@ -271,13 +317,13 @@ def _bos(tokenizer: Any) -> tuple[int, ...]:
 
 
 def _eos(generation: Any, text_config: Any, tokenizer: Any) -> frozenset[int]:
-    found: set[int] = set()
-    for held in (getattr(generation, "eos_token_id", None), getattr(text_config, "eos_token_id", None)):
-        if held is not None and not found:
-            found |= {int(held)} if isinstance(held, int) else {int(i) for i in held}
+    ids: set[int] = set()
+    for declared in (getattr(generation, "eos_token_id", None), getattr(text_config, "eos_token_id", None)):
+        if declared is not None and not ids:
+            ids |= {int(declared)} if isinstance(declared, int) else {int(i) for i in declared}
     if tokenizer.eos_token_id is not None:
-        found.add(int(tokenizer.eos_token_id))
-    return frozenset(found)
+        ids.add(int(tokenizer.eos_token_id))
+    return frozenset(ids)
 
 
 def _plain(value: Any) -> Any:

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from ctxwin.engines.encoding.families import Grid
-from ctxwin.store.recent import Recent
+from ctxwin.store.lru import LRUCache
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ class Embeddings:
 
     def __init__(self, repository: SpanRepository, max_bytes: int = 256 << 20) -> None:
         self._repository = repository
-        self._refused: Recent[tuple[torch.Tensor, Grid]] = Recent(max_bytes)
+        self._refused: LRUCache[tuple[torch.Tensor, Grid]] = LRUCache(max_bytes)
 
     def get(self, key: str) -> tuple[torch.Tensor, Grid] | None:
         """``([tokens, width], (t, h, w))``, or None where either is gone or unreadable."""
@@ -38,8 +38,13 @@ class Embeddings:
         embeddings = self._repository.get_embedding(key)
         return None if embeddings is None else (embeddings, (int(grid[0]), int(grid[1]), int(grid[2])))
 
+    @staticmethod
+    def keys(key: str) -> tuple[str, str]:
+        """Store keys of all that `put` writes under ``key``."""
+        return key, _grid_key(key)
+
     def contains(self, key: str) -> bool:
-        """Whether `get` would find them, as far as is known without reading."""
+        """Return True if `get` should find them, without reading them."""
         return key in self._refused or (self._repository.contains(key) and self._repository.contains(_grid_key(key)))
 
     def put(self, key: str, embeddings: torch.Tensor, grid: Grid) -> None:

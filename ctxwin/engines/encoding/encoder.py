@@ -1,4 +1,4 @@
-"""Chunks to tokens, media and positions: what every engine does the same way.
+"""Encoding of chunks into tokens, media and positions, shared by all engines.
 
 The vision tower runs at most once for the same media: its embeddings are stored under ``embed/<digest>`` together with
 the patch grid, so that a chunk whose pixels are gone can still be encoded, also after a restart.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from ctxwin.audio import resampled
+from ctxwin.audio import resample
 from ctxwin.chunk import Chunk, MediaPart, TextPart, TokensPart
 from ctxwin.engines.base import Encoded, Engine, EngineCounters, MediaSpan
 from ctxwin.engines.encoding.checkpoint import Checkpoint
@@ -33,7 +33,7 @@ from ctxwin.engines.encoding.families import (
 from ctxwin.engines.encoding.tokens import Tokens
 from ctxwin.errors import BadMedia, ChunkUnavailable, UnsupportedModel
 from ctxwin.hashing import digest
-from ctxwin.store.recent import Recent
+from ctxwin.store.lru import LRUCache
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,16 +45,16 @@ if TYPE_CHECKING:
 Vision = Callable[..., Any]
 """``(pixels, grids int64 [n, 3]) -> embeddings [tokens, width]`` of all n items, in order.
 
-With ``heard=True`` behind them it is the spectrogram ``[bins, frames]`` of one sound instead of pixels.
+With ``heard=True`` the first argument is the spectrogram ``[bins, frames]`` of one sound instead of pixels.
 """
 Positions = Callable[[Sequence[int], Sequence[MediaSpan]], "tuple[np.ndarray, int]"]
 """``(token_ids, media) -> (int64 [3, T] starting at 0, position of a text token that would follow)``."""
 
 _Item = tuple[str, int, Grid, float | None, str]
-"""Key, tokens, grid, seconds a temporal step, and the text in front, of what stands as one run of placeholders."""
+"""Key, tokens, grid, seconds per temporal step, and preceding text of one run of placeholders."""
 _FRAMES_AT_ONCE = 16
-_TOKEN_BYTES = 64
-"""Of one token of an `Encoded` in memory: its id, and its place in three axes."""
+_TOKEN_BYTES, _CHUNK_BYTES = 64, 4096
+"""Memory of an `Encoded`: each token's id and position in three axes, and the objects around them."""
 _log = logging.getLogger("ctxwin.engines")
 
 
@@ -68,13 +68,13 @@ class Encoder:
         checkpoint: the model's files.
         identity: model identity, part of every embedding key.
         repository: where embeddings are kept and media sources are looked up.
-        vision: runs the vision tower, or the one that hears; None for a text model.
+        vision: runs the vision or the audio tower; None for a text model.
         positions: the serving engine's position rule.
         counters: ``vision_encodes`` counts runs of the towers.
-        max_tokens: what fits the engine; a text that cannot is refused before it is tokenised. None for no bound.
-        cache_bytes: bound on encoded chunks that are remembered, and on system prompts.
+        max_tokens: the engine's limit; a longer text is refused before it is tokenised. None for no limit.
+        cache_bytes: bound on cached encoded chunks; system prompts get a quarter of it.
 
-    Raises BudgetExceeded from every ``encode`` for what cannot fit; nothing of it is remembered.
+    Every ``encode`` raises BudgetExceeded for input beyond ``max_tokens``, which is then not cached.
     """
 
     def __init__(
@@ -95,51 +95,51 @@ class Encoder:
         self._vision = vision
         self._positions = positions
         self._counters = counters
-        self._cache: Recent[Encoded] = Recent(cache_bytes)
-        self._system_prompts: Recent[Encoded] = Recent(cache_bytes // 4)
+        self._cache: LRUCache[Encoded] = LRUCache(cache_bytes)
+        self._system_prompts: LRUCache[Encoded] = LRUCache(cache_bytes // 4)
         self._closing: tuple[int, ...] | None = None
         self._seeing = threading.RLock()
         self.tokens = Tokens(checkpoint.tokenizer, max_tokens)
 
     def encode_system_prompt(self, system_prompt: str) -> Encoded:
-        """Tokens of the system turn and the opening of the user turn; raises UnsupportedModel without a system turn."""
+        """Encode the system turn and the opening of the user turn; raise UnsupportedModel without a system turn."""
         name = digest("system_prompt", system_prompt)
-        held = self._system_prompts.get(name)
-        if held is not None:
-            return held
+        cached = self._system_prompts.get(name)
+        if cached is not None:
+            return cached
         self.tokens.check(system_prompt)
-        before, after = self.checkpoint.template.system_prompt(system_prompt)
-        ids = [*self.tokens.template(before), *self.tokens.content(system_prompt), *self.tokens.template(after)]
+        opening, closing = self.checkpoint.template.system_prompt(system_prompt)
+        ids = [*self.tokens.template(opening), *self.tokens.content(system_prompt), *self.tokens.template(closing)]
         bos = self.checkpoint.bos
-        # A processor's call begins with it where the template does not write it (LLaVA 1.5), a text template's tokens do not.
+        # A processor prepends BOS where the template does not write it (LLaVA 1.5); a text template's tokens have none.
         if self.checkpoint.template.plain or (self.checkpoint.family is not None and tuple(ids[: len(bos)]) != bos):
             ids = [*bos, *ids]
-        made = self._made(name, ids, ())
-        self._system_prompts.put(name, made, _TOKEN_BYTES * made.tokens)
-        return made
+        encoded = self._encoded(name, ids, ())
+        self._system_prompts.put(name, encoded, _CHUNK_BYTES + _TOKEN_BYTES * encoded.tokens)
+        return encoded
 
     def encode_query(self, query: str) -> Encoded:
-        """Tokens of the query and of the turn's closing."""
-        return self._made(digest("query", query), self._query_ids(query), ())
+        """Encode the query and the turn's closing."""
+        return self._encoded(digest("query", query), self._query_ids(query), ())
 
     def encode_exchange(self, query: str, answer_ids: Sequence[int], after: str | None = None) -> Encoded:
-        """``encode_query(query)``, the answer, and its turn's end with a reopened user turn, or ``after``."""
+        """Encode the query as `encode_query`, the answer, and its turn's end with a reopened user turn, or ``after``."""
         answer = [int(i) for i in answer_ids]
         name = digest("exchange", query, answer) if after is None else digest("exchange", query, answer, after)
         if after is None:
             after = self.checkpoint.template.exchange(query, self.tokens.text(answer))
         ids = [*self._query_ids(query), *answer, *self.tokens.template(after)]
-        return self._made(name, ids, ())
+        return self._encoded(name, ids, ())
 
     def encode(self, chunk: Chunk) -> Encoded:
-        """Tokens, media and positions of a chunk; see `Engine.encode`. Text is tokenised without any lock."""
-        held = self._cache.get(chunk.id)
-        if held is not None and all(self.embeddings.contains(m.key) for m in held.media):
-            return held
+        """Encode a chunk; see `Engine.encode`. Text is tokenised without any lock."""
+        cached = self._cache.get(chunk.id)
+        if cached is not None and all(self.embeddings.contains(m.key) for m in cached.media):
+            return cached
         ids: list[int] = []
         media: list[MediaSpan] = []
-        before, after = self._around(chunk)
-        ids += self.tokens.template(before)
+        opening, closing = self._around(chunk)
+        ids += self.tokens.template(opening)
         for part, following in zip(chunk.parts, (*chunk.parts[1:], None), strict=True):
             if isinstance(part, TextPart):
                 ids += self.tokens.content(part.text)
@@ -147,25 +147,46 @@ class Encoder:
                 ids += self._raw_ids(part)
             else:
                 track = following if isinstance(following, MediaPart) and following.track else None
-                with self._seeing:  # one at a time: of two with the same picture the second finds it
+                with self._seeing:  # one at a time: the second of two with the same picture finds it stored
                     self._add_media(chunk, part, track, ids, media)
-        ids += self.tokens.template(after)
+        ids += self.tokens.template(closing)
         if not ids:
             raise ValueError("a chunk must have at least one token, got none after tokenisation")
-        made = self._made(chunk.id, ids, tuple(media))
-        self._cache.put(chunk.id, made, _TOKEN_BYTES * made.tokens)
-        return made
+        encoded = self._encoded(chunk.id, ids, tuple(media))
+        self._cache.put(chunk.id, encoded, _CHUNK_BYTES + _TOKEN_BYTES * encoded.tokens)
+        return encoded
+
+    def media_keys(self, chunk: Chunk) -> set[str]:
+        """Return the store keys of every record that encoding the media of ``chunk`` leaves, whether it exists or not.
+
+        Needs neither pixels nor a run of the tower.
+        """
+        family, tokens = self.checkpoint.family, self.checkpoint.media
+        if family is None or tokens is None:
+            return set()
+        keys: list[str] = []
+        for part, following in zip(chunk.parts, (*chunk.parts[1:], None), strict=True):
+            if not isinstance(part, MediaPart):
+                continue
+            has_track = isinstance(following, MediaPart) and following.track
+            if part.media == "audio":
+                keys.append(self._sound_key(part))
+            elif part.media == "video" and (has_track or (not chunk.as_frames and tokens.video is not None)):
+                keys += (key for key, _ in self._video_keys(part, family))
+            else:
+                keys += self._image_keys(part)
+        return {name for key in keys for name in self.embeddings.keys(key)}
 
     def embed(self, key: str) -> torch.Tensor:
-        """Stored embeddings, as the tower gave them; see `Engine.embed`."""
-        found = self.embeddings.get(key)
-        if found is None:
+        """Return stored embeddings, as the tower computed them; see `Engine.embed`."""
+        stored = self.embeddings.get(key)
+        if stored is None:
             raise ChunkUnavailable(
                 f"the vision embeddings {key} have left the store; encode the chunk again (its pixels are needed)"
             )
-        return found[0]
+        return stored[0]
 
-    def _made(self, chunk_id: str, ids: Sequence[int], media: tuple[MediaSpan, ...]) -> Encoded:
+    def _encoded(self, chunk_id: str, ids: Sequence[int], media: tuple[MediaSpan, ...]) -> Encoded:
         self.tokens.check_count(len(ids), "what is encoded")
         positions, advance = self._positions(ids, media)
         return Encoded(chunk_id, tuple(ids), positions, advance, media)
@@ -189,7 +210,7 @@ class Encoder:
         return part.ids
 
     def _around(self, chunk: Chunk) -> tuple[str, str]:
-        """What stands around the chunk's parts: nothing for a bare chunk, its turn for a message."""
+        """Return the template text around the chunk's parts: none for a bare chunk, its turn for a message."""
         template = self.checkpoint.template
         if chunk.role is None:
             return "", ""
@@ -198,10 +219,12 @@ class Encoder:
                 self.tokens.check(part.text)
         around = template.turns(chunk.role)
         if not any(isinstance(p, TokensPart) for p in chunk.parts):
-            shown = [p for p in chunk.parts if not (isinstance(p, MediaPart) and p.media != "image")]
-            texts = [p.text for p in shown if isinstance(p, TextPart)]
-            blocks = [{"type": "text", "text": p.text} if isinstance(p, TextPart) else {"type": "image"} for p in shown]
-            template.check_message(chunk.role, "".join(texts) if len(texts) == len(shown) else blocks)
+            visible = [p for p in chunk.parts if not (isinstance(p, MediaPart) and p.media != "image")]
+            texts = [p.text for p in visible if isinstance(p, TextPart)]
+            blocks = [
+                {"type": "text", "text": p.text} if isinstance(p, TextPart) else {"type": "image"} for p in visible
+            ]
+            template.check_message(chunk.role, "".join(texts) if len(texts) == len(visible) else blocks)
         return around
 
     def _add_media(
@@ -224,17 +247,17 @@ class Encoder:
         for key, rows, grid, seconds, stamp in items:
             marked = native and not family.marks
             ids += [*self.tokens.content(stamp), *self._mark(tokens.start)] if marked else lead
-            shown = self._shown(grid) if family.marks and not native else [pad] * rows
-            words = tuple(i for i, token in enumerate(shown) if token != pad)
+            token_ids = self._picture_ids(grid) if family.marks and not native else [pad] * rows
+            words = tuple(i for i, token in enumerate(token_ids) if token != pad)
             kind, whole = "video" if native else "image", bool(both_ways(checkpoint.config))
-            media.append(MediaSpan(kind, key, len(ids), len(shown), grid, seconds, words, whole))
-            ids += shown
+            media.append(MediaSpan(kind, key, len(ids), len(token_ids), grid, seconds, words, whole))
+            ids += token_ids
             ids += self._mark(tokens.end) if marked else tail
 
     def _add_sound(
         self, chunk: Chunk, part: MediaPart, track: MediaPart | None, ids: list[int], media: list[MediaSpan]
     ) -> None:
-        """Sound of its own, or a video with its ``track``; nothing for a track, which its video has brought."""
+        """Add a sound, or a video with its ``track``; a track itself adds nothing, because its video already has."""
         checkpoint = self.checkpoint
         family, tokens = checkpoint.family, checkpoint.media
         assert family is not None and tokens is not None and tokens.audio is not None
@@ -249,82 +272,80 @@ class Encoder:
         ((video, _, grid, seconds, _),) = self._video(chunk, part, family)
         assert seconds is not None
         sound, rows, frames = self._sound(chunk, track)
-        shown = self.tokens.template(interleaved(checkpoint.config, checkpoint.processor, grid, seconds, rows))
+        token_ids = self.tokens.template(interleaved(checkpoint.config, checkpoint.processor, grid, seconds, rows))
         for modality, key, pad, size in (("video", video, tokens.video, grid), ("audio", sound, tokens.audio, frames)):
-            own = [i for i, token in enumerate(shown) if token == pad]
-            first, count = own[0], own[-1] + 1 - own[0]
-            words = tuple(sorted(set(range(count)) - {i - first for i in own}))
+            places = [i for i, token in enumerate(token_ids) if token == pad]
+            first, count = places[0], places[-1] + 1 - places[0]
+            words = tuple(sorted(set(range(count)) - {i - first for i in places}))
             times = seconds if modality == "video" else None
             media.append(MediaSpan(modality, key, len(ids) + first, count, size, times, words, sound=True))
-        ids += shown
+        ids += token_ids
 
     def _sound(self, chunk: Chunk, part: MediaPart) -> tuple[str, int, Grid]:
-        """Key, tokens and grid of sound."""
-        key = self._key(part, "audio", part.rate)
+        """Return key, tokens and grid of a sound."""
+        key = self._sound_key(part)
         if self.embeddings.get(key) is None:
             processor, rate = self.checkpoint.processor, part.rate
             assert rate is not None
-            samples = resampled(self._pixels(chunk, part), rate, int(processor.feature_extractor.sampling_rate))
+            samples = resample(self._pixels(chunk, part), rate, int(processor.feature_extractor.sampling_rate))
             return (key, *self._run(part, [key], process_audio, processor, samples)[key])
-        return (key, *self._known(key))
+        return (key, *self._stored_size(key))
 
     @staticmethod
     def _mark(token: int | None) -> list[int]:
         return [] if token is None else [token]
 
-    def _shown(self, grid: Grid) -> list[int]:
-        """All tokens of a picture of a family with marks."""
+    def _picture_ids(self, grid: Grid) -> list[int]:
+        """Return all tokens of a picture of a family with marks."""
         return self.tokens.template(picture_text(self.checkpoint.config, self.checkpoint.processor, grid))
 
     def _rows(self, grid: Grid, video: bool) -> int:
-        """How many embeddings a picture or a video has."""
+        """Return how many embeddings a picture or a video has."""
         checkpoint = self.checkpoint
         if checkpoint.family is not None and checkpoint.family.marks and checkpoint.media is not None:
             if video:
                 return video_tokens(checkpoint.processor, grid)
-            return self._shown(grid).count(checkpoint.media.image)
+            return self._picture_ids(grid).count(checkpoint.media.image)
         t, h, w = grid
         return t * h * w // checkpoint.patches_per_token
 
     def _images(self, chunk: Chunk, part: MediaPart, family: Family) -> list[_Item]:
-        """An image, or the frames of a video as images."""
+        """Return an image, or the frames of a video as images."""
         frames = part.media == "video"
-        keys = [self._key(part, "image", index if frames else None) for index in range(part.shape[0])]
+        keys = self._image_keys(part)
         missing = [i for i, key in enumerate(keys) if self.embeddings.get(key) is None]
         fresh: dict[str, tuple[int, Grid]] = {}
         if missing:
             from PIL import Image
 
-            checkpoint, shown = self.checkpoint, self._pixels(chunk, part)
+            checkpoint, frames_array = self.checkpoint, self._pixels(chunk, part)
             once = 1 if family.marks else _FRAMES_AT_ONCE
             for at in range(0, len(missing), once):
                 batch = missing[at : at + once]
-                pictures = [Image.fromarray(shown[i]) for i in batch]
-                given = family, checkpoint.config, checkpoint.image_processor, pictures, frames
-                fresh |= self._run(part, [keys[i] for i in batch], process_images, *given)
-        return [(key, *(fresh.get(key) or self._known(key)), None, "") for key in keys]
+                pictures = [Image.fromarray(frames_array[i]) for i in batch]
+                arguments = family, checkpoint.config, checkpoint.image_processor, pictures, frames
+                fresh |= self._run(part, [keys[i] for i in batch], process_images, *arguments)
+        return [(key, *(fresh.get(key) or self._stored_size(key)), None, "") for key in keys]
 
     def _video(self, chunk: Chunk, part: MediaPart, family: Family) -> list[_Item]:
-        """A video as native tokens: one item, or one each temporal group where the family stamps them."""
+        """Return a video as native tokens: one item, or one per temporal group where the family stamps them."""
         processor = self.checkpoint.video_processor
         patch = frames_per_group(processor)
         fps = part.fps or 2.0
-        marks = stamps(part.shape[0], fps, patch) if family.stamps else [""]
-        keys = [self._key(part, "video", [fps, i] if family.stamps else fps) for i in range(len(marks))]
+        marks = self._video_keys(part, family)
+        keys = [key for key, _ in marks]
         fresh: dict[str, tuple[int, Grid]] = {}
         if any(self.embeddings.get(key) is None for key in keys):
             fresh = self._run(part, keys, process_video, family, self.checkpoint.processor, self._pixels(chunk, part))
         seconds = None if family.stamps or family.marks else patch / fps
-        return [
-            (key, *(fresh.get(key) or self._known(key)), seconds, mark) for key, mark in zip(keys, marks, strict=True)
-        ]
+        return [(key, *(fresh.get(key) or self._stored_size(key)), seconds, mark) for key, mark in marks]
 
     def _run(
         self, part: MediaPart, keys: list[str], process: Callable[..., tuple[Any, Any]], *inputs: Any
     ) -> dict[str, tuple[int, Grid]]:
-        """One run of the vision tower over what ``process`` makes of ``inputs``; stores each part by its key.
+        """Run the tower once over ``process(*inputs)`` and store each part under its key.
 
-        Returns (tokens, grid) by key. With more keys than grids, each temporal step of the one grid has a key of its own.
+        Returns (tokens, grid) by key. With more keys than grids, each temporal step of the one grid has its own key.
         """
         assert self._vision is not None
         try:
@@ -333,31 +354,49 @@ class Encoder:
             raise
         except ValueError as error:  # an aspect ratio beyond the processor's limits, for example
             raise BadMedia(f"the model's processor refused a {part.media} of {part.shape}: {error}") from error
-        heard = part.media == "audio"
-        embeddings = self._vision(pixels, grids, heard=True) if heard else self._vision(pixels, grids)
+        is_sound = part.media == "audio"
+        embeddings = self._vision(pixels, grids, heard=True) if is_sound else self._vision(pixels, grids)
         self._counters.vision_encodes += 1
         sizes = [(int(t), int(h), int(w)) for t, h, w in grids.tolist()]
         if len(sizes) != len(keys):
             ((steps, high, wide),) = sizes
             sizes = [(1, high, wide)] * steps
-        rows = [int(embeddings.shape[0])] if heard else [self._rows(grid, process is process_video) for grid in sizes]
+        rows = (
+            [int(embeddings.shape[0])] if is_sound else [self._rows(grid, process is process_video) for grid in sizes]
+        )
         if int(embeddings.shape[0]) != sum(rows):
             raise UnsupportedModel(f"the vision tower must give {sum(rows)} embeddings, got {int(embeddings.shape[0])}")
-        for key, seen, grid in zip(keys, embeddings.split(rows), sizes, strict=True):
-            self.embeddings.put(key, seen.clone(), grid)
+        for key, rows_of_item, grid in zip(keys, embeddings.split(rows), sizes, strict=True):
+            self.embeddings.put(key, rows_of_item.clone(), grid)
         return {key: (count, grid) for key, count, grid in zip(keys, rows, sizes, strict=True)}
 
-    def _known(self, key: str) -> tuple[int, Grid]:
-        found = self.embeddings.get(key)
-        if found is None:
+    def _stored_size(self, key: str) -> tuple[int, Grid]:
+        stored = self.embeddings.get(key)
+        if stored is None:
             raise ChunkUnavailable(f"the vision embeddings {key} left the store while the chunk was encoded; try again")
-        return int(found[0].shape[0]), found[1]
+        return int(stored[0].shape[0]), stored[1]
+
+    def _image_keys(self, part: MediaPart) -> list[str]:
+        """Return the key of an image, or of each frame of a video that is encoded as images."""
+        frames = part.media == "video"
+        return [self._key(part, "image", index if frames else None) for index in range(part.shape[0])]
+
+    def _video_keys(self, part: MediaPart, family: Family) -> list[tuple[str, str]]:
+        """Return the key of a video and "", or the key of each of its temporal groups and the text before it."""
+        fps = part.fps or 2.0
+        if not family.stamps:
+            return [(self._key(part, "video", fps), "")]
+        marks = stamps(part.shape[0], fps, frames_per_group(self.checkpoint.video_processor))
+        return [(self._key(part, "video", [fps, i]), mark) for i, mark in enumerate(marks)]
+
+    def _sound_key(self, part: MediaPart) -> str:
+        return self._key(part, "audio", part.rate)
 
     def _key(self, part: MediaPart, form: str, detail: float | int | list[float] | None) -> str:
         return "embed/" + digest("embed", self._identity, part.content, list(part.shape), form, detail)
 
     def _pixels(self, chunk: Chunk, part: MediaPart) -> np.ndarray:
-        """Frames ``[F, H, W, 3]`` or samples ``[N]``: from the chunk, its file, or the packed source in the store."""
+        """Return frames ``[F, H, W, 3]`` or samples ``[N]``: from the chunk, its file, or the packed source in the store."""
         frames = chunk.pixels(part)
         if frames is not None:
             return frames
@@ -372,7 +411,7 @@ class Encoder:
 
 
 class EncodingEngine(Engine):
-    """What both engines share: an `Encoder` behind the engine's lock.
+    """Base of both engines: an `Encoder`, called under the engine's lock.
 
     Attributes:
         encoder: tokens, positions and embeddings.
@@ -389,6 +428,9 @@ class EncodingEngine(Engine):
     def encode(self, chunk: Chunk) -> Encoded:
         with self._lock if any(isinstance(part, MediaPart) for part in chunk.parts) else nullcontext():
             return self.encoder.encode(chunk)
+
+    def media_keys(self, chunk: Chunk) -> set[str]:
+        return self.encoder.media_keys(chunk)
 
     def encode_query(self, query: str) -> Encoded:
         return self.encoder.encode_query(query)

@@ -1,9 +1,9 @@
-"""Prompt pieces read off a model's own chat template by rendering it with sentinels.
+"""Prompt pieces extracted from a model's own chat template by rendering it with sentinels.
 
-A window needs the template in pieces that can be combined in any order: what opens (*system prompt*), what closes (*query*),
+A window needs the template in pieces that can be combined in any order: the opening (*system prompt*), the closing (*query*),
 and the turns around a whole message. `Template` renders small conversations whose texts are sentinels, cuts the result at the
 sentinels, and compares. Where an earlier turn reads differently once later turns follow (stripped thinking, numbered
-pictures, a dropped system turn), there is no such piece, and asking for it raises UnsupportedModel with the reason.
+pictures, a dropped system turn), there is no such piece, and requesting it raises UnsupportedModel with the reason.
 
 Pieces are tokenised separately; "the same prompt" means the same token ids.
 """
@@ -18,7 +18,7 @@ from typing import Any
 from ctxwin.errors import UnsupportedModel
 
 Render = Callable[..., str]
-"""``(messages, generation prompt wanted[, tools])`` to text; tools are JSON schemas in OpenAI's form."""
+"""``(messages, add_generation_prompt[, tools])`` to text; tools are JSON schemas in OpenAI's form."""
 
 IMAGE = {"type": "image"}
 _SYSTEM, _USER, _LATER, _LAST = "CTXWINSYS", "CTXWINUSER", "CTXWINLATER", "CTXWINLAST"
@@ -29,15 +29,15 @@ PROBE_CALL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "CTXWINNAME", "arguments": {"CTXWINKEY": "CTXWINVALUE"}},
 }
-"""A tool call that shows how the template writes one."""
+"""A tool call for probing how the template writes one."""
 
 
 @dataclass(frozen=True)
 class ToolTurn:
-    """What stands around the results of tool calls.
+    """Template text around the results of tool calls.
 
     Attributes:
-        opening: between the answer that called and the first result.
+        opening: between the answer with the calls and the first result.
         between: between two results.
         tail: between the last result and the closing that asks for the next answer.
         reopening: between the last result and a user's text.
@@ -86,11 +86,11 @@ class Template:
 
     @property
     def plain(self) -> bool:
-        """Whether there is no chat template."""
+        """True if there is no chat template."""
         return self._render is None
 
     def system_prompt(self, text: str) -> tuple[str, str]:
-        """What stands before and after ``text`` in the system prompt: the system turn, and the opening of the user turn.
+        """Return the template text before and after ``text`` in the system prompt, up to the opening of the user turn.
 
         An empty text gives the opening that the template makes without a system message. Raises UnsupportedModel where
         the template has no system turn.
@@ -103,11 +103,11 @@ class Template:
 
     @property
     def closing(self) -> str:
-        """What stands after a query: the end of the user turn and the opening of the assistant's."""
+        """Template text after a query: the end of the user turn and the opening of the assistant's."""
         return self._closing
 
     def picture(self) -> tuple[str, str]:
-        """What stands before and after the placeholders of one picture: the opening and closing tokens, and text.
+        """Return the template text before and after the placeholders of one picture: its opening and closing tokens, and text.
 
         Where the template writes the placeholder without the opening token, the model's processor adds both tokens
         right around it (InternVL). Raises UnsupportedModel where the template numbers pictures or drops them.
@@ -115,70 +115,72 @@ class Template:
         if self._image is None:
             raise UnsupportedModel("the model does not see pictures")
         start, pad, end = self._image
-        before, _, after = self._picture().partition(pad)
-        return (before, after) if start in before else (before + start, end + after)
+        opening, _, after = self._picture().partition(pad)
+        return (opening, after) if start in opening else (opening + start, end + after)
 
     def turns(self, role: str) -> tuple[str, str]:
-        """What stands around a message of ``role``: the open user turn is closed before it and a new one opened behind.
+        """Return the template text around a message of ``role``: closing the open user turn, and opening a new one.
 
         Raises UnsupportedModel where the template has no such turn, or writes it differently depending on its place.
         """
         return self._turns(role)
 
     def check_message(self, role: str, content: str | Sequence[dict[str, Any]]) -> None:
-        """Raises UnsupportedModel where the template rewrites this very content (strips thinking, for example)."""
-        before, after = self.turns(role)
+        """Raise UnsupportedModel where the template rewrites this content (strips thinking, for example)."""
+        opening, closing = self.turns(role)
         if not isinstance(content, str) and self._image is not None and self._picture_in_front() is not None:
-            content = "".join(block.get("text", "") for block in content)  # pictures stay where they are put
-        shown = content if isinstance(content, str) else "".join(self._shown(block) for block in content)
-        made = self._cut([*self._base(), {"role": role, "content": content}, _user(_LAST)], _USER, _LAST)
-        got = None if made is None else made[1]
-        want = f"{before}{shown}{after}"
-        if got is None or _loose(got, before, after) != shown.strip() or not got.startswith(before):
+            content = "".join(block.get("text", "") for block in content)  # pictures keep their position in the window
+        content_text = content if isinstance(content, str) else "".join(self._block_text(block) for block in content)
+        pieces = self._cut([*self._base(), {"role": role, "content": content}, _user(_LAST)], _USER, _LAST)
+        got = None if pieces is None else pieces[1]
+        want = f"{opening}{content_text}{closing}"
+        if got is None or _loose(got, opening, closing) != content_text.strip() or not got.startswith(opening):
             raise UnsupportedModel(
                 f"the chat template rewrites an earlier {role} turn: {_near(want, got or '')}; pass the content in the form "
                 "that the template gives it (for example without the thinking part)"
             )
 
     def exchange(self, query: str, answer: str) -> str:
-        """What stands after an answer that is remembered: the end of its turn, and a reopened user turn.
+        """Return the template text after a remembered answer: the end of its turn, and a reopened user turn.
 
         Raises UnsupportedModel where the remembered answer would read differently from the one just generated: the
         generation prompt is not how earlier answers open, or the template rewrites the answer.
         """
         if self._render is None:
             return "\n"
-        before, after = self.turns("assistant")
-        # SmolVLM's answers begin with a blank themselves, LLaVA-OneVision's template writes one more behind earlier roles.
-        if _unspaced(before) != _unspaced(self._closing):
+        opening, after = self.turns("assistant")
+        # SmolVLM's answers themselves begin with a space; LLaVA-OneVision's template adds one after earlier roles.
+        if _unspaced(opening) != _unspaced(self._closing):
             raise UnsupportedModel(
                 f"an answer cannot be remembered: the generation prompt ends {self._closing[-40:]!r}, but the chat "
-                f"template opens an earlier assistant turn as {before[-40:]!r}; use remember=False"
+                f"template opens an earlier assistant turn as {opening[-40:]!r}; use remember=False"
             )
         if answer.strip():
             self.check_message("assistant", answer)
         return after
 
     def system(self, text: str, tools: Sequence[dict[str, Any]]) -> str:
-        """The system prompt text that reads as the template's own system turn with ``text`` when it offers ``tools``.
+        """Return the system prompt that renders as the template's own system turn with ``text`` and ``tools``.
 
-        Raises UnsupportedModel where the template takes no tools, or shows them elsewhere than in the system turn.
+        Raises UnsupportedModel where the template takes no tools, or writes them outside the system turn.
         """
         if self._render is None:
             raise UnsupportedModel("the tokenizer has no chat template, so tools cannot be offered to the model")
-        before, after = self._system()
+        opening, closing = self._system()
         messages = [*([{"role": "system", "content": _SYSTEM}] if text else []), _user(_USER)]
-        plain, made = self._cut(messages, _USER), self._cut(messages, _USER, tools=list(tools))
-        if made is None or made == plain:
+        plain, with_tools = self._cut(messages, _USER), self._cut(messages, _USER, tools=list(tools))
+        if with_tools is None or with_tools == plain:
             raise UnsupportedModel("the chat template takes no tools; use a model that was trained to call tools")
-        whole = made[0][len(before) : len(made[0]) - len(after)]
-        framed = made[0].startswith(before) and made[0].endswith(after) and made[1] == self._closing
-        if not framed or whole.count(_SYSTEM) != bool(text):
+        turn = with_tools[0][len(opening) : len(with_tools[0]) - len(closing)]
+        framed = (
+            with_tools[0].startswith(opening) and with_tools[0].endswith(closing) and with_tools[1] == self._closing
+        )
+        if not framed or turn.count(_SYSTEM) != bool(text):
             raise UnsupportedModel("the chat template shows tools elsewhere than in the system turn, the system prompt")
-        return whole.replace(_SYSTEM, text) if text else whole
+        return turn.replace(_SYSTEM, text) if text else turn
 
     def answer(self, text: str, calls: Sequence[dict[str, Any]] = ()) -> str:
-        """How the template shows an earlier answer with ``text`` and tool ``calls``: what stands within its turn.
+        """Return the content of an earlier assistant turn with ``text`` and tool ``calls``.
 
         Raises UnsupportedModel where it takes no tool calls.
         """
@@ -188,45 +190,45 @@ class Template:
             return text
         if not text and not calls:
             return ""
-        before, after = self.turns("assistant")
-        made = self._cut([*self._base(), _answer(text, calls), _user(_LAST)], _USER, _LAST)
-        if made is None or not made[1].startswith(before) or not made[1].endswith(after):
+        opening, closing = self.turns("assistant")
+        pieces = self._cut([*self._base(), _answer(text, calls), _user(_LAST)], _USER, _LAST)
+        if pieces is None or not pieces[1].startswith(opening) or not pieces[1].endswith(closing):
             raise UnsupportedModel(f"the chat template does not show an answer with {len(calls)} tool calls")
-        body = made[1][len(before) : len(made[1]) - len(after)]
+        body = pieces[1][len(opening) : len(pieces[1]) - len(closing)]
         if calls and body.strip() == text.strip():
             raise UnsupportedModel("the chat template drops tool calls; use a model that was trained to call tools")
         return body
 
     def tool_turn(self) -> ToolTurn:
-        """What stands around results of tool calls; raises UnsupportedModel where that depends on their place."""
+        """Return the template text around tool results; raise UnsupportedModel where it depends on their position."""
         return self._tools()
 
     def _read_tool_turn(self) -> ToolTurn:
         if self._render is None:
             raise UnsupportedModel("the tokenizer has no chat template, so a tool result has no turn to be")
-        before, after = self.turns("assistant")
-        head = before + self.answer("", [PROBE_CALL])
+        opening, closing = self.turns("assistant")
+        head = opening + self.answer("", [PROBE_CALL])
         base = [*self._base(), _answer("", [PROBE_CALL])]
-        asked = self._cut([*base, _result(_ONE)], _USER, _ONE)
+        pending = self._cut([*base, _result(_ONE)], _USER, _ONE)
         reopened = self._cut([*base, _result(_ONE), _user(_LAST)], _USER, _ONE, _LAST)
         twice = self._cut([*base, _result(_ONE), _result(_TWO), _user(_LAST)], _USER, _ONE, _TWO, _LAST)
         answered = self._cut([*base, _result(_ONE), _answer(_TWO, ()), _user(_LAST)], _USER, _ONE, _TWO, _LAST)
-        if asked is None or reopened is None or twice is None or answered is None:
+        if pending is None or reopened is None or twice is None or answered is None:
             raise UnsupportedModel("the chat template has no turn for tool results")
-        tail = asked[2].removesuffix(self._closing)
-        made = ToolTurn(asked[1].removeprefix(head), twice[2], tail, reopened[2])
+        tail = pending[2].removesuffix(self._closing)
+        turn = ToolTurn(pending[1].removeprefix(head), twice[2], tail, reopened[2])
         if (
-            asked[1] != head + made.opening
-            or asked[2] != tail + self._closing
-            or {reopened[1], twice[1], answered[1]} != {asked[1]}
-            or twice[3] != made.reopening
-            or answered[2:4] != [tail + before, after]
+            pending[1] != head + turn.opening
+            or pending[2] != tail + self._closing
+            or {reopened[1], twice[1], answered[1]} != {pending[1]}
+            or twice[3] != turn.reopening
+            or answered[2:4] != [tail + opening, closing]
         ):
             raise UnsupportedModel("the chat template writes tool results differently depending on their place")
-        return made
+        return turn
 
     def _cut(self, messages: list[dict[str, Any]], *sentinels: str, tools: Any = None) -> list[str] | None:
-        """The rendered text cut at the sentinels; None where one is missing, doubled or out of order."""
+        """Render ``messages`` and split the text at the sentinels; None where one is missing, doubled or out of order."""
         assert self._render is not None
         if self._lists:
             messages = [{**m, "content": _listed(m["content"])} for m in messages]
@@ -238,14 +240,14 @@ class Template:
             return None
         parts = []
         for sentinel in sentinels:
-            head, found, rest = rest.partition(sentinel)
-            if not found:
+            head, sentinel_found, rest = rest.partition(sentinel)
+            if not sentinel_found:
                 return None
             parts.append(head)
         return [*parts, rest]
 
     def _base(self) -> list[dict[str, Any]]:
-        """The turns in front of a probed one; with a system turn where the template has one."""
+        """Return the turns before a probed one, with a system turn where the template has one."""
         return _WITH_SYSTEM if self._cut(_WITH_SYSTEM, _SYSTEM, _USER) else [_user(_USER)]
 
     def _system(self) -> tuple[str, str]:
@@ -273,8 +275,8 @@ class Template:
             )
         if once[0] != plain[0]:
             raise UnsupportedModel(f"the chat template rewrites what comes before when a {role} turn follows")
-        more = [{"role": role, "content": _ONE}, _user(_LATER), {"role": role, "content": _TWO}, _user(_LAST)]
-        twice = self._cut([*base, *more], _USER, _ONE, _LATER, _TWO, _LAST)
+        later_turns = [{"role": role, "content": _ONE}, _user(_LATER), {"role": role, "content": _TWO}, _user(_LAST)]
+        twice = self._cut([*base, *later_turns], _USER, _ONE, _LATER, _TWO, _LAST)
         if twice is None or twice[:3] != once[:3] or twice[1:3] != twice[3:5] or twice[5] != once[3]:
             raise UnsupportedModel(f"the chat template writes a {role} turn differently depending on its place")
         if once[3] != self._closing:
@@ -282,7 +284,7 @@ class Template:
         return once[1], once[2]
 
     def _read_picture(self) -> str:
-        """What the template writes for a picture, wherever it stands; right behind a role SmolVLM's leaves out a blank."""
+        """Return the template's text for a picture, the same at any position; SmolVLM's omits a space directly after a role."""
         assert self._image is not None
         if self._render is None:
             return "".join(self._image)
@@ -301,10 +303,9 @@ class Template:
         return cut[1]
 
     def _picture_in_front(self) -> str | None:
-        """What stands for a picture where the template moves pictures in front of a message's text (LLaVA); else None.
+        """Return the text for a picture where the template moves pictures before a message's text (LLaVA); else None.
 
-        That order is the template's way with one message; these models take a picture and a line's end anywhere, as written
-        by hand into the text.
+        The template orders a single message so; these models accept a picture and a line break anywhere in the text.
         """
         assert self._image is not None
         start, pad, _ = self._image
@@ -315,7 +316,7 @@ class Template:
         mark = start if front.endswith(start) else ""
         return mark + pad + after if _unspaced(front.removesuffix(mark)) == _unspaced(self._opening) else None
 
-    def _shown(self, block: dict[str, Any]) -> str:
+    def _block_text(self, block: dict[str, Any]) -> str:
         if block["type"] == "text":
             return str(block["text"])
         return self._picture() if self._image is not None else ""
@@ -341,20 +342,20 @@ def _result(text: str) -> dict[str, Any]:
     return {"role": "tool", "content": text, "name": "CTXWINNAME", "tool_call_id": PROBE_CALL["id"]}
 
 
-def _loose(got: str, before: str, after: str) -> str:
-    """The content between ``before`` and ``after``, without the blanks a template may trim at its ends."""
-    return got[len(before) : len(got) - len(after)].strip() if got.endswith(after) else "\0"
+def _loose(got: str, opening: str, closing: str) -> str:
+    """Return the content between ``opening`` and ``closing``, without the whitespace a template may trim at its ends."""
+    return got[len(opening) : len(got) - len(closing)].strip() if got.endswith(closing) else "\0"
 
 
 def _near(want: str, got: str) -> str:
-    """Both texts from their first difference on, shortened for a message."""
+    """Return both texts from their first difference, shortened for an error message."""
     at = next((i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b), min(len(want), len(got)))
     begin = max(at - 10, 0)
     return f"{want[begin : at + 30]!r} becomes {got[begin : at + 30]!r}"
 
 
 def _template_errors() -> tuple[type[Exception], ...]:
-    """What a Jinja template raises where it does not take a conversation."""
+    """Return the errors that a Jinja template raises for a conversation that it does not accept."""
     import jinja2
 
     return (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from ctxwin.errors import BudgetExceeded
@@ -34,11 +35,12 @@ class Tokens:
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._copies: dict[bool, Any] = {}
         for special in (True, False) if backend is not None else ():
-            made: Any = copy.deepcopy(backend)
-            self._copies[special] = made
-            made.encode_special_tokens = not special
-            made.no_truncation()
-            made.no_padding()
+            tokenizer_copy: Any = copy.deepcopy(backend)
+            self._copies[special] = tokenizer_copy
+            tokenizer_copy.encode_special_tokens = not special
+            tokenizer_copy.no_truncation()
+            tokenizer_copy.no_padding()
+        self._lines: dict[int, bool] = {}
         self._longest = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
 
     def __len__(self) -> int:
@@ -60,6 +62,17 @@ class Tokens:
         """Text of ids, special tokens left out."""
         with self._turn:
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    @cached_property
+    def special(self) -> frozenset[int]:
+        """Ids that no text is made of."""
+        return frozenset(self._tokenizer.all_special_ids)
+
+    def ends_line(self, token: int) -> bool:
+        """Return True if the text of an id ends a line."""
+        if token not in self._lines:
+            self._lines[token] = self.text([token]).endswith("\n")
+        return self._lines[token]
 
     def check(self, text: str) -> None:
         """Raises BudgetExceeded where ``text`` cannot fit the engine, whatever its tokens are.
@@ -98,5 +111,5 @@ class Tokens:
         if self._copies:  # a batch lets other threads run meanwhile
             return list(self._copies[special].encode_batch([text], add_special_tokens=False)[0].ids)
         with self._turn:
-            made = self._tokenizer(text, add_special_tokens=False, split_special_tokens=not special)
-        return [int(i) for i in made["input_ids"]]
+            encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=not special)
+        return [int(i) for i in encoded["input_ids"]]

@@ -1,6 +1,6 @@
-"""The reference engine, on transformers: every arm runs here, and other engines are held against it.
+"""The reference engine, on transformers: every arm runs on it, and other engines are compared with it.
 
-KV is a `DynamicCache` filled with relocated spans; what is missing is computed behind it with explicit 3-D positions
+KV is a `DynamicCache` filled with relocated spans; segments without KV are computed after it with explicit 3-D positions
 and a causal mask over past and new tokens. One request at a time.
 """
 
@@ -38,7 +38,7 @@ from ctxwin.engines.encoding.encoder import Encoder, EncodingEngine
 from ctxwin.engines.encoding.families import both_ways, run_tower
 from ctxwin.engines.hf import model as hf_model
 from ctxwin.engines.hf import recurrent
-from ctxwin.engines.outputs import joined, outputs_identity, rows_of
+from ctxwin.engines.outputs import concat_outputs, outputs_identity, rows_of
 from ctxwin.errors import AnswerStopped, EngineFailed, UnsupportedModel
 from ctxwin.kv.config import attention_layers, kv_spec_from_config, sliding_window, with_maps
 from ctxwin.kv.layout import SpanKV
@@ -46,7 +46,8 @@ from ctxwin.kv.merge import budget_slots
 from ctxwin.kv.patch import apply_patch
 from ctxwin.kv.relocate import check_relocation, relocate
 from ctxwin.kv.rows import from_rows, to_rows
-from ctxwin.kv.states import States, composed
+from ctxwin.kv.states import States, compose_states
+from ctxwin.progress import step
 from ctxwin.store import open_store
 from ctxwin.store.spans import SpanRepository
 
@@ -56,19 +57,19 @@ if TYPE_CHECKING:
     from ctxwin.store.base import Store
 
 _PROBED = 16
-"""Tokens that are computed at two places when a model is opened."""
+"""Number of tokens that are computed at two positions when a model is opened."""
 _FAR = 997
 _log = logging.getLogger("ctxwin.engines")
 
 
 @dataclass
 class _Pass:
-    """One assembled sequence: its cache, where each segment lies in it, and what it cost."""
+    """One assembled sequence: its cache, the slots of each segment, and its cost."""
 
     cache: Any
     tokens: int = 0
     slices: list[tuple[int, int]] = field(default_factory=list)
-    states: dict[int, States] = field(default_factory=dict)  # by how many slots stand in front
+    states: dict[int, States] = field(default_factory=dict)  # by the number of preceding slots
     logits: torch.Tensor | None = None
     outputs: list[Mapping[str, torch.Tensor]] = field(default_factory=list)
     computed: int = 0
@@ -77,7 +78,7 @@ class _Pass:
 
     @property
     def last(self) -> torch.Tensor:
-        """Logits behind all of it."""
+        """Logits after the last token."""
         assert self.logits is not None
         return self.logits[-1]
 
@@ -91,13 +92,13 @@ class HFEngine(EncodingEngine):
         device: torch device.
         dtype: ``float32``, ``bfloat16`` or ``float16`` (or the torch dtype); None takes the checkpoint's own.
         store: where spans, embeddings and sources are kept; None opens a store in memory.
-        outputs: whether what the decoder gives for each token is kept beside its KV.
-        position_free: of a hybrid, whether chunks' maps on the recurrent states are kept as well (`ctxwin.kv.states`), so that a
-            chunk may stand behind others than it was computed behind; three times the bytes of its states, and its recurrent
-            layers run twice.
+        outputs: whether the decoder's per-token outputs are kept beside the KV.
+        position_free: for a hybrid, whether chunks' maps on the recurrent states are kept too (`ctxwin.kv.states`), so that a
+            chunk can follow other antecedents than it was computed after. Costs three times the bytes of its states, and its
+            recurrent layers run twice.
 
     Raises:
-        UnsupportedModel: a model whose KV cannot be moved, by its config or as measured on the model at hand (two forwards
+        UnsupportedModel: a model whose KV cannot be moved, by its config or as measured on the loaded model (two forwards
             over 16 tokens), or a vision model other than those in `families`.
         ValueError: no such model, device or dtype.
     """
@@ -114,17 +115,20 @@ class HFEngine(EncodingEngine):
     ) -> None:
         checkpoint = open_checkpoint(model)
         name = checkpoint.dtype(dtype, "float32")
-        identity = outputs_identity(checkpoint.identity(name, "transformers"), outputs)
+        # KV stored before attention was capped belongs to another model.
+        capped = ", capped" if getattr(checkpoint.text_config, "attn_logit_softcapping", None) else ""
+        identity = outputs_identity(checkpoint.identity(name, f"transformers{capped}"), outputs)
         kv = kv_spec_from_config(checkpoint.config, identity, name, "hf")
         if position_free and kv.recurrent:
             kv = with_maps(kv, checkpoint.config)
             identity = kv.identity
+        step("loading weights")
         self._device, self._model = hf_model.load(checkpoint, device, name)
         longest, sees = int(checkpoint.text_config.max_position_embeddings), checkpoint.media is not None
         self.spec = EngineSpec("hf", str(model), identity, kv, longest, sees, outputs, kv.maps)
-        self._given: Any = None  # what the decoder returned last
+        self._last_output: Any = None  # the decoder's latest output
         if outputs:
-            self.text_model.register_forward_hook(self._hear)
+            self.text_model.register_forward_hook(self._capture_output)
         self.store = store if store is not None else open_store("memory:")
         self.repo = SpanRepository(self.store, identity, spec=kv)
         self.counters = EngineCounters()
@@ -139,11 +143,13 @@ class HFEngine(EncodingEngine):
         every = range(int(checkpoint.text_config.num_hidden_layers))
         self._recurrent = tuple(i for i in every if i not in self._attention)
         if kv.maps:
-            recurrent.attend_to(self.text_model)
+            recurrent.install_hooks(self.text_model)
         self._lock = threading.RLock()
         self._waiting, self._waited, self._counting = 0, -math.inf, threading.Lock()
+        if hf_model.use_eager_if_needed(self.text_model, lambda: self._probe(0)):
+            _log.info("%s attends eagerly: fused attention leaves out what its config asks for", model)
         check_relocation(kv, self._probe, max(1, min(_FAR, self.spec.max_tokens - _PROBED)))
-        self.counters = EngineCounters()  # the measurement is nobody's work
+        self.counters = EngineCounters()  # the measurement does not count as work
         vision = self._see if sees else None
         self.encoder = Encoder(checkpoint, identity, self.repo, vision, self._positions, self.counters, longest)
         _log.info("transformers engine: %s (%s) on %s, %s", model, checkpoint.config.model_type, self._device, name)
@@ -158,7 +164,7 @@ class HFEngine(EncodingEngine):
         background: bool = False,
         tally: Tally | None = None,
     ) -> SpanKV:
-        """See `Engine.prefill`. This engine has no prefix cache and no queue: the rest has no effect."""
+        """See `Engine.prefill`. Without a prefix cache and a queue, ``salt`` and ``background`` have no effect."""
         with self._turn(background), self._lock:
             done = self._run([*context, Segment(target, start)])
             if tally is not None:
@@ -186,24 +192,24 @@ class HFEngine(EncodingEngine):
         if sampling.hold < 1 and capture_query:
             raise UnsupportedModel("an exchange is remembered with all of its KV: hold must be 1, got less")
         begun = time.perf_counter()
-        made = Generation()
+        generation = Generation()
         with self._turn(background), self._lock:
             start = _end(layout)
             done = self._run([*layout, Segment(query, start)], room=sampling.max_tokens)
-            made.computed_tokens, made.forwards = done.computed, done.forwards
-            made.bytes_loaded = done.bytes_loaded
+            generation.computed_tokens, generation.forwards = done.computed, done.forwards
+            generation.bytes_loaded = done.bytes_loaded
             for i, segment in enumerate(layout):
                 if segment.capture and (segment.span is None or segment.recompute):
-                    made.captured[i] = self._span(done, done.slices[i], segment.encoded.positions, segment.start)
-            fed = self._decode_loop(done, query, start, sampling, made, on_token, begun)
+                    generation.captured[i] = self._span(done, done.slices[i], segment.encoded.positions, segment.start)
+            fed = self._decode_loop(done, query, start, sampling, generation, on_token, begun)
             if capture_query:  # positions relative to its start
                 begin, end = done.slices[-1]
-                behind = np.tile(np.arange(query.advance, query.advance + fed, dtype=np.int64), (3, 1))
-                positions = np.concatenate([query.positions, behind], axis=1)
-                made.query_span = self._span(done, (begin, end + fed), positions, start)
-        made.text = self.decode(made.token_ids)
-        made.total_s = time.perf_counter() - begun
-        return made
+                later = np.tile(np.arange(query.advance, query.advance + fed, dtype=np.int64), (3, 1))
+                positions = np.concatenate([query.positions, later], axis=1)
+                generation.query_span = self._span(done, (begin, end + fed), positions, start)
+        generation.text = self.decode(generation.token_ids)
+        generation.total_s = time.perf_counter() - begun
+        return generation
 
     def attended(
         self, context: Sequence[Segment], target: Encoded, start: int, *, tally: Tally | None = None
@@ -212,11 +218,15 @@ class HFEngine(EncodingEngine):
             raise UnsupportedModel(f"{self.spec.model} has recurrent layers, whose states cannot be merged")
         if self._window is not None:
             raise UnsupportedModel(f"{self.spec.model} has sliding layers, whose attention does not tell what to merge")
+        if self.text_model.config._attn_implementation == "eager":
+            raise UnsupportedModel(
+                f"{self.spec.model} caps its attention or has sinks, so sums of it do not tell what to merge"
+            )
         with self._turn(background=True), self._lock:
-            done = self._begun([*context, Segment(target, start)])
+            done = self._begin([*context, Segment(target, start)])
             self._check([*context, Segment(target, start)], 0)
             self._fill(done, context, 1)
-            with hf_model.listening(self.text_model, target.tokens) as sums:
+            with hf_model.capture_attention(self.text_model, target.tokens) as sums:
                 self._fill(done, [Segment(target, start)], 1)
             _usable(done)
             if tally is not None:
@@ -225,39 +235,43 @@ class HFEngine(EncodingEngine):
             span = self._span(done, done.slices[-1], target.positions, start)
             return AttendedKV(span, torch.stack([sums[layer] for layer in sorted(sums)]))
 
+    @property
+    def drops_tokens(self) -> bool:
+        return not self.spec.kv.recurrent
+
     def logits(self, layout: Sequence[Segment], query: Encoded) -> torch.Tensor:
-        """Next-token logits behind ``query``, float32 ``[vocab]`` on the CPU; one forward over what is missing."""
+        """Return next-token logits after ``query``, float32 ``[vocab]`` on the CPU; one forward over segments without KV."""
         with self._lock:
             return self._run([*layout, Segment(query, _end(layout))]).last
 
     def forced_logprobs(
         self,
         layout: Sequence[Segment],
-        asked: Sequence[tuple[Encoded, Sequence[int]]],
+        answers: Sequence[tuple[Encoded, Sequence[int]]],
         *,
         best: int = BEST,
         stopped: Callable[[], bool] = lambda: False,
         tally: Tally | None = None,
     ) -> list[list[dict[int, float]]]:
-        """See `Engine.forced_logprobs`. A forward over one segment is the longest that ``stopped`` waits for."""
-        made = []
+        """See `Engine.forced_logprobs`. ``stopped`` is polled before each forward, which covers one segment."""
+        scores = []
         with self._lock:
-            tails = [_tail(layout, query, answer) for query, answer in asked]
+            tails = [_tail(layout, query, answer) for query, answer in answers]
             for tail in tails:
                 self._check([*layout, *tail], 0)
-            done = self._begun(layout)
+            done = self._begin(layout)
             try:
                 self._fill(done, layout, 1, stopped)
-                for (_, answer), tail in zip(asked, tails, strict=True):
-                    before = recurrent.states_of(done.cache) if self.spec.kv.recurrent else {}
-                    self._fill(done, [replace(tail[0], encoded=_joined(tail))], len(answer) + 1, stopped)
-                    self._taken_back(done, sum(part.tokens for part in tail), before)
-                    made.append(hf_model.rows(_usable(done), answer, best))
+                for (_, answer), tail in zip(answers, tails, strict=True):
+                    states_before = recurrent.states_of(done.cache) if self.spec.kv.recurrent else {}
+                    self._fill(done, [replace(tail[0], encoded=_concat(tail))], len(answer) + 1, stopped)
+                    self._remove_last(done, sum(part.tokens for part in tail), states_before)
+                    scores.append(hf_model.score_answer(_usable(done), answer, best))
             finally:
                 if tally is not None:
                     tally.forwards += done.forwards
                     tally.tokens += done.computed
-        return made
+        return scores
 
     @property
     def busy(self) -> bool:
@@ -265,7 +279,7 @@ class HFEngine(EncodingEngine):
 
     @contextmanager
     def _turn(self, background: bool = False) -> Iterator[None]:
-        """Counts a caller that waits, from before it has the lock."""
+        """Count a waiting caller, from before it acquires the lock."""
         with self._counting:
             self._waiting += not background
         try:
@@ -280,42 +294,42 @@ class HFEngine(EncodingEngine):
         return 0.0 if self.busy else time.monotonic() - self._waited
 
     def close(self) -> None:
-        """Drops the model; the store stays open, it belongs to the caller (a store in memory goes with the engine)."""
+        """Release the model. The store belongs to the caller and stays open."""
         with self._lock:
             self._model = None
 
     def _run(self, segments: Sequence[Segment], *, room: int = 0) -> _Pass:
-        """Assembles ``segments`` into one sequence. Neighbours without a span share a forward, as do neighbours with one.
+        """Assemble ``segments`` into one sequence. Neighbours without a span share a forward; neighbours with one, a load.
 
         Args:
             segments: in order; the last one has no span.
-            room: tokens that will be generated behind.
+            room: number of tokens that will be generated after them.
         """
-        done = self._begun(segments)
+        done = self._begin(segments)
         self._check(segments, room)
         self._fill(done, segments, 1)
         _usable(done)
         return done
 
-    def _begun(self, segments: Sequence[Segment]) -> _Pass:
-        """A sequence of ``segments`` with nothing in its cache yet."""
+    def _begin(self, segments: Sequence[Segment]) -> _Pass:
+        """Return a sequence of ``segments`` with an empty cache."""
         from transformers import DynamicCache
 
-        self._opened()
+        self._open_model()
         slots = [segment.slots for segment in segments]
         ends = list(itertools.accumulate(slots))
         slices = [(end - count, end) for count, end in zip(slots, ends, strict=True)]
         tokens = sum(segment.tokens for segment in segments)
-        # Of a config the cache would learn what slides, and drop what left the window.
+        # Given a config, the cache would learn which layers slide, and drop tokens that left the window.
         config = self._checkpoint.text_config if self.spec.kv.recurrent else None
         return _Pass(DynamicCache(config=config), tokens, slices)
 
     def _fill(
         self, done: _Pass, segments: Sequence[Segment], keep: int, stopped: Callable[[], bool] | None = None
     ) -> None:
-        """Loads or computes ``segments`` behind what is in the cache; see `_run`.
+        """Load or compute ``segments`` after the cached ones; see `_run`.
 
-        ``stopped`` is asked before each forward, which is then over one segment only; once it is true, AnswerStopped is raised.
+        ``stopped`` is polled before each forward, which then covers one segment; once it is true, AnswerStopped is raised.
         """
         filled = (part for segment in segments if segment.tokens for part in segment.parts())
         if self.spec.kv.recurrent:
@@ -327,13 +341,13 @@ class HFEngine(EncodingEngine):
                     if loaded:
                         self._load(done, run)
                         continue
-                    apart = (
+                    separate = (
                         stopped is not None or self.spec.kv.recurrent
                     )  # a state is there at the end of a forward only
-                    for part in [[segment] for segment in run] if apart else [run]:
+                    for part in [[segment] for segment in run] if separate else [run]:
                         if stopped is not None and stopped():
                             raise AnswerStopped("the engine is wanted for other work")
-                        self._computed(done, part, keep)
+                        self._compute(done, part, keep)
         except RuntimeError as error:  # torch's own: out of memory, a failed kernel
             if isinstance(error, AnswerStopped):
                 raise
@@ -351,7 +365,7 @@ class HFEngine(EncodingEngine):
             )
 
     def _load(self, done: _Pass, segments: Sequence[Segment]) -> None:
-        """Writes relocated spans into the cache: one rotation a span, one append a layer."""
+        """Write relocated spans into the cache: one rotation per span, one append per layer."""
         keys, values, states = [], [], list[States]()
         for segment in segments:
             span = segment.span
@@ -361,9 +375,9 @@ class HFEngine(EncodingEngine):
                     f"a span must have its segment's {segment.encoded.tokens} positions, got {span.tokens} others (chunk "
                     f"{segment.encoded.chunk_id[:12]})"
                 )
-            own = {name: state.to(self._device) for name, state in span.states.items()}
+            states_on_device = {name: state.to(self._device) for name, state in span.states.items()}
             here = SpanKV(span.k.to(self._device), span.v.to(self._device), span.positions.to(self._device), span.start)
-            here = replace(here, states=own)
+            here = replace(here, states=states_on_device)
             if segment.patch is None:
                 moved = relocate(here, self.spec.kv, segment.start)
             else:
@@ -380,27 +394,27 @@ class HFEngine(EncodingEngine):
             first, second = pair[::-1] if self.spec.kv.family == "mla" else pair
             done.cache.update(first.transpose(0, 1)[None], second.transpose(0, 1)[None], layer)
         if self.spec.kv.recurrent:
-            behind: States = recurrent.states_of(done.cache)
+            end_states: States = recurrent.states_of(done.cache)
             for segment, states_here in zip(segments, states, strict=True):
-                behind = composed(behind, states_here) if segment.approximate else states_here
-            recurrent.set_states(done.cache, behind)
+                end_states = compose_states(end_states, states_here) if segment.approximate else states_here
+            recurrent.set_states(done.cache, end_states)
 
-    def _computed(self, done: _Pass, segments: Sequence[Segment], keep: int) -> None:
-        """`_forward`, with the states behind it where they are captured, or behind the last segment."""
+    def _compute(self, done: _Pass, segments: Sequence[Segment], keep: int) -> None:
+        """Run `_forward`, and keep the states after it where they are captured."""
         if not self.spec.kv.recurrent:
             self._forward(done, segments, keep)
             return
-        with recurrent.hearing(self._recurrent if self.spec.kv.maps else ()) as maps:
+        with recurrent.capture_maps(self._recurrent if self.spec.kv.maps else ()) as maps:
             self._forward(done, segments, keep)
         if segments[-1].capture or self.spec.kv.maps:
-            done.states[self._held(done)] = {**recurrent.states_of(done.cache), **maps}
+            done.states[self._slots(done)] = {**recurrent.states_of(done.cache), **maps}
 
-    def _held(self, done: _Pass) -> int:
-        """Slots in the cache."""
+    def _slots(self, done: _Pass) -> int:
+        """Return the number of slots in the cache."""
         return int(done.cache.get_seq_length(self._attention[0]))
 
-    def _taken_back(self, done: _Pass, count: int, states: States) -> None:
-        """Takes the last ``count`` tokens out of the cache; ``states`` were those in front of them."""
+    def _remove_last(self, done: _Pass, count: int, states: States) -> None:
+        """Remove the last ``count`` tokens from the cache; ``states`` are those that preceded them."""
         if not self.spec.kv.recurrent:
             done.cache.crop(-count)
             return
@@ -409,7 +423,7 @@ class HFEngine(EncodingEngine):
         recurrent.set_states(done.cache, states)
 
     def _forward(self, done: _Pass, segments: Sequence[Segment], keep: int = 1) -> None:
-        """One forward over neighbouring segments behind everything in the cache."""
+        """Run one forward over neighbouring segments after everything in the cache."""
         fed = self.inputs([p.encoded for p in segments])
         positions = torch.from_numpy(np.concatenate([p.encoded.positions + p.start for p in segments], axis=1))
         self._feed(done, fed, positions, keep)
@@ -420,9 +434,9 @@ class HFEngine(EncodingEngine):
         self.counters.prefill_forwards += 1
 
     def _feed(self, done: _Pass, fed: hf_model.Inputs, positions: torch.Tensor, keep: int = 1) -> None:
-        """Runs T tokens at ``positions [3, T]``; the logits of the last ``keep`` are then in ``done``."""
-        past, new = self._held(done), int(fed.embeds.shape[0])
-        mask = hf_model.masks(self._opened(), past, new, self._window, fed.pictures, self._both_ways != "sliding")
+        """Run T tokens at ``positions [3, T]`` and put the logits of the last ``keep`` into ``done``."""
+        past, new = self._slots(done), int(fed.embeds.shape[0])
+        mask = hf_model.masks(self._open_model(), past, new, self._window, fed.pictures, self._both_ways != "sliding")
         places = positions.to(self._device)
         run: dict[str, Any] = dict(
             inputs_embeds=fed.embeds[None],
@@ -450,52 +464,52 @@ class HFEngine(EncodingEngine):
             logits = self.lm_head(out.last_hidden_state[:, -keep:])
         done.logits = logits[0].to("cpu", torch.float32)
         if self.spec.outputs:
-            done.outputs.append({name: rows.to("cpu") for name, rows in rows_of(self._given, new).items()})
-            self._given = None
+            done.outputs.append({name: rows.to("cpu") for name, rows in rows_of(self._last_output, new).items()})
+            self._last_output = None
 
     def inputs(self, encodeds: Sequence[Encoded]) -> hf_model.Inputs:
-        """What the decoder is fed for neighbouring encodeds of T tokens together; no vision encode.
+        """Return the decoder inputs of neighbouring encoded segments, T tokens together; no vision encode.
 
         Raises:
-            ChunkUnavailable: vision embeddings left the store. EngineFailed: they are another model's.
+            ChunkUnavailable: vision embeddings left the store.
+            EngineFailed: the embeddings have another model's shape.
         """
-
         ids = torch.tensor([i for encoded in encodeds for i in encoded.token_ids], dtype=torch.int64)
         words = self._words(ids)
         starts = itertools.accumulate((encoded.tokens for encoded in encodeds), initial=0)
-        seen = []
+        media_rows = []
         for at, encoded in zip(starts, encodeds, strict=False):
             for media in encoded.media:
-                # Of a part of a chunk a medium may begin in front, and end behind.
+                # In a part of a chunk a medium may begin before it and end after it.
                 begin, end = max(0, -media.offset), min(media.tokens, encoded.tokens - media.offset)
                 stored = self.embed(media.key)
-                places, rows = media.seen(begin, end)
+                places, rows = media.placeholders(begin, end)
                 if stored.shape[0] == media.tokens - len(media.words):
                     stored = stored[rows]
-                if media.modality == "audio":  # nothing is added in the layers for what is heard
+                if media.modality == "audio":  # the layers add nothing for sound
                     stored = torch.nn.functional.pad(stored, (0, self._deep * int(words.shape[1])))
-                seen.append(([at + media.offset + i for i in places], stored))
-        for places, _ in seen:
+                media_rows.append(([at + media.offset + i for i in places], stored))
+        for places, _ in media_rows:
             ids[places] = self._checkpoint.text_config.pad_token_id or 0  # as transformers has it for media
-        return replace(hf_model.inputs(words, seen, self._deep, bool(self._both_ways)), ids=ids)
+        return replace(hf_model.inputs(words, media_rows, self._deep, bool(self._both_ways)), ids=ids)
 
-    def _hear(self, module: Any, args: Any, output: Any) -> None:
-        self._given = output
+    def _capture_output(self, module: Any, args: Any, output: Any) -> None:
+        self._last_output = output
 
     def _probe(self, start: int) -> SpanKV:
-        """KV of some tokens, from all over the vocabulary, at ``start``; see `check_relocation`."""
-        rows = int(self._opened().get_input_embeddings().weight.shape[0])
+        """Compute KV of tokens spread over the vocabulary at ``start``; see `check_relocation`."""
+        rows = int(self._open_model().get_input_embeddings().weight.shape[0])
         ids = tuple(rows * (2 * i + 1) // (2 * _PROBED) for i in range(_PROBED))
         steps = np.arange(_PROBED, dtype=np.int64)
         places = [steps, steps // 2, steps % 5] if self.spec.kv.rope.sections else [steps] * 3
-        made = Encoded("", ids, np.stack(places), _PROBED)
-        done = self._run([Segment(made, start)])
-        return self._span(done, done.slices[-1], made.positions, start)
+        encoded = Encoded("", ids, np.stack(places), _PROBED)
+        done = self._run([Segment(encoded, start)])
+        return self._span(done, done.slices[-1], encoded.positions, start)
 
     def _words(self, ids: torch.Tensor) -> torch.Tensor:
-        """Word embeddings ``[T, hidden]`` of ids ``[T]``."""
+        """Return word embeddings ``[T, hidden]`` of ids ``[T]``."""
         with torch.no_grad():
-            rows = self._opened().get_input_embeddings()(ids.to(self._device))
+            rows = self._open_model().get_input_embeddings()(ids.to(self._device))
         assert isinstance(rows, torch.Tensor)
         return rows
 
@@ -507,12 +521,12 @@ class HFEngine(EncodingEngine):
     @property
     def text_model(self) -> Any:
         """The decoder, for running it layer by layer: ``layers``, ``norm``, ``rotary_emb``, ``config``."""
-        return self._opened().get_decoder()
+        return self._open_model().get_decoder()
 
     @property
     def lm_head(self) -> Any:
-        """From the decoder's normed hidden states to logits."""
-        return self._opened().get_output_embeddings()
+        """The projection of the decoder's normed hidden states to logits."""
+        return self._open_model().get_output_embeddings()
 
     def _decode_loop(
         self,
@@ -520,104 +534,106 @@ class HFEngine(EncodingEngine):
         query: Encoded,
         start: int,
         sampling: Sampling,
-        made: Generation,
+        generation: Generation,
         on_token: Callable[[int, str], bool] | None,
         begun: float,
     ) -> int:
-        """Samples until an end; returns how many generated tokens were fed back (their KV is in the cache)."""
+        """Sample until an end; return how many generated tokens were fed back (their KV is in the cache)."""
         ends = self._checkpoint.eos | set(sampling.stop_ids)
         generator = torch.Generator().manual_seed(sampling.seed) if sampling.seed is not None else None
         at, fed = start + query.advance, 0
         logits = done.last
-        head, held = done.slices[0][1], done.slices[-1][1]
+        head, prompt_slots = done.slices[0][1], done.slices[-1][1]
         if sampling.logprobs:
-            made.logprobs = hf_model.top_logprobs(logits, sampling.logprobs)
+            generation.logprobs = hf_model.top_logprobs(logits, sampling.logprobs)
         with torch.no_grad():
             while True:
-                drawn = hf_model.warped(logits, sampling, made.token_ids)
+                drawn = hf_model.filter_logits(logits, sampling, generation.token_ids)
                 token = hf_model.sample(drawn, sampling.temperature, generator)
-                if not made.ttft_s:
-                    made.ttft_s = time.perf_counter() - begun
+                if not generation.ttft_s:
+                    generation.ttft_s = time.perf_counter() - begun
                 if token in ends:
                     return fed
                 if sampling.token_logprobs is not None:
-                    token = hf_model.scored(token, len(made.token_ids), logits, sampling.token_logprobs)
-                made.token_ids.append(token)
-                if on_token is not None and on_token(token, self.decode(made.token_ids)) is False:
-                    made.finished = False
+                    token = hf_model.score_token(token, len(generation.token_ids), logits, sampling.token_logprobs)
+                generation.token_ids.append(token)
+                if on_token is not None and on_token(token, self.decode(generation.token_ids)) is False:
+                    generation.finished = False
                     return fed
-                if len(made.token_ids) >= sampling.max_tokens:
+                if len(generation.token_ids) >= sampling.max_tokens:
                     return fed
                 ids = torch.tensor([token])
                 self._feed(done, hf_model.Inputs(self._words(ids), ids=ids), torch.full((3, 1), at + fed))
                 fed += 1
                 logits = done.last
-                if sampling.hold < 1 and self._held(done) > max(held, budget_slots(sampling.hold, done.tokens + fed)):
+                if sampling.hold < 1 and self._slots(done) > max(
+                    prompt_slots, budget_slots(sampling.hold, done.tokens + fed)
+                ):
                     hf_model.drop_slot(done.cache, head)
 
     def _span(self, done: _Pass, part: tuple[int, int], positions: np.ndarray, start: int) -> SpanKV:
-        """A copy, on the CPU, of part of the cache, in the frame it was computed in."""
+        """Copy part of the cache to the CPU, in the frame it was computed in."""
 
         def take(layer: int, name: str) -> torch.Tensor:
-            held: torch.Tensor = getattr(done.cache.layers[layer], name)[0, :, part[0] : part[1]]
-            return held.transpose(0, 1)
+            cached: torch.Tensor = getattr(done.cache.layers[layer], name)[0, :, part[0] : part[1]]
+            return cached.transpose(0, 1)
 
         rope, content = ("values", "keys") if self.spec.kv.family == "mla" else ("keys", "values")
-        outputs = joined(done.outputs) if self.spec.outputs else {}
+        outputs = concat_outputs(done.outputs) if self.spec.outputs else {}
         rows = {name: all_of_it[part[0] : part[1]].clone() for name, all_of_it in outputs.items()}
         states: States = {}
         if self.spec.kv.recurrent:
-            found = done.states.get(part[1])
-            if found is None and part[1] == self._held(done):
-                found = recurrent.states_of(done.cache)
-            states = {name: state.to("cpu") for name, state in (found or {}).items()}
+            end_states = done.states.get(part[1])
+            if end_states is None and part[1] == self._slots(done):
+                end_states = recurrent.states_of(done.cache)
+            states = {name: state.to("cpu") for name, state in (end_states or {}).items()}
         k, v = to_rows(self.spec.kv, [(take(i, rope), take(i, content)) for i in self._attention])
         span = SpanKV(k.to("cpu"), v.to("cpu"), torch.tensor(positions), start, rows, states)
         span.validate(self.spec.kv)
         return span
 
     def _see(self, pixels: Any, grids: Any, heard: bool = False) -> torch.Tensor:
-        """Runs the vision tower: embeddings ``[tokens, hidden * (1 + D)]`` of all items, see `inputs`; or the one that hears."""
+        """Run the vision tower, or the audio tower if ``heard``: embeddings ``[tokens, hidden * (1 + D)]`` of all items."""
         with self._lock, torch.no_grad():
             if heard:
                 features = pixels[None].to(self._device, self._dtype)
-                whole = torch.ones_like(features[:, 0], dtype=torch.int64)
-                tower = self._opened().get_audio_features
-                found = tower(features, feature_attention_mask=whole, return_dict=True).last_hidden_state
-                assert isinstance(found, torch.Tensor)
-                return found
+                mask = torch.ones_like(features[:, 0], dtype=torch.int64)
+                tower = self._open_model().get_audio_features
+                embeddings = tower(features, feature_attention_mask=mask, return_dict=True).last_hidden_state
+                assert isinstance(embeddings, torch.Tensor)
+                return embeddings
             family = self._checkpoint.family
             assert family is not None
-            shown = pixels.to(self._device, self._dtype), grids.to(self._device)
-            seen = run_tower(self._opened(), family, self._checkpoint.config, *shown)
-            deep = getattr(seen, "deepstack_features", None) or ()
-            # The model's own order, which is vLLM's too: the bottom first, then layer by layer. Items lie apart, or in one
-            # tensor: InternVL's tiles [tiles, tokens, hidden], and deep layers in transformers before 5.19.
+            inputs_on_device = pixels.to(self._device, self._dtype), grids.to(self._device)
+            features_of_items = run_tower(self._open_model(), family, self._checkpoint.config, *inputs_on_device)
+            deep = getattr(features_of_items, "deepstack_features", None) or ()
+            # The model's own order, which is vLLM's too: input embeddings first, then layer by layer. Items are separate, or in
+            # one tensor: InternVL's tiles [tiles, tokens, hidden], and deep layers in transformers before 5.19.
             parts = [
                 p.flatten(0, -2) if isinstance(p, torch.Tensor) else torch.cat(list(p))
-                for p in (seen.pooler_output, *deep)
+                for p in (features_of_items.pooler_output, *deep)
             ]
             return torch.cat(parts, dim=-1)
 
     def _positions(self, token_ids: Sequence[int], media: Sequence[MediaSpan]) -> tuple[np.ndarray, int]:
-        return hf_model.positions(self._opened(), token_ids, media)
+        return hf_model.positions(self._open_model(), token_ids, media)
 
-    def _opened(self) -> Any:
+    def _open_model(self) -> Any:
         if self._model is None:
             raise EngineFailed("the engine is closed; open it again")
         return self._model
 
 
 def _tail(layout: Sequence[Segment], query: Encoded, answer_ids: Sequence[int]) -> list[Segment]:
-    """A query and the answer behind it, to be computed in one forward."""
+    """Return a query and its answer as segments, to be computed in one forward."""
     start, count = _end(layout), len(answer_ids)
     places = np.tile(np.arange(count, dtype=np.int64), (3, 1))
     answer = Encoded("", tuple(int(i) for i in answer_ids), places, count)
     return [Segment(query, start), *([Segment(answer, start + query.advance)] if count else [])]
 
 
-def _joined(tail: Sequence[Segment]) -> Encoded:
-    """Neighbouring text segments as one."""
+def _concat(tail: Sequence[Segment]) -> Encoded:
+    """Concatenate neighbouring text segments."""
     first = tail[0]
     ids = tuple(i for part in tail for i in part.encoded.token_ids)
     places = np.concatenate([part.encoded.positions + (part.start - first.start) for part in tail], axis=1)
@@ -625,12 +641,12 @@ def _joined(tail: Sequence[Segment]) -> Encoded:
 
 
 def _usable(done: _Pass) -> torch.Tensor:
-    """The logits of a pass; EngineFailed for none."""
+    """Return the logits of a pass; raise EngineFailed where they are missing or NaN."""
     if done.logits is None or bool(done.logits.isnan().any()):
         raise EngineFailed("the model gave no usable logits (NaN); try dtype='float32'")
     return done.logits
 
 
 def _end(layout: Sequence[Segment]) -> int:
-    """Where the query starts: right behind the last segment."""
+    """Return the position where the query starts: directly after the last segment."""
     return layout[-1].start + layout[-1].encoded.advance if layout else 0

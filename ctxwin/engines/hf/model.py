@@ -1,8 +1,8 @@
-"""What the transformers engine needs of a model: loading it, its position rule, and choosing tokens from logits."""
+"""Model functions of the transformers engine: loading, the position rule, attention masks, and sampling from logits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,22 +13,21 @@ import torch
 from ctxwin.engines.base import MediaSpan, Sampling, ScoredToken
 from ctxwin.engines.encoding.checkpoint import Checkpoint
 from ctxwin.errors import EngineFailed, UnsupportedModel
-from ctxwin.kv.config import thinker
+from ctxwin.kv.config import text_backbone
 from ctxwin.kv.merge import RECENT, attention_sums
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a decoder is fed for a run of tokens.
+    """Decoder inputs for a run of tokens.
 
     Attributes:
         embeds: input embeddings ``[T, hidden]``, vision embeddings in their places.
-        pictures: int64 ``[T]``: which picture a token is of, if its tokens see those behind them; -1 for all others. None for
-            a model where none do.
-        ids: int64 ``[T]``, the pad token in the place of vision embeddings: what a model that has embeddings for every layer
-            looks up.
-        deep: ``[D, T, hidden]``, added to the hidden states behind each of the first D decoder layers; zeros at text
-            tokens (DeepStack, arXiv 2406.04334, as in Qwen3-VL). None for a model that adds nothing there.
+        pictures: int64 ``[T]``: number of a token's picture, if the picture's tokens see later ones; -1 for all others. None
+            for a model where none do.
+        ids: int64 ``[T]``, with the pad token in place of vision embeddings, for models with per-layer embeddings.
+        deep: ``[D, T, hidden]``, added to the hidden states after each of the first D decoder layers; zeros at text tokens
+            (DeepStack, arXiv 2406.04334, as in Qwen3-VL). None for a model that adds nothing there.
     """
 
     embeds: torch.Tensor
@@ -38,62 +37,62 @@ class Inputs:
 
 
 def load(checkpoint: Checkpoint, device: str, dtype: str) -> tuple[torch.device, Any]:
-    """The device and the model on it, ready for inference; ValueError where torch cannot use the device."""
+    """Load the model for inference and return its device and itself; ValueError where torch cannot use the device."""
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
     loader: Any = AutoModelForCausalLM if checkpoint.media is None else AutoModelForImageTextToText
     if (
         checkpoint.media is not None and checkpoint.media.audio is not None
-    ):  # of a folder that speaks, too, the thinker alone
+    ):  # of an Omni folder, which also holds a talker, only the text backbone
         loader = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(checkpoint.config)]
     try:
         place = torch.device(device)
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError) as error:  # an unknown device, or one that torch was not built for
         raise ValueError(f"device must be one that torch can use, got {device!r}: {error}") from error
-    given = {"config": checkpoint.config, "dtype": getattr(torch, dtype), "use_safetensors": True}
+    options = {"config": checkpoint.config, "dtype": getattr(torch, dtype), "use_safetensors": True}
     try:
-        model = loader.from_pretrained(checkpoint.path, attn_implementation="sdpa", **given)
+        model = loader.from_pretrained(checkpoint.path, attn_implementation="sdpa", **options)
     except ValueError as error:
         if "scaled_dot_product_attention" not in str(error):
             raise
-        model = loader.from_pretrained(checkpoint.path, attn_implementation="eager", **given)  # gpt-oss has sinks
+        model = loader.from_pretrained(checkpoint.path, attn_implementation="eager", **options)  # gpt-oss has sinks
     return place, model.to(place).eval()
 
 
 def positions(model: Any, token_ids: Sequence[int], media: Sequence[MediaSpan]) -> tuple[np.ndarray, int]:
-    """The model's own position rule: int64 ``[3, T]``, and where a text token behind would stand.
+    """Apply the model's own position rule: int64 ``[3, T]``, and the position of a text token that would follow.
 
-    ``get_rope_index`` where the model has one (M-RoPE); else every token is one step, pictures' too.
+    The rule is ``get_rope_index`` where the model has one (M-RoPE); else every token is one step, pictures' too.
 
-    The latter is learned by placing one text token more: behind a video, transformers goes on from the height and width
-    of its grid, not from its last moment.
+    The following position is found by placing one more text token: after a video, transformers continues from the height
+    and width of its grid, not from its last frame.
     """
     count = len(token_ids)
     rule = getattr(model.base_model, "get_rope_index", None)
     if not media or rule is None:
         return np.tile(np.arange(count, dtype=np.int64), (3, 1)), count
     if hasattr(model, "audio_tower"):
-        return _heard_positions(rule, token_ids, media)
+        return _sound_positions(rule, token_ids, media)
     kinds = torch.zeros(1, count + 1, dtype=torch.int64)
     for m in media:
         kinds[0, m.offset : m.offset + m.tokens] = 1 if m.modality == "image" else 2
     images = [m.grid_thw for m in media if m.modality == "image"]
     videos = [m for m in media if m.modality == "video"]
     seconds = [m.seconds_per_grid for m in videos]
-    placed, _ = rule(
+    axes, _ = rule(
         torch.tensor([[*token_ids, 0]]),
         mm_token_type_ids=kinds,
         image_grid_thw=torch.tensor(images) if images else None,
         video_grid_thw=torch.tensor([m.grid_thw for m in videos]) if videos else None,
         second_per_grid_ts=torch.tensor(seconds) if videos and None not in seconds else None,
     )
-    places = placed[:, 0].numpy().astype(np.int64)
+    places = axes[:, 0].numpy().astype(np.int64)
     return np.ascontiguousarray(places[:, :-1]), int(places[0, -1])
 
 
-def _heard_positions(rule: Any, token_ids: Sequence[int], media: Sequence[MediaSpan]) -> tuple[np.ndarray, int]:
-    """`positions` by the rule of the Omni models, which take all videos of a prompt with their sound, or all without."""
+def _sound_positions(rule: Any, token_ids: Sequence[int], media: Sequence[MediaSpan]) -> tuple[np.ndarray, int]:
+    """Apply the rule of the Omni models, which take all videos of a prompt with their sound, or all without."""
     videos = [m for m in media if m.modality == "video"]
     sizes = {k: [m.grid_thw for m in media if m.modality == k] for k in ("image", "video", "audio")}
     sound = {m.sound for m in videos}
@@ -102,7 +101,7 @@ def _heard_positions(rule: Any, token_ids: Sequence[int], media: Sequence[MediaS
             "a message must hold videos with their sound or without, got both; make them chunks apart"
         )
     ids = torch.tensor([[*token_ids, 0]])
-    placed, _ = rule(
+    axes, _ = rule(
         ids,
         attention_mask=torch.ones_like(ids),
         image_grid_thw=torch.tensor(sizes["image"]) if sizes["image"] else None,
@@ -111,8 +110,8 @@ def _heard_positions(rule: Any, token_ids: Sequence[int], media: Sequence[MediaS
         second_per_grids=torch.tensor([m.seconds_per_grid for m in videos]) if videos else None,
         use_audio_in_video=True in sound,
     )
-    places = placed[:, 0].numpy()
-    if not np.array_equal(places, places.astype(np.int64)):  # Qwen3-Omni's are not rounded in transformers
+    places = axes[:, 0].numpy()
+    if not np.array_equal(places, places.astype(np.int64)):  # transformers does not round Qwen3-Omni's
         raise UnsupportedModel(
             f"the model places frames {videos[0].seconds_per_grid:g} s apart between positions; choose an fps that its positions "
             "a second divide, such as 1 or 2"
@@ -123,54 +122,54 @@ def _heard_positions(rule: Any, token_ids: Sequence[int], media: Sequence[MediaS
 def masks(
     model: Any, past: int, new: int, window: int | None, pictures: torch.Tensor | None = None, everywhere: bool = True
 ) -> Any:
-    """Which of ``past + new`` slots each of the last ``new`` sees, as the decoder takes it.
+    """Return the attention masks of the last ``new`` of ``past + new`` slots, as the decoder takes them.
+
+    They are explicit because transformers would otherwise infer packed sequences from positions that jump.
 
     Args:
-        window: of sliding layers, which counts backwards only; None for a model without.
+        window: window of the sliding layers, which counts backwards only; None for a model without.
         pictures: see `Inputs`.
-        everywhere: whether that holds in all layers, not only in those that slide.
-
-    Explicit, since transformers would otherwise guess packed sequences from positions that jump.
+        everywhere: whether pictures see later tokens in all layers, not only in those that slide.
     """
-    made = torch.ones(new, past + new, dtype=torch.bool, device=model.device).tril(past)[None, None]
-    near = made.clone()
+    mask = torch.ones(new, past + new, dtype=torch.bool, device=model.device).tril(past)[None, None]
+    near = mask.clone()
     if pictures is not None:
         near[..., past:] |= (pictures[:, None] == pictures) & (pictures >= 0)
-    made = near if everywhere else made
-    near = near if window is None else near & ~torch.ones_like(made).tril(past - window)
-    if model.config._attn_implementation == "eager":
+    mask = near if everywhere else mask
+    near = near if window is None else near & ~torch.ones_like(mask).tril(past - window)
+    if model.config.get_text_config()._attn_implementation == "eager":
         low = torch.finfo(model.dtype).min
-        made, near = (
-            torch.zeros(m.shape, dtype=model.dtype, device=m.device).masked_fill_(~m, low) for m in (made, near)
+        mask, near = (
+            torch.zeros(m.shape, dtype=model.dtype, device=m.device).masked_fill_(~m, low) for m in (mask, near)
         )
     if window is None and everywhere:
-        return made
+        return mask
     types = getattr(model.config.get_text_config(), "layer_types", None)
-    return {"full_attention": made, "sliding_attention": near} if types else near
+    return {"full_attention": mask, "sliding_attention": near} if types else near
 
 
 def deep_layers(config: Any) -> int:
-    """Behind how many decoder layers the model adds vision features; 0 for most."""
-    return len(getattr(getattr(thinker(config), "vision_config", None), "deepstack_visual_indexes", None) or ())
+    """Return the number of decoder layers after which the model adds vision features; 0 for most."""
+    return len(getattr(getattr(text_backbone(config), "vision_config", None), "deepstack_visual_indexes", None) or ())
 
 
-def inputs(words: torch.Tensor, seen: Sequence[tuple[list[int], torch.Tensor]], deep: int, whole: bool) -> Inputs:
-    """Puts stored vision embeddings among word embeddings.
+def inputs(words: torch.Tensor, media: Sequence[tuple[list[int], torch.Tensor]], deep: int, whole: bool) -> Inputs:
+    """Insert stored vision embeddings into word embeddings.
 
     Args:
         words: ``[T, hidden]``; changed in place.
-        seen: (its tokens, their stored embeddings ``[tokens, hidden * (1 + deep)]``) by item: what goes in at the bottom,
-            then what is added behind each of the first layers.
+        media: (its tokens, their stored embeddings ``[tokens, hidden * (1 + deep)]``) by item: the input embeddings, then
+            those added after each of the first layers.
         deep: number of those layers.
-        whole: whether tokens of an item see those behind them.
+        whole: whether tokens of an item see later ones.
 
     Raises:
         EngineFailed: stored embeddings of another shape.
     """
     tokens, hidden = int(words.shape[0]), int(words.shape[1])
     added = words.new_zeros(deep, tokens, hidden) if deep else None
-    pictures = torch.full((tokens,), -1, device=words.device) if whole and seen else None
-    for number, (places, stored) in enumerate(seen):
+    pictures = torch.full((tokens,), -1, device=words.device) if whole and media else None
+    for number, (places, stored) in enumerate(media):
         if pictures is not None:
             pictures[places] = number
         want = (len(places), hidden * (1 + deep))
@@ -185,18 +184,18 @@ def inputs(words: torch.Tensor, seen: Sequence[tuple[list[int], torch.Tensor]], 
 
 
 GREEDY = 1e-5
-"""Temperatures below are 0, as for vLLM: logits divided by less are no numbers."""
+"""Temperatures below this count as 0, as in vLLM: logits divided by less overflow."""
 
 
 def sample(logits: torch.Tensor, temperature: float, generator: torch.Generator | None) -> int:
-    """One token id from ``logits [vocab]``: the most likely one at temperature 0."""
+    """Sample a token id from ``logits [vocab]``: the most likely one at temperature 0."""
     if temperature < GREEDY:
         return int(logits.argmax())
     return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
 
 
-def warped(logits: torch.Tensor, sampling: Sampling, answer: Sequence[int]) -> torch.Tensor:
-    """``logits [vocab]`` with penalties for the ``answer`` so far, and -inf for tokens that must not be drawn.
+def filter_logits(logits: torch.Tensor, sampling: Sampling, answer: Sequence[int]) -> torch.Tensor:
+    """Apply penalties for the ``answer`` so far to ``logits [vocab]``, and set excluded tokens to -inf.
 
     In vLLM's order: penalties, temperature, min_p, top_k, top_p; the temperature itself is left to `sample`.
     """
@@ -211,64 +210,123 @@ def warped(logits: torch.Tensor, sampling: Sampling, answer: Sequence[int]) -> t
     if sampling.top_k > 0:
         allowed[order[sampling.top_k :]] = False
     if sampling.top_p < 1:
-        kept = torch.where(allowed, probs, 0)[order]
-        before = kept.cumsum(0) - kept
-        allowed[order[before >= sampling.top_p * kept.sum()]] = False
+        probs_in_order = torch.where(allowed, probs, 0)[order]
+        preceding = probs_in_order.cumsum(0) - probs_in_order
+        allowed[order[preceding >= sampling.top_p * probs_in_order.sum()]] = False
     return logits.masked_fill(~allowed, -torch.inf)
 
 
-def scored(token: int, index: int, logits: torch.Tensor, best: int) -> ScoredToken:
-    """A token drawn from ``logits [vocab]`` with its own log-probability and the ``best`` ones'."""
+def score_token(token: int, index: int, logits: torch.Tensor, best: int) -> ScoredToken:
+    """Return a token with its log-probability under ``logits [vocab]`` and those of the ``best`` most likely ones."""
     return ScoredToken(token, index, float(logits.log_softmax(-1)[token]), top_logprobs(logits, best))
 
 
-def rows(logits: torch.Tensor, answer: Sequence[int], best: int) -> list[dict[int, float]]:
-    """What `Engine.forced_logprobs` says of an answer, from ``logits [len(answer) + 1, vocab]``."""
-    found = logits.log_softmax(-1)
-    own: list[dict[int, float]] = [{int(token): float(found[i, token])} for i, token in enumerate(answer)]
-    return [top_logprobs(row, best) | extra for row, extra in zip(found, [*own, {}], strict=True)]
+def score_answer(logits: torch.Tensor, answer: Sequence[int], best: int) -> list[dict[int, float]]:
+    """Return the rows of `Engine.forced_logprobs` for one answer, from ``logits [len(answer) + 1, vocab]``."""
+    scores = logits.log_softmax(-1)
+    answer_rows: list[dict[int, float]] = [{int(token): float(scores[i, token])} for i, token in enumerate(answer)]
+    return [top_logprobs(row, best) | extra for row, extra in zip(scores, [*answer_rows, {}], strict=True)]
 
 
 def drop_slot(cache: Any, head: int) -> None:
-    """Drops the slot in front of the newest 25, none of the first ``head``: algorithm 1. Cost: a copy of the cache."""
+    """Drop the slot before the newest 25, never one of the first ``head`` (algorithm 1). Cost: a copy of the cache."""
     count = int(cache.get_seq_length())
     out = min(max(count - 1 - RECENT, head, 1), count - 1)
     for layer in cache.layers:
         for name in ("keys", "values"):
-            held = getattr(layer, name)
-            setattr(layer, name, torch.cat([held[:, :, :out], held[:, :, out + 1 :]], dim=2))
+            cached = getattr(layer, name)
+            setattr(layer, name, torch.cat([cached[:, :, :out], cached[:, :, out + 1 :]], dim=2))
 
 
 @contextmanager
-def listening(decoder: Any, count: int) -> Iterator[dict[int, torch.Tensor]]:
-    """Attention that the last ``count`` slots get from forwards over as many tokens, by layer: see `attention_sums`."""
-    from transformers import AttentionInterface
+def capture_attention(decoder: Any, count: int) -> Iterator[dict[int, torch.Tensor]]:
+    """Capture the attention that the last ``count`` slots receive within the context, by layer: see `attention_sums`."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     sums: dict[int, torch.Tensor] = {}
 
-    def listen(module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **options: Any) -> Any:
+    def hook(module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **options: Any) -> Any:
         scale = options.get("scaling") or query.shape[-1] ** -0.5
         got = attention_sums(query[0].transpose(0, 1), key[0].transpose(0, 1), scale)
         sums[module.layer_idx] = sums.get(module.layer_idx, 0) + got[-count:].cpu()
         return sdpa_attention_forward(module, query, key, *args, **options)
 
-    AttentionInterface.register(_LISTENING, listen)
-    configs = {id(layer.self_attn.config): layer.self_attn.config for layer in decoder.layers}
-    before = {key: config._attn_implementation for key, config in configs.items()}
-    try:
-        for config in configs.values():
-            config._attn_implementation = _LISTENING
+    with _attention_override(decoder, hook):
         yield sums
+
+
+@contextmanager
+def _attention_override(decoder: Any, attend: Callable[..., Any]) -> Iterator[None]:
+    """Replace the attention function of ``decoder`` by one of `transformers.AttentionInterface`'s form."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(_ATTENDING, attend)
+    configs = _attention_configs(decoder)
+    previous = [config._attn_implementation for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation = _ATTENDING
+        yield
     finally:
-        for key, config in configs.items():
-            config._attn_implementation = before[key]
+        for config, name in zip(configs, previous, strict=True):
+            config._attn_implementation = name
 
 
-_LISTENING = "ctxwin_listening"
+def _attention_configs(decoder: Any) -> list[Any]:
+    """Return the configs that select the attention of ``decoder``'s layers, each once; recurrent layers have none."""
+    layers = getattr(decoder, "layers", ())  # other decoders are refused later, by `check_relocation`
+    modules = (getattr(layer, "self_attn", None) for layer in layers)
+    return list({id(m.config): m.config for m in modules if m is not None and hasattr(m, "config")}.values())
+
+
+def use_eager_if_needed(decoder: Any, probe: Callable[[], object]) -> bool:
+    """Switch ``decoder`` to eager attention where its layers need more than torch's fused attention supports.
+
+    `torch.nn.functional.scaled_dot_product_attention` neither caps attention logits (Gemma 2) nor has sinks (gpt-oss), and
+    transformers silently calls it without them.
+
+    Args:
+        probe: runs a forward of some tokens.
+
+    Returns:
+        True if fused attention would have ignored an option.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if all(config._attn_implementation != "sdpa" for config in _attention_configs(decoder)):
+        return False
+    options: set[str] = set()
+
+    def attend(module: Any, *args: Any, **keywords: Any) -> Any:
+        options.update(n for n, value in keywords.items() if value is not None and not n.startswith("output_"))
+        return sdpa_attention_forward(module, *args, **keywords)
+
+    with _attention_override(decoder, attend):
+        probe()
+    if not options - _FUSED_OPTIONS:
+        return False
+    for config in _attention_configs(decoder):
+        config._attn_implementation = "eager"
+    return True
+
+
+_ATTENDING = "ctxwin_attending"
+_FUSED_OPTIONS = frozenset(
+    [
+        "dropout",
+        "scaling",
+        "is_causal",
+        "position_bias",
+        "sliding_window",
+        "position_ids",
+        "use_cache",
+        "logits_to_keep",
+    ]
+)
+"""Options of a layer's attention that fused attention honours, or that masks and positions already express."""
 
 
 def top_logprobs(logits: torch.Tensor, count: int) -> dict[int, float]:
-    """Log-probabilities by token id, best first; all of them where ``count`` is -1."""
+    """Return log-probabilities by token id, highest first; all of them where ``count`` is -1."""
     best = logits.log_softmax(-1).topk(logits.numel() if count < 0 else min(count, logits.numel()))
     return dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))

@@ -2,10 +2,10 @@
 
 Modules:
     engine: `VLLMEngine`, an engine on a running vLLM (`core`), driven from any thread (`drivers`).
-    requests, inputs, prefix_space: one request, its prompt, and which blocks of the prefix cache it may share.
+    requests, inputs, cache_namespace: one request, its prompt, and which blocks of the prefix cache it may share.
     connector: what vLLM loads by module path, in every process that it runs: scheduler and worker halves, encoder cache.
     transport: how KV gets to the connector and back, within a process or through shared memory.
     paged, load_thread, ranks: the cache's packing; loads in a process that computes; KV heads of tensor-parallel ranks.
-    lifecycle, refusals: start, end and what is left of vLLM's processes; configurations that are refused.
-    internals: whatever is touched of vLLM beyond its official seams.
+    lifecycle, refusals: start and end of vLLM's processes; configurations that are refused.
+    internals: all uses of vLLM beyond its official interfaces.
 """

@@ -1,4 +1,4 @@
-"""One running vLLM and what its engines share: checkpoint, driver, transport, inputs."""
+"""One running vLLM and the state its engines share: checkpoint, driver, transport, inputs."""
 
 from __future__ import annotations
 
@@ -14,24 +14,35 @@ import numpy as np
 import torch
 
 from ctxwin.engines.base import check_sampling, check_states
+from ctxwin.engines.encoding.families import both_ways
 from ctxwin.engines.outputs import outputs_identity
 from ctxwin.engines.vllm import requests
-from ctxwin.engines.vllm.drafter import DrafterKV, drafter_spec, split
+from ctxwin.engines.vllm.draft_model import DraftModelKV, draft_model_spec, split
 from ctxwin.engines.vllm.drivers import Driver, LoopDriver, StepDriver
-from ctxwin.engines.vllm.inputs import Inputs, joined
-from ctxwin.engines.vllm.internals import bare_model, hand_on, layer_groups, worker_drafter, worker_model
+from ctxwin.engines.vllm.inputs import Inputs, join
+from ctxwin.engines.vllm.internals import (
+    bare_model,
+    layer_groups,
+    pass_embeddings,
+    share_item_entry,
+    worker_draft_model,
+    worker_model,
+)
 from ctxwin.engines.vllm.lifecycle import folders, startup
+from ctxwin.engines.vllm.lifecycle.versions import on_a_processor
 from ctxwin.engines.vllm.lora import Adapter, options_for
 from ctxwin.engines.vllm.paged import FP8, PagedKV
 from ctxwin.engines.vllm.paged_states import PagedStates
+from ctxwin.engines.vllm.prefix_record import PrefixRecord
 from ctxwin.engines.vllm.relocation import refusal
 from ctxwin.engines.vllm.stage_outputs import StageOutputs
 from ctxwin.engines.vllm.transport import PARAM, LocalTransport, SharedMemoryTransport, Transport
 from ctxwin.engines.vllm.vision import Vision, remote, see
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.hashing import digest
-from ctxwin.kv.config import kv_spec_from_config, with_maps
+from ctxwin.kv.config import all_slide, kv_spec_from_config, with_maps
 from ctxwin.kv.layout import KVSpec
+from ctxwin.progress import step
 
 if TYPE_CHECKING:
     import asyncio
@@ -46,21 +57,30 @@ REFUSED = {
     "Qwen3OmniMoeThinkerForConditionalGeneration": "vLLM opens the whole model's folder only",
 }
 """Why models that the transformers engine serves are not served here, by architecture."""
+_BLOCKS = 1 << 16  # where vLLM does not say how many it has
 _prepared: weakref.WeakValueDictionary[str, SharedMemoryTransport] = weakref.WeakValueDictionary()
 
 
-def refused(config: Any) -> str:
-    """Why a model that the transformers engine serves is not served here; "" where it may be."""
-    return next((REFUSED[name] for name in getattr(config, "architectures", None) or () if name in REFUSED), "")
+def refused(config: Any, processor: bool | None = None) -> str:
+    """Return why a model that the transformers engine serves is not served here; "" where it may be. Cost: reading its config.
+
+    ``processor``: whether vLLM computes on one; None asks this machine.
+    """
+    unknown = next((REFUSED[name] for name in getattr(config, "architectures", None) or () if name in REFUSED), "")
+    if unknown:
+        return unknown
+    if both_ways(config) and (on_a_processor() if processor is None else processor):
+        return "vLLM's attention on a processor lets no token see those behind it, as the tokens of this model's pictures do"
+    return "vLLM drops what left the window of a model whose layers all slide" if all_slide(config) else ""
 
 
 def read_model(
     model: str | Path, dtype: Any = "auto", cache: Any = "auto", position_free: bool = False
 ) -> tuple[Checkpoint, KVSpec]:
-    """A checkpoint and its KV as vLLM serves it in one dtype. Reads no weights but for their digest.
+    """Return a checkpoint and the layout of its KV as vLLM serves it in one dtype. Weights are read only for their digest.
 
-    What a quantised ``cache`` (vLLM's ``kv_cache_dtype``) makes of KV is another model's KV: its name is part of the identity.
-    So is whether a hybrid's maps are kept (``position_free``).
+    KV of a quantised ``cache`` (vLLM's ``kv_cache_dtype``) counts as another model's KV: its name is part of the identity. So is
+    whether a hybrid's maps are kept (``position_free``).
 
     Raises UnsupportedModel for a model whose config says that KV cannot be moved, ValueError for an unknown dtype.
     """
@@ -69,9 +89,9 @@ def read_model(
     from ctxwin.engines.encoding.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(model)
-    whole = AutoConfig.from_pretrained(checkpoint.path)  # the checkpoint's own may be a part of it
-    if reason := refused(whole):
-        raise UnsupportedModel(f"{whole.model_type!r} cannot be served on vLLM: {reason}; open it as hf:MODEL")
+    config = AutoConfig.from_pretrained(checkpoint.path)  # the checkpoint's own may be a part of it
+    if reason := refused(config):
+        raise UnsupportedModel(f"{config.model_type!r} cannot be served on vLLM: {reason}; open it as hf:MODEL")
     name = checkpoint.dtype(None if dtype == "auto" else dtype, "bfloat16")
     rounded = f" in {'fp8_e4m3' if cache == 'fp8' else cache}" if cache in FP8 else ""
     kv = kv_spec_from_config(checkpoint.config, checkpoint.identity(name, f"vllm{rounded}"), name, "vllm")
@@ -82,7 +102,7 @@ def read_model(
 
 
 def _of_hybrid(kv: KVSpec) -> KVSpec:
-    """Its layout as vLLM serves it here: processors lay states out otherwise than GPUs, so they do not serve each other's."""
+    """Return a hybrid's layout as vLLM serves it here: CPUs and GPUs lay states out differently and share none."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() and kv.dtype != "bfloat16":
@@ -94,7 +114,7 @@ def _of_hybrid(kv: KVSpec) -> KVSpec:
 
 
 def engine_arguments(model: str | Path, options: dict[str, Any]) -> dict[str, Any]:
-    """``options`` and what ctxwin needs beside them, as engine arguments of vLLM.
+    """Return ``options`` with the engine arguments that ctxwin needs, for vLLM.
 
     For programs that start vLLM themselves, a server for example, and then call ``VLLMEngine.attach`` in the same process.
 
@@ -115,15 +135,15 @@ def engine_arguments(model: str | Path, options: dict[str, Any]) -> dict[str, An
         transport.close()
         raise
     _prepared[transport.source] = transport
-    _kept.append(transport)
+    _unattached.append(transport)
     return arguments
 
 
-_kept: list[SharedMemoryTransport] = []  # prepared, but not attached yet
+_unattached: list[SharedMemoryTransport] = []  # prepared, but not attached yet
 
 
 class Core:
-    """A running vLLM, counted by its engines; the last `release` ends what `start` began.
+    """A running vLLM with a count of its engines; the last `release` ends what `start` began.
 
     Attributes:
         model: the path or hub name it was opened with.
@@ -131,10 +151,10 @@ class Core:
         see: one run of the vision tower.
         vision: whether it sees images.
         longest: tokens that a prompt and its answer may have.
-        block: tokens of a block of its paged cache.
+        block: tokens of a block of its paged cache; caches: whether it has a prefix cache; prefixes: what was left there.
         positions: how many positions the model can rotate to; a video's may run ahead of its tokens.
         outputs: whether what forwards give for each token is kept beside its KV.
-        drafter: layout of a speculative drafter's KV, which spans hold beside their own; None where it keeps none.
+        draft_model: layout of the speculative draft model's KV, which spans hold beside their own; None where it keeps none.
     """
 
     def __init__(
@@ -142,12 +162,14 @@ class Core:
     ) -> None:
         self.model, self.checkpoint = str(model), checkpoint
         self.driver, self.transport, self.kv = driver, transport, transport.kv
-        self.block = int(driver.config.cache_config.block_size)
+        cache = driver.config.cache_config
+        self.block, self.caches = int(cache.block_size), bool(cache.enable_prefix_caching)
+        self.prefixes = PrefixRecord(self.block, int(getattr(cache, "num_gpu_blocks", None) or _BLOCKS))
         config = driver.config.model_config
         self.longest = int(config.max_model_len)
         self.positions = max(self.longest, int(getattr(checkpoint.text_config, "max_position_embeddings", 0) or 0))
         self.outputs = outputs
-        self.drafter = drafter_spec(driver.config.speculative_config, self.kv)
+        self.draft_model = draft_model_spec(driver.config.speculative_config, self.kv)
         self._users = 0
         self._segments: set[str] = set()  # shared memory of processes that it started
         self._lock = threading.Lock()
@@ -155,16 +177,16 @@ class Core:
         if isinstance(transport, LocalTransport):
             model_here = worker_model(cast("StepDriver", driver).llm)
             self.inputs = Inputs(config, driver.renderer, model_here)
-            if self.inputs.hands_on or self.inputs.hears:
-                hand_on(model_here)
+            if self.inputs.takes_pixels_only or self.inputs.takes_audio:
+                pass_embeddings(model_here)
             layers = driver.config.compilation_config.static_forward_context
-            if self.drafter is not None:
+            if self.draft_model is not None:
                 if outputs:
                     raise UnsupportedModel(
                         "outputs=True needs a vLLM whose drafter keeps no KV; leave out speculative_config"
                     )
-                layers, theirs = split(layers, self.kv.layers)
-                transport.drafter = DrafterKV(theirs, self.drafter, self.block, alone=True)
+                layers, draft_layers = split(layers, self.kv.layers)
+                transport.draft_model = DraftModelKV(draft_layers, self.draft_model, self.block, alone=True)
             transport.paged = PagedKV(layers, self.kv, self.block, alone=True)
             if self.kv.recurrent:
                 groups = layer_groups(cast("StepDriver", driver).llm)
@@ -176,14 +198,17 @@ class Core:
                 transport.outputs = StageOutputs(model_here, slots)
         elif isinstance(transport, SharedMemoryTransport):
             transport.alive = lambda: driver.dead is None
+            transport.step = lambda: driver.rpc("ctxwin_step")
             transport.remember_segments(folders.segments())
             parallel = driver.config.parallel_config
             transport.ranks = int(parallel.tensor_parallel_size) * int(parallel.pipeline_parallel_size)
             transport.stages = int(parallel.pipeline_parallel_size)
-            transport.drafter = self.drafter
+            transport.draft_model = self.draft_model
             self.inputs = Inputs(config, driver.renderer, bare_model(config), files=True)
             self.see = remote(driver.rpc, transport.path)
         self.vision = self.inputs.multimodal and checkpoint.media is not None
+        if self.inputs.multimodal:
+            share_item_entry(driver.engine, self.inputs.prefix)
 
     @classmethod
     def start(
@@ -209,14 +234,15 @@ class Core:
         kv = replace(kv, identity=outputs_identity(kv.identity, outputs))
         transport: Transport
         transport = LocalTransport(kv) if processes == "single" else SharedMemoryTransport(kv)
-        driver, before = None, folders.segments()
+        driver, previous = None, folders.segments()
         try:
             options = {"dtype": kv.dtype, **options}
             driver = startup.start(str(checkpoint.path), transport, options, cast("Any", processes), connector)
+            step("reading how vLLM lays KV out")
             core = cls(model, checkpoint, driver, transport, outputs)
             if connector:
                 core.check_relocation()
-            core._segments = set() if driver.local else folders.segments() - before
+            core._segments = set() if driver.local else folders.segments() - previous
             return core
         except BaseException:
             if driver is not None:
@@ -251,18 +277,18 @@ class Core:
         except BaseException:
             driver.close()
             raise
-        _kept[:] = [t for t in _kept if t is not transport]
+        _unattached[:] = [t for t in _unattached if t is not transport]
         return core
 
     def retain(self) -> None:
-        """Counts one engine more. Raises EngineFailed once the last is gone."""
+        """Add one engine. Raises EngineFailed once the last is released."""
         with self._lock:
             if self._users < 0:
                 raise EngineFailed("the engine is closed; open a new one")
             self._users += 1
 
     def release(self) -> None:
-        """Counts one engine less; the last one ends what `start` began."""
+        """Release one engine; the last one ends what `start` began."""
         with self._lock:
             self._users -= 1
             if self._users:
@@ -276,7 +302,7 @@ class Core:
             self.transport.close()
 
     def check(self, layout: Sequence[Segment], tail: Sequence[Encoded], sampling: Sampling) -> int:
-        """Validates a request before anything is submitted; returns the position that its first token is shifted by.
+        """Validate a request before it is submitted; return the position that its first token is shifted by.
 
         Positions within a prompt are vLLM's, so the segments must stand where vLLM puts them. Only the whole prompt may
         be shifted: attention sees differences of positions.
@@ -287,7 +313,7 @@ class Core:
             sampling: how to decode.
 
         Raises:
-            ValueError, EngineFailed, UnsupportedModel: a request that vLLM would answer wrongly, or would end of.
+            ValueError, EngineFailed, UnsupportedModel: a request that vLLM would answer wrongly, or that would end it.
         """
         check_sampling(sampling)
         requests.check(self.driver, sampling)
@@ -312,7 +338,7 @@ class Core:
                     f"the span of segment {i} must have the positions of its tokens; it is another chunk's"
                 )
         parts = [*(segment.encoded for segment in layout), *tail]
-        ids, media = joined(parts)
+        ids, media = join(parts)
         longest = self.longest
         if not 0 < len(ids) <= longest - sampling.max_tokens:
             raise EngineFailed(
@@ -334,17 +360,17 @@ class Core:
         return base
 
     def check_relocation(self) -> None:
-        """Raises UnsupportedModel where keys do not turn as the config says, as measured by every worker."""
+        """Raise UnsupportedModel where keys do not rotate as the config says, as measured by every worker."""
         driver, transport = self.driver, self.transport
         if isinstance(driver, StepDriver) and isinstance(transport, LocalTransport):
             paged = transport.paged
             assert paged is not None
-            drafter, theirs = worker_drafter(driver.llm), transport.drafter
-            found = [driver.call(lambda: refusal(self.inputs.model, driver.config, paged, {}, drafter, theirs))]
+            draft_model, draft_kv = worker_draft_model(driver.llm), transport.draft_model
+            reasons = [driver.call(lambda: refusal(self.inputs.model, driver.config, paged, {}, draft_model, draft_kv))]
         else:
-            found = driver.rpc("ctxwin_relocation")
-        for said in filter(None, found):
-            raise UnsupportedModel(f"{self.model} cannot be served: {said}")
+            reasons = driver.rpc("ctxwin_relocation")
+        for reason in filter(None, reasons):
+            raise UnsupportedModel(f"{self.model} cannot be served: {reason}")
 
     def _see_here(self, pixels: torch.Tensor, grids: torch.Tensor, heard: bool = False) -> torch.Tensor:
         driver = self.driver

@@ -1,6 +1,6 @@
-"""How requests get into vLLM and their outputs back, whatever process or event loop vLLM runs in.
+"""Drivers: they submit requests to vLLM and return the outputs, in any process or event loop that vLLM runs in.
 
-A caller submits a request from any thread and reads its outputs from a queue; vLLM batches whatever is in flight.
+A caller submits a request from any thread and reads its outputs from a queue; vLLM batches all requests in flight.
 `StepDriver` steps a ``vllm.LLM``, in this process or in its own, in one thread; `LoopDriver` uses an ``AsyncLLM`` on an event
 loop, its own thread's or a server's.
 """
@@ -41,11 +41,11 @@ _CLOSED = "the engine is closed; open a new one"
 
 @contextlib.contextmanager
 def in_turn() -> Iterator[None]:
-    """Held by whatever runs vLLM in this process, one engine at a time, first come, first served.
+    """Lock for running vLLM in this process: one engine at a time, first come, first served.
 
     vLLM's forward context, its worker-side connector and torch's defaults while a model loads are globals of the process.
     """
-    with _next:  # whoever has just let go queues behind those who wait
+    with _next:  # a thread that has just released it queues after those that wait
         _turn.acquire()
     try:
         yield
@@ -81,12 +81,17 @@ class Driver(ABC):
 
     def __init__(self) -> None:
         self._under_way = {False: 0, True: 0}  # requests of ours, by whether they are in the background
-        self._waited = -math.inf  # when a request that somebody waits for was seen last
+        self._waited = -math.inf  # when a foreground request was last observed
         self._counting = threading.Lock()
+
+    @property
+    @abstractmethod
+    def engine(self) -> Any:
+        """Its ``LLMEngine`` or ``AsyncLLM``; None once closed."""
 
     @contextlib.contextmanager
     def counted(self, background: bool) -> Iterator[None]:
-        """Counts a request while it is under way."""
+        """Count a request while it is under way."""
         with self._counting:
             self._under_way[background] += 1
         try:
@@ -98,7 +103,7 @@ class Driver(ABC):
 
     @property
     def busy(self) -> bool:
-        """Whether vLLM has a request that somebody waits for, of ours or a plain one."""
+        """True if vLLM has a foreground request, of ours or a plain one."""
         with self._counting:
             busy = self._under_way[False] > 0 or self._unfinished() > sum(self._under_way.values())
             self._waited = time.monotonic() if busy else self._waited
@@ -106,26 +111,26 @@ class Driver(ABC):
 
     @property
     def idle_s(self) -> float:
-        """Seconds since vLLM had a request that somebody waits for, as far as anybody looked."""
+        """Seconds since a foreground request of vLLM was last observed."""
         return 0.0 if self.busy else time.monotonic() - self._waited
 
     def _unfinished(self) -> int:
-        """Requests under way in vLLM, where others than ours may be among them."""
+        """Return the number of requests under way in vLLM where plain ones may be among them, else 0."""
         return 0
 
     @abstractmethod
     def submit(self, prompt: dict[str, Any], parameters: Any, priority: int, lora: Any = None) -> Ticket:
-        """Hands a rendered prompt over, for the model with ``lora`` (a ``LoRARequest``).
+        """Submit a rendered prompt, for the model with ``lora`` (a ``LoRARequest``).
 
         Raises EngineFailed where vLLM has ended.
         """
 
     @abstractmethod
     def cancel(self, ticket: Ticket) -> None:
-        """Takes a request back; returns once vLLM has been told."""
+        """Cancel a request; returns once vLLM has aborted it."""
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of every worker's extension between two steps; arguments are strings and numbers only."""
+        """Call a method of every worker's extension between two steps; arguments are strings and numbers only."""
         try:
             return self._rpc(method, args)
         except Exception as error:
@@ -140,7 +145,7 @@ class Driver(ABC):
 
     @abstractmethod
     def reset_prefix_cache(self) -> bool:
-        """Empties vLLM's prefix cache; False, and nothing done, while requests hold blocks of it."""
+        """Empty vLLM's prefix cache; return False, and do nothing, while requests hold blocks of it."""
 
     @property
     @abstractmethod
@@ -149,13 +154,13 @@ class Driver(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends what the driver started; requests in flight get EngineFailed. Idempotent."""
+        """End what the driver started; requests in flight get EngineFailed. Idempotent."""
 
 
 class StepDriver(Driver):
     """Drives a ``vllm.LLM`` with one thread, which alone touches it; engines in this process step in turn.
 
-    A multi-process LLM says nothing between two outputs, so a request that arrives while only long prefills run waits for
+    A multi-process LLM returns nothing between two outputs, so a request that arrives while only long prefills run waits for
     the next token; `LoopDriver` has no such wait.
 
     Args:
@@ -183,6 +188,10 @@ class StepDriver(Driver):
             threading.Thread(target=self._watch, name="ctxwin-vllm-watch", daemon=True).start()
         _running.add(self)
 
+    @property
+    def engine(self) -> Any:
+        return self._engine
+
     def submit(self, prompt: dict[str, Any], parameters: Any, priority: int, lora: Any = None) -> Ticket:
         ticket = Ticket()
 
@@ -209,7 +218,7 @@ class StepDriver(Driver):
             self.call(abort)
 
     def call(self, task: Callable[[], T]) -> T:
-        """Runs ``task`` on vLLM's thread, between two steps. Raises EngineFailed where vLLM has ended."""
+        """Run ``task`` on vLLM's thread, between two steps. Raises EngineFailed where vLLM has ended."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -222,8 +231,8 @@ class StepDriver(Driver):
         return future.result()
 
     def _rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        found: list[Any] = self.call(lambda: self.llm.collective_rpc(method, args=args))
-        return found
+        results: list[Any] = self.call(lambda: self.llm.collective_rpc(method, args=args))
+        return results
 
     def reset_prefix_cache(self) -> bool:
         return bool(self.call(self._engine.reset_prefix_cache))
@@ -282,7 +291,7 @@ class StepDriver(Driver):
                 ticket.outputs.put(output)
 
     def _watch(self) -> None:
-        """Wakes vLLM's thread where its engine process was killed."""
+        """Wake vLLM's thread where its engine process was killed."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         engine = self._engine
@@ -294,12 +303,12 @@ class StepDriver(Driver):
         internals.wake_waiting(engine, error)
 
     def _forget(self, ticket: Ticket) -> bool:
-        """Whether a request was still in flight."""
+        """Remove a request; return True if it was still in flight."""
         self._tickets.pop(ticket.request, None)
         return self._tickets.pop(ticket.name, None) is not None
 
     def _end(self, error: BaseException) -> None:
-        """No more steps: whoever waits is told."""
+        """Stop stepping, and give all waiting callers an error."""
         with self._wake:
             if not self._closing:
                 self._dead = error
@@ -309,7 +318,9 @@ class StepDriver(Driver):
                 task()
         waiting = {ticket.request: ticket for ticket in list(self._tickets.values())}
         self._tickets.clear()
-        if self._dead is None and waiting:  # somebody else's vLLM serves on, and must not meet answers of ours
+        if (
+            self._dead is None and waiting
+        ):  # a vLLM that another program runs goes on, and must not return outputs of our requests
             with contextlib.suppress(Exception):
                 self._engine.abort_request(list(waiting), internal=True)
         for ticket in waiting.values():
@@ -322,7 +333,7 @@ class LoopDriver(Driver):
     Args:
         llm: started with the connector.
         loop: the loop it was started on; it must be running.
-        stop: ends both; None where they belong to somebody else, a server.
+        stop: ends both; None where they belong to another program, a server for example.
     """
 
     local = False
@@ -338,6 +349,10 @@ class LoopDriver(Driver):
         self._closed = False
         _running.add(self)
 
+    @property
+    def engine(self) -> Any:
+        return self.llm
+
     def submit(self, prompt: dict[str, Any], parameters: Any, priority: int, lora: Any = None) -> Ticket:
         ticket, trace = Ticket(), tracing.headers()
         if self.dead is not None:
@@ -346,8 +361,8 @@ class LoopDriver(Driver):
         async def pump() -> None:
             try:
                 options = {"priority": priority, "trace_headers": trace, "lora_request": lora}
-                asked = self.llm.generate(prompt, parameters, ticket.name, **options)
-                async for output in asked:
+                outputs = self.llm.generate(prompt, parameters, ticket.name, **options)
+                async for output in outputs:
                     ticket.outputs.put(output)
             except asyncio.CancelledError:
                 ticket.outputs.put(EngineFailed(_CLOSED))
@@ -374,8 +389,8 @@ class LoopDriver(Driver):
     def _rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         if self.dead is not None:
             raise _ended(self.dead)
-        found: list[Any] = self._wait(self._start(self.llm.collective_rpc(method, args=args)))
-        return found
+        results: list[Any] = self._wait(self._start(self.llm.collective_rpc(method, args=args)))
+        return results
 
     def reset_prefix_cache(self) -> bool:
         return bool(self._wait(self._start(self.llm.reset_prefix_cache())))
@@ -407,7 +422,7 @@ class LoopDriver(Driver):
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _wait(self, future: Future[T]) -> T:
-        """The result of work on the loop; vLLM never answers calls that were under way when its process died."""
+        """Return the result of work on the loop; vLLM never answers calls that were under way when its process died."""
         while not wait([future], timeout=WATCH_S).done:
             dead = self.dead
             if dead is not None:
@@ -420,14 +435,14 @@ class LoopDriver(Driver):
 
 
 def _ours(error: BaseException) -> BaseException:
-    """vLLM's word for the end of its process as ours; any other error as it is."""
+    """Return EngineFailed for vLLM's error about the end of its process; any other error as it is."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     return _ended(error) if isinstance(error, EngineDeadError) else error
 
 
 def _ended(error: BaseException) -> EngineFailed:
-    """What a caller is told of vLLM's end; vLLM's own error points to a stack trace that is not there."""
+    """Return the error for vLLM's end; vLLM's own message points to a stack trace that does not exist."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     cause = "it was killed, or failed by itself" if isinstance(error, EngineDeadError) else str(error) or repr(error)
@@ -436,7 +451,7 @@ def _ended(error: BaseException) -> EngineFailed:
 
 @contextlib.contextmanager
 def _no_compilation(config: Any) -> Iterator[None]:
-    """Runs vLLM's few ``torch.compile``d sampling functions uncompiled on a CPU, where compiling them takes 17 s."""
+    """Run vLLM's few ``torch.compile``d sampling functions uncompiled on a CPU, where compiling them takes 17 s."""
     if config.device_config.device_type == "cpu" and config.model_config.enforce_eager:
         with torch.compiler.set_stance("force_eager"):
             yield
@@ -446,7 +461,7 @@ def _no_compilation(config: Any) -> Iterator[None]:
 
 @atexit.register
 def _close_all() -> None:
-    """A thread that steps vLLM while the interpreter goes down would crash it."""
+    """Close all drivers: a thread that steps vLLM while the interpreter shuts down would crash it."""
     for driver in list(_running):
         with contextlib.suppress(Exception):
             driver.close()

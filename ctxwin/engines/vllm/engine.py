@@ -2,7 +2,7 @@
 
 Any number of windows ask one engine at the same time; vLLM batches them, on a server together with plain requests.
 A window's spans are written into the paged cache before the forward (`ctxwin.engines.vllm`), so that only the query and
-what is missing are computed. Positions are vLLM's own, and so is the vision tower, which runs once for each medium;
+missing chunks are computed. Positions are vLLM's own, and so is the vision tower, which runs once for each medium;
 requests carry stored embeddings.
 """
 
@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ import torch
 from ctxwin.engines.base import (
     BEST,
     AttendedKV,
+    Call,
     Encoded,
     EngineCounters,
     EngineSpec,
@@ -34,9 +35,9 @@ from ctxwin.engines.base import (
     Tally,
 )
 from ctxwin.engines.encoding.encoder import Encoder, EncodingEngine
-from ctxwin.engines.outputs import joined as joined_outputs
-from ctxwin.engines.vllm.condensed import condensed
-from ctxwin.engines.vllm.drafter import unturned
+from ctxwin.engines.outputs import concat_outputs
+from ctxwin.engines.vllm.compact_prompt import compact_prompt
+from ctxwin.engines.vllm.draft_model import unrotated_rows
 from ctxwin.engines.vllm.lifecycle.versions import requirement
 from ctxwin.errors import AnswerStopped, CtxwinError, EngineFailed, UnsupportedModel
 from ctxwin.hashing import digest
@@ -46,16 +47,16 @@ from ctxwin.kv.merge import attention_sums
 from ctxwin.kv.relocate import relocate
 from ctxwin.kv.states import has_maps
 from ctxwin.store import open_store
-from ctxwin.store.recent import Recent
+from ctxwin.store.lru import LRUCache
 from ctxwin.store.spans import SpanRepository
 
 if TYPE_CHECKING:
     import asyncio
 
+    from ctxwin.engines.vllm.cache_namespace import CacheNamespace
     from ctxwin.engines.vllm.core import Core
     from ctxwin.engines.vllm.lora import Adapter
-    from ctxwin.engines.vllm.prefix_space import Space
-    from ctxwin.engines.vllm.requests import Forced, Outcome, Told
+    from ctxwin.engines.vllm.requests import Forced, Outcome, StreamGuard
     from ctxwin.engines.vllm.transport import Transfer
     from ctxwin.store.base import Store
 
@@ -64,19 +65,38 @@ _EMBEDDED_BYTES = 64 << 20
 _log = logging.getLogger("ctxwin.engines")
 
 
+class PromptBuilder(Protocol):
+    """Builds the prompts of requests: an engine from chunks, a `RenderedRequest` from the prompt that vLLM rendered."""
+
+    def namespace(self, segments: Sequence[Segment], salt: str) -> CacheNamespace:
+        """Return the namespace of a layout's blocks in vLLM's prefix cache."""
+        ...
+
+    def prompt(
+        self, ids: list[int], media: list[MediaSpan], namespace: CacheNamespace, transfer: Transfer
+    ) -> dict[str, Any]:
+        """Return an engine input of vLLM; record in ``transfer`` the tokens that have no content to compute from."""
+        ...
+
+
 @dataclass(frozen=True)
-class _Ask:
-    """What is asked behind a layout; no query where only KV is wanted."""
+class Ask:
+    """The request that follows a layout; without a query it computes KV only.
+
+    Attributes:
+        builder: builder of its prompts; None is the engine itself.
+    """
 
     query: Encoded | None
     sampling: Sampling
     salt: str
     capture_query: bool = False
-    on_token: Told | None = None
+    on_token: StreamGuard | None = None
     background: bool = False
     answer: Encoded | None = None
     forced: Forced | None = None
     queries_of: str = ""
+    builder: PromptBuilder | None = None
 
     @property
     def tail(self) -> list[Encoded]:
@@ -96,8 +116,8 @@ class VLLMEngine(EncodingEngine):
             ``single``, or ``multi`` with ``tensor_parallel_size`` above 1. Chunk data then travels in shared memory.
         lora: folder of a LoRA adapter (PEFT's layout) that all of its requests are computed with; see `view` for others.
         position_free: of a hybrid, whether chunks' maps on the recurrent states are kept as well (`ctxwin.kv.states`), so that a
-            chunk may stand behind others than it was computed behind; three times the bytes of its states, and each missing
-            chunk takes a request of its own. Eager execution, and a version of vLLM among `transitions.HEARD`.
+            chunk may follow other chunks than those it was computed after; three times the bytes of its states, and each missing
+            chunk takes a request of its own. Eager execution, and a version of vLLM among `transitions.HOOKED`.
         **options: ``outputs=True`` keeps what a forward gives for each token beside its KV (one process, eager execution);
             engine arguments of vLLM (``dtype``, ``max_model_len``, ``gpu_memory_utilization`` ...). On a CPU the
             defaults are blocks of 32 tokens, a paged cache of 1 GiB and eager execution. ``allow_untested_vllm=True``
@@ -110,7 +130,8 @@ class VLLMEngine(EncodingEngine):
         EngineFailed: vLLM is missing or does not start. Cost: 3-30 s; in processes of its own 10-30 s more.
     """
 
-    _lora: Any = None  # the adapter that requests are computed with, as vLLM names it
+    forecasts = True
+    _lora: Any = None  # the adapter that requests are computed with, vLLM's LoRARequest
 
     def __init__(
         self,
@@ -146,7 +167,7 @@ class VLLMEngine(EncodingEngine):
         tenant: str = "",
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> Self:
-        """An engine on a vLLM that somebody else runs, a server for example.
+        """Open an engine on a vLLM that another program runs, a server for example.
 
         Args:
             llm: a ``vllm.LLM`` or ``AsyncLLM`` started with `core.engine_arguments`. An ``LLM`` is stepped
@@ -167,7 +188,7 @@ class VLLMEngine(EncodingEngine):
         return engine
 
     def view(self, tenant: str, store: Store | None = None, *, lora: str | Path | None = None) -> Self:
-        """The same vLLM for another tenant, with a store, counters and prefix-cache spaces of its own.
+        """Return an engine on the same vLLM for another tenant, with a store, counters and prefix-cache namespaces of its own.
 
         ``lora``: with that adapter, or without one: an engine opened with a ``lora`` may have views with up to four, whose KV,
         stored or cached, is never served to one another. vLLM runs until the last of its engines is closed. O(1).
@@ -198,7 +219,7 @@ class VLLMEngine(EncodingEngine):
         self._counting = threading.Lock()
         self._closed = False
         self._tenant = tenant
-        self._embeddings: Recent[torch.Tensor] = Recent(_EMBEDDED_BYTES)  # of the media that are asked about
+        self._embeddings: LRUCache[torch.Tensor] = LRUCache(_EMBEDDED_BYTES)  # of the media of recent requests
         try:
             self.store: Store = open_store("memory:", tenant=tenant) if store is None else store
             self.repo = SpanRepository(self.store, kv.identity, spec=kv)
@@ -207,7 +228,7 @@ class VLLMEngine(EncodingEngine):
             self.encoder = Encoder(
                 core.checkpoint, kv.identity, self.repo, vision, core.inputs.positions, self.counters, core.longest
             )
-            # What a profile says holds for the model that it was measured on, not for one with an adapter.
+            # A profile holds for the model that it was measured on, not for one with an adapter.
             name = core.model if adapter is None else f"{core.model}+{adapter.id[:12]}"
             self.spec = EngineSpec("vllm", name, kv.identity, kv, core.longest, core.vision, core.outputs, kv.maps)
         except BaseException:
@@ -216,13 +237,13 @@ class VLLMEngine(EncodingEngine):
 
     @property
     def core(self) -> Core:
-        """What all engines of one vLLM share: its driver, its inputs, its checkpoint."""
+        """State that all engines of one vLLM share: its driver, its inputs, its checkpoint."""
         return self._core
 
     @property
     def plain_salt(self) -> str:
         """The ``cache_salt`` with which a plain request of this tenant shares blocks with its exact windows."""
-        return self._salt("")
+        return self.salted("")
 
     def prefill(
         self,
@@ -233,19 +254,22 @@ class VLLMEngine(EncodingEngine):
         salt: str = "",
         background: bool = False,
         tally: Tally | None = None,
+        builder: PromptBuilder | None = None,
     ) -> SpanKV:
         """See `Engine.prefill`.
 
         Args:
-            salt: prefix-cache space; must not be "" where ``context`` holds approximate spans.
+            salt: prefix-cache namespace; must not be "" where ``context`` holds approximate spans.
+            builder: builder of the prompts; the engine itself by default.
         """
         segments = [*context, Segment(target, start, capture=True)]
-        made, _ = self._serve(segments, _Ask(None, Sampling(max_tokens=1), salt, background=background))
+        ask = Ask(None, Sampling(max_tokens=1), salt, background=background, builder=builder)
+        generation, _ = self._serve(segments, ask)
         if tally is not None:
-            tally.forwards += made.forwards
-            tally.tokens += made.computed_tokens
-            tally.fallbacks += made.fallbacks
-        return relocate(made.captured[len(context)], self.spec.kv, start)
+            tally.forwards += generation.forwards
+            tally.tokens += generation.computed_tokens
+            tally.fallbacks += generation.fallbacks
+        return relocate(generation.captured[len(context)], self.spec.kv, start)
 
     def generate(
         self,
@@ -257,22 +281,24 @@ class VLLMEngine(EncodingEngine):
         capture_query: bool = False,
         on_token: Callable[[int, str], bool] | None = None,
         background: bool = False,
+        builder: PromptBuilder | None = None,
     ) -> Generation:
-        from ctxwin.engines.vllm.requests import Told
+        from ctxwin.engines.vllm.requests import StreamGuard
 
         began = time.perf_counter()
-        told = None if on_token is None else Told(on_token, self.decode)
-        made, outcome = self._serve(layout, _Ask(query, sampling, salt, capture_query, told, background))
+        guard = None if on_token is None else StreamGuard(on_token, self.decode)
+        ask = Ask(query, sampling, salt, capture_query, guard, background, builder=builder)
+        generation, outcome = self._serve(layout, ask)
         ended = time.perf_counter()
-        made.token_ids, made.text = outcome.token_ids, self.decode(outcome.token_ids)
-        made.logprobs, made.finished = outcome.logprobs, outcome.finished
-        made.ttft_s, made.total_s = (outcome.first_token_at or ended) - began, ended - began
-        return made
+        generation.token_ids, generation.text = outcome.token_ids, self.decode(outcome.token_ids)
+        generation.logprobs, generation.finished = outcome.logprobs, outcome.finished
+        generation.ttft_s, generation.total_s = (outcome.first_token_at or ended) - began, ended - began
+        return generation
 
     def forced_logprobs(
         self,
         layout: Sequence[Segment],
-        asked: Sequence[tuple[Encoded, Sequence[int]]],
+        answers: Sequence[tuple[Encoded, Sequence[int]]],
         *,
         best: int = BEST,
         stopped: Callable[[], bool] = lambda: False,
@@ -280,42 +306,42 @@ class VLLMEngine(EncodingEngine):
     ) -> list[list[dict[int, float]]]:
         """See `Engine.forced_logprobs`: requests whose prompts end in the answers.
 
-        What the layout lacks is computed by a request in front of them: vLLM makes logits of the whole vocabulary for every
-        prompt token that it scores, which must not be more than a query and an answer.
+        Missing segments are computed by an earlier request: vLLM computes logits of the whole vocabulary for every prompt token
+        that it scores, which must not be more than a query and an answer.
         """
         from ctxwin.engines.vllm.requests import Forced
 
-        # A space of this call alone: in one that is found again, an answer's own places could come from the cache, unscored.
-        # Without marks the salt keeps all of the segments apart, exact ones in front included.
+        # A namespace of this call alone: in a shared one an answer's own tokens could come from the cache, unscored.
+        # Without marks the salt separates all segments, exact ones included.
         salt = f"forced-{uuid.uuid4().hex}"
         segments = [replace(segment, approximate=False, capture=False) for segment in layout]
         only = Sampling(max_tokens=1)
         asks = []
         if any((segment.span is None or segment.recompute) and segment.tokens for segment in segments):
-            asks.append(_Ask(None, only, salt, background=True, forced=Forced(0, 1, stopped)))
-        for query, ids in asked:
+            asks.append(Ask(None, only, salt, background=True, forced=Forced(0, 1, stopped)))
+        for query, ids in answers:
             places = np.tile(np.arange(len(ids), dtype=np.int64), (3, 1))
             answer = Encoded("", tuple(int(i) for i in ids), places, len(ids)) if len(ids) else None
             forced = Forced(len(ids), best, stopped)
-            asks.append(_Ask(query, only, salt, background=True, answer=answer, forced=forced))
-        found = []
+            asks.append(Ask(query, only, salt, background=True, answer=answer, forced=forced))
+        scores = []
         for ask in asks:
             if stopped():
                 raise AnswerStopped("the engine is wanted for other work")
-            made, outcome = self._serve(segments, ask)
+            generation, outcome = self._serve(segments, ask)
             if tally is not None:
-                tally.forwards += made.forwards
-                tally.tokens += made.computed_tokens
-                tally.fallbacks += made.fallbacks
-            if made.fallbacks:
+                tally.forwards += generation.forwards
+                tally.tokens += generation.computed_tokens
+                tally.fallbacks += generation.fallbacks
+            if generation.fallbacks:
                 raise EngineFailed("spans could not be loaded, so that what they serve could not be scored")
-            found.append(outcome.forced)
-        return found[len(asks) - len(asked) :]
+            scores.append(outcome.forced)
+        return scores[len(asks) - len(answers) :]
 
     def attended(
         self, context: Sequence[Segment], target: Encoded, start: int, *, tally: Tally | None = None
     ) -> AttendedKV:
-        """See `Engine.attended`. Only with vLLM in this process, and without latent attention: elsewhere queries stay inside."""
+        """See `Engine.attended`. Needs vLLM in this process and a model without latent attention."""
         from ctxwin.engines.vllm.requests import LoadError
         from ctxwin.engines.vllm.transport import LocalTransport
 
@@ -330,30 +356,32 @@ class VLLMEngine(EncodingEngine):
                 "MHA only; merge them on the transformers engine, whose store this engine may read"
             )
         layout = [*context, Segment(target, start, capture=True)]
-        salt = f"attended-{uuid.uuid4().hex}"  # of what a cache holds nobody hears the queries
-        ask = _Ask(None, Sampling(max_tokens=1), salt, background=True, queries_of=str(len(context)))
-        base, made = self._core.check(layout, (), ask.sampling), Generation()
+        salt = f"attended-{uuid.uuid4().hex}"  # a prefix hit would compute no queries to capture
+        ask = Ask(None, Sampling(max_tokens=1), salt, background=True, queries_of=str(len(context)))
+        base, generation = self._core.check(layout, (), ask.sampling), Generation()
         try:
-            with transport.listening():
-                segments, space, seen = self._filled(made, layout, base, ask)
-                queries = self._request(made, segments, base, ask, range(len(segments)), space, seen).queries
+            with transport.capturing_queries():
+                segments, namespace, computed = self.fill_layout(generation, layout, base, ask)
+                queries = self._request(
+                    generation, segments, base, ask, range(len(segments)), namespace, computed
+                ).queries
         except LoadError as error:
-            raise EngineFailed(f"what stands in front of the chunk could not be loaded: {error}") from error
+            raise EngineFailed(f"the KV before the chunk could not be loaded: {error}") from error
         finally:
             with self._counting:
-                self.counters.prefill_forwards += made.forwards
-                self.counters.prefill_tokens += made.computed_tokens
-                self.counters.bytes_loaded += made.bytes_loaded
+                self.counters.prefill_forwards += generation.forwards
+                self.counters.prefill_tokens += generation.computed_tokens
+                self.counters.bytes_loaded += generation.bytes_loaded
         if tally is not None:
-            tally.forwards += made.forwards
-            tally.tokens += made.computed_tokens
+            tally.forwards += generation.forwards
+            tally.tokens += generation.computed_tokens
         assert queries is not None
-        keys = torch.cat([made.captured[i].k for i in range(len(layout))], dim=1)
+        keys = torch.cat([generation.captured[i].k for i in range(len(layout))], dim=1)
         sums = [
             attention_sums(queries[:, i], keys[i], float(layer.impl.scale))[-target.tokens :]
             for i, layer in enumerate(transport.paged.layers)
         ]
-        span = relocate(made.captured[len(context)], self.spec.kv, start)
+        span = relocate(generation.captured[len(context)], self.spec.kv, start)
         return AttendedKV(span, torch.stack(sums))
 
     @property
@@ -373,18 +401,18 @@ class VLLMEngine(EncodingEngine):
         return self._tenant
 
     def close(self) -> None:
-        """Lets go of vLLM, which its last engine shuts down; the store stays open. Idempotent."""
+        """Release vLLM, which its last engine shuts down; the store stays open. Idempotent."""
         with self._counting:
             if self._closed:
                 return
             self._closed = True
         self._core.release()
 
-    def _serve(self, layout: Sequence[Segment], ask: _Ask) -> tuple[Generation, Outcome]:
-        """Serves a layout with its spans, again with them where loading fails, and finally without.
+    def _serve(self, layout: Sequence[Segment], ask: Ask) -> tuple[Generation, Outcome]:
+        """Serve a layout with its spans, again with them where loading fails, and finally without.
 
-        The spans are at hand, so a failure mostly lies on their way, and the same KV gives the same answer. Without them
-        the answer is the exact one, which differs from an approximation's: approximations are handed over once more.
+        The spans are available, so a failure is mostly one of transport, and the same KV gives the same answer. Without them
+        the answer is the exact one, which differs from an approximation's: approximations are submitted once more.
         """
         from ctxwin.engines.vllm.requests import CallerError, LoadError
 
@@ -392,31 +420,32 @@ class VLLMEngine(EncodingEngine):
             raise EngineFailed("the engine is closed; open a new one")
         base = self._core.check(layout, ask.tail, ask.sampling)
         if not ask.salt and any(segment.merged for segment in layout):
-            raise ValueError("salt must name a space of the layout's own, since merged KV is not exact, got ''")
-        made = Generation()
-        # Without spans everything is computed in place, which is exact, so it belongs to (and may use) the exact space.
+            raise ValueError("salt must name a namespace of the layout's own, since merged KV is not exact, got ''")
+        generation = Generation()
+        # Without spans everything is computed in place, which is exact, so it belongs to (and may use) the exact namespace.
         bare = [
             replace(segment, span=None, patch=None, approximate=False, recompute=(), merged=False) for segment in layout
         ]
-        if self.spec.kv.recurrent:  # to read states back from in front of others, spans have to be loaded
+        if self.spec.kv.recurrent:  # states before the last segment are read back only where spans are loaded
             last = len(bare) - 1 if not ask.tail else -1
             bare = [replace(segment, capture=segment.capture and i == last) for i, segment in enumerate(bare)]
         tries = [*[(layout, ask)] * (3 if ask.salt else 2), (bare, replace(ask, salt=""))]
-        if self.spec.kv.maps and not ask.tail:  # computed with all in front of it, a chunk has no map of its own
+        if self.spec.kv.maps and not ask.tail:  # a chunk that is computed with its predecessors has no map of its own
             tries.pop()
-        for left, (segments, asked) in zip(range(len(tries) - 1, -1, -1), tries, strict=True):
+        for remaining, (segments, request) in zip(range(len(tries) - 1, -1, -1), tries, strict=True):
             try:
-                outcome = self._attempt(made, segments, base, asked)
+                outcome = self._attempt(generation, segments, base, request)
                 if ask.on_token is not None:
                     ask.on_token.check(outcome.token_ids)
                 break
             except LoadError as error:
-                if not left:
+                self._core.prefixes.clear()  # which blocks vLLM dropped with it is not known
+                if not remaining:
                     raise EngineFailed(f"vLLM could not answer the request without its spans: {error}") from error
-                what = "they are handed over again" if left > 1 else "the prompt is computed instead"
-                _log.warning("loading spans into vLLM failed (%s); %s", error, what)
-                made = Generation(computed_tokens=made.computed_tokens, forwards=made.forwards)
-                made.fallbacks = int(left == 1)
+                remedy = "they are submitted again" if remaining > 1 else "the prompt is computed instead"
+                _log.warning("loading spans into vLLM failed (%s); %s", error, remedy)
+                generation = Generation(computed_tokens=generation.computed_tokens, forwards=generation.forwards)
+                generation.fallbacks = int(remaining == 1)
                 with self._counting:
                     self.counters.retries += 1
             except CallerError as error:
@@ -426,124 +455,107 @@ class VLLMEngine(EncodingEngine):
             except Exception as error:
                 raise EngineFailed(f"vLLM could not answer the request: {error}") from error
         with self._counting:
-            self.counters.fallbacks += made.fallbacks
-            self.counters.prefill_forwards += made.forwards
-            self.counters.prefill_tokens += made.computed_tokens
-            self.counters.bytes_loaded += made.bytes_loaded
-        return made, outcome
+            self.counters.fallbacks += generation.fallbacks
+            self.counters.prefill_forwards += generation.forwards
+            self.counters.prefill_tokens += generation.computed_tokens
+            self.counters.bytes_loaded += generation.bytes_loaded
+        return generation, outcome
 
-    def _attempt(self, made: Generation, layout: Sequence[Segment], base: int, ask: _Ask) -> Outcome:
-        """The requests of one call."""
+    def _attempt(self, generation: Generation, layout: Sequence[Segment], base: int, ask: Ask) -> Outcome:
+        """Run the requests of one call."""
         parts = [segment.parts() for segment in layout]
-        whole = list(itertools.chain.from_iterable(parts))
-        segments, space, seen = self._filled(made, whole, base, ask)
-        wanted = [i for i, segment in enumerate(segments) if segment.capture and segment.span is None]
-        outcome = self._request(made, segments, base, ask, wanted, space, seen)
+        flat = list(itertools.chain.from_iterable(parts))
+        segments, namespace, computed = self.fill_layout(generation, flat, base, ask)
+        capture = [i for i, segment in enumerate(segments) if segment.capture and segment.span is None]
+        outcome = self._request(generation, segments, base, ask, capture, namespace, computed)
         firsts = itertools.accumulate(map(len, parts), initial=0)
-        captured, made.captured = made.captured, {}
+        captured, generation.captured = generation.captured, {}
         for i, (segment, first) in enumerate(zip(layout, firsts, strict=False)):
-            places = range(first, first + len(parts[i]))
-            wanted_here = segment.capture and (segment.span is None or segment.recompute)
-            if wanted_here and all(j in captured for j in places if whole[j].span is None):
-                here = [captured.get(j) or whole[j].span for j in places]
-                made.captured[i] = self._joined(here, segment.encoded, segment.start - base)
+            indices = range(first, first + len(parts[i]))
+            capture_segment = segment.capture and (segment.span is None or segment.recompute)
+            if capture_segment and all(j in captured for j in indices if flat[j].span is None):
+                spans = [captured.get(j) or flat[j].span for j in indices]
+                generation.captured[i] = self._join(spans, segment.encoded, segment.start - base)
         return outcome
 
-    def _joined(self, spans: Sequence[SpanKV | None], encoded: Encoded, start: int) -> SpanKV:
-        """The parts of a chunk as one span in the frame ``start``."""
+    def _join(self, spans: Sequence[SpanKV | None], encoded: Encoded, start: int) -> SpanKV:
+        """Join the parts of a chunk to one span in the frame ``start``."""
         moved = [relocate(span, self.spec.kv, start) for span in spans if span is not None]
         if len(moved) == 1:
             return moved[0]
         dtype = moved[0].k.dtype
         k, v = (torch.cat([getattr(span, name).to("cpu", dtype) for span in moved], dim=1) for name in "kv")
-        outputs = joined_outputs([span.outputs for span in moved if span.tokens])
+        outputs = concat_outputs([span.outputs for span in moved if span.tokens])
         return SpanKV(k, v, torch.from_numpy(encoded.positions.copy()), start, outputs)
 
-    def _filled(
-        self, made: Generation, layout: Sequence[Segment], base: int, ask: _Ask
-    ) -> tuple[list[Segment], Space, int]:
-        """The layout with spans in front of every span, its space, and how many tokens have been computed for that.
+    def fill_layout(
+        self, generation: Generation, layout: Sequence[Segment], base: int, ask: Ask
+    ) -> tuple[list[Segment], CacheNamespace, int]:
+        """Compute the missing segments before spans; return the segments, their namespace, and the tokens computed for that.
 
-        vLLM takes external KV as one prefix only, so a missing segment with spans behind it is computed by a request of
-        its own and then loaded with the others. A hybrid's states are read back where a request ends, so each missing segment
-        whose KV is wanted has one of its own; where its map is wanted as well, it is all that the request computes.
+        vLLM takes external KV as one prefix only, so a missing segment before a span is computed by a request of its own and
+        then loaded with the others. A hybrid's states are read back where a request ends, so each of its missing segments that
+        is captured has its own request; where its map is captured as well, that request computes nothing else.
         """
         segments = list(layout)
         for i, segment in enumerate(segments):
             if segment.span is None and not segment.encoded.tokens:  # an empty system prompt has nothing to compute
-                made.captured[i] = empty = self._empty_span(segment.start - base)
+                generation.captured[i] = empty = self._empty_span(segment.start - base)
                 segments[i] = replace(segment, span=empty)
-        space = self._space(segments, ask.salt)
+        builder = ask.builder or self
+        namespace = builder.namespace(segments, ask.salt)
         last = max((i for i, segment in enumerate(segments) if segment.span is not None), default=0)
-        each = self.spec.kv.recurrent
-        if each:
+        recurrent = self.spec.kv.recurrent
+        if recurrent:
             last = len(segments) if ask.tail else len(segments) - 1
-        apart = max((i for i, s in enumerate(segments) if s.span is not None or s.capture), default=-1)
-        seen = 0
+        last_mapped = max((i for i, s in enumerate(segments) if s.span is not None or s.capture), default=-1)
+        computed = 0
         for i, segment in enumerate(segments[:last]):
-            loaded_behind = i + 1 < len(segments) and segments[i + 1].span is not None
-            alone = (each and segment.capture) or (self.spec.kv.maps and i <= apart)
-            if segment.span is None and (loaded_behind or alone):
+            span_follows = i + 1 < len(segments) and segments[i + 1].span is not None
+            alone = (recurrent and segment.capture) or (self.spec.kv.maps and i <= last_mapped)
+            if segment.span is None and (span_follows or alone):
                 run = [j for j in range(i + 1) if segments[j].span is None]
-                front, rest = self._ended(segments, i + 1)
-                part = _Ask(rest, Sampling(max_tokens=1), ask.salt, background=ask.background)
-                there = space
-                if rest is not None and any(behind.approximate for behind in segments):
-                    # What is computed of the rest is not what will be loaded there: its blocks must not be found then.
-                    there = self._space(front, digest(ask.salt, "rest", i))
-                self._request(made, front, base, part, run, there, seen)
-                seen = sum(done.slots for done in segments[: i + 1])
+                prefix, rest = self._core.inputs.end_at(segments, i + 1)
+                part = Ask(rest, Sampling(max_tokens=1), ask.salt, background=ask.background, builder=ask.builder)
+                run_namespace = namespace
+                if rest is not None and any(s.approximate for s in segments):
+                    # The rest is computed here, but loaded later with other KV: these blocks must not be found then.
+                    run_namespace = builder.namespace(prefix, digest(ask.salt, "rest", i))
+                self._request(generation, prefix, base, part, run, run_namespace, computed)
+                computed = sum(s.slots for s in segments[: i + 1])
                 for j in run:
-                    segments[j] = replace(segments[j], span=made.captured[j])
-        return segments, space, seen
+                    segments[j] = replace(segments[j], span=generation.captured[j])
+        return segments, namespace, computed
 
-    def _ended(self, segments: Sequence[Segment], end: int) -> tuple[list[Segment], Encoded | None]:
-        """The segments in front of ``end``, and what else has to stand there where that is in the midst of a medium."""
-        from ctxwin.engines.vllm.inputs import cut_medium
+    def namespace(self, segments: Sequence[Segment], salt: str) -> CacheNamespace:
+        """See `PromptBuilder`."""
+        from ctxwin.engines.vllm.cache_namespace import namespace_of
 
-        front = list(segments[:end])
-        encoded = [segment.encoded for segment in segments]
-        inputs = self._core.inputs
-        found = None if inputs.ends_anywhere else cut_medium(encoded[:end], encoded[end:], inputs.marked)
-        if found is None:
-            return front, None
-        (medium, cut, rest), begin = found, 0
-        for i, segment in enumerate(front):
-            at = medium.offset - begin
-            media = tuple(replace(cut, offset=at) if m.offset == at else m for m in segment.encoded.media)
-            front[i] = replace(segment, encoded=replace(segment.encoded, media=media))
-            begin += segment.encoded.tokens
-        return front, rest
-
-    def _space(self, segments: Sequence[Segment], salt: str) -> Space:
-        """Where the blocks of a layout stand in vLLM's prefix cache."""
-        from ctxwin.engines.vllm.prefix_space import space_of
-
-        return space_of(segments, salt, self._core.block)
+        return namespace_of(segments, salt, self._core.block)
 
     def _request(
         self,
-        made: Generation,
+        generation: Generation,
         segments: Sequence[Segment],
         base: int,
-        ask: _Ask,
+        ask: Ask,
         capture: Sequence[int],
-        space: Space,
-        seen: int = 0,
+        namespace: CacheNamespace,
+        computed: int = 0,
     ) -> Outcome:
-        """One request on vLLM: loads what leads the segments, captures those of the indices asked for.
+        """Run one request on vLLM: load the leading spans, capture the segments of the indices ``capture``.
 
-        ``seen`` prompt tokens have gone through an earlier request of this call: finding them is no hit of another call's.
+        ``computed`` prompt tokens were part of an earlier request of this call: a hit on them counts as no cache hit.
         """
         from ctxwin.engines.vllm.requests import run
 
         core, loaded_only = self._core, 0
-        if not ask.tail:  # nothing behind needs them, and of a prompt's last token vLLM computes the KV
+        if not ask.tail:  # no later token needs them, and vLLM computes the KV of a prompt's last token
             segments = segments[: max((i + 1 for i, s in enumerate(segments) if not s.merged), default=0)]
         if any(segment.merged for segment in segments):
-            segments, base, space, loaded_only = condensed(segments, base, ask.salt, self.spec.kv)
-        prompt, transfer = self._transfer(segments, base, ask, capture, space)
-        transfer.blank = max(transfer.blank, loaded_only)
+            segments, base, namespace, loaded_only = compact_prompt(segments, base, ask.salt, self.spec.kv)
+        prompt, transfer = self.transfer(segments, base, ask, capture, namespace)
+        transfer.placeholder_tokens = max(transfer.placeholder_tokens, loaded_only)
         eos = sorted(self.encoder.checkpoint.eos)
         try:
             outcome = run(
@@ -560,27 +572,47 @@ class VLLMEngine(EncodingEngine):
             )
         finally:
             total = sum(part.tokens for part in (*(segment.encoded for segment in segments), *ask.tail))
-            made.computed_tokens += total - transfer.local_tokens - transfer.planned_tokens
-            made.cached_tokens += max(0, transfer.local_tokens - seen)
-            made.forwards += 1
-            made.bytes_loaded += transfer.bytes_loaded
+            generation.computed_tokens += total - transfer.local_tokens - transfer.planned_tokens
+            generation.cached_tokens += max(0, transfer.local_tokens - computed)
+            generation.forwards += 1
+            generation.bytes_loaded += transfer.bytes_loaded
         outcome.queries = transfer.queries
+        if ask.builder is None:  # a chat's prompt has the client's own salt
+            self._record(segments, ask, namespace, outcome)
         for i in capture:
             if outcome.finished or str(i) in transfer.captured:  # else stopped while preempted: its blocks are gone
-                made.captured[i] = self._span(transfer, str(i), segments[i].encoded, segments[i].start - base)
+                generation.captured[i] = self.span_of(transfer, str(i), segments[i].encoded, segments[i].start - base)
         if ask.capture_query and ask.query is not None and (outcome.finished or _QUERY in transfer.captured):
             begin = segments[-1].start - base + segments[-1].encoded.advance if segments else 0
-            span = self._span(transfer, _QUERY, ask.query, begin)
+            span = self.span_of(transfer, _QUERY, ask.query, begin)
             if not outcome.finished:  # vLLM was a step ahead of the caller who stopped it
                 span = span.slice(0, min(span.tokens, ask.query.tokens + len(outcome.token_ids) - 1))
-            made.query_span = span
+            generation.query_span = span
         return outcome
 
-    def _transfer(
-        self, segments: Sequence[Segment], base: int, ask: _Ask, capture: Sequence[int], space: Space
+    def _record(self, segments: Sequence[Segment], ask: Ask, namespace: CacheNamespace, outcome: Outcome) -> None:
+        """Record the blocks that a request has left in vLLM's prefix cache."""
+        from ctxwin.engines.vllm.inputs import join
+
+        ids, media = join([*(segment.encoded for segment in segments), *ask.tail])
+        answer = outcome.token_ids[:-1] if outcome.finished else ()
+        record = self._core.prefixes
+        record.add(record.names([*ids, *answer], media, namespace.marks, self.record_salt(namespace.salt)))
+
+    def record_salt(self, salt: str) -> str:
+        """Return the salt that separates a namespace's blocks from other tenants' and adapters' in `Core.prefixes`."""
+        return digest("record", self.salted(salt), self.spec.kv.identity)
+
+    def forecast(self, calls: Sequence[Call]) -> list[int] | None:
+        from ctxwin.engines.vllm.forecast import forecast
+
+        return forecast(self, calls)
+
+    def transfer(
+        self, segments: Sequence[Segment], base: int, ask: Ask, capture: Sequence[int], namespace: CacheNamespace
     ) -> tuple[dict[str, Any], Transfer]:
-        """The prompt of one request, and what it loads and captures."""
-        from ctxwin.engines.vllm.inputs import joined
+        """Return the prompt of one request, and its transfer."""
+        from ctxwin.engines.vllm.inputs import join
         from ctxwin.engines.vllm.transport import Transfer
 
         encoded = [*(segment.encoded for segment in segments), *ask.tail]
@@ -592,42 +624,48 @@ class VLLMEngine(EncodingEngine):
         }
         if ask.capture_query:
             captures[_QUERY] = (offsets[len(segments)], None)
-        ids, media = joined(encoded)
+        ids, media = join(encoded)
         transfer = Transfer(
             loads=loads,
             tenant=self._tenant,
             captures=captures,
-            own=space.own,
-            exact=space.exact,
+            private_from=namespace.private_from,
+            exact=namespace.exact,
             queries_of=ask.queries_of,
         )
-        return self._prompt(ids, media, space, transfer), transfer
+        return (ask.builder or self).prompt(ids, media, namespace, transfer), transfer
 
-    def _prompt(self, ids: list[int], media: list[MediaSpan], space: Space, transfer: Transfer) -> dict[str, Any]:
-        """An engine input of vLLM; ``transfer`` is told what it lacks."""
+    def prompt(
+        self, ids: list[int], media: list[MediaSpan], namespace: CacheNamespace, transfer: Transfer
+    ) -> dict[str, Any]:
+        """See `PromptBuilder`."""
         core = self._core
         rendered = core.inputs.prompt(
             ids,
             media,
             self._embedded,
-            self._salt(space.salt),
+            self.salted(namespace.salt),
             transfer.covered,
             tenant=self._tenant,
-            marks=space.marks,
-            tail=transfer.covered // core.block * core.block if space.exact else None,
-            at_hand=self._embeddings.get,
+            marks=namespace.marks,
+            tail=transfer.covered // core.block * core.block if namespace.exact else None,
+            cached_embedding=self._embeddings.get,
         )
-        transfer.blank, transfer.embeddings = rendered.blank, rendered.embeddings
+        transfer.placeholder_tokens, transfer.embeddings = rendered.placeholder_tokens, rendered.embeddings
         return rendered.prompt
 
-    def _embedded(self, key: str) -> torch.Tensor:
-        """`embed`; the newest are remembered, since the next request is mostly about the same media."""
-        found = self.embed(key)
-        self._embeddings.put(key, found, found.nbytes)
-        return found
+    def has_embeddings(self, key: str) -> bool:
+        """Return True if the vision embeddings of a medium are in memory, from a recent request."""
+        return self._embeddings.get(key) is not None
 
-    def _span(self, transfer: Transfer, name: str, encoded: Encoded, start: int) -> SpanKV:
-        """A captured span; one with generated tokens behind the encoded ones is a query's."""
+    def _embedded(self, key: str) -> torch.Tensor:
+        """Return `embed(key)` and keep it, since the next request mostly has the same media."""
+        embeddings = self.embed(key)
+        self._embeddings.put(key, embeddings, embeddings.nbytes)
+        return embeddings
+
+    def span_of(self, transfer: Transfer, name: str, encoded: Encoded, start: int) -> SpanKV:
+        """Return a captured span; a query's has generated tokens after the encoded ones."""
         if not encoded.tokens and name not in transfer.captured:
             return self._empty_span(start)
         if name not in transfer.captured:
@@ -637,13 +675,13 @@ class VLLMEngine(EncodingEngine):
         if not all(bool(bound.isfinite()) for x in (k, v, *states.values()) if x.numel() for bound in x.aminmax()):
             raise EngineFailed(f"{self.spec.model} gave KV that is not finite (NaN), so its answers mean nothing")
         extra = int(k.shape[1]) - encoded.tokens
-        behind = np.tile(np.arange(encoded.advance, encoded.advance + extra, dtype=np.int64), (3, 1))
-        positions = torch.from_numpy(np.concatenate([encoded.positions, behind], axis=1))
+        generated = np.tile(np.arange(encoded.advance, encoded.advance + extra, dtype=np.int64), (3, 1))
+        positions = torch.from_numpy(np.concatenate([encoded.positions, generated], axis=1))
         if self.spec.kv.maps and name != _QUERY and not has_maps(states):
-            raise EngineFailed(f"the map of segment {name} on the recurrent states was not heard; ask again")
+            raise EngineFailed(f"the map of segment {name} on the recurrent states was not captured; ask again")
         outputs = transfer.outputs.get(name, {})
-        if self._core.drafter is not None:
-            outputs = unturned(self._core.drafter, *transfer.drafted[name], positions + start)
+        if self._core.draft_model is not None:
+            outputs = unrotated_rows(self._core.draft_model, *transfer.drafted[name], positions + start)
         return SpanKV(k.to("cpu"), v.to("cpu"), positions, start, outputs, states)
 
     def _empty_span(self, start: int) -> SpanKV:
@@ -653,6 +691,6 @@ class VLLMEngine(EncodingEngine):
         v = torch.empty(kv.layers, 0, kv.heads, kv.v_dim, dtype=dtype)
         return SpanKV(k, v, torch.empty(3, 0, dtype=torch.int64), start)
 
-    def _salt(self, salt: str) -> str:
-        """Exact windows of no tenant share their blocks with plain requests, which carry no salt."""
+    def salted(self, salt: str) -> str:
+        """Return the ``cache_salt`` of a namespace; "" for exact windows of no tenant, which share plain requests' blocks."""
         return digest("salt", self._core.inputs.secret, self._tenant, salt) if salt or self._tenant else ""

@@ -1,4 +1,4 @@
-"""What vLLM needs around a request: positions, vision embeddings, and prompts with embeddings instead of pixels."""
+"""Inputs of vLLM requests: positions, vision embeddings, and prompts with embeddings instead of pixels."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ctxwin.engines.base import Encoded, MediaSpan
+from ctxwin.engines.base import Encoded, MediaSpan, Segment
 from ctxwin.engines.hf.model import deep_layers
-from ctxwin.engines.vllm.internals import given_item, media_items
-from ctxwin.engines.vllm.vision import hands_on
+from ctxwin.engines.vllm.internals import embeddings_item, media_items
+from ctxwin.engines.vllm.vision import takes_pixels_only
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.hashing import digest
-from ctxwin.kv.config import thinker
+from ctxwin.kv.config import text_backbone
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,17 @@ class Rendered:
 
     Attributes:
         prompt: an engine input, the form that vLLM's own renderer hands to the engine.
-        blank: its first tokens that can not be computed, because a medium among them carries no embeddings.
-        embeddings: what the encoder cache's connector has to find, by multimodal identifier.
+        placeholder_tokens: first tokens of the prompt that cannot be computed, because a medium among them carries no embeddings.
+        embeddings: embeddings that the encoder cache's connector must find, by multimodal identifier.
     """
 
     prompt: dict[str, Any]
-    blank: int = 0
+    placeholder_tokens: int = 0
     embeddings: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def joined(encoded: Sequence[Encoded]) -> tuple[list[int], list[MediaSpan]]:
-    """Token ids of all parts in order, and their media with offsets within the whole.
+def join(encoded: Sequence[Encoded]) -> tuple[list[int], list[MediaSpan]]:
+    """Join parts: their token ids in order, and their media with offsets within all tokens.
 
     A medium that several parts share is named once.
     """
@@ -51,23 +51,23 @@ def joined(encoded: Sequence[Encoded]) -> tuple[list[int], list[MediaSpan]]:
 
 
 def cut_medium(
-    front: Sequence[Encoded], behind: Sequence[Encoded], marked: bool = False
+    prefix: Sequence[Encoded], suffix: Sequence[Encoded], marked: bool = False
 ) -> tuple[MediaSpan, MediaSpan, Encoded] | None:
-    """The medium that the end of ``front`` cuts, what vLLM is told of it, and what has to stand behind; None without one.
+    """Return the medium that the end of ``prefix`` cuts, its shortened form for vLLM, and the tokens that must follow; else None.
 
-    Models count positions by whole rows of a picture and whole frames of a video, some look for the token that closes it
-    (``marked``: all of them). So the prompt goes on to the end of the row or frame, which is a smaller medium with the same
-    positions; to the end of what is heard. With one axis of positions a picture may end anywhere.
+    Models count positions by whole rows of a picture and whole frames of a video, and some look for the token that closes a
+    medium (``marked``: of every kind). So the prompt goes on to the end of the row or frame, which makes a smaller medium with
+    the same positions, or to the end of a sound. With one axis of positions a picture may end anywhere.
     """
-    ids, media = joined(front)
+    ids, media = join(prefix)
     last = max(media, key=lambda m: m.offset + m.tokens, default=None)
-    heard = max((m for m in media if m.sound), key=lambda m: m.offset, default=None)
-    unheard = heard is not None and heard.modality == "video"  # its sound begins behind the end
-    if last is None or (last.offset + last.tokens <= len(ids) and not unheard):
+    last_sound = max((m for m in media if m.sound), key=lambda m: m.offset, default=None)
+    sound_follows = last_sound is not None and last_sound.modality == "video"  # its sound begins after the prefix
+    if last is None or (last.offset + last.tokens <= len(ids) and not sound_follows):
         return None
-    following, held = joined(behind)
-    if unheard or last.sound or last.modality == "audio":
-        return last, last, _rest_heard(len(ids), last, following, held)
+    following, following_media = join(suffix)
+    if sound_follows or last.sound or last.modality == "audio":
+        return last, last, _rest_of_sound(len(ids), last, following, following_media)
     inside, (frames, height, width) = len(ids) - last.offset, last.grid_thw
     each = last.tokens // frames
     merge = math.isqrt(height * width // each)
@@ -84,16 +84,16 @@ def cut_medium(
     return last, replace(last, tokens=count, grid_thw=grid), Encoded("", tuple(rest), places, len(rest))
 
 
-def _rest_heard(at: int, last: MediaSpan, following: Sequence[int], held: Sequence[MediaSpan]) -> Encoded:
-    """The rest of the sound ``last``, or of a video and its sound, behind ``at``, and the marks that close them."""
+def _rest_of_sound(at: int, last: MediaSpan, following: Sequence[int], media: Sequence[MediaSpan]) -> Encoded:
+    """Return the tokens after ``at`` of the sound ``last``, or of a video and its sound, and of the marks that close them."""
     end = max(0, last.offset + last.tokens - at)
-    new = tuple(m for m in held if 0 <= m.offset <= end and m.sound)
+    new = tuple(m for m in media if 0 <= m.offset <= end and m.sound)
     rest = following[: max([end, *(m.offset + m.tokens for m in new)]) + 1 + last.sound]
     return Encoded("", tuple(rest), np.zeros((3, len(rest)), dtype=np.int64), len(rest), new)
 
 
 class Inputs:
-    """What one started engine's model makes of a prompt; holds no state of requests. Thread-safe.
+    """Builder of inputs for one started engine's model; holds no state of requests. Thread-safe.
 
     Args:
         config: vLLM's ``ModelConfig``.
@@ -102,38 +102,40 @@ class Inputs:
         files: whether embeddings reach vLLM as files, through its encoder-cache connector, and not inside requests.
 
     Attributes:
-        hands_on: see `vision.hands_on`. ``ends_anywhere``: whether a picture may be cut, as with one axis of positions.
-        hears: whether the model hears.
+        takes_pixels_only: see `vision.takes_pixels_only`. ``ends_anywhere``: True if a picture may be cut anywhere.
+        takes_audio: True if the model takes audio.
         marked: whether it looks for the tokens around its media.
         secret: known to this vLLM alone; part of every name in its caches that clients must not be able to guess.
+        prefix: what the names of media begin with, and no client's name.
     """
 
     def __init__(self, config: Any, renderer: Any, model: Any, *, files: bool = False) -> None:
         self._config = config
         self._files = files
         self.secret = secrets.token_hex(32)
+        self.prefix = digest("prefix", self.secret)[:16]
         self.model = model
         self.multimodal = bool(config.is_multimodal_model)
-        self.hands_on = hands_on(config.hf_config)
-        self.ends_anywhere = self.hands_on and not config.uses_mrope
-        self.hears = hasattr(thinker(config.hf_config), "audio_config") and self.multimodal
-        self.marked = thinker(config.hf_config).model_type == "qwen3_omni_moe_thinker"
-        self._blank: dict[Any, Any] = {}
+        self.takes_pixels_only = takes_pixels_only(config.hf_config)
+        self.ends_anywhere = self.takes_pixels_only and not config.uses_mrope
+        self.takes_audio = hasattr(text_backbone(config.hf_config), "audio_config") and self.multimodal
+        self.marked = text_backbone(config.hf_config).model_type == "qwen3_omni_moe_thinker"
+        self._placeholders: dict[Any, Any] = {}
         self._processor: Any = renderer.get_mm_processor() if self.multimodal else None
 
     def name(self, key: str, tenant: str = "") -> str:
-        """The name of a medium inside vLLM, from its content, its tenant and the secret, so that no client can use it.
+        """Return the name of a medium inside vLLM, from its content, its tenant and the secret, so that no client can use it.
 
-        Under a known name a plain request could send other content, which windows would then be served.
+        Under a known name a plain request could send other content, which would then be served to windows.
         """
-        return digest("media", self.secret, tenant, key)
+        return self.prefix + digest("media", self.secret, tenant, key)
 
     def close(self) -> None:
-        """Lets go of the model, whose weights would live as long as any of its callers."""
+        """Release the model, whose weights would otherwise live as long as any caller."""
         self.model = self._processor = None
 
     def positions(self, token_ids: Sequence[int], media: Sequence[MediaSpan]) -> tuple[np.ndarray, int]:
-        """Positions of a prompt as the model itself counts them.
+        """Return positions of a prompt as the model itself counts them.
 
         Returns:
             int64 ``[3, T]`` from 0 (three equal rows without M-RoPE), and the position of a text token that would
@@ -147,11 +149,26 @@ class Inputs:
         if not count:
             return np.zeros((3, 0), dtype=np.int64), 0
         features = [self._feature(span, None) for span in media]
-        found, delta = self.model.get_mrope_input_positions(list(token_ids), features)
-        rows = np.asarray(found, dtype=np.int64)
+        positions, delta = self.model.get_mrope_input_positions(list(token_ids), features)
+        rows = np.asarray(positions, dtype=np.int64)
         if rows.shape != (3, count):
             raise UnsupportedModel(f"the model must give positions [3, {count}], got {list(rows.shape)}")
         return rows, count + int(delta)
+
+    def end_at(self, segments: Sequence[Segment], end: int) -> tuple[list[Segment], Encoded | None]:
+        """Return the segments before ``end``, and the tokens that must follow them where ``end`` cuts a medium."""
+        prefix = list(segments[:end])
+        encoded = [segment.encoded for segment in segments]
+        medium_cut = None if self.ends_anywhere else cut_medium(encoded[:end], encoded[end:], self.marked)
+        if medium_cut is None:
+            return prefix, None
+        (medium, cut, rest), begin = medium_cut, 0
+        for i, segment in enumerate(prefix):
+            at = medium.offset - begin
+            media = tuple(replace(cut, offset=at) if m.offset == at else m for m in segment.encoded.media)
+            prefix[i] = replace(segment, encoded=replace(segment.encoded, media=media))
+            begin += segment.encoded.tokens
+        return prefix, rest
 
     def prompt(
         self,
@@ -163,9 +180,9 @@ class Inputs:
         tenant: str = "",
         marks: Mapping[int, str] | None = None,
         tail: int | None = None,
-        at_hand: Callable[[str], torch.Tensor | None] = lambda _: None,
+        cached_embedding: Callable[[str], torch.Tensor | None] = lambda _: None,
     ) -> Rendered:
-        """A rendered engine input, the form that vLLM's own renderer hands to the engine.
+        """Return a rendered engine input, the form that vLLM's own renderer passes to the engine.
 
         vLLM's processor and tower never run: media carry their embeddings, or (``files``) only the shape from which
         positions follow, and their embeddings are named beside the prompt.
@@ -176,74 +193,75 @@ class Inputs:
                 axis of positions, reach beyond the end: vLLM takes the first embeddings.
             embed: embeddings by key.
             salt: separates prefix-cache entries; "" for none.
-            covered: tokens in front whose KV will be loaded. The embeddings of media among them are not read, and need
-                not exist any more; zeros stand in, safely, because a load that does not happen is noticed.
-            tenant: whose embeddings these are: no tenant hits another's entry in vLLM's encoder cache.
-            marks: what tells the blocks from a medium on apart, by the medium's offset; see `prefix_space`.
-            tail: token from which on covered tokens may be computed instead, see `transport.Job.wanted`; None: nowhere.
-            at_hand: embeddings that cost nothing, by key, for the media that reach into the tail.
+            covered: leading tokens whose KV will be loaded. The embeddings of media among them are not read, and need not
+                exist any more; zeros replace them, safely, because a missing load is detected.
+            tenant: owner of the embeddings; no tenant hits another's entry in vLLM's encoder cache.
+            marks: marks that separate the blocks from a medium on, by the medium's offset; see `cache_namespace`.
+            tail: token from which on covered tokens may be computed instead; None: nowhere. See
+                `transport.RequestMeta.tokens_to_load`.
+            cached_embedding: returns embeddings in memory by key, for the media that reach into the tail.
         """
         from vllm.inputs.engine import mm_input, tokens_input
         from vllm.multimodal.inputs import MultiModalKwargsItems
 
         if not media:
             return Rendered(dict(tokens_input(list(token_ids), cache_salt=salt or None)))
-        known = min(covered, len(token_ids) - 1)  # vLLM always computes the last token
+        loadable = min(covered, len(token_ids) - 1)  # vLLM always computes the last token
         features: list[Any] = []
-        blank = 0
+        placeholder_tokens = 0
         embeddings: dict[str, torch.Tensor] = {}
         for span in sorted(media, key=lambda m: m.offset):
             end = span.offset + span.tokens
-            if end > known:
-                found: torch.Tensor | None = embed(span.key)
+            if end > loadable:
+                rows: torch.Tensor | None = embed(span.key)
             else:
-                found = None if tail is None or end <= tail else at_hand(span.key)
-            blank = max(end, blank) if found is None else blank
+                rows = None if tail is None or end <= tail else cached_embedding(span.key)
+            placeholder_tokens = max(end, placeholder_tokens) if rows is None else placeholder_tokens
             mark = (marks or {}).get(span.offset, "")
             if self.ends_anywhere:
                 span = replace(span, tokens=min(span.tokens, len(token_ids) - span.offset))
-            seen, rows = span.seen(0, span.tokens)
-            if not seen:
-                continue  # only words of it
-            if found is not None and found.shape[0] != len(seen):
-                # vLLM counts the room of an entry of its encoder cache by the tokens of whoever asks first.
-                span, found = replace(span, key=f"{span.key}#{span.tokens}"), found[rows]
-            feature = self._feature(span, found, tenant)
-            if found is not None and self._files:
-                embeddings[feature.identifier] = found
+            places, indices = span.placeholders(0, span.tokens)
+            if not places:
+                continue  # text tokens of the medium alone
+            if rows is not None and rows.shape[0] != len(places):
+                # vLLM sizes an entry of its encoder cache by the tokens of the first request for it.
+                span, rows = replace(span, key=f"{span.key}#{span.tokens}"), rows[indices]
+            feature = self._feature(span, rows, tenant)
+            if rows is not None and self._files:
+                embeddings[feature.identifier] = rows
             if mark:
                 feature.identifier = f"{feature.identifier}@{mark}"
             features.append(feature)
-        items, hashes, places = (defaultdict[str, list[Any]](list) for _ in range(3))
+        items, hashes, ranges = (defaultdict[str, list[Any]](list) for _ in range(3))
         for feature in features:
             items[feature.modality].append(feature.data)
             hashes[feature.modality].append(feature.identifier)
-            places[feature.modality].append(feature.mm_position)
+            ranges[feature.modality].append(feature.mm_position)
         kwargs = MultiModalKwargsItems(dict(items))
-        made = mm_input(list(token_ids), kwargs, dict(hashes), dict(places), cache_salt=salt or None)
-        return Rendered(dict(made), blank, embeddings)
+        prompt = mm_input(list(token_ids), kwargs, dict(hashes), dict(ranges), cache_salt=salt or None)
+        return Rendered(dict(prompt), placeholder_tokens, embeddings)
 
     def _feature(self, span: MediaSpan, embeddings: torch.Tensor | None, tenant: str = "") -> Any:
-        """One media item as vLLM describes it; without embeddings it is good for positions and covered media only."""
+        """Return one media item as vLLM describes it; without embeddings it serves positions and covered media only."""
         from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
-        places, _ = span.seen(0, span.tokens)
+        places, _ = span.placeholders(0, span.tokens)
         if embeddings is not None and embeddings.shape[0] != len(places):
             raise ValueError(f"{span.key} must hold {len(places)} embeddings, got {embeddings.shape[0]}")
         if embeddings is not None and not self._files:
             item = self._item(span, embeddings)
         else:
             shape = (span.modality, span.grid_thw, span.seconds_per_grid, len(places), span.sound)
-            if shape not in self._blank:  # a handful of shapes in a stream of frames, and a millisecond each
+            if shape not in self._placeholders:  # a handful of shapes in a stream of frames, and a millisecond each
                 deep = 0 if span.modality == "audio" else deep_layers(self._config.hf_config)
                 width = self._config.get_inputs_embeds_size() * (1 + deep)
                 zeros = torch.zeros(1).expand(len(places), width)
-                self._blank[shape] = self._item(span, None if self._files else zeros)
-            item = self._blank[shape]
+                self._placeholders[shape] = self._item(span, None if self._files else zeros)
+            item = self._placeholders[shape]
         # Qwen3-VL looks for each temporal group's opening token within the item, which embeds to itself; Qwen3-Omni for the one
         # that opens a video's sound.
         stamped = span.seconds_per_grid is None or (span.sound and self.marked)
-        ahead = int(span.modality == "video" and stamped and not self.hands_on)
+        ahead = int(span.modality == "video" and stamped and not self.takes_pixels_only)
         place = PlaceholderRange(offset=span.offset, length=span.tokens)
         if ahead or len(places) < span.tokens:
             embedded = torch.zeros(ahead + span.tokens, dtype=torch.bool)
@@ -253,13 +271,13 @@ class Inputs:
         return MultiModalFeatureSpec(data=item, modality=span.modality, identifier=name, mm_position=place)
 
     def _item(self, span: MediaSpan, embeddings: torch.Tensor | None) -> Any:
-        """The fields of one item; without embeddings only those that positions follow from."""
+        """Return the fields of one item; without embeddings only those that determine positions."""
         if self._processor is None:
             raise UnsupportedModel(f"{self._config.model} takes no {span.modality}s: it is a text model")
-        if self.hands_on:
-            # Of an item without fields vLLM's cache cannot tell the size, and its engine ends.
+        if self.takes_pixels_only:
+            # vLLM's cache cannot determine the size of an item without fields, and its engine ends.
             grid = {"image_grid_thw": torch.tensor([span.grid_thw])} if self._config.uses_mrope else {}
-            return given_item(span.modality, torch.zeros(0) if embeddings is None else embeddings, **grid)
+            return embeddings_item(span.modality, torch.zeros(0) if embeddings is None else embeddings, **grid)
         if span.modality == "audio":
             data = {"audio_feature_lengths": torch.tensor([span.grid_thw[2]])}
         else:
@@ -268,8 +286,8 @@ class Inputs:
             data["second_per_grid_ts"] = torch.tensor([span.seconds_per_grid])
         if span.modality == "video" and span.sound:
             data["use_audio_in_video"] = torch.tensor([True])
-        if self.hears:  # vLLM's own models take no embeddings of sound, and those of one picture for many
-            return given_item(span.modality, embeddings, **data)
+        if self.takes_audio:  # vLLM's own models take no embeddings of sound, and those of one picture for many
+            return embeddings_item(span.modality, embeddings, **data)
         if embeddings is not None:
             data[f"{span.modality}_embeds"] = embeddings
         items = media_items(self._processor, data)

@@ -51,7 +51,7 @@ class Adapter:
 
     @property
     def request(self) -> Any:
-        """What vLLM takes with each request. Its name is the digest: vLLM tells blocks of its prefix cache apart by it."""
+        """vLLM's ``LoRARequest``, named by the digest: the name separates blocks of vLLM's prefix cache."""
         from vllm.lora.request import LoRARequest
 
         number = _numbers.get(self.id) or _numbers.setdefault(self.id, next(_serial))
@@ -59,12 +59,12 @@ class Adapter:
 
 
 def identity_with(identity: str, adapter: Adapter | None) -> str:
-    """The identity of a model with an adapter."""
+    """Return the identity of a model with an adapter."""
     return identity if adapter is None else digest("adapted", identity, adapter.id)
 
 
 def options_for(adapter: Adapter) -> dict[str, Any]:
-    """Engine arguments of vLLM under which it can be served, beside three others."""
+    """Return the engine arguments of vLLM under which the adapter can be served, with up to three others."""
     return {"enable_lora": True, "max_loras": 4, "max_lora_rank": next(r for r in _RANKS if r >= adapter.rank)}
 
 

@@ -3,7 +3,7 @@
 Attention backends pack a block as their kernels need it (transposed keys, tiles, keys and values in one tensor), and the
 packing depends on the instruction set. Writing therefore goes through the backend's own ``do_kv_cache_update``, which every
 backend has. There is no reading counterpart, so `PagedKV` learns the packing once: it writes the index of each number into a
-scratch block, in digits that the cache dtype holds exactly, and inverts the permutation it finds.
+scratch block, in digits that the cache dtype represents exactly, and inverts the permutation.
 
 A load kernel that can write slots itself (Triton's) does so where the packing has constant strides, as in FlashAttention,
 FlashInfer and Triton: keys and values then go straight from where they are computed to where they stay.
@@ -20,7 +20,7 @@ import torch
 
 from ctxwin.engines.vllm import load_thread
 from ctxwin.errors import UnsupportedModel
-from ctxwin.kv.kernels import Kernel, Lines, Part, Placing, choose
+from ctxwin.kv.kernels import CacheStrides, Kernel, LoadPlan, SpanSlice, choose
 from ctxwin.kv.kernels.choice import report, trial
 from ctxwin.kv.layout import KVSpec
 from ctxwin.kv.rows import from_rows, layer_kinds, to_rows
@@ -30,8 +30,8 @@ Shape = tuple[int, int, int]
 _BASE = 128  # digits 0..127 are exact in bfloat16 (8 bits of mantissa) as in every wider dtype
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """Quantised caches that spans follow, by vLLM's ``kv_cache_dtype``: one scale a layer for keys and one for values, from
-the checkpoint. A span holds what such a cache says in the model's dtype, so that what is read, loaded and not moved is the
-same to the bit; what is moved is turned in that dtype and rounded once more."""
+the checkpoint. A span holds the dequantised numbers in the model's dtype, so KV that is loaded where it was computed is equal to
+the bit; keys that move are rotated in that dtype and rounded once more."""
 
 
 class PagedKV:
@@ -43,14 +43,14 @@ class PagedKV:
         block_size: tokens in a block, as the scheduler counts them.
         kernel: the load kernel; None is what `choose` takes for the cache's device.
         alone: whether a CPU's loads are computed by a thread of their own; see `load_thread`.
-        first: how many layers of the model are cached by the stages of a pipeline in front of this one.
+        first: number of layers that earlier stages of a pipeline cache.
 
     Attributes:
-        kv: the layout of what is cached here; of a rank, with its own layers and heads only.
+        kv: layout of the KV that is cached here; of a rank, its own layers and heads only.
         layers: the attention layers that have a cache, in order.
-        readers: those that read the cache of another one.
-        shapes: of each layer.
-        kernel: the load kernel for what is written here.
+        sharing_layers: layers that read the cache of another layer.
+        shapes: shape of each layer's KV.
+        kernel: the load kernel.
 
     Raises:
         UnsupportedModel: a cache that cannot be read back exactly; the message names the property. Cost: on a GPU some
@@ -68,12 +68,14 @@ class PagedKV:
     ) -> None:
         self.kv = kv
         self._first = first
-        self.readers = [layer for layer in layers.values() if getattr(layer, "kv_sharing_target_layer_name", None)]
-        self.layers = _ordered(layers, kv.recurrent)
+        self.sharing_layers = [
+            layer for layer in layers.values() if getattr(layer, "kv_sharing_target_layer_name", None)
+        ]
+        self.layers = _attention_layers(layers, kv.recurrent)
         self.block_size = block_size
         kinds = layer_kinds(kv) if kv.in_rows else []
-        own = (kv.heads, kv.k_dim, kv.v_dim)
-        self.shapes: list[Shape] = [(k.heads, k.head_dim, k.head_dim) for k in kinds] or [own] * kv.layers
+        shape = (kv.heads, kv.k_dim, kv.v_dim)
+        self.shapes: list[Shape] = [(k.heads, k.head_dim, k.head_dim) for k in kinds] or [shape] * kv.layers
         if len(self.layers) != len(self.shapes):
             raise UnsupportedModel(
                 f"the cache must have one attention layer per decoder layer ({len(self.shapes)}), got {len(self.layers)}; "
@@ -91,18 +93,18 @@ class PagedKV:
                 self._gathers[shape] = self._probe(layer, shape)
         self.kernel = choose(kv, self.dtype, self.device, kernel=kernel)
         self._alone = alone and self.device.type == "cpu"
-        self._lines = self._steps() if self.kernel == "triton" and self._fp8 is None else None
+        self._strides = self._find_strides() if self.kernel == "triton" and self._fp8 is None else None
 
     @property
     def direct(self) -> bool:
-        """Whether spans are written into their slots by the load kernel itself."""
-        return self._lines is not None
+        """True if the load kernel itself writes spans into their slots."""
+        return self._strides is not None
 
     def _check_layer(self, layer: Any, shape: Shape) -> None:
         cache = layer.kv_cache
         per_token = shape[0] * (shape[1] + shape[2])
-        own = cache.dtype == getattr(torch, self.kv.dtype) and layer.kv_cache_dtype in ("auto", self.kv.dtype)
-        if not own and not (layer.kv_cache_dtype in FP8 and cache.itemsize == 1):
+        unquantised = cache.dtype == getattr(torch, self.kv.dtype) and layer.kv_cache_dtype in ("auto", self.kv.dtype)
+        if not unquantised and not (layer.kv_cache_dtype in FP8 and cache.itemsize == 1):
             raise UnsupportedModel(
                 f"kv_cache_dtype must be the model's own dtype ({self.kv.dtype}) or {', '.join(FP8)}, got "
                 f"{layer.kv_cache_dtype!r} ({cache.dtype})"
@@ -113,47 +115,47 @@ class PagedKV:
             )
 
     def slots(self, blocks: Sequence[int], begin: int, end: int) -> torch.Tensor:
-        """Slot of each token ``[begin, end)`` of a request that owns ``blocks``: int64 ``[end - begin]``."""
+        """Return the slot of each token ``[begin, end)`` of a request that owns ``blocks``: int64 ``[end - begin]``."""
         tokens = torch.arange(begin, end)
         owned = torch.tensor(blocks, dtype=torch.int64)
         return owned[tokens // self.block_size] * self.block_size + tokens % self.block_size
 
-    def write(self, placing: Placing, slots: torch.Tensor) -> int:
-        """Writes spans layer by layer, so that each layer's work stays in the processor's cache; returns the bytes written.
+    def write(self, plan: LoadPlan, slots: torch.Tensor) -> int:
+        """Write spans layer by layer, so that each layer's work stays in the CPU's cache; return the bytes written.
 
         Args:
-            placing: of as many tokens as there are slots, in the cache's dtype, on its device; else ValueError. Of its layers
-                those that are cached here are written.
+            plan: as many tokens as there are slots, in the cache's dtype, on its device; else ValueError. Only the layers
+                that are cached here are written.
             slots: int64 ``[T]``.
         """
         end = self._first + self.kv.layers
-        if placing.tokens != len(slots) or placing.layers < end:
+        if plan.tokens != len(slots) or plan.layers < end:
             raise ValueError(
-                f"spans must fill {len(slots)} slots of {end} layers, got {placing.tokens} tokens of {placing.layers}"
+                f"spans must fill {len(slots)} slots of {end} layers, got {plan.tokens} tokens of {plan.layers}"
             )
         slots = slots.to(self.device)
-        if self._lines is not None and placing.stores:
+        if self._strides is not None and plan.stores:
             for i, layer in enumerate(self.layers):
-                placing.store(self._first + i, layer.kv_cache, self._lines[i], slots)
-            return placing.nbytes
-        own = range(self._first, end)
-        rows = load_thread.layers_of(placing) if self._alone else (placing.layer(i) for i in own)
+                plan.store(self._first + i, layer.kv_cache, self._strides[i], slots)
+            return plan.nbytes
+        cached = range(self._first, end)
+        rows = load_thread.layers_of(plan) if self._alone else (plan.layer(i) for i in cached)
         for layer, (k, v) in zip(self.layers, from_rows(self.kv, lambda _: next(rows)), strict=True):
             _update(layer, k, v, layer.kv_cache, slots)
-        return placing.nbytes
+        return plan.nbytes
 
     def clear(self, block: int) -> None:
-        """Zeros one block."""
+        """Zero one block."""
         for layer in self.layers:
             layer.kv_cache[block].zero_()
 
-    def place(self, parts: Sequence[Part], kv: KVSpec, heads: slice | None) -> Placing:
-        """What `write` takes, for parts of the layout ``kv`` (the whole model's) of which ``heads`` are this cache's."""
-        make = partial(Placing, parts, kv, dtype=self.dtype, device=self.device, heads=heads, kernel=self.kernel)
+    def plan(self, parts: Sequence[SpanSlice], kv: KVSpec, heads: slice | None) -> LoadPlan:
+        """Return the argument of `write` for parts of the whole model's layout ``kv``, of which this cache has ``heads``."""
+        make = partial(LoadPlan, parts, kv, dtype=self.dtype, device=self.device, heads=heads, kernel=self.kernel)
         return load_thread.alone(make) if self._alone else make()
 
     def read(self, blocks: Sequence[int], begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """KV of the tokens ``[begin, end)`` of a request that owns ``blocks``.
+        """Return KV of the tokens ``[begin, end)`` of a request that owns ``blocks``.
 
         Returns:
             ``(k, v)``, each ``[layers, end - begin, heads, dim]``, new tensors on the cache's device, complete: other
@@ -163,18 +165,18 @@ class PagedKV:
         if not 0 <= begin < end or last > len(blocks):
             raise ValueError(f"tokens [{begin}, {end}) must be non-empty and lie in {len(blocks)} blocks")
         index = torch.tensor(blocks[first:last], dtype=torch.int64, device=self.device)
-        wanted = slice(begin - first * self.block_size, end - first * self.block_size)
+        tokens = slice(begin - first * self.block_size, end - first * self.block_size)
         pairs = [
-            self._plain(layer, *self._unpack(layer.kv_cache[index], shape))
+            self._dequantise(layer, *self._unpack(layer.kv_cache[index], shape))
             for layer, shape in zip(self.layers, self.shapes, strict=True)
         ]
-        found = to_rows(self.kv, [(k[wanted], v[wanted]) for k, v in pairs])
+        rows = to_rows(self.kv, [(k[tokens], v[tokens]) for k, v in pairs])
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-        return found
+        return rows
 
     def _unpack(self, raw: torch.Tensor, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[blocks, ...]`` as cached to ``k [blocks * block_size, H, k_dim]`` and ``v``."""
+        """Return cached ``[blocks, ...]`` as ``k [blocks * block_size, H, k_dim]`` and ``v``."""
         count, size, (heads, k_dim, v_dim) = raw.shape[0], self.block_size, shape
         numbers = raw.reshape(count, -1)[:, self._gathers[shape]]
         cut = size * heads * k_dim
@@ -182,17 +184,17 @@ class PagedKV:
         v = numbers[:, cut:].reshape(count * size, heads, v_dim)
         return k, v
 
-    def _plain(self, layer: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a quantised cache says, in the model's dtype."""
+    def _dequantise(self, layer: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the numbers of a cache in the model's dtype; those of an unquantised one unchanged."""
         if self._fp8 is None:
             return k, v
         scales = (layer._k_scale_float, layer._v_scale_float)
         return tuple((x.view(self._fp8).float() * s).to(self.dtype) for x, s in zip((k, v), scales, strict=True))
 
     def _probe(self, layer: Any, shape: Shape) -> torch.Tensor:
-        """Where each number of (k, v) of one block lies in it: int64 ``[block_size * heads * (k_dim + v_dim)]``.
+        """Return the place of each number of (k, v) within a block: int64 ``[block_size * heads * (k_dim + v_dim)]``.
 
-        Raises UnsupportedModel where the packing is not a permutation that is the same for every block.
+        Raises UnsupportedModel where the packing is not the same permutation for every block.
         """
         (heads, k_dim, v_dim), size = shape, self.block_size
         scratch = torch.zeros_like(layer.kv_cache[:2])
@@ -200,7 +202,7 @@ class PagedKV:
         digits, base = 1, self._base
         while base**digits < total:
             digits += 1
-        found = torch.zeros(2, total, dtype=torch.int64, device=scratch.device)
+        indices = torch.zeros(2, total, dtype=torch.int64, device=scratch.device)
         numbers = torch.arange(total, device=scratch.device)
         for digit in range(digits):
             value = (numbers // base**digit % base).to(self.dtype)
@@ -211,71 +213,71 @@ class PagedKV:
             for block in range(2):
                 slots = torch.arange(size, device=scratch.device) + block * size
                 _update(layer, k, v, scratch, slots)
-            held = scratch if self._fp8 is None else scratch.view(self._fp8).float()
-            found += held.reshape(2, total).to(torch.int64) * base**digit
-        if not torch.equal(found[0], found[1]) or not torch.equal(found[0].sort().values, numbers):
+            digits_read = scratch if self._fp8 is None else scratch.view(self._fp8).float()
+            indices += digits_read.reshape(2, total).to(torch.int64) * base**digit
+        if not torch.equal(indices[0], indices[1]) or not torch.equal(indices[0].sort().values, numbers):
             raise UnsupportedModel(
                 f"the cache packing of attention backend {type(layer.impl).__name__} is not a permutation within a "
                 "block; spans cannot be read back from it: choose another attention backend"
             )
         gather = torch.empty_like(numbers)
-        gather[found[0]] = numbers
+        gather[indices[0]] = numbers
         self._gathers[shape] = gather
         self._round_trip(layer, scratch, shape)
         return gather
 
     def _round_trip(self, layer: Any, scratch: torch.Tensor, shape: Shape) -> None:
-        """Writes tokens at scattered slots, as real loads do, and reads them back bit for bit."""
+        """Write tokens at scattered slots, as real loads do, and check that they are read back bit for bit."""
         (heads, k_dim, v_dim), size = shape, self.block_size
         noise = torch.Generator().manual_seed(0)
         scratch.zero_()
         slots = torch.randperm(2 * size, generator=noise)
         k = torch.randn(2 * size, heads, k_dim, generator=noise).to(self.device, self.dtype)
         v = torch.randn(2 * size, heads, v_dim, generator=noise).to(self.device, self.dtype)
-        if self._fp8 is not None:  # only what the cache can say comes back to the bit
+        if self._fp8 is not None:  # only numbers that the cache can represent come back to the bit
             k, v = ((x.float() / s).to(self._fp8) for x, s in ((k, layer._k_scale_float), (v, layer._v_scale_float)))
-            k, v = self._plain(layer, k.view(torch.uint8), v.view(torch.uint8))
+            k, v = self._dequantise(layer, k.view(torch.uint8), v.view(torch.uint8))
         step = 2 * size // 3
         for at in range(0, 2 * size, step):
             part = slots[at : at + step]
             _update(layer, k[part], v[part], scratch, part.to(scratch.device))
-        got_k, got_v = self._plain(layer, *self._unpack(scratch, shape))
+        got_k, got_v = self._dequantise(layer, *self._unpack(scratch, shape))
         if not (torch.equal(got_k, k) and torch.equal(got_v, v)):
             raise UnsupportedModel(
                 f"attention backend {type(layer.impl).__name__} does not return the KV that was written into its cache"
             )
 
-    def _steps(self) -> list[Lines] | None:
-        """Each layer's packing as constant strides, where it has them and the load kernel writes correctly by them."""
-        found = [self._line(layer.kv_cache) for layer in self.layers]
-        lines = [line for line in found if line is not None]
-        if len(lines) < len(found) or self.block_size < 8:
+    def _find_strides(self) -> list[CacheStrides] | None:
+        """Return each layer's packing as constant strides; None unless all have them and the load kernel writes by them."""
+        per_layer = [self._strides_of(layer.kv_cache) for layer in self.layers]
+        strides = [layer for layer in per_layer if layer is not None]
+        if len(strides) < len(per_layer) or self.block_size < 8:
             return None
         try:
             # All in a block and a half, so that two blocks of the scratch cache hold it.
             tokens = (self.block_size, self.block_size // 4 + 1, self.block_size // 4 + 1)
-            fault = trial(self._written, self.kv, self.dtype, self.device, tokens)
+            fault = trial(self._scratch_kernel, self.kv, self.dtype, self.device, tokens)
         except Exception as error:  # anything that a compiler or a driver may raise
             fault = f"{type(error).__name__}: {error}"
         if fault is not None:
             report(f"the Triton load kernel does not write the paged cache itself on {self.device}: {fault}")
             return None
-        return lines
+        return strides
 
-    def _line(self, cache: torch.Tensor) -> Lines | None:
+    def _strides_of(self, cache: torch.Tensor) -> CacheStrides | None:
         gather = self._gathers[self.shapes[0]]  # all layers have one shape where a kernel writes by strides
-        return Lines.find(cache, gather, self.block_size, self.kv.heads, (self.kv.k_dim, self.kv.v_dim))
+        return CacheStrides.find(cache, gather, self.block_size, self.kv.heads, (self.kv.k_dim, self.kv.v_dim))
 
-    def _written(self, parts: Sequence[Part], spec: KVSpec, **options: Any) -> Any:
-        """A kernel whose layers go through scattered slots of a scratch cache, packed like the first layer's."""
-        placing = Placing(parts, spec, dtype=options["dtype"], device=options["device"], kernel="triton")
-        slots = torch.randperm(2 * self.block_size, generator=torch.Generator().manual_seed(0))[: placing.tokens]
+    def _scratch_kernel(self, parts: Sequence[SpanSlice], spec: KVSpec, **options: Any) -> Any:
+        """Return a kernel whose layers go through scattered slots of a scratch cache, packed like the first layer's."""
+        plan = LoadPlan(parts, spec, dtype=options["dtype"], device=options["device"], kernel="triton")
+        slots = torch.randperm(2 * self.block_size, generator=torch.Generator().manual_seed(0))[: plan.tokens]
 
         def layer(i: int) -> tuple[torch.Tensor, torch.Tensor]:
             scratch = torch.zeros_like(self.layers[0].kv_cache[:2])
-            line = self._line(scratch)
-            assert line is not None
-            placing.store(i, scratch, line, slots.to(self.device))
+            strides = self._strides_of(scratch)
+            assert strides is not None
+            plan.store(i, scratch, strides, slots.to(self.device))
             k, v = self._unpack(scratch, self.shapes[0])
             return k[slots], v[slots]
 
@@ -289,9 +291,9 @@ def _update(layer: Any, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, s
         layer.impl.do_kv_cache_update(layer, k, v, cache, slots)
 
 
-def _ordered(layers: Mapping[str, Any], hybrid: bool) -> list[Any]:
-    """Decoder attention layers that have a cache, in the order of their index within the model; a hybrid's others have states."""
-    found = []
+def _attention_layers(layers: Mapping[str, Any], hybrid: bool) -> list[Any]:
+    """Return the decoder attention layers that have a cache, by index; a hybrid's other layers have states."""
+    indexed = []
     for name, layer in layers.items():
         cache = getattr(layer, "kv_cache", None)
         if getattr(layer, "kv_sharing_target_layer_name", None):
@@ -301,12 +303,12 @@ def _ordered(layers: Mapping[str, Any], hybrid: bool) -> list[Any]:
         if hybrid and isinstance(cache, tuple):
             continue  # see `paged_states`
         if not isinstance(cache, torch.Tensor) or not hasattr(getattr(layer, "impl", None), "do_kv_cache_update"):
-            # A recurrent state, a sparse indexer's keys: they would stay behind where the KV moves.
+            # A recurrent state, a sparse indexer's keys: they would not move with the KV.
             raise UnsupportedModel(
                 f"all of a model's caches must be attention KV, got {type(layer).__name__} at {name!r}; it would not move"
             )
         numbers = [int(part) for part in name.split(".") if part.isdigit()]
         if len(numbers) != 1:
             raise UnsupportedModel(f"an attention layer's name must hold its index once, got {name!r}")
-        found.append((numbers[0], layer))
-    return [layer for _, layer in sorted(found, key=lambda item: item[0])]
+        indexed.append((numbers[0], layer))
+    return [layer for _, layer in sorted(indexed, key=lambda item: item[0])]

@@ -1,12 +1,11 @@
 """States of a hybrid's recurrent layers in vLLM's paged cache.
 
-Without prefix caching a request has one block in each group of recurrent layers, and in it the states behind the last token
-that was computed. So a state is read when its request has ended, and a chunk whose states are wanted ends a request's prompt;
-what a load brings are the states behind its last span. They are kept as the worker lays them out, which differs between
-processors and GPUs.
+Without prefix caching a request has one block in each group of recurrent layers, which holds the states after the last computed
+token. So a state is read when its request has ended, a chunk whose states are captured ends its request's prompt, and a load
+writes the states after its last span. States are kept as the worker lays them out, which differs between CPUs and GPUs.
 
-Where chunks' maps on the states are kept as well, a load may compose the states of chunks (`ctxwin.kv.states`), for which the
-recurrent ones are kept as matrices ``[heads, k, v]`` in float32.
+Where chunks' maps on the states are kept as well, a load may compose the states of chunks (`ctxwin.kv.states`). The recurrent
+states are then kept as matrices ``[heads, k, v]`` in float32.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import torch
 
 from ctxwin.engines.vllm.transitions import Transitions
 from ctxwin.errors import UnsupportedModel
-from ctxwin.kv.kernels import Part
-from ctxwin.kv.states import States, composed, reconditioned, since_exact
+from ctxwin.kv.kernels import SpanSlice
+from ctxwin.kv.states import States, compose_states, recondition_states, since_exact
 
 _KINDS = ("conv", "recurrent")
 
@@ -30,13 +29,14 @@ class PagedStates:
     Args:
         layers: all layers by name, as in ``compilation_config.static_forward_context``.
         groups: the names of each group of layers that share a block table, as in vLLM's ``KVCacheConfig``.
-        maps: whether chunks' maps are read, too.
+        maps: whether chunks' maps are read as well.
 
-    Raises UnsupportedModel for layers whose states are not a convolution's inputs and a matrix a head.
+    Raises:
+        UnsupportedModel: layers whose states are not a convolution's inputs and a matrix a head.
     """
 
     def __init__(self, layers: Mapping[str, Any], groups: Sequence[Sequence[str]], maps: bool = False) -> None:
-        found, recurrent = {}, []
+        caches, recurrent = {}, []
         for group, names in enumerate(groups):
             for name in names:
                 cache = getattr(layers[name], "kv_cache", None)
@@ -46,100 +46,106 @@ class PagedStates:
                     shapes = [tuple(state.shape[1:]) for state in cache]
                     raise UnsupportedModel(f"the states of {name!r} must be Gated DeltaNet's, got shapes {shapes}")
                 number = next(int(part) for part in name.split(".") if part.isdigit())
-                found[number] = group, cache
+                caches[number] = group, cache
                 recurrent.append(layers[name])
-        self._layers = dict(sorted(found.items()))
+        self._layers = dict(sorted(caches.items()))
         self._transitions = Transitions(recurrent) if maps else None
 
-    def hear(self, blocks: Sequence[int], tokens: int) -> None:
-        """Expects a chunk of so many tokens to be computed next by the request that has these blocks: `read` gives its map.
+    def capture(self, blocks: Sequence[int], tokens: int) -> None:
+        """Capture the map of the chunk that the request with these blocks computes next; `read` returns it.
 
-        0 tokens: what was expected there will not be read.
+        Args:
+            blocks: the request's block in each group.
+            tokens: of the chunk; 0 drops a capture that will not be read.
         """
         for group, (_, cache) in self._layers.values() if self._transitions is not None else ():
             assert self._transitions is not None
-            self._transitions.hear(cache, blocks[group], tokens)
+            self._transitions.capture(cache, blocks[group], tokens)
 
     @torch.inference_mode()
     def read(self, blocks: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The states in one request's blocks, by name (`ctxwin.kv.states`), copied to the processor.
+        """Return the states in one request's blocks, by name (`ctxwin.kv.states`), copied to the CPU.
 
         Args:
             blocks: the request's block in each group.
         """
-        made = {
+        states = {
             f"{number}.{kind}": state[blocks[group]].to("cpu", copy=True)
             for number, (group, cache) in self._layers.items()
             for kind, state in zip(_KINDS, cache, strict=True)
         }
-        return made if self._transitions is None else made | self._maps(blocks, made)
+        return states if self._transitions is None else states | self._maps(blocks, states)
 
-    def _maps(self, blocks: Sequence[int], behind: States) -> dict[str, torch.Tensor]:
-        """The recurrent states as matrices, with the maps of what was heard; without any where a part of it was not."""
+    def _maps(self, blocks: Sequence[int], states: States) -> dict[str, torch.Tensor]:
+        """Return the recurrent states as matrices, with the captured maps; without any maps if one is incomplete."""
         assert self._transitions is not None
-        made, whole = {}, True
+        tensors, complete = {}, True
         for number, (group, (_, cache)) in self._layers.items():
             name = f"{number}.recurrent"
-            made[name] = _matrix(behind[name], cache.device).float().contiguous()
-            heard = self._transitions.take(cache, blocks[group])
-            whole = whole and heard is not None
-            if heard is not None:
-                through, front = heard
-                own = made[name].to(through) - through @ _matrix(front, cache.device).float()
-                made |= {f"{number}.map": through.to("cpu"), f"{number}.own": own.to("cpu")}
-        return made if whole else {name: state for name, state in made.items() if name.endswith(".recurrent")}
+            tensors[name] = _matrix(states[name], cache.device).float().contiguous()
+            capture = self._transitions.take(cache, blocks[group])
+            complete = complete and capture is not None
+            if capture is not None:
+                transition, initial = capture
+                offset = tensors[name].to(transition) - transition @ _matrix(initial, cache.device).float()
+                tensors |= {f"{number}.map": transition.to("cpu"), f"{number}.own": offset.to("cpu")}
+        return tensors if complete else {name: state for name, state in tensors.items() if name.endswith(".recurrent")}
 
     @torch.inference_mode()
-    def behind(self, parts: Sequence[Part]) -> States:
-        """The states behind spans that stand in a row. Cost: a product a layer for each approximate one behind the last exact."""
+    def states_after(self, parts: Sequence[SpanSlice]) -> States:
+        """Return the states after consecutive spans.
+
+        Raises LookupError where the states after an earlier span are missing. Cost: one product a layer for each approximate
+        span after the last exact one.
+        """
         first, *rest = since_exact(parts)
         states: States = first.span.states
         if rest or first.approximate:
             if not states:
-                raise LookupError("a span in front of others must hold the states behind it, got none")
+                raise LookupError("a span before others must hold the states after it, got none")
             device = next(iter(self._layers.values()))[1][1].device
-            states = composed({}, _map_of(first)) if first.approximate else states
+            states = compose_states({}, _map_of(first)) if first.approximate else states
             states = {name: state.to(device) for name, state in states.items()}
             for part in rest:
-                states = composed(states, _map_of(part))
+                states = compose_states(states, _map_of(part))
         return states
 
     @torch.inference_mode()
     def write(self, blocks: Sequence[int], states: Mapping[str, torch.Tensor]) -> int:
-        """Puts states into a request's blocks; returns their bytes.
+        """Write states into a request's blocks; return their bytes.
 
-        Raises LookupError where a layer's is missing, ValueError for one of another shape or dtype; nothing is written then.
+        Raises LookupError where a layer's state is missing, ValueError for another shape or dtype; nothing is written then.
         """
         pairs = []
         for number, (group, cache) in self._layers.items():
-            for kind, held in zip(_KINDS, cache, strict=True):
+            for kind, paged in zip(_KINDS, cache, strict=True):
                 state = states.get(f"{number}.{kind}")
                 if state is None:
-                    raise LookupError(f"a span must hold the {kind} state behind it of layer {number}, got none")
-                into = held[blocks[group]]
+                    raise LookupError(f"a span must hold the {kind} state after it of layer {number}, got none")
+                target = paged[blocks[group]]
                 if self._transitions is not None and kind == "recurrent":
-                    into = _matrix(into, held.device)
-                    state = state.to(into.dtype)
-                if state.shape != into.shape or state.dtype != into.dtype:
+                    target = _matrix(target, paged.device)
+                    state = state.to(target.dtype)
+                if state.shape != target.shape or state.dtype != target.dtype:
                     raise ValueError(
-                        f"the {kind} state of layer {number} must be {into.dtype} {tuple(into.shape)}, got {state.dtype} "
+                        f"the {kind} state of layer {number} must be {target.dtype} {tuple(target.shape)}, got {state.dtype} "
                         f"{tuple(state.shape)}"
                     )
-                pairs.append((into, state))
-        for into, state in pairs:
-            into.copy_(state)
+                pairs.append((target, state))
+        for target, state in pairs:
+            target.copy_(state)
         return sum(state.nbytes for _, state in pairs)
 
 
 def _matrix(state: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A state as the worker on ``device`` lays it out, ``[heads, v, k]`` by its shape, as ``[heads, k, v]``; a view.
+    """Return a view ``[heads, k, v]`` of a state as the worker on ``device`` lays it out, with shape ``[heads, v, k]``.
 
-    A processor's kernels take the memory for ``[heads, k, v]`` whatever the shape says, those of GPUs do not.
+    CPU kernels read its memory as ``[heads, k, v]`` whatever the shape; GPU kernels follow the shape.
     """
     heads, v, k = state.shape
     return state.view(heads, k, v) if device.type == "cpu" else state.mT
 
 
-def _map_of(part: Part) -> States:
-    """The map of what is loaded, with what its patch adds."""
-    return part.span.states if part.patch is None else reconditioned(part.span.states, part.patch.states)
+def _map_of(part: SpanSlice) -> States:
+    """Return the map of a loaded span, its patch included."""
+    return part.span.states if part.patch is None else recondition_states(part.span.states, part.patch.states)

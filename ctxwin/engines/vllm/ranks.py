@@ -1,7 +1,7 @@
-"""KV heads and layers on ranks: what one rank holds of a span, and a span from what all ranks hold.
+"""KV heads and layers on ranks: one rank's share of a span, and a span from the shares of all ranks.
 
-The store knows nothing of ranks: a span has all layers and KV heads. A worker loads its own and captures its own: the layers of
-its stage of a pipeline, and of these the heads of its tensor-parallel rank. Tokens, positions and block ids are the same on every
+The store has no notion of ranks: a span has all layers and KV heads. A worker loads and captures its share: the layers of its
+pipeline stage, and of these the heads of its tensor-parallel rank. Tokens, positions and block ids are the same on every
 rank.
 """
 
@@ -13,7 +13,7 @@ import torch
 
 
 def own_heads(heads: int, rank: int, size: int) -> slice:
-    """The KV heads that vLLM keeps on one rank: an equal share, or one head on several ranks where there are fewer.
+    """Return the KV heads that vLLM keeps on one rank: an equal share, or one head on several ranks where there are fewer.
 
     Args:
         heads: KV heads of the model. Latent attention (MLA) has one, which every rank holds whole.
@@ -40,7 +40,7 @@ def own_heads(heads: int, rank: int, size: int) -> slice:
 
 
 def gather(parts: Sequence[torch.Tensor], heads: int) -> torch.Tensor:
-    """All KV heads of a span ``[L, T, heads, D]`` from what the ranks captured of it; a single part is not copied.
+    """Return all KV heads of a span ``[L, T, heads, D]`` from what the ranks captured of it; a single part is not copied.
 
     Args:
         parts: ``[L, T, h, D]`` of rank 0, 1, ...; h as in `own_heads`. Of a head that several ranks hold, the first copy
@@ -54,22 +54,22 @@ def gather(parts: Sequence[torch.Tensor], heads: int) -> torch.Tensor:
         raise ValueError("the parts of at least one rank are needed, got none")
     size = len(parts)
     layers, tokens, _, dim = parts[0].shape
-    taken, until = [], 0
+    shares, until = [], 0
     for rank, part in enumerate(parts):
-        own = own_heads(heads, rank, size)
-        want = (layers, tokens, own.stop - own.start, dim)
+        head_range = own_heads(heads, rank, size)
+        want = (layers, tokens, head_range.stop - head_range.start, dim)
         if tuple(part.shape) != want or part.dtype != parts[0].dtype:
             raise ValueError(
                 f"rank {rank} of {size} must hold {parts[0].dtype} {want}, got {part.dtype} {tuple(part.shape)}"
             )
-        if own.start == until:  # else a copy of the head before
-            taken.append(part)
-            until = own.stop
-    return taken[0] if len(taken) == 1 else torch.cat(taken, dim=2)
+        if head_range.start == until:  # else a copy of the previous head
+            shares.append(part)
+            until = head_range.stop
+    return shares[0] if len(shares) == 1 else torch.cat(shares, dim=2)
 
 
 def gather_stages(parts: Sequence[torch.Tensor], heads: int, stages: int) -> torch.Tensor:
     """As `gather`, of a pipeline: ``parts`` of all ranks of its first stage, then of the next, whose layers follow."""
     size = len(parts) // stages
-    found = [gather(parts[at : at + size], heads) for at in range(0, len(parts), size)]
-    return found[0] if stages == 1 else torch.cat(found)
+    stage_spans = [gather(parts[at : at + size], heads) for at in range(0, len(parts), size)]
+    return stage_spans[0] if stages == 1 else torch.cat(stage_spans)

@@ -1,8 +1,8 @@
-"""What of vLLM's configuration would have spans served wrongly, refused by name at start-up.
+"""Refusals, at start-up, of vLLM configurations under which spans would be served wrongly.
 
 `check_config` reads the finished ``VllmConfig``, in which every way to set an option has come together (arguments,
 command line, environment, the model's own config). It is called where the connector is made, so it also covers a vLLM that
-somebody else has started.
+another program has started.
 
 **Compiled modes need no refusal**, piecewise or full CUDA graphs included. A graph replay skips the Python between kernels,
 and with it the hooks that vLLM calls around each attention layer; a connector that loads layer by layer would compute on
@@ -12,7 +12,7 @@ stale blocks then (hence vLLM's ``requires_piecewise_for_cudagraph``). This conn
   the model (``GPUModelRunner.execute_model`` enters ``maybe_get_kv_connector_output`` before ``_model_forward``; runner V2
   calls ``pre_forward`` before ``run_fullgraph``), on the stream on which the graph is replayed. Graphs are captured on the
   addresses of the paged cache, to which loads write.
-- A background load fills blocks of a request that takes part in no step until vLLM has been told that it is done.
+- A background load fills blocks of a request that takes part in no step until the load is reported as done.
 - Captures are read when a request has ended, after its last token was sampled from the forward that they come from.
 - Rows that pad a batch up to a captured size have no slot: they write nothing into anybody's blocks.
 
@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ctxwin.engines.vllm.drafter import METHODS
+from ctxwin.engines.vllm.draft_model import METHODS
 from ctxwin.engines.vllm.paged import FP8
 from ctxwin.errors import UnsupportedModel
 
@@ -42,7 +42,7 @@ BARE_DRAFTERS = ("ngram",)
 
 
 def check_config(config: Any) -> None:
-    """Refuses a configuration under which the connector would load or read back wrong KV, or would not be asked.
+    """Refuse a configuration under which the connector would load or read back wrong KV, or would not be asked.
 
     Args:
         config: a ``vllm.config.VllmConfig``.
@@ -56,13 +56,16 @@ def check_config(config: Any) -> None:
 
 
 def _rules(config: Any) -> Iterator[tuple[str, str, object, bool, str]]:
-    """(option, what it must be, what it is, whether that fits, why)."""
+    """Yield (option, required value, actual value, True if it fits, reason)."""
     for name, reason in ONE.items():
         size = getattr(config.parallel_config, name, 1)
         yield name, "1", size, size == 1, f"{reason}; serve larger models by tensor_parallel_size or from replicas"
     dbo = getattr(config.parallel_config, "enable_dbo", False)
     yield "enable_dbo", "False", dbo, not dbo, "half of a batch runs on streams that do not wait for loads"
     transfer, model = config.kv_transfer_config, config.model_config
+    sleeps = bool(getattr(model, "enable_sleep_mode", False))
+    reason = "it takes the paged cache's memory away under spans that are loaded or read back, and has not been tried"
+    yield "enable_sleep_mode", "False", sleeps, not sleeps, reason
     connector = getattr(transfer, "kv_connector", None)
     reason = "beside another connector a request may be given KV that was computed for other neighbours"
     yield "kv_connector", repr(CONNECTOR), repr(connector), connector == CONNECTOR, reason
@@ -72,13 +75,19 @@ def _rules(config: Any) -> Iterator[tuple[str, str, object, bool, str]]:
     reason = "stored KV is named, and keys are turned, by the checkpoint's own config; change its config.json instead"
     yield "hf_overrides", "empty", model.hf_overrides, not model.hf_overrides, reason
     for name in ("revision", "hf_config_path"):
-        given = getattr(model, name, None)
+        setting = getattr(model, name, None)
         reason = "ctxwin reads config and weights where the model's name leads; open a local folder of that revision"
-        yield name, "unset", repr(given), given is None, reason
+        yield name, "unset", repr(setting), setting is None, reason
     quantised = getattr(model, "quantization", None)
-    own = not quantised or bool(getattr(model.hf_config, "quantization_config", None))
+    in_checkpoint = not quantised or bool(getattr(model.hf_config, "quantization_config", None))
     reason = "KV of a model that is quantised while it loads would be stored under the name of the full one; save the "
-    yield "quantization", "the checkpoint's own", repr(quantised), own, reason + "quantised checkpoint and open that"
+    yield (
+        "quantization",
+        "the checkpoint's own",
+        repr(quantised),
+        in_checkpoint,
+        reason + "quantised checkpoint and open that",
+    )
     coder = getattr(model, "is_encoder_decoder", False)
     reason = "cross-attention KV is no prefix"
     yield "the model", "a decoder", "an encoder with a decoder", not coder, reason
@@ -87,19 +96,21 @@ def _rules(config: Any) -> Iterator[tuple[str, str, object, bool, str]]:
     dummy = str(config.load_config.load_format) == "dummy"
     reason = "stored KV is named by the checkpoint's own weights"
     yield "load_format", "one that reads the weights", "'dummy'", not dummy, reason
-    kept, dtype = str(config.cache_config.cache_dtype), str(model.dtype).removeprefix("torch.")
+    cache_dtype, dtype = str(config.cache_config.cache_dtype), str(model.dtype).removeprefix("torch.")
     reason = "spans are read back to the bit from the model's own dtype and from caches with one scale a layer"
-    fits = kept in ("auto", dtype, *FP8)
-    yield "kv_cache_dtype", f"'auto', {dtype!r}, {', '.join(map(repr, FP8))}", repr(kept), fits, reason
-    drafter, known = config.speculative_config, (*BARE_DRAFTERS, *METHODS)
-    method = getattr(drafter, "method", None) or "set"
+    fits = cache_dtype in ("auto", dtype, *FP8)
+    yield "kv_cache_dtype", f"'auto', {dtype!r}, {', '.join(map(repr, FP8))}", repr(cache_dtype), fits, reason
+    draft_model, methods = config.speculative_config, (*BARE_DRAFTERS, *METHODS)
+    method = getattr(draft_model, "method", None) or "set"
     reason = "what another drafter keeps between steps beside KV of tokens, or how it lays that out, is not known"
-    fits = drafter is None or method in known
-    yield "speculative_config", f"unset, or of a method among {', '.join(known)}", repr(method), fits, reason
+    fits = draft_model is None or method in methods
+    yield "speculative_config", f"unset, or of a method among {', '.join(methods)}", repr(method), fits, reason
     reason = "that drafters keep KV of tokens alone has been tried one token at a time only"
-    parallel = bool(getattr(drafter, "parallel_drafting", False))
+    parallel = bool(getattr(draft_model, "parallel_drafting", False))
     yield "parallel_drafting", "False", parallel, not parallel, reason
-    revision = getattr(getattr(drafter, "draft_model_config", None), "revision", None) if method in METHODS else None
+    revision = (
+        getattr(getattr(draft_model, "draft_model_config", None), "revision", None) if method in METHODS else None
+    )
     reason = "its KV is named by the weights that its model's name leads to; open a local folder of that revision"
     yield "the drafter's revision", "unset", repr(revision), revision is None, reason
     whole = bool(getattr(model, "is_mm_prefix_lm", False)) and _on_a_processor()
@@ -119,9 +130,9 @@ def _rules(config: Any) -> Iterator[tuple[str, str, object, bool, str]]:
         yield from _hybrid_rules(config)
     stages = config.parallel_config.pipeline_parallel_size
     reason = "which stage has the drafter, and what it keeps there, has not been tried"
-    yield "speculative_config", "unset in a pipeline", repr(method), drafter is None or stages == 1, reason
-    known = (getattr(transfer, "kv_connector_extra_config", None) or {}).get("lora", False)
-    fits = config.lora_config is None or known
+    yield "speculative_config", "unset in a pipeline", repr(method), draft_model is None or stages == 1, reason
+    adapters = (getattr(transfer, "kv_connector_extra_config", None) or {}).get("lora", False)
+    fits = config.lora_config is None or adapters
     yield (
         "enable_lora",
         "False",
@@ -132,7 +143,7 @@ def _rules(config: Any) -> Iterator[tuple[str, str, object, bool, str]]:
 
 
 def _hybrid_rules(config: Any) -> Iterator[tuple[str, str, object, bool, str]]:
-    """What a model with recurrent layers needs beside."""
+    """Yield the further rules for a model with recurrent layers."""
     cached = bool(config.cache_config.enable_prefix_caching)
     reason = "vLLM would keep recurrent states at block boundaries only, and copy them before a load has brought them"
     yield "enable_prefix_caching", "False for a model with recurrent layers", cached, not cached, reason
@@ -142,9 +153,15 @@ def _hybrid_rules(config: Any) -> Iterator[tuple[str, str, object, bool, str]]:
     stages = config.parallel_config.pipeline_parallel_size
     reason = "recurrent states are not split among stages yet; serve from replicas, or on transformers"
     yield "pipeline_parallel_size", "1 for a model with recurrent layers", stages, stages == 1, reason
-    drafter = getattr(config.speculative_config, "method", None)
+    draft_model = getattr(config.speculative_config, "method", None)
     reason = "a state cannot take back the tokens of a draft that was not accepted"
-    yield "speculative_config", "unset for a model with recurrent layers", repr(drafter), drafter is None, reason
+    yield (
+        "speculative_config",
+        "unset for a model with recurrent layers",
+        repr(draft_model),
+        draft_model is None,
+        reason,
+    )
     ahead = bool(config.scheduler_config.async_scheduling)
     reason = "a state would be a step ahead of the tokens that it is read back with"
     yield "async_scheduling", "False for a model with recurrent layers", ahead, not ahead, reason

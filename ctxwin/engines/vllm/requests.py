@@ -1,4 +1,4 @@
-"""One request on vLLM: hands over what it loads, reads its outputs, collects what it captured."""
+"""One request on vLLM: submit its loads, read its outputs, collect its captures."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from ctxwin.engines.vllm.drivers import Driver, Ticket
 
 POLL_S = 0.01
-"""How often work in the background looks whether it must give way."""
+"""How often background work checks whether it must give way."""
 BACKGROUND = 10
-"""Priority of work that nobody waits for; vLLM serves lower numbers first, and other requests have 0."""
+"""Priority of background work; vLLM serves lower numbers first, and other requests have 0."""
 
 
 _SAME: tuple[str, ...] = ("max_tokens", "temperature", "seed", "top_p", "top_k", "min_p")
@@ -28,7 +28,7 @@ _SAME += ("presence_penalty", "frequency_penalty", "repetition_penalty")  # the 
 
 
 class LoadError(Exception):
-    """The connector could not load or read back a span; nothing of the request may be used."""
+    """The connector could not load or read back a span; no result of the request may be used."""
 
 
 class CallerError(Exception):
@@ -37,15 +37,15 @@ class CallerError(Exception):
 
 @dataclass
 class Outcome:
-    """What one request returned.
+    """Result of one request.
 
     Attributes:
         token_ids: generated ids, the ending token excluded.
         logprobs: first-token log-probabilities by token id.
         first_token_at: `time.perf_counter` at the first token.
         finished: False where ``on_token`` stopped it.
-        forced: log-probabilities by token id before each of the last prompt tokens that were asked for, then behind them.
-        queries: rotated queries of the chunk that was asked for, ``[tokens, layers, heads, dim]``.
+        forced: log-probabilities by token id before each of the scored last prompt tokens, then after them.
+        queries: rotated queries of the requested chunk, ``[tokens, layers, heads, dim]``.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -58,9 +58,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Forced:
-    """Asks for the ``best`` log-probabilities before each of the last ``tokens`` of a prompt, and behind them.
+    """Request for the ``best`` log-probabilities before each of the last ``tokens`` of a prompt, and after them.
 
-    ``stopped`` is polled; once it is true the request is taken back and AnswerStopped raised.
+    ``stopped`` is polled; once it is true the request is cancelled and AnswerStopped raised.
     """
 
     tokens: int
@@ -68,11 +68,11 @@ class Forced:
     stopped: Callable[[], bool]
 
 
-class Told:
-    """Tells a caller each token once.
+class StreamGuard:
+    """Passes each token of a stream to a caller once.
 
-    A request whose blocks were taken away and whose load then fails is served anew from the beginning. What a caller has
-    been told cannot be taken back, so the new answer has to begin with it.
+    A request that was preempted and whose load then fails is served again from the beginning. Tokens that the caller has
+    received cannot be taken back, so the new answer has to begin with them.
 
     Args:
         on_token: see `Engine.generate`.
@@ -83,25 +83,27 @@ class Told:
         self._on_token = on_token
         self._decode = decode
         self._ids: list[int] = []
-        self._goes_on = True
+        self._continue = True
 
     def __call__(self, ids: list[int]) -> bool:
-        """Takes all ``ids`` generated so far; False once the caller wants no more. Raises EngineFailed if earlier ones
-        changed."""
+        """Pass on the last of all ``ids`` generated so far; return False once the caller stops.
+
+        Raises EngineFailed if a token that was passed on has changed.
+        """
         at = len(ids) - 1
         if at >= len(self._ids):
             self._ids.append(ids[at])
-            self._goes_on = self._on_token(ids[at], self._decode(ids)) is not False
+            self._continue = self._on_token(ids[at], self._decode(ids)) is not False
         elif ids[at] != self._ids[at]:
-            raise self._lost()
-        return self._goes_on or len(ids) < len(self._ids)
+            raise self._changed()
+        return self._continue or len(ids) < len(self._ids)
 
     def check(self, ids: list[int]) -> None:
-        """Raises EngineFailed for a whole answer that is shorter than what was told of it."""
+        """Raise EngineFailed for a complete answer that is shorter than what was streamed of it."""
         if len(ids) < len(self._ids):
-            raise self._lost()
+            raise self._changed()
 
-    def _lost(self) -> EngineFailed:
+    def _changed(self) -> EngineFailed:
         return EngineFailed(
             "KV of the answer was lost while it was streamed, and computed anew the answer is another one; ask again"
         )
@@ -119,27 +121,27 @@ def run(
     forced: Forced | None = None,
     lora: Any = None,
 ) -> Outcome:
-    """Runs one request to its end, beside whatever else vLLM has to do.
+    """Run one request to its end, batched with vLLM's other requests.
 
     Args:
-        driver: of a started engine.
-        transport: where its connector finds transfers.
+        driver: driver of a started engine.
+        transport: the transport of its connector.
         prompt: a rendered engine input.
-        transfer: what to load and capture; filled on return, as far as the request got if ``on_token`` stopped it.
+        transfer: what to load and capture. On return it holds the outcome, up to where ``on_token`` stopped the request.
         sampling: how to decode.
         ending: token ids that end the answer.
         on_token: called in this thread with all ids after each token that does not end the answer; returning False stops.
-        background: nobody waits for it; other requests go first.
-        forced: what to read of the prompt's last tokens.
-        lora: the adapter to compute it with, as vLLM names it.
+        background: True for background work; other requests go first.
+        forced: scores of the prompt's last tokens to read.
+        lora: the adapter to compute it with, vLLM's ``LoRARequest``.
 
     Raises:
-        LoadError, CallerError: see there. Whatever vLLM raises passes through. The request is taken back in each case.
+        LoadError, CallerError: see there. vLLM's own errors pass through. The request is cancelled in each case.
     """
     try:
         handle = transport.add(transfer)
     except OSError as error:
-        raise LoadError(f"no room to hand over what the request loads: {error}") from error
+        raise LoadError(f"no room to submit what the request loads: {error}") from error
     outcome = Outcome()
     try:
         parameters = _parameters(sampling, ending, handle, forced)
@@ -148,29 +150,29 @@ def run(
             reason = _follow(driver, ticket, outcome, sampling, on_token, forced)
         transport.collect(handle, transfer, reason != "error")
     except Exception:
-        transport.collect(handle, transfer, False)  # what it cost counts all the same
+        transport.collect(handle, transfer, False)  # its cost counts all the same
         raise
     finally:
         transport.remove(handle)
-    served = transfer.local_tokens + transfer.planned_tokens
-    if forced is not None and forced.tokens and served >= len(prompt["prompt_token_ids"]) - forced.tokens:
+    cached = transfer.local_tokens + transfer.planned_tokens
+    if forced is not None and forced.tokens and cached >= len(prompt["prompt_token_ids"]) - forced.tokens:
         raise EngineFailed("places of the answer were not computed, so that it could not be scored")
-    if not outcome.finished and served >= transfer.blank:
-        # The tokens so far came from sound KV. What failed or was still to be loaded after them, behind a preemption for
-        # example, does not matter: asked again, the caller would be told once more what it has stopped.
+    if not outcome.finished and cached >= transfer.placeholder_tokens:
+        # The tokens so far came from sound KV. A later failed or pending load, after a preemption for example, does not
+        # matter: served again, the caller would receive once more what it has stopped.
         if transfer.error is not None or transfer.loaded_tokens != transfer.planned_tokens:
             transfer.captured.clear()
         return outcome
     if transfer.error is not None or reason == "error":
         raise LoadError(str(transfer.error or "vLLM reported a failed load")) from transfer.error
     if transfer.loaded_tokens != transfer.planned_tokens:
-        # The scheduler counted on tokens that nobody wrote: their blocks hold garbage under the hashes of real ones.
+        # The scheduler expected tokens that were not written: their blocks hold garbage under the hashes of real ones.
         driver.reset_prefix_cache()
         raise LoadError(f"{transfer.planned_tokens} tokens were to be loaded, got {transfer.loaded_tokens}")
-    if served < transfer.blank:
-        # vLLM did not ask the connector, or not for all of it: zeros were computed in place of media.
+    if cached < transfer.placeholder_tokens:
+        # vLLM did not query the connector, or not for all tokens: zeros were computed in place of media.
         driver.reset_prefix_cache()
-        raise LoadError(f"{transfer.blank} tokens were to come from the cache or from spans, got fewer")
+        raise LoadError(f"{transfer.placeholder_tokens} tokens were to come from the cache or from spans, got fewer")
     return outcome
 
 
@@ -182,7 +184,7 @@ def _follow(
     on_token: Callable[[list[int]], bool] | None,
     forced: Forced | None,
 ) -> str:
-    """Reads outputs until the request ends; returns vLLM's reason."""
+    """Read outputs until the request ends; return vLLM's finish reason."""
     ended = False
     try:
         while not ended:
@@ -216,19 +218,19 @@ def _follow(
 
 
 def _forced(output: Any, part: Any, forced: Forced) -> list[dict[int, float]]:
-    """What a request with `Forced` brought back. Raises EngineFailed where vLLM did not compute those places."""
+    """Return the scores of a request with `Forced`. Raises EngineFailed where vLLM did not compute those positions."""
     ids, rows = list(output.prompt_token_ids or ()), output.prompt_logprobs
-    made = []
+    scores = []
     for at in range(len(ids) - forced.tokens, len(ids)):
         entries = rows[at] if rows is not None and len(rows) == len(ids) else None
         if not entries or ids[at] not in entries:
             raise EngineFailed(f"vLLM gave no log-probabilities for token {at} of {len(ids)} of a prompt")
-        made.append(_best(entries, forced.best) | {ids[at]: float(entries[ids[at]].logprob)})
-    return [*made, _best(part.logprobs[0], forced.best)]
+        scores.append(_best(entries, forced.best) | {ids[at]: float(entries[ids[at]].logprob)})
+    return [*scores, _best(part.logprobs[0], forced.best)]
 
 
 def _next(driver: Driver, outputs: queue.SimpleQueue[Any], forced: Forced | None) -> Any:
-    """The next output; checks now and then that vLLM still runs, in case it died silently."""
+    """Return the next output; check every few seconds that vLLM still runs, in case it died silently."""
     while True:
         try:
             return outputs.get(timeout=5.0 if forced is None else POLL_S)
@@ -251,15 +253,15 @@ def _parameters(sampling: Sampling, ending: Sequence[int], handle: str, forced: 
     if forced is not None:
         logprobs = forced.best
         if forced.tokens:
-            # Without the last, vLLM would neither load nor find anything. Places that it did not compute hold garbage, which
-            # is never read: the tokens of an answer are in no block that another request could have left.
+            # Without the last option vLLM would neither load nor hit. Positions that it did not compute hold garbage, which is
+            # never read: the tokens of an answer are in no block that another request could have left.
             prompt = {"prompt_logprobs": forced.best, "flat_logprobs": True, "skip_reading_prefix_cache": False}
     return SamplingParams(
         **prompt,
         **{name: getattr(sampling, name) for name in _SAME},
         logprobs=None if not logprobs and sampling.token_logprobs is None else logprobs,
         structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
-        # The ending ids are the tokenizer's and the generation config's, collected once for every engine.
+        # The ending ids come from the tokenizer and the generation config, collected once for every engine.
         ignore_eos=True,
         stop_token_ids=[*ending, *sampling.stop_ids],
         detokenize=False,
@@ -269,26 +271,28 @@ def _parameters(sampling: Sampling, ending: Sequence[int], handle: str, forced: 
 
 
 def check(driver: Driver, sampling: Sampling) -> None:
-    """Raises ValueError for what vLLM would refuse: ids and counts beyond the vocabulary, a schema that it cannot enforce.
+    """Check that vLLM accepts ``sampling``. Cost: compiling the schema, which is cheap compared with an answer.
 
-    UnsupportedModel: an answer that drops what it has computed. Cost: compiling the schema, which is cheap beside an answer.
+    Raises:
+        ValueError: ids and counts beyond the vocabulary, a schema that vLLM cannot enforce.
+        UnsupportedModel: an answer that drops tokens it has computed.
     """
     if sampling.hold < 1:
         raise UnsupportedModel("vLLM keeps every token that it has computed; eliminate them on transformers (hf:MODEL)")
     if sampling.json_schema is None and sampling.logprobs <= 0 and not sampling.stop_ids:
         return
     config = driver.config
-    what = "logprobs and stop_ids" if sampling.json_schema is None else "the JSON schema"
+    options = "logprobs and stop_ids" if sampling.json_schema is None else "the JSON schema"
     try:
         _parameters(sampling, (), "").verify(
             config.model_config, config.speculative_config, config.structured_outputs_config, driver.renderer.tokenizer
         )
-    except Exception as error:  # of whichever library reads schemas
-        raise ValueError(f"{what} must be what vLLM takes: {error}") from error
+    except Exception as error:  # any error of the libraries that read schemas
+        raise ValueError(f"{options} must be what vLLM takes: {error}") from error
 
 
 def _fresh(part: Any, index: int, best: int | None) -> list[int]:
-    """The ids of an output, as `ScoredToken` with the ``best`` beside them where those are wanted."""
+    """Return the ids of an output; as `ScoredToken` with the ``best`` alternatives if ``best`` is not None."""
     if best is None or not part.token_ids:
         return list(part.token_ids)
     return [
@@ -298,7 +302,7 @@ def _fresh(part: Any, index: int, best: int | None) -> list[int]:
 
 
 def _best(entries: Any, count: int) -> dict[int, float]:
-    """The ``count`` best log-probabilities of a position by token, all for -1; vLLM adds the sampled token to the best."""
-    found = {token: float(entry.logprob) for token, entry in entries.items()}
-    best = found if count < 0 else sorted(found, key=lambda token: (-found[token], token))[:count]
-    return {token: found[token] for token in best}
+    """Return the ``count`` best log-probabilities of a position by token, all for -1; vLLM adds the sampled token to them."""
+    logprobs = {token: float(entry.logprob) for token, entry in entries.items()}
+    best = logprobs if count < 0 else sorted(logprobs, key=lambda token: (-logprobs[token], token))[:count]
+    return {token: logprobs[token] for token in best}

@@ -1,4 +1,4 @@
-"""The vision tower, where the model is: in this process, or in vLLM's worker through its worker extension."""
+"""The vision tower in the process of the model: this one, or vLLM's worker through its worker extension."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ctxwin.engines.encoding.families import FAMILIES, is_clip, patch_places
-from ctxwin.engines.vllm.internals import drafter_of, handed_on, pipeline, tensor_parallel
+from ctxwin.engines.vllm.internals import draft_model_of, pipeline, stage_inputs, tensor_parallel
 from ctxwin.engines.vllm.lifecycle.folders import write_file
 from ctxwin.engines.vllm.relocation import TOKENS, refusal
 from ctxwin.engines.vllm.transport import PARAM, connect
-from ctxwin.kv.config import thinker
+from ctxwin.kv.config import text_backbone
 from ctxwin.store import codec
 
 _PIXELS, _SEEN = "see-", "seen-"
@@ -23,18 +23,18 @@ _PIXELS_ONLY = ("kimi_k25", "paddleocr_vl")
 Vision = Callable[..., "torch.Tensor"]
 """``(pixels, grids int64 [items, 3]) -> embeddings [tokens, width]`` of all items in order, on the CPU.
 
-With ``heard=True`` behind them it is the spectrogram ``[bins, frames]`` of one sound instead of pixels.
+With a third argument ``heard=True`` the pixels are the spectrogram ``[bins, frames]`` of one sound.
 """
 
 
-def hands_on(config: Any) -> bool:
-    """Whether embeddings have to be handed past vLLM's model of this family, which takes pixels only, or one shape only."""
-    family = FAMILIES.get(str(getattr(thinker(config), "model_type", "")))
+def takes_pixels_only(config: Any) -> bool:
+    """Return True if embeddings must bypass vLLM's model of this family, which takes pixels only, or one shape only."""
+    family = FAMILIES.get(str(getattr(text_backbone(config), "model_type", "")))
     return family is not None and (family.tiles or family.marks or str(config.model_type) in _PIXELS_ONLY)
 
 
 def see(model: Any, config: Any, pixels: torch.Tensor, grids: torch.Tensor, heard: bool = False) -> torch.Tensor:
-    """One run of a model's tower, for images and videos alike, or of the one that hears.
+    """Run a model's vision tower, for images and videos alike, or its audio tower.
 
     Args:
         model: vLLM's.
@@ -48,38 +48,40 @@ def see(model: Any, config: Any, pixels: torch.Tensor, grids: torch.Tensor, hear
         `ctxwin.engines.hf.model.Inputs`.
     """
     like = next(model.parameters())
-    shown = pixels.to(device=like.device, dtype=like.dtype)
-    config = thinker(config)
+    inputs = pixels.to(device=like.device, dtype=like.dtype)
+    config = text_backbone(config)
     family = FAMILIES[str(config.model_type)]
-    given: dict[str, Any]
+    kwargs: dict[str, Any]
     if heard:
-        whole = torch.ones(1, shown.shape[-1], dtype=torch.int64, device=like.device)
-        given = {"input_audio_features": shown, "audio_feature_lengths": grids[:, 2], "feature_attention_mask": whole}
+        mask = torch.ones(1, inputs.shape[-1], dtype=torch.int64, device=like.device)
+        kwargs = {"input_audio_features": inputs, "audio_feature_lengths": grids[:, 2], "feature_attention_mask": mask}
     elif family.tiles and family.marks:
-        mask = torch.ones(shown[0].shape[0], *shown.shape[-2:], dtype=torch.bool, device=like.device)
-        given = {"pixel_values": shown[0], "pixel_attention_mask": mask, "num_patches": grids[:, 0]}
+        mask = torch.ones(inputs[0].shape[0], *inputs.shape[-2:], dtype=torch.bool, device=like.device)
+        kwargs = {"pixel_values": inputs[0], "pixel_attention_mask": mask, "num_patches": grids[:, 0]}
     elif family.square:
-        given = {"pixel_values": shown, "num_patches": torch.ones(len(shown), dtype=torch.int64)}
+        kwargs = {"pixel_values": inputs, "num_patches": torch.ones(len(inputs), dtype=torch.int64)}
     elif is_clip(config, pixels):
-        given = {"pixel_values_videos": shown[None]}
+        kwargs = {"pixel_values_videos": inputs[None]}
     elif family.marks:
-        given = {"pixel_values": shown, "image_sizes": grids[:, 1:]}
+        kwargs = {"pixel_values": inputs, "image_sizes": grids[:, 1:]}
     elif family.tiles:
         token = torch.tensor([config.image_token_id])
-        given = {"pixel_values": shown, "image_num_patches": grids[:, 0], "image_token_id": token}
+        kwargs = {"pixel_values": inputs, "image_num_patches": grids[:, 0], "image_token_id": token}
     elif config.model_type == "paddleocr_vl":
-        given = {"pixel_values": torch.split(shown, grids.prod(-1).tolist()), "image_grid_thw": grids}
+        kwargs = {"pixel_values": torch.split(inputs, grids.prod(-1).tolist()), "image_grid_thw": grids}
     else:
-        given = {"pixel_values": shown, "grid_thws" if config.model_type == "kimi_k25" else "image_grid_thw": grids}
+        kwargs = {"pixel_values": inputs, "grid_thws" if config.model_type == "kimi_k25" else "image_grid_thw": grids}
     with torch.inference_mode():
-        if family.listed:  # vLLM's own way asks for the free memory of an accelerator
-            held = model.vision_tower(shown, patch_places(grids, shown.shape[-2]).to(like.device)).last_hidden_state
-            found = model.embed_vision(inputs_embeds=held.to(like.dtype)[None])
+        if family.listed:  # vLLM's own method reads the free memory of an accelerator
+            features = model.vision_tower(
+                inputs, patch_places(grids, inputs.shape[-2]).to(like.device)
+            ).last_hidden_state
+            embeddings = model.embed_vision(inputs_embeds=features.to(like.dtype)[None])
         else:
-            found = model.embed_multimodal(**given)
-        joined = torch.cat(list(found)).to("cpu")
+            embeddings = model.embed_multimodal(**kwargs)
+        rows = torch.cat(list(embeddings)).to("cpu")
     # A copy outside inference mode is an ordinary tensor, which callers may use anywhere.
-    return joined.clone()
+    return rows.clone()
 
 
 class WorkerExtension:
@@ -92,18 +94,23 @@ class WorkerExtension:
 
         def get_model(self) -> Any: ...
 
+    def ctxwin_step(self) -> None:
+        """Do nothing: the call returns once the previous steps have ended."""
+
     def ctxwin_relocation(self) -> str:
-        """See `relocation.refusal`. The same on every rank but for the heads, and in step, as the model's layers need it."""
+        """See `relocation.refusal`. Runs on all ranks in step, as the model's layers require; ranks differ in heads only."""
         endpoint = connect(self.vllm_config.kv_transfer_config.kv_connector_extra_config[PARAM])
         assert endpoint.paged is not None
-        given = handed_on(self.model_runner, TOKENS)
-        return refusal(self.get_model(), self.vllm_config, endpoint.paged, given, drafter_of(self), endpoint.drafter)
+        inputs = stage_inputs(self.model_runner, TOKENS)
+        return refusal(
+            self.get_model(), self.vllm_config, endpoint.paged, inputs, draft_model_of(self), endpoint.draft_model
+        )
 
     def ctxwin_see(self, source: str, target: str, heard: bool) -> None:
-        """Reads pixels, or what is ``heard``, and grids from ``source``, writes embeddings to ``target``.
+        """Read pixels (or a spectrogram: ``heard``) and grids from ``source``, write embeddings to ``target``.
 
-        Every rank runs, the first writes. Raises ValueError for files outside the transport's folder: a server may let its
-        clients call methods of workers.
+        Every rank runs the tower, the first one writes. Raises ValueError for files outside the transport's folder: a server
+        may let its clients call methods of workers.
         """
         folder = Path(self.vllm_config.kv_transfer_config.kv_connector_extra_config[PARAM])
         for path, prefix in ((Path(source), _PIXELS), (Path(target), _SEEN)):
@@ -112,13 +119,13 @@ class WorkerExtension:
         tensors, _ = codec.decode_tensors(Path(source).read_bytes())
         if pipeline()[0]:
             return  # the tower is in the first stage
-        found = see(self.get_model(), self.model_config.hf_config, tensors["pixels"], tensors["grids"], heard)
+        embeddings = see(self.get_model(), self.model_config.hf_config, tensors["pixels"], tensors["grids"], heard)
         if tensor_parallel()[0] == 0:
-            write_file(Path(target), codec.encode_tensors({"embeddings": found}))
+            write_file(Path(target), codec.encode_tensors({"embeddings": embeddings}))
 
 
 def remote(rpc: Callable[..., list[Any]], folder: Path) -> Vision:
-    """A `Vision` that runs in vLLM's workers; ``rpc`` is `Driver.rpc`, ``folder`` its files' folder."""
+    """Return a `Vision` that runs in vLLM's workers; ``rpc`` is `Driver.rpc`, ``folder`` its files' folder."""
 
     def run(pixels: torch.Tensor, grids: torch.Tensor, heard: bool = False) -> torch.Tensor:
         name = secrets.token_hex(8)

@@ -9,18 +9,18 @@ import torch
 
 from ctxwin.kv.kernels.choice import Kernel, choose
 from ctxwin.kv.kernels.cpu import CpuKernel
-from ctxwin.kv.kernels.lines import Lines
-from ctxwin.kv.kernels.parts import Part, ReferenceKernel
+from ctxwin.kv.kernels.parts import ReferenceKernel, SpanSlice
+from ctxwin.kv.kernels.strides import CacheStrides
 from ctxwin.kv.layout import KVSpec
 
 
 class _Kernel(Protocol):
-    """What every kernel has; those that write into a paged cache themselves have `store` as well."""
+    """Interface of a kernel; kernels that write into a paged cache themselves also have `store`."""
 
     def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-class Placing:
+class LoadPlan:
     """The KV of a run of parts as it is served, layer by layer: ``R(start) (K0 + dK)``, ``V0 + dV`` (Kamera, eq. 1).
 
     Exactness is `apply_patch`'s and `relocate`'s: keys turn once, by the float64 difference of the engine's own angles;
@@ -48,7 +48,7 @@ class Placing:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[SpanSlice],
         spec: KVSpec,
         *,
         dtype: torch.dtype,
@@ -90,16 +90,16 @@ class Placing:
 
     @property
     def stores(self) -> bool:
-        """Whether `store` can be called: the kernel writes into paged caches itself."""
+        """True if `store` can be called: the kernel writes into paged caches itself."""
         return hasattr(self._kernel, "store")
 
-    def store(self, i: int, cache: torch.Tensor, lines: Lines, slots: torch.Tensor) -> None:
+    def store(self, i: int, cache: torch.Tensor, strides: CacheStrides, slots: torch.Tensor) -> None:
         """Writes layer ``i`` straight into slots of a paged cache; the numbers are those of `layer`.
 
         Args:
             i: the layer; any order will do.
             cache: its paged cache, on the device and of the dtype that is served.
-            lines: where the numbers of a slot lie in it.
+            strides: where the numbers of a slot lie in it.
             slots: int64 ``[T]``, on the device; each must lie within the cache.
 
         Raises:
@@ -112,7 +112,7 @@ class Placing:
                 f"cache must hold {self._dtype} and there must be {self.tokens} slots on its device, got {cache.dtype} on "
                 f"{cache.device} and {len(slots)} on {slots.device}"
             )
-        self._kernel.store(i, cache, lines, slots)  # type: ignore[attr-defined]  # see `stores`
+        self._kernel.store(i, cache, strides, slots)  # type: ignore[attr-defined]  # see `stores`
 
     def _check(self, i: int) -> None:
         if not 0 <= i < self.layers:

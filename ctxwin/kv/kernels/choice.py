@@ -1,4 +1,4 @@
-"""Which load kernel a device gets: Triton's on a GPU, once it has shown there that it is right; torch's everywhere else."""
+"""Choice of the load kernel of a device: Triton's on a GPU, once a trial has shown it correct there; torch's elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from ctxwin.kv.kernels.parts import Part, ReferenceKernel
+from ctxwin.kv.kernels.parts import ReferenceKernel, SpanSlice
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.patch import Patch
 
@@ -84,7 +84,7 @@ def report(fault: str) -> None:
 def trial(
     make: Make, spec: KVSpec, dtype: torch.dtype, device: torch.device, tokens: Sequence[int] = (37, 9, 5)
 ) -> str | None:
-    """What is wrong with a kernel's results on a device: a line, or None where they are right.
+    """Test a kernel's results on a device; return a line about the error, or None where they are correct.
 
     Small random parts of each kind (moved and patched, moved, resting and patched with the deficit itself) are held
     against the reference in float64. Nothing may be further from it than one rounding to ``dtype`` and float32's own
@@ -114,7 +114,7 @@ def trial(
     return None
 
 
-def samples(spec: KVSpec, dtype: torch.dtype, tokens: Sequence[int]) -> list[Part]:
+def samples(spec: KVSpec, dtype: torch.dtype, tokens: Sequence[int]) -> list[SpanSlice]:
     """Three random parts, one of each kind and always the same; patches cover layer 0."""
     noise = torch.Generator().manual_seed(0)
     width = spec.heads * (spec.k_dim + spec.v_dim)
@@ -124,11 +124,13 @@ def samples(spec: KVSpec, dtype: torch.dtype, tokens: Sequence[int]) -> list[Par
         v = torch.randn(spec.layers, count, spec.heads, spec.v_dim, generator=noise).to(dtype)
         positions = torch.randint(0, 50, (3, count), generator=noise)
         rank, dense = 21, i == 2
-        left = torch.randn(*((1, count, width) if dense else (count, rank)), generator=noise)
+        left_factor = torch.randn(*((1, count, width) if dense else (count, rank)), generator=noise)
         right = None if dense else torch.randn(1, rank, width, generator=noise).to(dtype)
-        patch = Patch.of(spec, layout="joint", layers=(0,), rank=rank, left=left.to(dtype), right=right, dense=dense)
+        patch = Patch.of(
+            spec, layout="joint", layers=(0,), rank=rank, left=left_factor.to(dtype), right=right, dense=dense
+        )
         start = (3000, 77, 0)[i % 3]
-        parts.append(Part(SpanKV(k, v, positions, 0), start, None if i == 1 else patch, min(i, 1)))
+        parts.append(SpanSlice(SpanKV(k, v, positions, 0), start, None if i == 1 else patch, min(i, 1)))
     return parts
 
 

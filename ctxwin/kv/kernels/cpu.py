@@ -15,16 +15,22 @@ from functools import lru_cache
 
 import torch
 
-from ctxwin.kv.kernels.parts import Part, compute_dtype
+from ctxwin.kv.kernels.parts import SpanSlice, compute_dtype
 from ctxwin.kv.layout import KVSpec, RopeSpec
 from ctxwin.kv.rope import shift_angles
 
 
 class CpuKernel:
-    """Keys and values of a run of parts, layer by layer; arguments are checked by `Placing`."""
+    """Keys and values of a run of parts, layer by layer; arguments are checked by `LoadPlan`."""
 
     def __init__(
-        self, parts: Sequence[Part], spec: KVSpec, *, dtype: torch.dtype, device: torch.device, heads: tuple[int, int]
+        self,
+        parts: Sequence[SpanSlice],
+        spec: KVSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        heads: tuple[int, int],
     ) -> None:
         compute, count = compute_dtype(parts), heads[1] - heads[0]
         tokens = sum(part.tokens for part in parts)
@@ -44,34 +50,34 @@ class CpuKernel:
         self._sum_v = scratch[: self._v.numel()].view(self._v.shape)
         self._scratch = scratch[: tokens * count * rotary].view(tokens, count, rotary)
         self._away = device.type != "cpu"  # pageable memory may be freed as soon as the copy returns
-        self._pieces = []
+        self._views = []
         at = 0
         for part in parts:
             rows = slice(at, at + part.tokens)
-            self._pieces.append(_Piece(part, spec, rows, heads, (self._sum_k, self._sum_v), dtype))
+            self._views.append(SliceViews(part, spec, rows, heads, (self._sum_k, self._sum_v), dtype))
             at = rows.stop
-        self._alone = self._pieces[0] if len(self._pieces) == 1 else None
+        self._alone = self._views[0] if len(self._views) == 1 else None
         self._kind_of = {layer: at for at, kind in enumerate(spec.alike) for layer in kind.layers}
-        self._turns = self._runs(spec, [piece for piece in self._pieces if piece.moved], frame=False)
+        self._rotations = self._runs(spec, [view for view in self._views if view.moved], frame=False)
         # Patches of keys outside the canonical frame: what is added turns to that frame first.
-        framed = [piece for piece in self._pieces if piece.framed]
+        framed = [view for view in self._views if view.framed]
         self._frames = self._runs(spec, framed, frame=True)
         self._added = torch.empty_like(self._sum_k) if framed else self._sum_k
 
-    def _runs(self, spec: KVSpec, pieces: Sequence[_Piece], *, frame: bool) -> list[_Run]:
-        """Neighbours among ``pieces`` with what their keys turn by: to where they are served, or from the origin to where
+    def _runs(self, spec: KVSpec, views: Sequence[SliceViews], *, frame: bool) -> list[_Run]:
+        """Neighbours among ``views`` with what their keys turn by: to where they are served, or from the origin to where
         they are stored."""
         device, compute, heads = self._sum_k.device, self._sum_k.dtype, self._sum_k.shape[1]
         runs = []
-        for rows in _joined(piece.rows for piece in pieces):
-            inside = tuple(piece for piece in pieces if rows.start <= piece.rows.start < rows.stop)
-            turns = []
+        for rows in _merge_neighbours(view.rows for view in views):
+            inside = tuple(view for view in views if rows.start <= view.rows.start < rows.stop)
+            rotations = []
             for kind in spec.alike:
-                delta = torch.cat([shift_angles(kind.rope, piece.positions, *piece.way(frame)) for piece in inside])
+                delta = torch.cat([shift_angles(kind.rope, view.positions, *view.frames(frame)) for view in inside])
                 dim = kind.head_dim or spec.k_dim
                 many = heads * spec.k_dim // dim
-                turns.append(Turn(kind.rope, dim, delta.to(device), heads=many, compute=compute))
-            runs.append(_Run(rows, inside, tuple(turns)))
+                rotations.append(Rotation(kind.rope, dim, delta.to(device), heads=many, compute=compute))
+            runs.append(_Run(rows, inside, tuple(rotations)))
         return runs
 
     def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,56 +89,56 @@ class CpuKernel:
 
     def _values(self, i: int) -> torch.Tensor:
         if self._alone is not None and not self._alone.patched(i):
-            return _served(self._alone.v[i], self._v)
+            return _copy_if_needed(self._alone.v[i], self._v)
         rows = []
-        for piece in self._pieces:
-            if piece.patched(i) and piece.sums:
-                piece.sum_values(i, self._v[piece.rows])
-            elif piece.patched(i):
-                piece.sum_v.copy_(piece.v[i], non_blocking=self._away)
-                piece.add_values(i)
-                rows.append(piece.rows)
+        for view in self._views:
+            if view.patched(i) and view.sums:
+                view.sum_values(i, self._v[view.rows])
+            elif view.patched(i):
+                view.sum_v.copy_(view.v[i], non_blocking=self._away)
+                view.add_values(i)
+                rows.append(view.rows)
             else:
-                self._v[piece.rows].copy_(piece.v[i], non_blocking=self._away)
-        for run in _joined(rows):
+                self._v[view.rows].copy_(view.v[i], non_blocking=self._away)
+        for run in _merge_neighbours(rows):
             self._v[run].copy_(self._sum_v[run])
         return self._v
 
     def _keys(self, i: int) -> torch.Tensor:
         if self._alone is not None and not self._alone.moved and not self._alone.patched(i):
-            return _served(self._alone.k[i], self._k)
+            return _copy_if_needed(self._alone.k[i], self._k)
         still = []
-        for piece in self._pieces:
-            patched = piece.patched(i)
-            target = piece.sum_k if patched or piece.moved else self._k[piece.rows]
-            target.copy_(piece.k[i], non_blocking=self._away)
-            if patched and not piece.framed:
-                piece.add_keys(i)
-            if patched and not piece.moved:
-                still.append(piece.rows)
+        for view in self._views:
+            patched = view.patched(i)
+            target = view.sum_k if patched or view.moved else self._k[view.rows]
+            target.copy_(view.k[i], non_blocking=self._away)
+            if patched and not view.framed:
+                view.add_keys(i)
+            if patched and not view.moved:
+                still.append(view.rows)
         self._add_framed(i)
-        for rows in _joined(still):
+        for rows in _merge_neighbours(still):
             self._k[rows].copy_(self._sum_k[rows])
-        for run in self._turns:
-            turn = run.turns[self._kind_of[i]]
-            turn(self._sum_k[run.rows], self._k[run.rows], self._scratch[run.rows])
+        for run in self._rotations:
+            rotation = run.rotations[self._kind_of[i]]
+            rotation(self._sum_k[run.rows], self._k[run.rows], self._scratch[run.rows])
         return self._k
 
     def _add_framed(self, i: int) -> None:
         for run in self._frames:
-            if not any(piece.patched(i) for piece in run.pieces):
+            if not any(view.patched(i) for view in run.views):
                 continue
-            for piece in run.pieces:
-                added = self._added[piece.rows]
-                if piece.patched(i):
-                    piece.put_keys(i, added)
+            for view in run.views:
+                added = self._added[view.rows]
+                if view.patched(i):
+                    view.put_keys(i, added)
                 else:
                     added.zero_()
-            run.turns[self._kind_of[i]].add(self._added[run.rows], self._sum_k[run.rows])
+            run.rotations[self._kind_of[i]].add(self._added[run.rows], self._sum_k[run.rows])
 
 
-class _Piece:
-    """A part, cut to its tokens and heads: views of every layer and of its rows in the buffers, taken once.
+class SliceViews:
+    """Views of one slice, cut to its tokens and heads: every layer, and its rows in the buffers.
 
     Products and sums are in the dtype of the arithmetic. Values that are served in the dtype of the factors need no sum in
     another one: product, sum and the one rounding are a single operator (see `rounds_once`). Keys do, for they turn before
@@ -153,12 +159,12 @@ class _Piece:
 
     def __init__(
         self,
-        part: Part,
+        part: SpanSlice,
         spec: KVSpec,
         rows: slice,
         heads: tuple[int, int],
         sums: tuple[torch.Tensor, torch.Tensor],
-        served: torch.dtype,
+        dtype: torch.dtype,
     ) -> None:
         self.part, self.rows = part, rows
         self.moved = part.start != part.span.start
@@ -182,39 +188,43 @@ class _Piece:
         self._left = patch.left[self._tokens].to(self.sum_k) if shared else None
         self._stored_left = patch.left[self._tokens].to(self.sum_k.device) if shared else None
         v = part.span.v
-        alike = {patch.dtype, patch.factors_dtype, served} == {v.dtype} and v.device == self.sum_v.device
+        alike = {patch.dtype, patch.factors_dtype, dtype} == {v.dtype} and v.device == self.sum_v.device
         self.sums = alike and not patch.dense and rounds_once(v.dtype, v.device.type)
 
-    def way(self, frame: bool) -> tuple[int, int]:
-        """Frames that its keys turn between: from where they are stored to where they are served, or, for what is added to
-        them (``frame``), from the origin to where they are stored."""
+    def frames(self, frame: bool) -> tuple[int, int]:
+        """Return the frames between which its keys turn: stored to served.
+
+        For the patch's share of the keys (``frame``): canonical to stored.
+        """
         return (0, self.part.span.start) if frame else (self.part.span.start, self.part.start)
 
     def patched(self, layer: int) -> bool:
-        """Whether its patch covers ``layer``."""
+        """Return True if its patch covers ``layer``."""
         return self._patch is not None and layer in self._layers
 
     def add_keys(self, layer: int) -> None:
-        """Adds the patch to the summed keys. Cost: one ``[T, m] @ [m, heads * k_dim]``."""
+        """Add the patch to the summed keys. Cost: one ``[T, m] @ [m, heads * k_dim]``."""
         self._add(layer, self._keys, self.sum_k.flatten(1))
 
     def add_values(self, layer: int) -> None:
-        """Adds the patch to the summed values. Cost: one ``[T, m] @ [m, heads * v_dim]``."""
+        """Add the patch to the summed values. Cost: one ``[T, m] @ [m, heads * v_dim]``."""
         self._add(layer, self._values, self.sum_v.flatten(1))
 
     def put_keys(self, layer: int, added: torch.Tensor) -> None:
-        """Writes what the patch adds to the keys, in the canonical frame, to ``added [T, H, k_dim]``."""
+        """Write the addition of the patch to the keys, in the canonical frame, to ``added [T, H, k_dim]``."""
         if self._dense:
             added.flatten(1).copy_(self._delta(layer, self._keys))
         else:
             torch.mm(*self._sides(layer, self._keys), out=added.flatten(1))
 
     def sum_values(self, layer: int, out: torch.Tensor) -> None:
-        """Writes values and patch to ``out [T, H, v_dim]``, in the dtype that is served, rounded once."""
-        left, right = self._factors(layer)
-        left = left[self._tokens].to(self.sum_v.device) if self._stored_left is None else self._stored_left
+        """Write values and patch to ``out [T, H, v_dim]``, in the dtype that is served, rounded once."""
+        left_factor, right = self._factors(layer)
+        left_factor = (
+            left_factor[self._tokens].to(self.sum_v.device) if self._stored_left is None else self._stored_left
+        )
         right = right[:, self._values].to(self.sum_v.device)
-        torch.addmm(self.v[layer].flatten(1), left, right, out=out.flatten(1))
+        torch.addmm(self.v[layer].flatten(1), left_factor, right, out=out.flatten(1))
 
     def _add(self, layer: int, columns: slice, total: torch.Tensor) -> None:
         if self._dense:
@@ -237,9 +247,9 @@ class _Piece:
 
     def _sides(self, layer: int, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Both factors of a layer, the right one cut to some columns."""
-        left, right = self._factors(layer)
-        left = left[self._tokens].to(self.sum_k) if self._left is None else self._left
-        return left, right[:, columns].to(self.sum_k)
+        left_factor, right = self._factors(layer)
+        left_factor = left_factor[self._tokens].to(self.sum_k) if self._left is None else self._left
+        return left_factor, right[:, columns].to(self.sum_k)
 
 
 @dataclass(frozen=True)
@@ -247,18 +257,18 @@ class _Run:
     """Neighbouring parts whose keys turn together, each token by its own angles, each kind of layers by its own."""
 
     rows: slice
-    pieces: tuple[_Piece, ...]
-    turns: tuple[Turn, ...]
+    views: tuple[SliceViews, ...]
+    rotations: tuple[Rotation, ...]
 
 
-def _served(stored: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    """``stored`` itself where it can be served as it lies, else ``buffer`` with its numbers."""
+def _copy_if_needed(stored: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """Return ``stored`` where it can be served as it is, else ``buffer`` with its numbers."""
     same = stored.dtype == buffer.dtype and stored.device == buffer.device and stored.is_contiguous()
     return stored if same else buffer.copy_(stored)
 
 
-def _joined(rows: Iterable[slice]) -> list[slice]:
-    """Neighbours made one, so that many small parts cost no more calls than a large one; ``rows`` ascend."""
+def _merge_neighbours(rows: Iterable[slice]) -> list[slice]:
+    """Merge adjacent slices, so that many small parts take no more calls than a large one; ``rows`` ascend."""
     runs: list[slice] = []
     for row in rows:
         if runs and runs[-1].stop == row.start:
@@ -268,7 +278,7 @@ def _joined(rows: Iterable[slice]) -> list[slice]:
     return runs
 
 
-class Turn:
+class Rotation:
     """Turns ``[T, H, k_dim]`` keys by the same angles, layer after layer; the rest of a partial rotary key passes.
 
     Tables stand at the width of the keys: a product that broadcasts over the heads costs half as much again.
@@ -351,7 +361,7 @@ class Turn:
 
 @lru_cache(maxsize=16)
 def rounds_once(dtype: torch.dtype, device: str) -> bool:
-    """Whether ``addmm`` of a 16-bit dtype on a CPU is fast, and rounds the sum alone, not the product before it.
+    """Return True if 16-bit ``addmm`` on a CPU is fast and rounds only the sum, not the product before it.
 
     It is fast where oneDNN has it; torch's own takes twenty times as long. It has rounded once on every processor tested,
     but nothing guarantees that, so it is tried, with the numbers of rows that oneDNN treats differently.
@@ -361,11 +371,11 @@ def rounds_once(dtype: torch.dtype, device: str) -> bool:
         return False
     noise = torch.Generator().manual_seed(0)
     for rows, rank in ((1, 8), (5, 21), (64, 32), (600, 32)):
-        total, left, right = (
+        total, left_side, right = (
             torch.randn(*shape, generator=noise).to(dtype) for shape in ((rows, 128), (rows, rank), (rank, 128))
         )
-        exact = total.double() + left.double() @ right.double()
-        away = (torch.addmm(total, left, right).double() - exact).abs()
+        exact = total.double() + left_side.double() @ right.double()
+        away = (torch.addmm(total, left_side, right).double() - exact).abs()
         # Half a unit in the last place, and what float32's own sums may be away.
         if bool((away > torch.finfo(dtype).eps / 2 * exact.abs() + 2e-5).any()):
             return False
@@ -377,5 +387,5 @@ def _in_onednn(dtype: torch.dtype) -> bool:
     if dtype not in names or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     # No public name says so; a torch without this one does without the short cut.
-    asked = getattr(torch.ops.mkldnn, names[dtype], None)
-    return asked is not None and bool(asked())
+    requested = getattr(torch.ops.mkldnn, names[dtype], None)
+    return requested is not None and bool(requested())

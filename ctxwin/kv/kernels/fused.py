@@ -146,7 +146,7 @@ def _angle(table_ptr, rows, pair, live, HALF: tl.constexpr):
 def _delta(
     left, right, local, inside, column, live, rank, WIDTH: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_R: tl.constexpr
 ):
-    """What a patch adds at the tokens ``local`` of its part and the columns ``column`` of a row (keys of all heads first)."""
+    """Return a patch's addition at tokens ``local`` of its part and columns ``column`` of a row (keys of all heads first)."""
     total = tl.full((local.shape[0], column.shape[0]), 0.0, COMPUTE)
     if rank < 0:
         source = left + (local * WIDTH)[:, None] + column[None, :]

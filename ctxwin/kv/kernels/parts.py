@@ -1,4 +1,4 @@
-"""What a load is made of, the parts that stand one behind the other, and what every kernel must make of them.
+"""Parts of a load, one after the other, and the reference result that every kernel must reproduce.
 
 The reference says it in the operator's own words: slow, whole spans at once, the oracle of the tests.
 """
@@ -16,7 +16,7 @@ from ctxwin.kv.relocate import relocate
 
 
 @dataclass(frozen=True)
-class Part:
+class SpanSlice:
     """Tokens ``[begin, end)`` of one stored span and the place its origin goes to.
 
     Attributes:
@@ -58,7 +58,7 @@ class Part:
             self.patch.check_fits(self.span, spec)
 
 
-def compute_dtype(parts: Sequence[Part]) -> torch.dtype:
+def compute_dtype(parts: Sequence[SpanSlice]) -> torch.dtype:
     """float32, as the engines compute; float64 where a span is."""
     return torch.float64 if any(part.span.k.dtype == torch.float64 for part in parts) else torch.float32
 
@@ -70,15 +70,21 @@ class ReferenceKernel:
     """
 
     def __init__(
-        self, parts: Sequence[Part], spec: KVSpec, *, dtype: torch.dtype, device: torch.device, heads: tuple[int, int]
+        self,
+        parts: Sequence[SpanSlice],
+        spec: KVSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        heads: tuple[int, int],
     ) -> None:
         compute, (first, last) = compute_dtype(parts), heads
         ks, vs = [], []
         for part in parts:
             span = replace(part.span, k=part.span.k.to(compute), v=part.span.v.to(compute))
             base = span if part.patch is not None else relocate(span, spec, part.start)
-            served = base if part.patch is None else apply_patch(base, part.patch, spec, part.start)
-            cut = served.slice(part.begin, part.stop)
+            moved = base if part.patch is None else apply_patch(base, part.patch, spec, part.start)
+            cut = moved.slice(part.begin, part.stop)
             ks.append(cut.k[:, :, first:last].to(device=device, dtype=dtype))
             vs.append(cut.v[:, :, first:last].to(device=device, dtype=dtype))
         self._k, self._v = torch.cat(ks, dim=1), torch.cat(vs, dim=1)

@@ -2,7 +2,7 @@
 """The load kernel on Triton: one launch a layer that patches, rotates, rounds and writes all parts, keys and values.
 
 Torch operators take a dozen passes over a layer and as many launches a part; here each number is read once and written
-once, in place of its paged slot where the cache's layout is known (`Lines`).
+once, in place of its paged slot where the cache's layout is known (`CacheStrides`).
 
 Verified under Triton's interpreter, and compiled for NVIDIA's compute capabilities 8.0 and 9.0. It has not run on a GPU:
 block sizes are chosen so that nothing spills, not by measurement, and `choice.choose` compares it with the reference on
@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 
 from ctxwin.kv.kernels import fused
-from ctxwin.kv.kernels.lines import Lines
-from ctxwin.kv.kernels.parts import Part, compute_dtype
+from ctxwin.kv.kernels.parts import SpanSlice, compute_dtype
 from ctxwin.kv.kernels.staging import Field, Staging
+from ctxwin.kv.kernels.strides import CacheStrides
 from ctxwin.kv.layout import KVSpec, RopeSpec
 from ctxwin.kv.rope import angles
 
@@ -42,7 +42,13 @@ class TritonKernel:
     """
 
     def __init__(
-        self, parts: Sequence[Part], spec: KVSpec, *, dtype: torch.dtype, device: torch.device, heads: tuple[int, int]
+        self,
+        parts: Sequence[SpanSlice],
+        spec: KVSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        heads: tuple[int, int],
     ) -> None:
         if device.type == "cpu" and not interpreted():
             raise ValueError(
@@ -111,21 +117,23 @@ class TritonKernel:
             self._outs.append((k, v))
         self._outs.reverse()
         k, v = self._outs[0]
-        self._launch(i, k, v, Lines.of_rows(*self._shapes), None)
+        self._launch(i, k, v, CacheStrides.of_rows(*self._shapes), None)
         return k, v
 
-    def store(self, i: int, cache: torch.Tensor, lines: Lines, slots: torch.Tensor) -> None:
+    def store(self, i: int, cache: torch.Tensor, strides: CacheStrides, slots: torch.Tensor) -> None:
         """Writes layer ``i`` into slots of a paged cache: one launch, and nothing in between.
 
         Args:
             i: the layer.
             cache: its paged cache, in the dtype that is served, on the device.
-            lines: where the numbers of a slot lie in ``cache``.
+            strides: where the numbers of a slot lie in ``cache``.
             slots: int64 ``[T]``, on the device, each within the cache.
         """
-        self._launch(i, cache, cache, lines, slots)
+        self._launch(i, cache, cache, strides, slots)
 
-    def _launch(self, i: int, k: torch.Tensor, v: torch.Tensor, lines: Lines, slots: torch.Tensor | None) -> None:
+    def _launch(
+        self, i: int, k: torch.Tensor, v: torch.Tensor, strides: CacheStrides, slots: torch.Tensor | None
+    ) -> None:
         patched = any(part.patch is not None and i in part.patch.layers for part in self._parts)
         self._fill(i, self._staging.open())
         # Only a layer that has a patch takes its factors along.
@@ -133,9 +141,9 @@ class TritonKernel:
             table, stored_k, stored_v, factors = self._staging.send(4 if patched else 3)
             kind = self._kind_of[i]
             tables = (self._blocks, self._turns[kind], self._frames[kind], self._blocks if slots is None else slots)
-            launch = {"PATCHED": patched, "PAGED": slots is not None, "BLOCK_SIZE": lines.block_size, "num_warps": 4}
+            launch = {"PATCHED": patched, "PAGED": slots is not None, "BLOCK_SIZE": strides.block_size, "num_warps": 4}
             fused.load_layer[self._grid](
-                *(stored_k, stored_v, factors, table, *tables, k, v, *lines.k, *lines.v),
+                *(stored_k, stored_v, factors, table, *tables, k, v, *strides.k, *strides.v),
                 **self._fixed,
                 **launch,
                 enable_fp_fusion=True,
@@ -153,13 +161,13 @@ class TritonKernel:
             if patch is None or i not in patch.layers:
                 table[j, 2] = 0
                 continue
-            _, _, rank, left, right = self._entries[j]
+            _, _, rank, left_at, right = self._entries[j]
             if patch.dense:
-                self._cut(factors, left, patch.left[patch.layers.index(i), tokens])
+                self._cut(factors, left_at, patch.left[patch.layers.index(i), tokens])
             elif rank:
                 sides = patch.factors(i)
                 assert sides is not None
-                factors[left : left + part.tokens * rank].view(-1, rank).copy_(sides[0][tokens])
+                factors[left_at : left_at + part.tokens * rank].view(-1, rank).copy_(sides[0][tokens])
                 self._cut(factors, right, sides[1])
 
     def _cut(self, factors: torch.Tensor, at: int, rows: torch.Tensor) -> None:
@@ -174,10 +182,10 @@ class TritonKernel:
         rows, at = [], 0
         for j, part in enumerate(self._parts):
             rank = 0 if part.patch is None else -1 if part.patch.dense else part.patch.rank
-            left = at
-            right = left + (part.tokens * rank if rank >= 0 else 0)
+            left_at = at
+            right = left_at + (part.tokens * rank if rank >= 0 else 0)
             at = right + (rank if rank >= 0 else part.tokens) * self._width
-            rows.append([self._starts[j], self._starts[j + 1], rank, left, right])
+            rows.append([self._starts[j], self._starts[j + 1], rank, left_at, right])
         return rows, at
 
     def _angles(self, rope: RopeSpec, compute: torch.dtype, *, frame: bool) -> torch.Tensor:
@@ -194,7 +202,7 @@ class TritonKernel:
 
 
 def interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernel, on any device (``TRITON_INTERPRET=1`` when it was imported)."""
+    """Return True if Triton's interpreter runs the kernel, on any device (``TRITON_INTERPRET=1`` when it was imported)."""
     return not isinstance(fused.load_layer, triton.runtime.JITFunction)
 
 
@@ -213,8 +221,8 @@ def _block(size: int, most: int | None = None) -> int:
 
 def _common(dtypes: Sequence[torch.dtype], compute: torch.dtype) -> torch.dtype:
     """The dtype that tensors cross in: their own where it is one and no wider than the arithmetic's, else that one."""
-    own = set(dtypes)
-    same = own.pop() if len(own) == 1 else compute
+    part_dtypes = set(dtypes)
+    same = part_dtypes.pop() if len(part_dtypes) == 1 else compute
     return same if same in _DTYPES and same.itemsize <= compute.itemsize else compute
 
 

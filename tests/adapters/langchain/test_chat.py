@@ -20,8 +20,6 @@ from langchain_core.tools import tool
 from PIL import Image
 
 from ctxwin import Chunk, Fidelity, open_engine
-from ctxwin.adapters.langchain import messages as converter
-from ctxwin.adapters.langchain.chat import ChatCtxwin
 from ctxwin.baselines.reprefill import Reference
 from ctxwin.engines.base import Encoded, Engine, Sampling
 from ctxwin.errors import UnsupportedModel
@@ -29,6 +27,8 @@ from ctxwin.tiny.world import Frame, make_stream, questions_for, render
 from ctxwin.window.events import Event
 from engines.scripted import ScriptedEngine
 from engines.tool_models import HERMES, write_tool_model
+from langchain_ctxwin import messages as converter
+from langchain_ctxwin.chat import ChatCtxwin
 
 HEADER = "You watch a camera."
 
@@ -82,14 +82,16 @@ def test_the_answer_is_that_of_the_whole_prompt_whatever_was_asked_before(tiny: 
         assert usage["vision_encodes"] == 0 or placed[-1] == max(i for p in programs[: step + 1] for i in p)
 
 
-def test_pictures_are_decoded_once_and_again_when_they_left_the_store(
+def test_pictures_are_decode_base64_once_and_again_when_they_left_the_store(
     tiny: Engine, exact: ChatCtxwin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = Watch(tiny, seed=8)
     query = watch.question([0, 1])
     opened: list[Any] = []
     monkeypatch.setattr(
-        converter, "_decoded", lambda data, kind, of=converter._decoded: opened.append(kind) or of(data, kind)
+        converter,
+        "_decode_base64",
+        lambda data, kind, of=converter._decode_base64: opened.append(kind) or of(data, kind),
     )
     first = exact.invoke(watch.messages([0, 1], query))
     exact.get_num_tokens_from_messages(watch.messages([0, 1], query))
@@ -464,7 +466,7 @@ def test_binding_tools_opens_no_engine() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"model": "other"}, "make a ChatCtxwin"),
+        ({"model": "other"}, "create another ChatCtxwin"),
         ({"best_of": 3}, "must be among"),
         ({"max_tokens": 0}, "max_tokens: "),
         ({"top_p": 0}, "top_p: "),

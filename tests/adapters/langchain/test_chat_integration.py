@@ -19,9 +19,9 @@ from langchain_core.language_models import BaseChatModel
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from PIL import Image
 
-from ctxwin.adapters.langchain.chat import ChatCtxwin
 from ctxwin.engines.base import Engine
 from engines.scripted import ScriptedEngine
+from langchain_ctxwin.chat import ChatCtxwin
 
 
 def obedient(prompt: str) -> str:

@@ -8,8 +8,8 @@ import pytest
 from langchain_core.language_models import BaseChatModel
 from langchain_tests.unit_tests import ChatModelUnitTests
 
-from ctxwin.adapters.langchain.chat import ChatCtxwin
 from ctxwin.engines.base import Engine
+from langchain_ctxwin.chat import ChatCtxwin
 
 
 @pytest.fixture(scope="class", autouse=True)

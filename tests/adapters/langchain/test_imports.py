@@ -8,7 +8,7 @@ import sys
 
 def test_adapters_load_no_langchain() -> None:
     code = (
-        "import sys, ctxwin, ctxwin.adapters, ctxwin.adapters.langchain as lc, ctxwin.window.sync\n"
+        "import sys, ctxwin, langchain_ctxwin as lc, ctxwin.window.sync\n"
         "heavy = [m for m in ('langchain', 'langchain_core', 'langgraph', 'torch', 'vllm') if m in sys.modules]\n"
         "assert not heavy, heavy\n"
         "assert all(getattr(lc, name) is not None for name in lc.__all__)\n"

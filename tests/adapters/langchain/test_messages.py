@@ -16,11 +16,11 @@ from langchain_core.messages import AIMessage, AIMessageChunk, ChatMessage, Huma
 from PIL import Image
 
 from ctxwin import Chunk, Window, open_engine
-from ctxwin.adapters.langchain.messages import Conversation, converse, message_key
 from ctxwin.engines.base import Engine
 from ctxwin.errors import BadMedia, UnsupportedModel
-from ctxwin.store.recent import Recent
+from ctxwin.store.lru import LRUCache
 from engines.tool_models import HERMES, TOOL_ROLE, write_tool_model
+from langchain_ctxwin.messages import Conversation, converse, message_key
 from window.fake import FakeEngine
 
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "looks", "parameters": {"type": "object"}}}]
@@ -271,7 +271,7 @@ def test_files_must_be_allowed(forms: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_files_are_read_again_and_data_is_not(forms: dict[str, Any], tmp_path: Path) -> None:
-    engine, seen = FakeEngine(), Recent[Chunk](4)
+    engine, seen = FakeEngine(), LRUCache[Chunk](4)
     names = ("v1 base64", "ours", "bytes", *FILES)
 
     def read(name: str) -> Chunk:
@@ -321,10 +321,13 @@ def test_videos(tmp_path: Path) -> None:
         ([HumanMessage([{"type": "image", "base64": b64(1)}])], ValueError, "end with a text"),
         ([HumanMessage("q"), AIMessage("a")], ValueError, "end with a text"),
         ([], ValueError, "end with a text"),
-        ([HumanMessage("q"), SystemMessage("s"), HumanMessage("q")], ValueError, "in front"),
+        ([HumanMessage("q"), SystemMessage("s"), HumanMessage("q")], ValueError, "before all others"),
         ([HumanMessage("q"), ToolMessage("r", tool_call_id="c1")], ValueError, "must follow the AIMessage"),
         ([ChatMessage(role="critic", content="q")], ValueError, "role must be"),
-        ([AIMessage([{"type": "image", "base64": b64(1)}]), HumanMessage("q")], ValueError, "must hold text"),
+        ([AIMessage([{"type": "image", "base64": b64(1)}]), HumanMessage("q")], ValueError, "an AIMessage must hold text"),
+        ([SystemMessage([{"type": "image", "base64": b64(1)}]), HumanMessage("q")], ValueError, "a SystemMessage must hold"),
+        ([SystemMessage(["s", {"type": "image_url", "image_url": "a.png"}]), HumanMessage("q")], ValueError, "got an image; put"),
+        ([SystemMessage([{"type": "video", "path": "/v.mp4"}]), HumanMessage("q")], ValueError, "got a video; put"),
     ],
 )  # fmt: skip
 def test_refusals(messages: list[Any], error: type[Exception], reason: str) -> None:

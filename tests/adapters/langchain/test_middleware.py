@@ -21,18 +21,11 @@ from langgraph.checkpoint.memory import InMemorySaver
 from PIL import Image
 
 from ctxwin import Fidelity
-from ctxwin.adapters.langchain.chat import ChatCtxwin
-from ctxwin.adapters.langchain.middleware import (
-    KEY,
-    LeastRecentlyReadMessages,
-    Unit,
-    WindowMiddleware,
-    blocks,
-    is_media,
-)
 from ctxwin.engines.base import Engine
 from ctxwin.window.events import Event
 from engines.scripted import ScriptedEngine
+from langchain_ctxwin.chat import ChatCtxwin
+from langchain_ctxwin.middleware import KEY, LeastRecentlyReadMessages, Unit, WindowMiddleware, blocks, is_media
 
 Middleware = Callable[..., WindowMiddleware]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ctxwin import Chunk
-from ctxwin.adapters.langchain.pool import Pool
+from langchain_ctxwin.pool import Pool
 from window.fake import FakeEngine
 
 

@@ -10,10 +10,10 @@ from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.vectorstores import InMemoryVectorStore
 
 from ctxwin import Chunk, Library, Window, open_engine
-from ctxwin.adapters.langchain import Documents, LibraryRetriever
 from ctxwin.store import open_store
 from engines.scripted import ScriptedEngine
 from engines.tool_models import write_tool_model
+from langchain_ctxwin import Documents, LibraryRetriever
 from window.fake import FakeEngine
 from window.test_lookups import called
 

@@ -15,7 +15,7 @@ from langgraph.runtime import Runtime
 from langgraph.types import Command, Overwrite, Send, interrupt
 
 from ctxwin import Chunk, Fidelity
-from ctxwin.adapters.langgraph import WindowContext, load, merge_windows, open_window
+from langchain_ctxwin.langgraph import WindowContext, load, merge_windows, open_window
 
 Picture = Callable[[int], Chunk]
 EXACT = Fidelity("exact")

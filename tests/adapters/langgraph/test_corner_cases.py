@@ -22,12 +22,12 @@ from langgraph.types import interrupt
 from PIL import Image
 
 from ctxwin import BudgetExceeded, Chunk, Fidelity, Window
-from ctxwin.adapters.langgraph import WindowContext, WindowNode, WindowState, load, merge_windows, open_window
-from ctxwin.adapters.langgraph.node import follow
-from ctxwin.adapters.langgraph.session import engine_of
-from ctxwin.trust import standing
+from ctxwin.trust import window_audit
 from ctxwin.window import edits
 from ctxwin.window.sync import sync
+from langchain_ctxwin.langgraph import WindowContext, WindowNode, WindowState, load, merge_windows, open_window
+from langchain_ctxwin.langgraph.node import follow
+from langchain_ctxwin.langgraph.session import engine_of
 from window.fake import FakeEngine
 
 Picture = Callable[[int], Chunk]
@@ -134,7 +134,7 @@ def test_no_two_events_of_a_run_have_one_key(engine: Any, picture: Picture) -> N
         with open_window(None, execution(engine, told), system_prompt="hd") as window:
             ids = window.extend([picture(1), picture(2)])
             window.disposable(ids[0], "what?", max_tokens=2)
-            sync(window, [picture(3), picture(2), picture(4)])
+            sync(window.core, [picture(3), picture(2), picture(4)])
             window.at(2).ask("what?", max_tokens=2)
             window.ask("what?", max_tokens=2)
         return [event["key"] for event in told]
@@ -192,8 +192,11 @@ def test_a_chunk_that_the_window_is_about_to_forget_is_placed_anew(
         ids = window.extend([Chunk.text(t) for t in "abcdef"])
         for placement in ids[:3]:
             window.evict(placement)
-        options = {"removed": ids[:3]} if bring is follow else {}
-        bring(window, [Chunk.text("a"), Chunk.text("f")], **options)
+        wanted = [Chunk.text("a"), Chunk.text("f")]
+        if bring is follow:
+            follow(window, wanted, removed=ids[:3])
+        else:
+            sync(window.core, wanted)
         assert [window.chunk(i) for i in window.ids] == [Chunk.text("a"), Chunk.text("f")]
         window.check()
 
@@ -202,10 +205,10 @@ def test_pictures_seen_again_by_sync_are_counted(engine: Any, picture: Picture) 
     with Window(engine, "hd") as window:
         window.append(picture(1))
         window.ask("what?", max_tokens=2)
-        sync(window, [])
+        sync(window.core, [])
         for key in list(engine.store.list("embed/")):
             engine.store.delete(key)
-        sync(window, [picture(1)])
+        sync(window.core, [picture(1)])
         assert window.ask("what?", max_tokens=2).usage.vision_encodes == 1
 
 
@@ -218,7 +221,9 @@ def test_an_answer_kept_under_another_profile_is_computed_again(
             window.ask("what?", max_tokens=3)
 
     once()
-    monkeypatch.setattr(standing, "resolve", lambda fidelity, model: fidelity.model_copy(update={"mode": "patched"}))
+    monkeypatch.setattr(
+        window_audit, "resolve", lambda fidelity, model: fidelity.model_copy(update={"mode": "patched"})
+    )
     once()
     assert engine.asked == 2
     once()
@@ -349,7 +354,7 @@ def test_sync_reorders_as_reorder_does() -> None:
             window.insert(0, Chunk.text("n"))
             n, a, b, c = window.ids
             if by_sync:
-                sync(window, [window.chunk(i) for i in (a, n, b, c)])
+                sync(window.core, [window.chunk(i) for i in (a, n, b, c)])
             else:
                 window.reorder([a, n, b, c])
             states.append([(p.chunk_id, [window.chunk(u).id for u in p.unseen]) for p in window.snapshot().placed])

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctxwin import Chunk, Window
-from ctxwin.adapters.langgraph.node import Without, follow
 from ctxwin.policies import ById
+from langchain_ctxwin.langgraph.node import Without, follow
 from window.fake import FakeEngine
 
 LISTS = st.lists(st.lists(st.integers(0, 5), max_size=7), max_size=6)

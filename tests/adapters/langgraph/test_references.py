@@ -19,7 +19,7 @@ from langgraph.runtime import ExecutionInfo, Runtime
 from PIL import Image
 
 from ctxwin import Chunk, ChunkUnavailable, Fidelity, Window, open_store
-from ctxwin.adapters.langgraph import WindowContext, load, merge_windows, open_window, reference, save
+from langchain_ctxwin.langgraph import WindowContext, load, merge_windows, open_window, reference, save
 from store.wrappers import WrapperStore
 from window.fake import FakeEngine
 
@@ -179,11 +179,11 @@ def test_checkpoints_of_a_graph_stay_small(engine: Any, tmp_path: Path, picture:
 
 def test_a_page_ends_by_content() -> None:
     names = [f"{i * 2654435761 % 2**32:064x}" for i in range(1000)]
-    pages = reference._paged(names)
+    pages = reference._split_pages(names)
     assert [n for page in pages for n in page] == names and max(map(len, pages)) <= 128
     assert 10 < len(pages) < 100
     for changed in (names[1:], [*names, "f" * 64], names[:500] + names[501:]):
-        fresh = [page for page in reference._paged(changed) if page not in pages]
+        fresh = [page for page in reference._split_pages(changed) if page not in pages]
         assert len(fresh) <= 2
 
 

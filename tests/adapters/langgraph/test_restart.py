@@ -27,7 +27,7 @@ from langgraph.graph import START, StateGraph
 from langgraph.runtime import Runtime
 from langgraph.types import Command, interrupt
 from ctxwin import Chunk, Fidelity, open_store
-from ctxwin.adapters.langgraph import WindowContext, merge_windows, open_window
+from langchain_ctxwin.langgraph import WindowContext, merge_windows, open_window
 from window.fake import FakeEngine
 
 folder, step = Path(sys.argv[2]), sys.argv[3]

@@ -16,8 +16,8 @@ from langgraph.runtime import Runtime
 from langgraph.types import Command, RetryPolicy, interrupt
 
 from ctxwin import Chunk, Fidelity, Window
-from ctxwin.adapters.langgraph import WindowContext, load, merge_windows, open_window
 from ctxwin.policies import ByDisposability
+from langchain_ctxwin.langgraph import WindowContext, load, merge_windows, open_window
 
 Picture = Callable[[int], Chunk]
 EXACT = Fidelity("exact")

@@ -16,10 +16,10 @@ from langgraph.runtime import Runtime
 from langgraph.types import Command, TimeoutPolicy, interrupt
 
 from ctxwin import Chunk
-from ctxwin.adapters.langgraph import WindowContext, merge_windows, open_window
 from ctxwin.baselines.ledger import Ledger
 from ctxwin.window.ask import Question
 from ctxwin.window.events import Event
+from langchain_ctxwin.langgraph import WindowContext, merge_windows, open_window
 
 Picture = Callable[[int], Chunk]
 CONFIG: Any = {"configurable": {"thread_id": "t"}}

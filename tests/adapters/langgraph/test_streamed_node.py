@@ -20,7 +20,7 @@ from langgraph.graph import END, START, StateGraph
 from langgraph.runtime import Runtime
 
 from ctxwin import Chunk
-from ctxwin.adapters.langgraph import WindowContext, WindowNode, WindowState, open_window
+from langchain_ctxwin.langgraph import WindowContext, WindowNode, WindowState, open_window
 from node_graphs import CONFIG, EXACT, Chatty, content, fresh_answer, graph_of, placed, shown
 
 ROOT = Path(__file__).parents[3]

@@ -18,9 +18,9 @@ from langgraph.runtime import Runtime
 from PIL import Image
 
 from ctxwin import BudgetExceeded, Chunk, Window, open_engine
-from ctxwin.adapters.langgraph import WindowContext, WindowNode, WindowState, load, merge_windows, open_window
 from ctxwin.policies import ById, LeastRecentlyRead
 from ctxwin.tiny import world
+from langchain_ctxwin.langgraph import WindowContext, WindowNode, WindowState, load, merge_windows, open_window
 from node_graphs import CONFIG, EXACT, Chatty, Turn, content, frame, fresh_answer, graph_of, placed, shown
 
 ROOT = Path(__file__).parents[3]
@@ -59,6 +59,19 @@ def test_the_oldest_leave_the_window_and_stay_in_the_messages(engine: Chatty) ->
     held = placed(engine, state)
     assert held == content(turns)[-len(held) :] and 2 <= len(held) < 8
     assert state["window"]["evicted"] == 16 - len(held)
+
+
+def test_a_window_with_a_mark_slides_in_batches_over_turns(engine: Chatty) -> None:
+    """Each turn restores it from its reference; between two slides everything that stood there stays where it was."""
+    app = graph_of(WindowNode(system_prompt="hd", fidelity=EXACT, budget=60, low_water=0.5, max_tokens=3))
+    held: list[list[Any]] = []
+    for i in range(1, 16):
+        state = app.invoke({"messages": [shown(i, f"q{i}?")]}, CONFIG, context=WindowContext(engine))
+        held.append(placed(engine, state))
+    slides = [i for i in range(1, 15) if held[i][: len(held[i - 1])] != held[i - 1]]
+    assert 2 <= len(slides) <= 5  # one by one it would slide in every turn but the first few
+    for i in slides:
+        assert len(held[i]) < len(held[i - 1]) and held[i][-1] != held[i - 1][-1]
 
 
 def test_earlier_messages_that_change_are_followed(engine: Chatty) -> None:

@@ -15,10 +15,10 @@ from mcp.server.mcpserver.exceptions import ToolError
 from typer.testing import CliRunner
 
 from ctxwin import Chunk, ReadOnlyWindow, Window
-from ctxwin.adapters.mcp import WindowTools, mcp_server
-from ctxwin.adapters.openai import RemoteWindow
 from ctxwin.cli.main import app
 from ctxwin.tiny import world
+from ctxwin_client import RemoteWindow
+from ctxwin_client.mcp import WindowTools, mcp_server
 from serve.serving import serving
 from window.fake import FakeEngine
 
@@ -85,7 +85,7 @@ def test_a_window_on_a_server_is_the_same_that_its_agent_holds() -> None:
 
         with_host(use, "--url", f"{server.url}/v1", "--window", window.id, OPENAI_API_KEY="secret")
         assert ids[0] in window.ids and ids[1] not in (*window.ids, *window.evicted)
-        assert len(server.service.space("").windows) == 1
+        assert len(server.service.tenant_state("").windows) == 1
         refused = CliRunner().invoke(app, ["mcp", "--url", f"{server.url}/v1", "--window", window.id])
         assert refused.exit_code == 2 and "401" in refused.output and "OPENAI_API_KEY" in refused.output
 

@@ -29,10 +29,10 @@ from ctxwin import (
     WindowBusy,
     open_engine,
 )
-from ctxwin.adapters.openai import RemoteWindow, chunk_part, upload
 from ctxwin.engines.base import Engine
-from ctxwin.serve.errors import UnknownUpload, UnknownWindow
 from ctxwin.tiny import world
+from ctxwin_client import RemoteWindow, chunk_part, upload
+from ctxwin_client.errors import UnknownUpload, UnknownWindow
 from serve.serving import Server
 
 FRAMES = world.make_stream(seed=5, n_frames=12)
@@ -137,6 +137,27 @@ def test_it_has_the_methods_of_a_window() -> None:
         assert list(ours) == list(theirs), name
 
 
+@pytest.mark.parametrize("mark", [0.5, 300])
+def test_a_low_water_mark_is_the_windows(client: OpenAI, engine: Engine, mark: float) -> None:
+    sizes: dict[str, list[int]] = {"remote": [], "local": []}
+    with (
+        RemoteWindow(client, "You watch a camera.", 600, low_water=mark) as remote,
+        Window(engine, "You watch a camera.", 600, low_water=mark) as local,
+    ):
+        for made, name in ((remote, "remote"), (local, "local")):
+            for chunk in CHUNKS:
+                made.append(chunk)
+                made.slide(reserve_tokens=32)
+                sizes[name].append(len(made.ids))
+            ids, cheapest = made.ids, made.evicted[-1]
+            assert made.slide(to=0.25) == list(ids[: -len(made.ids)])
+            made.recall(cheapest, "cheapest")
+            sizes[name].append(made.ids.index(cheapest))
+    assert sizes["remote"] == sizes["local"] and min(sizes["local"][8:12]) < max(sizes["local"])
+    with pytest.raises((ValueError, APIStatusError), match="low_water"):
+        RemoteWindow(client, low_water=1.5)
+
+
 def test_a_chunk_is_uploaded_once(client: OpenAI, server: Server, window: RemoteWindow) -> None:
     pixels = np.random.default_rng(0).integers(0, 255, (40, 50, 3), dtype=np.uint8)
     chunk = Chunk.image(pixels, text="new", label="first")
@@ -185,7 +206,7 @@ def test_a_chunk_from_a_file_leaves_its_path_here(tmp_path: Path, client: OpenAI
 
 def test_content_that_the_server_lost_is_sent_again(client: OpenAI, server: Server, window: RemoteWindow) -> None:
     window.append(CHUNKS[7])
-    server.service.space("").uploads.delete(CHUNKS[7].id)
+    server.service.tenant_state("").uploads.delete(CHUNKS[7].id)
     assert window.chunk(window.append(CHUNKS[7])).id == CHUNKS[7].id
     with pytest.raises(ChunkUnavailable, match="pixels"):
         window.append(Chunk.image(np.full((30, 30, 3), 7, np.uint8)).light())
@@ -228,7 +249,7 @@ def test_a_second_writer_is_refused_at_once(client: OpenAI, server: Server, wind
     entered, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with server.service.space("").windows.using(window.id) as held, held.core.writing():
+        with server.service.tenant_state("").windows.using(window.id) as held, held.core.writing():
             entered.set()
             leave.wait(10)
 
@@ -364,14 +385,14 @@ def test_unknown_chunks_in_a_chat_are_not_found(client: OpenAI) -> None:
         client.chat.completions.create(model="tiny", messages=messages)
     assert found.value.status_code == 404 and found.value.code == "unknown_upload"
     with pytest.raises(UnknownUpload):
-        from ctxwin.adapters.openai.transport import get
+        from ctxwin_client.transport import get
 
         get(client, "/chunks/" + "0" * 64)
 
 
 def test_importing_the_adapter_loads_no_engine() -> None:
     code = (
-        "import sys, ctxwin.adapters.openai as a; a.RemoteWindow; "
+        "import sys, ctxwin_client as a; a.RemoteWindow; "
         "sys.exit(any(m in sys.modules for m in ('torch', 'vllm', 'transformers', 'fastapi')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -21,7 +21,7 @@ import psutil
 from openai import OpenAI
 
 from ctxwin import Chunk
-from ctxwin.adapters.openai import RemoteWindow
+from ctxwin_client import RemoteWindow
 from store.redis_server import Server as Redis
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
@@ -29,7 +29,7 @@ FILE = """
 http_options: {{port: {port}}}
 applications:
   - name: ctxwin
-    import_path: ctxwin.adapters.ray:fleet
+    import_path: ctxwin_server.ray:fleet
     args:
       model: tiny
       replicas: 2

@@ -14,10 +14,10 @@ pytest.importorskip("ray", reason="Ray is not installed; run pip install 'ctxwin
 from starlette.datastructures import Headers
 from starlette.requests import Request as HttpRequest
 
-from ctxwin.adapters.ray import FleetArguments, fleet
-from ctxwin.adapters.ray.front import Front
-from ctxwin.adapters.ray.hints import Candidate, Head, Hint, hint_of, rank
-from ctxwin.serve.limits import Limits
+from ctxwin_server.limits import Limits
+from ctxwin_server.ray import FleetArguments, fleet
+from ctxwin_server.ray.front import Front
+from ctxwin_server.ray.hints import Candidate, Head, Hint, hint_of, rank
 
 PARSE = Limits().parse
 A, B = "a" * 64, "b" * 64

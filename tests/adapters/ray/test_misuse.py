@@ -12,13 +12,13 @@ import pytest
 pytest.importorskip("ray", reason="Ray is not installed; run pip install 'ctxwin[ray]'")
 
 from ctxwin import Chunk
-from ctxwin.adapters.openai import RemoteWindow
-from ctxwin.adapters.ray import FleetArguments
-from ctxwin.adapters.ray import run as runs
-from ctxwin.adapters.ray.fleet import fleet
-from ctxwin.adapters.ray.replica import Replica, journal
 from ctxwin.errors import CtxwinError
 from ctxwin.store import STORE_KEY, Store, open_store
+from ctxwin_client import RemoteWindow
+from ctxwin_server.ray import FleetArguments
+from ctxwin_server.ray import run as runs
+from ctxwin_server.ray.fleet import fleet
+from ctxwin_server.ray.replica import Replica, journal
 from serve.serving import serving
 from store.redis_server import Server as Redis
 
@@ -127,7 +127,7 @@ def test_there_is_no_room_in_redis(redis: Redis) -> None:
         with pytest.raises(CtxwinError, match="must answer before a window's version counts"):
             window.evict(ids[0])
         configure(redis, maxmemory="0")
-        registry = server.service.space("").windows
+        registry = server.service.tenant_state("").windows
         registry.records._wake = 0.0  # type: ignore[attr-defined]  # it is left alone for a while otherwise
         assert window.ids == tuple(ids)
         window.evict(ids[0])
@@ -163,8 +163,8 @@ def test_a_request_that_ends_engines_is_refused_by_replicas_that_come_after(
 ) -> None:
     """And by those beside: the journal is the fleet's, on one machine."""
     from ctxwin.errors import EngineFailed
-    from ctxwin.serve.errors import Quarantined
-    from ctxwin.serve.quarantine import Quarantine
+    from ctxwin_client.errors import Quarantined
+    from ctxwin_server.quarantine import Quarantine
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     died: set[int] = set()

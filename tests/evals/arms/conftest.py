@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from ctxwin.chunk import Chunk
-from ctxwin.evals.arms import Served, parse_arm
-from ctxwin.evals.decoder import Decoder
-from ctxwin.evals.group import Group
-from ctxwin.evals.items import Item
-from ctxwin.evals.metrics import kl_divergence
-from ctxwin.evals.patching import Patcher
-from ctxwin.evals.tasks.tiny import TASKS, as_item
+from ctxwin_evals.arms import Served, parse_arm
+from ctxwin_evals.decoder import Decoder
+from ctxwin_evals.group import Group
+from ctxwin_evals.items import Item
+from ctxwin_evals.metrics import kl_divergence
+from ctxwin_evals.patching import Patcher
+from ctxwin_evals.tasks.tiny import TASKS, as_item
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine

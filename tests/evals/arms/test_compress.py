@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from ctxwin.chunk import Chunk
-from ctxwin.evals.arms import parse_arm
-from ctxwin.evals.arms.compress import ElasticCache, HeavyHitters, MostRecent, attention_of
-from ctxwin.evals.decoder import Decoder, Memory
-from ctxwin.evals.elastic import H2O, METHODS, Elastic, Local
-from ctxwin.evals.generation import Reading, forced_logits, generate
-from ctxwin.evals.group import Group
-from ctxwin.evals.items import Item
-from ctxwin.evals.patching import Patcher
-from ctxwin.evals.tasks.tiny import TASKS, as_item
+from ctxwin_evals.arms import parse_arm
+from ctxwin_evals.arms.compress import ElasticCache, HeavyHitters, MostRecent, attention_of
+from ctxwin_evals.decoder import Decoder, Memory
+from ctxwin_evals.elastic import H2O, METHODS, Elastic, Local
+from ctxwin_evals.generation import Reading, forced_logits, generate
+from ctxwin_evals.group import Group
+from ctxwin_evals.items import Item
+from ctxwin_evals.patching import Patcher
+from ctxwin_evals.tasks.tiny import TASKS, as_item
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
@@ -93,7 +93,7 @@ def test_attention_is_transformers_own(decoder: Decoder) -> None:
 
 
 def test_attention_in_blocks_is_the_same(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ctxwin.evals.arms import compress
+    from ctxwin_evals.arms import compress
 
     whole = attention_of(group_of(decoder))
     monkeypatch.setattr(compress, "WEIGHTS_AT_ONCE", 20_000)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from ctxwin.evals.arms import BASES, parse_arm
-from ctxwin.evals.decoder import Decoder
-from ctxwin.evals.tasks.tiny import TASKS, as_item
+from ctxwin_evals.arms import BASES, parse_arm
+from ctxwin_evals.decoder import Decoder
+from ctxwin_evals.tasks.tiny import TASKS, as_item
 
 if TYPE_CHECKING:
-    from ctxwin.evals.arms import Arm, Served
-    from ctxwin.evals.group import Group
+    from ctxwin_evals.arms import Arm, Served
+    from ctxwin_evals.group import Group
 
     from .conftest import Bench
 
@@ -79,7 +79,7 @@ def same(first: Served, second: Served) -> None:
 
 def test_survivors_of_a_stream_turn_from_where_they_were_formed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A key that is turned slide after slide is rounded every time; in bfloat16 that would be most of its error."""
-    from ctxwin.evals import group as module
+    from ctxwin_evals import group as module
 
     moves = []
     relocate = module.relocate
@@ -89,7 +89,7 @@ def test_survivors_of_a_stream_turn_from_where_they_were_formed(bench: Bench, mo
     # The oldest of the four was met at three slides; each time it turned from the same frame.
     starts = [span.start for span in moves if span.v is formed[0].v]
     assert len(starts) == 3 and len(set(starts)) == 1
-    assert [span.start for span in group.kept[0]] == [p.start for p in group.places]
+    assert [span.start for span in group.survivors[0]] == [p.start for p in group.places]
 
 
 @pytest.mark.parametrize(

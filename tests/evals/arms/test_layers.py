@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from ctxwin.evals.arms import parse_arm
-from ctxwin.evals.arms.layers import VlCache, filled, low_rank_keys
-from ctxwin.evals.arms.tokens import highest, recompute
-from ctxwin.evals.items import Item
-from ctxwin.evals.tasks import open_task
 from ctxwin.kv.rope import angles, turn
+from ctxwin_evals.arms import parse_arm
+from ctxwin_evals.arms.layers import VlCache, filled, low_rank_keys
+from ctxwin_evals.arms.tokens import highest, recompute
+from ctxwin_evals.items import Item
+from ctxwin_evals.tasks import open_task
 
 if TYPE_CHECKING:
     from .conftest import Bench
@@ -87,8 +87,8 @@ def test_a_recalled_item_must_say_what_came_back(bench: Bench) -> None:
 
 
 def test_jobs_tell_arms_their_setting() -> None:
-    from ctxwin.evals.arms import parse_arms
-    from ctxwin.evals.run import plan_jobs
+    from ctxwin_evals.arms import parse_arms
+    from ctxwin_evals.run import plan_jobs
 
     jobs = plan_jobs(parse_arms("layers:0.5"), [open_task("tiny/recall@0.5"), open_task("tiny/order")])
     assert [job.arms[0].setting for job in jobs] == ["recall", "window"]  # type: ignore[attr-defined]

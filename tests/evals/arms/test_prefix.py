@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from ctxwin.engines.base import Segment
-from ctxwin.evals.arms import BASES, parse_arm, parse_arms
-from ctxwin.evals.arms.prefix import Prefix
-from ctxwin.evals.run import Runner, Settings, plan_jobs
-from ctxwin.evals.tasks import open_task
+from ctxwin_evals.arms import BASES, parse_arm, parse_arms
+from ctxwin_evals.arms.prefix import Prefix
+from ctxwin_evals.run import Runner, Settings, plan_jobs
+from ctxwin_evals.tasks import open_task
 
 from .conftest import HEADER, item_of, mixed_chunks
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ctxwin.evals.arms import Arm, Served
-    from ctxwin.evals.group import Group
-    from ctxwin.evals.items import Item
+    from ctxwin_evals.arms import Arm, Served
+    from ctxwin_evals.group import Group
+    from ctxwin_evals.items import Item
 
     from .conftest import Bench
 
@@ -150,7 +150,7 @@ def test_a_run_asks_behind_what_each_user_places(bench: Bench, tmp_path: Path) -
 
 def test_a_recalled_item_must_say_what_came_back() -> None:
     with pytest.raises(ValueError, match="which chunk came back"):
-        arm("naive", "recall").known(mixed((0,), (0, 1)))
+        arm("naive", "recall").cached_orders(mixed((0,), (0, 1)))
 
 
 @pytest.mark.parametrize("text", ["prefix", "prefix:", "prefix:none", "prefix:trim:2"])

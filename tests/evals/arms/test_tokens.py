@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from ctxwin import Fidelity, Window
-from ctxwin.evals.arms import parse_arm
-from ctxwin.evals.arms.layers import falling
-from ctxwin.evals.arms.tokens import Mpic, attended, changes, heads_of_pictures, highest, quota, recompute
 from ctxwin.kv.relocate import relocate
 from ctxwin.window import lanes
+from ctxwin_evals.arms import parse_arm
+from ctxwin_evals.arms.layers import falling
+from ctxwin_evals.arms.tokens import Mpic, attended, changes, heads_of_pictures, highest, quota, recompute
 
 from .conftest import HEADER
 
 if TYPE_CHECKING:
-    from ctxwin.evals.group import Group
+    from ctxwin_evals.group import Group
 
     from .conftest import Bench
 

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ctxwin.cli.main import app
-from ctxwin.evals.bench.reuse import Plain, Run, Settings, checks, quartiles, summary
-from ctxwin.evals.bench.show import check_lines, note_lines, reuse_table
+from ctxwin_evals.bench.reuse import Plain, Run, Settings, checks, quartiles, summary
+from ctxwin_evals.bench.show import check_lines, note_lines, reuse_table
 
 
 def row(op: str, tokens: int, ttft: float, cache: float, floor: float, forward_free: bool = True) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def test_settings_are_plain() -> None:
 
 def test_quick_measures_less_and_flags_still_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ctxwin.engines import open as opening
-    from ctxwin.evals.bench import reuse
+    from ctxwin_evals.bench import reuse
 
     measured: list[Settings] = []
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ctxwin.evals.bench import model, moves, reuse
+from ctxwin_evals.bench import model, moves, reuse
 
 SMALL = model.Sizes(
     hidden=128, layers=3, heads=2, kv_heads=1, intermediate=192, vocabulary=0, max_tokens=1024, vision_depth=1,

@@ -13,8 +13,8 @@ from PIL import Image
 
 from ctxwin import Window, open_engine
 from ctxwin.engines.base import Engine
-from ctxwin.evals.benchmarks import DataOptions, Missing, benchmark
-from ctxwin.evals.benchmarks.dialogues import PLACEHOLDER
+from ctxwin_evals.benchmarks import DataOptions, Missing, benchmark
+from ctxwin_evals.benchmarks.dialogues import PLACEHOLDER
 from engines.scripted import ScriptedEngine
 from engines.tool_models import write_tool_model
 
@@ -135,6 +135,10 @@ def test_a_malformed_dialogue_is_named(tmp_path: Path, name: str, change: dict[s
     options = write(tmp_path, [row] if name == "mmdu" else MMDU, SPARKLES if name == "mmdu" else [row])
     with pytest.raises(ValueError, match=f"dialogue 0.*{message}"):
         benchmark(name, options).items()
+    good = (MMDU if name == "mmdu" else SPARKLES)[0]
+    both = write(tmp_path, [row, good] if name == "mmdu" else MMDU, SPARKLES if name == "mmdu" else [row, good])
+    task = benchmark(name, both)
+    assert len(task.items()) == 2 and len(task.odd) == 1
 
 
 def test_missing_pictures_are_an_error_or_left_out(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from ctxwin.errors import BadMedia
-from ctxwin.evals.benchmarks.frames import FRAME_RULES, fit, frame_indices, frames_taken, sample_frames
-from ctxwin.evals.benchmarks.video_mme import cues_at
 from ctxwin.tiny.clip import write_clip
+from ctxwin_evals.benchmarks.frames import FRAME_RULES, fit, frame_indices, frames_taken, sample_frames
+from ctxwin_evals.benchmarks.video_mme import cues_at
 
 
 @pytest.mark.parametrize(

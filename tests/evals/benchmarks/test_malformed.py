@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +14,9 @@ import pytest
 
 from benchmark_data import write_milebench, write_mm_niah, write_video_mme
 from ctxwin.errors import BadMedia
-from ctxwin.evals.benchmarks import DataOptions, Missing, benchmark
-from ctxwin.evals.benchmarks.mm_niah import Row
-from ctxwin.evals.items import Item
+from ctxwin_evals.benchmarks import DataOptions, Missing, benchmark
+from ctxwin_evals.benchmarks.mm_niah import Row
+from ctxwin_evals.items import Item
 
 TASK = "mm-niah/retrieval-image"
 Change = Callable[[dict[str, Any]], Any]
@@ -144,10 +145,24 @@ def test_a_last_line_without_its_end_is_whole_if_it_is_json(niah: Path, lines: P
         ),
     ],
 )
-def test_wrong_rows_are_named(niah: Path, lines: Path, how: Change, message: str) -> None:
+def test_wrong_rows_are_named_and_left_out(
+    niah: Path, lines: Path, how: Change, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
     change(lines, 1, how)
-    with pytest.raises(ValueError, match=message):
-        items(niah, skip_missing=True)
+    task = benchmark(TASK, DataOptions(data=str(niah), skip_missing=True))
+    if "unique" in message:  # the file is another one
+        with pytest.raises(ValueError, match=message):
+            task.items()
+        return
+    assert [item.index for item in task.items()] == [0, 2]
+    (odd,) = task.odd
+    assert re.search(message, odd)
+    assert odd in caplog.text
+    assert "1 rows left out" in caplog.text
+    for row in (0, 2):
+        change(lines, row, lambda r: r.pop("question"))
+    with pytest.raises(ValueError, match=r"jsonl:1 must have a field 'question'"):  # nothing is left
+        items(niah)
 
 
 def test_counting_answers_must_be_lists(niah: Path) -> None:
@@ -155,8 +170,9 @@ def test_counting_answers_must_be_lists(niah: Path) -> None:
     change(path, 0, lambda r: r.update(answer="[3, 4]"))
     assert items(niah, "mm-niah/counting-text")[0].target == [3, 4]
     change(path, 0, lambda r: r.update(answer="three"))
-    with pytest.raises(ValueError, match=r"jsonl:1: the answer must be a list of counts, got 'three'"):
-        items(niah, "mm-niah/counting-text")
+    task = benchmark("mm-niah/counting-text", DataOptions(data=str(niah)))
+    assert len(task.items()) == 2
+    assert "jsonl:1: the answer must be a list of counts, got 'three'" in task.odd[0]
 
 
 def test_missing_pictures(niah: Path) -> None:
@@ -265,9 +281,15 @@ def rewrite(path: Path, how: Callable[[list[dict[str, Any]]], Any]) -> None:
     ],
 )
 def test_wrong_parquet_rows_are_named(mme: Path, how: Any, message: str) -> None:
+    """A row is left out; a column that lacks, or an id that is there twice, makes the file another one."""
     rewrite(mme / "videomme" / "test-00000-of-00001.parquet", how)
-    with pytest.raises(ValueError, match=message):
-        items(mme, "video-mme")
+    task = benchmark("video-mme", DataOptions(data=str(mme)))
+    if "must have the columns" in message or "unique" in message:
+        with pytest.raises(ValueError, match=message):
+            task.items()
+    else:
+        assert [item.index for item in task.items()] == [0, 2, 3, 4, 5]
+        assert re.search(message, task.odd[0])
 
 
 @pytest.mark.parametrize("keep", [0, 100, -9])
@@ -298,8 +320,13 @@ def test_wrong_milebench_samples_are_named(mile: Path, how: Change, message: str
     content = json.loads(path.read_text())
     how(content)
     path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=f"StateChange.json.*{message}"):
-        items(mile, "milebench/StateChange")
+    task = benchmark("milebench/StateChange", DataOptions(data=str(mile)))
+    if message.startswith("sample 1"):
+        assert [item.index for item in task.items()] == [0]
+        assert re.search(f"StateChange.json.*{message}", task.odd[0])
+    else:
+        with pytest.raises(ValueError, match=f"StateChange.json.*{message}"):
+            task.items()
 
 
 def test_milebench_files(mile: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ctxwin.evals.benchmarks import benchmark
-from ctxwin.evals.benchmarks.milebench import aggregate, extract, letter_of, process, quantity
+from ctxwin_evals.benchmarks import benchmark
+from ctxwin_evals.benchmarks.milebench import aggregate, extract, letter_of, process, quantity
 
 ACTIONS = ("Opened the door.", "Put down the cup/glass.", "Took the bag.", "Sat at 1.5 m")
 

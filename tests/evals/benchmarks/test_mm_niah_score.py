@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ctxwin.evals.benchmarks import benchmark
-from ctxwin.evals.benchmarks.mm_niah import aggregate, cell_of, result_name, score_answer
-from ctxwin.evals.benchmarks.vqa import normalise, strip_punctuation
+from ctxwin_evals.benchmarks import benchmark
+from ctxwin_evals.benchmarks.mm_niah import aggregate, cell_of, result_name, score_answer
+from ctxwin_evals.benchmarks.vqa import normalise, strip_punctuation
 
 
 @pytest.mark.parametrize(

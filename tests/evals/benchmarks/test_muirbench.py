@@ -13,8 +13,8 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 from PIL import Image
 
-from ctxwin.evals.benchmarks import DataOptions, benchmark
-from ctxwin.evals.benchmarks.muirbench import read_answer
+from ctxwin_evals.benchmarks import DataOptions, benchmark
+from ctxwin_evals.benchmarks.muirbench import read_answer
 
 OPTIONS = ["a red door", "a blue door", "None of the choices provided"]
 
@@ -102,6 +102,8 @@ def test_malformed_rows_are_named(tmp_path: Path, fields: dict[str, Any], said: 
     with pytest.raises(ValueError, match="row 0") as raised:
         benchmark("muirbench", write(tmp_path, row(0, **fields))).items()
     assert said in str(raised.value)
+    task = benchmark("muirbench", write(tmp_path, row(0, **fields), row(1)))
+    assert [item.index for item in task.items()] == [1] and said in task.odd[0]
 
 
 def test_malformed_files_are_named(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ import pytest
 from PIL import Image
 
 from benchmark_data.reading import as_text
-from ctxwin.evals.benchmarks import DataOptions, benchmark
-from ctxwin.evals.benchmarks.prompt import cut_text
 from ctxwin.tiny.clip import write_clip
+from ctxwin_evals.benchmarks import DataOptions, benchmark
+from ctxwin_evals.benchmarks.prompt import cut_text
 
 PROMPTS = Path(__file__).parent / "prompts"
 

@@ -14,9 +14,9 @@ from PIL import Image
 from benchmark_data import write_milebench, write_mm_niah, write_video_mme
 from benchmark_data.prose import PICTURE, Needle, write_document
 from benchmark_data.reading import as_text
-from ctxwin.evals.benchmarks import BENCHMARKS, DataOptions, benchmark
-from ctxwin.evals.benchmarks.mm_niah import cell_of
-from ctxwin.evals.items import Item
+from ctxwin_evals.benchmarks import BENCHMARKS, DataOptions, benchmark
+from ctxwin_evals.benchmarks.mm_niah import cell_of
+from ctxwin_evals.items import Item
 
 SIZE = 56
 NIAH = [name for name in BENCHMARKS if name.startswith("mm-niah/")]
@@ -107,7 +107,7 @@ def test_documents_are_as_long_and_needles_as_deep_as_wanted(budget: int) -> Non
 
 
 def test_questions_about_one_document_share_a_cluster(tmp_path: Path) -> None:
-    from ctxwin.evals.benchmarks.mm_niah import document_of, parse_row
+    from ctxwin_evals.benchmarks.mm_niah import document_of, parse_row
 
     def row(context: str, images: list[str], needles: list[str]) -> str:
         meta = {"placed_depth": 0.5, "context_length": 100, "needles": needles}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import tarfile
 import zipfile
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmark_data import write_milebench, write_mm_niah, write_video_mme
-from ctxwin.evals.benchmarks import DataOptions, benchmark
+from ctxwin_evals.benchmarks import DataOptions, benchmark, source
 
 
 class Hub:
@@ -107,6 +108,57 @@ def test_damaged_archives_are_named(hub: Hub) -> None:
     assert not list((hub.target / "mm_niah_val").glob(".unpacking*"))
 
 
+def test_a_folder_as_downloaded_is_unpacked_where_it_lies(hub: Hub) -> None:
+    """Once, and again from where it stopped if it was ended in the middle."""
+    root = hub.files
+    write_mm_niah(root, 2, lengths=(200,), image_size=56)
+    base = root / "mm_niah_val"
+    tar(base / "images", base / "images.tar.gz", "images")
+    (base / ".unpacking-killed").mkdir()
+    (base / ".unpacking-killed" / "half.jpg").write_bytes(b"...")
+    for data in (root, base):  # the set, and the folder of one split
+        assert len([i.load() for i in benchmark("mm-niah/counting-image", DataOptions(data=str(data))).items()]) == 2
+        assert not list(base.glob(".unpacking-*"))
+    shutil.rmtree(base / "images")
+    assert len(benchmark("mm-niah/counting-image", DataOptions(data=str(base))).items()) == 2
+    write_video_mme(root, 3, seconds=(2, 2, 2), image_size=56)
+    with zipfile.ZipFile(root / "videos_chunked_01.zip", "w") as made:
+        for path in (root / "video").iterdir():
+            made.write(path, f"data/{path.name}")
+    before = {path.name: path.stat().st_ino for path in (root / "video").iterdir()}
+    assert len(benchmark("video-mme", DataOptions(data=str(root))).items()) == 3
+    assert {path.name: path.stat().st_ino for path in (root / "video").iterdir()} == before  # was unpacked by hand
+    (root / "videos_chunked_01.zip.unpacked").unlink()
+    shutil.rmtree(root / "video")
+    assert len(benchmark("video-mme", DataOptions(data=str(root))).items()) == 3
+    assert hub.asked == []
+
+
+def test_an_archive_can_neither_fill_the_disk_nor_leave_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_mm_niah(tmp_path / "data", 1, lengths=(200,), image_size=56)
+    base = tmp_path / "data" / "mm_niah_val"
+    shutil.rmtree(base / "images")
+    monkeypatch.setattr(source, "FREE_BYTES", 1 << 20)
+    hostile = {"images/zeros.png": 64 << 20, "../../escape.png": 10, "images/../../../escape.png": 10}
+    for name, size in hostile.items():
+        with tarfile.open(base / "images.tar.gz", "w:gz") as made:
+            info = tarfile.TarInfo(name)
+            info.size = size
+            made.addfile(info, io.BytesIO(bytes(size)))
+        with pytest.raises(ValueError, match=r"images\.tar\.gz must"):
+            benchmark("mm-niah/counting-image", DataOptions(data=str(tmp_path / "data"))).items()
+        assert not list(tmp_path.rglob("escape.png"))
+        assert not list(base.glob(".unpacking-*")) and not (base / "images").exists()
+    link = tarfile.TarInfo("images/link")
+    link.type, link.linkname = tarfile.SYMTYPE, "/etc"
+    with tarfile.open(base / "images.tar.gz", "w:gz") as made:
+        made.addfile(link)
+    with pytest.raises(ValueError, match=r"images\.tar\.gz must"):
+        benchmark("mm-niah/counting-image", DataOptions(data=str(tmp_path / "data"))).items()
+
+
 @pytest.mark.parametrize("data", ["hub:", "hub:owner", "hub:a/b/c", "hub:/b"])
 def test_names_of_the_hub(hub: Hub, data: str) -> None:
     with pytest.raises(ValueError, match="must be hub:OWNER/NAME"):
@@ -119,7 +171,7 @@ def test_importing_the_benchmarks_loads_no_heavy_package() -> None:
     import sys
 
     code = (
-        "import sys, ctxwin.evals.benchmarks as b; "
+        "import sys, ctxwin_evals.benchmarks as b; "
         "b.benchmark('video-mme').score('A', 'A', {}); "
         "print([m for m in ('torch', 'cv2', 'pyarrow', 'srt', 'huggingface_hub') if m in sys.modules])"
     )

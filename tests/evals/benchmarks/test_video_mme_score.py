@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ctxwin.evals.benchmarks import benchmark
-from ctxwin.evals.benchmarks.video_mme import aggregate, extract_lmms_eval, extract_official
+from ctxwin_evals.benchmarks import benchmark
+from ctxwin_evals.benchmarks.video_mme import aggregate, extract_lmms_eval, extract_official
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from ctxwin.evals.arms import parse_arm
-from ctxwin.evals.arms.reuse import Oracle, Stepwise
-from ctxwin.evals.decoder import Decoder
-from ctxwin.evals.generation import forced_logits, generate
-from ctxwin.evals.measure import Measurer
-from ctxwin.evals.patching import Patcher
-from ctxwin.evals.probe.contexts import PLACED, Source
-from ctxwin.evals.probe.folder import Texts
-from ctxwin.evals.probe.generated import World
-from ctxwin.evals.probe.probe import (
+from ctxwin_evals.arms import parse_arm
+from ctxwin_evals.arms.reuse import Oracle, Stepwise
+from ctxwin_evals.decoder import Decoder
+from ctxwin_evals.generation import forced_logits, generate
+from ctxwin_evals.measure import Measurer
+from ctxwin_evals.patching import Patcher
+from ctxwin_evals.probe.contexts import PLACED, Source
+from ctxwin_evals.probe.folder import Texts
+from ctxwin_evals.probe.generated import World
+from ctxwin_evals.probe.probe import (
     BLIND,
     ORACLE,
     SURVIVOR,
@@ -30,8 +30,8 @@ from ctxwin.evals.probe.probe import (
     recalled,
     spelling,
 )
-from ctxwin.evals.probe.reading import readings
-from ctxwin.evals.probe.verdict import survival
+from ctxwin_evals.probe.reading import readings
+from ctxwin_evals.probe.verdict import survival
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine

@@ -13,12 +13,12 @@ import typer
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from ctxwin.evals.probe import cli
-from ctxwin.evals.probe.contexts import PLACED
-from ctxwin.evals.probe.folder import CHARACTERS, FILES, Images, Texts, read_questions
-from ctxwin.evals.probe.probe import Sizes
 from ctxwin.fidelity import Fidelity
 from ctxwin.profiles import PROFILES_VARIABLE, find_profile, resolve
+from ctxwin_evals.probe import cli
+from ctxwin_evals.probe.contexts import PLACED
+from ctxwin_evals.probe.folder import CHARACTERS, FILES, Images, Texts, read_questions
+from ctxwin_evals.probe.probe import Sizes
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
@@ -48,7 +48,7 @@ def text_model(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Commands measure a little only, and nobody's own profiles are touched."""
-    from ctxwin.evals.probe import probe
+    from ctxwin_evals.probe import probe
 
     little = Sizes(
         reading=4,
@@ -253,6 +253,6 @@ def test_what_was_measured_outlives_a_profile_that_cannot_be_written(
     assert error.startswith("error: ") and "ctxwin-profile.json" in error
     assert json.loads((out / "probe.json").read_text())["verdict"]["finding"] == "unread"
     # A bad folder is found before anything is measured.
-    monkeypatch.setattr("ctxwin.evals.probe.probe.Probe.run", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr("ctxwin_evals.probe.probe.Probe.run", lambda *_: pytest.fail("measured"))
     (tmp_path / "file").write_text("")
     refused(invoke(text_model, "--texts", texts, "--output", tmp_path / "file"), "file")

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ctxwin.evals.probe import probe
-from ctxwin.evals.probe.generated import Scenes, World
-from ctxwin.evals.probe.probe import Probe, Sizes, as_profile
-from ctxwin.evals.probe.report import html
-from ctxwin.evals.probe.verdict import Limits
 from ctxwin.fidelity import Fidelity
 from ctxwin.tiny import checkpoint_dir
+from ctxwin_evals.probe import probe
+from ctxwin_evals.probe.generated import Scenes, World
+from ctxwin_evals.probe.probe import Probe, Sizes, as_profile
+from ctxwin_evals.probe.report import html
+from ctxwin_evals.probe.verdict import Limits
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
@@ -49,6 +49,7 @@ def opened(folder: Path) -> HFEngine:
     return HFEngine(folder, dtype="float32")
 
 
+@pytest.mark.slow
 def test_the_bundled_model_binds_and_a_patch_of_its_deep_layers_is_safe() -> None:
     with opened(checkpoint_dir()) as engine:
         result = probed(engine)
@@ -74,6 +75,7 @@ def test_the_bundled_model_binds_and_a_patch_of_its_deep_layers_is_safe() -> Non
     assert profile.fidelity == fidelity and profile.n == blind["n"]
 
 
+@pytest.mark.slow
 def test_a_model_that_chains_may_be_reused_blindly() -> None:
     with opened(CHAINING) as engine:
         result = probed(engine)

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ctxwin.errors import EngineFailed
-from ctxwin.evals.arms import Arm, parse_arm
-from ctxwin.evals.decoder import Decoder, Reader
-from ctxwin.evals.items import Item
-from ctxwin.evals.measure import Measurer
-from ctxwin.evals.patching import Patcher, fitted
-from ctxwin.evals.probe.generated import World
-from ctxwin.evals.probe.probe import Lately, Probe, Sizes, Swapped, recalled
-from ctxwin.evals.probe.serving import ServedMeasurer
-from ctxwin.evals.probe.verdict import Limits
-from ctxwin.evals.samples import Sample
 from ctxwin.tiny import checkpoint_dir
+from ctxwin_evals.arms import Arm, parse_arm
+from ctxwin_evals.decoder import Decoder, Reader
+from ctxwin_evals.items import Item
+from ctxwin_evals.measure import Measurer
+from ctxwin_evals.patching import Patcher, fitted
+from ctxwin_evals.probe.generated import World
+from ctxwin_evals.probe.probe import Lately, Probe, Sizes, Swapped, recalled
+from ctxwin_evals.probe.serving import ServedMeasurer
+from ctxwin_evals.probe.verdict import Limits
+from ctxwin_evals.samples import Sample
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
@@ -84,11 +84,11 @@ def test_what_a_request_cannot_load_is_an_error_and_no_figure(tiny: HFEngine, mo
 
 
 def test_options_of_the_engine_are_checked_before_a_model_is_loaded() -> None:
-    from ctxwin.evals.probe.cli import _opened
+    from ctxwin_evals.probe.cli import _open_engine
 
     for engine, options in (("jax", "{}"), ("vllm", "[1]"), ("vllm", "{"), ("hf", json.dumps({"processes": "multi"}))):
         with pytest.raises(ValueError, match="engine"):
-            _opened("nowhere", engine, options, None, "cpu", 0)
+            _open_engine("nowhere", engine, options, None, "cpu", 0)
 
 
 @pytest.mark.slow

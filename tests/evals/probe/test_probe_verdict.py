@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from ctxwin.evals.probe.contexts import normal
-from ctxwin.evals.probe.reading import Competence, Reading, addressing, competence
-from ctxwin.evals.probe.structure import energy_ranks, functional_rank
-from ctxwin.evals.probe.verdict import (
+from ctxwin.kv.deficit import Deficit
+from ctxwin_evals.probe.contexts import normal
+from ctxwin_evals.probe.reading import Competence, Reading, addressing, competence
+from ctxwin_evals.probe.structure import energy_ranks, functional_rank
+from ctxwin_evals.probe.verdict import (
     Judgement,
     Limits,
     Setting,
@@ -27,7 +28,6 @@ from ctxwin.evals.probe.verdict import (
     survivors_sentence,
     with_margin,
 )
-from ctxwin.kv.deficit import Deficit
 from eval_rows import Words, row
 
 READS = [Competence("cross", 48, True, 0.5, 0.2, 1.0, 0.3, 0.4, moved=2.0)]

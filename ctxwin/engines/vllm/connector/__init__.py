@@ -3,11 +3,11 @@
 vLLM imports this module by its path and instantiates the class for its scheduler and for each of its workers, in one process
 or several. The connector serves requests that carry a ctxwin handle; all others pass untouched.
 
-**Loading.** KV that only this window can hit (its blocks are its own, see `prefix_space`) is loaded synchronously, in the step
-that needs it. Exact KV stands in blocks that plain requests share, so it is loaded asynchronously: vLLM publishes the blocks
+**Loading.** KV that only this window can hit (its blocks are its own, see `cache_namespace`) is loaded synchronously, in the step
+that needs it. Exact KV lies in blocks that plain requests share, so it is loaded asynchronously: vLLM publishes the blocks
 of an asynchronous load only once they are written, whereas a plain request in the same step could hit those of a synchronous
 one, and would fail with it. With ``kv_load_failure_policy="fail"`` vLLM drops the step's token, evicts the blocks and ends
-that request alone, and the engine asks again. ``recompute`` would keep the blocks in front of the failed one, which may be
+that request alone, and the engine asks again. ``recompute`` would keep the blocks before the failed one, which may be
 approximate.
 
 **Reading back** happens when a request has ended, for all its captures at once: every forward is complete then, tokens of
@@ -16,13 +16,16 @@ In the engine's own process the blocks are read at once; elsewhere vLLM keeps th
 the next step.
 
 **Hybrids** (recurrent layers beside attention) take part in vLLM's hybrid memory allocator: a request has blocks in several
-groups. KV and the states behind it (`paged_states`) are loaded together, in the background, or the request fails; both are read
-back together, and where chunks' maps are kept, those of captured chunks are heard in between (`transitions`). vLLM's own prefix
-cache is off for them, since it keeps states at block boundaries only.
+groups. KV and the states after it (`paged_states`) are loaded together, in the background, or the request fails; both are read
+back together. Where chunks' maps are kept, they are captured in between (`transitions`). vLLM's own prefix cache is off for
+hybrids, since it keeps states at block boundaries only.
 """
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
@@ -32,14 +35,16 @@ from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec, UniformType
 from ctxwin.engines.vllm import internals
 from ctxwin.engines.vllm.connector.scheduler import SchedulerHalf, Step
 from ctxwin.engines.vllm.connector.worker import WorkerHalf
+from ctxwin.engines.vllm.lifecycle.folders import owner_of
+from ctxwin.engines.vllm.lifecycle.leaving import leave_when_shut_down
 from ctxwin.engines.vllm.refusals import check_config
 from ctxwin.engines.vllm.transport import PARAM, connect
 from ctxwin.errors import UnsupportedModel
-from ctxwin.kv.config import thinker
+from ctxwin.kv.config import text_backbone
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -50,6 +55,7 @@ class CtxwinConnector(SchedulerHalf, WorkerHalf, KVConnectorBase_V1, SupportsHMA
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         source = self._kv_transfer_config.kv_connector_extra_config.get(PARAM, "")
+        self._source = source
         endpoint, block_size = connect(source), int(vllm_config.cache_config.block_size)
         self._groups = [list(group.layer_names) for group in kv_cache_config.kv_cache_groups]
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
@@ -68,16 +74,27 @@ class CtxwinConnector(SchedulerHalf, WorkerHalf, KVConnectorBase_V1, SupportsHMA
             endpoint.refuse(error)
             raise
         if role == KVConnectorRole.WORKER:
-            internals.name_readers()
-        if hasattr(thinker(vllm_config.model_config.hf_config), "audio_config"):
+            internals.name_sharing_layers()
+        if hasattr(text_backbone(vllm_config.model_config.hf_config), "audio_config"):
             internals.pair_sound(get_model_cls(vllm_config.model_config))
         SchedulerHalf.__init__(self, endpoint, source, block_size, holds_kv[0])
         WorkerHalf.__init__(self, endpoint, block_size)
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Return False, from vLLM 0.33 on which asks; `refusals` says why, on every version."""
+        return False
+
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: a span that is not captured is computed again, nobody waits for it."""
+        """False: a span that is not captured is computed again later."""
         return False
+
+    def shutdown(self) -> None:
+        """Let a process of vLLM's own end without delay once it has shut down; one that failed ends as it does."""
+        owner = owner_of(Path(self._source)) if self._source.startswith("/") else None
+        if owner not in (None, os.getpid()) and isinstance(sys.exc_info()[1], SystemExit | None):
+            leave_when_shut_down()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         layers = self._vllm_config.compilation_config.static_forward_context
@@ -86,7 +103,7 @@ class CtxwinConnector(SchedulerHalf, WorkerHalf, KVConnectorBase_V1, SupportsHMA
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         KVConnectorBase_V1.bind_connector_metadata(self, connector_metadata)
         assert isinstance(connector_metadata, Step)
-        self.listen(connector_metadata)
+        self.begin_captures(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         step = self._get_connector_metadata()

@@ -7,7 +7,7 @@ vLLM's encoder cache has evicted it, and a load of KV that fails leaves a reques
 
 Media are found by the name in their multimodal identifier (`embeddings.name_of`), as files in a folder that every process
 of the engine sees and only the engine writes. The scheduler reads a file and checks it (checksum, model, shape, dtype)
-before it tells vLLM that it is there, and hands the workers what it has read: no load can meet a missing or damaged file,
+before it reports it to vLLM, and sends the workers the content that it has read: no load can meet a missing or damaged file,
 to which vLLM's only answer would be to exit. A request without data of its own whose file is useless fails alone, with
 vLLM's finish reason ``error``: an encoder that ran on nothing would stop the engine.
 
@@ -26,7 +26,7 @@ import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
 
 from ctxwin.engines.hf.model import deep_layers
-from ctxwin.engines.vllm.transport.embeddings import AtHand, EmbeddingFiles, name_of
+from ctxwin.engines.vllm.transport.embeddings import EmbeddingCache, EmbeddingFiles, name_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,16 +39,16 @@ _LARGE = 1 << 20
 _ROOM = 64 << 20
 """Bytes of embeddings that are kept for the next request about the same media."""
 _SLACK = 64
-"""Tokens by which vLLM's count of computed tokens may lag behind what it schedules next."""
+"""Tokens by which vLLM's count of computed tokens may lag behind its next schedule."""
 _log = logging.getLogger("ctxwin.engines")
 
 
 @dataclass(frozen=True)
 class Content:
-    """Embeddings on their way to a worker.
+    """Embeddings in transfer to a worker.
 
     Attributes:
-        data: their bytes, which vLLM hands to another process without a copy on the way.
+        data: their bytes, which vLLM passes to another process without a further copy.
     """
 
     data: np.ndarray[Any, np.dtype[np.uint8]] = field(repr=False)
@@ -57,25 +57,25 @@ class Content:
 
     @classmethod
     def of(cls, embeddings: torch.Tensor) -> Content:
-        """The content of embeddings on the CPU, not copied."""
+        """Return the content of embeddings on the CPU, not copied."""
         return cls(embeddings.view(torch.uint8).numpy().reshape(-1), tuple(embeddings.shape), embeddings.dtype)
 
     def to(self, device: Any) -> torch.Tensor:
-        """A copy of its own: what arrives may be read-only."""
-        made = torch.empty(self.shape, dtype=self.dtype)
-        made.view(torch.uint8).numpy().reshape(-1)[:] = self.data
-        return made.to(device)
+        """Return a copy on ``device``; the received bytes may be read-only."""
+        copy = torch.empty(self.shape, dtype=self.dtype)
+        copy.view(torch.uint8).numpy().reshape(-1)[:] = self.data
+        return copy.to(device)
 
 
 @dataclass
 class EmbeddingMetadata(ECConnectorMetadata):  # type: ignore[misc]  # mypy sees vLLM as untyped
-    """What the workers load in one step: embeddings by multimodal identifier."""
+    """Embeddings that the workers load in one step, by multimodal identifier."""
 
     loads: dict[str, Content] = field(default_factory=dict, repr=False)
 
 
 class EncoderCacheConnector(ECConnectorBase):  # type: ignore[misc]  # mypy sees vLLM as untyped
-    """Serves the media whose embeddings lie in the folder; others are encoded as ever.
+    """Serves media whose embeddings are in the folder; vLLM encodes all others.
 
     Raises:
         ValueError: no ``folder`` in the extra config.
@@ -94,41 +94,41 @@ class EncoderCacheConnector(ECConnectorBase):  # type: ignore[misc]  # mypy sees
             self.scheduler = Scheduler(files, width * (1 + deep_layers(model.hf_config)), model.dtype, step, width)
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
-        """False while files are being checked, and for good where a medium can be neither loaded nor computed."""
+        """Return False while files are being checked, and always where a medium can be neither loaded nor computed."""
         return self.scheduler.ready(request, num_computed_tokens)
 
     def take_unavailable_requests(self) -> set[str]:
-        """The requests that cannot be served."""
-        taken, self.scheduler.unavailable = self.scheduler.unavailable, set()
-        return taken
+        """Return the requests that cannot be served, once."""
+        unavailable, self.scheduler.unavailable = self.scheduler.unavailable, set()
+        return unavailable
 
     def has_cache_item(self, identifier: str) -> bool:
-        """Only what `ensure_cache_available`, which vLLM calls right before, found for its request."""
+        """Return True for embeddings that `ensure_cache_available`, called right before, found for its request."""
         return self.scheduler.holds(name_of(identifier))
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
-        """A medium gets room in the encoder cache."""
+        """Plan the load of a medium that gets room in the encoder cache."""
         self.scheduler.plan(request, request.mm_features[index].identifier)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> EmbeddingMetadata:
-        """What the workers load in the coming step."""
+        """Return the loads of the coming step."""
         planned = EmbeddingMetadata()
-        if scheduler_output.total_num_scheduled_tokens:  # else the workers look at nothing
+        if scheduler_output.total_num_scheduled_tokens:  # else the workers read no metadata
             planned.loads, self.scheduler.loads = self.scheduler.loads, {}
         return planned
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """Lets go of what a request held."""
+        """Release the embeddings of a request."""
         self.scheduler.forget(request.request_id)
         return False, None
 
     def shutdown(self) -> None:
-        """Ends the scheduler's reads."""
+        """End the scheduler's reads."""
         if self.role is ECConnectorRole.SCHEDULER:
-            self.scheduler.at_hand.close()
+            self.scheduler.cache.close()
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
-        """On a worker: loads what the scheduler planned."""
+        """Load the embeddings that the scheduler planned; called on a worker."""
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, EmbeddingMetadata)
         for identifier, content in metadata.loads.items():
@@ -136,90 +136,90 @@ class EncoderCacheConnector(ECConnectorBase):  # type: ignore[misc]  # mypy sees
                 encoder_cache[identifier] = content.to(_device())
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
-        """Saves nothing: clients choose the names of their media, and the engine alone writes embeddings."""
+        """Do nothing: clients choose the names of their media, and only the engine writes embeddings."""
 
 
 class Scheduler:
-    """What vLLM's scheduler is told of the embeddings in a folder.
+    """Scheduler's side: which embeddings of a folder can be loaded, and when.
 
     Args:
         files: the folder.
-        width: of the embeddings.
-        dtype: of the embeddings.
+        width: width of the embeddings.
+        dtype: dtype of the embeddings.
         step: most tokens that vLLM schedules at once.
-        heard: width of the embeddings of sound, which has no deep ones; None where the model does not hear.
+        audio_width: width of audio embeddings, which have no deepstack part; None is ``width``.
 
     Attributes:
-        at_hand: what running requests need of the folder.
-        loads: what the workers load in the next step, by multimodal identifier.
+        cache: embeddings that running requests need.
+        loads: embeddings that the workers load in the next step, by multimodal identifier.
         unavailable: requests that cannot be served.
     """
 
     def __init__(
-        self, files: EmbeddingFiles, width: int, dtype: torch.dtype, step: int, heard: int | None = None
+        self, files: EmbeddingFiles, width: int, dtype: torch.dtype, step: int, audio_width: int | None = None
     ) -> None:
-        self.at_hand = AtHand(files, _LARGE, _ROOM)
+        self.cache = EmbeddingCache(files, _LARGE, _ROOM)
         self.loads: dict[str, Content] = {}
         self.unavailable: set[str] = set()
         self._width = width
-        self._heard = width if heard is None else heard
+        self._audio_width = width if audio_width is None else audio_width
         self._dtype = dtype
         self._step = step + _SLACK
-        self._asked = ""  # the request that vLLM is about to schedule
-        self._names: dict[str, set[str]] = {}  # held or waited for, by request
+        self._current = ""  # the request that vLLM is about to schedule
+        self._names: dict[str, set[str]] = {}  # names of embeddings that a request holds or waits for
 
     def ready(self, request: Request, computed: int) -> bool:
-        """Takes what the next two steps behind ``computed`` tokens may need; False while some of the next is being read.
+        """Take the embeddings that the next two steps after ``computed`` tokens may need; return False while some are being read.
 
-        O(1) behind the last medium, else O(media).
+        Cost: O(1) after the last medium, else O(media).
         """
-        self._asked = name = request.request_id
+        self._current = name = request.request_id
         waiting, needed = False, set()
         # In the order of the prompt.
-        last = max(map(_end, request.mm_features[-2:]), default=0)  # a video ends behind its sound
+        last = max(map(_end, request.mm_features[-2:]), default=0)  # a video ends after its sound
         features = request.mm_features if computed < last else ()
         for feature in features:
             begin = feature.mm_position.offset
             if _end(feature) <= computed or begin >= computed + 2 * self._step:
                 continue  # its KV is there, or its turn comes later
-            held = name_of(feature.identifier)
-            width = self._heard if feature.modality == "audio" else self._width
+            embeddings_name = name_of(feature.identifier)
+            width = self._audio_width if feature.modality == "audio" else self._width
             shape = feature.mm_position.get_num_embeds(), width
-            found = self.at_hand.take(held, name, shape, self._dtype)
-            if found is not False:
-                self._names.setdefault(name, set()).add(held)
-                needed.add(held)
-                waiting |= found is None and begin < computed + self._step
+            embeddings = self.cache.take(embeddings_name, name, shape, self._dtype)
+            if embeddings is not False:
+                self._names.setdefault(name, set()).add(embeddings_name)
+                needed.add(embeddings_name)
+                waiting |= embeddings is None and begin < computed + self._step
             elif _bare(feature):
-                what = "request %s carries no data for %r, and its stored vision embeddings are missing"
-                _log.warning(what, name, feature.identifier)
+                message = "request %s carries no data for %r, and its stored vision embeddings are missing"
+                _log.warning(message, name, feature.identifier)
                 self.unavailable.add(name)
                 return False
         self._keep(name, needed)
         return not waiting
 
     def holds(self, name: str) -> bool:
-        """Whether the request that vLLM is about to schedule holds those embeddings."""
-        return self.at_hand.find(name, self._asked) is not None
+        """Return True if the request that vLLM is about to schedule holds those embeddings."""
+        return self.cache.find(name, self._current) is not None
 
     def plan(self, request: Request, identifier: str) -> None:
-        """A medium gets room in the encoder cache: it is loaded where it was found, else encoded."""
-        found = self.at_hand.find(name_of(identifier), request.request_id)
-        if found is not None:
-            self.loads[identifier] = Content.of(found)
+        """Load a medium that gets room in the encoder cache if its embeddings are held; else vLLM encodes it."""
+        embeddings = self.cache.find(name_of(identifier), request.request_id)
+        if embeddings is not None:
+            self.loads[identifier] = Content.of(embeddings)
 
     def forget(self, request: str) -> None:
-        """Lets go of whatever a request holds or waits for."""
+        """Release all embeddings that a request holds or waits for."""
         self._keep(request, set())
         self.unavailable.discard(request)
 
     def _keep(self, request: str, needed: set[str]) -> None:
-        """Lets go of what a request holds and does not need."""
-        held = self._names.pop(request, set())
-        for name in held - needed:
-            self.at_hand.release(name, request)
+        """Release the embeddings that a request holds and does not need."""
+        names = self._names.pop(request, set())
+        for name in names - needed:
+            self.cache.release(name, request)
         if needed:
-            self._names[request] = held & needed
+            self._names[request] = names & needed
 
 
 def _end(feature: MultiModalFeatureSpec) -> int:
@@ -227,7 +227,7 @@ def _end(feature: MultiModalFeatureSpec) -> int:
 
 
 def _bare(feature: MultiModalFeatureSpec) -> bool:
-    """Whether a medium carries neither pixels nor embeddings, only what positions are counted from."""
+    """Return True if a medium carries neither pixels nor embeddings, only the fields that determine positions."""
     return feature.data is None or all(element.field.keep_on_cpu for element in feature.data.values())
 
 

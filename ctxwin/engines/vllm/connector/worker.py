@@ -1,4 +1,4 @@
-"""A worker's half of the connector: loads before a forward, captures of requests that have ended."""
+"""The worker's half of the connector: it loads spans before a forward and saves captures of requests that have ended."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from ctxwin.engines.vllm.transport import Endpoint, Load, connect
+from ctxwin.engines.vllm.transport import Endpoint, LoadSpec, connect
 
 if TYPE_CHECKING:
     import torch
@@ -19,35 +19,35 @@ _log = logging.getLogger("ctxwin.engines")
 
 
 class WorkerHalf:
-    """What a vLLM worker calls; names and arguments are vLLM's."""
+    """Methods that a vLLM worker calls; names and arguments are vLLM's."""
 
     def __init__(self, endpoint: Endpoint, block_size: int) -> None:
         self.endpoint = endpoint
         self.block_size = block_size
         self._failed_blocks: set[int] = set()
-        self._failed: set[str] = set()  # of a hybrid: which blocks, vLLM cannot be told there
+        self._failed: set[str] = set()  # requests of a hybrid, for which vLLM takes no block ids
         self._received: set[str] = set()
         self._sent: set[str] = set()
 
-    def listen(self, step: Step) -> None:
-        """Before the forward, whatever is loaded: expects the chunks whose maps are wanted."""
-        for hear in step.hears:
-            connect(hear.source).hear(hear)
+    def begin_captures(self, step: Step) -> None:
+        """Begin the captures of a step; called before every forward, with or without loads."""
+        for capture in step.captures:
+            connect(capture.source).capture(capture)
 
     def work(self, step: Step) -> None:
-        """Does what the scheduler planned for this step."""
+        """Run the saves and loads that the scheduler planned for this step."""
         for save in step.saves:
             connect(save.source).save(save)
             self._sent.add(save.request)
         for load in step.loads:
             self._load(load)
 
-    def _load(self, load: Load) -> None:
-        # vLLM keeps one worker-side connector per process, whichever engine made it; the load names its engine's transport.
+    def _load(self, load: LoadSpec) -> None:
+        # vLLM keeps one worker-side connector per process for all engines; the load names its engine's transport.
         try:
             connect(load.source).load(load)
         except Exception as error:
-            with contextlib.suppress(RuntimeError):  # told before vLLM ends the request, if the engine is still there
+            with contextlib.suppress(RuntimeError):  # reported before vLLM ends the request, if the engine still exists
                 connect(load.source).fail(load.handle, error)
             size = self.block_size
             if load.states:
@@ -59,7 +59,7 @@ class WorkerHalf:
             self._received.add(load.request)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """(requests whose blocks may be freed, requests whose background load has ended, well or not)."""
+        """Return the requests whose blocks may be freed, and those whose background load has ended or failed."""
         if not (self._sent or self._received):
             return None, None
         sent, received = self._sent, self._received
@@ -67,21 +67,21 @@ class WorkerHalf:
         return sent or None, received or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """`get_finished`, and which loads have failed."""
+        """Return the same as `get_finished`, with the requests whose load has failed."""
         sent, received = self.get_finished(finished_req_ids)
         failed, self._failed = self._failed, set()
         return KVConnectorTransferResults(sent or set(), received or set(), failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks whose load has failed since the last call."""
+        """Return the blocks whose load has failed since the last call."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: loads are complete when the forward begins."""
+        """Do nothing: loads are complete when the forward begins."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing to save by layer: spans are read back whole."""
+        """Do nothing: spans are read back whole."""
 
     def wait_for_save(self) -> None:
-        """Nothing pending."""
+        """Do nothing: no save is pending."""

@@ -1,4 +1,4 @@
-"""What engines and vLLM leave in shared memory: folders of files for other processes, and vLLM's segments.
+"""Shared memory of engines and vLLM: folders of files for other processes, and vLLM's segments.
 
 A file is written whole or not at all; a folder is removed when its owner is gone. vLLM removes its segments when it shuts down,
 but those of a killed process would stay until the whole program ends: hundreds of megabytes for each engine opened since.
@@ -36,29 +36,29 @@ _log = logging.getLogger("ctxwin.engines")
 
 
 def shared_memory() -> str:
-    """Where transports keep their files: ``/dev/shm`` where the system has it, else the folder for temporary files."""
+    """Return the folder of transports' files: ``/dev/shm`` where the system has it, else the folder for temporary files."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
 
 
 def sweep(root: Path) -> list[str]:
-    """Removes the folders of processes that do not run any more, with their vLLM's segments; returns the folders' names."""
-    gone = []
+    """Remove the folders of ended processes, with their vLLM's segments; return the folders' names."""
+    removed = []
     for folder in root.glob(f"{PREFIX}*-*"):
         pid = owner_of(folder)
         if folder.is_dir() and pid is not None and not runs(pid) and not _locked(folder):
             unlink_segments(name for name in (read_json(folder / SEGMENTS) or {}) if is_segment(name))
             shutil.rmtree(folder, ignore_errors=True)
-            gone.append(folder.name)
-    if gone:
-        _log.info("removed what ended processes left in %s: %s", root, ", ".join(gone))
-    return gone
+            removed.append(folder.name)
+    if removed:
+        _log.info("removed what ended processes left in %s: %s", root, ", ".join(removed))
+    return removed
 
 
 def _locked(folder: Path) -> bool:
-    """Whether some process uses a folder: containers that share ``/dev/shm`` do not see each other's processes."""
+    """Return True if a process uses a folder; containers that share ``/dev/shm`` do not see each other's processes."""
     try:
-        with (folder / LOCK).open("r+b") as held:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with (folder / LOCK).open("r+b") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
@@ -67,13 +67,13 @@ def _locked(folder: Path) -> bool:
 
 
 def owner_of(folder: Path, prefix: str = PREFIX) -> int | None:
-    """The process that made a folder called ``<prefix><pid>-<anything>``."""
+    """Return the process that made a folder called ``<prefix><pid>-<anything>``."""
     pid = folder.name.removeprefix(prefix).partition("-")[0]
     return int(pid) if pid.isdigit() else None
 
 
 def runs(pid: int) -> bool:
-    """Whether a process runs; a killed one keeps its number until its parent has collected it."""
+    """Return True if a process runs; a killed one keeps its number until its parent has collected it."""
     try:
         return bool(psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
     except psutil.NoSuchProcess:
@@ -83,7 +83,7 @@ def runs(pid: int) -> bool:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """All of it or nothing; nobody else on the machine may read a tenant's KV."""
+    """Write a file atomically; no other user of the machine may read a tenant's KV."""
     partial = path.with_name(f".{path.name}-{threading.get_ident()}")
     try:
         with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
@@ -95,26 +95,26 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """As `write_file`."""
+    """Write an object as JSON, as `write_file` does."""
     write_file(path, json.dumps(value).encode())
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """An object; None where there is no file."""
+    """Read an object; None where there is no file, or another value in it."""
     try:
-        found = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def segments() -> set[str]:
-    """Names of the segments that processes below this one have mapped now. Cost: milliseconds."""
+    """Return the names of the segments that child processes have mapped now. Cost: milliseconds."""
     return set().union(*(mapped(child.pid) for child in psutil.Process().children(recursive=True)))
 
 
 def mapped(pid: int) -> set[str]:
-    """Names of the segments that one process has mapped."""
+    """Return the names of the segments that one process has mapped."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except OSError:
@@ -123,22 +123,22 @@ def mapped(pid: int) -> set[str]:
 
 
 def is_segment(name: str) -> bool:
-    """Whether a segment can be one of vLLM's, and still exists."""
+    """Return True if a mapped name is that of a segment of vLLM's that still exists."""
     return name.startswith(_NAMES) and "/" not in name and not name.endswith("(deleted)")
 
 
 def remove_segments(names: Iterable[str]) -> None:
-    """Removes those of the segments that still exist, once the processes below this one have let go of them."""
-    there = {name for name in names if Path(_FOLDER, name).exists()}
+    """Remove the segments that still exist, once the child processes have unmapped them."""
+    existing = {name for name in names if Path(_FOLDER, name).exists()}
     until = time.monotonic() + _PATIENCE_S
     used: set[str] = set()
-    while there and there & (used := segments()) and time.monotonic() < until:
+    while existing and existing & (used := segments()) and time.monotonic() < until:
         time.sleep(0.05)
-    unlink_segments(there - used)
+    unlink_segments(existing - used)
 
 
 def unlink_segments(names: Iterable[str]) -> None:
-    """Removes segments, whoever uses them; a missing one is no error."""
+    """Remove segments, even those in use; a missing one is no error."""
     for name in names:
         with contextlib.suppress(OSError):
             if name.startswith(_TRACKED):

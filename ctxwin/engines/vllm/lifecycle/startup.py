@@ -28,6 +28,7 @@ from ctxwin.engines.vllm.refusals import CONNECTOR, ONE
 from ctxwin.engines.vllm.transitions import check_version
 from ctxwin.engines.vllm.transport import PARAM, SharedMemoryTransport, Transport
 from ctxwin.errors import EngineFailed, UnsupportedModel
+from ctxwin.progress import step
 
 Processes = Literal["single", "multi", "async"]
 """``single``: all of vLLM in this process. ``multi``: ``vllm.LLM`` with engine and workers in processes of their own.
@@ -51,7 +52,7 @@ _open = 0
 def start(
     model: str, transport: Transport, options: dict[str, Any], processes: Processes = "single", connector: bool = True
 ) -> Driver:
-    """A running vLLM with the ctxwin connector.
+    """Start vLLM with the ctxwin connector and return its driver.
 
     Args:
         model: path or hub name.
@@ -88,6 +89,7 @@ def start(
         internals.import_model_classes(AutoConfig.from_pretrained(model).architectures)
         internals.let_numba_be_scanned()  # Kimi's model imports it
         envs.disable_envs_cache()  # vLLM keeps the settings of the first engine of a process, which may be of another kind
+        step("vLLM loads weights and makes room for KV")
         try:
             return _in_thread(model, arguments) if processes == "async" else _stepped(model, arguments)
         except Exception as error:
@@ -97,14 +99,14 @@ def start(
                 raise ValueError(f"options of the vLLM engine must be engine arguments of vLLM: {error}") from error
             if isinstance(error, UnsupportedModel):
                 raise
-            said = transport.refusal if isinstance(transport, SharedMemoryTransport) else None
-            if said is not None:
-                raise UnsupportedModel(said) from error
+            refusal = transport.refusal if isinstance(transport, SharedMemoryTransport) else None
+            if refusal is not None:
+                raise UnsupportedModel(refusal) from error
             raise EngineFailed(f"vLLM could not open {model!r}: {error}") from error
 
 
 def ranks(options: dict[str, Any]) -> int:
-    """How many workers vLLM starts for one engine."""
+    """Return the number of workers that vLLM starts for one engine."""
     return int(options.get("tensor_parallel_size", 1)) * int(options.get("pipeline_parallel_size", 1))
 
 
@@ -123,7 +125,7 @@ def with_connector(model: str, options: dict[str, Any], transport: Transport) ->
             arguments.setdefault("attention_backend", "CPU_MLA")
             _correct_rotation(arguments)  # the size of its blocks is the platform's choice
         else:
-            arguments.setdefault("block_size", 32)  # the smallest for CPU kernels: less to load behind a prefix hit
+            arguments.setdefault("block_size", 32)  # the smallest for CPU kernels: less to load after a prefix hit
         arguments.setdefault("enforce_eager", True)  # compiling costs more than a CPU window wins back
         if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
             text = AutoConfig.from_pretrained(model).get_text_config()
@@ -146,7 +148,7 @@ def _stepped(model: str, arguments: dict[str, Any]) -> StepDriver:
 
 
 def _in_thread(model: str, arguments: dict[str, Any]) -> LoopDriver:
-    """An ``AsyncLLM`` on an event loop of its own."""
+    """Start an ``AsyncLLM`` on an event loop of its own."""
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -169,10 +171,10 @@ def _in_thread(model: str, arguments: dict[str, Any]) -> LoopDriver:
         stop_loop()
         raise
 
-    held = [llm]
+    running = [llm]
 
     async def shut_down() -> None:
-        held.pop().shutdown()
+        running.pop().shutdown()
         await asyncio.sleep(0)  # what was cancelled ends before its loop does
 
     def stop_all() -> None:
@@ -213,7 +215,7 @@ def _arguments(transport: Transport, options: dict[str, Any]) -> dict[str, Any]:
         fixed |= {"enable_prefix_caching": False, "async_scheduling": False}
         if transport.kv.maps:
             check_version()
-            fixed["enforce_eager"] = True  # a recorded graph tells nobody what goes through its layers
+            fixed["enforce_eager"] = True  # a recorded graph skips the hooks on its layers
     else:
         fixed["disable_hybrid_kv_cache_manager"] = True  # or it would drop what left a sliding window
     between = isinstance(transport, SharedMemoryTransport)
@@ -246,21 +248,21 @@ def _arguments(transport: Transport, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _correct_rotation(arguments: dict[str, Any]) -> None:
-    """Has torch do rotary embeddings: vLLM 0.32's CPU kernel misreads the strided view that MLA hands to it."""
-    given = arguments.get("compilation_config") or {}
-    if not isinstance(given, dict):
+    """Make torch compute rotary embeddings: vLLM 0.32's CPU kernel misreads the strided view that MLA passes."""
+    compilation = arguments.get("compilation_config") or {}
+    if not isinstance(compilation, dict):
         raise ValueError(
-            f"compilation_config must be a dict for a model with latent attention on a CPU, got {type(given).__name__}; "
+            f"compilation_config must be a dict for a model with latent attention on a CPU, got {type(compilation).__name__}; "
             "ctxwin adds to it"
         )
-    ops = list(given.get("custom_ops", ()))
+    ops = list(compilation.get("custom_ops", ()))
     if "+rotary_embedding" in ops:
         raise ValueError("custom_ops must not switch on rotary_embedding for a model with latent attention on a CPU")
-    arguments["compilation_config"] = {**given, "custom_ops": [*ops, "-rotary_embedding"]}
+    arguments["compilation_config"] = {**compilation, "custom_ops": [*ops, "-rotary_embedding"]}
 
 
 def eager_on_cpu(options: dict[str, Any]) -> bool:
-    """Whether vLLM will compile nothing: there is no GPU, and nobody asked for it."""
+    """Return True if vLLM will compile nothing: there is no GPU, and the options do not ask for it."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu()) and bool(options.get("enforce_eager", True))
@@ -268,8 +270,8 @@ def eager_on_cpu(options: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def _unnoticed(processes: Processes, options: dict[str, Any]) -> Iterator[None]:
-    """Restores what starting vLLM changes in the process: environment, random state, threads, logging."""
-    before = dict(os.environ)
+    """Restore what starting vLLM changes in the process: environment, random state, threads, logging."""
+    environment = dict(os.environ)
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if processes == "single" else "1"
@@ -282,9 +284,9 @@ def _unnoticed(processes: Processes, options: dict[str, Any]) -> Iterator[None]:
         with _quiet():
             yield
     finally:
-        for name in os.environ.keys() - before.keys():
+        for name in os.environ.keys() - environment.keys():
             del os.environ[name]
-        os.environ.update(before)
+        os.environ.update(environment)
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
@@ -295,7 +297,7 @@ def _unnoticed(processes: Processes, options: dict[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps vLLM's log at errors unless the user chose a level, and silences its deprecation warnings."""
+    """Keep vLLM's log at errors unless the user chose a level, and silences its deprecation warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         if "VLLM_LOGGING_LEVEL" in os.environ:

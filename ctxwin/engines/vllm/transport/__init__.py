@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
-from ctxwin.engines.vllm.transport.base import PARAM, Endpoint, Hear, Job, Load, Save, Transfer, Transport, is_handle
+from ctxwin.engines.vllm.transport.base import (
+    PARAM,
+    CaptureSpec,
+    Endpoint,
+    LoadSpec,
+    RequestMeta,
+    SaveSpec,
+    Transfer,
+    Transport,
+    is_handle,
+)
 from ctxwin.engines.vllm.transport.endpoint import SharedMemoryEndpoint, open_endpoint
 from ctxwin.engines.vllm.transport.local import LocalTransport, find
 from ctxwin.engines.vllm.transport.shared_memory import SharedMemoryTransport
 
-__all__ = ["PARAM", "Endpoint", "Hear", "Job", "Load", "LocalTransport", "Save", "SharedMemoryEndpoint"]
-__all__ += ["SharedMemoryTransport", "Transfer", "Transport", "connect", "is_handle"]
+__all__ = [
+    "PARAM",
+    "CaptureSpec",
+    "Endpoint",
+    "LoadSpec",
+    "LocalTransport",
+    "RequestMeta",
+    "SaveSpec",
+    "SharedMemoryEndpoint",
+    "SharedMemoryTransport",
+    "Transfer",
+    "Transport",
+    "connect",
+    "is_handle",
+]
 
 
 def connect(source: str) -> Endpoint:

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 
 from ctxwin.engines.base import Segment
-from ctxwin.kv.kernels import Part
+from ctxwin.kv.kernels import SpanSlice
 from ctxwin.kv.states import since_exact
 
 if TYPE_CHECKING:
-    from ctxwin.engines.vllm.drafter import DrafterKV
+    from ctxwin.engines.vllm.draft_model import DraftModelKV
     from ctxwin.engines.vllm.paged import PagedKV
     from ctxwin.engines.vllm.paged_states import PagedStates
     from ctxwin.kv.layout import KVSpec
@@ -36,72 +36,72 @@ def new_handle() -> str:
 
 
 def is_handle(name: object) -> TypeGuard[str]:
-    """Whether ``name`` can be a handle at all; over HTTP anything may arrive."""
+    """Return True if ``name`` has the form of a handle; over HTTP anything may arrive."""
     return isinstance(name, str) and _HANDLE.fullmatch(name) is not None
 
 
 @dataclass
-class Job:
-    """What vLLM's scheduler must know of one request.
+class RequestMeta:
+    """Metadata of one request for vLLM's scheduler.
 
     Attributes:
         covered: prompt tokens that the loads cover.
-        blank: prompt tokens up to the end of the last medium that carries no embeddings, because its KV will be loaded;
-            these cannot be computed.
+        placeholder_tokens: prompt tokens up to the end of the last medium that carries no embeddings because its KV will be
+            loaded; these cannot be computed.
         captures: token ranges ``[begin, end)`` to read back when the request finishes, by name; an ``end`` of None is
             the last token whose KV was computed.
-        own: prompt token from which on nobody else finds the blocks; those in front may be hit by requests that know
-            nothing of ctxwin. See `prefix_space.Space`.
-        exact: whether a forward gives what is loaded.
+        private_from: prompt token from which on no other request finds the blocks; earlier blocks may be hit by requests
+            without a handle. See `cache_namespace.CacheNamespace`.
+        exact: True if the loaded KV is what a forward would compute.
     """
 
     covered: int = 0
-    blank: int = 0
+    placeholder_tokens: int = 0
     captures: dict[str, tuple[int, int | None]] = field(default_factory=dict)
-    own: int = 0
+    private_from: int = 0
     exact: bool = False
 
-    def wanted(self, hit: int, prompt: int, block: int) -> int:
-        """Tokens to load behind a prefix hit of ``hit`` tokens; vLLM computes the last prompt token in any case.
+    def tokens_to_load(self, hit: int, prompt: int, block: int) -> int:
+        """Return the number of tokens to load after a prefix hit of ``hit`` tokens; vLLM always computes the last prompt token.
 
-        Exact KV that would fill less than a block is computed together with what is new: that costs less than a load
-        in the background, and an append to a warm window reloads nothing.
+        Exact KV that would fill less than a block is computed together with the new tokens: that costs less than a background
+        load, and an append to a warm window reloads nothing.
         """
         count = max(0, min(self.covered, prompt - 1) - hit)
-        if self.exact and 0 < count < block and hit >= max(1, self.blank):
+        if self.exact and 0 < count < block and hit >= max(1, self.placeholder_tokens):
             return 0
         return count
 
-    def behind(self, loaded: int) -> int:
-        """Tokens of the capture that begins right behind the first ``loaded``, whose map can be heard; 0 for none."""
+    def capture_after(self, loaded: int) -> int:
+        """Return the length of the capture that begins right after ``loaded`` tokens, whose map can be captured; 0 for none."""
         ranges = self.captures.values()
         return next((end - begin for begin, end in ranges if begin == loaded and end is not None), 0)
 
     def background(self, hit: int) -> bool:
-        """Whether what is loaded behind a prefix hit of ``hit`` tokens must be there before anybody can find it."""
-        return hit < self.own
+        """Return True if a load after a prefix hit of ``hit`` tokens must be complete before its blocks can be found."""
+        return hit < self.private_from
 
 
 @dataclass(eq=False, kw_only=True)
-class Transfer(Job):
-    """One request: its instructions, and what became of them.
+class Transfer(RequestMeta):
+    """One request: its instructions and their outcome.
 
     Attributes:
         loads: segments with spans that cover one contiguous prefix of the prompt, in order; positions count from its
             begin.
-        tenant: whose they are: the same key names other KV for another tenant.
+        tenant: owner of the loads; the same key names other KV for another tenant.
         embeddings: vision embeddings ``[tokens, width]`` for the encoder cache, by multimodal identifier.
         local_tokens: prompt tokens that vLLM's own prefix cache served.
-        planned_tokens: prompt tokens that vLLM's scheduler counts on the connector to write.
-        loaded_tokens: prompt tokens that it wrote.
+        planned_tokens: prompt tokens that vLLM's scheduler expects the connector to write.
+        loaded_tokens: prompt tokens that the connector wrote.
         bytes_loaded: bytes of KV that the connector wrote.
         captured: ``(k, v)`` of each capture, ``[layers, tokens, heads, dim]``, keys as they lie in the cache.
-        states: of a hybrid's recurrent layers behind the captures that its request ended with.
-        outputs: what else the forwards gave for the tokens of each capture, where the engine keeps it.
-        drafted: a speculative drafter's ``(k, v)`` of each capture, as `captured`, where it keeps KV.
-        queries_of: the capture whose queries are wanted, too; "" for none.
-        queries: those, ``[tokens, layers, heads, dim]``.
-        error: why a load or a capture failed; the request's answer must then be thrown away.
+        states: states of a hybrid's recurrent layers after the captures that its request ended with.
+        outputs: stage outputs for the tokens of each capture, where the engine keeps them.
+        drafted: the draft model's ``(k, v)`` of each capture, as `captured`, where it keeps KV.
+        queries_of: the capture whose queries are read as well; "" for none.
+        queries: those queries, ``[tokens, layers, heads, dim]``.
+        error: why a load or a capture failed; the request's answer must then be discarded.
     """
 
     loads: tuple[Segment, ...] = ()
@@ -124,13 +124,13 @@ class Transfer(Job):
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadSpec:
     """Tokens ``[begin, end)`` of one request, to be written into its blocks.
 
     Attributes:
         source: the transport that knows ``handle``; engines of one process share vLLM's worker-side connector.
-        background: whether the request waits for it outside the steps.
-        states: of a hybrid, the request's block in each group of layers.
+        background: True if the request waits for the load outside the steps.
+        states: the request's block in each group of layers, for a hybrid.
     """
 
     source: str
@@ -144,12 +144,12 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Save:
+class SaveSpec:
     """Token ranges of one ended request, to be read out of its blocks, by name.
 
     Attributes:
-        states: of a hybrid, the request's block in each group of layers.
-        computed: tokens of the request whose KV is there, and behind which its states are.
+        states: the request's block in each group of layers, for a hybrid.
+        computed: tokens of the request that are computed; its states are those after them.
     """
 
     source: str
@@ -162,12 +162,12 @@ class Save:
 
 
 @dataclass(frozen=True)
-class Hear:
-    """A chunk that one request is about to compute, whose map on the recurrent states is wanted.
+class CaptureSpec:
+    """A chunk that one request is about to compute, whose map on the recurrent states is captured.
 
     Attributes:
         states: the request's block in each group of layers.
-        tokens: of the chunk, next in the request; 0 where it has ended unread.
+        tokens: tokens of the chunk, which come next in the request; 0 drops the capture of a request that has ended unread.
     """
 
     source: str
@@ -188,65 +188,65 @@ class Transport(ABC):
 
     @abstractmethod
     def add(self, transfer: Transfer) -> str:
-        """Hands a transfer over; returns its handle. Raises OSError where there is no room for it."""
+        """Submit a transfer and return its handle. Raises OSError where there is no room for it."""
 
     @abstractmethod
     def collect(self, handle: str, transfer: Transfer, finished: bool) -> None:
-        """Brings what the connector reported into ``transfer``; waits for its captures where it ``finished`` well."""
+        """Copy the connector's reports into ``transfer``; wait for its captures if the request ``finished`` without an error."""
 
     @abstractmethod
     def remove(self, handle: str) -> None:
-        """Forgets a transfer."""
+        """Remove a transfer."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Transfers that have not been removed."""
+        """Number of transfers that have not been removed."""
 
     @abstractmethod
     def close(self) -> None:
-        """Forgets everything. Idempotent."""
+        """Remove all transfers. Idempotent."""
 
 
 class Endpoint(ABC):
-    """vLLM's side: the scheduler asks for jobs and reports, workers load and save.
+    """vLLM's side: the scheduler reads request metadata and reports hits, workers load and save.
 
     Attributes:
         kv: layout of the model's KV (all heads).
-        paged: the worker's paged cache, once it is there.
-        states: a hybrid's recurrent layers beside it.
-        drafter: a speculative drafter's layers beside it, where they keep KV.
+        paged: the worker's paged cache, once it is allocated.
+        states: states of a hybrid's recurrent layers.
+        draft_model: layers of the speculative draft model, where they keep KV.
         heads: the KV heads that the worker has; None is all of them.
     """
 
     kv: KVSpec
     paged: PagedKV | None = None
     states: PagedStates | None = None
-    drafter: DrafterKV | None = None
+    draft_model: DraftModelKV | None = None
     heads: slice | None = None
 
     @abstractmethod
-    def job(self, handle: str) -> Job | None:
-        """None for a handle that is not (or no longer) known."""
+    def request_meta(self, handle: str) -> RequestMeta | None:
+        """Return a request's metadata; None for a handle that is not (or no longer) known."""
 
     @abstractmethod
-    def seen(self, handle: str, local: int, planned: int) -> None:
-        """Tells the engine how many tokens the scheduler found in its own cache, and how many it expects to be loaded."""
+    def report_hit(self, handle: str, local: int, planned: int) -> None:
+        """Report how many tokens the scheduler found in its own cache, and how many it expects to be loaded."""
 
     @abstractmethod
-    def read_now(self, save: Save, job: Job) -> bool:
-        """Handles the captures of a request that has ended; False where the workers must read them in the next step."""
+    def read_now(self, save: SaveSpec, meta: RequestMeta) -> bool:
+        """Read the captures of a request that has ended; return False if the workers must read them in the next step."""
 
     @abstractmethod
     def fail(self, handle: str, error: BaseException) -> None:
-        """Tells the engine why it waits in vain."""
+        """Report to the engine why a load or a capture failed."""
 
     def refuse(self, error: BaseException) -> None:  # noqa: B027  # in one process the engine sees the error itself
-        """Tells the engine why this process cannot serve its model, before it dies of ``error``."""
+        """Report to the engine why this process cannot serve its model, before it ends with ``error``."""
 
     def open_cache(  # noqa: B027  # see `LocalTransport.paged`
         self, layers: Mapping[str, Any], block_size: int, groups: Sequence[Sequence[str]], speculative: Any = None
     ) -> None:
-        """Learns the packing of the worker's cache. Raises UnsupportedModel.
+        """Learn the packing of the worker's cache. Raises UnsupportedModel.
 
         Args:
             layers: by name, as in ``compilation_config.static_forward_context``.
@@ -256,47 +256,47 @@ class Endpoint(ABC):
         """
 
     @abstractmethod
-    def parts(self, handle: str, begin: int, end: int) -> list[Part]:
-        """KV of the prompt tokens ``[begin, end)``. Raises LookupError, OSError or StoreCorrupt where it is gone."""
+    def parts(self, handle: str, begin: int, end: int) -> list[SpanSlice]:
+        """Return KV of the prompt tokens ``[begin, end)``. Raises LookupError, OSError or StoreCorrupt where it is gone."""
 
-    def load(self, load: Load) -> None:
-        """Writes a load into the paged cache. Raises whatever prevents that."""
+    def load(self, load: LoadSpec) -> None:
+        """Write a load into the paged cache. Any failure raises."""
         if self.paged is None:
             raise RuntimeError("the engine is not up yet")
         parts = self.parts(load.handle, load.begin, load.end)
-        # States first: what they lack is told before anything is written.
+        # States first: a missing one raises before anything is written.
         nbytes = 0
         if self.states is not None:
-            self.states.write(load.states, self.states.behind(parts))
+            self.states.write(load.states, self.states.states_after(parts))
             nbytes = state_bytes(since_exact(parts))
         if self.states is not None and load.end % self.paged.block_size:
-            # Its pages are states' at other times: read as KV, what a load leaves of its last block would be NaN.
+            # The pages of a hybrid also hold states: the rest of the last block, read as KV, could be NaN.
             self.paged.clear(load.blocks[load.end // self.paged.block_size])
-        if self.drafter is not None:
-            theirs = self.drafter
-            write(theirs.paged, theirs.placed(parts), theirs.kv, load, theirs.heads)
-        self.loaded(load, nbytes + write(self.paged, parts, self.kv, load, self.heads))
+        if self.draft_model is not None:
+            draft = self.draft_model
+            write(draft.paged, draft.slices(parts), draft.kv, load, draft.heads)
+        self.finish_load(load, nbytes + write(self.paged, parts, self.kv, load, self.heads))
 
-    def hear(self, hear: Hear) -> None:
-        """Expects a chunk whose map is wanted; `read_now` or `save` finds it with the states."""
+    def capture(self, capture: CaptureSpec) -> None:
+        """Capture the map of a chunk; `read_now` or `save` reads it with the states."""
         if self.states is not None:
-            self.states.hear(hear.states, hear.tokens)
+            self.states.capture(capture.states, capture.tokens)
 
-    def loaded(self, load: Load, nbytes: int) -> None:  # noqa: B027  # the other processes' engine counts by itself
-        """Called when a load is written."""
+    def finish_load(self, load: LoadSpec, nbytes: int) -> None:  # noqa: B027  # the other processes' engine counts by itself
+        """Account for a load that is written."""
 
-    def save(self, save: Save) -> None:
-        """Reads captures out of the paged cache for the engine."""
+    def save(self, save: SaveSpec) -> None:
+        """Read captures out of the paged cache for the engine."""
         raise NotImplementedError
 
 
-def state_bytes(parts: Iterable[Part | Segment]) -> int:
-    """Bytes of the states and maps of spans."""
+def state_bytes(parts: Iterable[SpanSlice | Segment]) -> int:
+    """Return the bytes of the states and maps of spans."""
     return sum(s.nbytes for part in parts if part.span is not None for s in part.span.states.values())
 
 
 def overlaps(tokens: Iterable[int], begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """``(index, first, last)`` of the runs of ``tokens`` that reach into ``[begin, end)``, cut to it, counted within each."""
+    """Yield ``(index, first, last)`` of the runs of ``tokens`` that overlap ``[begin, end)``; bounds count within each run."""
     at = 0
     for i, count in enumerate(tokens):
         first, last = max(0, begin - at), min(count, end - at)
@@ -306,9 +306,9 @@ def overlaps(tokens: Iterable[int], begin: int, end: int) -> Iterator[tuple[int,
 
 
 @torch.inference_mode()
-def write(paged: PagedKV, parts: Sequence[Part], kv: KVSpec, load: Load, heads: slice | None = None) -> int:
-    """Writes parts into a request's blocks; returns the bytes. RuntimeError where they do not cover the load."""
-    placing = paged.place(parts, kv, heads)
-    if placing.tokens != load.end - load.begin:
-        raise RuntimeError(f"spans must cover all {load.end - load.begin} tokens of the load, got {placing.tokens}")
-    return paged.write(placing, paged.slots(load.blocks, load.begin, load.end))
+def write(paged: PagedKV, parts: Sequence[SpanSlice], kv: KVSpec, load: LoadSpec, heads: slice | None = None) -> int:
+    """Write slices into a request's blocks; return the bytes. Raises RuntimeError where they do not cover the load."""
+    plan = paged.plan(parts, kv, heads)
+    if plan.tokens != load.end - load.begin:
+        raise RuntimeError(f"spans must cover all {load.end - load.begin} tokens of the load, got {plan.tokens}")
+    return paged.write(plan, paged.slots(load.blocks, load.begin, load.end))

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import torch
 
 _TENSOR = "embeddings"
-_MOST = 4096
-"""Most files remembered, useless ones included."""
+_MAX_FILES = 4096
+"""Most files remembered, unusable ones included."""
 _log = logging.getLogger("ctxwin.engines")
 
 Version = tuple[int, int, int]
@@ -32,21 +32,21 @@ Version = tuple[int, int, int]
 
 
 def name_of(identifier: str) -> str:
-    """The name of the embeddings that a multimodal identifier stands for: what precedes its first ``@``.
+    """Return the name of the embeddings of a multimodal identifier: the part before its first ``@``.
 
-    What follows tells vLLM's prefix cache where the medium stands (``<name>@<provenance>``). It changes the KV of its
-    tokens, not its embeddings.
+    The rest separates blocks in vLLM's prefix cache (``<name>@<provenance>``). It identifies the KV of the medium's tokens, not
+    its embeddings.
     """
     return identifier.partition("@")[0]
 
 
 def file_name(name: str) -> str:
-    """The file of the embeddings called ``name``; any text is safe, for it is hashed."""
+    """Return the file name of the embeddings ``name``; any text is safe, because it is hashed."""
     return f"embed-{hashlib.sha256(name.encode()).hexdigest()}"
 
 
 def encode(embeddings: torch.Tensor, identity: str = "") -> bytes:
-    """The content of a file.
+    """Return the content of a file.
 
     Args:
         embeddings: ``[tokens, width]`` on any device, in the dtype the model computes in.
@@ -58,14 +58,14 @@ def encode(embeddings: torch.Tensor, identity: str = "") -> bytes:
 
 
 def decode(blob: bytes, identity: str = "") -> torch.Tensor:
-    """The embeddings of a file, read-only; raises StoreCorrupt, also for another model's. Cost: one SHA-256."""
+    """Return the embeddings of a file, read-only. Raises StoreCorrupt, also for another model's. Cost: one SHA-256."""
     tensors, meta = codec.decode_tensors(blob)
-    found = tensors.get(_TENSOR)
-    if found is None or found.ndim != 2:
+    embeddings = tensors.get(_TENSOR)
+    if embeddings is None or embeddings.ndim != 2:
         raise StoreCorrupt("a file of embeddings must hold one tensor [tokens, width]")
     if meta.get("identity") != identity:
         raise StoreCorrupt("the embeddings are another model's")
-    return found
+    return embeddings
 
 
 @dataclass
@@ -79,11 +79,11 @@ class EmbeddingFiles:
     identity: str = ""
 
     def path(self, name: str) -> Path:
-        """Where embeddings of that name are kept."""
+        """Return the path of the embeddings of that name."""
         return self.folder / file_name(name)
 
     def get(self, name: str) -> torch.Tensor | None:
-        """The embeddings, or None. Cost: a read and a SHA-256 (about 1 GB/s)."""
+        """Return the embeddings, or None. Cost: a read and a SHA-256 (about 1 GB/s)."""
         path = self.path(name)
         try:
             return decode(path.read_bytes(), self.identity)
@@ -94,7 +94,7 @@ class EmbeddingFiles:
             return None
 
     def version(self, name: str) -> Version | None:
-        """The `Version` of a file; None where there is none. Cost: one stat."""
+        """Return the `Version` of a file; None where there is no file. Cost: one stat."""
         try:
             status = self.path(name).stat()
         except OSError:
@@ -104,7 +104,7 @@ class EmbeddingFiles:
 
 @dataclass
 class _Read:
-    """One content of a file, checked or on its way; ``users`` wait for it or hold it."""
+    """One content of a file, checked or being read; ``users`` wait for it or hold it."""
 
     version: Version
     content: Future[torch.Tensor | None]
@@ -112,19 +112,19 @@ class _Read:
     users: set[str] = field(default_factory=set)
 
 
-class AtHand:
-    """Checked embeddings in memory, from when a request is about to need them until they have been handed on.
+class EmbeddingCache:
+    """Checked embeddings in memory, from shortly before a request needs them until they are loaded.
 
-    What was checked is what is loaded, whatever becomes of the file meanwhile. Embeddings that nobody needs any more stay
-    while there is room, and serve until their file changes. Not thread-safe: the scheduler is one thread.
+    The checked content is what is loaded, whatever happens to the file meanwhile. Embeddings without users stay while there is
+    room, and are served until their file changes. Not thread-safe: the scheduler is one thread.
 
     Args:
-        files: where they come from.
+        files: source of the embeddings.
         large: bytes from which a file is read and checked by a thread, beside its owner.
-        room: bytes up to which embeddings that nobody needs are kept.
+        room: bytes up to which embeddings without users are kept.
 
     Attributes:
-        nbytes: size of all files that are at hand.
+        nbytes: size of all cached files.
     """
 
     def __init__(self, files: EmbeddingFiles, large: int, room: int) -> None:
@@ -136,13 +136,13 @@ class AtHand:
         self._threads: ThreadPoolExecutor | None = None
 
     def __len__(self) -> int:
-        """How many names somebody needs."""
+        """Number of names that have users."""
         return sum(bool(read.users) for read in self._reads.values())
 
     def take(
         self, name: str, user: str, shape: tuple[int, int], dtype: torch.dtype
     ) -> torch.Tensor | Literal[False] | None:
-        """The embeddings of that name, held for ``user``; False where none of that shape are there. None: still being read."""
+        """Return the embeddings of that name and hold them for ``user``; False if none have that shape, None while being read."""
         read = self._current(name)
         if read is None:
             self.release(name, user)
@@ -151,26 +151,28 @@ class AtHand:
         self._trim()
         if not read.content.done():
             return None
-        found = read.content.result()
-        if found is not None and (found.shape, found.dtype) == (shape, dtype):
+        embeddings = read.content.result()
+        if embeddings is not None and (embeddings.shape, embeddings.dtype) == (shape, dtype):
             self._reads.move_to_end(name)
-            return found
-        if found is None:  # remembered as useless
+            return embeddings
+        if embeddings is None:  # remembered as useless
             self.nbytes -= read.nbytes
             read.nbytes = 0
         else:
-            got = [*found.shape]
-            _log.warning("the embeddings of %r must be %s of %s, got %s of %s", name, [*shape], dtype, got, found.dtype)
+            got = [*embeddings.shape]
+            _log.warning(
+                "the embeddings of %r must be %s of %s, got %s of %s", name, [*shape], dtype, got, embeddings.dtype
+            )
         self.release(name, user)
         return False
 
     def find(self, name: str, user: str) -> torch.Tensor | None:
-        """What ``user`` holds under that name."""
+        """Return the embeddings that ``user`` holds under that name; None if it holds none."""
         read = self._reads.get(name)
         return read.content.result() if read is not None and user in read.users and read.content.done() else None
 
     def release(self, name: str, user: str) -> None:
-        """Lets go for one user, who may still be waiting for it. Idempotent."""
+        """Release the embeddings for one user, who may still be waiting for them. Idempotent."""
         read = self._reads.get(name)
         if read is None:
             return
@@ -180,7 +182,7 @@ class AtHand:
         self._trim()
 
     def close(self) -> None:
-        """Forgets everything."""
+        """Drop all embeddings."""
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
             self._threads = None
@@ -188,7 +190,7 @@ class AtHand:
         self.nbytes = 0
 
     def _current(self, name: str) -> _Read | None:
-        """The content of a file as it is now, or as somebody holds it; None where there is no file.
+        """Return the content of a file as it is now, or as a user holds it; None where there is no file.
 
         Cost: of a small file that is new a read and a SHA-256, else a stat.
         """
@@ -217,9 +219,9 @@ class AtHand:
         read.content.cancel()
 
     def _trim(self) -> None:
-        if self.nbytes <= self._room and len(self._reads) <= _MOST:
+        if self.nbytes <= self._room and len(self._reads) <= _MAX_FILES:
             return
         for name in [n for n, read in self._reads.items() if not read.users]:
             self._drop(name)
-            if self.nbytes <= self._room and len(self._reads) <= _MOST:
+            if self.nbytes <= self._room and len(self._reads) <= _MAX_FILES:
                 return

@@ -1,4 +1,4 @@
-"""The side of vLLM's processes of the transport between processes; see `shared_memory` for its files."""
+"""vLLM's side of the transport between processes; see `shared_memory` for its files."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from pydantic import TypeAdapter
 from ctxwin.engines.vllm.lifecycle import watchdog
 from ctxwin.engines.vllm.lifecycle.folders import read_json, write_file, write_json
 from ctxwin.engines.vllm.ranks import own_heads
-from ctxwin.engines.vllm.transport.base import Endpoint, Job, Save, is_handle, overlaps
+from ctxwin.engines.vllm.transport.base import Endpoint, RequestMeta, SaveSpec, is_handle, overlaps
 from ctxwin.engines.vllm.transport.shared_memory import DRAFTED, check_room, sum_of
 from ctxwin.errors import StoreCorrupt, UnsupportedModel
 from ctxwin.kv.basis import SharedBasis
-from ctxwin.kv.kernels import Part
+from ctxwin.kv.kernels import SpanSlice
 from ctxwin.kv.layout import KVSpec, SpanKV, outputs_in
 from ctxwin.kv.patch import Patch
 from ctxwin.kv.states import States, named, states_in
 from ctxwin.store import codec
-from ctxwin.store.narrow import widened
-from ctxwin.store.recent import Recent
+from ctxwin.store.fp8 import unpack_fp8
+from ctxwin.store.lru import LRUCache
 
 LIVE_BYTES = 512 << 20
 """Decoded spans and patches that each endpoint remembers."""
-_MOST_JOBS = 4096
-_SPEC, _JOB = TypeAdapter(KVSpec), TypeAdapter(Job)
+_MAX_REQUESTS = 4096
+_SPEC, _META = TypeAdapter(KVSpec), TypeAdapter(RequestMeta)
 _log = logging.getLogger("ctxwin.engines")
 
 
 class SharedMemoryEndpoint(Endpoint):
-    """The side of vLLM's processes: the scheduler reads jobs, workers read spans and write captures."""
+    """vLLM's side: the scheduler reads request metadata, workers read spans and write captures."""
 
     def __init__(self, source: str) -> None:
         self.path = Path(source)
@@ -46,26 +46,26 @@ class SharedMemoryEndpoint(Endpoint):
             raise RuntimeError(f"the ctxwin KV connector must find {self.path / 'spec.json'}; was its engine closed?")
         self.kv = _SPEC.validate_python(raw)
         self._rank = 0
-        self._jobs: Recent[Job] = Recent(_MOST_JOBS)  # vLLM asks about a waiting request in every step
-        self._live: Recent[Any] = Recent(LIVE_BYTES)
+        self._requests: LRUCache[RequestMeta] = LRUCache(_MAX_REQUESTS)  # vLLM looks up a waiting request in every step
+        self._live: LRUCache[Any] = LRUCache(LIVE_BYTES)
 
-    def job(self, handle: str) -> Job | None:
+    def request_meta(self, handle: str) -> RequestMeta | None:
         """As `Endpoint.job`. Cost: one read for each handle, then a stat."""
-        if not is_handle(handle) or not self._wanted(handle):
-            self._jobs.pop(handle)
+        if not is_handle(handle) or not self._exists(handle):
+            self._requests.pop(handle)
             return None
-        known = self._jobs.get(handle)
-        raw = read_json(self.path / f"job-{handle}.json") if known is None else None
+        meta = self._requests.get(handle)
+        raw = read_json(self.path / f"job-{handle}.json") if meta is None else None
         if raw is not None:
-            known = _JOB.validate_python(raw["job"])
-            self._jobs.put(handle, known, 1)
-        return known
+            meta = _META.validate_python(raw["job"])
+            self._requests.put(handle, meta, 1)
+        return meta
 
-    def seen(self, handle: str, local: int, planned: int) -> None:
-        self._tell(handle, f"seen-{handle}.json", {"local": local, "planned": planned})
+    def report_hit(self, handle: str, local: int, planned: int) -> None:
+        self._try_report(handle, f"seen-{handle}.json", {"local": local, "planned": planned})
 
     def fail(self, handle: str, error: BaseException) -> None:
-        self._tell(handle, f"error-{handle}.json", {"error": f"{type(error).__name__}: {error}"})
+        self._try_report(handle, f"error-{handle}.json", {"error": f"{type(error).__name__}: {error}"})
 
     def refuse(self, error: BaseException) -> None:
         write_json(self.path / "refused.json", {"error": str(error)})
@@ -73,7 +73,7 @@ class SharedMemoryEndpoint(Endpoint):
     def open_cache(
         self, layers: Mapping[str, Any], block_size: int, groups: Sequence[Sequence[str]], speculative: Any = None
     ) -> None:
-        from ctxwin.engines.vllm.drafter import DrafterKV, drafter_spec, split
+        from ctxwin.engines.vllm.draft_model import DraftModelKV, draft_model_spec, split
         from ctxwin.engines.vllm.internals import pipeline, stage_layers, tensor_parallel
         from ctxwin.engines.vllm.paged import PagedKV
         from ctxwin.engines.vllm.paged_states import PagedStates
@@ -87,24 +87,24 @@ class SharedMemoryEndpoint(Endpoint):
                 )
             self._rank = stage * size + rank
             self.heads = own_heads(self.kv.heads, rank, size)
-            here = stage_layers(self.kv.layers, stage, stages)
-            own = replace(self.kv, layers=len(here), heads=self.heads.stop - self.heads.start)
+            stage_range = stage_layers(self.kv.layers, stage, stages)
+            kv = replace(self.kv, layers=len(stage_range), heads=self.heads.stop - self.heads.start)
             self.states = PagedStates(layers, groups, self.kv.maps) if self.kv.recurrent else None
-            drafted = drafter_spec(speculative, self.kv)
-            if drafted is not None:
-                layers, theirs = split(layers, self.kv.layers)
-                self.drafter = DrafterKV(theirs, drafted, block_size, rank, size)
-            self.paged = PagedKV(layers, own, block_size, first=here.start)
+            draft_kv = draft_model_spec(speculative, self.kv)
+            if draft_kv is not None:
+                layers, draft_layers = split(layers, self.kv.layers)
+                self.draft_model = DraftModelKV(draft_layers, draft_kv, block_size, rank, size)
+            self.paged = PagedKV(layers, kv, block_size, first=stage_range.start)
         except Exception as error:
             self.refuse(error)
             raise
 
-    def parts(self, handle: str, begin: int, end: int) -> list[Part]:
+    def parts(self, handle: str, begin: int, end: int) -> list[SpanSlice]:
         raw = read_json(self.path / f"job-{handle}.json") if is_handle(handle) else None
         if raw is None:
-            raise LookupError("the transfer was taken back")
+            raise LookupError("the transfer was removed")
         entries = raw["loads"]
-        found = []
+        slices = []
         for i, first, last in overlaps((entry["tokens"] for entry in entries), begin, end):
             entry = entries[i]
             basis = entry["basis"] and self._get(entry["basis"], lambda t, m: SharedBasis.from_tensors(t, m["basis"]))
@@ -112,29 +112,29 @@ class SharedMemoryEndpoint(Endpoint):
             span = self._get(entry["span"], _span)
             if span.tokens != entry["tokens"]:
                 raise ValueError(f"{entry['span'][0]} must hold {entry['tokens']} tokens, got {span.tokens}")
-            found.append(Part(span, entry["start"], patch, first, last, entry["approximate"]))
-        return found
+            slices.append(SpanSlice(span, entry["start"], patch, first, last, entry["approximate"]))
+        return slices
 
-    def read_now(self, save: Save, job: Job) -> bool:
+    def read_now(self, save: SaveSpec, job: RequestMeta) -> bool:
         missing = sorted(set(job.captures) - set(save.ranges))
         if missing:
             self.fail(save.handle, RuntimeError(f"the request ended before {missing} were computed"))
         return bool(missing)
 
-    def save(self, save: Save) -> None:
+    def save(self, save: SaveSpec) -> None:
         try:
             assert self.paged is not None
             for name, (begin, end) in save.ranges.items():
                 k, v = self.paged.read(save.blocks, begin, end)
-                here = self.states is not None and end == save.computed
-                states = self.states.read(save.states) if here and self.states is not None else {}
-                drafted = None if self.drafter is None else self.drafter.paged.read(save.blocks, begin, end)
-                self.give(save.handle, name, k, v, states, drafted)
+                at_end = self.states is not None and end == save.computed
+                states = self.states.read(save.states) if at_end and self.states is not None else {}
+                drafted = None if self.draft_model is None else self.draft_model.paged.read(save.blocks, begin, end)
+                self.write_capture(save.handle, name, k, v, states, drafted)
         except Exception as error:
             self.fail(save.handle, error)
             _log.warning("reading spans back from the paged cache failed: %s", error)
 
-    def give(
+    def write_capture(
         self,
         handle: str,
         name: str,
@@ -143,37 +143,37 @@ class SharedMemoryEndpoint(Endpoint):
         states: States | None = None,
         drafted: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        """Returns a capture (this rank's heads). Raises OSError where there is no room for it."""
-        if self._wanted(handle):
-            beside = {} if drafted is None else dict(zip(DRAFTED, drafted, strict=True))
-            blob = codec.encode_tensors({"k": k, "v": v, **beside, **named(states or {})})
+        """Write a capture (this rank's heads) for the engine. Raises OSError where there is no room for it."""
+        if self._exists(handle):
+            draft_tensors = {} if drafted is None else dict(zip(DRAFTED, drafted, strict=True))
+            blob = codec.encode_tensors({"k": k, "v": v, **draft_tensors, **named(states or {})})
             check_room(self.path, len(blob))
             self._report(handle, f"out-{handle}-{name}.{self._rank}", blob)
 
-    def _wanted(self, handle: str) -> bool:
+    def _exists(self, handle: str) -> bool:
         return (self.path / f"job-{handle}.json").exists()
 
-    def _tell(self, handle: str, name: str, said: dict[str, Any]) -> None:
-        """Reports where it can: an error here, on a full disk for example, would end vLLM for everybody.
+    def _try_report(self, handle: str, name: str, report: dict[str, Any]) -> None:
+        """Report to the engine, or log why not: an error here, on a full disk for example, would end vLLM for all requests.
 
-        Untold, the request ends with vLLM's word alone, or misses its media or captures.
+        Without the report the request ends with vLLM's own reason, or lacks its media or captures.
         """
         try:
-            self._report(handle, name, json.dumps(said).encode())
+            self._report(handle, name, json.dumps(report).encode())
         except OSError as error:
             _log.warning("%s could not be written for the engine: %s", name.partition("-")[0], error)
 
     def _report(self, handle: str, name: str, data: bytes) -> None:
-        """Writes a file of a job, and removes it again if the engine, which removes the job first, has meanwhile done so."""
+        """Write a file of a request, and remove it again if the engine has meanwhile removed the request."""
         write_file(self.path / name, data)
-        if not self._wanted(handle):
+        if not self._exists(handle):
             (self.path / name).unlink(missing_ok=True)
 
     def _get(self, file: tuple[str, int], make: Callable[[dict[str, torch.Tensor], dict[str, Any]], Any]) -> Any:
-        """A record, made from its file's tensors and meta. Raises OSError or StoreCorrupt. Cost: a read, or a stat."""
+        """Return a record, made from its file's tensors and meta. Raises OSError or StoreCorrupt. Cost: a read, or a stat."""
         name, total = file
         path = self.path / name
-        key = f"{name}@{path.stat().st_mtime_ns}"  # a file that was written anew is read anew
+        key = f"{name}@{path.stat().st_mtime_ns}"  # a file that was rewritten is read again
         record = self._live.get(key)
         if record is None:
             blob = path.read_bytes()
@@ -191,19 +191,19 @@ _endpoints: weakref.WeakValueDictionary[str, SharedMemoryEndpoint] = weakref.Wea
 
 
 def open_endpoint(source: str) -> SharedMemoryEndpoint:
-    """The endpoint of this process, which from now on ends soon after the engine's, see `watchdog`.
+    """Return the endpoint of this process, which from now on ends soon after the engine's process (see `watchdog`).
 
     Raises RuntimeError where the transport is gone.
     """
-    found = _endpoints.get(source)
-    if found is None:
-        _endpoints[source] = found = SharedMemoryEndpoint(source)
-        watchdog.end_with_owner(found.path)
-    return found
+    endpoint = _endpoints.get(source)
+    if endpoint is None:
+        _endpoints[source] = endpoint = SharedMemoryEndpoint(source)
+        watchdog.end_with_owner(endpoint.path)
+    return endpoint
 
 
 def _span(tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> SpanKV:
-    tensors = widened(tensors, meta)
+    tensors = unpack_fp8(tensors, meta)
     kv = tensors["k"], tensors["v"], tensors["positions"]
     return SpanKV(*kv, int(meta["start"]), outputs_in(tensors), states_in(tensors))
 

@@ -1,8 +1,8 @@
-"""Between processes: files in shared memory, named in a job file under an unguessable handle.
+"""Transport between processes: files in shared memory, named in a request file under an unguessable handle.
 
 A `SharedMemoryTransport` belongs to the process of the engine, a `SharedMemoryEndpoint` to each process of vLLM that runs
-the connector. Nothing is pickled: KV travels as the store's blobs (`ctxwin.store.codec`), and what was read from a store as
-the very bytes that were read; instructions are JSON, with a sum of each file that they name.
+the connector. Nothing is pickled: KV travels as the store's blobs (`ctxwin.store.codec`), a span that was read from a store as
+its stored bytes; instructions are JSON, with a sum of each file that they name.
 
 | file                    | written by | content                                                       |
 |-------------------------|------------|---------------------------------------------------------------|
@@ -11,7 +11,7 @@ the very bytes that were read; instructions are JSON, with a sum of each file th
 | ``patch-<digest>-<n>``  | engine     | a patch; one over a shared basis names it                     |
 | ``basis-<digest>-<n>``  | engine     | a shared basis, once for all its patches                      |
 | ``embed/``              | engine     | vision embeddings for the encoder cache (`embeddings`)        |
-| ``job-<handle>.json``   | engine     | one `Transfer`: `Job`, and where each span goes               |
+| ``job-<handle>.json``   | engine     | one `Transfer`: its `RequestMeta`, and where each span goes   |
 | ``seen-<handle>.json``  | scheduler  | tokens it found in its own prefix cache, tokens it wants      |
 | ``out-<handle>-<name>.<rank>`` | worker | a capture, the KV heads of one rank                        |
 | ``error-<handle>.json`` | worker     | why a load or a capture failed                                |
@@ -57,7 +57,7 @@ from ctxwin.engines.vllm.lifecycle.folders import (
 )
 from ctxwin.engines.vllm.ranks import gather, gather_stages
 from ctxwin.engines.vllm.transport import embeddings
-from ctxwin.engines.vllm.transport.base import Job, Transfer, Transport, new_handle, state_bytes
+from ctxwin.engines.vllm.transport.base import RequestMeta, Transfer, Transport, new_handle, state_bytes
 from ctxwin.errors import EngineFailed, StoreCorrupt
 from ctxwin.hashing import digest
 from ctxwin.kv.basis import SharedBasis
@@ -73,10 +73,13 @@ MAX_BYTES = 2 << 30
 """Spans and patches kept in a folder by default, or half of its file system's free space where that is less."""
 RESERVE_BYTES = 64 << 20
 """Left free for others, or a sixteenth of the file system where that is less."""
-WAIT_S = 120.0
-"""How long a capture may take after its request has ended: a step of the other requests of the batch."""
+STEPS = 8
+"""Steps of vLLM after the end of a request within which its workers return or report its captures; more than vLLM has in flight
+at once. A capture that is missing by then never comes."""
+_LOOK_S = 0.25
+"""How long to poll for a capture, which exists after one step, before calling the workers to count their steps."""
 DRAFTED = ("drafter.k", "drafter.v")
-"""A drafter's KV among the tensors of a capture."""
+"""Names of the draft model's KV among the tensors of a capture."""
 _EMBEDDINGS = "embed"
 _log = logging.getLogger("ctxwin.engines")
 
@@ -101,8 +104,8 @@ class SharedMemoryTransport(Transport):
         sweep(root)
         try:
             self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=root))
-            held = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(held, fcntl.LOCK_EX)
+            lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX)
             free = shutil.disk_usage(self.path).free
         except OSError as error:
             raise EngineFailed(f"the shared-memory folder {str(root)!r} must be writable: {error}") from error
@@ -110,34 +113,37 @@ class SharedMemoryTransport(Transport):
         self.source = watchdog.Lifeline(str(self.path))
         self.max_bytes = min(MAX_BYTES, free // 2) if max_bytes is None else max_bytes
         self.alive: Callable[[], bool] = lambda: True  # set by the engine: whether vLLM's processes still run
+        self.step: Callable[[], object] = lambda: (
+            None
+        )  # set by the engine: returns between two later steps of all workers
         self.ranks = 1  # of all stages
         self.stages = 1
-        self.drafter: KVSpec | None = None  # layout of a drafter's KV, set by the engine
-        self._held: OrderedDict[str, tuple[int, int]] = OrderedDict()  # bytes and sum by file, most recently used last
-        self._used: Counter[str] = Counter()  # running jobs by file
-        self._jobs: dict[str, tuple[list[str], tuple[str, ...]]] = {}  # files and captures of running transfers
+        self.draft_model: KVSpec | None = None  # layout of the draft model's KV, set by the engine
+        self._files: OrderedDict[str, tuple[int, int]] = OrderedDict()  # bytes and sum by file, most recently used last
+        self._used: Counter[str] = Counter()  # running transfers by file
+        self._transfers: dict[str, tuple[list[str], tuple[str, ...]]] = {}  # files and captures of running transfers
         self._named: dict[str, tuple[str, weakref.ref[torch.Tensor] | None]] = {}  # file and tensor by kind and key
         self._serial = itertools.count()
         self._bytes = 0
         self._lock = threading.Lock()
         # Also when it is collected, and when the interpreter ends.
-        self._remove = weakref.finalize(self, _remove, self.path, held, os.getpid())
+        self._remove = weakref.finalize(self, _remove, self.path, lock, os.getpid())
         self.embeddings = self.path / _EMBEDDINGS
         self.embeddings.mkdir()
         write_json(self.path / "spec.json", asdict(kv))
 
     def __len__(self) -> int:
         with self._lock:
-            return len(self._jobs)
+            return len(self._transfers)
 
     @property
     def refusal(self) -> str | None:
-        """What one of vLLM's processes reported by `Endpoint.refuse`."""
-        found = read_json(self.path / "refused.json")
-        return None if found is None else str(found["error"])
+        """Reason that one of vLLM's processes reported by `Endpoint.refuse`; None where there is none."""
+        report = read_json(self.path / "refused.json")
+        return None if report is None else str(report["error"])
 
     def remember_segments(self, names: set[str]) -> None:
-        """Leaves the names of vLLM's shared memory to whoever sweeps this folder, should all be killed at once."""
+        """Record the names of vLLM's shared memory, for the next `sweep` if all processes are killed at once."""
         write_json(self.path / SEGMENTS, dict.fromkeys(names))
 
     def add(self, transfer: Transfer) -> str:
@@ -150,32 +156,32 @@ class SharedMemoryTransport(Transport):
                 entry: dict[str, Any] = {"tokens": segment.tokens, "start": segment.start, "patch": None, "basis": None}
                 entry["approximate"] = segment.approximate
                 for kind, key, tensor, encode in _contents(segment):
-                    known_as = digest("transport", transfer.tenant, key) if key else f"{handle}-{i}"
-                    name = self._file(f"{kind}-{known_as}", tensor, encode, names)
-                    entry[kind] = name, self._held[name][1]
+                    file_key = digest("transport", transfer.tenant, key) if key else f"{handle}-{i}"
+                    name = self._lease(f"{kind}-{file_key}", tensor, encode, names)
+                    entry[kind] = name, self._files[name][1]
                 entries.append(entry)
             for identifier, tensor in transfer.embeddings.items():
-                made = partial(embeddings.encode, tensor, self.kv.identity)
-                self._file(f"{_EMBEDDINGS}/{embeddings.file_name(identifier)}", tensor, made, names)
-            job = {part.name: getattr(transfer, part.name) for part in fields(Job)}
-            write_json(self.path / f"job-{handle}.json", {"job": job, "loads": entries})
+                encode = partial(embeddings.encode, tensor, self.kv.identity)
+                self._lease(f"{_EMBEDDINGS}/{embeddings.file_name(identifier)}", tensor, encode, names)
+            meta = {field.name: getattr(transfer, field.name) for field in fields(RequestMeta)}
+            write_json(self.path / f"job-{handle}.json", {"job": meta, "loads": entries})
         except BaseException:
             self._unlease(names, handle)
             raise
         with self._lock:
-            self._jobs[handle] = names, tuple(transfer.captures)
+            self._transfers[handle] = names, tuple(transfer.captures)
         return handle
 
     def collect(self, handle: str, transfer: Transfer, finished: bool) -> None:
-        seen = read_json(self.path / f"seen-{handle}.json")
-        if seen is not None:
-            transfer.local_tokens, transfer.planned_tokens = int(seen["local"]), int(seen["planned"])
-        self._look_for_error(handle, transfer)
+        hit = read_json(self.path / f"seen-{handle}.json")
+        if hit is not None:
+            transfer.local_tokens, transfer.planned_tokens = int(hit["local"]), int(hit["planned"])
+        self._read_error(handle, transfer)
         if transfer.error is not None or not finished:
-            # The files handed over for it may be what is broken, so the next request writes them anew. Nobody reports
-            # embeddings that cannot be used: vLLM just ends the request.
+            # The transfer's files may be the broken part, so the next request writes them again. Unusable embeddings are
+            # not reported: vLLM just ends the request.
             with self._lock:
-                for name in self._jobs.get(handle, ((), ()))[0]:
+                for name in self._transfers.get(handle, ((), ()))[0]:
                     if self._used[name] <= 1:
                         self._drop(name)
         if transfer.error is not None:
@@ -186,57 +192,56 @@ class SharedMemoryTransport(Transport):
             transfer.bytes_loaded += state_bytes(since_exact(transfer.loads))
         if not finished:
             return
-        until = time.monotonic() + WAIT_S
         for name in transfer.captures:
             if transfer.error is None:
-                self._await_capture(handle, name, transfer, until)
+                self._await_capture(handle, name, transfer)
 
     def remove(self, handle: str) -> None:
-        """Forgets a transfer and its files; spans and patches stay for others while there is room."""
+        """Remove a transfer and its files; spans and patches stay for other requests while there is room."""
         with self._lock:
-            names, captures = self._jobs.pop(handle, ([], ()))
+            names, captures = self._transfers.pop(handle, ([], ()))
         self._unlease(names, handle)
-        own = [f"job-{handle}.json", f"seen-{handle}.json", f"error-{handle}.json"]
-        own += [f"out-{handle}-{name}.{rank}" for name in captures for rank in range(self.ranks)]
-        for name in own:
+        paths = [f"job-{handle}.json", f"seen-{handle}.json", f"error-{handle}.json"]
+        paths += [f"out-{handle}-{name}.{rank}" for name in captures for rank in range(self.ranks)]
+        for name in paths:
             (self.path / name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Removes the folder. Idempotent."""
+        """Remove the folder. Idempotent."""
         self._remove()
 
-    def _file(self, key: str, tensor: torch.Tensor, encode: Callable[[], bytes], names: list[str]) -> str:
-        """The name of a file, written where it is missing, and leased into ``names``."""
+    def _lease(self, key: str, tensor: torch.Tensor, encode: Callable[[], bytes], names: list[str]) -> str:
+        """Lease a file into ``names``, write it if it is missing, and return its name."""
         by_content = key.startswith(_EMBEDDINGS)  # the encoder-cache connector looks for that very name
         with self._lock:
-            name, known_as = self._named.get(key, (key, None))
-            # The very tensor that was written: a name alone would trust every caller to use it only once.
-            known = name in self._held and (by_content or (known_as is not None and known_as() is tensor))
-            if not known and not by_content:
+            name, reference = self._named.get(key, (key, None))
+            # The same tensor object: a key alone would trust every caller to use it for one content only.
+            current = name in self._files and (by_content or (reference is not None and reference() is tensor))
+            if not current and not by_content:
                 name = f"{key}-{next(self._serial)}"
                 self._named[key] = name, weakref.ref(tensor)
             self._used[name] += 1
             names.append(name)
-            if name in self._held:
-                self._held.move_to_end(name)
-        if not (known and (self.path / name).exists()):
+            if name in self._files:
+                self._files.move_to_end(name)
+        if not (current and (self.path / name).exists()):
             self._put(name, encode())
         return name
 
     def _put(self, name: str, blob: bytes) -> None:
         with self._lock:
-            for old in [n for n in self._held if not self._used[n]]:
-                if self._bytes + len(blob) <= self.max_bytes and _room(self.path) >= len(blob):
+            for old in [n for n in self._files if not self._used[n]]:
+                if self._bytes + len(blob) <= self.max_bytes and _free_bytes(self.path) >= len(blob):
                     break
                 self._drop(old)
         check_room(self.path, len(blob))
         write_file(self.path / name, blob)
         with self._lock:
-            self._bytes += len(blob) - self._held.pop(name, (0, 0))[0]
-            self._held[name] = len(blob), sum_of(blob)
+            self._bytes += len(blob) - self._files.pop(name, (0, 0))[0]
+            self._files[name] = len(blob), sum_of(blob)
 
     def _drop(self, name: str) -> None:
-        self._bytes -= self._held.pop(name, (0, 0))[0]
+        self._bytes -= self._files.pop(name, (0, 0))[0]
         key = name.rpartition("-")[0]
         if self._named.get(key, ("",))[0] == name:
             del self._named[key]
@@ -251,26 +256,34 @@ class SharedMemoryTransport(Transport):
                     if self._bytes > self.max_bytes or handle in name:
                         self._drop(name)
 
-    def _look_for_error(self, handle: str, transfer: Transfer) -> bool:
+    def _read_error(self, handle: str, transfer: Transfer) -> bool:
         error = read_json(self.path / f"error-{handle}.json")
         if error is not None and transfer.error is None:
             transfer.error = RuntimeError(str(error["error"]))
         return transfer.error is not None
 
-    def _await_capture(self, handle: str, name: str, transfer: Transfer, until: float) -> None:
-        """Polls: a rename in shared memory tells nobody, and the file is there within a step."""
+    def _await_capture(self, handle: str, name: str, transfer: Transfer) -> None:
+        """Wait for a capture by polling: a rename in shared memory raises no event, and the file exists within a step.
+
+        Workers report a capture that they cannot return, unless the disk is full. So the wait is bounded by vLLM's steps,
+        however long they take.
+        """
         paths = [self.path / f"out-{handle}-{name}.{rank}" for rank in range(self.ranks)]
-        pause = 0.0002
+        pause, steps, look_until = 0.0002, 0, time.monotonic() + _LOOK_S
         while not all(path.exists() for path in paths):
-            if self._look_for_error(handle, transfer):
+            if self._read_error(handle, transfer):
                 return
             if not self.alive():
                 raise EngineFailed("vLLM's processes ended while a request was read back; open a new engine")
-            if time.monotonic() > until:
-                transfer.error = TimeoutError(f"vLLM did not hand back the KV of {name!r} within {WAIT_S:.0f} s")
+            if steps == STEPS:
+                transfer.error = RuntimeError(f"vLLM has gone on without returning the KV of {name!r}")
                 return
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.01)
+            if time.monotonic() > look_until:
+                self.step()
+                steps += 1
+            else:
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.01)
         try:
             parts = [codec.decode_tensors(path.read_bytes())[0] for path in paths]
         except StoreCorrupt as error:
@@ -278,15 +291,15 @@ class SharedMemoryTransport(Transport):
             return
         k, v = (gather_stages([p[x] for p in parts], self.kv.heads, self.stages) for x in "kv")
         transfer.captured[name] = k, v
-        if self.drafter is not None:
-            k, v = (gather([p[x] for p in parts], self.drafter.heads) for x in DRAFTED)
+        if self.draft_model is not None:
+            k, v = (gather([p[x] for p in parts], self.draft_model.heads) for x in DRAFTED)
             transfer.drafted[name] = k, v
         if states := states_in(parts[0]):
             transfer.states[name] = states
 
 
 def _contents(segment: Segment) -> Iterator[tuple[str, str, torch.Tensor, Callable[[], bytes]]]:
-    """What a segment hands over: kind of file, stable key, the tensor that tells it from another, and what encodes it."""
+    """Yield the files of a segment: kind, stable key, the tensor that identifies the content, and its encoder."""
     assert segment.span is not None
     yield "span", segment.span_key, segment.span.k, partial(encode_span, segment.span)
     if segment.patch is not None:
@@ -297,7 +310,7 @@ def _contents(segment: Segment) -> Iterator[tuple[str, str, torch.Tensor, Callab
 
 
 def encode_span(span: SpanKV) -> bytes:
-    """A span as the store frames it; the bytes that it was read from where it is unchanged."""
+    """Return a span as the store frames it; the bytes that it was read from where it is unchanged."""
     if span.blob is not None:
         return span.blob
     tensors = {
@@ -311,32 +324,32 @@ def encode_span(span: SpanKV) -> bytes:
 
 
 def _encoded(kind: str, record: Patch | SharedBasis) -> bytes:
-    """A patch, without its shared basis, or a basis, which has a file of its own for all its patches."""
+    """Return a patch without its shared basis, or a basis, which has a file of its own for all its patches."""
     return codec.encode_tensors(record.tensors(), {kind: record.describe()}, checked=False)
 
 
-def _room(folder: Path) -> int:
-    """Bytes that may be written: vLLM's own queues live in shared memory, and would kill its processes were it all full."""
+def _free_bytes(folder: Path) -> int:
+    """Return the bytes that may be written; a reserve stays free for vLLM's own queues, which fail when the folder is full."""
     total, _, free = shutil.disk_usage(folder)
     return free - min(RESERVE_BYTES, total // 16)
 
 
 def check_room(folder: Path, size: int) -> None:
-    """Raises OSError where a folder's file system has no room for ``size`` bytes more."""
-    room = max(0, _room(folder))
-    if size > room:
-        raise OSError(errno.ENOSPC, f"{folder.parent} must have room for {size} more bytes, got {room}; free some")
+    """Raise OSError where a folder's file system has no room for ``size`` more bytes."""
+    free = max(0, _free_bytes(folder))
+    if size > free:
+        raise OSError(errno.ENOSPC, f"{folder.parent} must have room for {size} more bytes, got {free}; free some")
 
 
 def sum_of(blob: bytes) -> int:
-    """Tells a damaged file from a sound one at the speed of memory; digests are for files that leave the machine."""
+    """Return a checksum at the speed of memory; digests are for files that leave the machine."""
     words = np.frombuffer(blob, dtype="<u8", count=len(blob) // 8)
     rest = int.from_bytes(blob[8 * len(words) :], "little")
     return (int(words.sum(dtype=np.uint64)) + rest + len(blob)) % (1 << 63)
 
 
-def _remove(folder: Path, held: int, pid: int) -> None:
-    """Ends a transport; a forked child that exits leaves its parent's alone."""
+def _remove(folder: Path, lock: int, pid: int) -> None:
+    """Remove a transport's folder; a forked child that exits leaves its parent's alone."""
     if os.getpid() == pid:
         shutil.rmtree(folder, ignore_errors=True)
-    os.close(held)
+    os.close(lock)

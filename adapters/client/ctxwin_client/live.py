@@ -1,0 +1,228 @@
+"""A live stream on a server: frames are pushed as they arrive and questions answered meanwhile, over one socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+from collections import deque
+from collections.abc import AsyncGenerator, Iterator
+from functools import partial
+from typing import Any, Self, Unpack
+
+import numpy as np
+from anyio.from_thread import start_blocking_portal
+from openai import AsyncOpenAI, OpenAI
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from ctxwin.errors import CtxwinError, EngineFailed
+from ctxwin.media import png
+from ctxwin.window import serialization
+from ctxwin.window.answer import Answer
+from ctxwin.window.ask import AskOptions
+from ctxwin_client import transport
+from ctxwin_client.errors import from_body
+
+_MAX_MESSAGE_BYTES = 64 << 20
+_HISTORY = 256
+
+
+class AsyncLiveStream:
+    """A live stream into a window on a server. Use as an async context manager.
+
+    Args:
+        client: an official client; its address, key and headers are used.
+        window: id of an open window.
+        options: ``reserve_tokens``, ``waiting`` and ``history``, see the guide on live streams.
+
+    Attributes:
+        placed: the latest placed frames, each with ``number``, ``placement``, ``evicted``, ``computed`` and ``tokens``.
+        dropped: frames of the stream that the server dropped because they arrived faster than it could place them.
+        failures: the latest failed frames, each with its number and error. The stream continues.
+
+    Raises:
+        UnknownWindow, TooManyRequests, ValueError: on entering. EngineFailed: the connection is closed.
+    """
+
+    def __init__(self, client: OpenAI | AsyncOpenAI, window: str, **options: int) -> None:
+        url = client.base_url.join(f"windows/{window}/live").copy_merge_params(options)
+        self._url = str(url.copy_with(scheme={"http": "ws", "https": "wss"}[url.scheme]))
+        self._headers = {**client._custom_headers, **client.auth_headers}
+        self.placed: deque[dict[str, Any]] = deque(maxlen=_HISTORY)
+        self.failures: deque[tuple[int, Exception]] = deque(maxlen=_HISTORY)
+        self.dropped = self.pushed = self._settled = 0
+        self._ids, self._open = itertools.count(), contextlib.AsyncExitStack()
+        self._waiting: dict[str, asyncio.Queue[dict[str, Any] | Exception]] = {}
+        self._progress = asyncio.Condition()  # bound to the loop of its first use
+
+    async def __aenter__(self) -> Self:
+        try:
+            self._socket: ClientConnection = await self._open.enter_async_context(
+                connect(self._url, additional_headers=self._headers, max_size=_MAX_MESSAGE_BYTES, compression=None)
+            )
+        except InvalidStatus as error:
+            server_error = from_body(json.loads(error.response.body or b"{}").get("error"))
+            raise server_error or error from None
+        self._reader = asyncio.create_task(self._read())
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._open.aclose()
+        await self._reader
+
+    async def push(
+        self, picture: bytes | np.ndarray, text: str = "", *, time: float | None = None, **metadata: Any
+    ) -> int:
+        """Send a frame and return its number; the server places frames in the order of arrival.
+
+        Args:
+            picture: an encoded picture, sent unchanged, or pixels ``[height, width, 3]`` uint8, sent as PNG.
+            text: a line before the picture.
+            time: time of the picture in seconds, for `recall`.
+            metadata: ``label``, ``pin``, ``priority``, ``keep_source``.
+        """
+        raw = png(picture) if isinstance(picture, np.ndarray) else picture
+        head = {"text": text, **({} if time is None else {"time": time}), **metadata}
+        return await self._push(json.dumps(head).encode() + b"\n" + raw)
+
+    async def tell(self, text: str, *, pin: bool = True) -> int:
+        """Send a text, pinned unless ``pin`` is False; return its number."""
+        return await self._push(json.dumps({"type": "push", "chunk": {"type": "text", "text": text, "pin": pin}}))
+
+    async def settle(self) -> None:
+        """Wait until every pushed frame is placed, dropped or has failed."""
+        async with self._progress:
+            await self._progress.wait_for(lambda: self._settled >= self.pushed or self._reader.done())
+
+    async def ask(
+        self, query: str, max_tokens: int = 32, *, now: bool = False, **options: Unpack[AskOptions]
+    ) -> Answer:
+        """Answer over all frames pushed so far, or, with ``now``, over those already placed; else as `ctxwin.Window.ask`."""
+        async with contextlib.aclosing(
+            self._exchange("ask", query=query, max_tokens=max_tokens, now=now, **transport.options_to_json(options))
+        ) as messages:
+            async for message in messages:
+                if message["type"] == "answer":
+                    return serialization.answer_from(message["answer"])
+        raise EngineFailed("the server ended the answer before its end")
+
+    async def stream(
+        self, query: str, max_tokens: int = 32, *, now: bool = False, **options: Unpack[AskOptions]
+    ) -> AsyncGenerator[str]:
+        """`ask`, yielding the text as it is generated. Closing it early stops the server."""
+        async with contextlib.aclosing(
+            self._exchange("ask", query=query, max_tokens=max_tokens, now=now, **transport.options_to_json(options))
+        ) as messages:
+            async for message in messages:
+                if message["type"] == "text":
+                    yield message["text"]
+
+    async def recall(self, placement: str | None = None, *, time: float | None = None) -> str:
+        """Recall a chunk, by id or the one whose time is nearest; return its placement id."""
+        async with contextlib.aclosing(self._exchange("recall", placement=placement, time=time)) as messages:
+            return str((await anext(messages))["placement"])
+
+    async def _exchange(self, kind: str, **body: Any) -> AsyncGenerator[dict[str, Any]]:
+        """Send a message and yield the server's replies to it."""
+        name, inbox = f"{kind}-{next(self._ids)}", asyncio.Queue[dict[str, Any] | Exception]()
+        self._waiting[name] = inbox
+        last = False
+        try:
+            await self._send(json.dumps({"type": kind, "id": name, **{n: v for n, v in body.items() if v is not None}}))
+            while not last:
+                reply = await inbox.get()
+                last = isinstance(reply, Exception) or reply["type"] != "text"
+                if isinstance(reply, Exception):
+                    raise reply
+                yield reply
+        finally:
+            del self._waiting[name]
+            if not last:
+                with contextlib.suppress(EngineFailed):
+                    await self._send(json.dumps({"type": "stop", "id": name}))
+
+    async def _push(self, message: bytes | str) -> int:
+        self.pushed += 1
+        number = self.pushed
+        await self._send(message)
+        return number
+
+    async def _send(self, message: bytes | str) -> None:
+        try:
+            await self._socket.send(message)
+        except ConnectionClosed as error:
+            raise EngineFailed(f"the live stream has ended: {error}") from error
+
+    async def _read(self) -> None:
+        """Dispatch the server's messages to the waiting exchanges until the socket closes."""
+        with contextlib.suppress(ConnectionClosed):
+            async for raw in self._socket:
+                message = json.loads(raw)
+                body = message.get("error")
+                error = body and (from_body(body) or CtxwinError(body["message"]))
+                if "number" in message:
+                    self.dropped = max(self.dropped, message.get("dropped", 0))
+                    if error:
+                        self.failures.append((message["number"], error))
+                    elif message["type"] == "placed":
+                        self.placed.append(message)
+                    async with self._progress:
+                        self._settled += 1
+                        self._progress.notify_all()
+                elif message.get("id") in self._waiting:
+                    self._waiting[message["id"]].put_nowait(error or message)
+        for inbox in self._waiting.values():
+            inbox.put_nowait(EngineFailed("the live stream has ended"))
+        async with self._progress:
+            self._progress.notify_all()
+
+
+class LiveStream:
+    """Blocking counterpart of `AsyncLiveStream`, whose attributes are in ``state``. Use as a context manager."""
+
+    def __init__(self, client: OpenAI, window: str, **options: int) -> None:
+        self.state = AsyncLiveStream(client, window, **options)
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as opening:
+            self._portal = opening.enter_context(start_blocking_portal())
+            opening.enter_context(self._portal.wrap_async_context_manager(self.state))
+            self._open = opening.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._open.close()
+
+    def push(self, picture: bytes | np.ndarray, text: str = "", *, time: float | None = None, **metadata: Any) -> int:
+        """See `AsyncLiveStream.push`."""
+        return self._portal.call(partial(self.state.push, picture, text, time=time, **metadata))
+
+    def tell(self, text: str, *, pin: bool = True) -> int:
+        """See `AsyncLiveStream.tell`."""
+        return self._portal.call(partial(self.state.tell, text, pin=pin))
+
+    def settle(self) -> None:
+        """See `AsyncLiveStream.settle`."""
+        self._portal.call(self.state.settle)
+
+    def ask(self, query: str, max_tokens: int = 32, *, now: bool = False, **options: Unpack[AskOptions]) -> Answer:
+        """See `AsyncLiveStream.ask`."""
+        return self._portal.call(partial(self.state.ask, query, max_tokens, now=now, **options))
+
+    def stream(
+        self, query: str, max_tokens: int = 32, *, now: bool = False, **options: Unpack[AskOptions]
+    ) -> Iterator[str]:
+        """`ask`, yielding the text as it is generated. Closing it early stops the server."""
+        texts = self.state.stream(query, max_tokens, now=now, **options)
+        try:
+            while (text := self._portal.call(anext, texts, None)) is not None:
+                yield text
+        finally:
+            self._portal.call(texts.aclose)
+
+    def recall(self, placement: str | None = None, *, time: float | None = None) -> str:
+        """See `AsyncLiveStream.recall`."""
+        return self._portal.call(partial(self.state.recall, placement, time=time))

@@ -1,0 +1,191 @@
+"""The tools of `ctxwin mcp`, over a window in this process or on a server.
+
+The docstrings of `WindowTools` are the tools' descriptions, so they are written for a model.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+
+from mcp.server import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+from mcp.types import ToolAnnotations
+
+import ctxwin
+from ctxwin.chunk import Chunk, TextPart
+from ctxwin.window.window import Window
+
+if TYPE_CHECKING:
+    from ctxwin_client.window import RemoteWindow
+
+P = ParamSpec("P")
+Report = dict[str, Any]
+
+MOST_BRANCHES = 16
+_MAX_EVICTED, _MAX_LABEL = 64, 80  # evicted chunks that `plan` lists, and characters of a label
+_READS, _EDITS = ToolAnnotations(readOnlyHint=True), ToolAnnotations(destructiveHint=False)
+_DESTROYS = ToolAnnotations(destructiveHint=True)
+
+
+def _in_turn(tool: Callable[Concatenate[WindowTools, P], Report]) -> Callable[Concatenate[WindowTools, P], Report]:
+    """Run ``tool`` under the lock, as calls run in threads and a window has one writer; raise its errors as `ToolError`.
+
+    Hosts show the messages of no other error.
+    """
+
+    @wraps(tool)
+    def call(self: WindowTools, /, *args: P.args, **kwargs: P.kwargs) -> Report:
+        try:
+            with self._lock:
+                return tool(self, *args, **kwargs)
+        except Exception as error:
+            raise ToolError(f"{type(error).__name__}: {error}") from error
+
+    return call
+
+
+class WindowTools:
+    """Tools over a window and its branches. Every tool takes the id of one of them; default: the window.
+
+    Args:
+        window: its owner closes it; `close` closes only the branches.
+    """
+
+    def __init__(self, window: Window | RemoteWindow) -> None:
+        self._window = window
+        self._branches: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def _at(self, window: str) -> Any:
+        if window in ("", self._window.id):
+            return self._window
+        if window not in self._branches:
+            ids = [self._window.id, *self._branches]
+            raise ctxwin.UnknownChunk(f"window must be one of {ids}, or omitted, got {window!r}")
+        return self._branches[window]
+
+    @_in_turn
+    def plan(self, window: str = "") -> Report:
+        """Shows the context window: which chunks are placed (id, label, tokens, how each will be served), which were evicted and
+        can be looked back at, and what the next question will cost. Changes nothing."""
+        at = self._at(window)
+        plan, state = at.plan(), at.snapshot()
+        labels = {p.id: _label(p.chunk) for p in (*state.placed, *state.evicted)}
+        entries = [
+            {"id": e.id, "label": labels.get(e.id), "tokens": e.tokens, "lane": e.lane, "computed": e.compute}
+            | {"exact": e.exact, "pinned": e.pinned}
+            for e in plan.entries
+        ]
+        evicted = [{"id": p.id, "label": labels[p.id]} for p in reversed(state.evicted[-_MAX_EVICTED:])]
+        costs = {"computed_tokens": plan.computed_tokens, "bytes": plan.bytes, "milliseconds": round(plan.ms, 1)}
+        return {
+            **_summary(at),
+            "placed": entries,
+            "evicted": evicted,
+            "evicted_count": len(state.evicted),
+            "next": costs,
+        }
+
+    @_in_turn
+    def look_back(self, query: str, reserve_tokens: int = 0, window: str = "") -> Report:
+        """Brings evicted chunks back into the context window, without computing them again where their KV is kept.
+
+        Args:
+            query: the ids of the chunks (see plan), in any text.
+            reserve_tokens: tokens to leave free for the next question and its answer; the oldest chunks leave for them.
+        """
+        at = self._at(window)
+        return {"recalled": at.look_back(query, reserve_tokens=reserve_tokens), **_summary(at)}
+
+    @_in_turn
+    def forget(self, id: str, window: str = "") -> Report:
+        """Removes a chunk for good, with all that others absorbed from it and what is stored of it. It cannot be looked back at.
+        For what must not influence any further answer: private data, injected instructions."""
+        at = self._at(window)
+        at.evict(id, forget=True)
+        return {"forgotten": id, **_summary(at)}
+
+    @_in_turn
+    def fork(self, system_prompt: str | None = None, window: str = "") -> Report:
+        """Opens a branch that shares every chunk and costs nothing: try something there, by passing its id as window.
+
+        Args:
+            system_prompt: opens the branch with another system prompt.
+        """
+        if len(self._branches) >= MOST_BRANCHES:
+            raise ValueError(f"at most {MOST_BRANCHES} branches may be open, got one more; adopt or drop one")
+        branch = self._at(window).fork(system_prompt)
+        self._branches[branch.id] = branch
+        return {"branch": branch.id, **_summary(branch)}
+
+    @_in_turn
+    def adopt(self, branch: str) -> Report:
+        """Makes a branch's state the window's own, and closes the branch. The window must not have been edited since the fork."""
+        self._window.adopt(self._branch(branch))
+        self._branches.pop(branch).close()
+        return _summary(self._window)
+
+    @_in_turn
+    def drop(self, branch: str) -> Report:
+        """Closes a branch; what was done in it is gone."""
+        self._branch(branch).close()
+        del self._branches[branch]
+        return _summary(self._window)
+
+    @_in_turn
+    def ask(self, query: str, max_tokens: int = 64, window: str = "") -> Report:
+        """Asks the model a question about the chunks in the context window.
+
+        Returns its answer and how many of the prompt's tokens were computed for it.
+        """
+        answer = self._at(window).ask(query, max_tokens)
+        usage = answer.usage
+        costs = {"prompt_tokens": usage.prompt_tokens, "computed_tokens": usage.computed_tokens, "exact": usage.exact}
+        return {"answer": answer.text, **costs}
+
+    def close(self) -> None:
+        """Close the branches."""
+        with self._lock:
+            while self._branches:
+                self._branches.popitem()[1].close()
+
+    def _branch(self, branch: str) -> Any:
+        if branch not in self._branches:
+            raise ctxwin.UnknownChunk(f"branch must be one of {[*self._branches]}, got {branch!r}; fork one")
+        return self._branches[branch]
+
+
+def _label(chunk: Chunk) -> str:
+    """Return a chunk's label, else its text and media in a few words."""
+    texts = [part.text.strip() for part in chunk.parts if isinstance(part, TextPart)]
+    return chunk.label or " ".join([*texts, *(f"[{part.media}]" for part in chunk.media)])[:_MAX_LABEL]
+
+
+def _summary(window: Any) -> Report:
+    names = ("id", "version", "tokens", "budget")
+    return {"window" if name == "id" else name: getattr(window, name) for name in names}
+
+
+def mcp_server(tools: WindowTools) -> MCPServer[Any]:
+    """Return an MCP server with these tools; ``run()`` speaks over standard input and output until the host ends it."""
+    server: MCPServer[Any] = MCPServer(
+        "ctxwin",
+        instructions="A context window of pictures, clips and texts. plan shows what is in it and what left; look_back "
+        "brings chunks back, forget removes one for good, fork opens a branch to try something in.",
+        version=ctxwin.__version__,
+        log_level="WARNING",
+    )
+    for tool, hints in (
+        (tools.plan, _READS),
+        (tools.look_back, _EDITS),
+        (tools.forget, _DESTROYS),
+        (tools.fork, _EDITS),
+        (tools.adopt, _EDITS),
+        (tools.drop, _DESTROYS),
+        (tools.ask, _READS),
+    ):
+        server.add_tool(tool, annotations=hints)
+    return server

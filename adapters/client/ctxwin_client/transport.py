@@ -1,0 +1,182 @@
+"""Calls to our routes through an official client, and uploads of chunks.
+
+Errors of the server are raised as ctxwin's own. Chunks are uploaded once by content, then named by id.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from openai import APIError, AsyncOpenAI, AsyncStream, OpenAI, Stream
+
+from ctxwin.chunk import Chunk, MediaPart, TextPart
+from ctxwin.errors import ChunkUnavailable
+from ctxwin.media import png
+from ctxwin.store.lru import LRUCache
+from ctxwin.window.serialization import REFERENCE
+from ctxwin_client.errors import UnknownUpload, from_body
+
+_MAX_UPLOADED = 65536
+_uploaded: WeakKeyDictionary[OpenAI, LRUCache[None]] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+@contextmanager
+def our_errors() -> Iterator[None]:
+    """Raise ctxwin's error if the server sent one; others (keys, connections) stay the official client's."""
+    try:
+        yield
+    except APIError as error:
+        ctxwin_error = from_body(error.body)
+        if ctxwin_error is None:
+            raise
+        raise ctxwin_error from error
+
+
+@our_errors()
+def get(client: OpenAI, path: str) -> Any:
+    """Return the JSON at ``path``."""
+    return client.get(path, cast_to=object, options={"headers": _session(path)})
+
+
+@our_errors()
+def delete(client: OpenAI, path: str) -> Any:
+    """Delete the resource at ``path``; return the server's JSON."""
+    return client.delete(path, cast_to=object, options={"headers": _session(path)})
+
+
+@our_errors()
+def post(client: OpenAI, path: str, body: Mapping[str, Any]) -> Any:
+    """Post JSON. A retry after a broken connection carries the same Idempotency-Key, so that it takes effect once."""
+    return client.post(path, **_request(path, body))
+
+
+@our_errors()
+def post_files(
+    client: OpenAI, path: str, fields: Mapping[str, str], files: Mapping[str, tuple[str, bytes, str]]
+) -> Any:
+    """Post a multipart body; a retry takes effect once, as with `post`."""
+    options: Any = {"headers": {"Content-Type": "multipart/form-data", "Idempotency-Key": uuid.uuid4().hex}}
+    return client.post(path, cast_to=object, body=dict(fields), files=dict(files), options=options)
+
+
+@our_errors()
+def stream(client: OpenAI, path: str, body: Mapping[str, Any]) -> Stream[Any]:
+    """Post JSON and return the server-sent events of the answer."""
+    return client.post(path, **_request(path, body), stream=True, stream_cls=Stream[Any])
+
+
+async def astream(client: AsyncOpenAI, path: str, body: Mapping[str, Any]) -> AsyncStream[Any]:
+    """`stream` for async code."""
+    with our_errors():
+        return await client.post(path, **_request(path, body), stream=True, stream_cls=AsyncStream[Any])
+
+
+@asynccontextmanager
+async def async_client_of(client: OpenAI, async_client: AsyncOpenAI | None) -> AsyncIterator[AsyncOpenAI]:
+    """Provide ``async_client``, or a temporary client for the running loop with the settings of ``client``."""
+    if async_client is not None:
+        yield async_client
+        return
+    options: dict[str, Any] = {n: getattr(client, n) for n in ("api_key", "base_url", "timeout", "max_retries")}
+    options |= {"default_headers": client._custom_headers, "default_query": client._custom_query}
+    async with AsyncOpenAI(**options) as temporary:
+        yield temporary
+
+
+def options_to_json(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a question as JSON, with libraries by name."""
+    libraries = options.get("libraries")
+    names = {} if libraries is None else {"libraries": [getattr(library, "name", library) for library in libraries]}
+    return {**options, **names}
+
+
+def _request(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    headers = {"Idempotency-Key": uuid.uuid4().hex, **_session(path)}
+    return {"cast_to": object, "body": dict(body), "options": {"headers": headers}}
+
+
+def _session(path: str) -> dict[str, str]:
+    """Return the header by which balancers keep a window's requests on one server."""
+    collection, _, rest = path.removeprefix("/").partition("/")
+    return {"x-session-id": rest.partition("/")[0]} if collection == "windows" and rest else {}
+
+
+def chunk_part(chunk: Chunk | str) -> Any:
+    """Return a content part that names an uploaded chunk, for the messages of ``client.chat.completions.create``."""
+    return {"type": REFERENCE, "chunk": chunk if isinstance(chunk, str) else chunk.id}
+
+
+def upload(client: OpenAI, chunk: Chunk) -> str:
+    """Upload a chunk and return its id. Idempotent: media that the server still has are not sent again.
+
+    Pixels are sent as PNG, which is lossless; paths are not sent.
+
+    Raises:
+        ChunkUnavailable: neither this process nor the server has its pixels. BadMedia, UnsupportedModel: see
+            `Window.append`. TooLarge: beyond the server's ``--max-upload-bytes``.
+
+    Cost: one short request if the server has the media, else the upload and one run of the server's vision tower.
+    """
+    if not chunk.media:
+        post(client, "/chunks", _chunk_to_json(chunk, {}))
+    else:
+        try:
+            get(client, f"/chunks/{chunk.id}")
+        except UnknownUpload:
+            files: dict[str, tuple[str, bytes, str]] = {}
+            fields = {"chunk": json.dumps(_chunk_to_json(chunk, files))}
+            post_files(client, "/chunks", fields, files)
+    uploaded_by(client).put(chunk.id, None, 1)
+    return chunk.id
+
+
+def reference(chunk: Chunk) -> dict[str, Any]:
+    """Return an uploaded chunk as JSON for a window's request, with the metadata that is not part of its id."""
+    return {"type": REFERENCE, "chunk": chunk.id, **_metadata(chunk)}
+
+
+def _chunk_to_json(chunk: Chunk, files: dict[str, tuple[str, bytes, str]]) -> dict[str, Any]:
+    """Return the chunk as JSON in the form of `ctxwin_server.schemas`; adds its pixels to ``files``."""
+    content: list[dict[str, Any]] = []
+    for part in chunk.parts:
+        if isinstance(part, TextPart):
+            content.append({"type": "text", "text": part.text})
+        elif isinstance(part, MediaPart):
+            content.append(_medium(chunk, part, files))
+        else:
+            content.append({"type": "tokens", "ids": list(part.ids)})
+    turn = {"type": "parts"} if chunk.role is None else {"type": "message", "role": chunk.role}
+    return {**turn, "content": content, "as_frames": chunk.as_frames, "id": chunk.id, **_metadata(chunk)}
+
+
+def _metadata(chunk: Chunk) -> dict[str, Any]:
+    return {name: getattr(chunk, name) for name in ("keep_source", "label", "pin", "priority")}
+
+
+def _medium(chunk: Chunk, part: MediaPart, files: dict[str, tuple[str, bytes, str]]) -> dict[str, Any]:
+    frames = chunk.pixels(part)
+    if frames is None:
+        raise ChunkUnavailable(
+            f"the pixels of chunk {chunk.id} must be in memory or in the file they came from to be uploaded; create it again"
+        )
+    names = []
+    for frame in frames:
+        name = f"medium-{len(files)}"
+        files[name] = (f"{name}.png", png(frame), "image/png")
+        names.append({"file": name})
+    if part.media == "image":
+        return {"type": "image", "image": names[0]}
+    return {"type": "video", "frames": names, "fps": part.fps}
+
+
+def uploaded_by(client: OpenAI) -> LRUCache[None]:
+    """Return the ids of the chunks that ``client`` has uploaded; the server may have dropped some since."""
+    with _lock:
+        return _uploaded.setdefault(client, LRUCache(_MAX_UPLOADED))

@@ -1,0 +1,259 @@
+"""Limits of a server, and the accounts that requests are charged to before their cost is paid."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ctxwin.errors import BudgetExceeded
+from ctxwin.fidelity import Fidelity
+from ctxwin_client.errors import TooLarge, TooManyRequests
+
+_TEXT_PER_TOKEN = 16
+"""Characters that a context window must hold for each of its tokens, by default: prose has 4 to 5, indented code 10."""
+_SLICE = 1 << 16
+"""Bytes of a body that are counted at a time; other threads may go on in between."""
+_MEDIA = ("image", "frames", "image_url", "video_url", "input_audio", "file_data", "source")
+_NOT_TOKENIZED = {*_MEDIA, "snapshot", "response_format", "json_schema"}
+"""Fields whose text never reaches a tokenizer, or has bounds of its own."""
+_NAMES = frozenset({"chunk", "id", "type", "role"})
+"""Fields that are names where they are plain text."""
+
+
+class Malformed(ValueError):
+    """JSON that no route accepts."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one server; every one keeps its memory or its time bounded. What is refused names the bound.
+
+    Attributes:
+        max_upload_bytes: of one request's body.
+        max_body_bytes: of all bodies that are held at once; with tenants, half of it for each.
+        max_json_values: values and names in one JSON body, counted by its commas, colons and brackets before it is parsed.
+        max_json_depth: levels of one JSON body.
+        max_text: characters of one request's text, checked before it is tokenised; None is 16 for each token of context.
+        max_pixels: of the media of one request together, decoded (frames x height x width).
+        max_frames: pictures and frames of one request, whatever their size: small ones cost a run of the vision tower, too.
+        max_chunks: of one window, placed and evicted, and of one call.
+        max_libraries: of a tenant; max_library_files, max_library_bytes: of one of them, which has at most max_chunks passages.
+        max_windows: open windows of a tenant; the least recently used idle one is saved and closed for a new one.
+        max_windows_total: open windows of all tenants; one of the tenant that has most is saved and closed for a new one.
+        window_ttl_s: seconds after which an idle window is closed; its snapshot stays in the store.
+        threads: requests that may be answered at once; tenants that wait share them fairly (`ctxwin_server.fair`).
+        max_waiting: requests of one tenant that wait for their turn.
+        decode_seconds, decode_bytes: processor time and memory of decoding one picture or file, in a process of its own.
+        grammar_seconds, grammar_bytes: processor time and memory of one schema or grammar, in a process of its own.
+        max_logprobs: log-probabilities of a plain request for each token, as vLLM's own argument; -1 is no limit.
+        max_memory: bytes of the server's processes above which new work is refused; None is 80 % of the machine's.
+        fidelity: default of windows and chats.
+    """
+
+    max_upload_bytes: int = 64 << 20
+    max_body_bytes: int = 512 << 20
+    max_json_values: int = 300_000
+    max_json_depth: int = 200
+    max_text: int | None = None
+    max_pixels: int = 64 << 20
+    max_frames: int = 256
+    max_chunks: int = 4096
+    max_libraries: int = 32
+    max_library_files: int = 1000
+    max_library_bytes: int = 1 << 30
+    max_windows: int = 256
+    max_windows_total: int = 1024
+    window_ttl_s: float = 3600.0
+    threads: int = 64
+    max_waiting: int = 1024
+    decode_seconds: float = 10.0
+    decode_bytes: int = 3 << 29
+    grammar_seconds: float = 2.0
+    grammar_bytes: int = 1 << 30
+    max_logprobs: int = 20
+    max_memory: int | None = None
+    fidelity: Fidelity = field(default_factory=Fidelity)
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name not in ("max_logprobs", "fidelity") and value is not None and not value > 0:
+                raise ValueError(f"{name} must be > 0, got {value!r}")
+
+    def text(self, max_tokens: int) -> int:
+        """Return the most characters of text of one request, for an engine with a context of ``max_tokens``."""
+        return self.max_text or _TEXT_PER_TOKEN * max_tokens
+
+    def parse(self, raw: bytes, max_text: int | None = None) -> Any:
+        """Parse the JSON in ``raw``; an empty body is an empty object.
+
+        Args:
+            max_text: most characters that may reach a tokenizer; None is no bound.
+
+        Raises:
+            TooLarge: too many values or levels, or too much text. Malformed: text that is not Unicode, integers beyond 64
+            bits, NaN and infinities. ValueError: not JSON.
+
+        Cost: linear. Parsing holds Python's lock, for all threads and the event loop: a body with too many values is not
+        parsed. Names cost most.
+        """
+        if not raw:
+            return {}
+        values = 0
+        for at in range(0, len(raw), _SLICE):
+            values += sum(raw.count(mark, at, at + _SLICE) for mark in (b",", b"[", b"{", b":"))
+            # Commas in text are not values, but so many of them exceed the limit of text.
+            if values > self.max_json_values:
+                raise TooLarge(
+                    f"a body must have at most {self.max_json_values} JSON values and names (--max-json-values), got more; "
+                    "send less at once, or raise it"
+                )
+        too_deep = TooLarge(f"a body must have at most {self.max_json_depth} levels (max_json_depth), got more")
+        try:
+            data = json.loads(raw)
+        except RecursionError:
+            raise too_deep from None
+        except ValueError as error:
+            raise ValueError(f"the body must be JSON: {error}") from None
+        if self._levels(data, max_text) > self.max_json_depth:
+            raise too_deep
+        return data
+
+    def _levels(self, data: Any, max_text: int | None) -> int:
+        """Return the depth of ``data``, at most one above the limit; raise TooLarge for too much text."""
+        text, levels, level = 0, 0, [(data, True)]
+        while level and levels <= self.max_json_depth:
+            levels += 1
+            below: list[tuple[Any, bool]] = []
+            for value, counted in level:
+                if isinstance(value, str):
+                    _check_text(value)
+                    text += len(value) if counted else 0
+                elif isinstance(value, list):
+                    below += [(item, counted) for item in value]
+                elif isinstance(value, dict):
+                    for key, item in value.items():
+                        _check_text(key)
+                        _check_number(key, item)
+                    below += [(item, counted and not _is_name(key, item)) for key, item in value.items()]
+                else:
+                    _check_number("a number", value)
+            if max_text is not None and text > max_text:
+                raise TooLarge(
+                    f"the text of a request must have at most {max_text} characters (--max-text), got {text} or more; "
+                    "send less, or raise it"
+                )
+            level = below
+        return levels
+
+
+def _check_text(text: str) -> None:
+    """Raise Malformed for half of a surrogate pair, which no tokenizer and no answer can hold."""
+    try:
+        _ = text.isascii() or text.encode()
+    except UnicodeEncodeError:
+        raise Malformed("text must be Unicode, got half of a surrogate pair (like \\ud800)") from None
+
+
+def _check_number(name: str, value: Any) -> None:
+    """Raise Malformed for an integer beyond 64 bits, and for NaN and infinity, which no JSON has and no answer can repeat."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise Malformed(f"{name[:60]} must be a finite number, got {value}")
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        raise Malformed(f"{name[:60]} must fit 64 bits, got a number of {value.bit_length()} bits")
+
+
+def _is_name(key: str, value: Any) -> bool:
+    return key in _NOT_TOKENIZED or (key in _NAMES and isinstance(value, str))
+
+
+class Allowance:
+    """Remaining allowance for the media and chunks of one request, all of which are in memory at the same time."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._pixels = self._frames = 0
+
+    def take_picture(self, width: int, height: int) -> None:
+        """Count a picture or frame before it is decoded; raise TooLarge beyond a limit."""
+        self.take_frames(1, width * height)
+
+    def take_frames(self, frames: int, pixels: int) -> None:
+        """Count ``frames`` frames of ``pixels`` pixels together."""
+        self._frames += frames
+        self._pixels += pixels
+        for unit, amount, most in (
+            ("frames", self._frames, self._limits.max_frames),
+            ("pixels", self._pixels, self._limits.max_pixels),
+        ):
+            if amount > most:
+                raise TooLarge(
+                    f"the media of a request must have at most {most} {unit} together (--max-{unit}), got {amount} or more; "
+                    "send them in several requests, scale them down, or raise it"
+                )
+
+    def check_chunks(self, count: int) -> None:
+        """Raise BudgetExceeded where a window would have ``count`` chunks, evicted ones included."""
+        most = self._limits.max_chunks
+        if count > most:
+            raise BudgetExceeded(
+                f"a window must have at most {most} chunks (--max-chunks), evicted ones included, got {count}; evict some "
+                "with forget, open a window for them, or raise it",
+                needed=count,
+                budget=most,
+            )
+
+
+class BodyBytes:
+    """Bytes of all bodies in memory, by tenant and in total. Thread-safe."""
+
+    def __init__(self, total: int, each: int) -> None:
+        self._total, self._each = total, each
+        self._held: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def take(self, tenant: str, size: int) -> None:
+        """Count ``size`` bytes more; raise TooManyRequests, and count nothing, beyond a limit."""
+        with self._lock:
+            if self._held[tenant] + size > self._each or self._held.total() + size > self._total:
+                raise TooManyRequests(
+                    f"the bodies of requests that run must have at most {self._each} bytes of a tenant and {self._total} in "
+                    "all (max_body_bytes); try again when others have ended"
+                )
+            self._held[tenant] += size
+
+    def give_back(self, tenant: str, size: int) -> None:
+        """Count ``size`` bytes less."""
+        with self._lock:
+            self._held[tenant] -= size
+            if not self._held[tenant]:
+                del self._held[tenant]
+
+
+class RequestCount:
+    """Number of requests of each tenant in progress, including those whose bodies are still being received."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._running: Counter[str] = Counter()
+
+    @contextmanager
+    def one(self, tenant: str) -> Iterator[None]:
+        """Count a request within the block; raise TooManyRequests beyond the limit. On the event loop only."""
+        if self._running[tenant] >= self._most:
+            raise TooManyRequests(
+                f"at most {self._most} requests of a tenant may be under way (--max-concurrency and --max-waiting); try again "
+                "when some have ended"
+            )
+        self._running[tenant] += 1
+        try:
+            yield
+        finally:
+            self._running[tenant] -= 1
+            if not self._running[tenant]:
+                del self._running[tenant]

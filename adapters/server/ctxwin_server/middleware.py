@@ -1,0 +1,371 @@
+"""Middleware of every route: authentication, then routing, then isolation, each in a module of its own."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ctxwin import tracing
+from ctxwin.hashing import digest
+from ctxwin_client.errors import MemoryShort, NotAllowed, TooLarge, to_body
+from ctxwin_server import compaction
+from ctxwin_server.authentication import OPEN, authenticate
+from ctxwin_server.compaction import Compaction, read_summary, request_for, resume, take_compaction
+from ctxwin_server.context_management import Count, manage
+from ctxwin_server.endpoints import (
+    CHAT,
+    COUNT,
+    OUR_CHAT,
+    PLAIN,
+    allowed_headers,
+    check_endpoint,
+    check_stored,
+    is_ours,
+    names_chunks,
+)
+from ctxwin_server.error_shape import reshape_errors
+from ctxwin_server.expansion import expand, needs_vllm
+from ctxwin_server.isolation import bind, check_options, check_scores, plain_salt
+from ctxwin_server.limits import Malformed
+from ctxwin_server.request_options import (
+    REQUEST_OPTIONS,
+    ROUTES,
+    ReportingSend,
+    RequestOptions,
+    read_options,
+    window_mode,
+)
+from ctxwin_server.service import STATE, TENANT, Service, TenantState
+from ctxwin_server.typed_tools import describe_tools
+
+GATEWAY = "ctxwin_server.middleware.Gateway"
+"""The middleware as vLLM's ``--middleware`` takes it."""
+SubRequest = Callable[[dict[str, Any]], Awaitable[tuple[int, Any]]]
+"""``body`` -> status and JSON of the response to a further request to the same route."""
+_FREE = ("GET", "HEAD", "DELETE", "OPTIONS")
+"""Methods whose requests need hardly any memory, or free some."""
+_SUMMARY_TOKENS = 1024
+_log = logging.getLogger("ctxwin.serve")
+
+
+class Gateway:
+    """The middleware of a server.
+
+    The service is looked up in the app's state for each request: a server that creates its middleware from a name, as vLLM's
+    ``--middleware`` does, has no service yet.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket") or _is_preflight(scope):
+            await self._app(scope, receive, send)
+            return
+        service: Service = getattr(scope["app"].state, STATE)
+        send = reshape_errors(scope, send)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        async with AsyncExitStack() as stack:
+            try:
+                scope[TENANT] = tenant = authenticate(service, scope, path)
+                if path not in (*OPEN, "/metrics"):
+                    stack.enter_context(service.draining.request(awaited=scope["type"] == "http"))
+                    stack.enter_context(service.requests.one(tenant or ""))
+                    if scope.get("method") not in _FREE:
+                        service.memory.check()
+                    for quota, amount in zip(service.quotas.get(tenant or "", ()), (1, 0), strict=False):
+                        if quota is not None:
+                            quota.take(amount)
+                    stack.enter_context(_trace(scope, path))
+                if path == "/metrics":
+                    await service.run_briefly("", service.refresh_metrics)
+                receive = await _route(
+                    service, scope, receive, path, stack, partial(self._sub_request, dict(scope), receive)
+                )
+            except _EarlyResponse as early:
+                await early.response(scope, receive, send)
+                return
+            except Exception as error:
+                status, body = to_body(service.to_client_error(error))
+                if status >= 500 and not service.draining.begun and not isinstance(error, MemoryShort):
+                    _log.error("%s failed before it was routed", path, exc_info=error)
+                denied = "websocket.http.response" in scope.get("extensions", {})
+                if scope["type"] == "websocket" and not denied:
+                    await send({"type": "websocket.close", "code": 1008, "reason": body["error"]["message"][:100]})
+                else:
+                    after = getattr(error, "after", None)
+                    headers = {"retry-after": str(after)} if after else None
+                    await JSONResponse(body, status_code=status, headers=headers)(scope, receive, send)
+                return
+            options: RequestOptions | None = scope.get(REQUEST_OPTIONS)
+            if options is not None:
+                stack.enter_context(service.pending_requests.carry(options, scope))
+            await self._app(scope, receive, send if options is None else ReportingSend(send, options))
+
+    async def _sub_request(self, scope: Scope, receive: Receive, data: dict[str, Any]) -> tuple[int, Any]:
+        """Return status and JSON of the response to a further request of the same client to the same route."""
+        raw = json.dumps(data).encode()
+        dropped = (b"content-length", b"transfer-encoding", b"idempotency-key")
+        headers = [(k, v) for k, v in scope["headers"] if k.lower() not in dropped]
+        pending: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
+        status, parts = 0, list[bytes]()
+
+        async def receive_body() -> Message:
+            return pending.pop() if pending else await receive()  # that the client has left
+
+        async def collect(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            parts.append(message.get("body", b""))
+
+        sub_scope = {**scope, "headers": [*headers, (b"content-length", str(len(raw)).encode())]}
+        await self(sub_scope, receive_body, collect)
+        try:
+            return status, json.loads(b"".join(parts))
+        except ValueError:
+            return status, None
+
+
+def _is_preflight(scope: Scope) -> bool:
+    """Return whether a request is a browser's CORS preflight, which has no key, and CORS is on (--allowed-origins)."""
+    if scope.get("method") != "OPTIONS":
+        return False
+    headers = Headers(scope=scope)
+    if "origin" not in headers or "access-control-request-method" not in headers:
+        return False
+    cors_options = [
+        middleware.kwargs for middleware in scope["app"].user_middleware if middleware.cls is CORSMiddleware
+    ]
+    return any(options.get("allow_origins") or options.get("allow_origin_regex") for options in cors_options)
+
+
+class _EarlyResponse(Exception):
+    """Raised with the response to a request that needs no route."""
+
+    def __init__(self, response: Response) -> None:
+        super().__init__()
+        self.response = response
+
+
+@contextmanager
+def _trace(scope: Scope, path: str) -> Iterator[None]:
+    """Trace the whole request in a child span of the client's; the server's own spans become children of ours."""
+    with tracing.span("request", Headers(scope=scope), path=path[:200], tenant=scope[TENANT] or ""):
+        if (carry := tracing.headers()) is not None:
+            named = {name.encode(): value.encode() for name, value in carry.items()}
+            scope["headers"] = [(k, v) for k, v in scope["headers"] if k.lower() not in named] + list(named.items())
+        yield
+
+
+async def _route(
+    service: Service, scope: Scope, receive: Receive, path: str, stack: AsyncExitStack, sub_request: SubRequest
+) -> Receive:
+    """Return the ``receive`` of the route that is called next; redirect the scope to our route where needed.
+
+    Args:
+        stack: gets the callbacks that release resources when the request has ended.
+        sub_request: sends a further request before this one.
+    """
+    tenant: str | None = scope[TENANT]
+    body = _Body(service, tenant or "", receive)
+    stack.callback(body.give_back)
+    if is_ours(path):
+        body.check_announced(scope)
+        return body.receive
+    headers = Headers(scope=scope)
+    if tenant:
+        if scope["type"] == "websocket":
+            raise NotAllowed("no WebSocket is served to tenants")
+        check_endpoint(scope["method"], path)
+        scope["headers"] = allowed_headers(scope["headers"])
+    if tenant is None or scope.get("method") != "POST":
+        return receive
+    bound = bool(service.keys.tenants) and path in PLAIN
+    if not bound and "form" in headers.get("content-type", ""):
+        return receive  # of vLLM's own routes for files, which tenants do not reach
+    return await _check_body(service, scope, headers, body, path, stack, bound, sub_request)
+
+
+async def _check_body(
+    service: Service,
+    scope: Scope,
+    headers: Headers,
+    body: _Body,
+    path: str,
+    stack: AsyncExitStack,
+    bound: bool,
+    sub_request: SubRequest,
+) -> Receive:
+    """Check a plain request's body, bind it to its tenant if there are tenants, and return its ``receive``.
+
+    Args:
+        headers: as the client sent them.
+    """
+    tenant: str = scope[TENANT]
+    body.check_announced(scope)
+    raw = await body.read()
+    tenant_state = service.tenant_state(tenant)
+    try:
+        data = await service.run_briefly(tenant, service.limits.parse, raw, tenant_state.max_text if tenant else None)
+    except (TooLarge, Malformed):
+        raise
+    except ValueError:
+        data = None
+    changed = False
+    if path == CHAT and names_chunks(data):
+        windowed = service.windows and window_mode(headers, data, service.windows) == "auto"
+        if not windowed and not needs_vllm(data):
+            scope["path"] = scope.get("root_path", "") + OUR_CHAT
+            scope["raw_path"] = scope["path"].encode()
+            return body.replay(raw)
+        await service.run_briefly(tenant, expand, data, tenant_state.uploads, tenant_state.max_text)
+        changed = True
+    check_scores(data, service.limits.max_logprobs)
+    check_options(data)
+    await service.grammars.check(tenant, data)
+    service.template_arguments.check(data)
+    if isinstance(data, dict):
+        check_stored(path, data, tenant)
+        if path in (compaction.MESSAGES, COUNT):
+            changed |= await service.run_briefly(tenant, describe_tools, data)
+        if path == COUNT:
+            changed |= await service.run_briefly(tenant, _apply_edits, data, tenant_state.count)
+    if service.windows and path in ROUTES and isinstance(data, dict):
+        changed |= await _with_window(service, tenant_state, scope, headers, path, data, sub_request)
+    name = await service.run_briefly(tenant, digest, "plain", tenant, path, raw)
+    if bound:
+        if not isinstance(data, dict):
+            raise ValueError("the body must be a JSON object")
+        owned = partial(bind, path, data, tenant, plain_salt(tenant_state.engine), fetch=service.fetches_media)
+        raw = await service.run_briefly(
+            tenant, partial(owned, tenant_state.uploads.allowance(), video_size=service.video_headers.size)
+        )
+        if PLAIN[path].generates:
+            await stack.enter_async_context(service.place(tenant))
+    elif changed:
+        raw = await service.run_briefly(tenant, lambda: json.dumps(data).encode())
+    if bound or changed:
+        other_headers = [
+            (k, v) for k, v in scope["headers"] if k.lower() not in (b"content-length", b"transfer-encoding")
+        ]
+        scope["headers"] = [*other_headers, (b"content-length", str(len(raw)).encode())]
+    # Without tenants the server itself reports malformed JSON.
+    await stack.enter_async_context(service.quarantine.running_async(name))
+    return body.replay(raw)
+
+
+def _apply_edits(data: dict[str, Any], count: Count) -> bool:
+    """Apply the edits of an equal request before its tokens are counted; return whether the body changed."""
+    resumed = resume(compaction.MESSAGES, data)
+    take_compaction(compaction.MESSAGES, data)  # a compaction does not change the counted tokens
+    managed = manage(data, None, count)
+    return resumed or managed is not None
+
+
+async def _with_window(
+    service: Service,
+    tenant_state: TenantState,
+    scope: Scope,
+    headers: Headers,
+    path: str,
+    data: dict[str, Any],
+    sub_request: SubRequest,
+) -> bool:
+    """Mark a plain request to be served with a window, and apply the edits that it, or the policy, asks for.
+
+    Returns whether the body changed.
+    """
+    changed = "ctxwin" in data
+    own_fields = {name: data.get(name) for name in ("ctxwin",) if name in data}
+    changed |= path != CHAT and await service.run_briefly(tenant_state.tenant, resume, path, data)
+    options = read_options(path, headers, data, tenant_state.tenant, service.windows)
+    if options is None:
+        return changed
+    scope[REQUEST_OPTIONS] = options
+    compact = take_compaction(path, data)
+    applied = await service.run_briefly(tenant_state.tenant, manage, data, service.policy, tenant_state.count)
+    if applied is not None:
+        options.reports["context_management"] = {"applied_edits": applied}
+    if compact is None:
+        return changed or applied is not None
+    names = ("system", "instructions", "tools", "messages", "input")
+    tokens = await service.run_briefly(tenant_state.tenant, tenant_state.count, [data.get(name) for name in names])
+    if tokens > compact.threshold:
+        summary_tokens = max(1, min(_SUMMARY_TOKENS, tenant_state.engine.spec.max_tokens // 8))
+        status, answer = await sub_request({**request_for(path, data, compact, summary_tokens), **own_fields})
+        if status != 200:
+            _log.warning("a conversation was not compacted: its summary got status %d", status)
+        summary, usage = read_summary(path, answer) if status == 200 else (None, {})
+        options.compaction = outcome = Compaction(path, summary, usage)
+        if summary is not None:
+            compaction.replace_turns(path, data, summary)
+        if compact.pause_after_compaction:
+            model = data.get("model") or service.models[0]
+            if data.get("stream"):
+                events = b"".join(map(compaction.encode_event, outcome.paused_events(model)))
+                raise _EarlyResponse(Response(events, media_type="text/event-stream"))
+            raise _EarlyResponse(JSONResponse(outcome.paused_answer(model)))
+    return True
+
+
+class _Body:
+    """One request's body while it is received: within the server's limits, and counted among all bodies in memory."""
+
+    def __init__(self, service: Service, tenant: str, receive: Receive) -> None:
+        self._limit = service.limits.max_upload_bytes
+        self._held = service.body_bytes
+        self._quota = service.quotas.get(tenant, (None, None))[1]
+        self._tenant = tenant
+        self._receive = receive
+        self._size = 0
+
+    def check_announced(self, scope: Scope) -> None:
+        """Raise TooLarge if the headers announce too long a body, which is then not read at all."""
+        length = Headers(scope=scope).get("content-length", "")
+        if length.isdecimal() and (len(length) > 18 or int(length) > self._limit):
+            self._too_large(length[:20])
+
+    async def receive(self) -> Message:
+        """Return the next message; raise TooLarge or TooManyRequests."""
+        message = await self._receive()
+        size = len(message.get("body", b""))
+        if self._size + size > self._limit:
+            self._too_large("more")
+        self._held.take(self._tenant, size)
+        self._size += size
+        if self._quota is not None:
+            self._quota.charge(size)
+        return message
+
+    async def read(self) -> bytes:
+        """Return the whole body, or what a client had sent when it disconnected."""
+        parts: list[bytes] = []
+        while True:
+            message = await self.receive()
+            parts.append(message.get("body", b""))
+            if message["type"] != "http.request" or not message.get("more_body", False):
+                return b"".join(parts)
+
+    def replay(self, raw: bytes) -> Receive:
+        """Return a ``receive`` that returns ``raw`` as the whole body, then the messages that follow it."""
+        messages: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
+
+        async def receive() -> Message:
+            return messages.pop() if messages else await self._receive()
+
+        return receive
+
+    def give_back(self) -> None:
+        self._held.give_back(self._tenant, self._size)
+
+    def _too_large(self, got: str) -> None:
+        raise TooLarge(f"a body must have at most {self._limit} bytes (--max-upload-bytes), got {got}")

@@ -1,0 +1,101 @@
+"""The application: a front, and replicas behind a router that knows their windows and chunks."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Any
+
+import ray
+from pydantic import BaseModel, ConfigDict, Field
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+
+from ctxwin.store import open_store
+from ctxwin.validation import validate
+from ctxwin_server.ray.front import Front
+from ctxwin_server.ray.replica import Replica
+from ctxwin_server.settings import Settings
+
+_STATS_S = 1.0
+_HEALTH_S = 5.0
+
+
+class FleetArguments(BaseModel):
+    """Arguments of a fleet: ``args`` in a YAML for ``serve run``.
+
+    Attributes:
+        model, vllm: as ``ctxwin serve MODEL VLLM...`` takes them.
+        settings: options of ``ctxwin serve``, with underscores: ``{"store": "tiered:memory:,redis://host:6379/0"}``.
+        replicas: their number, or ``[least, most]`` to scale with the ongoing requests.
+        name: of the fleet, unique on its registry. Default: the application and its Ray cluster.
+        gpus, cpus: of each replica; several GPUs need ``--tensor-parallel-size``.
+        ongoing: ongoing requests of a replica, of which it answers ``max_concurrency`` at once.
+        target: ongoing requests of each replica that scaling aims at.
+        router: import path of a request router.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    vllm: list[str] = []
+    settings: dict[str, Any] = {}
+    replicas: int | tuple[int, int] = Field(default=2)
+    name: str = ""
+    gpus: float = 0
+    cpus: float = 1
+    ongoing: int = Field(default=1024, gt=0)
+    target: float = Field(default=16, gt=0)
+    router: str = "ctxwin_server.ray.router.WindowRouter"
+
+
+def fleet(args: FleetArguments | dict[str, Any]) -> Any:
+    """Return the Ray Serve application of a fleet; from a YAML Ray passes ``args`` as a dict.
+
+    Raises:
+        ValueError: invalid arguments, with a remedy. OSError: the store cannot be reached.
+    """
+    arguments: FleetArguments = validate(FleetArguments.model_validate, args)
+    least, most = arguments.replicas if isinstance(arguments.replicas, tuple) else (arguments.replicas,) * 2
+    if not 1 <= least <= most:
+        raise ValueError(f"replicas must be a number from 1 on, or [least, most], got {arguments.replicas}")
+    unknown = set(arguments.settings) - {name for name, *_ in Settings.options()}
+    if unknown:
+        raise ValueError(f"settings must be options of ctxwin serve with underscores, got {', '.join(sorted(unknown))}")
+    settings = Settings(**arguments.settings)
+    limits = settings.service()["limits"]
+    records = settings.registry or settings.store
+    if most > 1 and not records.rpartition(",")[2].removeprefix("tiered:").startswith(("redis://", "rediss://")):
+        raise ValueError(
+            f"replicas must share the windows' versions in a Redis, got {records!r}; give the setting registry (or a store that "
+            "ends) with redis://HOST:PORT/DB, or one replica"
+        )
+    with closing(open_store(records)) as store:  # one clear error now instead of one from every replica
+        if most > 1 and store.evicts:
+            raise ValueError(
+                f"the Redis of windows' versions must keep its entries, and {records!r} may evict them; set its "
+                "maxmemory-policy to noeviction"
+            )
+    for name in ("--port", "--host", "--uds"):
+        if any(word.partition("=")[0] == name for word in arguments.vllm):
+            raise ValueError(f"replicas must have no address of their own, got {name}; Ray Serve's proxy listens")
+    scaling: dict[str, Any] = {"num_replicas": least}
+    if most > least:
+        autoscaling = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": arguments.target}
+        scaling = {"autoscaling_config": autoscaling}
+    routing = RequestRouterConfig(request_router_class=arguments.router, request_routing_stats_period_s=_STATS_S)
+    replicas = serve.deployment(Replica, name="replica").options(
+        ray_actor_options={"num_cpus": arguments.cpus, "num_gpus": arguments.gpus},
+        max_ongoing_requests=arguments.ongoing,
+        request_router_config=routing,
+        health_check_period_s=_HEALTH_S,
+        health_check_timeout_s=60.0,
+        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=60.0,
+        **scaling,
+    )
+    name = arguments.name or f"ctxwin@{ray.get_runtime_context().gcs_address}"
+    front = serve.deployment(Front, name="front").options(
+        ray_actor_options={"num_cpus": 0}, max_ongoing_requests=16 * arguments.ongoing
+    )
+    bound = replicas.bind(arguments.model, arguments.vllm, arguments.settings, name)
+    return front.bind(bound, limits)

@@ -1,0 +1,94 @@
+"""The front: reads a request, derives its routing hint, and passes on the answer of a replica."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from ctxwin.errors import EngineFailed
+from ctxwin_client.errors import TooLarge, TooManyRequests, to_body
+from ctxwin_server.limits import BodyBytes, Limits
+from ctxwin_server.ray.hints import Request, hint_of
+from ctxwin_server.ray.owners import learn
+
+_CONNECTION_HEADERS = {b"connection", b"content-length", b"host", b"keep-alive", b"transfer-encoding", b"upgrade"}
+
+
+class Front:
+    """The ingress of a fleet, one per machine; it holds no state that a request depends on."""
+
+    def __init__(self, replicas: Any, limits: Limits) -> None:
+        self._replicas = replicas.options(stream=True, method_name="answer")
+        self._limits = limits
+        self._body_bytes = BodyBytes(limits.max_body_bytes, max(limits.max_body_bytes // 2, limits.max_upload_bytes))
+
+    async def __call__(self, request: HttpRequest) -> Response:
+        """Answer an HTTP request."""
+        try:
+            body = await self._body(request)
+        except Exception as error:
+            return _error_response(error)
+        try:
+            headers = tuple((k, v) for k, v in request.headers.raw if k.lower() not in _CONNECTION_HEADERS)
+            headers = (*headers, (b"host", b"fleet"), (b"content-length", str(len(body)).encode()))
+            path = request.scope["path"]
+            hint = await asyncio.to_thread(hint_of, path, request.headers, body, self._limits.parse)
+            client = (request.client.host, request.client.port) if request.client else None
+            routed = Request(hint, request.method, path, request.scope["query_string"], headers, body, client)
+            answers = self._replicas.remote(routed)
+            head = await anext(answers)
+        except Exception as error:
+            return _error_response(error)
+        finally:
+            self._body_bytes.give_back(_sender(request), len(body))
+        learn(head)
+        response_headers = [(k, v) for k, v in head.headers if k.lower() not in _CONNECTION_HEADERS]
+        response = StreamingResponse(_remaining(answers), head.status)
+        response.raw_headers = response_headers
+        return response
+
+    async def _body(self, request: HttpRequest) -> bytes:
+        """Return the body; its bytes count against the limit until the replica answers, as its key is not checked yet."""
+        parts, size, limit = [], 0, self._limits.max_upload_bytes
+        try:
+            async for part in request.stream():
+                if size + len(part) > limit:
+                    raise TooLarge(f"a body must have at most {limit} bytes (--max-upload-bytes), got more")
+                self._body_bytes.take(_sender(request), len(part))
+                size += len(part)
+                parts.append(part)
+        except BaseException:
+            self._body_bytes.give_back(_sender(request), size)
+            raise
+        return b"".join(parts)
+
+
+async def _remaining(answers: Any) -> AsyncIterator[bytes]:
+    try:
+        async for piece in answers:
+            yield piece
+    finally:
+        answers.cancel()
+
+
+def _sender(request: HttpRequest) -> str:
+    return request.client.host if request.client else ""
+
+
+def _error_response(error: Exception) -> Response:
+    status, body = to_body(_public_error(error))
+    return JSONResponse(body, status, {"retry-after": "1"} if status == 503 else None)
+
+
+def _public_error(error: Exception) -> Exception:
+    if isinstance(error, BackPressureError):
+        return TooManyRequests("every replica has as many requests as it takes; send it again later")
+    if isinstance(error, RayError | DeploymentUnavailableError | StopAsyncIteration):
+        return EngineFailed("the replica that had this request has ended; send it again")
+    return error

@@ -1,0 +1,357 @@
+"""One server's state: tenants with their engines, stores and windows, and the threads that work for them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from contextvars import copy_context
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from ctxwin.engines.base import Engine
+from ctxwin.errors import CtxwinError, EngineFailed
+from ctxwin.store import parse_bytes
+from ctxwin.store.base import Store
+from ctxwin.trust.auditor import auditor_of
+from ctxwin.trust.evidence import STRATEGIES
+from ctxwin.window.window import Window
+from ctxwin_server.audit_log import AuditLog
+from ctxwin_server.chat import Chat
+from ctxwin_server.context_management import Count, Policy, counter
+from ctxwin_server.conversations import Conversations
+from ctxwin_server.decode_pool import FileSplitters, MediaDecoders
+from ctxwin_server.draining import Draining
+from ctxwin_server.fair import BackgroundWork, FairPool, Put, Stopped
+from ctxwin_server.grammars import Grammars
+from ctxwin_server.idempotency import IdempotencyCache
+from ctxwin_server.libraries import Libraries, Preparation
+from ctxwin_server.limits import BodyBytes, Limits, RequestCount
+from ctxwin_server.memory import Memory
+from ctxwin_server.metrics import Metrics
+from ctxwin_server.operations import OperationContext
+from ctxwin_server.quarantine import Quarantine
+from ctxwin_server.quotas import Rate
+from ctxwin_server.request_options import PendingRequests
+from ctxwin_server.scratch import sweep
+from ctxwin_server.streams import Streams
+from ctxwin_server.template_arguments import TemplateArguments
+from ctxwin_server.tenants import Keys, Tenant
+from ctxwin_server.uploads import Uploads
+from ctxwin_server.video_header import VideoHeaders
+from ctxwin_server.windows import OpenWindows, WindowRegistry
+
+T = TypeVar("T")
+STATE = "ctxwin_service"
+"""Attribute of the app's state that holds the service."""
+TENANT = "ctxwin.tenant"
+"""Key of the tenant's name in an ASGI scope."""
+OpenEngine = Callable[[str, Tenant | None], Engine]
+"""``(tenant name, its entry)`` -> an engine of that tenant, which the service closes together with its store."""
+_BRIEF_THREADS = 4
+_STORES_S = 1.0
+_SWITCH_S = 0.0005
+"""Seconds for which a computing thread keeps Python's lock while others wait for it. Python's default is ten times that, for
+which the event loop would wait at each wake-up while a tenant's work runs."""
+_log = logging.getLogger("ctxwin.serve")
+
+
+@dataclass(frozen=True)
+class TenantState:
+    """Engine, windows, uploads and other state of one tenant."""
+
+    tenant: str
+    engine: Engine
+    windows: WindowRegistry
+    uploads: Uploads
+    libraries: Libraries
+    chat: Chat
+    idempotency: IdempotencyCache
+    conversations: Conversations
+    streams: Streams
+    count: Count
+    max_text: int
+
+    def context(self) -> OperationContext:
+        """Return the context of one call of an operation, besides its window."""
+        return OperationContext(self.windows, self.uploads, self.libraries, self.uploads.allowance())
+
+
+class Service:
+    """State and worker threads of one server, used by the routes.
+
+    Args:
+        open_engine: opens a tenant's engine; called in a worker thread, once for each tenant, the unnamed one first.
+        models: names that requests may use; answers carry the first.
+        tenants: see `ctxwin_server.tenants`; without any there is one state, shared by everybody.
+        keys: tenants by API key.
+        private_metrics: whether ``/metrics`` needs a key where there are keys.
+        defaults: default sampling of chats: fields of `Sampling`.
+        fetches_media: whether tenants' plain requests may name media by URL, which the server then fetches.
+        windows: whether plain chats use windows by default: ``auto``, ``off``, or "" where they never can.
+        policy: edits of plain chats that have windows and send no ``context_management``.
+        quarantine: registers requests that run in the engine, and refuses those that end it.
+        metrics_key: key of ``/metrics``, besides the server's own; "" is none.
+        audit_log: see `ctxwin_server.audit_log`.
+        open_records: opens the store of a tenant's windows by the tenant's name; None uses the engine's store.
+        references: the store of libraries that tenants are granted, which the service closes.
+        template_variables: names that the chat templates of plain chats read.
+        grammar_vocabulary, grammars_compiled: see `Grammars`.
+    """
+
+    def __init__(
+        self,
+        open_engine: OpenEngine,
+        *,
+        models: Sequence[str],
+        limits: Limits | None = None,
+        tenants: Sequence[Tenant] = (),
+        keys: Keys | None = None,
+        metrics: Metrics | None = None,
+        defaults: Mapping[str, float] | None = None,
+        private_metrics: bool = False,
+        fetches_media: bool = False,
+        windows: str = "",
+        policy: Policy | None = None,
+        quarantine: Quarantine | None = None,
+        metrics_key: str = "",
+        audit_log: str = "",
+        open_records: Callable[[str], Store] | None = None,
+        references: Store | None = None,
+        template_variables: Collection[str] = (),
+        grammar_vocabulary: Callable[[], str | None] | None = None,
+        grammars_compiled: bool = True,
+    ) -> None:
+        self.limits = limits or Limits()
+        self.models = tuple(models)
+        self.private_metrics = private_metrics
+        self.fetches_media = fetches_media
+        self.windows = windows
+        self.policy = policy
+        self.keys = keys or Keys()
+        self.quarantine = quarantine or Quarantine()
+        self.metrics_keys = Keys.of([metrics_key] if metrics_key else [], ())
+        self.audit = AuditLog(audit_log)
+        self.draining = Draining()
+        self.pending_requests = PendingRequests()
+        self.memory = Memory(self.limits.max_memory)
+        self.quotas = {
+            t.name: (_rate(t.requests_per_minute, "requests"), _rate(t.bytes_per_minute, "bytes")) for t in tenants
+        }
+        self._open_windows = OpenWindows(self.limits.max_windows_total)
+        self.metrics = metrics or Metrics(by_tenant=bool(tenants))
+        self._defaults = dict(defaults or {})
+        self._stores_asked = float("-inf"), True
+        self._asking_stores = threading.Lock()
+        self._tenants: dict[str, Tenant | None] = {"": None, **{t.name: t for t in tenants}}
+        self._open_engine = open_engine
+        self._open_records = open_records
+        self._references = references
+        self._tenant_states: dict[str, TenantState] = {}
+        total = self.limits.max_body_bytes
+        self.body_bytes = BodyBytes(total, max(total // 2, self.limits.max_upload_bytes) if tenants else total)
+        self.requests = RequestCount(self.limits.threads + self.limits.max_waiting)
+        caps = {t.name: t.max_concurrency for t in tenants if t.max_concurrency is not None}
+        # No tenant may use the last quarter: another one's first request must not wait for the end of a long answer.
+        each = self.limits.threads - (self.limits.threads // 4 if len(tenants) > 1 else 0)
+        self._pool = FairPool(self.limits.threads, caps, each=each, waiting=self.limits.max_waiting)
+        # Work of milliseconds must not wait for long answers.
+        self._brief = FairPool(_BRIEF_THREADS, waiting=self.limits.max_waiting, name="ctxwin-brief")
+        # Requests that already hold a slot use a pool of their own: in one pool they could wait for each other.
+        self._chats = FairPool(self.limits.threads, waiting=self.limits.max_waiting, name="ctxwin-chats")
+        self._decoders = MediaDecoders(self.limits.decode_seconds, self.limits.decode_bytes, shared=bool(tenants))
+        self._file_splitters = FileSplitters(self.limits.decode_seconds, self.limits.decode_bytes, shared=bool(tenants))
+        self.template_arguments = TemplateArguments(template_variables)
+        self.grammars = Grammars(
+            self.limits.grammar_seconds, self.limits.grammar_bytes, grammar_vocabulary,
+            compiles=grammars_compiled, shared=bool(tenants),
+        )  # fmt: skip
+        self.video_headers = VideoHeaders(self.limits.decode_seconds)
+        self._sweeper: asyncio.Task[None] | None = None
+        self.closing = threading.Event()
+        self.preparation = Preparation(self.closing)
+
+    async def start(self) -> None:
+        """Open the state of every tenant, and start closing and compressing idle windows."""
+        sys.setswitchinterval(_SWITCH_S)
+        await asyncio.to_thread(sweep)
+        for name, tenant in self._tenants.items():
+            self._tenant_states[name] = await asyncio.to_thread(self._open, name, tenant)
+        self._sweeper = asyncio.create_task(self._sweep())
+        self.memory.start()
+
+    async def stop(self) -> None:
+        """Save and close every window, release its leases, close engines and stores. Idempotent."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            self._sweeper = None
+        self.closing.set()
+        await asyncio.to_thread(self._close)
+
+    def tenant_state(self, tenant: str) -> TenantState:
+        """Return the state of ``tenant``."""
+        return self._tenant_states[tenant]
+
+    def tenant_states(self) -> list[TenantState]:
+        """Return the states of all tenants."""
+        return list(self._tenant_states.values())
+
+    async def run(self, tenant: str, work: Callable[..., T], *args: Any) -> T:
+        """Run ``work(*args)`` in a worker thread when it is the tenant's turn; the event loop never waits for an engine."""
+        return await asyncio.wrap_future(self._pool.submit(tenant, copy_context().run, work, *args))
+
+    async def run_briefly(self, tenant: str, work: Callable[..., T], *args: Any) -> T:
+        """Do as `run`, for work without the engine, which does not wait for requests that use it."""
+        return await asyncio.wrap_future(self._brief.submit(tenant, work, *args))
+
+    async def run_chat(self, tenant: str, work: Callable[[], T]) -> T:
+        """Do as `run`, for the windows of plain chats."""
+        return await asyncio.wrap_future(self._chats.submit(tenant, copy_context().run, work))
+
+    def begin(self, tenant: str, work: Callable[[Put, Stopped], T]) -> BackgroundWork[T]:
+        """Start work as `run` does, if it yields items before its end."""
+        return BackgroundWork(partial(self._pool.submit, tenant, copy_context().run), work, self.closing)
+
+    @asynccontextmanager
+    async def place(self, tenant: str) -> AsyncIterator[None]:
+        """Hold a slot among running requests within the block, for one that vLLM's routes answer. Waits for the tenant's turn."""
+        future = self._pool.reserve(tenant)
+        try:
+            give_back = await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            future.add_done_callback(lambda late: late.cancelled() or late.result()())
+            raise
+        try:
+            yield
+        finally:
+            give_back()
+
+    def to_client_error(self, error: Exception) -> Exception:
+        """Return the error to report to the client: unexpected ones during shutdown become EngineFailed."""
+        if self.closing.is_set() and not isinstance(error, CtxwinError):
+            return EngineFailed("the server is shutting down; try another one")
+        return error
+
+    def drain(self, seconds: float) -> None:
+        """Refuse new requests, give running ones ``seconds`` to finish, and tell the others to stop. Blocks."""
+        running = self.draining.drain(seconds)
+        if running:
+            _log.warning(
+                "%d requests had not finished after %g s and are stopped (--shutdown-timeout)", running, seconds
+            )
+        self.closing.set()
+
+    def readiness(self) -> str:
+        """Return ``ready``, or the reason for which a load balancer should send requests elsewhere.
+
+        Blocks. Cost: a round trip to a shared store, once a second at most.
+        """
+        if self.draining.begun:
+            return "draining"
+        if self.quarantine.died():
+            return "engine has ended"
+        if self.memory.short:
+            return "memory is short"
+        return "ready" if self._stores_reachable() else "store does not answer"
+
+    def _stores_reachable(self) -> bool:
+        """Return whether the shared stores answer, checked once a second at most."""
+        with self._asking_stores:
+            pending_requests, answered = self._stores_asked
+            now = time.monotonic()
+            if now - pending_requests > _STORES_S:
+                tenant_state = self._tenant_states.get("")
+                stores = [
+                    self._references,
+                    *([tenant_state.engine.repo.store, tenant_state.windows.records] if tenant_state else []),
+                ]
+                answered = all(store.reachable() for store in dict.fromkeys(stores) if store is not None)
+                self._stores_asked = now, answered
+            return answered
+
+    def refresh_metrics(self) -> None:
+        """Update metrics from counters kept elsewhere."""
+        self.metrics.read_memory(self.memory)
+        for tenant_state in self._tenant_states.values():
+            self.metrics.read(
+                tenant_state.tenant,
+                tenant_state.engine,
+                len(tenant_state.windows),
+                self._pool.waiting(tenant_state.tenant),
+            )
+            auditor = auditor_of(tenant_state.engine)
+            strategies = auditor.ledger(tenant_state.engine, self.limits.fidelity.reference).record.ways
+            promoted = {name: name in strategies and strategies[name].promoted for name in STRATEGIES}
+            self.metrics.read_audits(tenant_state.tenant, auditor.counted(tenant_state.tenant), promoted)
+
+    def _open(self, name: str, tenant: Tenant | None) -> TenantState:
+        engine = self._open_engine(name, tenant)
+        most = (tenant.max_windows if tenant else None) or self.limits.max_windows
+
+        def watch(window: Window) -> None:
+            window.observe(lambda event: self.metrics.observe(name, event))
+
+        records = self._open_records(name) if self._open_records else None
+        uploads = Uploads(engine, self.limits, partial(self._decoders.decode, tenant=name))
+        split = partial(self._file_splitters.split, tenant=name)
+        return TenantState(
+            tenant=name,
+            engine=engine,
+            windows=WindowRegistry(engine, most, self.limits, self._open_windows, watch=watch, records=records),
+            uploads=uploads,
+            libraries=Libraries(name, engine, self._references, self.limits, split, self.preparation.due),
+            chat=Chat(engine, uploads, self.limits.fidelity, self._defaults, watch, partial(self._pool.submit, name)),
+            idempotency=IdempotencyCache(),
+            conversations=Conversations(most, self.limits.window_ttl_s),
+            streams=Streams(most),
+            count=counter(engine),
+            max_text=self.limits.text(engine.spec.max_tokens),
+        )
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(min(30.0, self.limits.window_ttl_s / 4))
+            for tenant_state in list(self._tenant_states.values()):
+                try:
+                    closed = await self.run(tenant_state.tenant, tenant_state.windows.sweep)
+                    freed = await self.run(tenant_state.tenant, tenant_state.windows.economise)
+                    await self.run(tenant_state.tenant, tenant_state.libraries.sweep)
+                except Exception:
+                    _log.exception("idle windows of tenant %r could not be kept up", tenant_state.tenant)
+                    continue
+                if closed or freed:
+                    _log.info("closed %d idle windows, compression gave back %d bytes", closed, freed)
+
+    def _close(self) -> None:
+        # New work is refused; running work has been told to stop.
+        self.memory.close()
+        self._pool.shutdown()
+        self._brief.shutdown()
+        self._chats.shutdown()
+        self._decoders.close()
+        self._file_splitters.close()
+        self.video_headers.close()
+        self.grammars.close()
+        self.preparation.close()
+        tenant_states, self._tenant_states = self._tenant_states, {}
+        for tenant_state in tenant_states.values():
+            tenant_state.windows.close()
+            if tenant_state.windows.records is not tenant_state.engine.repo.store:
+                tenant_state.windows.records.close()
+        # The unnamed tenant's engine is the one the others are views of.
+        for tenant_state in reversed(list(tenant_states.values())):
+            tenant_state.engine.close()
+            tenant_state.engine.repo.store.close()
+        if self._references is not None:
+            self._references.close()
+        self.metrics.close()
+        self.audit.close()
+
+
+def _rate(most: int | str | None, what: str) -> Rate | None:
+    return None if most is None else Rate(parse_bytes(most), what)

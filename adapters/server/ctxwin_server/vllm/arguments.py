@@ -1,0 +1,161 @@
+"""Arguments of ``vllm serve``, parsed by vLLM and completed with what ctxwin needs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from argparse import Namespace
+from collections.abc import Sequence, Set
+from dataclasses import fields
+from typing import Any
+
+from ctxwin.engines.vllm.core import engine_arguments
+from ctxwin.engines.vllm.lifecycle import startup
+from ctxwin.errors import UnsupportedModel
+from ctxwin.tiny import checkpoint_dir
+from ctxwin_server.settings import Settings
+from ctxwin_server.vllm import launchers
+
+_SHUTDOWN_S = 2
+"""Seconds for running requests to finish at shutdown."""
+_log = logging.getLogger("ctxwin.serve")
+SERVED: list[Any] = []
+"""The `server.Windows` of this process, at most one."""
+
+
+def parse(model: str, arguments: Sequence[str]) -> Namespace:
+    """Return vLLM's namespace for ``vllm serve MODEL ARGUMENTS...``; exit as a command line does for unknown arguments."""
+    launchers.set_environment()
+    args: Namespace = _parser().parse_args([model, *arguments])
+    args.model = args.model_tag
+    launchers.validate_arguments(args)
+    return args
+
+
+def prepare(args: Namespace, arguments: Sequence[str]) -> None:
+    """Set in vLLM's namespace what ctxwin needs, so that vLLM's server starts with the connector.
+
+    ``tiny`` is the bundled model.
+
+    Args:
+        arguments: the command line that ``args`` was parsed from.
+
+    Raises:
+        ValueError, UnsupportedModel: an argument that ctxwin does not support; the message has a remedy.
+    """
+    from vllm import AsyncEngineArgs
+
+    words = {word.partition("=")[0].replace("_", "-") for word in arguments}
+    if args.model == "tiny":
+        args.model = args.model_tag = str(checkpoint_dir())
+        args.served_model_name = args.served_model_name or ["tiny"]
+    _check_one_process(args)
+    _check_template(args)
+    if "--no-enable-prompt-tokens-details" not in words:
+        args.enable_prompt_tokens_details = True  # otherwise cached_tokens is null
+    if "--shutdown-timeout" not in words:
+        args.shutdown_timeout = args.shutdown_timeout or _SHUTDOWN_S
+    args.plain_max_logprobs = args.max_logprobs  # of plain requests; windows may ask for the whole vocabulary
+    names = {f.name for f in fields(AsyncEngineArgs)} - {"model", "max_logprobs"}
+    for name, value in engine_arguments(args.model, _chosen(args, words, names)).items():
+        setattr(args, name, value)
+    if startup.eager_on_cpu(vars(args)):
+        # vLLM's few compiled sampling functions take 5-17 s to compile, and win nothing back here.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+
+def add_settings(parser: Any) -> Any:
+    """Add an argument for each of our settings to vLLM's parser."""
+    group = parser.add_argument_group(title="ctxwin", description="Windows and chunks beside vLLM's own endpoints.")
+    for name, kind, default, text, metavar in Settings.options():
+        flag = f"--ctxwin-{name.replace('_', '-')}"
+        if kind is bool:
+            group.add_argument(flag, action="store_true", default=default, help=text)
+        else:
+            # vLLM logs what differs from a default, and a store's URL may hold a password.
+            group.add_argument(
+                flag, type=_Unlogged if kind is str else kind, default=default, help=text, metavar=metavar
+            )
+    return parser
+
+
+def settings_of(args: Namespace) -> Settings:
+    """Return our settings among vLLM's arguments."""
+    named: dict[str, Any] = {}
+    for name, _, default, _, _ in Settings.options():
+        value = getattr(args, f"ctxwin_{name}", default)
+        named[name] = str(value) if isinstance(value, _Unlogged) else value
+    return Settings(**named)
+
+
+class _Unlogged(str):
+    """Text whose ``repr`` hides the user and password of URLs."""
+
+    def __repr__(self) -> str:
+        return repr(re.sub(r"//[^/@]*@", "//***@", self))
+
+
+def _parser() -> Any:
+    return launchers.server_parser("ctxwin serve")
+
+
+def _chosen(args: Namespace, words: Set[str], names: set[str]) -> dict[str, Any]:
+    """Return the explicit options: those that differ from the default, and switches set to it on the command line.
+
+    A switch cannot be turned off in a ``--config`` file: vLLM ignores false values there.
+    """
+    defaults = vars(_parser().parse_args([]))
+    chosen = {name: value for name, value in vars(args).items() if name in names and value != defaults.get(name, value)}
+    for name in names:
+        flag = name.replace("_", "-")
+        if isinstance(defaults.get(name), bool) and not words.isdisjoint((f"--{flag}", f"--no-{flag}")):
+            chosen[name] = getattr(args, name)
+    return chosen
+
+
+def server_keys(args: Namespace) -> list[str]:
+    """Return the server's own API keys: ``--api-key``, else ``VLLM_API_KEY``."""
+    from vllm import envs
+
+    return [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
+
+
+def print_help(section: str) -> None:
+    """Print vLLM's help of ``vllm serve``: ``all``, or that of a named group or argument."""
+    _parser().parse_args([f"--help={section}"])
+
+
+def _check_one_process(args: Namespace) -> None:
+    """Raise UnsupportedModel for more than one API server process: windows live in it."""
+    from vllm import envs
+
+    if args.headless or args.grpc:
+        raise UnsupportedModel(
+            "windows are served over HTTP with their engine on this machine; drop --headless and --grpc"
+        )
+    if getattr(envs, "VLLM_USE_RUST_FRONTEND", False):
+        raise UnsupportedModel("windows live in vLLM's Python server; unset VLLM_USE_RUST_FRONTEND")
+    if (args.api_server_count or 1) != 1:
+        raise UnsupportedModel(
+            f"--api-server-count must be 1, got {args.api_server_count}: windows live in one process; start further "
+            "servers on a shared store (--store redis://...) instead"
+        )
+
+
+def _check_template(args: Namespace) -> None:
+    """Warn of options that affect plain chats but not chats that name chunks."""
+    template = [name for name in ("chat_template", "default_chat_template_kwargs") if getattr(args, name, None)]
+    if template:
+        _log.warning(
+            "%s: for plain chats only; windows and chats that name chunks read the template in the model's folder, so "
+            "put it there as chat_template.jinja",
+            ", ".join("--" + name.replace("_", "-") for name in template),
+        )
+    if getattr(args.structured_outputs_config, "reasoning_parser", "") or getattr(args, "reasoning_parser", ""):
+        _log.warning("--reasoning-parser: for plain chats only; those that name chunks show thinking in their content")
+
+
+def defaults_of(config: Any) -> dict[str, float]:
+    """Return the default sampling of chats: the model's generation config, as for vLLM's other chats."""
+    return {name: value for name, value in config.get_diff_sampling_param().items() if value is not None}

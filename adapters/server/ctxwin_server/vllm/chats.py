@@ -1,0 +1,248 @@
+"""Windows of vLLM's own chats, responses and messages: the engine client of vLLM's server.
+
+vLLM's routes parse the request, render the prompt, sample, stream and parse answers as usual. Only their calls of the engine pass
+through here and get KV for the prompt through the connector. If that fails, the failure is counted and logged, and vLLM computes
+the request alone. The engine's own requests (missing parts of a window, audits) bypass this client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from ctxwin.engines.vllm.engine import VLLMEngine
+from ctxwin.engines.vllm.media_cache import ReceivedMedia, confirm_media, names_of, names_sent
+from ctxwin.engines.vllm.transport import PARAM
+from ctxwin.errors import EngineFailed
+from ctxwin_server.conversations import Turn, WriteBackPending
+from ctxwin_server.request_options import RequestOptions
+from ctxwin_server.service import Service
+from ctxwin_server.vllm.rendered import NotAWindow, Pictures, RenderedPrompt, RenderedRequest
+
+_SERVING = ("openai_serving_chat", "openai_serving_responses", "anthropic_serving_messages")
+"""Handlers of `request_options.ROUTES` in the state of vLLM's app."""
+_log = logging.getLogger("ctxwin.serve")
+
+
+def install_chat_client(state: Any, client: Any, service: Service) -> None:
+    """Replace the engine client of vLLM's request handlers, in the state of its app, by one that serves windows.
+
+    Raises EngineFailed for a server whose chats would not use it.
+    """
+    ours = ChatClient(client, service, confirm_media(client))
+    for name in list(state):
+        if getattr(state[name], "engine_client", None) is client:
+            state[name].engine_client = ours
+    state.engine_client = ours
+    others = [name for name in _SERVING if getattr(getattr(state, name), "engine_client", None) is not ours]
+    if others:
+        raise EngineFailed(f"vLLM's {', '.join(others)} must ask state.*.engine_client; this version does not")
+
+
+class ChatClient:
+    """vLLM's ``EngineClient`` for its server: the engine's own, except for `generate`."""
+
+    def __init__(self, client: Any, service: Service, media: ReceivedMedia | None = None) -> None:
+        self._client = client
+        self._service = service
+        self._media = media
+        self._pictures = Pictures()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    async def is_tracing_enabled(self) -> bool:
+        """Return True, so that requests keep their tracing headers, one of which carries the key of their options."""
+        return True
+
+    def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
+        """Do as ``AsyncLLM.generate``, for a request of the server."""
+        request, options["trace_headers"] = self._service.pending_requests.read(options.get("trace_headers"))
+        sampling_params = _without_handle(sampling_params)
+        reason, rendered = "", None
+        try:
+            rendered = self._pictures.read(prompt)  # for every request: a picture's data are sent only once
+            if request is None and any(medium.data is not None for medium in rendered.media):
+                self._spawn(asyncio.to_thread(_hash, rendered))
+            reason = "" if request is None else request.off or _bypass_reason(sampling_params, options)
+        except NotAWindow as error:
+            reason = str(error)
+        except Exception:  # unknown kinds of prompts of newer versions of vLLM are served, too
+            _log.exception("the prompt of request %s was not understood; vLLM computes it alone", request_id)
+            reason = "the prompt is of an unknown kind"
+        if request is None or rendered is None or reason:
+            if request is not None:
+                self._bypass(request, reason)
+            return self._generate(prompt, sampling_params, request_id, options)
+        return self._serve(request, rendered, sampling_params, request_id, options)
+
+    async def _generate(
+        self, prompt: Any, sampling: Any, request_id: str, options: dict[str, Any]
+    ) -> AsyncGenerator[Any, None]:
+        """Call the engine, and note that it has the media once it answers."""
+        sent = None if self._media is None else names_sent(prompt)
+        async with aclosing(self._client.generate(prompt, sampling, request_id, **options)) as outputs:
+            async for output in outputs:
+                if self._media is not None and any(part.finish_reason == "error" for part in output.outputs):
+                    self._media.note(names_of(prompt), received=False)
+                elif sent and self._media is not None:
+                    self._media.note(sent, received=True)
+                sent = None
+                yield output
+
+    async def _serve(
+        self, request: RequestOptions, rendered: RenderedPrompt, sampling: Any, request_id: str, options: dict[str, Any]
+    ) -> AsyncGenerator[Any, None]:
+        turn = await self._prepare(request, rendered, request_id)
+        if turn is None:
+            async with aclosing(self._generate(rendered.engine_input, sampling, request_id, options)) as outputs:
+                async for output in outputs:
+                    yield output
+            return
+        windowed_sampling = sampling.clone()
+        windowed_sampling.extra_args = {
+            **(sampling.extra_args or {}),
+            "kv_transfer_params": {PARAM: turn.submitted.handle},
+        }
+        begun = ended = False
+        try:
+            async with aclosing(
+                self._generate(turn.submitted.prompt, windowed_sampling, request_id, options)
+            ) as outputs:
+                async for output in outputs:
+                    if not begun and any(part.finish_reason == "error" for part in output.outputs):
+                        break
+                    begun = True
+                    self._count(request, turn, output)
+                    if output.finished:
+                        ended = True
+                        failed = any(part.finish_reason == "error" for part in output.outputs)
+                        self._finish(request, turn, finished=not failed)
+                    yield output
+            if begun:
+                return
+        finally:
+            if not ended:
+                self._finish(request, turn, finished=False)
+        _log.warning("loading KV for request %s failed; the prompt is computed instead", request_id)
+        self._service.metrics.fallback(request.tenant)
+        request.usage.clear()
+        self._bypass(request, "its KV could not be loaded", failed=True)
+        async with aclosing(self._generate(rendered.engine_input, sampling, request_id, options)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def _prepare(self, request: RequestOptions, rendered: RenderedPrompt, request_id: str) -> Turn | None:
+        """Prepare the turn in a worker thread; return None if that failed."""
+        tenant_state = self._service.tenant_state(request.tenant)
+        fidelity = request.fidelity or self._service.limits.fidelity
+        engine: RenderedRequest | None = None
+
+        def work(patient: bool) -> Turn:
+            nonlocal engine
+            assert isinstance(tenant_state.engine, VLLMEngine)
+            engine = engine or RenderedRequest(tenant_state.engine, rendered)
+            return tenant_state.conversations.prepare(engine, request.name, fidelity, patient=patient)
+
+        async def prepare() -> Turn:
+            try:
+                return await self._service.run_chat(request.tenant, partial(work, True))
+            except WriteBackPending as error:  # awaited here, without a worker thread that writing back may need
+                await asyncio.wait(map(asyncio.wrap_future, error.pending))
+            return await self._service.run_chat(request.tenant, partial(work, False))
+
+        preparing = asyncio.ensure_future(prepare())
+        try:
+            return await asyncio.shield(preparing)
+        except asyncio.CancelledError:
+            if engine is not None:
+                engine.abandon()
+            self._spawn(self._abandon(request, preparing))
+            raise
+        except NotAWindow as error:
+            self._bypass(request, str(error))
+        except Exception as error:
+            _log.warning("no window behind request %s (%s); vLLM computes it alone", request_id, error)
+            self._bypass(request, "its window failed", failed=True)
+        return None
+
+    async def _abandon(self, request: RequestOptions, preparing: asyncio.Future[Turn]) -> None:
+        """End the preparation of a request whose client has disconnected."""
+        try:
+            turn = await preparing
+        except Exception:
+            _log.debug("an abandoned request could not be prepared", exc_info=True)
+        else:
+            self._finish(request, turn, finished=False)
+
+    def _count(self, request: RequestOptions, turn: Turn, output: Any) -> None:
+        """Record computed and cached tokens of a request, as vLLM's ``cached_tokens`` and as our lanes.
+
+        vLLM counts tokens that were computed ahead of the request as cached, but they saved nothing.
+        """
+        if output.num_cached_tokens is None:
+            return
+        output.num_cached_tokens = cached = max(0, output.num_cached_tokens - turn.ahead)
+        request.usage.update(
+            computed_tokens=len(output.prompt_token_ids or ()) - cached,
+            lanes=turn.lanes,
+            edits=dict(turn.edits),
+            exact=turn.layout.salt == "",
+        )
+
+    def _finish(self, request: RequestOptions, turn: Turn, *, finished: bool) -> None:
+        """Write back the request's KV in a worker thread; the answer does not wait for it."""
+        conversations = self._service.tenant_state(request.tenant).conversations
+        conversations.expect_write_back(turn)
+        if finished and request.usage:
+            self._service.metrics.chat(request.tenant, request.usage)
+
+        async def settle() -> None:
+            try:
+                await self._service.run_chat(request.tenant, lambda: conversations.finish(turn, finished=finished))
+            except Exception as error:
+                _log.warning("KV of a chat was not read back (%s); it is computed again", error)
+                if not turn.written_back.done():  # it was not accepted: the queue is full, or the server shuts down
+                    await asyncio.to_thread(conversations.finish, turn, finished=False)
+
+        self._spawn(settle())
+
+    def _bypass(self, request: RequestOptions, reason: str, *, failed: bool = False) -> None:
+        request.off = reason
+        self._service.metrics.chat_left_alone(request.tenant, reason, failed=failed)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _hash(rendered: RenderedPrompt) -> None:
+    """Hash a plain request's pictures, which releases their data."""
+    for medium in rendered.media:
+        medium.picture.content()
+
+
+def _without_handle(sampling: Any) -> Any:
+    """Return sampling parameters without a handle of ours: a client can only have forged one."""
+    extra = getattr(sampling, "extra_args", None) or {}
+    parameters = extra.get("kv_transfer_params")
+    if not isinstance(parameters, dict) or PARAM not in parameters:
+        return sampling
+    copy = sampling.clone()
+    copy.extra_args = {**extra, "kv_transfer_params": {k: v for k, v in parameters.items() if k != PARAM}}
+    return copy
+
+
+def _bypass_reason(sampling: Any, options: dict[str, Any]) -> str:
+    """Return why vLLM would not ask the connector; "" if it does."""
+    if getattr(sampling, "prompt_logprobs", None) is not None:
+        return "log-probabilities of the prompt need a forward over all of it"
+    if getattr(sampling, "skip_reading_prefix_cache", None):
+        return "the request reads no cache"
+    return "LoRA is not served with windows" if options.get("lora_request") is not None else ""

@@ -1,0 +1,373 @@
+"""Prompts that vLLM's own server has rendered, served with spans: the ids, the pictures and the sampling stay vLLM's.
+
+`split` cuts a prompt into the segments of a window. A picture with its two marks is one segment. Text between pictures is cut
+after the header of every turn, so that a turn's end and the next header belong to the preceding text. A cut depends on nearby
+tokens alone, so the unchanged part of a conversation is cut the same way every time.
+
+`RenderedRequest` answers for one such prompt. Its requests carry the pictures as vLLM's renderer gave them, under the names by
+which vLLM itself caches them: a load that fails leaves a request that vLLM can compute.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ctxwin.chunk import Chunk
+from ctxwin.engines.base import Encoded, Engine, Generation, MediaSpan, Sampling, Segment
+from ctxwin.engines.vllm.cache_namespace import CacheNamespace, namespace_of
+from ctxwin.engines.vllm.engine import Ask, VLLMEngine
+from ctxwin.errors import AnswerStopped
+from ctxwin.hashing import digest
+from ctxwin.kv.layout import SpanKV
+from ctxwin.store.lru import LRUCache
+
+if TYPE_CHECKING:
+    import torch
+
+    from ctxwin.engines.cost import CostModel
+    from ctxwin.engines.vllm.transport import Transfer
+
+HEADER = 16
+"""Most tokens between the mark of a turn and the end of its header."""
+LONG = 256
+"""Tokens of a text from which on it is also cut after a line."""
+MOST_SEGMENTS = 512
+_PICTURE_BYTES = 512
+
+
+class NotAWindow(ValueError):
+    """A prompt that is left to vLLM alone; the message says why."""
+
+
+class Picture:
+    """A picture as vLLM's renderer prepared it. Thread-safe.
+
+    Attributes:
+        grid: its patch grid.
+    """
+
+    def __init__(self, item: Mapping[str, Any]) -> None:
+        grid = item.get("image_grid_thw")
+        t, h, w = (1, 1, 1) if grid is None else (int(size) for size in grid.data.reshape(-1).tolist())
+        self.grid: tuple[int, int, int] = (t, h, w)  # positions of a model without a grid do not depend on it
+        self._item: Mapping[str, Any] | None = item
+        self._content = ""
+        self._lock = threading.Lock()
+
+    def content(self) -> str:
+        """Return a digest of the model's inputs; vLLM's name may be the client's choice. Cost: one hash, once."""
+        with self._lock:
+            if self._item is not None:
+                tensors = [(name, element.data) for name, element in sorted(self._item.items())]
+                self._content, self._item = digest("picture", [[name, _sum(data)] for name, data in tensors]), None
+            return self._content
+
+
+def _sum(data: Any) -> Any:
+    import torch
+
+    if isinstance(data, list | tuple):
+        return [_sum(part) for part in data]
+    if not isinstance(data, torch.Tensor):
+        return repr(data)
+    raw = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return [str(data.dtype), list(data.shape), hashlib.sha256(raw).hexdigest()]
+
+
+@dataclass(frozen=True)
+class Medium:
+    """One picture of a rendered prompt: where its placeholders stand, and vLLM's name and data of it."""
+
+    offset: int
+    tokens: int
+    name: str
+    data: Any
+    place: Any
+    picture: Picture
+
+
+@dataclass(frozen=True)
+class RenderedPrompt:
+    """A request's prompt as vLLM's renderer made it.
+
+    Attributes:
+        engine_input: as vLLM's server hands it to its engine.
+        salt: the ``cache_salt`` in it; "" is none.
+    """
+
+    engine_input: Mapping[str, Any] = field(repr=False)
+    ids: tuple[int, ...]
+    media: tuple[Medium, ...]
+    salt: str
+
+
+class Pictures:
+    """The pictures of rendered prompts by vLLM's name of them.
+
+    vLLM's renderer sends the data of a picture once, and its name alone afterwards. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._known: LRUCache[Picture] = LRUCache(8 << 20)
+
+    def read(self, engine_input: Any) -> RenderedPrompt:
+        """Return a rendered prompt. Raises NotAWindow for one that cannot be cut into segments. O(media)."""
+        if not isinstance(engine_input, Mapping) or engine_input.get("type") not in ("token", "multimodal"):
+            raise NotAWindow("the prompt is not made of tokens")
+        media: list[Medium] = []
+        for modality, places in engine_input.get("mm_placeholders", {}).items():
+            if modality != "image":
+                raise NotAWindow(f"windows behind chats hold text and images, got {modality}")
+            items, names = engine_input["mm_kwargs"][modality], engine_input["mm_hashes"][modality]
+            for place, data, name in zip(places, items, names, strict=True):
+                media.append(Medium(place.offset, place.length, name, data, place, self._picture(name, data)))
+        media.sort(key=lambda medium: medium.offset)
+        ids, salt = tuple(engine_input["prompt_token_ids"]), str(engine_input.get("cache_salt") or "")
+        return RenderedPrompt(engine_input, ids, tuple(media), salt)
+
+    def _picture(self, name: str, data: Any) -> Picture:
+        if data is None:
+            picture = self._known.get(name)
+            if picture is None:
+                raise NotAWindow("a picture was sent before its requests could be windows")
+            return picture
+        picture = Picture(data)
+        self._known.put(name, picture, _PICTURE_BYTES)
+        return picture
+
+
+def split(
+    prompt: RenderedPrompt, special: frozenset[int], wraps: frozenset[int], line: Callable[[int], bool]
+) -> list[int]:
+    """Return where the segments of a prompt begin, with its length as the last entry.
+
+    Args:
+        special: ids that no text is made of.
+        wraps: the ids among them that open or close a picture.
+        line: whether an id's text ends a line.
+    """
+    ids, end = prompt.ids, len(prompt.ids)
+    cuts, inside = {0, end}, set[int]()
+    for medium in prompt.media:
+        begin, stop = medium.offset, medium.offset + medium.tokens
+        begin -= begin > 0 and ids[begin - 1] in wraps
+        stop += stop < end and ids[stop] in wraps
+        cuts |= {begin, stop}
+        inside.update(range(begin, stop))
+    for i, token in enumerate(ids):
+        if token in special and i not in inside:
+            cuts.add(_text_begin(ids, i, special, line))
+    starts: list[int] = []
+    for begin, stop in zip(sorted(cuts), sorted(cuts)[1:], strict=False):
+        starts.append(begin)
+        if begin not in inside:
+            for i in range(begin, stop - 1):
+                if i + 1 - starts[-1] >= LONG and line(ids[i]):
+                    starts.append(i + 1)
+    return [*starts, end]
+
+
+def _text_begin(ids: Sequence[int], at: int, special: frozenset[int], line: Callable[[int], bool]) -> int:
+    """Return where the text after the mark at ``at`` begins; 0 where another mark comes first."""
+    stop = min(len(ids), at + 1 + HEADER)
+    for i in range(at + 1, stop):
+        if ids[i] in special:
+            return 0
+        if line(ids[i]):
+            return i + 1 if i + 1 < len(ids) and ids[i + 1] not in special else 0
+    return min(at + 1, len(ids) - 1)
+
+
+@dataclass
+class SubmittedRequest:
+    """A request for vLLM's own server to run.
+
+    Attributes:
+        prompt: its engine input.
+        handle: what its ``kv_transfer_params`` hold under `transport.PARAM`.
+        captures: indices of the segments whose KV is read back.
+        generation: the forwards that prepared it.
+    """
+
+    prompt: dict[str, Any] = field(repr=False)
+    handle: str
+    transfer: Transfer
+    segments: list[Segment]
+    captures: list[int]
+    generation: Generation
+
+
+class RenderedRequest(Engine):
+    """One rendered prompt on an engine: `encode` knows its chunks alone, and its requests are built from it.
+
+    Everything else is the engine's. Only the request that vLLM's server itself runs (`submit`) is the client's; the forwards
+    for missing chunks are the engine's own.
+
+    Attributes:
+        chunks: its segments but for the first, which is the window's system prompt, and the last, the ``query``.
+
+    Raises:
+        NotAWindow: a prompt that has no such segments, or too many; a model with recurrent layers.
+    """
+
+    def __init__(self, engine: VLLMEngine, prompt: RenderedPrompt) -> None:
+        if engine.spec.kv.recurrent:  # states are read back where a request ends: a chat's after its answer
+            raise NotAWindow("plain chats of a model with recurrent layers are left to vLLM; use a window")
+        self._engine = engine
+        self._abandoned = False
+        self.spec, self.store, self.repo, self.counters = engine.spec, engine.store, engine.repo, engine.counters
+        self._rendered = prompt
+        self._media = {medium.name: medium for medium in prompt.media}
+        tokens, media = engine.encoder.tokens, engine.encoder.checkpoint.media
+        wraps = frozenset(() if media is None else (i for i in (media.start, media.end) if i is not None))
+        cuts = split(prompt, tokens.special, wraps, tokens.ends_line)
+        if not 3 <= len(cuts) <= MOST_SEGMENTS + 1:
+            raise NotAWindow(f"a window behind a chat has 2 to {MOST_SEGMENTS} segments, got {len(cuts) - 1}")
+        self._encoded: dict[str, Encoded] = {}
+        first, *between, last = self._segments(cuts)
+        self.system_prompt, self._first = first
+        self.query_chunk, self.query = last
+        self.chunks = [chunk for chunk, _ in between]
+
+    @property
+    def identity(self) -> str:
+        """Identity of the engine for windows of such prompts: no other kind of window shares their provenances.
+
+        A client's own salt separates its requests from all others here, as in vLLM's prefix cache.
+        """
+        client_salt = "" if self._rendered.salt == self._engine.plain_salt else self._rendered.salt
+        return digest("rendered", self.spec.name, self.spec.identity, client_salt)
+
+    @property
+    def costs(self) -> CostModel:
+        return self._engine.costs
+
+    def encode(self, chunk: Chunk) -> Encoded:
+        return self._encoded[chunk.id]
+
+    def encode_system_prompt(self, system_prompt: str) -> Encoded:
+        return self._first
+
+    def encode_query(self, query: str) -> Encoded:
+        return self.query
+
+    def encode_exchange(self, query: str, answer_ids: Sequence[int], after: str | None = None) -> Encoded:
+        return self._engine.encode_exchange(query, answer_ids, after)
+
+    def prefill(self, context: Sequence[Segment], target: Encoded, start: int, **options: Any) -> SpanKV:
+        return self._engine.prefill(context, target, start, builder=self, **options)
+
+    def generate(self, layout: Sequence[Segment], query: Encoded, sampling: Sampling, **options: Any) -> Generation:
+        return self._engine.generate(layout, query, sampling, builder=self, **options)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._engine.decode(token_ids)
+
+    def embed(self, key: str) -> torch.Tensor:
+        return self._engine.embed(key)
+
+    @property
+    def tenant(self) -> str:
+        return self._engine.tenant
+
+    @property
+    def shared(self) -> object:
+        return self._engine.shared
+
+    def close(self) -> None:
+        """Release the pictures' data. The engine stays open."""
+        self._media = {}
+        self._rendered = replace(self._rendered, engine_input={}, media=())
+
+    def abandon(self) -> None:
+        """Start no more forwards, since the client has left. The preparing thread gets AnswerStopped."""
+        self._abandoned = True
+
+    def submit(self, layout: Sequence[Segment], salt: str) -> SubmittedRequest:
+        """Compute the missing KV before spans, submit the request after ``layout``, and return it for vLLM's server to run.
+
+        `collect` must follow. Raises like `generate`, LoadError, and NotAWindow for merged segments.
+        """
+        if any(segment.merged for segment in layout):
+            raise NotAWindow("a chunk is merged, but the request's own prompt has all of its tokens")
+        engine, ask, generation = self._engine, Ask(None, Sampling(max_tokens=1), salt, builder=self), Generation()
+        base = engine.core.check(layout, (), ask.sampling)
+        segments, namespace, _ = engine.fill_layout(generation, layout, base, ask)
+        captures = [i for i, segment in enumerate(segments) if segment.capture and segment.span is None]
+        prompt, transfer = engine.transfer(segments, base, ask, captures, namespace)
+        engine_input = dict(self._rendered.engine_input)
+        if prompt.get("cache_salt"):
+            engine_input["cache_salt"] = prompt["cache_salt"]
+        handle = engine.core.transport.add(transfer)
+        return SubmittedRequest(engine_input, handle, transfer, segments, captures, generation)
+
+    def collect(self, submitted: SubmittedRequest, *, finished: bool) -> dict[int, SpanKV]:
+        """Return the captured spans of a request by segment; none unless it ``finished``. Blocks until they are read back."""
+        transport, transfer = self._engine.core.transport, submitted.transfer
+        try:
+            transport.collect(submitted.handle, transfer, finished)
+        finally:
+            transport.remove(submitted.handle)
+        if not finished or transfer.error is not None:
+            return {}
+        captured = dict(submitted.generation.captured)
+        for i in submitted.captures:
+            if str(i) in transfer.captured:
+                segment = submitted.segments[i]
+                captured[i] = self._engine.span_of(transfer, str(i), segment.encoded, segment.start)
+        return captured
+
+    def namespace(self, segments: Sequence[Segment], salt: str) -> CacheNamespace:
+        """See `PromptBuilder`."""
+        return CacheNamespace(salt) if salt else namespace_of(segments, "", self._engine.core.block)
+
+    def prompt(
+        self, ids: list[int], media: list[MediaSpan], namespace: CacheNamespace, transfer: Transfer
+    ) -> dict[str, Any]:
+        """See `PromptBuilder`."""
+        if self._abandoned:
+            raise AnswerStopped("the client has left")
+        from vllm.inputs.engine import mm_input, tokens_input
+        from vllm.multimodal.inputs import MultiModalKwargsItems
+
+        client_salt = self._rendered.salt
+        salt = self._engine.salted(digest(namespace.salt, client_salt)) if namespace.salt else client_salt
+        if not media:
+            return dict(tokens_input(ids, cache_salt=salt or None))
+        items, names, places = (defaultdict[str, list[Any]](list) for _ in range(3))
+        for span in media:
+            medium = self._media[span.key]
+            items["image"].append(medium.data)
+            names["image"].append(medium.name)
+            places["image"].append(replace(medium.place, offset=span.offset))
+        engine_input = mm_input(
+            ids, MultiModalKwargsItems(dict(items)), dict(names), dict(places), cache_salt=salt or None
+        )
+        return dict(engine_input)
+
+    def _segments(self, cuts: Sequence[int]) -> list[tuple[Chunk, Encoded]]:
+        prompt, spans = self._rendered, []
+        for medium in prompt.media:
+            spans.append(MediaSpan("image", medium.name, medium.offset, medium.tokens, medium.picture.grid))
+        positions, end = self._engine.core.inputs.positions(prompt.ids, spans)
+        starts = [*(int(positions[:, at].min()) for at in cuts[:-1]), end]
+        segments = []
+        for i, (begin, stop) in enumerate(itertools.pairwise(cuts)):
+            ids = prompt.ids[begin:stop]
+            media = tuple(replace(s, offset=s.offset - begin) for s in spans if begin <= s.offset < stop)
+            pictures = [self._media[span.key].picture for span in media]
+            # A digest in place of the tokens: a conversation keeps many chunks, and its next request has their tokens.
+            chunk = Chunk.text(
+                digest("segment", list(ids), [[p.content(), list(p.grid)] for p in pictures]), keep_source=False
+            )
+            local = positions[:, begin:stop] - starts[i]
+            encoded = Encoded(chunk.id, ids, local, starts[i + 1] - starts[i], media)
+            self._encoded[chunk.id] = encoded
+            segments.append((chunk, encoded))
+        return segments

@@ -1,0 +1,90 @@
+"""Ctrl-C at any time: one plain line and exit status 130, within `_PATIENCE_S`.
+
+Python raises KeyboardInterrupt wherever its main thread is. A C module that is being imported, a callback or a destructor may
+swallow it or turn it into another error, and cleaning up may take forever. The signal is therefore recorded, and the process
+is ended by force if it does not end in time.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import sys
+import time
+from typing import Any, NoReturn
+
+INTERRUPTED = 130
+_PATIENCE_S = 3.0
+_STOPPED = b"\nstopped\n"
+_pressed = False
+_reported = False
+
+
+def stop_imports(argv: list[str]) -> None:
+    """End at once on Ctrl-C while the command line is imported; a server also on SIGTERM, with exit status 0."""
+
+    def stop(number: int, _: Any) -> NoReturn:
+        if number == signal.SIGINT:
+            os.write(2, _STOPPED)
+        os._exit(INTERRUPTED if number == signal.SIGINT else 0)
+
+    signal.signal(signal.SIGINT, stop)
+    if "serve" in argv[1:3]:
+        signal.signal(signal.SIGTERM, stop)
+
+
+def stop_commands() -> None:
+    """Raise KeyboardInterrupt on Ctrl-C, and end by force if it is pressed again or has no effect."""
+    signal.signal(signal.SIGINT, _interrupt)
+
+
+def pressed() -> bool:
+    """Return True if Ctrl-C was pressed, also if it caused another error."""
+    return _pressed
+
+
+def accept() -> None:
+    """Treat Ctrl-C as the regular end of the command, which continues and sets its own exit status."""
+    global _pressed
+    _pressed = False
+
+
+def note_reported() -> None:
+    """Record that the stop has been reported to the user."""
+    global _reported
+    _reported = True
+
+
+def end() -> NoReturn:
+    """End this process in order, and report the stop if that has not been done. Main thread only."""
+    from ctxwin.engines.vllm.lifecycle.leaving import leave
+
+    sys.stderr.flush()
+    if not _reported:
+        os.write(2, _STOPPED)
+        note_reported()
+    leave(INTERRUPTED)
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    global _pressed
+    if _pressed:
+        _end_by_force()
+    _pressed = True
+    _thread.start_new_thread(_watch, ())  # `threading` takes locks that the interrupted code may hold
+    raise KeyboardInterrupt
+
+
+def _watch() -> None:
+    time.sleep(_PATIENCE_S)
+    if _pressed:
+        _end_by_force()
+
+
+def _end_by_force() -> NoReturn:
+    if not _reported:
+        os.write(2, _STOPPED)
+    from ctxwin.engines.vllm.lifecycle.leaving import abandon
+
+    abandon(INTERRUPTED)

@@ -1,0 +1,68 @@
+"""`Sampler`: random choice of answers to audit and of asks on which strategies are tried, so that no pattern escapes."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import TypeVar
+
+Value = TypeVar("Value")
+FIRST = 50
+"""The n-th answer of a kind is audited with a probability of at least about this over n: half of them around the 50th."""
+SPARSE = 2
+"""The n-th layout of a unit that a strategy would have served is a trial with a probability of this over n."""
+_MAX_KEYS = 4096
+
+
+class Sampler:
+    """Draws of one process, from one generator. Thread-safe.
+
+    Args:
+        seed: of the generator; None: chosen by the system.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._random, self._lock = random.Random(seed), threading.Lock()
+        self._kinds: OrderedDict[Hashable, int] = OrderedDict()
+        self._layouts: OrderedDict[Hashable, int] = OrderedDict()
+        self._first: OrderedDict[Hashable, str] = OrderedDict()
+
+    def draw(self, rate: float) -> bool:
+        """Return True for a share ``rate`` of the calls."""
+        with self._lock:
+            return self._random.random() < rate
+
+    def rate(self, kind: Hashable, least: float) -> float:
+        """Return the share of the next answers of a kind to audit: 1 at first, decreasing, never less than ``least``.
+
+        A kind is a strategy since its promotion, and a shape of layout and question (`WindowAudit.submit`). More is therefore
+        audited after a promotion, and new kinds start at 1 when the mix of asks changes.
+        """
+        with self._lock:
+            return max(least, FIRST / (FIRST + _count(self._kinds, kind) - 1)) if least else 0.0
+
+    def is_trial(self, strategy: Hashable, unit: str, question: str) -> bool:
+        """Return True if a strategy is tried on an ask of a unit: often on the first asks and less later, so that the few
+        trials that count (`evidence.UNIT_TRIALS`) reach far into a long window.
+
+        A question that another unit asked over the same chunks (``question``: their digest) is no trial: otherwise a test that
+        runs repeatedly would be many units.
+        """
+        with self._lock:
+            first = _value(self._first, (strategy, question), unit)
+            return first == unit and self._random.random() * _count(self._layouts, (strategy, unit)) < SPARSE
+
+
+def _count(counts: OrderedDict[Hashable, int], key: Hashable) -> int:
+    counts[key] = _value(counts, key, 0) + 1
+    return counts[key]
+
+
+def _value(values: OrderedDict[Hashable, Value], key: Hashable, default: Value) -> Value:
+    """Return the value of a key (``default`` for a new one) and mark it as the most recently used."""
+    values[key] = value = values.pop(key, default)
+    while len(values) > _MAX_KEYS:
+        values.popitem(last=False)
+    return value

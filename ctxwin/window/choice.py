@@ -1,0 +1,72 @@
+"""`Choice`: the lane that serves one placed chunk, and what its KV is then conditioned on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ctxwin.engines.base import partial_ranges
+from ctxwin.fidelity import Lane
+from ctxwin.window.state import Conditioning, Placed, Prefix
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one placed chunk is served.
+
+    Attributes:
+        front: its prefix.
+        conditioning: provenance, exactness and keys of the KV as served; what later chunks are conditioned on.
+        compute: whether a forward over the chunk runs in place (its KV is captured under ``conditioning.span``).
+        form_canonical: whether the canonical must first be formed by a forward behind the system prompt.
+        partial_base: the canonical that gives what is not computed of it (MPIC); then ``conditioning`` describes the mixture.
+        recompute: with it: how many tokens of each picture are computed in place, beside all text.
+        not_attended: placement ids in front that its KV has not absorbed.
+        evicted_antecedents: placement ids it has absorbed that do not stand in front any more.
+        reused: whether its serving is repeated from the memo: it followed the same contents, and no other lane applies.
+        ms: its cost in milliseconds, without a request of its own.
+    """
+
+    entry: Placed
+    lane: Lane
+    front: Prefix
+    conditioning: Conditioning
+    compute: bool = False
+    form_canonical: bool = False
+    partial_base: Conditioning | None = None
+    recompute: int = 0
+    not_attended: tuple[str, ...] = ()
+    evicted_antecedents: tuple[str, ...] = ()
+    reused: bool = False
+    ms: float = 0.0
+
+    @property
+    def parts(self) -> list[tuple[int, bool]]:
+        """Tokens of each of its pieces, and whether the piece is computed in place."""
+        if self.partial_base is None:
+            return [(self.entry.tokens, self.compute)]
+        ranges = partial_ranges(self.entry.media, self.recompute, self.entry.tokens)
+        cuts = [0, *(at for pair in ranges for at in pair), self.entry.tokens]
+        return [(end - begin, bool(i % 2)) for i, (begin, end) in enumerate(pairwise(cuts)) if begin < end]
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Number of its tokens that are computed in place in lane ``partial``."""
+        return 0 if self.partial_base is None else sum(tokens for tokens, compute in self.parts if compute)
+
+    @property
+    def slots(self) -> int:
+        """Number of KV slots."""
+        return self.conditioning.slots or self.entry.tokens
+
+    @property
+    def updates_entry(self) -> bool:
+        """True if ``conditioning`` becomes the placement's own (a survivor or toggled chunk keeps its old one)."""
+        outlived = self.lane == "merged" and self.entry.kv is not None and self.conditioning.depth > self.entry.kv.depth
+        return self.lane not in ("survivor", "canonical") and not self.reused and not outlived
+
+    @property
+    def in_place(self) -> bool:
+        """True if a forward here, after the prefix as it is served, gives exactly this KV."""
+        here = self.front.computed(self.entry.chunk_id, self.lane)
+        return self.compute or (self.conditioning.patch is None and self.conditioning.span == here.span)

@@ -1,0 +1,70 @@
+"""`Layout`: a window's chunks as an engine takes them; and `Work`: the cost of an operation beside its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from ctxwin.engines.base import Segment, Tally
+from ctxwin.window.choice import Choice
+from ctxwin.window.state import ANYTHING, Prefix, State, content_name
+
+if TYPE_CHECKING:
+    from ctxwin.kv.layout import SpanKV
+
+MAX_NAMED = 1024
+"""Most contents that a record names; KV that absorbed more counts as having absorbed anything."""
+
+
+@dataclass
+class Work(Tally):
+    """Cost of one operation beyond `Engine.generate`: forwards run to form canonicals and patches, and misses."""
+
+    misses: int = 0
+    system_prompt: bool = False  # whether the system prompt was among them
+    background: bool = False  # no caller is waiting for it
+    priced_ms: float = 0.0  # of its time: what has a price of its own
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout ready for an engine: system prompt first, then one segment per placed chunk.
+
+    Attributes:
+        ms: milliseconds up to the first token as planned, without the query's tokens.
+        ahead: KV of chunks that were computed early, by index into the segments, as an answer would capture it.
+    """
+
+    choices: tuple[Choice, ...]
+    segments: tuple[Segment, ...]
+    salt: str
+    contents: tuple[str, ...]
+    counts: tuple[int, ...]
+    ms: float = 0.0
+    ahead: Mapping[int, SpanKV] = field(default_factory=dict)
+
+    def absorbed(self, index: int) -> Sequence[str]:
+        """Return the names of the contents that KV absorbs when computed at chunk ``index`` (or after the last one)."""
+        count = self.counts[index]
+        return self.contents[:count] if count <= MAX_NAMED else [ANYTHING]
+
+    def end(self, state: State) -> Prefix:
+        """Return the prefix of a chunk that is appended."""
+        if not self.choices:
+            return Prefix.of(state)
+        last = self.choices[-1]
+        return last.front.extended_by(last.entry, last.conditioning)
+
+    def as_computed(self, state: State) -> Layout:
+        """Return this layout as served when the engine could load nothing: all of it computed in place, and exact."""
+        choices: list[Choice] = []
+        front = Prefix.of(state)
+        for choice in self.choices:
+            conditioning = front.computed(choice.entry.chunk_id, "computed")
+            choices.append(Choice(choice.entry, "computed", front, conditioning, compute=True))
+            front = front.extended_by(choice.entry, conditioning)
+        none = {"span": None, "patch": None, "patch_key": "", "approximate": False, "recompute": (), "merged": False}
+        bare = (replace(segment, **none) for segment in self.segments)  # type: ignore[arg-type]
+        names = tuple(dict.fromkeys(content_name(c.entry.chunk_id) for c in choices))
+        return Layout(tuple(choices), tuple(bare), "", names, tuple(range(len(choices) + 1)))

@@ -1,0 +1,212 @@
+"""Background work on a window: computing KV ahead, re-forming approximations, compressing KV, and forming orbit patches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from ctxwin.errors import ReadOnlyWindow
+from ctxwin.window import edits
+from ctxwin.window.core import WindowCore
+from ctxwin.window.lanes import MAX_ORBIT, canonical_key, patched_conditioning
+from ctxwin.window.layout import Work
+from ctxwin.window.merging import merge_evicted, merge_placed
+from ctxwin.window.orbits import observe_order, prepare
+from ctxwin.window.recurrent import states_at_conditioning
+from ctxwin.window.state import Placed, State
+from ctxwin.window.storage_policy import Demand, likely_form
+
+
+def prefill(core: WindowCore) -> list[str]:
+    """See `Window.prefill`."""
+    work, done = Work(background=True), []
+    with core.writing(edit=False) as state:
+        state, fidelity = core.trust.with_fallbacks(state), core.fidelity
+        begin = 0
+        while True:  # a computed chunk changes the lanes of later ones: build the layout anew each time
+            layout = core.assembly.build_layout(state, fidelity, work)
+            at = next((i for i in range(begin, len(layout.choices)) if layout.choices[i].compute), None)
+            if at is None:
+                break
+            state, begin = core.assembly.prefill_chunk(state, at, layout, fidelity, work), at + 1
+            core.commit(state)
+            done.append(state.placed[at].id)
+    return done
+
+
+def refresh(core: WindowCore, count: int | None, ids: Sequence[str] | None = None) -> list[str]:
+    """See `Window.refresh`."""
+    if core.read_only:
+        raise ReadOnlyWindow("an old version must not be refreshed; fork() it first")
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
+        raise ValueError(f"count must be an int >= 0, got {count!r}")
+    work, done = Work(background=True), []
+    with core.writing() as state:
+        plan = core.assembly.plan(state, core.fidelity)
+        # Front to back: behind an approximation nothing can become exact.
+        stale = [e.id for e in plan.entries if not e.exact and e.conditioned and not e.compute]
+        if ids is not None:
+            requested = {state.placed[state.index(placement)].id for placement in ids}
+            stale = [placement for placement in stale if placement in requested]
+        chosen = set(stale if count is None else stale[:count])
+        for i, p in enumerate(state.placed):
+            if p.id in chosen:
+                # Re-forming a chunk changes the provenance of later ones: build the layout anew each time.
+                layout = core.assembly.build_layout(state, core.fidelity, work)
+                if layout.choices[i].conditioning.exact and not layout.choices[i].compute:
+                    continue
+                state = core.assembly.reform(state, i, layout, core.fidelity, work)
+                done.append(p.id)
+        if done:
+            core.assembly.memo.clear()  # what was refreshed is not to be served as it was
+            core.commit(state.edited(), "refresh", done)
+    return done
+
+
+def compress(core: WindowCore, *, if_short: bool) -> int:
+    """See `Window.compress`; the rules are those of `ctxwin.window.storage_policy`."""
+    patches, merges = (core.fidelity.allows(lane) and core.fidelity.mode == "patched" for lane in ("patched", "merged"))
+    if not patches and not (merges and if_short):
+        return 0  # nothing smaller would be served, and the exact KV would be gone
+    with core.writing() as state:
+        if core.fidelity.allows("orbit"):
+            _observe_orders(core, state)
+        if core.fidelity.allows("partial"):
+            for p in state.placed:
+                if p.kv is not None and p.kv.lane == "formed" and p.media:  # its neighbours change: linked from now on
+                    core.assembly.canonical(state, p, None, Work(background=True))
+        demand = core.assembly.demand()
+        if if_short and not demand.short:
+            return 0
+        dropped: dict[str, int] = {}
+        entries = state.placed
+        if patches:
+            entries = tuple(_compress(core, state, p, demand if if_short else None, dropped) for p in entries)
+        compressed = len(dropped)
+        evicted = tuple(_cheapest_form(core, state, p, dropped) for p in state.evicted) if if_short else state.evicted
+        new = state.edited(placed=entries, evicted=evicted)
+        if dropped:
+            core.commit(new, "compress")
+            core.engine.repo.counters.spans_compressed += compressed
+    return _drop(core, dropped) + (core.engine.repo.drop_unserved() if if_short else 0)
+
+
+def _compress(core: WindowCore, state: State, p: Placed, demand: Demand | None, dropped: dict[str, int]) -> Placed:
+    """Return ``p`` as canonical + patch if that is smaller and, given a ``demand``, pays; then add its span to ``dropped``."""
+    assembly, repo, kv = core.assembly, core.engine.repo, p.kv
+    if kv is None or kv.patch is not None or kv.slots is not None or not kv.antecedents:
+        return p
+    if demand and not demand.pays(state, p, assembly.has(canonical_key(state, p.chunk_id)[1])):
+        return p
+    encoded = core.engine.encode(p.chunk)
+    stored = repo.get_span(kv.span, token_ids=encoded.token_ids)
+    if stored is None:
+        return p
+    refused = repo.counters.refused
+    base, formed = assembly.canonical(state, p, None, Work(background=True))
+    front = states_at_conditioning(assembly, state, p) if core.engine.spec.kv.recurrent else None
+    absorbed = stored[1].get("absorbed", ())
+    form = partial(assembly.form, stored[0], base, kv.provenance, encoded, core.fidelity, absorbed, front)
+    key = form()
+    if key is None and repo.counters.refused > refused and repo.leases(kv.span) == 1:
+        repo.delete(kv.span)  # the store is full: what replaces it takes its place
+        if formed is not None:
+            assembly.put(base, formed, encoded, provenance=canonical_key(state, p.chunk_id)[0])
+        key = form()
+        if key is None:
+            repo.put_span(kv.span, *stored)
+    patch = None if key is None else repo.get_patch(key)
+    if key is None or patch is None:
+        return p
+    dropped[kv.span] = stored[0].nbytes - patch.nbytes
+    return p.replace(kv=patched_conditioning(kv, "patched", base, key))
+
+
+def merge(core: WindowCore, placement: str, share: float | None) -> int:
+    """See `Window.merge`."""
+    fidelity = core.fidelity
+    share = fidelity.merge if share is None else share
+    if not fidelity.allows("merged") or share is None:
+        raise ValueError(
+            f"the window's fidelity must allow merged KV, got {fidelity.mode!r} without merge; open it with "
+            "Fidelity('patched', merge=0.5)"
+        )
+    if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= 1:
+        raise ValueError(f"share must be a number in (0, 1], got {share!r}")
+    dropped: dict[str, int] = {}
+    with core.writing() as state:
+        p = state.find(placement)
+        if share == 1:
+            new = p.replace(kv=None) if p.kv is not None and p.kv.slots is not None else p
+        elif not p.conditioned:
+            raise ValueError(f"{placement} is served without its context; toggle it back before it is merged")
+        elif placement in {e.id for e in state.evicted}:
+            new = merge_evicted(core.assembly, state, p, share, dropped)
+        else:
+            new = merge_placed(core.assembly, state, state.index(placement), share, fidelity, dropped)
+        if new is not p:
+            entries, evicted = (
+                tuple(new if q.id == placement else q for q in chunks) for chunks in (state.placed, state.evicted)
+            )
+            core.assembly.memo.clear()  # what was served whole is not to be found again
+            slots = new.kv.slots if new.kv is not None and new.kv.slots else p.tokens
+            core.commit(state.edited(placed=entries, evicted=evicted), "merge", [placement], note=str(slots))
+    _drop(core, dropped)
+    return new.kv.slots if new.kv is not None and new.kv.slots else new.tokens
+
+
+def _drop(core: WindowCore, dropped: dict[str, int]) -> int:
+    """Delete the keys that no window leases; return the bytes freed."""
+    repo = core.engine.repo
+    return sum(size for key, size in dropped.items() if not repo.leased(key) and repo.delete(key))
+
+
+def _cheapest_form(core: WindowCore, state: State, p: Placed, dropped: dict[str, int]) -> Placed:
+    """Return the evicted ``p`` in the form that `likely_form` names; its other KV is added to ``dropped``."""
+    repo, (_, canonical) = core.engine.repo, canonical_key(state, p.chunk_id)
+    for part in p.chunk.media if p.chunk.keep_source else ():
+        repo.contains(f"source/{part.content}")  # counts as a use: KV can be computed again, pixels cannot
+    if p.kv is None:
+        return p
+    form = likely_form(state, p, repo.contains(canonical), core.fidelity.survivors == "keep")
+    stored_key = p.kv.patch or p.kv.span
+    if form == "conditioned" and core.fidelity.allows("merged"):
+        return merge_evicted(core.assembly, state, p, core.fidelity.merge or 1.0, dropped)
+    if form == "conditioned" or stored_key == canonical:
+        return p
+    kv = core.engine.spec.kv
+    dropped[stored_key] = kv.token_bytes * p.tokens + kv.state_bytes if p.kv.patch is None else 0
+    return p.replace(kv=None)
+
+
+def _observe_orders(core: WindowCore, state: State) -> None:
+    """Add the window's present orders to the orbit patches of their sets, and form the canonicals for that."""
+    for i, p in enumerate(state.placed):
+        if 2 <= i <= MAX_ORBIT and p.kv is not None and p.kv.exact:
+            encoded = core.engine.encode(p.chunk)
+            if tuple(p.kv.antecedents) != tuple(q.id for q in state.placed[:i]):
+                continue  # it was conditioned on other antecedents
+            stored = core.engine.repo.get_span(p.kv.span, token_ids=encoded.token_ids)
+            if stored is not None:
+                core.assembly.canonical(state, p, None, Work(background=True))
+                observe_order(core.assembly, state, i, stored[0], core.fidelity)
+
+
+def prepare_orbit(core: WindowCore, ids: Sequence[str], orders: int, seed: int) -> list[str]:
+    """See `Window.prepare_orbit`."""
+    if not isinstance(orders, int) or not 1 <= orders <= edits.MAX_ORDERS:
+        raise ValueError(f"orders must be an int in 1..{edits.MAX_ORDERS}, got {orders!r}")
+    with core.writing() as state:
+        indices = {state.index(i) for i in ids}
+        k = len(indices)
+        if not k or indices != set(range(k)):
+            placed_ids = [p.id for p in state.placed]
+            raise ValueError(f"ids must be the first placed chunks in some order, got {list(ids)} of {placed_ids}")
+        if k > MAX_ORBIT:
+            raise ValueError(f"ids must be at most {MAX_ORBIT} chunks, got {k}")
+        if k == len(state.placed):
+            raise ValueError("ids must leave a chunk behind them to form a patch for, got every placed chunk")
+        sampled = edits.sampled_orders(k, orders, seed)
+        prepare(core.assembly, state, k, sampled, core.fidelity, Work(background=True))
+        core.announce(core.event("prepare_orbit", [state.placed[k].id]))
+    return [state.placed[k].id]

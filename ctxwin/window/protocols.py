@@ -1,0 +1,145 @@
+"""Contracts of what a window is given: policies (`ctxwin.policies.base` says what binds them), libraries, and a source of KV."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+
+if TYPE_CHECKING:
+    from ctxwin.chunk import Chunk
+    from ctxwin.engines.base import Encoded, Engine, Segment
+    from ctxwin.fidelity import Fidelity
+    from ctxwin.kv.layout import SpanKV
+    from ctxwin.store.spans import SpanRepository
+    from ctxwin.window.answer import Disposability
+    from ctxwin.window.layout import Work
+    from ctxwin.window.state import Placed, State
+
+
+class WindowView(Protocol):
+    """Members of a window that a policy may read; see `ctxwin.Window`."""
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that answers."""
+
+    @property
+    def evicted(self) -> tuple[str, ...]:
+        """Placement ids that can be recalled."""
+
+    def chunk(self, placement: str, /) -> Chunk:
+        """The chunk of a placement."""
+
+    def snapshot(self) -> State:
+        """The window as data."""
+
+    def fork(self) -> Branch:
+        """A branch to try something in."""
+
+
+class Branch(WindowView, Protocol):
+    """A fork that a policy may try things on."""
+
+    def evict(self, placement: str, /) -> None:
+        """Take a chunk out."""
+
+    def disposable(self, placement: str, query: str, max_tokens: int = ..., /, *, clean: bool = ...) -> Disposability:
+        """Test whether the answer to ``query`` is the same without a chunk."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+class Eviction(Protocol):
+    """Decides which chunks leave a full window first."""
+
+    def order(self, window: WindowView) -> Iterable[str]:
+        """Ids of placed chunks in the order in which they should leave.
+
+        It is read only until there is room, so a generator may test chunks as it goes; it is closed afterwards. Pinned
+        chunks are skipped, and a chunk that is left out never leaves. During a look back the window is still as it was:
+        what comes back is not placed yet, and does not leave.
+        """
+
+
+@runtime_checkable
+class Placement(Protocol):
+    """Decides where chunks come back; an `Eviction` that has this method, too, is asked."""
+
+    def place(self, window: WindowView, backs: Sequence[Placed]) -> int | None:
+        """Index in the window as it is, where evicted chunks come back next to each other; None: each at its chronological
+        place."""
+
+
+@runtime_checkable
+class Batching(Protocol):
+    """An `Eviction` that has a low-water mark, too: a window over its budget falls to it at once."""
+
+    @property
+    def low_water(self) -> float:
+        """Tokens of system prompt, chunks and what is reserved; a float is a share of the budget."""
+
+
+class Retrieval(Protocol):
+    """Decides which evicted chunks come back for a query."""
+
+    def choose(self, window: WindowView, query: str | Chunk) -> Iterable[str]:
+        """Ids of evicted chunks to recall for ``query`` (a question, an answer with a tool call, or a picture), best first."""
+
+
+class LibraryView(Protocol):
+    """A library as of one version; see `ctxwin.library`."""
+
+    @property
+    def version(self) -> int:
+        """Number of the version."""
+
+    def find(self, query: str | Chunk, k: int, engine: Engine) -> list[Chunk]:
+        """The best ``k`` chunks at most for ``query``, the best first."""
+
+
+class Searchable(Protocol):
+    """Source of `ctxwin.Window.retrieve`: a `ctxwin.Library`, or an adapter of another search engine."""
+
+    @property
+    def name(self) -> str:
+        """Name under which a window remembers the version that it opened."""
+
+    def view(self, version: int | None = None, /) -> LibraryView:
+        """Return the library as of a version; None: the current one."""
+
+
+class SpanProvider(Protocol):
+    """Source of the KV of chunks: an engine's store, or a forward; see `ctxwin.window.assembly.Assembly`."""
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that runs the forwards."""
+
+    @property
+    def repo(self) -> SpanRepository:
+        """The engine's store, as spans and patches."""
+
+    @property
+    def missing(self) -> set[str]:
+        """Keys that could not be read."""
+
+    def has(self, key: str, /) -> bool:
+        """Return True if ``key`` can be served, as far as is known without reading it."""
+
+    def know_basis(self, fidelity: Fidelity, /) -> None:
+        """Give the store the basis whose coefficients the patches of this fidelity are."""
+
+    def system_prompt(self, state: State, work: Work, /) -> Segment:
+        """Return the segment of the system prompt, with its KV if that is stored."""
+
+    def canonical(
+        self, state: State, entry: Placed, system_prompt: Segment | None, work: Work, /
+    ) -> tuple[str, SpanKV | None]:
+        """Return the key of a chunk's canonical and, if it was not stored, its KV, formed by one forward."""
+
+    def prefill(
+        self, front: Sequence[Segment], encoded: Encoded, start: int, work: Work, entries: Iterable[Placed] = ..., /
+    ) -> SpanKV:
+        """Compute the KV of a chunk after ``front``; ``entries`` are the chunks that may have to be encoded again."""

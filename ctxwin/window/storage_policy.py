@@ -1,0 +1,86 @@
+"""Storage policy: the form in which a chunk's KV is worth its bytes.
+
+A chunk of S bytes of KV, placed in n contexts behind one system prompt, takes n S bytes as conditioned KV, and S + n P as
+one canonical with n patches (P is a few percent to a tenth of S). Conditioned KV may be exact, a patch never is, and
+forming a canonical takes a forward. From that follows:
+
+1. While all that open windows place fits into `ROOM` of the store, conditioned KV stays as it is.
+2. Beyond that bytes are short. A chunk becomes canonical + patch where the canonical is held, or is shared by at least two
+   contexts: for a single one S + P is more than S.
+3. A patch is stored only in place of the KV it represents, never beside it. What a removal patch corrects stays (an
+   antecedent that comes back finds it exact), so the patch alone is what another context of it costs.
+4. What was evicted keeps, while bytes are short, the cheapest form that serves it at its chronological place (`likely_form`).
+   If no stored form does, it is rebuilt from its source, which is marked as used so that KV leaves the store first.
+5. A patch that has never served is dropped when bytes are short, unless a window still names it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal
+
+from ctxwin.window.state import Placed, State
+
+if TYPE_CHECKING:
+    from ctxwin.kv.layout import KVSpec
+
+ROOM: Final = 0.75
+"""Share of a store that conditioned KV may take; the rest is for embeddings, sources and what comes back."""
+
+Form = Literal["conditioned", "canonical", "source"]
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Bytes that the open windows of one store would take as conditioned KV.
+
+    Attributes:
+        bytes: of all contexts, each once.
+        limit: of the store; 0 where it has none.
+        contexts: the different contexts of a chunk, by system prompt and content.
+    """
+
+    bytes: int = 0
+    limit: int = 0
+    contexts: dict[tuple[str, str], set[str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, states: Iterable[State], kv: KVSpec, limit: int) -> Demand:
+        """Return the demand of windows in these states on a model with this KV layout. Cost: O(placed chunks)."""
+        contexts: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+        total = 0
+        for state in states:
+            for p in state.placed:
+                provenances = contexts[state.system_prompt_key, p.chunk_id]
+                context = p.kv.provenance if p.kv else f"{state.window}/{p.id}"
+                if context not in provenances:
+                    provenances.add(context)
+                    total += p.tokens * kv.token_bytes + kv.state_bytes
+        return cls(total, limit, dict(contexts))
+
+    @property
+    def short(self) -> bool:
+        """True if the store cannot hold all of it and leave room for the rest."""
+        return 0 < ROOM * self.limit < self.bytes
+
+    def pays(self, state: State, entry: Placed, canonical_held: bool) -> bool:
+        """Return True if bytes are short and canonical + patch saves some."""
+        shared = len(self.contexts.get((state.system_prompt_key, entry.chunk_id), ())) > 1
+        return self.short and (canonical_held or shared)
+
+
+def likely_form(state: State, evicted: Placed, canonical_held: bool, keeps_survivors: bool) -> Form:
+    """Return the cheapest form that serves ``evicted`` when `Window.recall` brings it back to its chronological place."""
+    front: list[str] = []
+    for p in state.placed:
+        if p.arrival > evicted.arrival:
+            break
+        front.append(p.id)
+    if not front and canonical_held:
+        return "canonical"  # there it is exact
+    absorbed = evicted.kv.antecedents if evicted.kv else ()
+    if front == list(absorbed) or (keeps_survivors and front == [a for a in absorbed if a in set(front)]):
+        return "conditioned"
+    return "canonical" if canonical_held else "source"

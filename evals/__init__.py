@@ -1,8 +1,0 @@
-"""Evaluation of the window operations on a model: tasks, arms, samples, scores and reports.
-
-Measuring and scoring are separate. `ctxwin.evals.measure` puts arms to items; `ctxwin.evals.run` keeps what it finds, one line
-per (task, arm, item) in ``samples.jsonl``, and `ctxwin.evals.score` makes every figure from that file without a model. The
-probe judges the same samples as they come. Nothing here is imported by ``import ctxwin``.
-"""
-
-from __future__ import annotations

@@ -1,0 +1,122 @@
+"""Arms that hold fewer KV than tokens: Elastic Cache's merging, and eviction by attention (H2O) or by age (local).
+
+By default the placed chunks' exact KV is thinned out before the question comes, which is what a window would hold; the
+first token changes. ``@prompt`` is the paper's moment: system prompt, chunks and question are encoded exactly, then thinned
+out together, and only the rest of the answer is affected. Slots differ by layer. Here the whole context is thinned out as one;
+windows keep single chunks merged (`Window.merge`), which move.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ctxwin_evals.arms.base import SHARE, Served, SharedArm
+from ctxwin_evals.decoder import Memory, concatenated
+from ctxwin_evals.elastic import H2O, Attended, Elastic, Local, Policy, Window
+
+if TYPE_CHECKING:
+    from ctxwin_evals.group import Group
+
+WEIGHTS_AT_ONCE = 1 << 26
+"""Attention weights of a layer that are held at once, at most."""
+
+_ATTENTION: WeakKeyDictionary[Group, dict[type[Attended], Tensor]] = WeakKeyDictionary()
+"""See `attention_of`; computed once for all arms."""
+_HELD: WeakKeyDictionary[Group, dict[_Compressed, list[Served | None]]] = WeakKeyDictionary()
+"""Chunks thinned out before the question came; they are stored in that form, so an ask finds them."""
+
+
+@dataclass(frozen=True)
+class _Compressed(SharedArm, settings=("window",), argument=f"(?P<share>{SHARE})(?:@(?P<moment>prompt))?"):
+    moment: Literal["window", "prompt"] = "window"
+
+    policy: ClassVar[type[Policy]]
+
+    def serve(self, group: Group) -> list[Served | None]:
+        if self.moment == "prompt":
+            return self._thin_after_question(group)
+        cache = _HELD.setdefault(group, {})
+        if self not in cache:
+            cache[self] = self._thin_before_question(group)
+        return cache[self]
+
+    def _thin_after_question(self, group: Group) -> list[Served | None]:
+        """Serve exact chunks, and a policy that thins them out after the question."""
+        policy = self.policy(self.share, attention_of(group))
+        tokens = group.context_tokens
+        return [
+            Served(row, over=group.kv_bytes(), computed=tokens, forwards=1, policy=policy.of([b]))
+            for b, row in enumerate(group.exact)
+        ]
+
+    def _thin_before_question(self, group: Group) -> list[Served | None]:
+        """Serve thinned-out chunks, the only form that is stored; the system prompt is kept whole."""
+        thinned_memory, policy = thinned(self.policy, self.share, group)
+        nowhere = torch.zeros(3, thinned_memory.slots, dtype=torch.int64)
+        extra = {"kv_share": thinned_memory.slots / group.context_tokens}
+        stored, over = group.spec.span_bytes(thinned_memory.slots), group.kv_bytes()
+        return [
+            Served(
+                [thinned_memory.span(b, 0, thinned_memory.slots, nowhere, 0)],
+                stored,
+                over,
+                policy=policy.of([b]),
+                extra=extra,
+            )
+            for b in range(len(group))
+        ]
+
+
+class ElasticCache(_Compressed, form="elastic:B", source="Elastic Cache, sections 3.2-3.3, eq. 1-3, algorithm 1"):
+    """The chunks' KV merged around the most attended tokens, layer by layer; first and last token are among them."""
+
+    policy: ClassVar[type[Policy]] = Elastic
+
+
+class HeavyHitters(_Compressed, form="h2o:B", source="Elastic Cache, section 4.1 (H2O, Frequency Cache)"):
+    """Only the KV of the most attended tokens is kept, layer by layer; the least attended are dropped while generating too."""
+
+    policy: ClassVar[type[Policy]] = H2O
+
+
+class MostRecent(_Compressed, form="local:B", source="Elastic Cache, section 4.1 (Local Cache)"):
+    """Only the KV of the last tokens is kept; the oldest are dropped while generating too. No first tokens are kept as sinks."""
+
+    policy: ClassVar[type[Policy]] = Local
+
+
+def thinned(kind: type[Policy], share: float, group: Group) -> tuple[Memory, Policy]:
+    """The placed chunks' exact KV thinned out before a question comes, and the policy from then on; for the whole group."""
+    sums, lead = attention_of(group, kind.attention), group.system_prompt_span.tokens
+    tokens, attended = group.context_tokens, kind.attention(sums[:, :, lead:])
+    whole = group.decoder.memory(group.exact)
+    compressed = kind(share, sums, Window(lead, tokens, tokens)).compress(whole, attended)
+    sums_left = torch.cat([sums[:, :, :lead], attended.sums], 2)
+    return compressed, kind(share, sums_left, Window(lead, tokens, compressed.slots))
+
+
+def attention_of(group: Group, kind: type[Attended] = Attended) -> Tensor:
+    """Attention that system prompt and placed chunks give each other, by slot: float32 ``[L, B, system prompt + context]``.
+
+    Summed over all queries, averaged over heads (section 3.3), or as ``kind`` has it. Cost: one eager pass for each group, in
+    blocks of rows; a server would add it up in the pass that conditions the chunks.
+    """
+    cache = _ATTENTION.setdefault(group, {})
+    if kind not in cache:
+        decoder, batch = group.decoder, len(group)
+        tokens = concatenated([decoder.tokens([group.system_prompt] * batch), group.context])
+        empty = group.behind_system_prompt(batch)
+        memory = Memory(empty.k[:, :, :, :0], empty.v[:, :, :, :0]).grown(tokens.count)
+        attended = kind(torch.zeros(decoder.layers, batch, tokens.count, device=memory.k.device))
+        heads = int(decoder.engine.text_model.config.num_attention_heads)
+        rows = max(1, WEIGHTS_AT_ONCE // (batch * heads * tokens.count))
+        for begin in range(0, tokens.count, rows):
+            at = torch.arange(begin, min(begin + rows, tokens.count), device=memory.k.device)
+            decoder.run(tokens.pick(at[None].expand(batch, -1)), memory, at, watch=attended.watch)
+        cache[kind] = attended.sums
+    return cache[kind]

@@ -1,0 +1,261 @@
+"""Arms that compute some tokens in context and reuse the others unchanged: the token axis.
+
+All start from the same relocated KV, and what they compute sees everything before it, layer by layer (their strongest
+form; Kamera, section 6). After a slide they build on canonicals, as `blind` does, not on survivors: these papers store
+chunks alone.
+
+A choice is a bool tensor ``[B, T]`` over the placed tokens of a group. What share of the work that is
+(``extra["recomputed"]``) always means: token-layers that go through the decoder, over those of all placed tokens, the
+first chunk's included, though blind reuse has that one exact.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from ctxwin.kv.layout import SpanKV
+from ctxwin_evals.arms.base import Arm, CountedArm, Served, SharedArm
+from ctxwin_evals.decoder import Memory
+
+if TYPE_CHECKING:
+    from ctxwin_evals.group import Group
+
+
+class _Recomputing(Arm):
+    """Chosen tokens are computed in context in a single step, the rest is blind."""
+
+    @abstractmethod
+    def chosen(self, group: Group) -> Tensor:
+        """Return the mask of placed tokens to compute: bool ``[B, T]``."""
+
+    def base(self, group: Group) -> list[list[SpanKV]]:
+        """Return the memory before these tokens are computed."""
+        return group.blind
+
+    def serve(self, group: Group) -> list[Served | None]:
+        chosen = self.chosen(group)
+        return serve_rows(group, recompute(group, self.base(group), chosen), chosen.sum(dim=1).tolist())
+
+
+class FirstK(CountedArm, _Recomputing, form="first_k:K", source="Kamera, section 4 and appendix C.3 (first-k carve)"):
+    """The first k tokens of every chunk but the first are computed in context, the rest is blind."""
+
+    def chosen(self, group: Group) -> Tensor:
+        chosen = torch.zeros(len(group), group.context_tokens, dtype=torch.bool)
+        for place in group.places[1:]:
+            chosen[:, place.slot : place.end if self.count is None else min(place.end, place.slot + self.count)] = True
+        return chosen
+
+
+class Epic(FirstK, form="epic:K", source="EPIC (Hu et al. 2025, arXiv 2410.15332): LegoLink"):
+    """LegoLink: the first k tokens of every chunk but the first are computed in context; k is fixed, up to 32.
+
+    The same rule as `FirstK`, and the same figures: Kamera's carve is LegoLink on pictures. EPIC states it for text
+    chunks and does not say how a chunk of several pictures counts; here a chunk is a chunk.
+    """
+
+
+class Mpic(
+    CountedArm,
+    _Recomputing,
+    form="mpic:K",
+    source="MPIC, sections 4.1 (selective attention, dummy cache) and 4.2 (MPIC-k)",
+):
+    """All text tokens, and the first k tokens of every picture, are computed in context in a single step.
+
+    Text has no stored KV: a dummy cache of zeros stands in its slots until they are written. Chunks without pictures are
+    wholly computed, and so is the text of the first chunk. The paper's default is 32 (MPIC-32).
+    """
+
+    dummy: ClassVar[float] = 0.0
+
+    def chosen(self, group: Group) -> Tensor:
+        return ~group.pictured | heads_of_pictures(group, self.count)
+
+    def base(self, group: Group) -> list[list[SpanKV]]:
+        rows = []
+        for row, pictured in zip(group.blind, group.pictured, strict=True):
+            spans = []
+            for span, place in zip(row, group.places, strict=True):
+                text = ~pictured[place.slot : place.end][None, :, None, None]
+                k, v = (x.masked_fill(text, self.dummy) for x in (span.k, span.v))
+                spans.append(SpanKV(k, v, span.positions, span.start))
+            rows.append(spans)
+        return rows
+
+
+class FullReuse(Arm, form="full-reuse", source="MPIC, sections 2.2 and 5.2 (full reuse, as Prompt Cache)"):
+    """Two steps: the text's KV without any picture, then pictures are linked in between; no picture token is computed.
+
+    In the first step text tokens stand at their places and see the system prompt and the text before them, as no picture
+    has been concatenated yet. ``forwards`` counts the second step too, which here is the question's pass: the question
+    sees everything, while the paper leaves that to the first output token (this is the stronger form).
+    """
+
+    def serve(self, group: Group) -> list[Served | None]:
+        lead, text = group.system_prompt_span.tokens, ~group.pictured
+        rows = [list(row) for row in group.blind]
+        for b in range(len(group)):
+            at = text[b].nonzero()[:, 0] + lead
+            memory = group.memory([group.blind[b]])
+            visible = torch.cat([torch.ones(lead, dtype=torch.bool), text[b]])
+            tokens = group.context.of([b])
+            some = tokens.pick((at - lead)[None].to(tokens.embeds.device))
+            group.decoder.run(some, memory, at, mask=visible & (torch.arange(memory.slots) <= at[:, None]))
+            rows[b] = spans_of(group, memory, [b])[0]
+        return serve_rows(group, rows, text.sum(dim=1).tolist(), forwards=2)
+
+
+class CacheblendOracle(
+    SharedArm,
+    _Recomputing,
+    form="cacheblend-oracle:R",
+    source="Kamera, section 4 ('Diffuse across tokens': selection by true deficit)",
+    found=("exact",),
+):
+    """The share of placed tokens whose KV is furthest off, over all layers: the best that selection by deviation could do."""
+
+    def chosen(self, group: Group) -> Tensor:
+        return _highest_share(changes(group), self.share)
+
+
+class Quest(
+    SharedArm,
+    _Recomputing,
+    form="quest:R",
+    source="Kamera, appendix C.3, table 6 (oracle query-aware recompute, Quest-style)",
+    found=("exact",),
+):
+    """The share of placed tokens that the question attends to most, in the exact context; no answer is read.
+
+    Attention weights are summed over the question's tokens, heads and layers. Quest itself reads pages by bounds on the
+    same weights; this is what it approximates.
+    """
+
+    def chosen(self, group: Group) -> Tensor:
+        return _highest_share(attended(group), self.share)
+
+
+def _highest_share(scores: Tensor, share: float) -> Tensor:
+    at = highest(scores, quota(share, scores.shape[1])).cpu()
+    return torch.zeros(scores.shape, dtype=torch.bool).scatter_(1, at, True)
+
+
+def heads_of_pictures(group: Group, count: int | None) -> Tensor:
+    """The first ``count`` embeddings (None: all) of every picture and video, wherever it is in its chunk."""
+    chosen = torch.zeros(len(group), group.context_tokens, dtype=torch.bool)
+    for b, item in enumerate(group.items):
+        for place, frame in zip(group.places, item.placed, strict=True):
+            for media in group.chunks[b][frame].media:
+                begin = place.slot + media.offset
+                chosen[b, begin : begin + (media.tokens if count is None else min(media.tokens, count))] = True
+    return chosen
+
+
+def quota(share: float, tokens: int) -> int:
+    """How many of ``tokens`` a share stands for: the nearest number, halves upwards."""
+    return min(tokens, math.floor(share * tokens + 0.5))
+
+
+def highest(scores: Tensor, count: int) -> Tensor:
+    """Indices of the ``count`` highest scores of each row, ascending: ``[B, T]`` to ``[B, count]``; earlier ones win ties."""
+    return scores.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
+
+
+def changes(group: Group) -> Tensor:
+    """How far each placed token's KV is off: squared difference of exact and blind over all layers, float64 ``[B, T]``."""
+    return torch.stack(
+        [
+            torch.cat([_squared_distance(e, c) for e, c in zip(exact, blind, strict=True)])
+            for exact, blind in zip(group.exact, group.blind, strict=True)
+        ]
+    )
+
+
+def attended(group: Group) -> Tensor:
+    """Return the attention of the question to the exact context, summed over tokens, heads and layers.
+
+    Returns:
+        float64 ``[B, T]``. Cost: the exact context, and one pass over the question. No answer is read.
+    """
+    decoder, lead = group.decoder, group.system_prompt_span.tokens
+    scores = torch.zeros(len(group), group.context_tokens, dtype=torch.float64)
+    queries = [decoder.query(item.query) for item in group.items]
+    for length in sorted({q.tokens for q in queries}):
+        some = [b for b, q in enumerate(queries) if q.tokens == length]
+        memory = group.memory([group.exact[b] for b in some])
+        sums = torch.zeros(len(some), group.context_tokens, dtype=torch.float64)
+
+        def watch(layer: int, weights: Tensor, sums: Tensor = sums) -> None:
+            sums += weights[..., lead : lead + group.context_tokens].sum(dim=(1, 2)).to("cpu", torch.float64)
+
+        decoder.append(decoder.tokens([queries[b] for b in some], group.begin), memory, watch)
+        scores[some] = sums
+    return scores
+
+
+def recompute(group: Group, rows: Sequence[Sequence[SpanKV]], chosen: Tensor) -> list[list[SpanKV]]:
+    """``rows`` with the chosen tokens computed in context, in one step (`Group.recomputed`; MPIC, section 4.1).
+
+    Items of which as many tokens are chosen share a forward.
+    """
+    out: list[list[SpanKV]] = [list(row) for row in rows]
+    for count in sorted(set(chosen.sum(dim=1).tolist())):
+        if not count:
+            continue
+        some = [b for b in range(len(group)) if int(chosen[b].sum()) == count]
+        at = torch.stack([chosen[b].nonzero()[:, 0] for b in some])
+        memory = group.memory([rows[b] for b in some])
+        tokens = group.context.of(some)
+        group.decoder.run(tokens.pick(at.to(tokens.embeds.device)), memory, at + group.system_prompt_span.tokens)
+        for b, row in zip(some, spans_of(group, memory, some), strict=True):
+            out[b] = row
+    return out
+
+
+def spans_of(group: Group, memory: Memory, some: Sequence[int]) -> list[list[SpanKV]]:
+    """The placed chunks of a memory of some items, by item and place."""
+    return [group.placed_spans(memory, i, group.items[b].placed) for i, b in enumerate(some)]
+
+
+def serve_rows(
+    group: Group, rows: Sequence[Sequence[SpanKV]], work: Sequence[float], *, forwards: int = 1
+) -> list[Served | None]:
+    """Return the entries of an arm that computed ``work[b]`` tokens of each item, see `serving`."""
+    return [serving(group, row, work[b], forwards=forwards) for b, row in enumerate(rows)]
+
+
+def serving(
+    group: Group,
+    row: Sequence[SpanKV],
+    work: float,
+    *,
+    forwards: int = 1,
+    stored: int = 0,
+    over: Iterable[int] | None = None,
+) -> Served:
+    """One item's row for which ``work`` tokens went through all layers, or as many token-layers over the layers.
+
+    ``stored`` are bytes kept beside the KV of the places ``over`` (all by default).
+    """
+    return Served(
+        row,
+        stored,
+        group.kv_bytes(over),
+        computed=math.ceil(work - 1e-9),
+        forwards=forwards if work else 0,
+        extra={"recomputed": work / group.context_tokens},
+    )
+
+
+def _squared_distance(a: SpanKV, b: SpanKV) -> Tensor:
+    """Squared distance of two spans in one frame by token, float64 ``[T]``."""
+    return sum(
+        ((x.double() - y.double()).pow(2).sum(dim=(0, 2, 3)) for x, y in ((a.k, b.k), (a.v, b.v))), torch.zeros(())
+    )

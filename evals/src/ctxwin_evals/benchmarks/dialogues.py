@@ -1,0 +1,217 @@
+"""Dialogues over several pictures: MMDU (arXiv 2406.11833) and SparklesEval (arXiv 2308.16463), which MPIC is measured on.
+
+Every answer of a dialogue is an item: the turns before it, with the reference answers, stand in the context, so that
+arms are compared on the same one. References are free text. The papers have a model judge them; here an answer is scored by
+ROUGE-L against its reference, agreement with a re-prefill is counted as for every task, and `export` writes what a judge
+of one's own reads.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from ctxwin.chunk import Chunk
+from ctxwin.hashing import digest
+from ctxwin_evals.benchmarks.base import DataOptions, DataTask, Missing, checked, inside, read_json
+from ctxwin_evals.benchmarks.frames import load_picture
+from ctxwin_evals.benchmarks.prompt import Picture, Piece, interleave
+from ctxwin_evals.items import Item, Scored
+from ctxwin_evals.metrics import rouge_l
+
+NAMES = {
+    "mmdu": "long dialogues over many pictures, with free answers",
+    "sparkles": "two-turn dialogues over pictures that they name in the text (SparklesEval)",
+}
+PLACEHOLDER = "<ImageHere>"
+_NAMED = re.compile(r"IMAGE#(\w+)")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A user's text and pictures, and the answer."""
+
+    asked: tuple[Piece, ...]
+    query: str
+    answer: str
+
+
+class _Said(BaseModel, strict=True):
+    speaker: Annotated[Literal["user", "assistant"], Field(alias="from")]
+    value: str
+
+
+class _MMDU(BaseModel, strict=True):
+    id: int | str
+    image: list[str]
+    conversations: Annotated[list[_Said], Field(min_length=2)]
+
+
+class _Shown(BaseModel, strict=True):
+    image_id: int | str
+
+
+class _Spoken(BaseModel, strict=True):
+    content: str
+    images: list[_Shown] = []
+
+
+class _Sparkles(BaseModel, strict=True):
+    evaluation_id: int | str
+    dialogue: Annotated[list[_Spoken], Field(min_length=2)]
+
+
+class Dialogues(DataTask):
+    """One of the two data sets."""
+
+    splits = ("test",)
+    answer_tokens = 512
+    file: str
+    pictures: str
+
+    def __init__(self, name: str, options: DataOptions) -> None:
+        super().__init__(name, NAMES[name], options)
+
+    @abstractmethod
+    def dialogue(self, row: Any, folder: Path, where: str) -> tuple[str, list[Turn]]:
+        """Name and turns of a row; ValueError naming ``where``."""
+
+    def patterns(self) -> list[str]:
+        return [self.file, f"{self.pictures}/**"]
+
+    def read(self, root: Path) -> Iterator[tuple[str, str, Item | ValueError]]:
+        path, index = self.annotations(root / self.file), 0
+        rows = read_json(path)
+        if not isinstance(rows, list):
+            raise ValueError(f"{path} must be a list of dialogues, got {type(rows).__name__}")
+        for number, row in enumerate(rows):
+            where = f"{path} dialogue {number}"
+            try:
+                name, turns = self.dialogue(row, root / self.pictures, where)
+            except ValueError as error:
+                yield where, where, error
+                continue
+            for last, turn in enumerate(turns):
+                pieces = [piece for t in turns[: last + 1] for piece in t.asked]
+                missing = Missing.among([p.path for p in pieces if isinstance(p, Picture)], where)
+                yield where, f"{name}/{last}", missing or self._item(index, name, turns[: last + 1], turn)
+                index += 1
+
+    def _item(self, index: int, name: str, turns: Sequence[Turn], turn: Turn) -> Item:
+        options, pictures = self.options, [p.path for t in turns for p in t.asked if isinstance(p, Picture)]
+        count = sum(len(t.asked) + 2 for t in turns[:-1]) + len(turn.asked)
+        texts = [[*(p if isinstance(p, str) else None for p in t.asked), t.query, t.answer] for t in turns]
+        media = [[path.name, path.stat().st_size] for path in pictures]
+        return Item(
+            task=self.name,
+            index=index,
+            load=partial(_chunks, tuple(turns), options.max_pixels),
+            count=count,
+            placed=tuple(range(count)),
+            query=turn.query,
+            target=turn.answer,
+            doc_id=f"{name}/{len(turns) - 1}",
+            cluster=f"{self.name}/{name}",
+            digest=digest(self.name, texts, media, options.max_pixels),
+            max_tokens=self.max_tokens,
+            meta={"turn": len(turns), "num_images": len(pictures), "images": [path.name for path in pictures]},
+        )
+
+    def score(self, answer: str, target: Any, meta: Mapping[str, Any]) -> Scored:
+        return Scored(rouge_l(str(target), answer), answer.strip())
+
+    def exported(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        """JSON lines for a judge: dialogue, turn, pictures, reference, answer, and ROUGE-L beside them."""
+        lines = [
+            {
+                "id": row["doc_id"],
+                "turn": row["meta"]["turn"],
+                "images": row["meta"]["images"],
+                "reference": row["target"],
+                "answer": row["answer"],
+                "rouge_l": row["score"],
+            }
+            for row in rows
+        ]
+        return "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in lines)
+
+
+class MMDU(Dialogues):
+    """``benchmark.json`` and its pictures; each ``<ImageHere>`` takes the next of ``image``."""
+
+    file, pictures = "benchmark.json", "mmdu_pics"
+
+    def dialogue(self, row: Any, folder: Path, where: str) -> tuple[str, list[Turn]]:
+        read = checked(_MMDU, row, where)
+        paths = [inside(folder, Path(name).name, where) for name in read.image]
+        messages, turns, at = read.conversations, list[Turn](), 0
+        for user, assistant in _pairs(messages, [one.speaker for one in messages], where):
+            texts = user.value.split(PLACEHOLDER)
+            pictures = paths[at : at + len(texts) - 1]
+            at += len(texts) - 1
+            if len(pictures) < len(texts) - 1:
+                raise ValueError(f"{where}: there must be a picture for every {PLACEHOLDER}, got {len(paths)} pictures")
+            turns.append(_turn(texts, pictures, assistant.value, self.options.text_words))
+        if at < len(paths):
+            raise ValueError(f"{where}: every picture must have its {PLACEHOLDER}, got {len(paths)} for {at}")
+        return str(read.id), turns
+
+
+class Sparkles(Dialogues):
+    """``sparkleseval.json`` and ``images/ID.jpg``; a picture stands after the first mention of its ``IMAGE#ID``."""
+
+    file, pictures = "sparkleseval.json", "images"
+
+    def dialogue(self, row: Any, folder: Path, where: str) -> tuple[str, list[Turn]]:
+        read = checked(_Sparkles, row, where)
+        messages = read.dialogue
+        speakers = ["user" if i % 2 == 0 else "assistant" for i in range(len(messages))]
+        turns = []
+        for user, assistant in _pairs(messages, speakers, where):
+            image_ids = [str(image.image_id) for image in user.images]
+            texts, names, at = [], [], 0
+            for match in _NAMED.finditer(user.content):
+                if match[1] in image_ids and match[1] not in names:
+                    texts.append(user.content[at : match.end()])
+                    names.append(match[1])
+                    at = match.end()
+            if missing := [name for name in image_ids if name not in names]:
+                raise ValueError(f"{where}: the text must name every picture as IMAGE#ID, got none for {missing}")
+            paths = [inside(folder, f"{name}.jpg", where) for name in names]
+            turns.append(_turn([*texts, user.content[at:]], paths, assistant.content, self.options.text_words))
+        return str(read.evaluation_id), turns
+
+
+KINDS: dict[str, type[Dialogues]] = {"mmdu": MMDU, "sparkles": Sparkles}
+
+
+def _pairs(messages: Sequence[Any], speakers: Sequence[str], where: str) -> list[tuple[Any, Any]]:
+    if len(messages) % 2 or list(speakers) != ["user", "assistant"] * (len(messages) // 2):
+        raise ValueError(f"{where}: turns must be a user's and an assistant's by turns, got {', '.join(speakers)}")
+    return list(zip(messages[::2], messages[1::2], strict=True))
+
+
+def _turn(texts: Sequence[str], pictures: Sequence[Path], answer: str, words: int) -> Turn:
+    """Split a turn: the question is the text after the last picture, or, if there is none, the text before it repeated."""
+    query = texts[-1].strip() or next((text.strip() for text in reversed(texts) if text.strip()), "")
+    return Turn(interleave([*texts[:-1], ""] if pictures else [], pictures, words), query or "Go on.", answer)
+
+
+def _chunks(turns: Sequence[Turn], max_pixels: int | None) -> list[Chunk]:
+    """Pictures and texts as they are, earlier answers as turns of the assistant."""
+    chunks: list[Chunk] = []
+    for i, turn in enumerate(turns):
+        for piece in turn.asked:
+            is_text = isinstance(piece, str)
+            chunks.append(Chunk.text(piece) if is_text else Chunk.image(load_picture(piece.path, max_pixels)))  # type: ignore[arg-type,union-attr]
+        if i < len(turns) - 1:
+            chunks += [Chunk.text(turn.query), Chunk.message("assistant", turn.answer)]
+    return chunks

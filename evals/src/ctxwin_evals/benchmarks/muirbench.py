@@ -1,0 +1,184 @@
+"""MuirBench (arXiv 2406.09411): multiple-choice questions over several pictures; Kamera's figure 7 is measured on it.
+
+Layout: the parquet files of the official data set (``data/test*.parquet``), which hold the pictures. Prompt and reading of
+answers follow the official repository (commit 840b85f: ``eval/utils/preprocess.py``, ``postprocess.py``) but for one thing: an
+answer that names no choice is wrong here, where the official script draws a choice at random.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+
+from ctxwin.chunk import Chunk
+from ctxwin.hashing import digest
+from ctxwin.media import as_rgb
+from ctxwin_evals.benchmarks.base import DataOptions, DataTask, checked
+from ctxwin_evals.benchmarks.frames import fit
+from ctxwin_evals.benchmarks.prompt import cut_text
+from ctxwin_evals.items import Item, Scored
+
+NAME = "muirbench"
+PLACEHOLDER = "<image>"
+_AROUND = (",", ".", "!", "?", ";", ":", "'")
+_SPOKEN = 5  # an answer of more words may spell its choice out
+
+
+class Row(BaseModel, strict=True):
+    """One question, as in the official files, but for its pictures."""
+
+    idx: str
+    task: str
+    image_relation: str
+    image_type: str
+    question: str
+    options: Annotated[list[str], Field(min_length=2, max_length=26)]
+    answer: str
+    counterpart_idx: str | None = None
+
+
+class MuirBench(DataTask):
+    """All twelve kinds of tasks; ``meta["task"]`` says which."""
+
+    splits = ("test",)
+    answer_tokens = 32
+
+    def __init__(self, options: DataOptions) -> None:
+        super().__init__(NAME, "multiple-choice questions about several pictures", options)
+
+    def patterns(self) -> list[str]:
+        return ["data/test*.parquet"]
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "text_words": self.options.text_words}
+
+    def read(self, root: Path) -> Iterator[tuple[str, str, Item | ValueError]]:
+        index = -1
+        paths = sorted(root.glob("data/test*.parquet")) or [self.annotations(root / "data" / "test.parquet")]
+        for path in paths:
+            for where, group, number, values in _rows(path):
+                index += 1
+                try:
+                    row = checked(Row, values, where)
+                    item = self._item(index, row, path, group, number, where)
+                except ValueError as error:
+                    yield where, where, error
+                    continue
+                yield where, row.idx, item
+
+    def _item(self, index: int, row: Row, path: Path, group: int, number: int, where: str) -> Item:
+        if row.answer not in letters(row.options):
+            raise ValueError(f"{where}: answer must be a letter of {len(row.options)} options, got {row.answer!r}")
+        options = self.options
+        *texts, query = compose(row).split(PLACEHOLDER)
+        parts = [cut_text(text, options.text_words) for text in texts]
+        count = sum(map(len, parts)) + len(texts)
+        labels = {key: getattr(row, key) for key in ("task", "image_relation", "image_type", "counterpart_idx")}
+        return Item(
+            task=self.name,
+            index=index,
+            load=partial(_chunks, path, group, number, where, parts, options.max_pixels),
+            count=count,
+            placed=tuple(range(count)),
+            query=query,
+            target={"answer": row.answer, "options": row.options},
+            doc_id=row.idx,
+            cluster=f"{self.name}/{row.idx}",
+            digest=digest(self.name, row.model_dump(), path.name, path.stat().st_size, options.max_pixels),
+            max_tokens=self.max_tokens,
+            meta={**labels, "num_images": len(texts)},
+        )
+
+    def score(self, answer: str, target: Any, meta: Mapping[str, Any]) -> Scored:
+        read = read_answer(answer, target["options"])
+        return Scored(float(read == target["answer"]), read)
+
+    def exported(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        """JSON lines of the questions' ids, the answers as given, and the letters they are read as."""
+        records = []
+        for row in rows:
+            read = read_answer(row["answer"], row["target"]["options"])
+            reference = {"task": row["meta"]["task"], "answer": row["target"]["answer"]}
+            records.append({"idx": row["doc_id"], **reference, "response": row["answer"], "pred": read})
+        return "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in records)
+
+
+def compose(row: Row) -> str:
+    """The official prompt."""
+    choices = [f"({letter}) {choice}" for letter, choice in letters(row.options).items()]
+    hint = "Hint: Please provide the correct option letter, such as A, B, C, D, directly."
+    return "\n".join([f"Question: {row.question}", "Choices:", *choices, hint, "Answer:"]).strip()
+
+
+def letters(options: Sequence[str]) -> dict[str, str]:
+    """Choices by letter."""
+    return {chr(ord("A") + i): choice for i, choice in enumerate(options)}
+
+
+def read_answer(answer: str, options: Sequence[str]) -> str:
+    """The letter that an answer is read as, by the official rule; "" for none.
+
+    A letter in brackets, else one that stands alone, else, of an answer of more than five words, a choice spelled out; of
+    several the one that comes last.
+    """
+    for sign in _AROUND:
+        answer = answer.strip(sign)
+    text, named = f" {answer} ", letters(options)
+    spellings = [(text, {letter: form.format(letter) for letter in named}) for form in ("({})", " {} ")]
+    if len(text.split()) > _SPOKEN:
+        spellings.append((text.lower(), {letter: choice.lower() for letter, choice in named.items()}))
+    for within, forms in spellings:
+        positions = {letter: within.rfind(spelled) for letter, spelled in forms.items() if spelled in within}
+        if positions:
+            return max(positions, key=lambda letter: positions[letter])
+    return ""
+
+
+def _rows(path: Path) -> Iterator[tuple[str, int, int, dict[str, Any]]]:
+    """(place for messages, row group, row in it, columns) of a file, without its pictures."""
+    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+    try:
+        with pq.ParquetFile(path) as file:
+            there = set(file.schema_arrow.names)
+            lacking = [name for name in (*Row.model_fields, "image_list") if name not in there]
+            if lacking:
+                raise ValueError(f"{path} must have the columns of MuirBench, got none named {', '.join(lacking)}")
+            at = 0
+            for group in range(file.num_row_groups):
+                rows = file.read_row_group(group, columns=list(Row.model_fields)).to_pylist()
+                for number, row in enumerate(rows):
+                    yield f"{path} row {at + number}", group, number, {k: v for k, v in row.items() if v is not None}
+                at += len(rows)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path} must be a whole parquet file, got {error}") from error
+
+
+def _chunks(
+    path: Path, group: int, number: int, where: str, parts: Sequence[Sequence[str]], max_pixels: int | None
+) -> list[Chunk]:
+    """The texts and the pictures of one question, read when they are asked for."""
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        pictures = file.read_row_group(group, columns=["image_list"])["image_list"][number].as_py()
+    if len(pictures) != len(parts):
+        raise ValueError(
+            f"{where}: there must be a picture for every {PLACEHOLDER}, got {len(pictures)} for {len(parts)}"
+        )
+    chunks: list[Chunk] = []
+    for texts, picture in zip(parts, pictures, strict=True):
+        chunks += [Chunk.text(text) for text in texts]
+        data: Any = picture["bytes"]
+        if max_pixels is not None:
+            pixels = as_rgb(data)
+            smaller = fit(pixels, max_pixels)
+            data = data if smaller is pixels else smaller
+        chunks.append(Chunk.image(data))
+    return chunks

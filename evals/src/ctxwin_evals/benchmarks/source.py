@@ -1,0 +1,181 @@
+"""The folder a benchmark's data is in: a local one, or a download from the Hugging Face hub; archives in it are unpacked."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+HUB = "hub:"
+MOST_GROWTH, FREE_BYTES, MOST_FILES = 20, 64 << 20, 1_000_000
+"""Bytes that an archive may unpack to, a byte of it and besides: pictures and videos hardly shrink, subtitles to a quarter."""
+
+
+def find_data(data: str, patterns: list[str]) -> Path:
+    """The data folder.
+
+    Args:
+        data: a folder, as unpacked or as downloaded from the hub, or ``hub:OWNER/NAME``. Archives in it are unpacked beside
+            themselves, once.
+        patterns: what is downloaded of a hub's data set.
+
+    Raises:
+        ValueError: no such folder, an empty one, no name of a data set, or one that the hub does not give.
+    """
+    if not data.startswith(HUB):
+        folder = Path(data).expanduser()
+        if not folder.is_dir() or not any(folder.iterdir()):
+            raise ValueError(
+                f"data must be a folder in the data set's official layout, got {data!r}, which is none or empty"
+            )
+        unpack_all(folder)
+        return folder
+    repo = data.removeprefix(HUB)
+    if repo.count("/") != 1 or not all(repo.split("/")):
+        raise ValueError(f"data of the hub must be hub:OWNER/NAME, got {data!r}")
+    import huggingface_hub
+
+    try:
+        root = Path(huggingface_hub.snapshot_download(repo, repo_type="dataset", allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"data must be on the Hugging Face hub or downloaded before, got {data!r}: {error}; or pass a local folder in the "
+            "official layout"
+        ) from error
+    unpack_all(root)
+    return root
+
+
+def shown_data(data: str | None) -> str | None:
+    """How a run's configuration names its data: a folder by its full path, however it was spelled."""
+    return data if data is None or data.startswith(HUB) else str(Path(data).expanduser().resolve())
+
+
+def unpack_all(root: Path) -> None:
+    """Unpack the archives of the three data sets where they belong, each once.
+
+    ``mm_niah_*/images.tar.gz`` gives ``mm_niah_*/images``; ``MileBench_part*.tar.gz`` give the sets' folders, which hold a
+    JSON file of their own name; ``videos_chunked_*.zip`` and ``subtitle.zip`` give ``video`` and ``subtitle``. An archive
+    that does not hold what it should raises ValueError. What an unpacking that was ended left behind is removed, and it begins
+    again with the archive that it had not finished; two processes take turns.
+    """
+    archives = [path for pattern in _ARCHIVES for path in root.glob(pattern) if not _is_unpacked(path)]
+    if not archives:
+        return
+    try:
+        lock = (root / ".unpacking.lock").open("ab")
+    except OSError as error:
+        raise ValueError(
+            f"{root} must be writable so that its archives ({archives[0].name}, ...) can be unpacked, got {error}; unpack them "
+            "by hand, or copy the folder"
+        ) from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for leftover in (*root.glob(".unpacking-*/"), *root.glob("mm_niah_*/.unpacking-*/")):
+            shutil.rmtree(leftover)
+        _unpack_all(root)
+
+
+_ARCHIVES = (
+    "mm_niah_*/images.tar.gz",
+    "images.tar.gz",
+    "MileBench_part*.tar.gz",
+    "videos_chunked_*.zip",
+    "subtitle.zip",
+)
+
+
+def _is_unpacked(archive: Path) -> bool:
+    if archive.name == "images.tar.gz":
+        return (archive.parent / "images").is_dir() or not archive.resolve().parent.name.startswith("mm_niah_")
+    return archive.with_name(archive.name + ".unpacked").exists()
+
+
+def _unpack_all(root: Path) -> None:
+    for archive in sorted({*root.glob("mm_niah_*/images.tar.gz"), *root.glob("images.tar.gz")}):
+        if not _is_unpacked(archive):
+            target = archive.parent / "images"
+            with _content(archive) as content:
+                source = next((p for p in sorted(content.rglob("images")) if p.is_dir()), content)
+                if not any(source.iterdir()):
+                    raise ValueError(f"{archive} must hold pictures, got nothing; remove it to fetch it again")
+                source.rename(target)
+    for pattern, folder in (
+        ("MileBench_part*.tar.gz", ""),
+        ("videos_chunked_*.zip", "video"),
+        ("subtitle.zip", "subtitle"),
+    ):
+        for archive in sorted(root.glob(pattern)):
+            done = archive.with_name(archive.name + ".unpacked")
+            if _is_unpacked(archive):
+                continue
+            if folder and _holds(root / folder, archive):  # unpacked by hand
+                done.touch()
+                continue
+            with _content(archive) as content:
+                if folder:
+                    (root / folder).mkdir(exist_ok=True)
+                    targets = {p: root / folder / p.name for p in content.rglob("*") if p.is_file()}
+                else:
+                    sets = (p.parent for p in content.rglob("*.json") if p.stem == p.parent.name)
+                    targets = {p: root / p.name for p in sets if not (root / p.name).exists()}
+                for path, target in targets.items():
+                    path.replace(target)
+            done.touch()
+
+
+def _holds(folder: Path, archive: Path) -> bool:
+    """True if a folder holds every file of a zip, each of its size."""
+    try:
+        with zipfile.ZipFile(archive) as zipped:
+            files = [
+                (folder / Path(info.filename).name, info.file_size) for info in zipped.infolist() if not info.is_dir()
+            ]
+    except (zipfile.BadZipFile, OSError):
+        return False
+    return all(path.is_file() and path.stat().st_size == size for path, size in files)
+
+
+def _check_size(archive: Path) -> None:
+    """ValueError where an archive names more files or bytes than a data set of its size has."""
+    count, total, most = 0, 0, MOST_GROWTH * archive.stat().st_size + FREE_BYTES
+    for size in _sizes(archive):
+        count, total = count + 1, total + size
+        if total > most or count > MOST_FILES:
+            raise ValueError(
+                f"{archive} must unpack to at most {most:,} bytes in {MOST_FILES:,} files, got more; unpack it by hand if it is "
+                "right"
+            )
+    if total > (free := shutil.disk_usage(archive.parent).free):
+        raise ValueError(f"{archive} needs {total:,} bytes to unpack, got {free:,} free in {archive.parent}")
+
+
+def _sizes(archive: Path) -> Iterator[int]:
+    if archive.suffix == ".zip":
+        with zipfile.ZipFile(archive) as zipped:
+            yield from (info.file_size for info in zipped.infolist())
+    else:
+        with tarfile.open(archive) as tarred:
+            yield from (member.size for member in tarred)
+
+
+@contextmanager
+def _content(archive: Path) -> Iterator[Path]:
+    """A temporary folder beside an archive with its content; gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=archive.parent) as folder:
+        try:
+            # A zip's names cannot lead out of the folder; a tar's need the filter.
+            _check_size(archive)
+            options = {} if archive.suffix == ".zip" else {"filter": "data"}
+            shutil.unpack_archive(archive, folder, **options)  # type: ignore[arg-type]
+        except (shutil.ReadError, tarfile.TarError, zipfile.BadZipFile, EOFError, OSError) as error:
+            kind = "zip" if archive.suffix == ".zip" else "tar"
+            raise ValueError(
+                f"{archive} must be a whole {kind} archive, got {error}; remove it to fetch it again"
+            ) from error
+        yield Path(folder)

@@ -1,0 +1,336 @@
+"""Video-MME (arXiv 2405.21075): multiple-choice questions about videos, with or without subtitles.
+
+Columns, prompt and result file follow the official repository (commit 06c2315: README "Evaluation Pipeline",
+``evaluation/output_test_template.json``); media lie where VLMEvalKit or lmms-eval keep them. The prompt has the frames
+first, then the subtitles, then instruction, question and options.
+
+Scores: the official ``eval_your_results.py`` (thanku-all/parse_answer, named by the Video-MME repository at 06c2315;
+arXiv 2405.21075) and lmms-eval at 75571cf (``tasks/_task_utils/mcq_extract.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, model_validator
+
+from ctxwin.chunk import Chunk
+from ctxwin.hashing import digest
+from ctxwin_evals.benchmarks.base import DataOptions, DataTask, Missing, checked
+from ctxwin_evals.benchmarks.frames import frames_taken, sample_frames
+from ctxwin_evals.items import Item, Scored
+
+NAME = "video-mme"
+PARQUET = "videomme/test-00000-of-00001.parquet"
+MEDIA = ("video/{}.mp4", "data/{}.mp4", "data/{}.MP4", "data/{}.mkv")
+"""Where a video may lie: VLMEvalKit's place, then lmms-eval's."""
+INSTRUCTION = (
+    "Select the best answer to the following multiple-choice question based on the video. Respond with only the letter "
+    "(A, B, C, or D) of the correct option.\n"
+)
+SUBTITLES = "This video's subtitles are listed below:\n"
+_BATCH = 256
+_TAG = re.compile(r"<[^<>]*>|\{\\[^{}]*\}")
+
+
+class Row(BaseModel, strict=True):
+    """One question, as in the official file."""
+
+    video_id: str
+    duration: Literal["short", "medium", "long"]
+    domain: str
+    sub_category: str
+    url: str
+    videoID: str  # noqa: N815  # the column's name
+    question_id: str
+    task_type: str
+    question: str
+    options: list[str]
+    answer: Literal["A", "B", "C", "D"]
+
+    @model_validator(mode="after")
+    def _plain(self) -> Self:
+        if not self.videoID or Path(self.videoID).name != self.videoID:
+            raise ValueError(f"videoID must be a plain name, got {self.videoID!r}")
+        if [option[:2] for option in self.options] != [f"{letter}." for letter in LETTERS]:
+            raise ValueError(f"options must be 'A. ...' to 'D. ...', got {self.options!r}")
+        return self
+
+
+COLUMNS = tuple(Row.model_fields)
+
+
+class VideoMME(DataTask):
+    """All questions of Video-MME.
+
+    Frames are decoded when an item is loaded, and only then known: ``load`` adds ``frame_indices``, ``frame_times``,
+    ``video_frames`` and ``fps`` to the item's ``meta``.
+    """
+
+    splits = ("test",)
+    answer_tokens = 16
+
+    def __init__(self, options: DataOptions) -> None:
+        super().__init__(NAME, "multiple-choice questions about videos", options)
+
+    def patterns(self) -> list[str]:
+        return ["videomme/*.parquet", "videos_chunked_*.zip", "subtitle.zip"]
+
+    def config(self) -> dict[str, Any]:
+        o = self.options
+        return {
+            **super().config(),
+            "form": "video" if o.as_video else "images",
+            "frames": frames_taken(o.frame_rule, o.frames),
+            "frame_rule": o.frame_rule,
+            "subtitles": o.subtitles,
+            "times": o.times and not o.as_video,
+        }
+
+    def read(self, root: Path) -> Iterator[tuple[str, str, Item | ValueError]]:
+        if self.options.subtitles and not (root / "subtitle").is_dir():
+            raise ValueError(f"{self.name} with subtitles must find them, got no folder {str(root / 'subtitle')!r}")
+        for index, (where, row) in enumerate(self._rows(self.annotations(root / PARQUET))):
+            if isinstance(row, ValueError):
+                yield where, where, row
+                continue
+            places = [p.format(row.videoID) for p in MEDIA]
+            video = next((root / p for p in places if (root / p).is_file()), None)
+            if video is None:
+                entry: Item | ValueError = Missing(
+                    f"{where} must find its video, got none of {', '.join(places)} in {str(root)!r}; pass skip_missing to "
+                    "leave such questions out"
+                )
+            else:
+                entry = self._item(index, row, video, root / "subtitle" / f"{row.videoID}.srt")
+            yield where, row.question_id, entry
+
+    def _rows(self, path: Path) -> Iterator[tuple[str, Row | ValueError]]:
+        import pyarrow as pa  # type: ignore[import-untyped]
+        import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+        try:
+            with pq.ParquetFile(path) as file:
+                lacking = [c for c in COLUMNS if c not in file.schema_arrow.names]
+                if lacking:
+                    raise ValueError(f"{path} must have the columns of Video-MME, got none named {', '.join(lacking)}")
+                batches = file.iter_batches(_BATCH, columns=list(COLUMNS))
+                for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
+                    where = f"{path} row {number}"
+                    try:
+                        yield where, checked(Row, row, where)
+                    except ValueError as error:
+                        yield where, error
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"{path} must be a whole parquet file, got {error}") from error
+
+    def _item(self, index: int, row: Row, video: Path, subtitles: Path) -> Item:
+        o = self.options
+        # 156 of the 900 videos have no subtitle file; they are asked without.
+        used = o.subtitles and subtitles.is_file()
+        frames = frames_taken(o.frame_rule, o.frames)
+        count = (1 if o.as_video else frames) + used
+        meta = {
+            **row.model_dump(exclude={"url", "answer"}),
+            "subtitles": "used" if used else "missing" if o.subtitles else "off",
+            "form": "video" if o.as_video else "images",
+            "frames": frames,
+            "frame_rule": o.frame_rule,
+            "max_pixels": o.max_pixels,
+        }
+        media = [video.stat().st_size, subtitles.stat().st_size if used else None]
+
+        return Item(
+            task=self.name,
+            index=index,
+            load=partial(self._chunks, video, subtitles if used else None, meta),
+            count=count,
+            placed=tuple(range(count)),
+            query=query_of(row),
+            target=row.answer,
+            doc_id=row.question_id,
+            cluster=row.videoID,
+            digest=digest(
+                NAME, [*row.model_dump().values()], media, frames, o.frame_rule, o.max_pixels, o.as_video, o.times
+            ),
+            max_tokens=self.max_tokens,
+            meta=meta,
+        )
+
+    def _chunks(self, video: Path, subtitles: Path | None, meta: dict[str, Any]) -> list[Chunk]:
+        o = self.options
+        sampled = sample_frames(video, o.frame_rule, o.frames, o.max_pixels)
+        if o.as_video:
+            chunks = [Chunk.video(list(sampled.pixels), fps=sampled.fps)]
+        else:
+            lines = [f"t={t:.1f} s" if o.times else "" for t in sampled.times]
+            chunks = [Chunk.image(f, text=line) for f, line in zip(sampled.pixels, lines, strict=True)]
+        if subtitles is not None:
+            cues = "\n".join(cues_at(subtitles, sampled.times))
+            chunks.append(Chunk.text(f"{SUBTITLES}{cues}\n"))
+        meta["frame_indices"] = list(sampled.indices)
+        meta["frame_times"] = [round(t, 3) for t in sampled.times]
+        meta["video_frames"] = sampled.total
+        meta["fps"] = sampled.fps
+        meta["frame_size"] = list(sampled.pixels.shape[1:3])
+        return chunks
+
+    def score(self, answer: str, target: Any, meta: Mapping[str, Any]) -> Scored:
+        """Official rule; None for an answer without a letter. ``metrics``: lmms-eval's score of the same answer."""
+        letter = extract_official(answer)
+        other = {"lmms_eval": float(extract_lmms_eval(answer) == target)}
+        return Scored(float(letter == target) if letter else None, letter, other)
+
+    def official(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """See `ctxwin_evals.benchmarks.video_mme.aggregate`."""
+        return aggregate(rows)
+
+    def exported(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        """The official result file: videos with their questions and ``response``, in order of the rows."""
+        videos: dict[str, dict[str, Any]] = {}
+        for row in rows:
+            meta = row["meta"]
+            about = {k: meta[k] for k in ("video_id", "duration", "domain", "sub_category")}
+            video = videos.setdefault(meta["video_id"], {**about, "missing": False, "questions": []})
+            question = {k: meta[k] for k in ("question_id", "task_type", "question", "options")}
+            video["questions"].append({**question, "answer": row["target"], "response": row["answer"]})
+        return json.dumps(list(videos.values()), ensure_ascii=False, indent=1) + "\n"
+
+
+def query_of(row: Row) -> str:
+    """The official prompt after video and subtitles."""
+    options = "\n".join(row.options)
+    return f"{INSTRUCTION}{row.question}\n{options}\nThe best answer is:"
+
+
+def cues_at(path: Path, times: Sequence[float]) -> list[str]:
+    """The cues of an .srt file that are on screen at some of these seconds, in order, each once.
+
+    Text only: tags are dropped and line ends become spaces. A cue is on screen from its start up to, not including, its
+    end. (VLMEvalKit repeats a cue for each frame that it covers; lmms-eval takes each once, as here.)
+
+    Raises ValueError where the file is no .srt file in UTF-8.
+    """
+    import srt  # type: ignore[import-untyped]
+
+    try:
+        cues = list(srt.parse(path.read_text(encoding="utf-8-sig")))
+    except (srt.SRTParseError, UnicodeDecodeError, ValueError) as error:
+        raise ValueError(f"{path} must be a subtitle file (.srt, UTF-8), got {error}") from error
+    lines = []
+    for cue in sorted(cues, key=lambda c: c.start):
+        if any(cue.start.total_seconds() <= t < cue.end.total_seconds() for t in times):
+            text = " ".join(_TAG.sub("", cue.content).split())
+            if text:
+                lines.append(text)
+    return lines
+
+
+LETTERS = "ABCD"
+DURATIONS = ("short", "medium", "long")
+VIDEOS = 300
+"""Videos of each duration in the whole data set."""
+
+# Two commas are missing in the source, so that two prefixes are glued together and never match; "Best answer: C" is read
+# as B, therefore.
+_PREFIXES = (
+    "The best answer is",
+    "The correct answer is",
+    "The answer is",
+    "The answer",
+    "The best option isThe correct option is",
+    "Best answer:Best option:",
+    "Answer:",
+    "Option:",
+    "The correct answer",
+    "The correct option",
+)
+
+
+def extract_official(answer: str) -> str:
+    """The first letter A-D anywhere once known prefixes are gone; "" where there is none."""
+    text = answer.strip()
+    for prefix in _PREFIXES:
+        text = text.replace(prefix, "")
+    match = re.search("[ABCD]", text)
+    return match[0] if match else ""
+
+
+_NOUNS = ("answer", "correct answer", "best answer", "correct option", "best option", "choice", "correct choice")
+_PHRASES = (
+    *(f"{the}{what} is" for what in _NOUNS for the in ("the ", "")),
+    *("i choose", "i select", "i pick", "my answer is", "my choice is"),
+    *("옵션", "정답은", "답은", "답:", "答案是", "答案为", "选", "答えは"),
+)
+_FORMS = (("({})", 6), ("{}.", 5), ("{}:", 4), ("{})", 3), ("{} ", 2))
+
+
+def extract_lmms_eval(answer: str) -> str:
+    """The letter in the most telling form: alone at the start or end, after a phrase, in brackets, before a mark.
+
+    Among equals the later one wins. A phrase counts for every letter that occurs after it.
+    """
+    text = answer.strip()
+    for mark in ",.!?;:'\"":
+        text = text.strip(mark)
+    bare = text.strip()
+    if not bare:
+        return ""
+    text, lower = f" {text} ", f" {text} ".lower()
+    candidates: list[tuple[int, int, str]] = []
+    for form, weight in _FORMS:
+        candidates += [(weight, text.rfind(form.format(c)), c) for c in LETTERS if form.format(c) in text]
+    for phrase in _PHRASES:
+        at = lower.find(phrase)
+        if at >= 0:
+            places = ((text.find(c, at + len(phrase)), c) for c in LETTERS)
+            candidates += [(7, place, c) for place, c in places if place >= 0]
+    for c in LETTERS:
+        if bare.startswith(c) and not bare[1:2].isalpha():
+            candidates.append((10, 0, c))
+        if bare.endswith(c) and not bare[-2:-1].isalpha():
+            candidates.append((9, len(text) - 1, c))
+    if not candidates:
+        candidates = [(0, text.rfind(c), c) for c in LETTERS if c in text]
+    return max(candidates, key=lambda one: one[:2])[2] if candidates else ""
+
+
+def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Accuracies overall and by duration, domain, sub-category and task type.
+
+    ``accuracy...`` is the official one: answers without a letter leave the denominator, and a group of which none has a
+    letter counts 0. ``accuracy_all`` keeps them as wrong. ``lmms_eval...`` is lmms-eval's, which keeps them as well and reads
+    answers by another rule; it needs the rows' ``answer`` and is left out where one has none. ``unscored`` of ``n``
+    answers had no letter. ``complete`` is 1 where every duration has the 300 videos that the official script insists on;
+    ``videos/<duration>`` says how many there are, ``without_subtitles`` how many questions should have had some.
+
+    Raises ValueError for no rows.
+    """
+    if not rows:
+        raise ValueError("rows must hold at least one answer, got none")
+    answered = all(isinstance(row.get("answer"), str) for row in rows)
+    groups: dict[str, list[Mapping[str, Any]]] = {"": list(rows)}
+    for row in rows:
+        for by in ("duration", "domain", "sub_category", "task_type"):
+            groups.setdefault(f"/{by}/{row['meta'][by]}", []).append(row)
+    figures: dict[str, float] = {}
+    for name, some in groups.items():
+        scores = [row["score"] for row in some if row["score"] is not None]
+        figures[f"accuracy{name}"] = sum(scores) / len(scores) if scores else 0.0
+        if answered:
+            figures[f"lmms_eval{name}"] = sum(extract_lmms_eval(r["answer"]) == r["target"] for r in some) / len(some)
+    videos = {d: {row["meta"]["videoID"] for row in rows if row["meta"]["duration"] == d} for d in DURATIONS}
+    return {
+        **figures,
+        "accuracy_all": sum(row["score"] or 0.0 for row in rows) / len(rows),
+        "n": float(len(rows)),
+        "unscored": float(sum(row["score"] is None for row in rows)),
+        "complete": float(all(len(ids) == VIDEOS for ids in videos.values())),
+        **{f"videos/{d}": float(len(ids)) for d, ids in videos.items()},
+        "without_subtitles": float(sum(row["meta"].get("subtitles") == "missing" for row in rows)),
+    }

@@ -1,0 +1,352 @@
+"""``ctxwin eval``: probe, basis, run, score, judge, report, export, ls."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ctxwin_evals.console import (
+    Config,
+    Device,
+    Dtype,
+    Json,
+    MaxPixels,
+    Model,
+    ModelArgument,
+    OwnDtype,
+    Threads,
+    errors,
+    new_table,
+    numbers,
+    open_model,
+    print_json,
+    progress,
+    say,
+    terminal,
+)
+from ctxwin_evals.probe.cli import probe
+
+if TYPE_CHECKING:
+    from ctxwin_evals.score import Result
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    help="How close reuse stays to a full re-prefill.",
+)
+app.command("probe")(probe)
+
+_RULES = "vlmevalkit, qwen-vl-utils, linspace, hf-qwen2-vl, lmms-eval"
+ALL_ARMS = "reprefill,blind,patched:1,patched:2,patched:4,patched:8,first_k:4,orbit:8,transfer:8"
+
+
+@app.command()
+def run(
+    tasks: Annotated[
+        str, typer.Argument(help="Comma-separated tasks or suites; `ctxwin eval ls` lists them.")
+    ] = "tiny",
+    arms: Annotated[str, typer.Option(help="Comma-separated; `ctxwin eval ls` lists them.")] = ALL_ARMS,
+    n: Annotated[int, typer.Option(help="Items a task; 0: all of a data set.", min=0)] = 300,
+    seed: Annotated[int, typer.Option(help="Seed of generated items.")] = 0,
+    frames: Annotated[str, typer.Option(help="Numbers of frames of generated items, as 2-6 or 2,4.")] = "2-6",
+    decoded: Annotated[bool, typer.Option(help="Pass generated frames through an mp4 file first.")] = False,
+    data: Annotated[str, typer.Option(help="Benchmark data: a folder in the official layout, or hub:OWNER/NAME.")] = "",
+    split: Annotated[str, typer.Option(help="Split of a benchmark; its first by default.")] = "",
+    video_frames: Annotated[int, typer.Option(help="Frames sampled from a video.", min=1)] = 8,
+    frame_rule: Annotated[str, typer.Option(help=f"Which frames: {_RULES}.")] = "vlmevalkit",
+    max_pixels: Annotated[int, typer.Option(help="Scale pictures down to this area; 0 leaves them.", min=0)] = 0,
+    as_video: Annotated[bool, typer.Option(help="Frames as one native video instead of pictures.")] = False,
+    subtitles: Annotated[bool, typer.Option(help="Video-MME with subtitles of the sampled frames.")] = False,
+    times: Annotated[
+        bool, typer.Option(help="Put the time in front of each frame shown as a picture; not official.")
+    ] = False,
+    skip_missing: Annotated[bool, typer.Option(help="Leave out items whose media are missing.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer; 0 takes the benchmark's.", min=0)] = 0,
+    model: Model = "tiny",
+    system_prompt: Annotated[
+        str, typer.Option(help="System prompt of items without their own.")
+    ] = "You watch a camera.",
+    layout: Annotated[str, typer.Option(help="Patch factors: joint, per_layer or shared.")] = "joint",
+    layers: Annotated[str, typer.Option(help="Patched layers: all or deep.")] = "all",
+    weight: Annotated[str, typer.Option(help="How truncation is measured: none, balanced or output.")] = "none",
+    patch_dtype: Annotated[str, typer.Option(help="Stored factors: bfloat16, float16 or float32.")] = "bfloat16",
+    timed: Annotated[int, typer.Option(help="Time the first so many items of a task, each alone.", min=0)] = 0,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    output: Annotated[Path | None, typer.Option(help="Folder of the run; one that exists is continued.")] = None,
+    config: Config = None,
+    threads: Threads = 0,
+    as_json: Json = False,
+) -> None:
+    """Run arms over the items of tasks, score them against an exact re-prefill, print the table.
+
+    Arms of slides and recalls add generated tasks of their own to generated tasks.
+
+    An interrupted run is continued by the same command: samples that its folder holds are not computed again.
+    """
+    with errors():
+        from ctxwin_evals.arms import parse_arms
+        from ctxwin_evals.benchmarks import DataOptions
+        from ctxwin_evals.results import write_lm_eval
+        from ctxwin_evals.run import Runner, Settings, companions, plan_jobs
+        from ctxwin_evals.score import scores
+        from ctxwin_evals.tasks import TaskOptions, expand, open_task
+        from ctxwin_evals.tasks.tiny import TinyOptions
+
+        area, longest = max_pixels or None, max_tokens or None
+        data_options = DataOptions(
+            data or None, split, video_frames, frame_rule, area, as_video, subtitles, times, skip_missing, longest
+        )
+        options = TaskOptions(TinyOptions(seed, _frames(frames), decoded), data_options)
+        opened = [open_task(name, options) for name in expand(tasks)]
+        if not n and any(task.endless for task in opened):
+            raise ValueError("n must be >= 1 for generated tasks, got 0")
+        chosen = parse_arms(arms)
+        opened += [open_task(name, options) for name in companions(chosen, opened)]
+        jobs = plan_jobs(chosen, opened)
+        # Reads annotations, so that missing data shows before a model is opened.
+        total = sum(len(job.arms) * (n if job.task.endless else len(job.task.items(n or None))) for job in jobs)
+        settings = Settings(system_prompt, layout, layers, weight, patch_dtype, timed=timed)  # type: ignore[arg-type]
+        engine = open_model(model, dtype, device, threads)
+        folder = output or _default_folder(settings.config(engine) | {t.name: t.config() for t in opened})
+        runner = Runner(engine, settings, folder, opened)
+        with progress("samples", total) as advance:
+            runner.run(jobs, n or None, advance)
+        result = scores(runner.samples, [arm.name for arm in chosen], n or None)
+        result |= {"n": n, "output": str(folder), "vision_encodes": engine.counters.vision_encodes}
+        (folder / "results.json").write_text(json.dumps(plainly(result), indent=1) + "\n", encoding="utf-8")
+        write_lm_eval(runner.samples, folder / "lm-eval")
+        _show(result, as_json)
+
+
+@app.command()
+def score(
+    folder: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    arms: Annotated[str, typer.Option(help="Only these arms.")] = "",
+    n: Annotated[int, typer.Option(help="Only the first n items of every task; 0: all.", min=0)] = 0,
+    against: Annotated[str, typer.Option(help="The arm that others are paired with; the best patch by default.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Score the samples of a run again, without a model; its lm-eval files are written anew."""
+    with errors():
+        from ctxwin_evals.arms import parse_arms
+        from ctxwin_evals.results import write_lm_eval
+        from ctxwin_evals.samples import read_samples
+        from ctxwin_evals.score import scores
+
+        names = [arm.name for arm in parse_arms(arms)] if arms else None
+        samples = read_samples(folder)
+        result = scores(samples, names, n or None, against=against or None)
+        write_lm_eval(samples, folder / "lm-eval", names, n or None)
+        result["output"] = str(folder)
+        _show(result, as_json)
+
+
+@app.command()
+def judge(
+    folder: Annotated[Path, typer.Argument(help="Folder of a run whose references are texts (mmdu, sparkles).")],
+    model: Annotated[str, typer.Option(help="The judge, as its server calls it.")],
+    url: Annotated[str, typer.Option(help="Its OpenAI-compatible address, as http://host:8000/v1.")],
+    as_json: Json = False,
+) -> None:
+    """Have a model rate the answers of a run against their references, 1 to 10; the key is OPENAI_API_KEY.
+
+    It does not see the arm. What it has said is kept in the folder, so that the same command goes on.
+    """
+    with errors():
+        import os
+
+        from ctxwin.extras import optional_imports
+        from ctxwin_evals.judge import Judge, judged, to_judge
+        from ctxwin_evals.samples import read_samples
+
+        with optional_imports():
+            from openai import OpenAI, OpenAIError
+
+        samples = read_samples(folder)
+        with OpenAI(base_url=url, api_key=os.environ.get("OPENAI_API_KEY") or "EMPTY") as client:
+            rater, total = Judge(client, model, folder), len(to_judge(samples))
+            try:
+                with progress("answers", total) as advance:
+                    result = judged(samples, rater, advance)
+            except OpenAIError as error:
+                raise ValueError(
+                    f"the judge must answer at {url}, got {error}; what it has said is kept, run again"
+                ) from error
+        if as_json:
+            print_json(result)
+            return
+        table = new_table(f"rated by {model}", "task|arm|n|rating|95 %|unrated|as re-prefill", left=(0, 1))
+        for row in result["rows"]:
+            low, high = row["ci95"] or (float("nan"), float("nan"))
+            rating = "-" if row["rating"] is None else f"{row['rating']:.2f}"
+            cells = (str(row["n"]), rating, f"[{low:.2f}, {high:.2f}]", str(row["unrated"]), f"{row['equal']:.1%}")
+            table.add_row(row["task"], row["arm"], *cells)
+        terminal().print(table)
+
+
+@app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="Folders of runs, shown side by side.")],
+    against: Annotated[str, typer.Option(help="The arm that others are paired with; the best patch by default.")] = "",
+    output: Annotated[Path | None, typer.Option(help="Folder of the report; the first run's by default.")] = None,
+) -> None:
+    """Write report.html (one file that needs nothing else), report.md and figures of one run or several."""
+    with errors():
+        from ctxwin_evals.report import write_report
+
+        path = write_report(folders, output, against=against or None)
+        terminal().print(f"wrote {path}", soft_wrap=True)
+
+
+@app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    arm: Annotated[str, typer.Option(help="Whose answers; `reprefill` are the model's own.")] = "reprefill",
+    output: Annotated[Path | None, typer.Option(help="Folder to write into; the run's by default.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a run's answers as the data sets' own scoring scripts read them: a file for each task of a data set."""
+    with errors():
+        from ctxwin_evals.export import export_run
+
+        files = export_run(folder, arm, output or folder)
+        if as_json:
+            print_json({"files": {task: str(path) for task, path in files.items()}})
+            return
+        for task, path in files.items():
+            say(f"{task}: {path}")
+
+
+@app.command("ls")
+def list_(as_json: Json = False) -> None:
+    """List the tasks and the arms."""
+    from ctxwin_evals.arms import ARM_FORMS, ARMS
+    from ctxwin_evals.tasks import SUITES, open_task, task_names
+    from ctxwin_evals.tasks.protocols import PROTOCOLS
+
+    opened = [open_task(name) for name in task_names()]
+    tasks: dict[str, dict[str, Any]] = {
+        t.name: {"about": t.about, "setting": t.setting, "control": t.control} for t in opened
+    }
+    arms: dict[str, dict[str, Any]] = {}
+    for kind in ARMS.values():
+        about = (kind.__doc__ or "").splitlines()[0]
+        arms[kind.form] = {"about": about, "source": kind.source, "settings": list(kind.settings)}
+    if as_json:
+        listed = {"tasks": tasks, "suites": {k: list(v) for k, v in SUITES.items()}, "protocols": list(PROTOCOLS)}
+        print_json({**listed, "arms": arms, "forms": ARM_FORMS})
+        return
+    for title, entries in (("tasks", tasks), ("arms", arms)):
+        columns = ["name", *next(iter(entries.values()))]
+        table = new_table(title, "|".join(columns), left=range(len(columns)))
+        for name, entry in entries.items():
+            table.add_row(name, *(", ".join(v) if isinstance(v, list) else str(v) for v in entry.values()))
+        terminal().print(table)
+    terminal().print("suites: " + "; ".join(f"{name} = {', '.join(of)}" for name, of in SUITES.items()))
+    terminal().print(f"protocols on any task's items, as recall@0.5:video-mme: {', '.join(PROTOCOLS)}")
+    terminal().print(ARM_FORMS)
+
+
+def plainly(result: Result) -> dict[str, Any]:
+    """A result as it is printed: generated tasks without their suite's name, ``multi_hop`` for ``tiny/multi_hop``.
+
+    An arm that names its turnover (``stale:8@0.5``) runs on one recall alone, which is then just ``recall``.
+    """
+
+    def short(task: str, arm: str = "") -> str:
+        name = task.removeprefix("tiny/")
+        return "recall" if name.startswith("recall@") and re.fullmatch(r"(stale|update|recall):.+@.+", arm) else name
+
+    shortened: dict[str, Any] = {
+        key: {short(task): figures for task, figures in result[key].items()} for key in ("tasks", "paired", "matched")
+    }
+    shortened["arms"] = {
+        arm: {short(task, arm): figures for task, figures in cells.items()} for arm, cells in result["arms"].items()
+    }
+    return {**result, **shortened}
+
+
+@app.command()
+def basis(
+    model: ModelArgument = "tiny",
+    images: Annotated[Path | None, typer.Option(help="Folder of pictures and videos to fit on.")] = None,
+    contexts: Annotated[int, typer.Option(help="Sequences of chunks to fit on.", min=1)] = 120,
+    rank: Annotated[int, typer.Option(help="Directions to keep; patches may use fewer.", min=1)] = 64,
+    layers: Annotated[str, typer.Option(help="Layers that patches cover: deep or all.")] = "deep",
+    seed: Annotated[int, typer.Option(help="Seed of the contexts.", min=0)] = 0,
+    max_pixels: MaxPixels = 0,
+    output: Annotated[Path | None, typer.Option(help="File to write; by default the one that windows find.")] = None,
+    dtype: OwnDtype = "float32",
+    device: Device = "cpu",
+    threads: Threads = 0,
+    as_json: Json = False,
+) -> None:
+    """Fit the directions that all patches of a model share, for Fidelity("patched", layout="shared")."""
+    with errors():
+        from ctxwin.profiles import BASIS_NAME, find_basis, write_basis
+        from ctxwin_evals.shared_basis import FitSettings, contexts_for, fit
+
+        settings = FitSettings(contexts, rank, layers, seed)  # type: ignore[arg-type]
+        with open_model(model, dtype, device, threads) as engine, progress("contexts", contexts) as advance:
+            name = engine.spec.model
+            shared_basis = fit(engine, contexts_for(engine, settings, images, max_pixels or None), settings, advance)
+            share = shared_basis.rank * shared_basis.basis.right.element_size() / engine.spec.kv.span_bytes(1)
+        path = write_basis(shared_basis, name, output)
+        own_basis, count, layers_kept = (
+            find_basis(name),
+            shared_basis.basis.meta["deficits"],
+            list(shared_basis.basis.layers),
+        )
+        in_use = own_basis is not None and own_basis.id == shared_basis.id
+        if as_json:
+            about = {
+                "id": shared_basis.id,
+                "rank": shared_basis.rank,
+                "layers": layers_kept,
+                "bytes": shared_basis.basis.nbytes,
+                "deficits": count,
+            }
+            print_json({**about, "share": share, "date": shared_basis.date, "file": str(path), "followed": in_use})
+            return
+        say(
+            f"{shared_basis.rank} directions over layers {layers_kept}, {shared_basis.basis.nbytes:,} bytes once for the model",
+            bold=True,
+        )
+        say(
+            f"fitted on {count} chunks of {contexts} contexts; a patch of all directions takes {share:.1%} of its chunk's KV "
+            "in bf16"
+        )
+        say(str(path) + ("" if in_use else f": windows find it once it lies beside the weights as {BASIS_NAME}"))
+
+
+def _default_folder(config: dict[str, Any]) -> Path:
+    """One folder a configuration, so that the same command continues its run and no other."""
+    from ctxwin.hashing import digest
+
+    return Path("eval-output") / digest("run", config)[:12]
+
+
+def _frames(text: str) -> tuple[int, ...]:
+    low, dash, high = text.partition("-")
+    if dash and low.strip().isdigit() and high.strip().isdigit():
+        return tuple(range(int(low), int(high) + 1))
+    return tuple(numbers(text))
+
+
+def _show(result: Result, as_json: bool) -> None:
+    if as_json:
+        print_json(plainly(result))
+        return
+    from ctxwin_evals.report import rich_tables
+
+    for table in rich_tables(result):
+        terminal().print(table)
+    if result["basis_bytes"]:
+        terminal().print(f"shared basis: {result['basis_bytes']:,} bytes, once for the model")
+    terminal().print(f"samples and results: {result['output']}")

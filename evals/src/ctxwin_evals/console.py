@@ -1,0 +1,273 @@
+"""Shared parts of the eval commands: opening a model, printing, progress, one-line errors, options in a file.
+
+``--config FILE.yaml`` names options as on the command line, with dashes or underscores; flags win over the file, and the file
+over what a flag like ``--quick`` chooses.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ctxwin.errors import CtxwinError
+from ctxwin.extras import missing_extra
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ctxwin.engines.hf.engine import HFEngine
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Model = Annotated[str, typer.Option(help="'tiny' (bundled), or a local folder or Hub name.")]
+ModelArgument = Annotated[str, typer.Argument(help="'tiny' (bundled), or a local folder or Hub name.")]
+Dtype = Annotated[str, typer.Option(help="The model's arithmetic: float32 or bfloat16.")]
+Device = Annotated[str, typer.Option(help="torch device.")]
+OwnDtype = Annotated[str, typer.Option(help="The model's arithmetic; '' takes the checkpoint's own.")]
+MaxPixels = Annotated[int, typer.Option(help="Larger pictures are scaled down to this; 0: as they are.", min=0)]
+Threads = Annotated[int, typer.Option(help="CPU threads; 0 leaves the default.", min=0)]
+
+
+def open_model(model: str, dtype: str, device: str, threads: int) -> HFEngine:
+    """The transformers engine, which lets evals read inside the model.
+
+    Args:
+        model: ``tiny``, a local folder or a Hub name; ``hf:`` in front changes nothing.
+        dtype: of the arithmetic; '' takes the checkpoint's own.
+        device: torch device.
+        threads: CPU threads; 0 leaves torch's default.
+
+    Raises ValueError for another engine's name or a device that is not there.
+    """
+    prepare(threads)
+    import torch
+
+    from ctxwin.engines.open import open_engine
+
+    if model.startswith(("vllm:", "tiny:vllm")):
+        raise ValueError(f"evals read inside the model, which transformers allows and vLLM does not; got {model!r}")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises the latter
+        raise ValueError(f"device must be one that torch has here, got {device!r}: {error}") from error
+    name = "tiny:hf" if model == "tiny" else model if model.startswith(("hf:", "tiny:")) else f"hf:{model}"
+    return open_engine(name, dtype=dtype or None, device=device)  # type: ignore[return-value]
+
+
+def prepare(threads: int) -> None:
+    """Prepare the first import of transformers: repair torchvision, hide progress bars, set torch's number of threads."""
+    from ctxwin.engines.torchvision_repair import repair
+
+    repair()
+    import torch
+    from transformers.utils import logging as hub_logging
+
+    hub_logging.disable_progress_bar()
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def numbers(text: str) -> list[int]:
+    """The numbers of a comma-separated list."""
+    parts = [p.strip() for p in text.split(",") if p.strip()]
+    if not parts or not all(p.isdigit() for p in parts):
+        raise ValueError(f"numbers must be a comma-separated list, got {text!r}")
+    return [int(p) for p in parts]
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON value."""
+    typer.echo(json.dumps(value, indent=1))
+
+
+def terminal() -> Any:
+    """The console that results go to, without markup, since names and paths may look like it; files get wide rows."""
+    from rich.console import Console
+
+    return Console(markup=False, width=None if sys.stdout.isatty() else 150)
+
+
+def new_table(title: str, columns: str, *, left: Collection[int] = (0,)) -> Table:
+    """A table without rows; ``columns`` are headings separated by ``|``, those numbered in ``left`` are aligned left."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns.split("|")):
+        table.add_column(column.strip(), justify="left" if i in left else "right")
+    return table
+
+
+def say(text: str, *, bold: bool = False) -> None:
+    """Print a line unwrapped, so that no path in it is broken in two."""
+    terminal().print(text, style="bold" if bold else None, highlight=False, soft_wrap=True)
+
+
+OnProgress = Callable[[str, int, int], None]
+"""Called with the current stage, the amount done and the total; a total of 0 means unknown."""
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show progress and an estimate of the time left on standard error; ``--json`` stays clean.
+
+    Yields a function that is called with how many more are done. A terminal gets a bar, a file or a pipe a line now and then.
+    """
+    done = 0
+
+    def advance(more: int) -> None:
+        nonlocal done
+        done += more
+        tell(what, done, total)
+
+    with stages() as tell:
+        tell(what, 0, total)
+        yield advance
+
+
+@contextmanager
+def stages() -> Iterator[OnProgress]:
+    """As `progress`, for work in named stages; yields an `OnProgress`."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _Lines()
+        return
+    times = TimeElapsedColumn(), TimeRemainingColumn()
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *times
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total or None)
+
+
+class _Lines:
+    """Progress off a terminal: a line when work begins, and one every `EVERY` seconds at most."""
+
+    EVERY = 10.0
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._next = self._began
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + self.EVERY
+            typer.echo(progress_line(stage, done, total, now - self._began), err=True)
+
+
+def progress_line(stage: str, done: int, total: int, seconds: float) -> str:
+    """One line of progress: the stage, the amount done, and the time left at that pace."""
+    if not total:
+        return stage
+    line = f"{stage}: {done} of {total}"
+    if 0 < done < total:
+        remaining = seconds * (total - done) / done
+        line += f", about {remaining:.0f} s left" if remaining < 100 else f", about {remaining / 60:.0f} min left"
+    return line
+
+
+def write_result(folder: Path | None, name: str, result: Mapping[str, Any]) -> None:
+    """Write a result as JSON to ``name`` in a folder, which is created where missing; do nothing without a folder."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def show(result: Mapping[str, Any], as_json: bool, *tables: Any) -> None:
+    """Print a result as JSON, or its tables and lines."""
+    if as_json:
+        print_json(result)
+        return
+    for one in tables:
+        say(one) if isinstance(one, str) else terminal().print(one)
+
+
+@contextmanager
+def errors() -> Iterator[None]:
+    """Turn bad input, and errors that the library raises on purpose, into one line and exit code 2."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError, CtxwinError, ModuleNotFoundError) as error:
+        message = (missing_extra(error) if isinstance(error, ModuleNotFoundError) else None) or error
+        typer.echo(f"error: {' '.join(str(message).split()) or type(message).__name__}", err=True)
+        raise typer.Exit(2) from error
+
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def read_config(path: Path, parameters: Mapping[str, str]) -> dict[str, Any]:
+    """The options that a YAML file sets, as parameter names and values; lists become comma-separated text.
+
+    ``parameters`` holds parameter names by option name (``max-tokens``).
+
+    Raises ValueError where the file does not hold option names and values, or an unknown option (with the nearest one), and
+    OSError where it cannot be read.
+    """
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} must be a YAML file: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold option names and values, got {type(content).__name__}")
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        name = str(key).replace("_", "-")
+        if name not in parameters:
+            near = get_close_matches(name, parameters, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]!r}?" if near else f"options are {', '.join(sorted(parameters))}"
+            raise ValueError(f"{path}: {key!r} is no option of this command; {hint}")
+        if isinstance(value, dict):
+            raise ValueError(f"{path}: {key} must be one value or a list, got a mapping")
+        values[parameters[name]] = ",".join(map(str, value)) if isinstance(value, list) else value
+    return values
+
+
+def _apply(context: typer.Context, value: Path | None) -> Path | None:
+    """Make the file's values the command's defaults, before other options are read."""
+    if value is not None and not context.resilient_parsing:
+        parameters = {
+            text.lstrip("-"): parameter.name
+            for parameter in context.command.params
+            if parameter.name and parameter.name != "config"
+            for text in (parameter.opts if parameter.param_type_name == "option" else [parameter.name])
+        }
+        with errors():
+            context.default_map = {**(context.default_map or {}), **read_config(value, parameters)}
+    return value
+
+
+_ABOUT = "Options of this command in a YAML file; flags win over it."
+Config = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE.yaml", is_eager=True, callback=_apply, help=_ABOUT)
+]
+
+
+def preset(name: str, about: str, **chosen: Any) -> Any:
+    """A flag that changes the defaults of some options; flags and a configuration file still win over it."""
+
+    def apply(context: typer.Context, value: bool) -> bool:
+        if value and not context.resilient_parsing:
+            context.default_map = {**chosen, **(context.default_map or {})}
+        return value
+
+    return typer.Option(name, is_eager=True, callback=apply, help=about)

@@ -1,0 +1,402 @@
+"""Figures of one arm on one task, and of arms compared on the same items; no model.
+
+The reference of a sample is the exact re-prefill of what is placed; its base is what doing nothing would serve: the
+relocated canonical, or for a survivor its KV as it is. Empty input raises instead of giving a figure. Answers are
+compared as the task's rule reads them (`ctxwin_evals.items.Scored`), and as they are where it reads nothing in them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NotRequired, TypedDict, cast
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ctxwin_evals.items import Scored
+from ctxwin_evals.samples import Sample
+from ctxwin_evals.stats import (
+    Interval,
+    bootstrap_mean,
+    bootstrap_ratio,
+    difference_interval,
+    mcnemar,
+    mean,
+    share_interval,
+)
+
+ETA_FLOOR = 0.01
+"""Mean KL of the base in nats below which eta would divide noise by noise, and is None."""
+
+
+class Figures(TypedDict):
+    """Figures of one arm on one task, as JSON holds them. Intervals are of 95 %; a figure that no item has is None.
+
+    Attributes:
+        n, clusters, unparsed: items, groups of items that depend on each other, and answers that the rule could not score.
+        accuracy, ci95: mean score over the answers that could be scored.
+        delta, delta_ci95: accuracy minus re-prefill's on the same items.
+        kl, kl_ci95, kl_p99, base_kl: KL(re-prefill || arm) of the next token in nats; ``base_kl`` under the base.
+        forced_kl, forced_eta: the same along re-prefill's answer, where any answer has more than one token.
+        eta, eta_ci95: share of the base's KL that the arm removes.
+        agreement, agreement_ci95: share of items with re-prefill's prediction.
+        flips, flip_recover, flip_ci95: items whose prediction the base changes, and the share of them that the arm restores.
+        harm_rate, harm_ci95: share of items in which the arm scores lower than re-prefill.
+        bytes_share: bytes stored for patched chunks over their KV; None where nothing was patched.
+        recomputed_share: share of the chunks' tokens that were computed when asked.
+        spent_share: bytes stored or replaced when asked, over the KV that patches of this task are applied to.
+        unscored, unscored_why: items that the arm could not serve, and how many for which reason.
+        by_frames, by_layer, grid: accuracy by number of chunks; relative error of the KV by layer; accuracy by length and depth.
+        tokens, computed, forwards, encodes: means.
+        ttft_s: median seconds to the first token, and of how many items.
+        own: the arm's own figures, means.
+        official: the data set's own aggregates.
+    """
+
+    n: int
+    clusters: int
+    unparsed: int
+    accuracy: float | None
+    ci95: Interval | None
+    delta: float | None
+    delta_ci95: Interval | None
+    kl: float
+    kl_ci95: Interval | None
+    kl_p99: float
+    base_kl: float
+    eta: float | None
+    eta_ci95: Interval | None
+    agreement: float | None
+    agreement_ci95: Interval | None
+    flips: int
+    flip_recover: float | None
+    flip_ci95: Interval | None
+    harm_rate: float | None
+    harm_ci95: Interval | None
+    reference_accuracy: float | None
+    base_accuracy: float | None
+    bytes_share: float | None
+    recomputed_share: float
+    forced_kl: NotRequired[float]
+    forced_kl_ci95: NotRequired[Interval | None]
+    forced_eta: NotRequired[float | None]
+    forced_eta_ci95: NotRequired[Interval | None]
+    spent_share: NotRequired[float | None]
+    unscored: NotRequired[int]
+    unscored_why: NotRequired[dict[str, int]]
+    by_frames: NotRequired[dict[str, dict[str, Any]]]
+    by_layer: NotRequired[list[float]]
+    grid: NotRequired[list[dict[str, Any]]]
+    tokens: NotRequired[float]
+    computed: NotRequired[float]
+    forwards: NotRequired[float]
+    encodes: NotRequired[float]
+    ttft_s: NotRequired[dict[str, float]]
+    own: NotRequired[dict[str, float]]
+    official: NotRequired[dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One scored sample: the answers under its arm, under re-prefill and under the base, as the task's rule reads them."""
+
+    row: Sample
+    answer: Scored
+    reference: Scored
+    base: Scored
+
+    @property
+    def recomputed(self) -> float:
+        """Share of the placed tokens that were computed when it was asked."""
+        if self.row.arm == "reprefill":
+            return 1.0  # by definition; the prompt's other tokens are system prompt and question
+        return self.row.extra.get("recomputed", min(1.0, self.row.computed / self.row.placed))
+
+    @property
+    def spent(self) -> float:
+        """Bytes stored, or replaced when it was asked."""
+        return self.row.stored + self.row.extra.get("renewed", self.recomputed) * self.row.over
+
+
+def kl_divergence(reference: ArrayLike, other: ArrayLike) -> float:
+    """KL(reference || other) in nats of two next-token distributions given as logits over the same vocabulary.
+
+    Computed in float64. Raises ValueError for different shapes or an empty vocabulary.
+    """
+    p, q = _log_softmax(reference), _log_softmax(other)
+    if p.shape != q.shape:
+        raise ValueError(f"both distributions must cover the same vocabulary, got {p.shape} and {q.shape}")
+    return max(0.0, float(np.sum(np.exp(p) * (p - q))))
+
+
+def _log_softmax(logits: ArrayLike) -> NDArray[np.float64]:
+    x = np.asarray(logits, dtype=np.float64)
+    if x.ndim != 1 or not x.size:
+        raise ValueError(f"logits must be a non-empty vector, got shape {x.shape}")
+    x = x - x.max()
+    return np.asarray(x - np.log(np.exp(x).sum()))
+
+
+def eta(kls: Sequence[float], base_kls: Sequence[float]) -> float | None:
+    """Share of the base's KL that an arm removes: ``1 - sum(kl) / sum(base_kl)``; None under `ETA_FLOOR`.
+
+    Negative where the arm is worse than doing nothing (Kamera, section 5).
+    """
+    if not kls or len(kls) != len(base_kls):
+        raise ValueError(f"kl and base kl must be as many and at least one, got {len(kls)} and {len(base_kls)}")
+    total = math.fsum(base_kls)
+    return None if total / len(base_kls) < ETA_FLOOR else 1.0 - math.fsum(kls) / total
+
+
+def rouge_l(reference: str, text: str) -> float:
+    """ROUGE-L F1 (Elastic Cache, equation 5); two empty texts agree.
+
+    The scorer reads letters a-z and digits only, as the field's reference implementation does.
+    """
+    if not reference and not text:
+        return 1.0
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return float(RougeScorer(["rougeL"]).score(reference, text)["rougeL"].fmeasure)
+
+
+def agreed(outcome: Outcome) -> bool:
+    """True if the arm answers as re-prefill does, right or wrong."""
+    return outcome.answer.prediction == outcome.reference.prediction
+
+
+def flipped(outcome: Outcome) -> bool:
+    """True if the base answers otherwise than re-prefill."""
+    return outcome.base.prediction != outcome.reference.prediction
+
+
+def harmed(outcome: Outcome) -> bool | None:
+    """True if the arm scores lower than re-prefill; for scores of 0 and 1: re-prefill right, arm wrong.
+
+    None where either answer is unscored.
+    """
+    ours, theirs = outcome.answer.score, outcome.reference.score
+    return None if ours is None or theirs is None else ours < theirs
+
+
+def cell(outcomes: Sequence[Outcome]) -> Figures:
+    """All figures of one arm on one task that follow from its outcomes; raises ValueError where there are none.
+
+    Intervals of shares are as in `ctxwin_evals.stats.share_interval`, of KL and eta by the cluster bootstrap, of ``delta``
+    by Student's t.
+    """
+    if not outcomes:
+        raise ValueError("outcomes must hold at least one sample, got none")
+    rows = [o.row for o in outcomes]
+    clusters = [row.cluster for row in rows]
+    over = sum(row.over for row in rows)
+    shares = {
+        ("accuracy", "ci95"): _share(outcomes, lambda o: o.answer.score),
+        ("agreement", "agreement_ci95"): _share(outcomes, agreed),
+        ("flip_recover", "flip_ci95"): _share([o for o in outcomes if flipped(o)], agreed),
+        ("harm_rate", "harm_ci95"): _share(outcomes, harmed),
+    }
+    gains = [
+        (o.answer.score - o.reference.score, o.row.cluster)
+        for o in outcomes
+        if o.answer.score is not None and o.reference.score is not None
+    ]
+    figures: dict[str, Any] = {
+        "n": len(outcomes),
+        "clusters": len(set(clusters)),
+        "unparsed": sum(o.answer.score is None for o in outcomes),
+        **{name: value for names, pair in shares.items() for name, value in zip(names, pair, strict=True)},
+        **_divergence("", [row.kl for row in rows], [row.base_kl for row in rows], clusters),
+        "kl_p99": float(np.quantile([row.kl for row in rows], 0.99)),
+        "base_kl": mean([row.base_kl for row in rows]),
+        "bytes_share": sum(row.stored for row in rows) / over if over else None,
+        "recomputed_share": mean([o.recomputed for o in outcomes]),
+        "flips": sum(map(flipped, outcomes)),
+        "reference_accuracy": _share(outcomes, lambda o: o.reference.score)[0],
+        "base_accuracy": _share(outcomes, lambda o: o.base.score)[0],
+        "delta": mean([gain for gain, _ in gains]) if gains else None,
+        "delta_ci95": difference_interval(*zip(*gains, strict=True)) if gains else None,
+    }
+    if any(row.forced_kl is not None for row in rows):
+        kls, base_kls = [row.answer_kl for row in rows], [row.base_answer_kl for row in rows]
+        figures |= _divergence("forced_", kls, base_kls, clusters)
+    return cast(Figures, figures)
+
+
+def _divergence(prefix: str, kls: list[float], base_kls: list[float], clusters: list[str]) -> dict[str, Any]:
+    """KL and eta with their intervals."""
+    figures = mean(kls), bootstrap_mean(kls, clusters), eta(kls, base_kls), eta_interval(kls, base_kls, clusters)
+    return {prefix + name: value for name, value in zip(("kl", "kl_ci95", "eta", "eta_ci95"), figures, strict=True)}
+
+
+def eta_interval(kls: Sequence[float], base_kls: Sequence[float], clusters: Sequence[str]) -> Interval | None:
+    """Bootstrap interval of `eta`; None where eta is."""
+    interval = None if eta(kls, base_kls) is None else bootstrap_ratio(kls, base_kls, clusters)
+    return None if interval is None else (1 - interval[1], 1 - interval[0])
+
+
+def _share(
+    outcomes: Sequence[Outcome], read: Callable[[Outcome], float | bool | None]
+) -> tuple[float | None, Interval | None]:
+    """Mean and interval of a figure over the outcomes that have it."""
+    measured = [(float(value), o.row.cluster) for o in outcomes if (value := read(o)) is not None]
+    if not measured:
+        return None, None
+    values, clusters = zip(*measured, strict=True)
+    return mean(values), share_interval(values, clusters)
+
+
+Outcomes = Mapping[int, Outcome]
+"""Scored samples of one arm on one task, by the index of their item."""
+
+
+class Difference(TypedDict):
+    """One arm minus another on shared items, with bootstrap intervals over clusters; None where no item has the figure."""
+
+    accuracy: float | None
+    accuracy_ci95: Interval | None
+    eta: float | None
+    eta_ci95: Interval | None
+
+
+class Pair(Difference):
+    """`paired`: also ``gained`` and ``lost``, the items that only the first or only the second gets right.
+
+    These and ``mcnemar_p`` are None where scores are not all 0 or 1; the latter also where clusters hold several items, since
+    McNemar's test takes items as independent.
+    """
+
+    n: int
+    clusters: int
+    gained: int | None
+    lost: int | None
+    mcnemar_p: float | None
+    kl: float
+    kl_ci95: Interval | None
+
+
+class Match(Difference):
+    """`matched`: the settings and shares compared with (lower, upper), and the difference to the upper one as it is."""
+
+    n: int
+    clusters: int
+    settings: list[str | None]
+    shares: list[float | None]
+    interpolated: bool
+    above: Difference | None
+
+
+def best_patched(cells: Mapping[str, Figures]) -> str | None:
+    """The ``patched:M`` arm of the highest accuracy, at equal accuracy of the fewest bytes; None without one."""
+    patched = [
+        (-accuracy, f["bytes_share"] or 0.0, name)
+        for name, f in cells.items()
+        if name.startswith("patched:") and (accuracy := f["accuracy"]) is not None
+    ]
+    return min(patched)[2] if patched else None
+
+
+def paired(first: Outcomes, second: Outcomes) -> Pair | None:
+    """``first`` minus ``second`` on the items that both have; None where they share none."""
+    pairs = [(first[i], second[i]) for i in sorted(first.keys() & second.keys())]
+    if not pairs:
+        return None
+    clusters = [a.row.cluster for a, _ in pairs]
+    kls = [a.row.kl - b.row.kl for a, b in pairs]
+    scored = [
+        (mine, theirs, a.row.cluster)
+        for a, b in pairs
+        if (mine := a.answer.score) is not None and (theirs := b.answer.score) is not None
+    ]
+    graded = not scored or any(score not in (0, 1) for a, b, _ in scored for score in (a, b))
+    exact = not graded and len({c for _, _, c in scored}) == len(scored)
+    base_kls = [a.row.base_kl for a, _ in pairs]
+    return {
+        "n": len(pairs),
+        "clusters": len(set(clusters)),
+        **_difference([(a - b, c) for a, b, c in scored], [-kl for kl in kls], base_kls, clusters),
+        "gained": None if graded else sum(a > b for a, b, _ in scored),
+        "lost": None if graded else sum(b > a for a, b, _ in scored),
+        "mcnemar_p": mcnemar([a > 0 for a, _, _ in scored], [b > 0 for _, b, _ in scored]) if exact else None,
+        "kl": mean(kls),
+        "kl_ci95": bootstrap_mean(kls, clusters),
+    }
+
+
+def _difference(
+    scores: Sequence[tuple[float, str]], removed: Sequence[float], base_kls: Sequence[float], clusters: Sequence[str]
+) -> Difference:
+    """From scores (with their clusters) and the share of the base's KL that is removed."""
+    difference: Difference = {"accuracy": None, "accuracy_ci95": None, "eta": None, "eta_ci95": None}
+    if scores:
+        values, of = zip(*scores, strict=True)
+        difference["accuracy"], difference["accuracy_ci95"] = mean(values), difference_interval(values, of, drawn=True)
+    if mean(base_kls) >= ETA_FLOOR:
+        difference["eta"] = math.fsum(removed) / math.fsum(base_kls)
+        difference["eta_ci95"] = bootstrap_ratio(removed, base_kls, clusters)
+    return difference
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting of a token arm: its name, the share of the chunks' tokens that it computes anew, and its samples.
+
+    A computed token costs its KV's bytes, so the share is of their bytes, too (Kamera, Table 6, sets a rank-16 patch beside
+    31 tokens that way).
+    """
+
+    name: str
+    share: float
+    outcomes: Outcomes
+
+
+def matched(patch: Outcomes, share: float, settings: Sequence[Setting]) -> Match | None:
+    """A patch minus a token arm at the patch's bytes (Kamera, section 6 and Table 6), paired by item.
+
+    Between the two settings on either side of ``share`` (the lower one may be the base, which computes nothing) each
+    item's score and KL are interpolated linearly. A curve that bends towards the upper setting is better than its
+    chord, which would flatter the patch; ``above`` is therefore the difference to the upper setting as it is, which
+    has at least the patch's bytes. If no setting has that many, the largest one is used.
+
+    Args:
+        patch: samples of the patch.
+        share: its bytes over the KV's.
+        settings: of one token arm, any order.
+
+    Returns None where no item is shared; raises ValueError for no setting.
+    """
+    if not settings:
+        raise ValueError("a token arm must have at least one setting, got none")
+    ranked = sorted(settings, key=lambda s: s.share)
+    upper = next((s for s in ranked if s.share >= share), None)
+    lower = next((s for s in reversed(ranked) if s.share <= share), None) if upper else ranked[-1]
+    shared = sorted(set(patch).intersection(*(s.outcomes for s in (lower, upper) if s)))
+    if not shared:
+        return None
+    low_share = lower.share if lower else 0.0
+    weight = (share - low_share) / (upper.share - low_share) if upper and upper.share > low_share else 0.0
+    removed, gaps = [], []
+    for i in shared:
+        mine, row = patch[i], patch[i].row
+        low = (lower.outcomes[i].row.kl, lower.outcomes[i].answer.score) if lower else (row.base_kl, mine.base.score)
+        high = (upper.outcomes[i].row.kl, upper.outcomes[i].answer.score) if upper else low
+        removed.append((1 - weight) * low[0] + weight * high[0] - row.kl)
+        if mine.answer.score is not None and low[1] is not None and high[1] is not None:
+            gaps.append((mine.answer.score - ((1 - weight) * low[1] + weight * high[1]), row.cluster))
+    clusters = [patch[i].row.cluster for i in shared]
+    above = paired(patch, upper.outcomes) if upper else None
+    return {
+        "n": len(shared),
+        "clusters": len(set(clusters)),
+        "settings": [lower.name if lower else "base", upper.name if upper else None],
+        "shares": [low_share, upper.share if upper else None],
+        "interpolated": 0.0 < weight < 1.0,
+        **_difference(gaps, removed, [patch[i].row.base_kl for i in shared], clusters),
+        "above": above and _only(above),
+    }
+
+
+def _only(pair: Pair) -> Difference:
+    return {k: pair[k] for k in Difference.__annotations__}  # type: ignore[literal-required,return-value]

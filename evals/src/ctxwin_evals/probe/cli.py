@@ -1,0 +1,173 @@
+"""``ctxwin eval probe MODEL``: does this model lose anything when KV is reused out of context, and what setting is safe?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from ctxwin_evals.console import (
+    Config,
+    Device,
+    Json,
+    MaxPixels,
+    ModelArgument,
+    errors,
+    open_model,
+    print_json,
+    say,
+    stages,
+)
+
+if TYPE_CHECKING:
+    from ctxwin.engines.encoding.encoder import EncodingEngine
+    from ctxwin_evals.probe.contexts import Source
+
+FOLDER, REPORT, RESULT = "probe-output", "probe.html", "probe.json"
+_SMALL = 50_000_000
+"""Parameters of a decoder whose threads would only wait for each other."""
+_OUTPUT = "Folder for report, result and profile; by default the report goes to probe-output and the profile beside the weights."
+_THREADS = "CPU threads; 0: one for a small model, else torch's default."
+_ENGINE = "hf (transformers, which is read inside) or vllm (the serving engine)."
+_OPTIONS = """Of the vllm engine: arguments of vllm.LLM and processes, as JSON: {"tensor_parallel_size": 2}."""
+_DTYPE = (
+    "The model's arithmetic; '' takes the checkpoint's own. By default float32 on hf, the checkpoint's own on vllm."
+)
+_QUESTIONS = "Your own questions, one per line; with --images or --texts."
+
+
+def probe(
+    model: ModelArgument = "tiny",
+    images: Annotated[Path | None, typer.Option(help="Folder of pictures and videos to probe with.")] = None,
+    texts: Annotated[Path | None, typer.Option(help="Folder of text files to probe with.")] = None,
+    questions: Annotated[Path | None, typer.Option(help=_QUESTIONS)] = None,
+    output: Annotated[Path | None, typer.Option(help=_OUTPUT)] = None,
+    minutes: Annotated[float, typer.Option(help="Time after which stages are cut short.")] = 4.0,
+    flips: Annotated[float, typer.Option(help="Largest share of answers that reuse may change.")] = 0.05,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer about your own material.", min=1)] = 8,
+    max_pixels: MaxPixels = 0,
+    profile: Annotated[bool, typer.Option(help="Write the profile that Fidelity('auto') follows.")] = True,
+    engine: Annotated[str, typer.Option(help=_ENGINE)] = "hf",
+    engine_options: Annotated[str, typer.Option(help=_OPTIONS)] = "{}",
+    dtype: Annotated[str | None, typer.Option(help=_DTYPE)] = None,
+    device: Device = "cpu",
+    threads: Annotated[int, typer.Option(help=_THREADS, min=0)] = 0,
+    config: Config = None,
+    as_json: Json = False,
+) -> None:
+    """Measure whether blind KV reuse changes this model's answers, and the cheapest patch that is safe.
+
+    Writes probe.html and probe.json, and a profile that `Fidelity("auto")` follows from then on: patched or blind where
+    that was shown to be safe, exact everywhere else.
+    """
+    with errors():
+        from ctxwin_evals.probe.folder import Images, Texts
+        from ctxwin_evals.probe.generated import Scenes, World
+        from ctxwin_evals.probe.probe import Probe
+        from ctxwin_evals.probe.verdict import Limits
+
+        if not minutes > 0:
+            raise ValueError(f"minutes must be > 0, got {minutes}")
+        limits = Limits(flips=flips)
+        own_questions = _check_questions(images, texts, questions)
+        with _open_engine(model, engine, engine_options, dtype, device, threads) as opened:
+            sources: list[Source]
+            if texts is not None:
+                sources = [Texts(texts, own_questions, max_tokens, opened)]
+            elif not opened.spec.vision:
+                instead = "instead of --images" if images else "to be probed with"
+                raise ValueError(f"{opened.spec.model!r} reads text only; give it texts {instead}: --texts DIR")
+            elif images is not None:
+                sources = [Images(images, own_questions, max_tokens, max_pixels or None)]
+            else:
+                sources = [World(), Scenes()]
+            # A folder that cannot be made should fail before minutes of measuring.
+            (output or Path(FOLDER)).mkdir(parents=True, exist_ok=True)
+            with stages() as advance:
+                result = Probe(opened, sources, limits, seconds=60 * minutes, progress=advance).run()
+        result["files"] = write(result, opened.spec.model, output, profile)
+        if as_json:
+            print_json(result)
+        else:
+            show(result, opened.spec.model)
+
+
+def _open_engine(model: str, engine: str, options: str, dtype: str | None, device: str, threads: int) -> EncodingEngine:
+    """The engine to probe; ValueError for options that are no JSON object, or of the wrong engine."""
+    try:
+        keywords = json.loads(options)
+    except ValueError as error:
+        raise ValueError(f"engine options must be a JSON object, got {options!r}: {error}") from None
+    if engine not in ("hf", "vllm") or not isinstance(keywords, dict):
+        raise ValueError(f"engine must be hf or vllm and its options a JSON object, got {engine!r} and {options!r}")
+    if engine == "vllm" or model.startswith(("vllm:", "tiny:vllm")):
+        from ctxwin.engines.open import open_engine
+        from ctxwin_evals.console import prepare
+
+        prepare(threads)
+        return cast("EncodingEngine", open_engine(model, engine="vllm", dtype=dtype or "auto", **keywords))
+    if keywords:
+        raise ValueError(f"engine options are those of the vllm engine, got {options} for hf; add --engine vllm")
+    opened = open_model(model, "float32" if dtype is None else dtype, device, threads)
+    if not threads and sum(p.numel() for p in opened.text_model.parameters()) < _SMALL:
+        import torch
+
+        torch.set_num_threads(1)
+    return opened
+
+
+def write(result: dict[str, Any], model: str, output: Path | None, profile: bool) -> dict[str, str]:
+    """Write report, result and profile; return where they are."""
+    from ctxwin.profiles import write_profile
+    from ctxwin_evals.probe.probe import as_profile
+    from ctxwin_evals.probe.report import html
+
+    folder = output or Path(FOLDER)
+    folder.mkdir(parents=True, exist_ok=True)
+    # Measurements first, so that they are not lost where a profile cannot be written.
+    (folder / RESULT).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (folder / REPORT).write_text(html(result), encoding="utf-8")
+    files = {"report": str(folder / REPORT), "result": str(folder / RESULT)}
+    if profile:
+        files["profile"] = str(write_profile(as_profile(result, model), model, output))
+    return files
+
+
+def show(result: dict[str, Any], model: str) -> None:
+    """Print the verdict, what it rests on, and where the rest is (the result's ``files``)."""
+    from ctxwin.profiles import find_profile
+
+    verdict, files, limit = result["verdict"], result["files"], result["verdict"]["limits"]["flips"]
+    say(verdict["sentence"], bold=True)
+    for reason in verdict["reasons"]:
+        say(f"  {reason}")
+    say(
+        f"measured on {result['source']['about']} in {result['seconds']:.0f} s; safe means at most {limit:.0%} other answers, "
+        "by the end of a 95 % interval"
+    )
+    fidelity = ", ".join(f"{name}={value}" for name, value in result["fidelity"].items())
+    profile = find_profile(model)
+    if "profile" not in files:
+        say(f"safe: {fidelity} (no profile was written)")
+    elif profile is not None and profile.date == result["date"]:
+        say(f"Fidelity('auto') now means {fidelity}: {files['profile']}")
+    else:
+        say(f"safe: {fidelity}; Fidelity('auto') follows it once this lies beside the weights: {files['profile']}")
+    say(f"report: {files['report']}")
+
+
+def _check_questions(images: Path | None, texts: Path | None, questions: Path | None) -> list[str]:
+    """The user's questions; ValueError for a bad argument, before a model is loaded."""
+    from ctxwin_evals.probe.folder import PICTURES, TEXTS, VIDEOS, files_of, read_questions
+
+    if images is not None and texts is not None:
+        raise ValueError("a probe takes --images or --texts, got both; run it once for each")
+    if images is not None:
+        files_of(images, (*PICTURES, *VIDEOS), "pictures or videos")
+    elif texts is not None:
+        files_of(texts, TEXTS, "text files")
+    elif questions is not None:
+        raise ValueError("questions need --images or --texts: generated contexts have their own")
+    return [] if questions is None else read_questions(questions)

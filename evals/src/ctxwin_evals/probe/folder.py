@@ -1,0 +1,217 @@
+"""A user's own material: pictures and videos of a folder, or text files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from ctxwin.chunk import Chunk, TextPart, TokensPart
+from ctxwin.media import as_rgb
+from ctxwin_evals.benchmarks.frames import Pixels, fit
+from ctxwin_evals.benchmarks.frames import sample_frames as video_frames
+from ctxwin_evals.probe.contexts import LETTERS, PLACED, Context, Question, Source, Split, seed_of
+
+if TYPE_CHECKING:
+    from ctxwin.engines.encoding.encoder import EncodingEngine
+
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+VIDEOS = (".mp4", ".avi", ".mkv", ".mov", ".webm")
+TEXTS = (".txt", ".md")
+FRAMES = 8
+"""Frames taken of a video."""
+FILES, CHARACTERS = 256, 200_000
+"""Files read from a folder, and characters of each text: a probe takes minutes, however much the folder holds."""
+_FIT_EVERY = 4
+"""Every fourth picture is kept for fitting, where there are enough for that."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Source of a chunk: a picture, a frame of a video, or a block of a text.
+
+    ``name`` tells people and clusters which one it is; pieces of one ``size`` can stand in for one another.
+    """
+
+    name: str
+    path: Path
+    size: tuple[int, ...]
+    frame: int = -1
+    ids: tuple[int, ...] = ()
+
+
+class Folder(Source):
+    """Sequences of pieces in name order (even indices) and shuffled (odd ones), with generic questions or the user's."""
+
+    word: ClassVar[str]
+    """What a piece is called in a question."""
+
+    def __init__(
+        self, pieces: Sequence[Piece], about: str, questions: Sequence[str], max_tokens: int, notes: Sequence[str] = ()
+    ) -> None:
+        if len(pieces) < PLACED + 1:
+            raise ValueError(
+                f"a probe needs at least {PLACED + 1} {self.word}s to make sequences and swap in others, got "
+                f"{len(pieces)}; add some, or leave the option out to probe generated pictures"
+            )
+        self.name = f"probe/{self.kind}"
+        self.pieces = tuple(pieces)
+        self.about, self.asked, self.max_tokens = about, tuple(questions), max_tokens
+        self.system_prompt = f"You answer questions about {self.word}s."
+        self.fits = len(pieces) >= _FIT_EVERY * 2 * PLACED
+        self._fitting = tuple(pieces[_FIT_EVERY - 1 :: _FIT_EVERY]) if self.fits else ()
+        fitting = set(self._fitting)
+        self._probing = tuple(p for p in pieces if p not in fitting)
+        remarks = [f"{len(pieces)} {self.word}s; sequences that end with the same one count as one observation", *notes]
+        if not self.fits:
+            remarks.append(f"too few {self.word}s to fit a shared basis on some and test it on others")
+        self.notes = tuple(remarks)
+
+    def context(self, split: Split, index: int) -> Context:
+        rng = np.random.default_rng((seed_of(self.kind), seed_of(split), index))
+        pool = self._fitting if split == "fitting" and self._fitting else self._probing
+        if index % 2 == 0:
+            begin = int(rng.integers(len(pool)))
+            chosen = [pool[(begin + i) % len(pool)] for i in range(PLACED)]
+        else:
+            chosen = [pool[int(i)] for i in rng.permutation(len(pool))[:PLACED]]
+        others = [p for p in pool if p not in chosen] or list(pool)
+        alike = [[p for p in others if p.size == piece.size] or others for piece in chosen]
+        strangers = tuple(some[int(rng.integers(len(some)))] for some in alike)
+        load = partial(self._load, tuple(chosen), strangers)
+        return Context(load, tuple(p.size for p in chosen), chosen[-1].name, self._questions(rng))
+
+    def stream(self, index: int, slides: int) -> Context:
+        rng = np.random.default_rng((seed_of(self.kind), seed_of("moving"), index))
+        pool, count = self._probing, min(PLACED + slides, len(self._probing))
+        begin = int(rng.integers(len(pool)))
+        chosen = tuple(pool[(begin + i) % len(pool)] for i in range(count))
+        questions = []
+        for slide in range(1, count - PLACED + 1):
+            first, last = (LETTERS[(slide + i) % len(LETTERS)] for i in (PLACED - 2, PLACED - 1))
+            text = self.asked[slide % len(self.asked)] if self.asked else self._differ(first, last)
+            questions.append(Question(text, "cross"))
+        return Context(
+            partial(self._load, chosen, ()), tuple(p.size for p in chosen), chosen[-1].name, tuple(questions)
+        )
+
+    def _questions(self, rng: np.random.Generator) -> tuple[Question, ...]:
+        """A question about two pieces, one about one piece, and one of the user's."""
+        first, second = sorted(int(i) for i in rng.permutation(PLACED)[:2])
+        at = int(rng.integers(PLACED))
+        questions = [
+            Question(self._differ(LETTERS[first], LETTERS[second]), "cross", (first, second)),
+            Question(f"What does {self.word} {LETTERS[at]} show? Answer in a few words.", "one", (at,)),
+        ]
+        if self.asked:
+            questions.append(Question(self.asked[int(rng.integers(len(self.asked)))], "yours"))
+        return tuple(questions)
+
+    def _differ(self, first: str, second: str) -> str:
+        return f"What differs between {self.word} {first} and {self.word} {second}? Answer in a few words."
+
+    def _load(self, pieces: Sequence[Piece], strangers: Sequence[Piece]) -> list[Chunk]:
+        chunks = [self.chunk(p, p.size, LETTERS[i % len(LETTERS)]) for i, p in enumerate(pieces)]
+        return chunks + [
+            self.chunk(s, p.size, LETTERS[i]) for i, (s, p) in enumerate(zip(strangers, pieces, strict=False))
+        ]
+
+    def chunk(self, piece: Piece, size: tuple[int, ...], letter: str) -> Chunk:
+        """A piece as a chunk of the given size, named by a letter."""
+        raise NotImplementedError
+
+
+class Images(Folder):
+    """Pictures, and frames of videos, of a folder."""
+
+    kind: ClassVar[str] = "images"
+    word: ClassVar[str] = "picture"
+
+    def __init__(self, folder: Path, questions: Sequence[str], max_tokens: int, max_pixels: int | None) -> None:
+        self._max_pixels = max_pixels
+        self._frames: dict[Path, Pixels] = {}
+        pieces: list[Piece] = []
+        paths, notes = _spread(files_of(folder, (*PICTURES, *VIDEOS), "pictures or videos"))
+        for path in paths:
+            if path.suffix.lower() in VIDEOS:
+                frames = self._video(path)
+                size = frames.shape[1:3]
+                pieces += [Piece(f"{path.name}#{i}", path, size, frame=i) for i in range(len(frames))]
+            else:
+                pieces.append(Piece(path.name, path, fit(as_rgb(path), max_pixels).shape[:2]))
+        super().__init__(pieces, f"pictures of folder {folder.name}", questions, max_tokens, notes)
+
+    def chunk(self, piece: Piece, size: tuple[int, ...], letter: str) -> Chunk:
+        from PIL import Image
+
+        pixels = fit(as_rgb(piece.path), self._max_pixels) if piece.frame < 0 else self._video(piece.path)[piece.frame]
+        if pixels.shape[:2] != size:
+            pixels = np.asarray(Image.fromarray(pixels).resize((size[1], size[0]), Image.Resampling.BICUBIC))
+        return Chunk.image(pixels, text=f"Picture {letter}:", keep_source=False)
+
+    def _video(self, path: Path) -> Pixels:
+        """The sampled frames of a video; only those of the last video are kept."""
+        if path not in self._frames:
+            self._frames.clear()
+            self._frames[path] = video_frames(path, "linspace", FRAMES, self._max_pixels).pixels
+        return self._frames[path]
+
+
+class Texts(Folder):
+    """Text files of a folder, cut into blocks of one length; a text-only model is probed on these."""
+
+    kind: ClassVar[str] = "texts"
+    word: ClassVar[str] = "text"
+
+    def __init__(
+        self, folder: Path, questions: Sequence[str], max_tokens: int, engine: EncodingEngine, block: int = 64
+    ) -> None:
+        pieces = []
+        paths, notes = _spread(files_of(folder, TEXTS, "text files"))
+        for path in paths:
+            with path.open(encoding="utf-8", errors="replace") as file:
+                ids = engine.encoder.tokens.document(file.read(CHARACTERS))
+                if file.read(1):
+                    notes.append(f"only the first {CHARACTERS:,} characters of {path.name}")
+            for i in range(len(ids) // block):
+                part = tuple(ids[i * block : (i + 1) * block])
+                pieces.append(Piece(f"{path.name}#{i}", path, (block,), frame=i, ids=part))
+        super().__init__(
+            pieces, f"texts of folder {folder.name}, in blocks of {block} tokens", questions, max_tokens, notes
+        )
+
+    def chunk(self, piece: Piece, size: tuple[int, ...], letter: str) -> Chunk:
+        return Chunk(parts=(TextPart(text=f"Text {letter}:\n"), TokensPart(ids=piece.ids)), keep_source=False)
+
+
+def files_of(folder: Path, endings: Sequence[str], what: str) -> list[Path]:
+    """Files with these endings, below the folder too, in name order; ValueError where there are none."""
+    if not folder.is_dir():
+        raise ValueError(f"{what} must lie in a folder, got {str(folder)!r}, which is no folder")
+    paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix.lower() in endings)
+    if not paths:
+        raise ValueError(f"a folder must hold {what} ({', '.join(endings)}), got none in {str(folder)!r}")
+    return paths
+
+
+def _spread(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    """At most `FILES` of them, evenly by name, and what a reader must know of that."""
+    if len(paths) <= FILES:
+        return list(paths), []
+    return [paths[i * len(paths) // FILES] for i in range(FILES)], [f"{FILES} of {len(paths):,} files, evenly by name"]
+
+
+def read_questions(path: Path) -> list[str]:
+    """The questions of a file, one per line; raises ValueError where it holds none."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"questions must be a readable text file, got {str(path)!r}: {error}") from error
+    questions = [line for line in lines if line and not line.startswith("#")]
+    if not questions:
+        raise ValueError(f"questions must hold one question a line, got none in {str(path)!r}")
+    return questions

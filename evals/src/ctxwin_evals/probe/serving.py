@@ -1,0 +1,149 @@
+"""Contexts asked on any engine, by the engine contract alone: what a probe measures where it cannot read inside the model.
+
+A re-prefill is one request without spans; what an arm serves is loaded from spans, as windows do it. KV comes from
+`Engine.prefill`, a chunk at a time, answers from `Engine.generate`, and what the model expects along them from
+`Engine.forced_logprobs`, whose best tokens are compared and all others taken as one.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, overload
+
+from ctxwin.engines.base import Sampling, Segment
+from ctxwin.trust.replay import kl_of_rows, likeliest
+from ctxwin_evals.group import Group
+from ctxwin_evals.measure import Measurer, Said
+
+if TYPE_CHECKING:
+    from ctxwin.engines.base import Engine
+    from ctxwin.kv.layout import SpanKV
+    from ctxwin_evals.arms import Served
+    from ctxwin_evals.items import Item
+    from ctxwin_evals.patching import Patcher
+
+
+@dataclass(frozen=True)
+class Fresh(Sequence["SpanKV"]):
+    """Chunks of item ``b`` prefilled in an order: computed by the request that asks, and as spans only where one is taken."""
+
+    group: ServedGroup
+    b: int
+    order: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @overload
+    def __getitem__(self, at: int) -> SpanKV: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[SpanKV]: ...
+    def __getitem__(self, at: int | slice) -> SpanKV | list[SpanKV]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(len(self))[at]]
+        return self.group.span(self.b, self.order[: range(len(self))[at] + 1])
+
+
+class ServedGroup(Group):
+    """A `Group` whose forwards are requests to the engine; ``decoder`` is a `Reader`."""
+
+    embeds: ClassVar[bool] = False
+
+    def span(self, b: int, order: tuple[int, ...]) -> SpanKV:
+        """Return KV of the last chunk of an order, computed after the others; once."""
+        if (b, order) not in self._orders:
+            front = [self.span(b, order[: i + 1]) for i in range(len(order) - 1)]
+            self._orders[b, order] = self._compute(b, order, front)
+        return self._orders[b, order]
+
+    def _compute(self, b: int, order: Sequence[int], front: Sequence[SpanKV]) -> SpanKV:
+        target, start = self.chunks[b][order[-1]], self.layout(order)[-1].start
+        segments = self.segments(b, order[:-1], front)
+        engine: Engine = self.decoder.engine
+        return engine.prefill(segments, target, start, salt=unshared_salt(), background=True)
+
+    def segments(self, b: int, order: Sequence[int], spans: Sequence[SpanKV] | None) -> list[Segment]:
+        """System prompt and chunks in order, with their spans in place, or all to be computed."""
+        segments = [Segment(self.system_prompt, 0, span=None if spans is None else self.system_prompt_span)]
+        for i, (frame, place) in enumerate(zip(order, self.layout(order), strict=True)):
+            segments.append(Segment(self.chunks[b][frame], place.start, span=None if spans is None else spans[i]))
+        return segments
+
+    def prefilled(self, orders: Sequence[Sequence[int]], items: Sequence[int] | None = None) -> Sequence[Fresh]:
+        rows = range(len(self)) if items is None else items
+        return [Fresh(self, b, tuple(order)) for b, order in zip(rows, orders, strict=True)]
+
+    def appended(self, orders: Sequence[Sequence[int]], rows: Sequence[Sequence[SpanKV]]) -> list[SpanKV]:
+        return [self._compute(b, order, row) for b, (order, row) in enumerate(zip(orders, rows, strict=True))]
+
+    def stepwise(self) -> list[list[SpanKV]]:
+        return [list(row) for row in self.exact]
+
+
+class ServedMeasurer(Measurer):
+    """A `Measurer` whose every question is a request to the engine; ``decoder`` is a `Reader`. Answers are read ``along``."""
+
+    divergence = staticmethod(kl_of_rows)
+
+    def group(self, items: Sequence[Item], patcher: Patcher | None = None) -> ServedGroup:
+        contexts = {item.context or item.index: item for item in reversed(items)}
+        return ServedGroup(self.decoder, list(contexts.values())[::-1], patcher or self.patcher, self.system_prompt)
+
+    def _ask(
+        self, group: Group, items: Sequence[Item], served: Sequence[Served | None], first: Sequence[Said | None] | None
+    ) -> list[Said | None]:
+        assert isinstance(group, ServedGroup)
+        rows = {item.context or item.index: b for b, item in enumerate(group.items)}
+        together: dict[int, list[int]] = {}
+        for i, one in enumerate(served):
+            if one is not None:
+                together.setdefault(id(one), []).append(i)
+        out: list[Said | None] = [None] * len(items)
+        for indices in together.values():
+            one, item = served[indices[0]], items[indices[0]]
+            assert one is not None
+            fresh = one.spans if isinstance(one.spans, Fresh) else None
+            order = item.placed if fresh is None else fresh.order
+            segments = group.segments(rows[item.context or item.index], order, one.spans if fresh is None else None)
+            references = None if first is None else [first[i] for i in indices]
+            for i, answer in zip(
+                indices, self._read_answers(segments, [items[i] for i in indices], references), strict=True
+            ):
+                out[i] = answer
+        return out
+
+    def _read_answers(
+        self, segments: Sequence[Segment], items: Sequence[Item], first: Sequence[Said | None] | None
+    ) -> list[Said | None]:
+        """Return answers given one layout: the reference's own, or read along the reference's."""
+        ids = [self._generate(segments, item) if first is None else [] for item in items]
+        if first is not None:
+            ids = [[] if answer is None else answer.token_ids for answer in first]
+        questions = [(self.decoder.query(item.query), token_ids) for item, token_ids in zip(items, ids, strict=True)]
+        out: list[Said | None] = []
+        logprobs = self.decoder.engine.forced_logprobs(segments, questions)
+        for i, (item, token_ids, rows) in enumerate(zip(items, ids, logprobs, strict=True)):
+            along = rows if len(token_ids) < item.max_tokens else rows[:-1]  # one that was cut has no end
+            reference = None if first is None else first[i]
+            if reference is not None and _greedy(along) != _greedy(
+                reference.forced if reference.forced is not None else ()
+            ):
+                token_ids = self._generate(segments, item)
+            out.append(Said(rows[0], self.text(token_ids), token_ids, along))
+        return out
+
+    def _generate(self, segments: Sequence[Segment], item: Item) -> list[int]:
+        sampling, query = Sampling(item.max_tokens), self.decoder.query(item.query)
+        generation = self.decoder.engine.generate(segments, query, sampling, salt=unshared_salt(), background=True)
+        return [int(token) for token in generation.token_ids]
+
+
+def _greedy(rows: Iterable[Any]) -> list[int]:
+    return [likeliest(row) for row in rows]
+
+
+def unshared_salt() -> str:
+    """Return a salt of one request alone, so that no request of a probe shares cached prefixes with another."""
+    return f"probe-{uuid.uuid4().hex}"

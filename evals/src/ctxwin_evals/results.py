@@ -1,0 +1,185 @@
+"""The result of a run in lm-eval's files, for its table maker and for people's scripts.
+
+lm-eval names a figure ``METRIC,FILTER``, a filter being one way to read the same answers to the same documents. Arms take
+its place: ``acc,patched:8`` stands beside ``acc,blind`` under one task, tables show the arm in the filter column, a sample
+names its arm as ``filter``, and lm-eval's ``none`` is the exact re-prefill, which is what any harness would report for the
+model. So ``results[TASK]["acc,none"]`` means what it means elsewhere, and names, versions and counts stay one per task.
+(Tasks named TASK|ARM would hide all figures from scripts that look up a task by name.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import ctxwin
+from ctxwin_evals.metrics import Outcome, agreed, harmed
+from ctxwin_evals.samples import Samples
+from ctxwin_evals.score import Cells, Scorer, Table, TaskOf, select
+from ctxwin_evals.stats import standard_error
+
+PLAIN = "none"
+"""lm-eval's name of unfiltered answers: here re-prefill's."""
+HIGHER = {"acc": True, "agreement": True, "eta": True, "kl": False, "harm": False, "spent_share": False}
+
+
+def write_lm_eval(
+    samples: Samples,
+    out: Path,
+    names: Sequence[str] | None = None,
+    n: int | None = None,
+    *,
+    task_of: TaskOf | None = None,
+) -> Path:
+    """Write both kinds of files into ``out``; they carry the run's date, so that scoring again replaces them.
+
+    ``samples_TASK_DATE.jsonl`` has one line a document and arm. Its ``doc_hash`` is the content of the item, chunks
+    included, and ``prompt_hash`` the same with the question; ``arguments`` hold the question only, since the chunks in
+    front of it may be pictures. Returns the path of the aggregated file, ``results_DATE.json``.
+
+    Raises ValueError as `ctxwin_evals.score.scores` does.
+    """
+    table = Table(select(samples, names, n), Scorer(task_of))
+    out.mkdir(parents=True, exist_ok=True)
+    stamp = (samples.created or "undated").replace(":", "-")
+    for task in table.rows:
+        name = re.sub(r"\W", "_", task)
+        with (out / f"samples_{name}_{stamp}.jsonl").open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in _lines(table, task))
+    path = out / f"results_{stamp}.json"
+    path.write_text(json.dumps(_result(table, samples, n), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return path
+
+
+def version() -> str:
+    """The commit of the checkout that this code is from, or the library's version where it is no checkout."""
+    root = Path(ctxwin.__file__).resolve().parent.parent
+    if (root / ".git").exists():
+        try:
+            command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            pass  # no git here: the version says less, and is true
+    return ctxwin.__version__
+
+
+def _result(table: Table, samples: Samples, n: int | None) -> dict[str, Any]:
+    """The aggregated file, of the first ``n`` items.
+
+    ``n-samples`` counts documents that were asked about (``original``) and those that some arm has a score for
+    (``effective``); ``sample_count`` in a task's results counts the scored answers behind each ``acc``. Standard errors are
+    cluster-robust.
+    """
+    cells, config = table.arms(), samples.config
+    indices = {task: {row.index for row in samples.first(n) if row.task == task} for task in table.rows}
+    tasks = {name: table.scorer.task(name) for name in table.rows}
+    metrics = [{"metric": m, "aggregation": "mean", "higher_is_better": up} for m, up in HIGHER.items()]
+    settings = {k: v for k, v in config.items() if k not in ("format", "tasks", "model")}
+    return {
+        "results": {name: {"alias": name} | _figures(name, table, cells) for name in tasks},
+        "configs": {
+            name: {
+                "task": name,
+                "description": task.about,
+                "output_type": "generate_until",
+                "num_fewshot": 0,
+                "metric_list": metrics,
+                "metadata": dict(config.get("tasks", {}).get(name, {})),
+            }
+            for name, task in tasks.items()
+        },
+        "versions": {name: task.version for name, task in tasks.items()},
+        "n-shot": dict.fromkeys(tasks, 0),
+        "higher_is_better": {name: dict(HIGHER) for name in tasks},
+        "n-samples": {name: {"original": len(indices[name]), "effective": _effective(table, name)} for name in tasks},
+        "config": {"model": "ctxwin", "model_args": str(config.get("model", "")), "limit": n, **settings},
+        "git_hash": version(),
+        "date": datetime.fromisoformat(samples.created).timestamp() if samples.created else None,
+        "task_hashes": {
+            name: _hash("".join(x["doc_hash"] + x["prompt_hash"] + x["target_hash"] for x in _lines(table, name)))
+            for name in tasks
+        },
+    }
+
+
+def _figures(task: str, table: Table, cells: Cells) -> dict[str, Any]:
+    """``METRIC,ARM`` and ``METRIC_stderr,ARM`` of one task, re-prefill as ``none`` over every item that any arm has."""
+    figures: dict[str, Any] = {}
+    count: dict[str, int] = {}
+
+    def put(metric: str, arm: str, outcomes: Iterable[Outcome], read: Callable[[Outcome], float | bool | None]) -> None:
+        measured = [(float(value), o.row.cluster) for o in outcomes if (value := read(o)) is not None]
+        if measured:
+            values, clusters = zip(*measured, strict=True)
+            error = standard_error(values, clusters)
+            figures[f"{metric},{arm}"] = sum(values) / len(values)
+            figures[f"{metric}_stderr,{arm}"] = "N/A" if error is None else error
+            if metric == "acc":
+                count[f"acc,{arm}"] = len(values)
+
+    by_arm = {arm: table.outcomes.get((task, arm), {}) for arm in table.rows[task]}
+    reference = {index: o for outcomes in by_arm.values() for index, o in outcomes.items()}
+    put("acc", PLAIN, [o for _, o in sorted(reference.items())], lambda o: o.reference.score)
+    for arm, outcomes in by_arm.items():
+        if not outcomes or arm == "reprefill":
+            continue
+        put("acc", arm, outcomes.values(), lambda o: o.answer.score)
+        put("kl", arm, outcomes.values(), lambda o: o.row.kl)
+        put("agreement", arm, outcomes.values(), agreed)
+        put("harm", arm, outcomes.values(), harmed)
+        cell = cells[arm][task]
+        for name, value in (("eta", cell["eta"]), ("spent_share", cell["spent_share"])):
+            if value is not None:
+                figures[f"{name},{arm}"] = value
+    return figures | {"sample_len": len(reference), "sample_count": count}
+
+
+def _effective(table: Table, task: str) -> int:
+    """Items that some arm has a scored answer to."""
+    outcomes = [table.outcomes.get((task, arm), {}) for arm in table.rows[task]]
+    return len({index for some in outcomes for index, o in some.items() if o.answer.score is not None})
+
+
+def _lines(table: Table, task: str) -> Iterator[dict[str, Any]]:
+    indices: set[int] = set()
+    for arm, rows in table.rows[task].items():
+        for row in rows:
+            outcome = table.outcomes[task, arm][row.index]
+            if row.index not in indices:
+                indices.add(row.index)
+                yield _line(PLAIN, outcome, table.scorer)
+            if arm != "reprefill":
+                yield _line(arm, outcome, table.scorer)
+
+
+def _line(arm: str, outcome: Outcome, scorer: Scorer) -> dict[str, Any]:
+    row, field = outcome.row, "reference" if arm == PLAIN else "answer"
+    scored = scorer.scored(row, field)
+    metrics: dict[str, float | None] = {"acc": scored.score, **scored.metrics}
+    if arm != PLAIN:
+        harm = harmed(outcome)
+        metrics |= {"kl": row.kl, "agreement": float(agreed(outcome)), "harm": None if harm is None else float(harm)}
+    return {
+        "doc_id": row.index,
+        "doc": {"id": row.doc_id, "cluster": row.cluster, "frames": row.frames, "meta": row.meta},
+        "target": str(row.target),
+        "arguments": {"gen_args_0": {"arg_0": row.question, "arg_1": {"do_sample": False}}},
+        "resps": [[getattr(row, field)]],
+        "filtered_resps": [scored.prediction],
+        "filter": arm,
+        "metrics": list(metrics),
+        "doc_hash": row.case,
+        "prompt_hash": _hash(row.case + row.question),
+        "target_hash": _hash(str(row.target)),
+        **metrics,
+    }
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

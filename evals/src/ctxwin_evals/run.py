@@ -1,0 +1,212 @@
+"""Runs arms over items and keeps the samples. Resumable: samples that exist already are not computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby, product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ctxwin.kv.patch import Layers, Layout
+from ctxwin.tiny import checkpoint_dir
+from ctxwin_evals.arms import BASES, Arm
+from ctxwin_evals.decoder import Decoder
+from ctxwin_evals.group import Group
+from ctxwin_evals.items import Item, Task
+from ctxwin_evals.measure import BATCH, Measurer, by_shape
+from ctxwin_evals.patching import Patcher, Weighting, fitted
+from ctxwin_evals.samples import FORMAT, Sample, Samples, open_samples
+from ctxwin_evals.tasks import SUITES
+from ctxwin_evals.tasks.tiny import TinyOptions, as_item, fit_cases
+
+if TYPE_CHECKING:
+    from ctxwin.engines.hf.engine import HFEngine
+
+BLOCK = 5 * BATCH
+"""Items share forwards within blocks of this many indices, so that a batch depends on no other item and no earlier run."""
+PATCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything a sample depends on beside its task, its arm and its index.
+
+    Attributes:
+        system_prompt: system prompt of items that have none of their own.
+        layout, layers, weight, dtype: of the patches (see `form_patch`).
+        basis_items: contexts a shared basis is fitted on (layout ``shared`` only).
+        timed: how many items of a task are timed, each alone; times are no part of what a run compares.
+    """
+
+    system_prompt: str = "You watch a camera."
+    layout: Layout = "joint"
+    layers: Layers = "all"
+    weight: Weighting = "none"
+    dtype: str = "bfloat16"
+    basis_items: int = 64
+    timed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("layout", self.layout, ("joint", "per_layer", "shared")),
+            ("layers", self.layers, ("all", "deep")),
+            ("weight", self.weight, ("none", "balanced", "output")),
+            ("dtype", self.dtype, tuple(PATCH_DTYPES)),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+        if self.timed < 0:
+            raise ValueError(f"timed must be >= 0, got {self.timed}")
+
+    def config(self, engine: HFEngine) -> dict[str, Any]:
+        """Return the content of ``config.json``; a run continues only under an equal one."""
+        left_out = ("timed",) if self.layout == "shared" else ("timed", "basis_items")
+        plain = {name: value for name, value in asdict(self).items() if name not in left_out}
+        name, spec = model_name(engine.spec.model), engine.spec
+        return {"format": FORMAT, "name": name, "model": spec.identity, "kv": spec.kv.dtype, **plain}
+
+
+def model_name(model: str) -> str:
+    """Return a model's name: ``tiny`` for the bundled one, else the last part of its folder or Hub name."""
+    return "tiny" if Path(model) == checkpoint_dir() else Path(model).name
+
+
+@dataclass(frozen=True)
+class Job:
+    """One task, and the arms that run on it."""
+
+    task: Task
+    arms: tuple[Arm, ...]
+
+
+def fits(arm: Arm, task: Task) -> bool:
+    """True if an arm is made for a task's setting, and for its turnover if it names one."""
+    if arm.turnover is not None:
+        return task.name == f"tiny/recall@{arm.turnover:g}"
+    return arm.name == BASES[task.setting].name or task.setting in arm.settings
+
+
+def companions(arms: Sequence[Arm], tasks: Sequence[Task]) -> list[str]:
+    """Generated tasks (slides, recalls) for arms that fit none of the given tasks, where those are all generated."""
+    if not all(task.name.startswith("tiny/") for task in tasks):
+        return []
+    names: dict[str, None] = {}
+    for arm in arms:
+        if any(fits(arm, task) for task in tasks):
+            continue
+        if arm.turnover is not None:
+            names[f"tiny/recall@{arm.turnover:g}"] = None
+        elif "slide" in arm.settings:
+            names |= dict.fromkeys(("tiny/slide_distractor", "tiny/slide_needed"))
+        elif "recall" in arm.settings:
+            names |= dict.fromkeys(SUITES["tiny-recall"])
+    return list(names)
+
+
+def plan_jobs(arms: Sequence[Arm], tasks: Sequence[Task]) -> list[Job]:
+    """Return the arms of each task, see `fits`. Raises ValueError for an arm that fits none of them."""
+    jobs = []
+    for task in tasks:
+        base = BASES[task.setting]
+        # Doing nothing means something else in every setting.
+        fitting = [base if arm.name == base.name else arm.on(task.setting) for arm in arms if fits(arm, task)]
+        if fitting:
+            jobs.append(Job(task, tuple(fitting)))
+    used = {arm.name for job in jobs for arm in job.arms}
+    if idle := [arm for arm in arms if arm.name not in used]:
+        what = "; ".join(f"{arm.name} needs a task of setting {' or '.join(arm.settings)}" for arm in idle)
+        raise ValueError(f"every arm must fit one of the tasks, got {what} (`ctxwin eval ls` lists the tasks)")
+    return jobs
+
+
+class Runner:
+    """Runs jobs of one configuration on one engine.
+
+    Args:
+        engine: the transformers engine.
+        settings: of the run.
+        folder: where ``config.json``, ``samples.jsonl`` and a shared basis go.
+        tasks: of the run; their configuration is part of the run's.
+    """
+
+    def __init__(self, engine: HFEngine, settings: Settings, folder: Path, tasks: Sequence[Task]) -> None:
+        self.settings = settings
+        config = settings.config(engine) | {"tasks": {task.name: task.config() for task in tasks}}
+        self.samples: Samples = open_samples(folder, config)
+        self._decoder = Decoder(engine)
+        way, dtype = (settings.layout, settings.layers, settings.weight), PATCH_DTYPES[settings.dtype]
+        patcher = fitted(self._decoder, way, self._groups, dtype=dtype, keep=folder)
+        self.measurer = Measurer(self._decoder, patcher, settings.system_prompt)
+
+    def run(self, jobs: Sequence[Job], n: int | None, progress: Callable[[int], None] = lambda done: None) -> None:
+        """Compute the samples that are missing among the first ``n`` items of every job (None: all of a data set).
+
+        ``progress`` is called with the number of samples that each step finished. Interrupting loses at most the batch
+        in work.
+        """
+        if n is not None and n < 1:
+            raise ValueError(f"n must be >= 1, got {n}")
+        for job in jobs:
+            # A sweep is cut from its largest rank: of the job, not of the arms that happen to be missing.
+            self.measurer.patcher.floor = max((arm.rank or 0 for arm in job.arms), default=0)
+            items: list[Item] = []
+            for items in batches(job.task, n):
+                indices = {item.index for item in items if _in_first(job.task, item, n)}
+                self._check_items(job, items)
+                name, has = job.task.name, self.samples.has
+                missing = [arm for arm in job.arms if any(not has(name, arm.name, index) for index in indices)]
+                if missing:
+                    self.samples.add(self._measure(job.task, items, missing, indices))
+                progress(len(indices) * len(job.arms))
+            if not items:
+                raise ValueError(f"{job.task.name} must have items, got none among the first {n}; take a larger n")
+
+    def _check_items(self, job: Job, items: Sequence[Item]) -> None:
+        """Raise ValueError where a sample on disk is of another item than the task gives today."""
+        for item, arm in product(items, job.arms):
+            row = self.samples.rows.get((item.task, arm.name, item.index))
+            if row is not None and row.case != item.digest:
+                raise ValueError(
+                    f"samples of {self.samples.folder} must be of today's items, got another item {item.index} of "
+                    f"{item.task!r}; choose another --output"
+                )
+
+    def _measure(
+        self, task: Task, items: Sequence[Item], arms: Sequence[Arm], indices: Collection[int]
+    ) -> Iterator[Sample]:
+        """The wanted samples of one batch, timed where that was asked for."""
+        by_name, by_index = {arm.name: arm for arm in arms}, {item.index: item for item in items}
+        for sample in self.measurer.samples(items, arms, base=BASES[task.setting]):
+            if sample.index in indices and sample.index < self.settings.timed and sample.unscored is None:
+                seconds = self.measurer.first_token(by_index[sample.index], by_name[sample.arm])
+                sample = sample.model_copy(update={"ttft_s": seconds})
+            if sample.index in indices:
+                yield sample
+
+    def _groups(self) -> Iterator[Group]:
+        """Contexts of their own seeds, to fit bases and weights on."""
+        if not self._decoder.engine.spec.vision:
+            raise ValueError("weights and shared bases are fitted on pictures: the model must see, got a text model")
+        cases = fit_cases(0, self.settings.basis_items, TinyOptions().frames)
+        for part in by_shape([as_item(case, f"tiny/{case.task}") for case in cases]):
+            yield Group(self._decoder, part, Patcher(self._decoder.spec), self.settings.system_prompt)
+
+
+def batches(task: Task, n: int | None) -> Iterator[list[Item]]:
+    """Items in batches that depend on their indices alone.
+
+    Where items share shapes, whole blocks are made, the last one too, of which some items may lie behind ``n``.
+    """
+    items = task.items(-(-n // BLOCK) * BLOCK if n is not None and task.endless else n)
+    for _, block in groupby(items, lambda item: item.index // BLOCK):  # by index: a task may leave items out
+        for part in by_shape(list(block)):
+            if any(_in_first(task, item, n) for item in part):
+                yield part
+
+
+def _in_first(task: Task, item: Item, n: int | None) -> bool:
+    """True if an item of a batch is one of the first ``n``. A data set yields only these, whatever their indices."""
+    return n is None or not task.endless or item.index < n

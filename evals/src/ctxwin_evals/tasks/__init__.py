@@ -1,0 +1,95 @@
+"""The tasks by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ctxwin_evals.benchmarks.base import DataOptions
+from ctxwin_evals.items import Task
+from ctxwin_evals.tasks import pages
+from ctxwin_evals.tasks.tiny import TASKS, WORLD_TASKS, TinyOptions, TinyTask
+
+_SLIDES = ("slide_distractor", "slide_needed", "slide_repeated")
+_DIVERGENT = ("reorder", "duplicate", "replace-one", "replace-all")
+
+
+def _tiny(*kinds: str) -> tuple[str, ...]:
+    """Generated tasks, each at every listed amount."""
+    names: list[str] = []
+    for kind in kinds:
+        amount = TASKS[kind].amount
+        names += [f"tiny/{kind}@{a:g}" for a in amount.listed] if amount else [f"tiny/{kind}"]
+    return tuple(names)
+
+
+SUITES: dict[str, tuple[str, ...]] = {
+    "tiny": _tiny(*WORLD_TASKS),
+    "tiny-slide": _tiny(*_SLIDES, "history"),
+    "tiny-recall": _tiny("recall"),
+    "tiny-reorder": _tiny("reorder"),
+    "tiny-drift": _tiny(*(f"divergent-{kind}" for kind in _DIVERGENT), "excess", "superset", "changed"),
+    "tiny-all": _tiny(*TASKS),
+    "mm-niah": tuple(
+        f"mm-niah/{kind}-{medium}" for kind in ("retrieval", "counting", "reasoning") for medium in ("text", "image")
+    ),
+    "milebench": tuple(
+        f"milebench/{name}" for name in ("ActionSequence", "ActionPrediction", "ObjectShuffle", "StateChange")
+    ),
+}
+"""Names that stand for several tasks."""
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """Options of items besides their task; each task reads those that concern it.
+
+    Attributes:
+        tiny: of generated items.
+        data: of benchmarks.
+    """
+
+    tiny: TinyOptions = field(default_factory=TinyOptions)
+    data: DataOptions = field(default_factory=DataOptions)
+
+
+def open_task(name: str, options: TaskOptions | None = None) -> Task:
+    """The task of a name; reads no data. Raises ValueError, naming the tasks, for an unknown one.
+
+    ``PROTOCOL:TASK`` is a protocol of `ctxwin_evals.tasks.protocols` on another task's items.
+    """
+    from ctxwin_evals.benchmarks import BENCHMARKS, benchmark
+    from ctxwin_evals.tasks.protocols import ProtocolTask
+
+    options = TaskOptions() if options is None else options
+    protocol, colon, base = name.partition(":")
+    if colon:
+        return ProtocolTask(protocol, open_task(base, options), options.tiny.seed)
+    if name.startswith("tiny/"):
+        return TinyTask(name, options.tiny)
+    if name in pages.NAMES:
+        return pages.TwoPages(name, options.tiny.seed)
+    if name in BENCHMARKS:
+        return benchmark(name, options.data)
+    raise ValueError(f"a task must be one of {', '.join(task_names())}; got {name!r}")
+
+
+def task_names() -> list[str]:
+    """Every task, at each amount it lists; protocols on other tasks' items are not listed (see `open_task`)."""
+    from ctxwin_evals.benchmarks import BENCHMARKS
+
+    return [*_tiny(*TASKS), *pages.NAMES, *BENCHMARKS]
+
+
+def expand(text: str) -> list[str]:
+    """A comma-separated list of tasks and suites as names, in order, each once; ValueError where it is empty.
+
+    ``PROTOCOL:SUITE`` stands for the protocol on each task of the suite.
+    """
+    names: dict[str, None] = {}
+    for part in (p.strip() for p in text.split(",")):
+        protocol, colon, base = part.rpartition(":")
+        if part:
+            names |= dict.fromkeys(protocol + colon + name for name in SUITES.get(base, (base,)))
+    if not names:
+        raise ValueError(f"tasks must name at least one of {', '.join([*SUITES, *task_names()])}; got {text!r}")
+    return list(names)

@@ -1,0 +1,280 @@
+"""Generated tasks: contexts of frames in a setting (a window, a slide, a recall), one question each.
+
+Items are drawn from `ctxwin.tiny.world` with held-out seeds: an item's generator is seeded by
+``(SPACE, seed, task, variant, index)``, the trainer's by ``(seed, stage, step)``, and `SPACE` is a constant that no
+training run uses as its seed, so no item can be a training batch. An item depends on its own index only, never on how
+many are drawn.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ctxwin.chunk import Chunk
+from ctxwin.hashing import digest
+from ctxwin.tiny.world import Frame, answer, render
+from ctxwin_evals.items import Item, Scored, Setting, Task
+from ctxwin_evals.tasks.drawn import (
+    TRAINED_FRAMES,
+    Draw,
+    changed,
+    excess,
+    history,
+    orders_of,
+    recall,
+    reorder,
+    slide,
+    slide_repeated,
+    world,
+)
+from ctxwin_evals.tasks.edits import Amount, amount_in, duplicated, preceded, reordered, replaced, scattered
+
+SPACE = 0x63747877
+"""First word of every evaluation seed ("ctxw"); the fit split of a shared basis has `FIT_SPACE`."""
+FIT_SPACE = 0x66697473
+
+
+@dataclass(frozen=True)
+class Case:
+    """One item in its setting.
+
+    Attributes:
+        task, index: which item this is.
+        frames: every frame concerned; the tuples below index them.
+        before: what was placed when survivors were conditioned (slide), or when the patch was formed (recall); else
+            empty.
+        placed: what is placed when the question is asked.
+        asked: position in ``placed`` of the frame that holds the answer.
+        question, truth: the text, and the generator's answer over the placed frames.
+        context: items of one context are not independent.
+        meta: further figures.
+    """
+
+    task: str
+    index: int
+    frames: tuple[Frame, ...]
+    before: tuple[int, ...]
+    placed: tuple[int, ...]
+    asked: int
+    question: str
+    truth: str
+    context: int = 0
+    meta: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Cases of one shape can share a forward."""
+        return len(self.frames), len(self.before), len(self.placed)
+
+    @property
+    def digest(self) -> str:
+        """Content of the item, so that samples of another generator are noticed."""
+        drawn = [[f.role, *(a.tobytes() for a in (f.shape, f.appearance, f.mark, f.jitter))] for f in self.frames]
+        return digest("case", drawn, list(self.before), list(self.placed), self.question, self.truth)
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A kind of item.
+
+    Attributes:
+        setting: what happens before the question; decides which arms apply and what their base is.
+        least: fewest frames; smaller numbers are left out for it.
+        draw: makes a context from a generator, a number of frames, the amount and the turn.
+        amount: what its name takes after ``@``; None for nothing.
+        turns: how many items in a row are of one context, for an amount; None: one.
+    """
+
+    name: str
+    about: str
+    setting: Setting
+    least: int
+    draw: Draw
+    amount: Amount | None = None
+    turns: Callable[[float], int] | None = None
+
+    def case(self, seed: int, index: int, frames: Sequence[int], amount: float = 0.0, space: int = SPACE) -> Case:
+        """The item at ``index``; its number of frames cycles through ``frames``.
+
+        Raises ValueError where no number of frames is enough for this task.
+        """
+        counts = [f for f in frames if f >= self.least]
+        if not counts:
+            raise ValueError(f"frames must include {self.least} or more for task {self.name!r}, got {list(frames)}")
+        context, turn = divmod(index, self.turns(amount) if self.turns else 1)
+        rng = np.random.default_rng((space, seed, zlib.crc32(self.name.encode()), round(amount * 10_000), context))
+        drawn, first_order, order, question, meta = self.draw(rng, counts[context % len(counts)], amount, turn)
+        sequence = [drawn[i] for i in order]
+        truth = answer(sequence, question.text)
+        if truth is None:
+            raise ValueError(f"item {index} of {self.name!r} has no answer over the placed frames")
+        target = next(i for i, frame in enumerate(sequence) if question.mark in frame.marks)
+        if first_order:
+            # The same answer before and after: the change has no part in it, the item is a control.
+            meta = meta | {"control": answer([drawn[i] for i in first_order], question.text) == truth}
+        return Case(
+            self.name,
+            index,
+            tuple(drawn),
+            tuple(first_order),
+            tuple(order),
+            target,
+            question.text,
+            truth,
+            context,
+            meta,
+        )
+
+
+TURNOVERS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+_TURNOVER = Amount("a turnover (tiny/recall@0.5)", TURNOVERS, share=True)
+_SLIDES = Amount("a number of slides (tiny/history@8)", (1, 4, 16))
+_MORE = Amount("a number of frames (tiny/excess@2)", (0, 1, 2, 3))
+_PREDECESSORS = Amount("a number of predecessors (tiny/reorder@3)", (3, 4, 6))
+
+TASKS: dict[str, Generated] = {
+    t.name: t
+    for t in (
+        Generated("single_hop", "answered by one frame alone", "window", 2, partial(world, task="single_hop")),
+        Generated("multi_hop", "needs the one earlier legend that decides it", "window", 2, partial(world, task="multi_hop")),
+        Generated("graded", "as multi_hop, with a tint that leaves two colours open", "window", 2, partial(world, task="graded")),
+        Generated("order", "earlier legends disagree: their order decides", "window", 3, partial(world, task="order")),
+        Generated("slide_distractor", "the leading frame leaves; it has no part in it", "slide", 3,
+                  partial(slide, needed=False)),
+        Generated("slide_needed", "the leading frame leaves; it was the deciding legend", "slide", 2,
+                  partial(slide, needed=True)),
+        Generated("slide_repeated", "the deciding legend leaves; a later frame repeats it", "slide", 3, slide_repeated),
+        Generated("history", "a window after slides of a stream; survivors met what was placed then", "slide", 3, history,
+                  _SLIDES),
+        Generated("recall", "a scene comes back behind frames of which a share was replaced", "recall", 3, recall,
+                  _TURNOVER),
+        Generated("reorder", "so many predecessors in another order than the patch was formed in", "window", 2, reorder,
+                  _PREDECESSORS, orders_of),
+        Generated("divergent-reorder", "antecedents in another order than at forming", "recall", 3,
+                  partial(changed, edit=reordered)),
+        Generated("divergent-duplicate", "an antecedent dropped, its neighbour there twice", "recall", 3,
+                  partial(changed, edit=duplicated)),
+        Generated("divergent-replace-one", "an antecedent replaced by a frame of another clip", "recall", 3,
+                  partial(changed, edit=replaced, count=1)),
+        Generated("divergent-replace-all", "all antecedents replaced by frames of another clip", "recall", 3,
+                  partial(changed, edit=replaced, count=TRAINED_FRAMES)),
+        Generated("changed", "so many antecedents replaced by frames of another clip", "recall", 4,
+                  partial(changed, edit=replaced), _MORE),
+        Generated("excess", "two antecedents, so many irrelevant frames in front of them", "recall", 2,
+                  partial(excess, edit=preceded), _MORE),
+        Generated("superset", "two antecedents, so many irrelevant frames behind and between", "recall", 2,
+                  partial(excess, edit=scattered), _MORE),
+    )
+}  # fmt: skip
+CONTROLS = ("single_hop", "slide_distractor", "slide_repeated")
+"""One frame alone answers these, or what leaves does not matter: reuse should not change the answer."""
+WORLD_TASKS = ("single_hop", "multi_hop", "graded", "order")
+
+
+def fit_cases(seed: int, count: int, frames: Sequence[int]) -> list[Case]:
+    """Contexts to fit a shared basis on, from a seed space of their own."""
+    fitting = [TASKS[name] for name in ("multi_hop", "order", "graded") if TASKS[name].least <= max(frames)]
+    return [fitting[i % len(fitting)].case(seed, i, frames, space=FIT_SPACE) for i in range(count)]
+
+
+@dataclass(frozen=True)
+class TinyOptions:
+    """Options of generated items besides their task and index.
+
+    Attributes:
+        seed: of the items.
+        frames: numbers of frames, cycled through by index.
+        decoded: frames pass through an mp4 file first.
+    """
+
+    seed: int = 0
+    frames: tuple[int, ...] = (2, 3, 4, 5, 6)
+    decoded: bool = False
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ValueError(f"seed must be >= 0, got {self.seed}")
+        if not self.frames or any(not 2 <= f <= 6 for f in self.frames):
+            raise ValueError(f"frames must be numbers from 2 to 6, got {list(self.frames)}")
+
+
+class TinyTask(Task):
+    """A kind of generated item, ``tiny/NAME`` or ``tiny/NAME@AMOUNT`` (`TASKS`).
+
+    Raises ValueError for an unknown name, or one without an amount that needs one.
+    """
+
+    endless = True
+
+    def __init__(self, name: str, options: TinyOptions | None = None) -> None:
+        kind, at, _ = name.removeprefix("tiny/").partition("@")
+        if kind not in TASKS:
+            raise ValueError(f"a generated task must be one of {', '.join(f'tiny/{t}' for t in TASKS)}; got {name!r}")
+        self.kind = TASKS[kind]
+        self.amount = amount_in(name, self.kind.amount)
+        self.options = TinyOptions() if options is None else options
+        self.name = f"tiny/{kind}@{self.amount:g}" if at else f"tiny/{kind}"
+        self.about = self.kind.about
+        self.setting = self.kind.setting
+        self.control = kind in CONTROLS
+
+    def items(self, n: int | None = None) -> list[Item]:
+        if n is None:
+            raise ValueError(f"n must be given for {self.name}: there is no end of generated items")
+        return [self.item(i) for i in range(n)]
+
+    def item(self, index: int) -> Item:
+        """The item at ``index``."""
+        case = self.kind.case(self.options.seed, index, self.options.frames, self.amount)
+        return as_item(case, self.name, self.options.decoded)
+
+    def score(self, answer: str, target: Any, meta: Mapping[str, Any]) -> Scored:
+        """The next word must be the generator's."""
+        return Scored(float(answer == target), answer)
+
+    def config(self) -> dict[str, Any]:
+        options = self.options
+        return super().config() | {"seed": options.seed, "frames": list(options.frames), "decoded": options.decoded}
+
+
+def as_item(case: Case, name: str, decoded: bool = False) -> Item:
+    """A generated case as an item; its frames are drawn when they are asked for."""
+    return Item(
+        task=name,
+        index=case.index,
+        load=partial(_decode if decoded else _render, case.frames),
+        count=len(case.frames),
+        placed=case.placed,
+        query=case.question,
+        target=case.truth,
+        doc_id=str(case.index),
+        cluster=str(case.context),
+        digest=case.digest,
+        before=case.before,
+        asked=case.asked,
+        shape=case.shape,
+        meta={"frames": len(case.placed), **case.meta},
+    )
+
+
+def _render(frames: Sequence[Frame]) -> list[Chunk]:
+    return [Chunk.image(render(frame), keep_source=False) for frame in frames]
+
+
+def _decode(frames: Sequence[Frame]) -> list[Chunk]:
+    """The frames as they come back from an mp4 file."""
+    from ctxwin.tiny.clip import write_clip
+    from ctxwin.video import decode_video
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "clip.mp4"
+        write_clip(path, frames, fps=4, seconds_per_frame=1.0)
+        return [Chunk.image(picture, keep_source=False) for picture in decode_video(path, fps=1.0)[0]]

@@ -1,1 +1,0 @@
-"""Patches predicted for neighbours that a chunk was never seen with."""
