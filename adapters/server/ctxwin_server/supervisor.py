@@ -69,7 +69,7 @@ def supervise(command: Sequence[str], restarts: int, pause: float = 1.0) -> int:
         signals.append(number)
         woken.set()
         if len(signals) > 1 and child is not None:
-            _signal_group(child.pid, signal.SIGKILL)
+            _kill_group(child.pid)
         elif waiting:
             raise _Told
 
@@ -163,22 +163,27 @@ def _end_group(group: int, seconds: float) -> None:
         except (ProcessLookupError, PermissionError):
             return
         if late:
-            _signal_group(group, signal.SIGKILL)
+            _kill_group(group)
         if late and time.monotonic() > until + _LEFT_S:
             return
         time.sleep(0.05)
 
 
-def _signal_group(group: int, number: signal.Signals) -> None:
-    """Signal every process of ``group`` but Python's trackers, which clean up after the others and then end."""
+def _kill_group(group: int) -> None:
+    """Kill every process of ``group`` but Python's trackers, which clean up after the others and then end.
+
+    The group is stopped first, in one step: one that reads from another would else print a traceback before its turn comes.
+    """
+    with contextlib.suppress(OSError):
+        os.killpg(group, signal.SIGSTOP)
     members = list(_members(group))
     for process in members:
         with contextlib.suppress(OSError):
-            if _TRACKER not in Path(f"/proc/{process}/cmdline").read_bytes():
-                os.kill(process, number)
+            tracker = _TRACKER in Path(f"/proc/{process}/cmdline").read_bytes()
+            os.kill(process, signal.SIGCONT if tracker else signal.SIGKILL)
     if not members:  # no /proc, or nobody is left
         with contextlib.suppress(OSError):
-            os.killpg(group, number)
+            os.killpg(group, signal.SIGKILL)
 
 
 def _members(group: int) -> Iterator[int]:

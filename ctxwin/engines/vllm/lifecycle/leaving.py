@@ -43,13 +43,31 @@ def _leave_at_exit() -> None:
 
 
 def abandon(status: int) -> NoReturn:
-    """End this process and all below it at once, with what they keep in shared memory; for one that serves nothing yet."""
+    """End this process and all below it at once, with what they keep in shared memory; for one that serves nothing yet.
+
+    All are stopped before the first is killed: one that reads what its parent hands over at its start would else live long
+    enough to print the traceback of a pipe that broke.
+    """
     names = segments()
-    for child in psutil.Process().children(recursive=True):
+    for child in _stop_descendants():
         with contextlib.suppress(psutil.Error):
-            if TRACKER not in " ".join(child.cmdline()):
-                child.kill()
+            child.kill()
     unlink_segments(names)
     for folder in Path(shared_memory()).glob(f"{PREFIX}{os.getpid()}-*"):
         shutil.rmtree(folder, ignore_errors=True)
     os._exit(status)
+
+
+def _stop_descendants() -> set[psutil.Process]:
+    """Stop every process below this one but trackers, those started meanwhile, too, and return them."""
+    this = psutil.Process()
+    stopped: set[psutil.Process] = set()
+    seen: set[psutil.Process] = set()
+    while found := set(this.children(recursive=True)) - seen:
+        for child in found:
+            with contextlib.suppress(psutil.Error):
+                if TRACKER not in " ".join(child.cmdline()):
+                    child.suspend()
+                    stopped.add(child)
+        seen |= found
+    return stopped
