@@ -12,23 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ctxwin.chunk import Chunk
     from ctxwin.engines.open import open_engine
-    from ctxwin.errors import (
-        BadMedia,
-        BudgetExceeded,
-        ChunkUnavailable,
-        CtxwinError,
-        EngineFailed,
-        MissingExtra,
-        NameTaken,
-        ReadOnlyWindow,
-        StoreCorrupt,
-        StoreFull,
-        UnknownChunk,
-        UnknownFile,
-        UnknownVersion,
-        UnsupportedModel,
-        WindowBusy,
-    )
     from ctxwin.fidelity import Fidelity
     from ctxwin.library.library import Library
     from ctxwin.store import open_store
@@ -41,11 +24,6 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "chunk": ("Chunk",),
     "engines.open": ("open_engine",),
-    "errors": (
-        "BadMedia", "BudgetExceeded", "ChunkUnavailable", "CtxwinError", "EngineFailed", "MissingExtra", "NameTaken",
-        "ReadOnlyWindow", "StoreCorrupt", "StoreFull", "UnknownChunk", "UnknownFile", "UnknownVersion", "UnsupportedModel",
-        "WindowBusy",
-    ),
     "fidelity": ("Fidelity",),
     "library.library": ("Library",),
     "store": ("open_store",),
@@ -56,15 +34,16 @@ _EXPORTS = {
 _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
 
 __all__ = [
-    "Answer", "BadMedia", "BudgetExceeded", "Chunk", "ChunkUnavailable", "CtxwinError", "Disposability", "EngineFailed",
-    "Fidelity", "Library", "MissingExtra", "NameTaken", "Plan", "PlanEntry", "PlanRequest", "ReadOnlyWindow", "State",
-    "StoreCorrupt", "StoreFull", "UnknownChunk", "UnknownFile", "UnknownVersion", "UnsupportedModel", "Usage", "Window",
-    "WindowBusy", "open_engine", "open_store",
+    "Answer", "Chunk", "Disposability", "Fidelity", "Library", "Plan", "PlanEntry", "PlanRequest", "State", "Usage", "Window",
+    "open_engine", "open_store",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
+        if isinstance(getattr(import_module("ctxwin.errors"), name, None), type):
+            # `from ctxwin import name` would drop the message of an AttributeError.
+            raise ImportError(f"ctxwin.{name} has become ctxwin.errors.{name}; import it from there", name=__name__)
         raise AttributeError(f"module 'ctxwin' has no attribute {name!r}")
     value = getattr(import_module(f"ctxwin.{_HOME[name]}"), name)
     globals()[name] = value

@@ -22,7 +22,8 @@ import pypdfium2 as pdfium
 import pypdfium2.raw as pdfium_c
 from PIL import Image
 
-from ctxwin import Answer, Chunk, CtxwinError, Library, Window
+from ctxwin import Answer, Chunk, Library, Window
+from ctxwin.errors import CtxwinError
 from ctxwin.policies import LeastRecentlyRead
 from ctxwin.tiny import world
 

@@ -30,7 +30,8 @@ import psutil
 import redis
 from openai import OpenAI
 
-from ctxwin import Chunk, CtxwinError, Fidelity, Window, open_engine
+from ctxwin import Chunk, Fidelity, Window, open_engine
+from ctxwin.errors import CtxwinError
 from ctxwin.tiny import world
 from ctxwin_client import RemoteWindow
 from ctxwin_server.ray import FleetArguments

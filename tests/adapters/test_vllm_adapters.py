@@ -16,8 +16,9 @@ from langgraph.graph import START, StateGraph
 from PIL import Image
 from pydantic import RootModel
 
-from ctxwin import Fidelity, UnsupportedModel, open_engine
+from ctxwin import Fidelity, open_engine
 from ctxwin.engines.base import Engine
+from ctxwin.errors import UnsupportedModel
 from ctxwin.tiny import world
 from langchain_ctxwin import ChatCtxwin
 from langchain_ctxwin.langgraph import WindowContext, WindowNode, WindowState

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctxwin import BadMedia, Chunk
+from ctxwin import Chunk
 from ctxwin import audio as sound
 from ctxwin.audio import as_samples, pack_samples, resample, samples_digest
-from ctxwin.errors import MissingExtra
+from ctxwin.errors import BadMedia, MissingExtra
 
 RATE = 8000
 

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from ctxwin import BadMedia, Chunk
+from ctxwin import Chunk
+from ctxwin.errors import BadMedia
 from ctxwin.hashing import digest
 from ctxwin.media import as_rgb, pack_frames, pixels_digest, unpack_frames
 from ctxwin.video import decode_video

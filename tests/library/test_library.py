@@ -12,18 +12,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ctxwin import (
+from ctxwin import Chunk, Library, open_store
+from ctxwin.errors import (
     BadMedia,
-    Chunk,
     ChunkUnavailable,
-    Library,
     NameTaken,
     StoreFull,
+    StoreUnavailable,
     UnknownFile,
     UnknownVersion,
-    open_store,
 )
-from ctxwin.errors import StoreUnavailable
 from ctxwin.library.files import MAX_TEXT
 from ctxwin.library.library import KEPT, granted, libraries
 from ctxwin.media import png

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ctxwin import BudgetExceeded, Chunk, Fidelity, Library, Window
+from ctxwin import Chunk, Fidelity, Library, Window
+from ctxwin.errors import BudgetExceeded
 from ctxwin.media import png
 from window.fake import FakeEngine
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from ctxwin import BudgetExceeded, Chunk, EngineFailed, Fidelity, UnknownChunk, Window
+from ctxwin import Chunk, Fidelity, Window
 from ctxwin.engines.base import Encoded, Generation, Sampling, Segment
+from ctxwin.errors import BudgetExceeded, EngineFailed, UnknownChunk
 from ctxwin.policies import ByDisposability, ByPriority, Eviction, LeastRecentlyRead, OldestFirst
 from window.fake import FakeEngine
 

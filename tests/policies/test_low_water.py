@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctxwin import BudgetExceeded, Chunk, Fidelity, Window
+from ctxwin import Chunk, Fidelity, Window
+from ctxwin.errors import BudgetExceeded
 from ctxwin.policies import Batching, ByPriority, LowWater, Placement, best_low_water, sliding_cost
 from ctxwin.window.serialization import plan_from, plan_to
 from window.fake import FakeEngine

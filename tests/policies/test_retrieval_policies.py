@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from ctxwin import BudgetExceeded, Chunk, ChunkUnavailable, UnknownChunk, Window
+from ctxwin import Chunk, Window
+from ctxwin.errors import BudgetExceeded, ChunkUnavailable, UnknownChunk
 from ctxwin.policies import ById, ByPriority, BySimilarity, ByToolCall
 from window.fake import FakeEngine
 

@@ -13,9 +13,10 @@ import pytest
 from openai import OpenAI
 from PIL import Image
 
-from ctxwin import BadMedia, Chunk, ChunkUnavailable, Fidelity, Library, NameTaken, StoreFull, UnknownFile, Window
+from ctxwin import Chunk, Fidelity, Library, Window
 from ctxwin.engines.base import Engine
 from ctxwin.engines.hf.engine import HFEngine
+from ctxwin.errors import BadMedia, ChunkUnavailable, NameTaken, StoreFull, UnknownFile
 from ctxwin.media import png
 from ctxwin.store import open_store
 from ctxwin.store.base import Store

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from websockets.sync.client import connect
 
-from ctxwin import BadMedia, BudgetExceeded, Chunk, UnknownChunk, Window, open_engine
+from ctxwin import Chunk, Window, open_engine
 from ctxwin.engines.base import Engine
+from ctxwin.errors import BadMedia, BudgetExceeded, UnknownChunk
 from ctxwin.media import png
 from ctxwin.tiny import world
 from ctxwin_client import AsyncLiveStream, LiveStream, RemoteWindow

@@ -20,7 +20,8 @@ import pytest
 from openai import OpenAI
 from PIL import Image
 
-from ctxwin import Chunk, ChunkUnavailable, Fidelity, Window, open_engine
+from ctxwin import Chunk, Fidelity, Window, open_engine
+from ctxwin.errors import ChunkUnavailable
 from ctxwin.tiny import world
 from ctxwin.window.stream import TextDelta
 from ctxwin_client import RemoteWindow, chunk_part, upload

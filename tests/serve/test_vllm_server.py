@@ -26,8 +26,9 @@ import pytest
 from openai import APIError, APIStatusError, AuthenticationError, BadRequestError, OpenAI
 from PIL import Image
 
-from ctxwin import BudgetExceeded, Chunk, EngineFailed, Fidelity, Window, open_engine
+from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.engines.open import vllm_installed
+from ctxwin.errors import BudgetExceeded, EngineFailed
 from ctxwin.tiny import world
 from ctxwin.trust import auditor_of
 from ctxwin_client import RemoteWindow, chunk_part, upload

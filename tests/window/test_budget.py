@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from ctxwin import BudgetExceeded, Chunk, Window
+from ctxwin import Chunk, Window
+from ctxwin.errors import BudgetExceeded
 from window.fake import DIM, LAYERS, FakeEngine
 
 TOKEN_BYTES = LAYERS * 1 * (DIM + DIM) * 4  # layers, heads, k and v, float32

@@ -11,7 +11,8 @@ from typing import Any, get_args
 
 import pytest
 
-from ctxwin import BudgetExceeded, Chunk, EngineFailed, Fidelity, UnknownChunk, Window, WindowBusy
+from ctxwin import Chunk, Fidelity, Window
+from ctxwin.errors import BudgetExceeded, EngineFailed, UnknownChunk, WindowBusy
 from ctxwin.policies import ByToolCall
 from ctxwin.window.events import Event, Op
 from window.fake import FakeEngine

@@ -19,9 +19,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from ctxwin import BudgetExceeded, Chunk, Fidelity, Window
+from ctxwin import Chunk, Fidelity, Window
 from ctxwin.engines.base import Generation
 from ctxwin.engines.hf.engine import HFEngine
+from ctxwin.errors import BudgetExceeded
 from ctxwin.store.memory import MemoryStore
 from engines.conformance import picture
 from engines.models import write_decoder, write_mla_model, write_text_model, write_vision_model

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ctxwin import BudgetExceeded, Chunk, EngineFailed, Fidelity, UnknownChunk, Window, open_store
+from ctxwin import Chunk, Fidelity, Window, open_store
+from ctxwin.errors import BudgetExceeded, EngineFailed, UnknownChunk
 from ctxwin.profiles import Profile, model_digest, write_profile
 from window.fake import FakeEngine
 

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from ctxwin import Chunk, Fidelity, UnknownChunk, Window
+from ctxwin import Chunk, Fidelity, Window
+from ctxwin.errors import UnknownChunk
 from ctxwin.window.edits import stale_dependents
 from window.fake import FakeEngine
 

@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ctxwin import BudgetExceeded, Chunk, Fidelity, Window, open_store
+from ctxwin import Chunk, Fidelity, Window, open_store
+from ctxwin.errors import BudgetExceeded
 from ctxwin.policies import ByPriority, Eviction, LeastRecentlyRead, OldestFirst
 from window.fake import DIM, LAYERS, FakeEngine, _own
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from ctxwin import Chunk, ReadOnlyWindow, UnsupportedModel, Window, open_engine
+from ctxwin import Chunk, Window, open_engine
 from ctxwin.engines.base import Engine
+from ctxwin.errors import ReadOnlyWindow, UnsupportedModel
 from engines.scripted import ScriptedEngine
 from engines.tool_models import write_tool_model
 from window.fake import FakeEngine

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ctxwin import Chunk, Fidelity, UnknownChunk, UnknownVersion, Window
+from ctxwin import Chunk, Fidelity, Window
+from ctxwin.errors import UnknownChunk, UnknownVersion
 from ctxwin.window.events import Event
 from window.fake import FakeEngine
 

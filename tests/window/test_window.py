@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from ctxwin import Chunk, ChunkUnavailable, Fidelity, ReadOnlyWindow, UnknownChunk, Window, WindowBusy
+from ctxwin import Chunk, Fidelity, Window
 from ctxwin.engines.base import Segment
+from ctxwin.errors import ChunkUnavailable, ReadOnlyWindow, UnknownChunk, WindowBusy
 from ctxwin.kv.patch import apply_patch
 from ctxwin.window.ask import AskOptions
 from ctxwin.window.lanes import canonical_key

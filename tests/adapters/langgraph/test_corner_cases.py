@@ -21,7 +21,8 @@ from langgraph.runtime import ExecutionInfo, Runtime
 from langgraph.types import interrupt
 from PIL import Image
 
-from ctxwin import BudgetExceeded, Chunk, Fidelity, Window
+from ctxwin import Chunk, Fidelity, Window
+from ctxwin.errors import BudgetExceeded
 from ctxwin.trust import window_audit
 from ctxwin.window import edits
 from ctxwin.window.sync import sync

@@ -18,7 +18,8 @@ from langgraph.graph import START, StateGraph
 from langgraph.runtime import ExecutionInfo, Runtime
 from PIL import Image
 
-from ctxwin import Chunk, ChunkUnavailable, Fidelity, Window, open_store
+from ctxwin import Chunk, Fidelity, Window, open_store
+from ctxwin.errors import ChunkUnavailable
 from langchain_ctxwin.langgraph import WindowContext, load, merge_windows, open_window, reference, save
 from store.wrappers import WrapperStore
 from window.fake import FakeEngine

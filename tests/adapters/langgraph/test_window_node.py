@@ -17,7 +17,8 @@ from langgraph.graph.message import REMOVE_ALL_MESSAGES, add_messages
 from langgraph.runtime import Runtime
 from PIL import Image
 
-from ctxwin import BudgetExceeded, Chunk, Window, open_engine
+from ctxwin import Chunk, Window, open_engine
+from ctxwin.errors import BudgetExceeded
 from ctxwin.policies import ById, LeastRecentlyRead
 from ctxwin.tiny import world
 from langchain_ctxwin.langgraph import WindowContext, WindowNode, WindowState, load, merge_windows, open_window

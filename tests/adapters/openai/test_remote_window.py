@@ -18,18 +18,9 @@ import numpy as np
 import pytest
 from openai import APIStatusError, OpenAI
 
-from ctxwin import (
-    BudgetExceeded,
-    Chunk,
-    ChunkUnavailable,
-    Fidelity,
-    ReadOnlyWindow,
-    UnknownChunk,
-    Window,
-    WindowBusy,
-    open_engine,
-)
+from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.engines.base import Engine
+from ctxwin.errors import BudgetExceeded, ChunkUnavailable, ReadOnlyWindow, UnknownChunk, WindowBusy
 from ctxwin.tiny import world
 from ctxwin_client import RemoteWindow, chunk_part, upload
 from ctxwin_client.errors import UnknownUpload, UnknownWindow

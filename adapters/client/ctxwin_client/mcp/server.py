@@ -16,6 +16,7 @@ from mcp.types import ToolAnnotations
 
 import ctxwin
 from ctxwin.chunk import Chunk, TextPart
+from ctxwin.errors import UnknownChunk
 from ctxwin.window.window import Window
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class WindowTools:
             return self._window
         if window not in self._branches:
             ids = [self._window.id, *self._branches]
-            raise ctxwin.UnknownChunk(f"window must be one of {ids}, or omitted, got {window!r}")
+            raise UnknownChunk(f"window must be one of {ids}, or omitted, got {window!r}")
         return self._branches[window]
 
     @_in_turn
@@ -154,7 +155,7 @@ class WindowTools:
 
     def _branch(self, branch: str) -> Any:
         if branch not in self._branches:
-            raise ctxwin.UnknownChunk(f"branch must be one of {[*self._branches]}, got {branch!r}; fork one")
+            raise UnknownChunk(f"branch must be one of {[*self._branches]}, got {branch!r}; fork one")
         return self._branches[branch]
 
 
