@@ -31,12 +31,12 @@ class Fidelity(BaseModel):
         survivors: treatment of a chunk whose antecedents were evicted: ``keep`` only rotates it; ``slid`` does so only if they
             were the first of those before it, as after a slide, and forms it again otherwise; ``removal`` corrects it with a
             removal patch (formed by one forward, served from the next ask on); ``refresh`` forms it again.
-        orbit: one patch may serve every order of its antecedents: one formed by `Window.prepare_orbit`, or the mean over the
-            observed orders. Wrong by definition if the answer depends on the order, so off by default.
+        orbit: one patch may serve every order of its antecedents: one formed by `Window.maintenance.prepare_orbit`, or the mean
+            over the observed orders. Wrong by definition if the answer depends on the order, so off by default.
         recompute: number of first tokens of each picture that are computed in context, in addition to all text, if a chunk
             follows neighbours it has no KV for; its other tokens are its canonical (MPIC-k; the paper takes 32). None: never.
-        merge: share of its slots that a chunk keeps when it is merged (Elastic Cache): by `Window.merge`, and for evicted
-            chunks in `Window.compress` if bytes are needed. None: never.
+        merge: share of its slots that a chunk keeps when it is merged (Elastic Cache): by `Window.maintenance.merge`, and for
+            evicted chunks in `Window.maintenance.compress` if bytes are needed. None: never.
         eliminate: with ``merge``: an answer over merged chunks keeps the same share of all tokens while it is generated; beyond
             that the token 25 before the newest is dropped. On transformers only: vLLM keeps every token that it has computed,
             and a window with ``merge`` and this does not open there.

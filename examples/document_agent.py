@@ -157,7 +157,7 @@ class Reader:
                 fork = closing.enter_context(self.window.fork())
                 for page in pages:
                     if self.placements[page] in fork.ids:
-                        fork.touch(self.placements[page])
+                        fork.maintenance.touch(self.placements[page])
                     else:
                         fork.recall(self.placements[page])  # to its place in page order
                 fork.slide(reserve_tokens=self.reserve_tokens)

@@ -194,7 +194,7 @@ class Searcher:
         if chunk.id not in placements:
             window.append(chunk)
         elif placements[chunk.id] in window.ids:
-            window.touch(placements[chunk.id])
+            window.maintenance.touch(placements[chunk.id])
         else:
             window.recall(placements[chunk.id])
         window.slide(reserve_tokens=RESERVED)

@@ -103,7 +103,7 @@ class Agent:
             last = frame + 1 == len(self._footage.pixels)  # idle work after the last ask would belong to no step
             if not last and (frame + 1) % IDLE_EVERY == 0 and self.window.fidelity.mode == "patched":
                 tokens_before = self._engine.counters.prefill_tokens
-                self.bytes_freed += self.window.compress(if_short=True)
+                self.bytes_freed += self.window.maintenance.compress(if_short=True)
                 self.idle_tokens += self._engine.counters.prefill_tokens - tokens_before
 
     def _arrive(self, frame: int) -> Step:

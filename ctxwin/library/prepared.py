@@ -35,7 +35,7 @@ def prepare(repo: SpanRepository, chunks: Iterable[Chunk], engine: Engine, stopp
             except BudgetExceeded as error:
                 _log.warning("%r was not prepared: %s", chunk.label, error)
                 continue
-            window.prefill()
+            window.maintenance.prefill()
             (entry,) = window.snapshot().placed
             keys = sorted(engine.media_keys(chunk) | ({entry.kv.span} if entry.kv else set()))
             _copy(engine.repo.store, repo.store, keys)

@@ -108,8 +108,8 @@ class Trace:
             truth: the right answer, if known.
             answers: answers of alternatives, by name, e.g. ``{"re-prefill": "red"}``.
             text: for display.
-            idle_tokens: computed for the window outside asks since the last note (`Window.compress`, `Window.refresh`), which
-                an ask's own usage does not include.
+            idle_tokens: computed for the window outside asks since the last note (`Window.maintenance`), which an ask's own
+                usage does not include.
 
         Raises:
             LookupError: nothing has been asked yet.

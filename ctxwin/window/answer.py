@@ -184,7 +184,7 @@ class Plan:
         steps: the engine's requests in order; those of one ask run one after the other, those of several windows
             together.
         computed_tokens: tokens of system prompt and chunks that would run a forward.
-        repair_tokens: further tokens that re-forming every kept approximation (`Window.refresh`) would run.
+        repair_tokens: further tokens that re-forming every kept approximation (`Window.maintenance.refresh`) would run.
         bytes: KV bytes that would be brought in.
         salted: whether something is approximate: it and what stands behind it are kept apart from the engine's exact
             prefix cache.

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class LeastRecentlyRead:
     """The chunk whose last reading is longest ago leaves first, the oldest among equals. Cost: a sort.
 
-    A chunk is read when it is placed, when it is recalled, and when `Window.touch` says so. Asking reads everything that
-    is placed, so it marks nothing.
+    A chunk is read when it is placed, when it is recalled, and when `Window.maintenance.touch` says so. Asking reads
+    everything that is placed, so it marks nothing.
     """
 
     def order(self, window: WindowView) -> Iterable[str]:

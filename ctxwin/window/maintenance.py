@@ -1,8 +1,9 @@
-"""Background work on a window: computing KV ahead, re-forming approximations, compressing KV, and forming orbit patches."""
+"""`Maintenance`: computing KV ahead, re-forming approximations, compressing KV, and forming orbit patches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from ctxwin.errors import ReadOnlyWindow
@@ -17,78 +18,196 @@ from ctxwin.window.state import Placed, State
 from ctxwin.window.storage_policy import Demand, likely_form
 
 
-def prefill(core: WindowCore) -> list[str]:
-    """See `Window.prefill`."""
-    work, done = Work(background=True), []
-    with core.writing(edit=False) as state:
-        state, fidelity = core.trust.with_fallbacks(state), core.fidelity
-        begin = 0
-        while True:  # a computed chunk changes the lanes of later ones: build the layout anew each time
-            layout = core.assembly.build_layout(state, fidelity, work)
-            at = next((i for i in range(begin, len(layout.choices)) if layout.choices[i].compute), None)
-            if at is None:
-                break
-            state, begin = core.assembly.prefill_chunk(state, at, layout, fidelity, work), at + 1
-            core.commit(state)
-            done.append(state.placed[at].id)
-    return done
+@dataclass(frozen=True)
+class Maintenance:
+    """Work on a window besides the edits and questions of an agent, most of it for idle time: `Window.maintenance`."""
 
+    core: WindowCore
 
-def refresh(core: WindowCore, count: int | None, ids: Sequence[str] | None = None) -> list[str]:
-    """See `Window.refresh`."""
-    if core.read_only:
-        raise ReadOnlyWindow("an old version must not be refreshed; fork() it first")
-    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
-        raise ValueError(f"count must be an int >= 0, got {count!r}")
-    work, done = Work(background=True), []
-    with core.writing() as state:
-        plan = core.assembly.plan(state, core.fidelity)
-        # Front to back: behind an approximation nothing can become exact.
-        stale = [e.id for e in plan.entries if not e.exact and e.conditioned and not e.compute]
-        if ids is not None:
-            requested = {state.placed[state.index(placement)].id for placement in ids}
-            stale = [placement for placement in stale if placement in requested]
-        chosen = set(stale if count is None else stale[:count])
-        for i, p in enumerate(state.placed):
-            if p.id in chosen:
-                # Re-forming a chunk changes the provenance of later ones: build the layout anew each time.
-                layout = core.assembly.build_layout(state, core.fidelity, work)
-                if layout.choices[i].conditioning.exact and not layout.choices[i].compute:
-                    continue
-                state = core.assembly.reform(state, i, layout, core.fidelity, work)
-                done.append(p.id)
-        if done:
-            core.assembly.memo.clear()  # what was refreshed is not to be served as it was
-            core.commit(state.edited(), "refresh", done)
-    return done
+    def check(self) -> None:
+        """Assert every invariant of the window; AssertionError prints the state. Cost: a plan."""
+        self.core.check()
 
+    def dependents(self, placement: str) -> tuple[str, ...]:
+        """Placed chunks whose KV absorbed ``placement`` directly: edges of the cascade graph."""
+        return tuple(p.id for p in self.core.state.placed if p.kv and placement in p.kv.antecedents)
 
-def compress(core: WindowCore, *, if_short: bool) -> int:
-    """See `Window.compress`; the rules are those of `ctxwin.window.storage_policy`."""
-    patches, merges = (core.fidelity.allows(lane) and core.fidelity.mode == "patched" for lane in ("patched", "merged"))
-    if not patches and not (merges and if_short):
-        return 0  # nothing smaller would be served, and the exact KV would be gone
-    with core.writing() as state:
-        if core.fidelity.allows("orbit"):
-            _observe_orders(core, state)
-        if core.fidelity.allows("partial"):
-            for p in state.placed:
-                if p.kv is not None and p.kv.lane == "formed" and p.media:  # its neighbours change: linked from now on
-                    core.assembly.canonical(state, p, None, Work(background=True))
-        demand = core.assembly.demand()
-        if if_short and not demand.short:
-            return 0
+    def touch(self, placement: str) -> None:
+        """Mark a chunk as just read: others leave before it (`ctxwin.policies.LeastRecentlyRead`). Raises UnknownChunk."""
+        with self.core.writing() as state:
+            reads = state.placed[state.index(placement)].reads + 1
+            self.core.commit(
+                edits.update_entry(state, placement, read=state.version + 1, reads=reads), "touch", [placement]
+            )
+
+    def prefill(self) -> list[str]:
+        """Compute now what the next `ask` would have to compute of the placed chunks; return their placement ids.
+
+        For content that arrives before anybody asks: the answer then begins after a forward over its query. Runs behind what
+        others wait for. Raises EngineFailed, ChunkUnavailable. Cost: a forward over each of those chunks; no vision encode.
+        """
+        work, done = Work(background=True), []
+        with self.core.writing(edit=False) as state:
+            state, fidelity = self.core.trust.with_fallbacks(state), self.core.fidelity
+            begin = 0
+            while True:  # a computed chunk changes the lanes of later ones: build the layout anew each time
+                layout = self.core.assembly.build_layout(state, fidelity, work)
+                at = next((i for i in range(begin, len(layout.choices)) if layout.choices[i].compute), None)
+                if at is None:
+                    break
+                state, begin = self.core.assembly.prefill_chunk(state, at, layout, fidelity, work), at + 1
+                self.core.commit(state)
+                done.append(state.placed[at].id)
+        return done
+
+    def prepare_orbit(self, ids: Sequence[str], orders: int = 6, seed: int = 0) -> list[str]:
+        """Form one patch per chunk that has all of ``ids`` (and nothing else) in front: served in any order of them.
+
+        Kamera, section 5 "Reorder". It is the mean over up to ``orders`` permutations, so it holds what they share and must
+        fail where the answer depends on the order; used only with ``Fidelity(orbit=True)``. At most 64 ids and 1,024 orders.
+        Returns the placement ids that got one. Cost: ``orders`` forwards of everything in front, no encode.
+        """
+        if not isinstance(orders, int) or not 1 <= orders <= edits.MAX_ORDERS:
+            raise ValueError(f"orders must be an int in 1..{edits.MAX_ORDERS}, got {orders!r}")
+        with self.core.writing() as state:
+            indices = {state.index(i) for i in ids}
+            k = len(indices)
+            if not k or indices != set(range(k)):
+                placed_ids = [p.id for p in state.placed]
+                raise ValueError(f"ids must be the first placed chunks in some order, got {list(ids)} of {placed_ids}")
+            if k > MAX_ORBIT:
+                raise ValueError(f"ids must be at most {MAX_ORBIT} chunks, got {k}")
+            if k == len(state.placed):
+                raise ValueError("ids must leave a chunk behind them to form a patch for, got every placed chunk")
+            sampled = edits.sampled_orders(k, orders, seed)
+            prepare(self.core.assembly, state, k, sampled, self.core.fidelity, Work(background=True))
+            self.core.announce(self.core.event("prepare_orbit", [state.placed[k].id]))
+        return [state.placed[k].id]
+
+    def refresh(self, count: int | None = None, *, ids: Sequence[str] | None = None) -> list[str]:
+        """Re-form the ``count`` front-most approximations (all by default) behind what is in front of them now.
+
+        Args:
+            ids: only these placed chunks, those of them that are approximations: where an audit saw drift, for one.
+
+        For idle time: it bounds the drift of a stream. Returns the ids, front to back. Raises UnknownChunk. Cost: a forward
+        each.
+        """
+        if self.core.read_only:
+            raise ReadOnlyWindow("an old version must not be refreshed; fork() it first")
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
+            raise ValueError(f"count must be an int >= 0, got {count!r}")
+        work, done = Work(background=True), []
+        with self.core.writing() as state:
+            plan = self.core.assembly.plan(state, self.core.fidelity)
+            # Front to back: behind an approximation nothing can become exact.
+            stale = [e.id for e in plan.entries if not e.exact and e.conditioned and not e.compute]
+            if ids is not None:
+                requested = {state.placed[state.index(placement)].id for placement in ids}
+                stale = [placement for placement in stale if placement in requested]
+            chosen = set(stale if count is None else stale[:count])
+            for i, p in enumerate(state.placed):
+                if p.id in chosen:
+                    # Re-forming a chunk changes the provenance of later ones: build the layout anew each time.
+                    layout = self.core.assembly.build_layout(state, self.core.fidelity, work)
+                    if layout.choices[i].conditioning.exact and not layout.choices[i].compute:
+                        continue
+                    state = self.core.assembly.reform(state, i, layout, self.core.fidelity, work)
+                    done.append(p.id)
+            if done:
+                self.core.assembly.memo.clear()  # what was refreshed is not to be served as it was
+                self.core.commit(state.edited(), "refresh", done)
+        return done
+
+    def compress(self, *, if_short: bool = False) -> int:
+        """Replace conditioned spans by canonical + patch where the patch is smaller; return the KV bytes given back.
+
+        For idle time; the chunks are then in lane ``patched``. A canonical that was not held takes bytes of its own, which
+        are not subtracted: for a chunk that only one window places they are more than a patch saves.
+
+        Args:
+            if_short: only while what open windows place would not fit into the store as conditioned KV, and only where
+                that gives bytes back; then patches that never served are dropped, too, and evicted chunks keep the
+                cheapest form that serves their return (`ctxwin.window.storage_policy`). With ``Fidelity(orbit=True)`` the orders
+                that the window shows are taken into orbit patches, whatever the store has left.
+
+        Cost: a forward for each chunk whose canonical is not held; nothing where ``if_short`` finds bytes enough.
+        """
+        fidelity = self.core.fidelity
+        patches, merges = (fidelity.mode == "patched" and fidelity.allows(lane) for lane in ("patched", "merged"))
+        if not patches and not (merges and if_short):
+            return 0  # nothing smaller would be served, and the exact KV would be gone
+        with self.core.writing() as state:
+            if fidelity.allows("orbit"):
+                _observe_orders(self.core, state)
+            if fidelity.allows("partial"):
+                for p in state.placed:
+                    if (
+                        p.kv is not None and p.kv.lane == "formed" and p.media
+                    ):  # its neighbours change: linked from now on
+                        self.core.assembly.canonical(state, p, None, Work(background=True))
+            demand = self.core.assembly.demand()
+            if if_short and not demand.short:
+                return 0
+            dropped: dict[str, int] = {}
+            entries = state.placed
+            if patches:
+                entries = tuple(_compress(self.core, state, p, demand if if_short else None, dropped) for p in entries)
+            compressed = len(dropped)
+            evicted = (
+                tuple(_cheapest_form(self.core, state, p, dropped) for p in state.evicted)
+                if if_short
+                else state.evicted
+            )
+            new = state.edited(placed=entries, evicted=evicted)
+            if dropped:
+                self.core.commit(new, "compress")
+                self.core.engine.repo.counters.spans_compressed += compressed
+        return _drop(self.core, dropped) + (self.core.engine.repo.drop_unserved() if if_short else 0)
+
+    def merge(self, placement: str, share: float | None = None) -> int:
+        """Keep a placed or evicted chunk in fewer slots (Elastic Cache): those that its tokens attended to most, with all
+        others merged into the nearest. Returns the slots.
+
+        Needs ``Fidelity("patched", merge=...)``. An approximation, lane ``merged``, which audits judge like any other: of what
+        nobody asks about in detail, or of evicted chunks, which come back merged. Its whole KV leaves the store where no other
+        window holds it.
+
+        Args:
+            share: of its tokens, in (0, 1); default: the fidelity's. 1 takes the merging back: its KV is found in the store, or
+                computed again from its source.
+
+        Raises UnknownChunk, UnsupportedModel on an engine that does not expose its attention. Cost: a forward over the chunk.
+        """
+        fidelity = self.core.fidelity
+        share = fidelity.merge if share is None else share
+        if not fidelity.allows("merged") or share is None:
+            raise ValueError(
+                f"the window's fidelity must allow merged KV, got {fidelity.mode!r} without merge; open it with "
+                "Fidelity('patched', merge=0.5)"
+            )
+        if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= 1:
+            raise ValueError(f"share must be a number in (0, 1], got {share!r}")
         dropped: dict[str, int] = {}
-        entries = state.placed
-        if patches:
-            entries = tuple(_compress(core, state, p, demand if if_short else None, dropped) for p in entries)
-        compressed = len(dropped)
-        evicted = tuple(_cheapest_form(core, state, p, dropped) for p in state.evicted) if if_short else state.evicted
-        new = state.edited(placed=entries, evicted=evicted)
-        if dropped:
-            core.commit(new, "compress")
-            core.engine.repo.counters.spans_compressed += compressed
-    return _drop(core, dropped) + (core.engine.repo.drop_unserved() if if_short else 0)
+        with self.core.writing() as state:
+            p = state.find(placement)
+            if share == 1:
+                new = p.replace(kv=None) if p.kv is not None and p.kv.slots is not None else p
+            elif not p.conditioned:
+                raise ValueError(f"{placement} is served without its context; toggle it back before it is merged")
+            elif placement in {e.id for e in state.evicted}:
+                new = merge_evicted(self.core.assembly, state, p, share, dropped)
+            else:
+                new = merge_placed(self.core.assembly, state, state.index(placement), share, fidelity, dropped)
+            if new is not p:
+                entries, evicted = (
+                    tuple(new if q.id == placement else q for q in chunks) for chunks in (state.placed, state.evicted)
+                )
+                self.core.assembly.memo.clear()  # what was served whole is not to be found again
+                slots = new.kv.slots if new.kv is not None and new.kv.slots else p.tokens
+                self.core.commit(state.edited(placed=entries, evicted=evicted), "merge", [placement], note=str(slots))
+        _drop(self.core, dropped)
+        return new.kv.slots if new.kv is not None and new.kv.slots else new.tokens
 
 
 def _compress(core: WindowCore, state: State, p: Placed, demand: Demand | None, dropped: dict[str, int]) -> Placed:
@@ -120,39 +239,6 @@ def _compress(core: WindowCore, state: State, p: Placed, demand: Demand | None, 
         return p
     dropped[kv.span] = stored[0].nbytes - patch.nbytes
     return p.replace(kv=patched_conditioning(kv, "patched", base, key))
-
-
-def merge(core: WindowCore, placement: str, share: float | None) -> int:
-    """See `Window.merge`."""
-    fidelity = core.fidelity
-    share = fidelity.merge if share is None else share
-    if not fidelity.allows("merged") or share is None:
-        raise ValueError(
-            f"the window's fidelity must allow merged KV, got {fidelity.mode!r} without merge; open it with "
-            "Fidelity('patched', merge=0.5)"
-        )
-    if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= 1:
-        raise ValueError(f"share must be a number in (0, 1], got {share!r}")
-    dropped: dict[str, int] = {}
-    with core.writing() as state:
-        p = state.find(placement)
-        if share == 1:
-            new = p.replace(kv=None) if p.kv is not None and p.kv.slots is not None else p
-        elif not p.conditioned:
-            raise ValueError(f"{placement} is served without its context; toggle it back before it is merged")
-        elif placement in {e.id for e in state.evicted}:
-            new = merge_evicted(core.assembly, state, p, share, dropped)
-        else:
-            new = merge_placed(core.assembly, state, state.index(placement), share, fidelity, dropped)
-        if new is not p:
-            entries, evicted = (
-                tuple(new if q.id == placement else q for q in chunks) for chunks in (state.placed, state.evicted)
-            )
-            core.assembly.memo.clear()  # what was served whole is not to be found again
-            slots = new.kv.slots if new.kv is not None and new.kv.slots else p.tokens
-            core.commit(state.edited(placed=entries, evicted=evicted), "merge", [placement], note=str(slots))
-    _drop(core, dropped)
-    return new.kv.slots if new.kv is not None and new.kv.slots else new.tokens
 
 
 def _drop(core: WindowCore, dropped: dict[str, int]) -> int:
@@ -190,23 +276,3 @@ def _observe_orders(core: WindowCore, state: State) -> None:
             if stored is not None:
                 core.assembly.canonical(state, p, None, Work(background=True))
                 observe_order(core.assembly, state, i, stored[0], core.fidelity)
-
-
-def prepare_orbit(core: WindowCore, ids: Sequence[str], orders: int, seed: int) -> list[str]:
-    """See `Window.prepare_orbit`."""
-    if not isinstance(orders, int) or not 1 <= orders <= edits.MAX_ORDERS:
-        raise ValueError(f"orders must be an int in 1..{edits.MAX_ORDERS}, got {orders!r}")
-    with core.writing() as state:
-        indices = {state.index(i) for i in ids}
-        k = len(indices)
-        if not k or indices != set(range(k)):
-            placed_ids = [p.id for p in state.placed]
-            raise ValueError(f"ids must be the first placed chunks in some order, got {list(ids)} of {placed_ids}")
-        if k > MAX_ORBIT:
-            raise ValueError(f"ids must be at most {MAX_ORBIT} chunks, got {k}")
-        if k == len(state.placed):
-            raise ValueError("ids must leave a chunk behind them to form a patch for, got every placed chunk")
-        sampled = edits.sampled_orders(k, orders, seed)
-        prepare(core.assembly, state, k, sampled, core.fidelity, Work(background=True))
-        core.announce(core.event("prepare_orbit", [state.placed[k].id]))
-    return [state.placed[k].id]

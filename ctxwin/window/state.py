@@ -70,7 +70,7 @@ class Placed(BaseModel):
         tokens: KV slots; advance: how far the next chunk's start moves on.
         media: first token and number of tokens of each picture and video in it, in order.
         arrival: counts appends over the window's lifetime; the chronological order.
-        read: the window's version when it was last read: placed, recalled or touched (`Window.touch`).
+        read: the window's version when it was last read: placed, recalled or touched (`Window.maintenance.touch`).
         reads: how often it was recalled or touched.
         kv: its conditioned KV; None: must be computed.
         seen: whether it has been computed before (a recomputation is ``formed``, not ``computed``).

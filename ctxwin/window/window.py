@@ -12,20 +12,21 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
 from ctxwin.errors import UnsupportedModel
 from ctxwin.fidelity import Fidelity
 from ctxwin.store import parse_bytes
-from ctxwin.window import edits, maintenance
+from ctxwin.window import edits
 from ctxwin.window import placement as placing
 from ctxwin.window.answer import Answer, Disposability, Plan, PlanEntry
 from ctxwin.window.ask import AskOptions, OnToken, Question, Stop, ask, disposable, exchange, not_stopped, split_choices
 from ctxwin.window.core import WindowCore, restore_core
 from ctxwin.window.defaults import ById, LeastRecentlyRead
 from ctxwin.window.events import Observer
+from ctxwin.window.maintenance import Maintenance
 from ctxwin.window.protocols import Batching, Eviction, Placement, Retrieval, Searchable
 from ctxwin.window.removed import is_removed
 from ctxwin.window.sliding import mark_tokens
@@ -149,6 +150,11 @@ class Window:
         return self.core.fidelity
 
     @property
+    def maintenance(self) -> Maintenance:
+        """What an agent does not need every day: `Maintenance.prefill`, `refresh`, `compress`, `merge` and others."""
+        return Maintenance(self.core)
+
+    @property
     def chunks(self) -> tuple[PlanEntry, ...]:
         """Placed chunks in prompt order with id, lane, tokens, start and exactness. Cost: a plan; reads no KV."""
         return self.plan().entries
@@ -166,10 +172,6 @@ class Window:
     def chunk(self, placement: str) -> Chunk:
         """The chunk behind a placed or evicted id; raises UnknownChunk."""
         return self.core.state.find(placement).chunk
-
-    def dependents(self, placement: str) -> tuple[str, ...]:
-        """Placed chunks whose KV absorbed ``placement`` directly: edges of the cascade graph."""
-        return tuple(p.id for p in self.core.state.placed if p.kv and placement in p.kv.antecedents)
 
     def plan(self, query: str | None = None) -> Plan:
         """Return what the next `ask` would do and cost, per chunk. Reads no KV.
@@ -206,6 +208,13 @@ class Window:
         It runs in the thread of the operation, once that has taken effect; what it raises is logged and changes nothing.
         """
         return self.core.observe(observer)
+
+    if not TYPE_CHECKING:  # a type checker would take every name for one of a window
+
+        def __getattr__(self, name: str) -> Any:
+            moved = f"Window.{name} has become Window.maintenance.{name}"
+            unknown = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(moved if hasattr(Maintenance, name) else unknown, name=name, obj=self)
 
     def close(self) -> None:
         """Release its leases; the window cannot be edited or asked afterwards. Idempotent."""
@@ -412,14 +421,6 @@ class Window:
             note = "pinned" if pinned else "free"
             self.core.commit(edits.update_entry(state, placement, pinned=pinned), "pin", [placement], note=note)
 
-    def touch(self, placement: str) -> None:
-        """Mark a chunk as just read: others leave before it (`ctxwin.policies.LeastRecentlyRead`). Raises UnknownChunk."""
-        with self.core.writing() as state:
-            reads = state.placed[state.index(placement)].reads + 1
-            self.core.commit(
-                edits.update_entry(state, placement, read=state.version + 1, reads=reads), "touch", [placement]
-            )
-
     def fork(self, system_prompt: str | None = None) -> Window:
         """A copy-on-write branch: it shares every chunk and costs no KV bytes until it is edited.
 
@@ -554,66 +555,6 @@ class Window:
         BudgetExceeded beyond that. Cost: two asks; the window is unchanged.
         """
         return disposable(self.core, placement, query, max_tokens, clean=clean)
-
-    def prefill(self) -> list[str]:
-        """Compute now what the next `ask` would have to compute of the placed chunks; return their placement ids.
-
-        For content that arrives before anybody asks: the answer then begins after a forward over its query. Runs behind what
-        others wait for. Raises EngineFailed, ChunkUnavailable. Cost: a forward over each of those chunks; no vision encode.
-        """
-        return maintenance.prefill(self.core)
-
-    def prepare_orbit(self, ids: Sequence[str], orders: int = 6, seed: int = 0) -> list[str]:
-        """Form one patch per chunk that has all of ``ids`` (and nothing else) in front: served in any order of them.
-
-        Kamera, section 5 "Reorder". It is the mean over up to ``orders`` permutations, so it holds what they share and must
-        fail where the answer depends on the order; used only with ``Fidelity(orbit=True)``. At most 64 ids and 1,024 orders.
-        Returns the placement ids that got one. Cost: ``orders`` forwards of everything in front, no encode.
-        """
-        return maintenance.prepare_orbit(self.core, ids, orders, seed)
-
-    def refresh(self, count: int | None = None, *, ids: Sequence[str] | None = None) -> list[str]:
-        """Re-form the ``count`` front-most approximations (all by default) behind what is in front of them now.
-
-        Args:
-            ids: only these placed chunks, those of them that are approximations: where an audit saw drift, for one.
-
-        For idle time: it bounds the drift of a stream. Returns the ids, front to back. Raises UnknownChunk. Cost: a forward
-        each.
-        """
-        return maintenance.refresh(self.core, count, ids)
-
-    def compress(self, *, if_short: bool = False) -> int:
-        """Replace conditioned spans by canonical + patch where the patch is smaller; return the KV bytes given back.
-
-        For idle time; the chunks are then in lane ``patched``. A canonical that was not held takes bytes of its own, which
-        are not subtracted: for a chunk that only one window places they are more than a patch saves.
-
-        Args:
-            if_short: only while what open windows place would not fit into the store as conditioned KV, and only where
-                that gives bytes back; then patches that never served are dropped, too, and evicted chunks keep the
-                cheapest form that serves their return (`ctxwin.window.storage_policy`). With ``Fidelity(orbit=True)`` the orders
-                that the window shows are taken into orbit patches, whatever the store has left.
-
-        Cost: a forward for each chunk whose canonical is not held; nothing where ``if_short`` finds bytes enough.
-        """
-        return maintenance.compress(self.core, if_short=if_short)
-
-    def merge(self, placement: str, share: float | None = None) -> int:
-        """Keep a placed or evicted chunk in fewer slots (Elastic Cache): those that its tokens attended to most, with all
-        others merged into the nearest. Returns the slots.
-
-        Needs ``Fidelity("patched", merge=...)``. An approximation, lane ``merged``, which audits judge like any other: of what
-        nobody asks about in detail, or of evicted chunks, which come back merged. Its whole KV leaves the store where no other
-        window holds it.
-
-        Args:
-            share: of its tokens, in (0, 1); default: the fidelity's. 1 takes the merging back: its KV is found in the store, or
-                computed again from its source.
-
-        Raises UnknownChunk, UnsupportedModel on an engine that does not expose its attention. Cost: a forward over the chunk.
-        """
-        return maintenance.merge(self.core, placement, share)
 
     def snapshot(self) -> State:
         """This version as a pydantic model: JSON-able, a few hundred bytes a chunk, no tensors. O(n)."""

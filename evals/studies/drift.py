@@ -176,7 +176,7 @@ class _Stream:
                 if slides in points:
                     unrefreshed += self._ask(window, slides)
                 if every and slides % every == 0:
-                    window.refresh()
+                    window.maintenance.refresh()
                     if slides in points:
                         refreshed += self._ask(window, slides)
         return unrefreshed, refreshed

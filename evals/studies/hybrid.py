@@ -245,7 +245,7 @@ def measure_windows(engine: HFEngine, n: int, done: Callable[[int], None]) -> li
             with isolated(engine), Window(engine, SYSTEM_PROMPT, fidelity=fidelity) as window:
                 window.extend([Chunk.image(render(frame)) for frame in item.frames])
                 first_answer = window.ask(question, max_tokens=4).text
-                window.compress()
+                window.maintenance.compress()
                 answer = window.ask(question, max_tokens=4)
                 same += answer.text == first_answer
                 computed += answer.usage.computed_tokens - engine.encode_query(question).tokens

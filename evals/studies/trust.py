@@ -85,7 +85,7 @@ def turn(
                 frames = item.frames[: question.frame + 1] if reordered else item.frames
                 *front, last = window.extend([Chunk.image(render(frame), keep_source=False) for frame in frames])
                 if reordered:
-                    window.prepare_orbit(front, 3)
+                    window.maintenance.prepare_orbit(front, 3)
                     window.reorder([*reversed(front), last])
                 way = window.core.trust.strategy
                 answer = window.ask(question.text, 4)

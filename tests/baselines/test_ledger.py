@@ -149,7 +149,7 @@ def test_background_work_counts() -> None:
     w.ask("what", 2)
     before = ledger.summary()["computed_tokens"]
     w.evict(b)
-    assert w.refresh() == [c]
+    assert w.maintenance.refresh() == [c]
     assert ledger.summary()["computed_tokens"] == before + 16
 
 

@@ -7,7 +7,8 @@ import importlib
 import pytest
 
 import ctxwin
-from ctxwin import errors
+from ctxwin import Window, errors
+from window.fake import FakeEngine
 
 ERRORS = sorted(name for name, value in vars(errors).items() if isinstance(value, type))
 
@@ -28,3 +29,20 @@ def test_every_public_name_is_there_and_others_are_not() -> None:
     with pytest.raises(ImportError, match="cannot import name 'errors_of_nothing'"):
         exec("from ctxwin import errors_of_nothing", {})
     assert importlib.import_module("ctxwin.errors") is errors
+
+
+@pytest.mark.parametrize("name", ["dependents", "touch", "prepare_orbit", "refresh", "compress", "merge", "prefill"])
+def test_maintenance_stands_apart_from_a_window(name: str) -> None:
+    with Window(FakeEngine()) as window:
+        assert callable(getattr(window.maintenance, name))
+        assert name not in dir(window) and not hasattr(window, name)
+        with pytest.raises(AttributeError, match=rf"Window\.maintenance\.{name}$"):
+            getattr(window, name)
+
+
+def test_a_window_is_checked_by_either_name_and_unknown_names_stay_unknown() -> None:
+    with Window(FakeEngine()) as window:
+        window.check()
+        window.maintenance.check()
+        with pytest.raises(AttributeError, match=r"^'Window' object has no attribute 'mergee'$"):
+            getattr(window, "mergee")  # noqa: B009

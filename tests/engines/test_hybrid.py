@@ -270,7 +270,7 @@ def test_what_a_hybrid_does_not_do(folders: Callable[[str], Path]) -> None:
     with pytest.raises(UnsupportedModel, match="no view without its context"):
         window.toggle(a, conditioned=False)
     with pytest.raises(ValueError, match="must allow merged KV"):
-        window.merge(a)
+        window.maintenance.merge(a)
     with pytest.raises(UnsupportedModel, match="hold must be 1"):
         engine.generate([Segment(engine.encode_system_prompt("x"), 0)], engine.encode_query("y"), Sampling(hold=0.5))
     window.ask(QUERY)
@@ -433,7 +433,7 @@ def test_windows_serve_patched_states_without_a_forward(folders: Callable[[str],
     window = window_on(engine, Fidelity("patched", rank=32))
     window.extend([chunk(i) for i in range(4)])
     whole = window.ask(QUERY, logprobs=-1)
-    freed = window.compress()
+    freed = window.maintenance.compress()
     kept = [window.snapshot().placed[i].kv for i in range(4)]
     assert [kv.lane for kv in kept if kv] == ["computed", "patched", "patched", "patched"]
     patches = [engine.repo.get_patch(kv.patch) for kv in kept if kv and kv.patch]
@@ -462,10 +462,10 @@ def test_chunks_behind_patched_ones_are_patched_as_they_are_served(folders: Call
     window = window_on(engine, Fidelity("patched", rank=32))
     window.extend([chunk(i) for i in range(3)])
     window.ask(QUERY)
-    window.compress()
+    window.maintenance.compress()
     window.append(chunk(3))
     before = window.ask(QUERY, logprobs=-1)
-    window.compress()
+    window.maintenance.compress()
     after = window.ask(QUERY, logprobs=-1)
     assert [c.lane for c in window.chunks] == ["resident", "patched", "patched", "patched"]
     assert gap(before.first_token_logprobs, after.first_token_logprobs) < 0.05
@@ -475,7 +475,7 @@ def test_chunks_behind_patched_ones_are_patched_as_they_are_served(folders: Call
     first = other.snapshot().placed[0].kv
     assert first is not None
     engine.repo.delete(first.span)
-    other.compress()
+    other.maintenance.compress()
     assert other.snapshot().placed[1].kv.patch is None, "what stood in front is not known"  # type: ignore[union-attr]
     window.reorder(window.ids[::-1])
     assert all(c.lane != "patched" for c in window.chunks), "a patch is of one order"

@@ -597,6 +597,6 @@ def test_media_that_come_with_their_data_share_one_entry_of_vllms_item_cache(eng
         for seed in range(100, 112):
             window.append(picture(seed))
             window.slide(reserve_tokens=32)
-            window.prefill()
+            window.maintenance.prefill()
         assert window.evicted
     assert len(cache) - before <= 1

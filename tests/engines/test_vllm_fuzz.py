@@ -127,13 +127,13 @@ class Sequence:
         window.toggle(self.random.choice(window.ids), conditioned=self.random.random() < 0.5)
 
     def compress(self, window: Window) -> None:
-        window.compress()
+        window.maintenance.compress()
 
     def refresh(self, window: Window) -> None:
-        window.refresh(self.random.choice([None, 1]))
+        window.maintenance.refresh(self.random.choice([None, 1]))
 
     def orbit(self, window: Window) -> None:
-        window.prepare_orbit([window.ids[-1]], orders=2)
+        window.maintenance.prepare_orbit([window.ids[-1]], orders=2)
 
     def fork(self, window: Window) -> None:
         self.windows[self.windows.index(window)] = window.fork()
@@ -146,7 +146,7 @@ class Sequence:
         """Others come over the texts of a compressed window, exactly and as it does, and leave other KV of them behind."""
         if self.random.random() < 0.7:
             self.ask(window)
-            window.compress()
+            window.maintenance.compress()
             window.append(self.random.choice(self.chunks))
             self.ask(window)
         texts = [window.chunk(name) for name in window.ids]
@@ -158,7 +158,7 @@ class Sequence:
                 other.extend(texts if exact else texts[: self.random.randint(1, len(texts))])
                 self.ask(other)
                 if not exact:
-                    other.compress()
+                    other.maintenance.compress()
         self.ask(window)
 
     def vanish(self, window: Window) -> None:

@@ -401,7 +401,7 @@ def test_patched_states_of_a_trained_hybrid(processes: str) -> None:
                     whole = window.ask(question, 4, logprobs=-1)
                     if fidelity.mode == "patched":
                         right["computed"] += whole.text == item.questions[0].answer
-                        window.compress()
+                        window.maintenance.compress()
                         assert {c.lane for c in window.chunks[1:]} == {"patched"}
                         whole = window.ask(question, 4, logprobs=-1)
                         assert whole.usage.computed_tokens == query

@@ -69,8 +69,8 @@ def program(engine: Any) -> list[Answer]:
         stream: Any = window.stream(QUESTIONS[0], max_tokens=4, logprobs=-1)
         assert "".join(stream) == stream.answer.text
         answers.append(stream.answer)
-        window.refresh()
-        assert window.compress() > 0
+        window.maintenance.refresh()
+        assert window.maintenance.compress() > 0
         assert "patched" in {chunk.lane for chunk in window.chunks}
         answers.append(ask(window))
         window.evict(b, forget=True)

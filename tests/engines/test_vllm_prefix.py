@@ -279,7 +279,7 @@ class TestWindows:
             made = Window(view, HEADER, fidelity=fidelity)
             made.extend(chunks[:2])
             ask(made)
-            assert made.compress() > 0
+            assert made.maintenance.compress() > 0
             return made
 
         with patched() as window:
@@ -376,7 +376,7 @@ class TestWithPlainRequests:
         chunks = [frame(i) for i in range(7)]
         with window_on(view, chunks[:5], "patched") as window:
             ask(window)
-            assert window.compress() > 0  # all but the first are patched
+            assert window.maintenance.compress() > 0  # all but the first are patched
             window.extend(chunks[5:])  # computed behind patches
             ask(window)
             with window_on(view, chunks[:5]) as other:

@@ -133,9 +133,9 @@ class Program:
                     window.adopt(branch)
                 branch.close()
             case "refresh":
-                window.refresh(1)
+                window.maintenance.refresh(1)
             case "compress":
-                window.compress()
+                window.maintenance.compress()
             case "plain":
                 self.plain(rng)
             case "stream":

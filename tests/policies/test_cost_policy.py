@@ -37,7 +37,7 @@ def test_the_oldest_leaves_where_kv_is_kept_and_what_was_read_long_ago_where_it_
     with Window(priced, "h", fidelity=PATCHED, eviction=ByCost()) as window:
         a, b, c, d = window.extend([Chunk.text(t * 3) for t in "abcd"])
         window.ask("q")
-        window.touch(a)
+        window.maintenance.touch(a)
         left = window.snapshot().placed[-1].kv
         window.evict(d)
         assert left and list(window.eviction.order(window)) == [a, b, c]
@@ -54,7 +54,7 @@ def test_what_was_needed_often_stays_longer_than_what_was_needed_last_where_kv_i
         assert left
         priced.repo.delete(left.span)
         for read in (a, a, c):
-            window.touch(read)
+            window.maintenance.touch(read)
         assert list(window.eviction.order(window)) == [b, c, a]
         window.evict(c)
         window.recall(c)

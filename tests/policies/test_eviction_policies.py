@@ -62,7 +62,7 @@ def test_orders_are_what_sorting_gives(engine: FakeEngine, seed: int) -> None:
             clock += 1
             placed[again]["read"] = clock
             if rng.random() < 0.5:
-                window.touch(again)
+                window.maintenance.touch(again)
             else:
                 window.evict(again)
                 window.recall(again, at=rng.randrange(len(window.ids) + 1))
@@ -85,9 +85,9 @@ def test_what_is_placed_together_was_read_together(engine: FakeEngine) -> None:
     """Adopted and restored windows keep the order of readings."""
     window = Window(engine, "h", eviction=LeastRecentlyRead())
     a, b, c = window.extend([Chunk.text(t) for t in "abc"])
-    window.touch(a)
+    window.maintenance.touch(a)
     branch = window.fork()
-    branch.touch(b)
+    branch.maintenance.touch(b)
     window.adopt(branch)
     assert window.slide(2) == [c, a]
 

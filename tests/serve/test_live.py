@@ -73,7 +73,7 @@ def test_a_stream_is_the_window_that_slides_in_process(server: Server, window: R
             assert live.push(pixels, f"t={i} s", time=i / 2) == i + 2
             held.append(Chunk.image(pixels, text=f"t={i} s"))
             held.slide(reserve_tokens=RESERVE)
-            held.prefill()
+            held.maintenance.prefill()
             if i % 3 == 2:  # an answer is over all that was pushed before it
                 ours, theirs = live.ask(question(i), 4), held.ask(question(i), 4)
                 assert ours.token_ids == theirs.token_ids

@@ -162,5 +162,5 @@ def test_forgetting_repairing_and_refreshing_forget_how_things_were_served(engin
     assert not window.core.assembly.memo
     window.close()
     window, ids = moved()
-    assert window.refresh() and not window.core.assembly.memo
+    assert window.maintenance.refresh() and not window.core.assembly.memo
     window.close()

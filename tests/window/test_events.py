@@ -81,7 +81,7 @@ def test_edits_tell_what_arrived_left_came_back_and_was_switched(window: Window,
         window.pin(c, pinned=pinned)
         event = one(told, window, "pin")
         assert (event.ids, event.note) == ((c,), note)
-    window.touch(d)
+    window.maintenance.touch(d)
     assert one(told, window, "touch").ids == (d,)
 
 
@@ -156,20 +156,20 @@ def test_an_exchange_that_was_cancelled_too_late_is_told_to_be_forgotten(window:
 
 
 def test_idle_work_is_told_only_where_something_was_done(window: Window, told: Told) -> None:
-    assert window.refresh() == []
+    assert window.maintenance.refresh() == []
     assert told.events == []
     window.slide(1)
     told.events.clear()
-    ids = window.refresh()
+    ids = window.maintenance.refresh()
     assert ids and one(told, window, "refresh").ids == tuple(ids)
-    assert window.prepare_orbit(window.ids[:1]) == [window.ids[1]]
+    assert window.maintenance.prepare_orbit(window.ids[:1]) == [window.ids[1]]
     assert one(told, window, "prepare_orbit").ids == (window.ids[1],)
     window.append(Chunk.text("l" * 30))
     window.ask("q")
     told.events.clear()
-    assert window.compress() > 0
+    assert window.maintenance.compress() > 0
     one(told, window, "compress")
-    assert window.compress() == 0
+    assert window.maintenance.compress() == 0
     assert told.events == []
 
 
@@ -248,7 +248,7 @@ def test_merging_tells_the_slots(engine: FakeEngine) -> None:
     with Window(engine, "header", fidelity=Fidelity("patched", merge=0.5)) as window:
         placed = window.append(Chunk.text("abcdefgh"))
         window.observe(told)
-        assert window.merge(placed) == 4
+        assert window.maintenance.merge(placed) == 4
         event = one(told, window, "merge")
         assert (event.ids, event.note) == ((placed,), "4")
 
@@ -281,11 +281,11 @@ def test_every_kind_of_event_is_covered_here() -> None:
         (lambda w: w.reorder([]), ValueError),
         (lambda w: w.toggle("nope", conditioned=False), UnknownChunk),
         (lambda w: w.pin("nope"), UnknownChunk),
-        (lambda w: w.touch("nope"), UnknownChunk),
+        (lambda w: w.maintenance.touch("nope"), UnknownChunk),
         (lambda w: w.adopt(w), ValueError),
         (lambda w: w.ask("q" * 200), BudgetExceeded),
         (lambda w: w.remember("", "x"), ValueError),
-        (lambda w: w.prepare_orbit([]), ValueError),
+        (lambda w: w.maintenance.prepare_orbit([]), ValueError),
     ],
 )
 def test_failed_operations_tell_nothing(
@@ -310,7 +310,11 @@ def test_a_failing_engine_tells_nothing_and_the_next_event_is_its_own(
     window.slide(1)
     told.events.clear()
     engine.fail = EngineFailed("out of memory")
-    for failing in (lambda: window.ask("q"), lambda: window.refresh(), lambda: window.ask("q", remember=True)):
+    for failing in (
+        lambda: window.ask("q"),
+        lambda: window.maintenance.refresh(),
+        lambda: window.ask("q", remember=True),
+    ):
         with pytest.raises(EngineFailed):
             failing()
     with pytest.raises(EngineFailed):

@@ -96,13 +96,13 @@ class ExactBit(RuleBasedStateMachine):
     @rule(which=WHICH, count=st.none() | st.just(1), reads=READS, failures=st.integers(0, 2))
     def refresh(self, which: int, count: int | None, reads: list[str], failures: int) -> None:
         self.faults(reads, 0, failures)
-        self.at(which).refresh(count)
+        self.at(which).maintenance.refresh(count)
         self.faults([], 0, 0)
 
     @rule(which=WHICH, reads=READS)
     def compress(self, which: int, reads: list[str]) -> None:
         self.faults(reads, 0, 0)
-        self.at(which).compress()
+        self.at(which).maintenance.compress()
         self.faults([], 0, 0)
 
     @rule(which=WHICH, chunk=WHICH, share=st.sampled_from([None, 0.8, 1]), reads=READS, failures=st.integers(0, 1))
@@ -111,7 +111,7 @@ class ExactBit(RuleBasedStateMachine):
         ids = [entry.id for entry in window.chunks if entry.conditioned] + list(window.evicted)
         if ids and window.fidelity.allows("merged"):
             self.faults(reads, 0, failures)
-            window.merge(ids[chunk % len(ids)], share)
+            window.maintenance.merge(ids[chunk % len(ids)], share)
             self.faults([], 0, 0)
 
     @rule(which=WHICH, front=st.integers(1, 2), seed=WHICH, failures=st.integers(0, 2))
@@ -119,7 +119,7 @@ class ExactBit(RuleBasedStateMachine):
         window = self.at(which)
         if len(window.ids) > front:
             self.faults([], 0, failures)
-            window.prepare_orbit(window.ids[:front], orders=2, seed=seed)
+            window.maintenance.prepare_orbit(window.ids[:front], orders=2, seed=seed)
             self.faults([], 0, 0)
 
     @precondition(lambda self: len(self.windows) < 4)

@@ -81,11 +81,11 @@ def use(window: Window) -> None:
     ids = window.extend(contents(window.engine))
     window.ask(QUERY, max_tokens=2)
     with suppress(UnsupportedModel, ValueError):
-        window.merge(ids[1])
+        window.maintenance.merge(ids[1])
     window.ask(QUERY, max_tokens=2)
     window.evict(ids[0])
     window.ask(QUERY, max_tokens=2)
-    window.compress()
+    window.maintenance.compress()
     window.recall(ids[0])
     window.reorder([ids[2], ids[0], ids[1]])
     window.ask(QUERY, max_tokens=2)

@@ -59,11 +59,11 @@ class Run:
             chosen = placed[which % len(placed)]
             window.toggle(chosen.id, conditioned=not chosen.conditioned)
         elif op == "refresh":
-            window.refresh(1)
+            window.maintenance.refresh(1)
         elif op == "compress":
-            window.compress()
+            window.maintenance.compress()
         elif op == "orbit" and len(placed) > 1:
-            window.prepare_orbit([p.id for p in placed[:-1]][:3], orders=2)
+            window.maintenance.prepare_orbit([p.id for p in placed[:-1]][:3], orders=2)
         elif op == "fork":
             with window.fork() as branch:
                 branch.evict(placed[0].id) if placed else None

@@ -101,15 +101,15 @@ class Program:
         elif op == "toggle":
             window.toggle(ids[i % len(ids)], conditioned=i % 2 == 0)
         elif op == "refresh":
-            window.refresh(1)
+            window.maintenance.refresh(1)
         elif op == "compress":
-            window.compress()
+            window.maintenance.compress()
         elif op == "merge":
-            window.merge((*ids, *gone)[i % (len(ids) + len(gone))])
+            window.maintenance.merge((*ids, *gone)[i % (len(ids) + len(gone))])
         elif op == "orbit":
-            window.prepare_orbit(ids[:-1], orders=2)
+            window.maintenance.prepare_orbit(ids[:-1], orders=2)
         elif op == "prefill":
-            window.prefill()
+            window.maintenance.prefill()
         elif op == "undo":
             window.undo()
         elif op == "disposable":

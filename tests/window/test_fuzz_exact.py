@@ -176,14 +176,14 @@ class Program:
             window.toggle(self.random.choice(window.ids), conditioned=self.random.random() < 0.6)
 
     def refresh(self, window: Window) -> None:
-        window.refresh(self.random.choice([None, 1]))
+        window.maintenance.refresh(self.random.choice([None, 1]))
 
     def compress(self, window: Window) -> None:
-        window.compress()
+        window.maintenance.compress()
 
     def orbit(self, window: Window) -> None:
         if len(window.ids) >= 3:
-            window.prepare_orbit(window.ids[:2], orders=2, seed=self.random.randrange(9))
+            window.maintenance.prepare_orbit(window.ids[:2], orders=2, seed=self.random.randrange(9))
 
     def fork(self, window: Window) -> None:
         if len(self.windows) < 4:

@@ -29,7 +29,7 @@ def test_a_chunk_is_served_in_fewer_slots_and_comes_back_whole(engine: FakeEngin
     window = opened(engine)
     middle, tokens = window.ids[1], engine.counters.prefill_tokens
     before = window.ask("q", logprobs=-1)
-    assert window.merge(middle) == 4
+    assert window.maintenance.merge(middle) == 4
     assert engine.counters.prefill_tokens == tokens + 8 + 3, "one forward over the chunk"
     plan = window.plan()
     assert lanes(window) == ["resident", "merged", "resident"] and not plan.exact
@@ -38,7 +38,7 @@ def test_a_chunk_is_served_in_fewer_slots_and_comes_back_whole(engine: FakeEngin
     assert not merged.usage.exact and merged.usage.computed_tokens == 3
     assert merged.first_token_logprobs != before.first_token_logprobs
     window.check()
-    assert window.merge(middle, 1) == 8
+    assert window.maintenance.merge(middle, 1) == 8
     assert lanes(window)[1] == "formed", "its whole KV had gone"
     back = window.ask("q", logprobs=-1)
     assert back.usage.exact and back.first_token_logprobs == pytest.approx(before.first_token_logprobs)
@@ -46,7 +46,7 @@ def test_a_chunk_is_served_in_fewer_slots_and_comes_back_whole(engine: FakeEngin
 
 def test_what_stands_behind_is_told_apart_by_what_it_saw(engine: FakeEngine) -> None:
     window = opened(engine)
-    window.merge(window.ids[0])
+    window.maintenance.merge(window.ids[0])
     window.append(Chunk.text("new"))
     answer = window.ask("q")
     assert answer.usage.computed_tokens == 6 and [e.exact for e in window.chunks] == [False, True, True, False]
@@ -58,7 +58,7 @@ def test_what_stands_behind_is_told_apart_by_what_it_saw(engine: FakeEngine) -> 
 def test_whole_kv_that_another_window_holds_is_served(engine: FakeEngine) -> None:
     """Exact KV that is held is never given up for an approximation."""
     window, other = opened(engine), opened(engine)
-    window.merge(window.ids[1])
+    window.maintenance.merge(window.ids[1])
     assert lanes(window)[1] == "resident" and other.ask("q").usage.exact
     other.evict(other.ids[1], forget=True)
 
@@ -68,7 +68,7 @@ def test_an_evicted_chunk_comes_back_merged(engine: FakeEngine) -> None:
     gone = window.ids[0]
     window.evict(gone)
     held = len(engine.store.get(next(k for k in engine.store.list() if k.startswith("span/"))) or b"")
-    assert held and window.merge(gone, 0.25) == 2
+    assert held and window.maintenance.merge(gone, 0.25) == 2
     window.recall(gone)
     assert lanes(window) == ["merged", "resident", "resident"]
     assert window.ask("q").usage.reused_tokens["merged"] == 8
@@ -76,7 +76,7 @@ def test_an_evicted_chunk_comes_back_merged(engine: FakeEngine) -> None:
 
 def test_a_merged_survivor_moves(engine: FakeEngine) -> None:
     window = opened(engine)
-    window.merge(window.ids[1])
+    window.maintenance.merge(window.ids[1])
     window.slide(1)
     assert lanes(window) == ["merged", "survivor"], "a merged chunk is planned as one, whatever left in front of it"
     plan = window.plan()
@@ -85,7 +85,7 @@ def test_a_merged_survivor_moves(engine: FakeEngine) -> None:
 
 def test_another_share_takes_the_chunk_anew(engine: FakeEngine) -> None:
     window = opened(engine)
-    assert window.merge(window.ids[2], 0.75) == 6 and window.merge(window.ids[2], 0.25) == 2
+    assert window.maintenance.merge(window.ids[2], 0.75) == 6 and window.maintenance.merge(window.ids[2], 0.25) == 2
     assert lanes(window)[2] == "merged" and window.plan().entries[2].bytes * 4 == window.plan().entries[0].bytes
 
 
@@ -99,14 +99,14 @@ def test_bytes_that_are_short_merge_what_has_left() -> None:
     kept = window.snapshot().evicted[0].kv
     window.append(Chunk.text("more than fits" * 50))
     assert kept is not None and engine.repo.contains(kept.span) and 900 * KV.token_bytes > 0.75 * 60_000
-    window.compress(if_short=True)
+    window.maintenance.compress(if_short=True)
     now = window.snapshot().evicted[0].kv
     assert now is not None and now.slots == 48 and not engine.repo.contains(kept.span)
 
 
 def test_a_merged_chunk_survives_a_restart_and_a_loss(engine: FakeEngine) -> None:
     window = opened(engine)
-    window.merge(window.ids[1])
+    window.maintenance.merge(window.ids[1])
     answer, said = window.ask("q", logprobs=-1), window.snapshot().model_dump_json()
     window.close()
     again = Window.restore(engine, said)
@@ -121,7 +121,7 @@ def test_a_merged_chunk_survives_a_restart_and_a_loss(engine: FakeEngine) -> Non
 def test_forgetting_takes_merged_kv_along(engine: FakeEngine) -> None:
     window = opened(engine)
     first = window.ids[0]
-    window.merge(window.ids[1])
+    window.maintenance.merge(window.ids[1])
     merged = window.snapshot().placed[1].kv
     window.evict(first, forget=True)
     assert merged is not None and not engine.repo.contains(merged.span)
@@ -131,19 +131,19 @@ def test_forgetting_takes_merged_kv_along(engine: FakeEngine) -> None:
 def test_fidelities_that_do_not_allow_it(engine: FakeEngine) -> None:
     window = opened(engine, Fidelity("patched"))
     with pytest.raises(ValueError, match=r"must allow merged KV, got 'patched' without merge"):
-        window.merge(window.ids[0])
+        window.maintenance.merge(window.ids[0])
     with pytest.raises(ValueError, match="merge"):
         Fidelity("patched", merge=1.0)
     assert not Fidelity("exact", merge=0.5).allows("merged")
     window = opened(engine)
     for share in (0, 1.5, True, "half"):
         with pytest.raises(ValueError, match="share must be a number"):
-            window.merge(window.ids[0], share)  # type: ignore[arg-type]
+            window.maintenance.merge(window.ids[0], share)  # type: ignore[arg-type]
     with pytest.raises(UnknownChunk):
-        window.merge("nobody")
+        window.maintenance.merge("nobody")
     window.toggle(window.ids[0], conditioned=False)
     with pytest.raises(ValueError, match="toggle it back"):
-        window.merge(window.ids[0])
+        window.maintenance.merge(window.ids[0])
 
 
 def test_answers_over_merged_chunks_may_drop_tokens(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_answers_over_merged_chunks_may_drop_tokens(engine: FakeEngine, monkeypa
 
     monkeypatch.setattr(engine, "generate", generate)
     window = opened(engine, MERGES.model_copy(update={"eliminate": True}))
-    window.merge(window.ids[0])
+    window.maintenance.merge(window.ids[0])
     window.ask("q")
     window.ask("q", remember=True)
     assert held == [1.0, 0.5, 1.0], "nothing is merged; something is; what is remembered is whole"
@@ -168,7 +168,7 @@ def test_an_engine_that_hides_its_attention(engine: FakeEngine, monkeypatch: pyt
     window = opened(engine)
     monkeypatch.setattr(FakeEngine, "attended", Engine.attended)
     with pytest.raises(UnsupportedModel, match="does not expose its attention"):
-        window.merge(window.ids[0])
+        window.maintenance.merge(window.ids[0])
     assert lanes(window) == ["resident"] * 3
 
 
@@ -177,4 +177,4 @@ def test_short_chunks_stay_whole(engine: FakeEngine) -> None:
     pixels = np.zeros((28, 28, 3), np.uint8)
     ids = window.extend([Chunk.text("ab"), Chunk.image(pixels)])
     window.ask("q")
-    assert [window.merge(i) for i in ids] == [2, 1] and lanes(window) == ["resident"] * 2
+    assert [window.maintenance.merge(i) for i in ids] == [2, 1] and lanes(window) == ["resident"] * 2

@@ -108,9 +108,9 @@ def test_no_edit_runs_the_vision_tower(engine: Engine) -> None:
         for view in (window, branch):
             ask(view, QUESTIONS[0])
         window.disposable(c, QUESTIONS[0], max_tokens=2)
-        window.compress()
-        window.refresh()
-        window.prepare_orbit(window.ids[:2], orders=2)
+        window.maintenance.compress()
+        window.maintenance.refresh()
+        window.maintenance.prepare_orbit(window.ids[:2], orders=2)
         assert engine.counters.vision_encodes == encodes
 
 
@@ -135,7 +135,7 @@ def test_an_append_computes_the_new_chunk_and_the_query(engine: Engine) -> None:
 def test_approximation_is_close_and_never_reaches_an_exact_window(engine: Engine) -> None:
     with window_on(engine) as patched:
         ask(patched, QUESTIONS[0])
-        assert patched.compress() > 0
+        assert patched.maintenance.compress() > 0
         assert not patched.plan().exact
         served = [ask(patched, question).first_token_logprobs for question in QUESTIONS]
         with window_on(engine, "exact") as exact:
@@ -181,7 +181,7 @@ def test_patches_over_the_models_basis_answer_like_a_re_prefill(engine: Engine, 
     with Window(engine, HEADER, fidelity=SHARED) as window:
         window.extend(chunks)
         ask(window, QUESTIONS[0])
-        assert window.compress() > 0
+        assert window.maintenance.compress() > 0
         answers = [ask(window, question) for question in QUESTIONS]
         assert all(answer.usage.reused_tokens["patched"] > 0 and not answer.usage.misses for answer in answers)
         for question, answer in zip(QUESTIONS, answers, strict=True):
@@ -215,7 +215,7 @@ def test_an_orbit_over_the_models_basis(own: Path) -> None:
     ):
         window.extend([chunk(i) for i in range(3)])
         ask(window, QUESTIONS[0])
-        window.prepare_orbit(window.ids[:2])
+        window.maintenance.prepare_orbit(window.ids[:2])
         patches = [engine.repo.get_patch(key) for key in engine.store.list("orbit/")]
         assert [p is not None and (p.layout, p.rank, p.meta["orders"]) for p in patches] == [("shared", 48, 2)]
 
@@ -227,7 +227,7 @@ def test_patches_of_another_basis_are_not_served(tmp_path: Path, own: Path) -> N
         with Window(engine, HEADER, fidelity=SHARED) as window:
             window.extend([chunk(i) for i in range(3)])
             ask(window, QUESTIONS[0])
-            assert window.compress() > 0
+            assert window.maintenance.compress() > 0
             served = ask(window, QUESTIONS[0])
             state = window.snapshot().model_dump_json()
         assert not list(engine.store.list("basis/"))
@@ -358,7 +358,7 @@ def test_what_is_computed_because_a_load_failed_is_exact(engine: Engine) -> None
 
     with window_on(engine, n=3) as window:
         ask(window, QUESTIONS[0])
-        assert window.compress() > 0
+        assert window.maintenance.compress() > 0
         window.append(chunk(4))
         assert not window.plan().entries[-1].exact
         with mock.patch.object(base, "write", side_effect=OSError("a lost page")):
@@ -386,7 +386,7 @@ def test_a_prefilled_frame_leaves_only_the_question_to_the_answer(engine: Engine
             made.ask(QUESTIONS[0])
             made.append(shown[3])
             made.slide(1)
-        assert window.prefill()[-1] == window.ids[-1]
+        assert window.maintenance.prefill()[-1] == window.ids[-1]
         answer, usual = ask(window, QUESTIONS[1]), ask(other, QUESTIONS[1])
         # vLLM's prefix cache ends with a whole block: less than one is computed again.
         again = answer.usage.computed_tokens - (answer.usage.prompt_tokens - window.tokens)
@@ -437,7 +437,7 @@ def test_merged_chunks_on_both_engines(engine: Engine) -> None:
         window.extend([own(i) for i in range(4)])
         whole = ask(window, QUESTIONS[0])
         tokens = [entry.tokens for entry in window.chunks]
-        assert [window.merge(i) for i in window.ids[1:3]] == [-(-t // 2) for t in tokens[1:3]]
+        assert [window.maintenance.merge(i) for i in window.ids[1:3]] == [-(-t // 2) for t in tokens[1:3]]
         assert [e.lane for e in window.chunks] == ["resident", "merged", "merged", "resident"]
         half = ask(window, QUESTIONS[0])
         assert half.usage.computed_tokens == engine.encode_query(QUESTIONS[0]).tokens and not half.usage.fallbacks
@@ -450,8 +450,8 @@ def test_merged_chunks_on_both_engines(engine: Engine) -> None:
             other.adopt(window, force=True)
             assert close(ask(other, QUESTIONS[1]).first_token_logprobs, moved.first_token_logprobs, 1e-5)
         for placement in window.ids[:2]:
-            window.merge(placement, 1)
-        window.refresh()
+            window.maintenance.merge(placement, 1)
+        window.maintenance.refresh()
         exact = ask(window, QUESTIONS[1])
         assert exact.usage.exact
         assert close(exact.first_token_logprobs, reprefill(engine, window, QUESTIONS[1]), 1e-5)

@@ -93,10 +93,10 @@ def test_idle_work_makes_what_is_computed_again_linkable(engine: FakeEngine) -> 
     window = Window(engine, "header", fidelity=LINKED)
     ids = window.extend([clip(i) for i in range(3)])
     window.ask("q")
-    assert window.compress(if_short=True) == 0
+    assert window.maintenance.compress(if_short=True) == 0
     window.reorder(ids[::-1])
     assert window.ask("q").usage.reused_tokens["formed"] == 20, "the first of them has its canonical"
-    window.compress(if_short=True)
+    window.maintenance.compress(if_short=True)
     window.reorder([ids[1], ids[2], ids[0]])
     assert "partial" in [e.lane for e in window.plan().entries]
     assert window.ask("q").usage.computed_tokens < 3 * 10

@@ -36,7 +36,7 @@ from window.fake import FakeEngine
         (lambda w: w.ask("q", max_tokens=0), ValueError, "max_tokens must be an int >= 1"),
         (lambda w: w.ask("q", temperature=-1), ValueError, "temperature must be >= 0"),
         (lambda w: w.disposable("nope", "q"), UnknownChunk, "placed chunk"),
-        (lambda w: w.prepare_orbit(w.ids[:2], orders=0), ValueError, "orders must be"),
+        (lambda w: w.maintenance.prepare_orbit(w.ids[:2], orders=0), ValueError, "orders must be"),
     ],
 )
 def test_bad_input_is_refused_and_changes_nothing(
@@ -153,7 +153,7 @@ def test_an_exact_window_is_not_compressed(engine: FakeEngine) -> None:
     window = Window(engine, "hd", fidelity=Fidelity("exact"))
     window.extend([Chunk.text("a" * 9), Chunk.text("b" * 30)])
     window.ask("q")
-    assert window.compress() == 0
+    assert window.maintenance.compress() == 0
     assert window.plan().computed_tokens == 0
 
 

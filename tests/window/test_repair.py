@@ -43,7 +43,7 @@ def test_it_is_transitive(engine: FakeEngine) -> None:
         window.ask("q")
         window.evict(a)
         window.ask("q")
-        assert window.refresh(ids=[b]) == [b]
+        assert window.maintenance.refresh(ids=[b]) == [b]
         assert formed(window) == [], "c survives as it was"
         window.recall(a, repair=True)
         assert not set(formed(window)) - {b, c}
@@ -80,9 +80,9 @@ def test_refresh_of_some(engine: FakeEngine) -> None:
         a, b, c = window.extend([Chunk.text(t) for t in "abc"])
         window.ask("q")
         window.evict(a)
-        assert window.refresh(ids=[]) == []
+        assert window.maintenance.refresh(ids=[]) == []
         with pytest.raises(UnknownChunk):
-            window.refresh(ids=[a])
-        assert window.refresh(ids=[c]) == [c]
+            window.maintenance.refresh(ids=[a])
+        assert window.maintenance.refresh(ids=[c]) == [c]
         assert [e.lane for e in window.chunks] == ["survivor", "resident"]
-        assert window.refresh(1, ids=[b, c]) == [b]
+        assert window.maintenance.refresh(1, ids=[b, c]) == [b]

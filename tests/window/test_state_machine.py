@@ -142,7 +142,7 @@ class Programs(RuleBasedStateMachine):
     def touch(self, at: int) -> None:
         arrival = self.placed[at % len(self.placed)]
         for window in self.windows:
-            window.touch(self.id(window, arrival))
+            window.maintenance.touch(self.id(window, arrival))
         self._read(arrival)
 
     @precondition(lambda self: self.evicted)
@@ -244,9 +244,9 @@ class Programs(RuleBasedStateMachine):
     @rule()
     def idle(self) -> None:
         patched = self.windows[1]
-        patched.prepare_orbit(patched.ids[:2], orders=2)
-        patched.refresh(1)
-        patched.compress()
+        patched.maintenance.prepare_orbit(patched.ids[:2], orders=2)
+        patched.maintenance.refresh(1)
+        patched.maintenance.compress()
 
     @rule(query=st.sampled_from("xy"), patched_first=st.booleans())
     def ask(self, query: str, patched_first: bool) -> None:

@@ -15,6 +15,7 @@ import torch
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.store.memory import MemoryStore
 from ctxwin.store.spans import SpanRepository
+from ctxwin.window.maintenance import Maintenance
 from ctxwin.window.state import Conditioning
 from ctxwin.window.storage_policy import Demand, likely_form
 from ctxwin_server.limits import Limits
@@ -93,7 +94,7 @@ def test_forgetting_takes_what_a_removal_patch_left_behind(engine: FakeEngine) -
 def test_with_bytes_enough_nothing_is_compressed(engine: FakeEngine) -> None:
     with opened(engine) as window, opened(engine, (1, 0, 2)) as other:
         before = engine.counters.prefill_tokens
-        assert window.compress(if_short=True) == other.compress(if_short=True) == 0
+        assert window.maintenance.compress(if_short=True) == other.maintenance.compress(if_short=True) == 0
         assert engine.counters.prefill_tokens == before and window.plan().exact and not patches(engine)
 
 
@@ -128,11 +129,11 @@ def test_while_bytes_are_short_shared_chunks_become_canonical_and_patch(idle: st
     for order in ORDERS:
         windows.append(opened(engine, order))
         for window in windows if idle == "between" else ():
-            window.compress(if_short=True)
+            window.maintenance.compress(if_short=True)
     for _ in range(3):
         for window in windows:
             window.ask("q")  # what the store had refused is computed once more
-            window.compress(if_short=True)
+            window.maintenance.compress(if_short=True)
     for window in windows:
         assert set(lanes(window)[1:]) == {"patched"} and window.chunks[0].exact
         assert window.ask("q").usage.computed_tokens == 3
@@ -159,18 +160,18 @@ def test_a_server_compresses_what_nobody_uses_and_whoever_comes_meanwhile_waits(
             assert window.snapshot() is before, "in use: left alone"
         registry.economise()
     assert engine.repo.counters.patches and engine.repo.counters.patches_served
-    looked = Mock(side_effect=Window.compress)
-    monkeypatch.setattr(Window, "compress", looked)
+    looked = Mock(side_effect=Maintenance.compress)
+    monkeypatch.setattr(Maintenance, "compress", looked)
     assert registry.economise() == 0 and not looked.called, "a version is looked at once"
     begun, go_on = threading.Event(), threading.Event()
 
-    def slow(window: Window, *, if_short: bool) -> int:
+    def slow(maintenance: Maintenance, *, if_short: bool) -> int:
         begun.set()
         assert go_on.wait(20)
-        with window.core.writing():
+        with maintenance.core.writing():
             return 7
 
-    monkeypatch.setattr(Window, "compress", slow)
+    monkeypatch.setattr(Maintenance, "compress", slow)
     with registry.using(ids[1]) as window:
         window.evict(window.ids[-1])
     with ThreadPoolExecutor(2) as pool:
@@ -206,7 +207,7 @@ def test_while_bytes_are_short_what_is_computed_is_stored_as_a_patch_where_the_c
     assert all(window.plan().exact for window in windows)
     for window in windows:
         window.close()
-    assert late.refresh() and late.plan().exact, "re-forming keeps exact KV, whatever bytes are short"
+    assert late.maintenance.refresh() and late.plan().exact, "re-forming keeps exact KV, whatever bytes are short"
 
 
 def test_patches_that_never_served_are_dropped_only_when_bytes_are_short(engine: FakeEngine) -> None:
@@ -220,7 +221,7 @@ def test_patches_that_never_served_are_dropped_only_when_bytes_are_short(engine:
         return window
 
     with superseded(engine) as window:
-        assert window.compress(if_short=True) == 0
+        assert window.maintenance.compress(if_short=True) == 0
         assert engine.repo.counters.patches_dropped == 0
         stale = set(patches(engine)) - window.snapshot().keys()
         assert stale and engine.repo.drop_unserved() > 0
@@ -250,8 +251,8 @@ def test_an_orbit_patch_is_the_mean_over_the_orders_met() -> None:
     window = opened(engine, rank=64, orbit=True, survivors="refresh")
     ids = window.ids
     assert not list(engine.store.list("orbit/")), "without its canonical a chunk has no patch"
-    window.compress(if_short=True)
-    window.compress(if_short=True)
+    window.maintenance.compress(if_short=True)
+    window.maintenance.compress(if_short=True)
     assert engine.repo.counters.patches == 0, "one order is no orbit, however often it is met"
     (only,) = engine.store.list("orbit/")
     alone = engine.repo.get_patch(only)
@@ -262,7 +263,7 @@ def test_an_orbit_patch_is_the_mean_over_the_orders_met() -> None:
         k for k in engine.store.list("orbit/") if engine.repo.record_of(k).get("orders") == 2 and k in served(window)
     )
     mean = engine.repo.get_patch(key)
-    window.prepare_orbit(ids[:2], orders=2)
+    window.maintenance.prepare_orbit(ids[:2], orders=2)
     prepared = engine.repo.get_patch(served(window)[0])
     assert alone is not None and mean is not None and prepared is not None
     for layer in range(KV.layers):

@@ -29,7 +29,7 @@ def test_every_edit_is_one_version(engine: FakeEngine) -> None:
         assert window.look_back(f"{first} and {second}", reserve_tokens=5) == [first, second]  # and ``third`` leaves
         assert (window.version, window.ids) == (before[0] + 1, (first, second))
         assert window.at(window.version - 1).ids == before[1] == (third,)
-        window.touch(first)
+        window.maintenance.touch(first)
         window.slide(1)
         assert window.ids == (first,), "what was read last stays, also behind edits of several steps"
         window.check()

@@ -86,9 +86,9 @@ def test_recall_to_the_front_swaps_in_the_canonical_where_it_is_held(window: Win
     window.evict(a)
     assert lanes(window) == ["resident", "survivor"]  # only the system prompt is in front of b
     assert window.chunks[0].exact
-    assert window.dependents(a) == (b, c)
+    assert window.maintenance.dependents(a) == (b, c)
     window.ask("q")
-    assert window.dependents(a) == (c,), "b settled on its canonical; c still carries a"
+    assert window.maintenance.dependents(a) == (c,), "b settled on its canonical; c still carries a"
 
 
 def test_recall_keeps_dependents_unless_told_to_repair(window: Window) -> None:
@@ -106,7 +106,7 @@ def test_recall_keeps_dependents_unless_told_to_repair(window: Window) -> None:
     assert lanes(window) == ["resident", "resident", "resident", "formed"]
     window.ask("q")
     assert window.plan().exact
-    assert window.dependents(a) == (b, c, d)
+    assert window.maintenance.dependents(a) == (b, c, d)
 
 
 def test_survivors_of_slides_only(engine: FakeEngine) -> None:
@@ -149,7 +149,7 @@ def test_reorder_re_forms_what_moved_and_remembers_both_orders(engine: FakeEngin
     window.reorder([a, c, b])
     assert lanes(window) == ["resident", "survivor", "formed"], "c keeps what b, now behind it, left in it"
     window.ask("q")
-    assert window.refresh() == [c, b]
+    assert window.maintenance.refresh() == [c, b]
     assert list(window.ask("q", max_tokens=3).token_ids) == fresh(engine, window)
     window.reorder([a, b, c])
     assert lanes(window) == ["resident"] * 3
@@ -199,14 +199,14 @@ def test_compress_serves_patches_and_gives_bytes_back(engine: FakeEngine, window
     long = window.append(Chunk.text("l" * 30))
     window.ask("q")
     span = window.snapshot().placed[-1].kv.span  # type: ignore[union-attr]
-    assert window.compress() > 0
+    assert window.maintenance.compress() > 0
     assert lanes(window)[-1] == "patched"
     assert not window.chunks[-1].exact
     assert not engine.repo.contains(span)
     usage = window.ask("q").usage
     assert usage.computed_tokens == 3
     assert usage.reused_tokens["patched"] >= 30
-    assert window.refresh() and window.plan().exact
+    assert window.maintenance.refresh() and window.plan().exact
     assert window.ids[-1] == long
     assert list(window.ask("q", max_tokens=3).token_ids) == fresh(engine, window)
 
@@ -218,7 +218,7 @@ def test_what_was_computed_behind_another_rank_is_not_taken(engine: FakeEngine) 
         window = Window(engine, "hd", fidelity=Fidelity("patched", rank=rank))
         window.extend([Chunk.text("aa"), Chunk.text("b" * 30)])
         window.ask("q")
-        assert window.compress() > 0
+        assert window.maintenance.compress() > 0
         window.append(Chunk.text("cc"))
         assert lanes(window)[1:] == ["patched", "computed"]
         window.ask("q")
@@ -243,23 +243,23 @@ def test_streams_and_async_asks_take_the_options_of_ask(window: Window) -> None:
 def test_an_orbit_patch_serves_every_order_of_its_set(engine: FakeEngine) -> None:
     window = Window(engine, "hd", fidelity=Fidelity("patched", rank=4, orbit=True, forbid=("resident", "survivor")))
     a, b, c = window.extend([Chunk.text("aa"), Chunk.text("bb"), Chunk.text("cccccccccccc")])
-    assert window.prepare_orbit([a, b]) == [c]
+    assert window.maintenance.prepare_orbit([a, b]) == [c]
     for order in ([a, b, c], [b, a, c]):
         window.reorder(order)
         assert lanes(window)[-1] == "orbit"
         assert not window.ask("q").usage.exact
         assert lanes(window)[-1] == "orbit", "asking does not change the lane"
     with pytest.raises(ValueError, match="first placed chunks"):
-        window.prepare_orbit([c])
+        window.maintenance.prepare_orbit([c])
     with pytest.raises(ValueError, match="leave a chunk behind"):
-        window.prepare_orbit([a, b, c])
+        window.maintenance.prepare_orbit([a, b, c])
 
 
 def test_an_orbit_patch_holds_what_its_chunk_absorbed(engine: FakeEngine) -> None:
     """At full rank the canonical with the patch is the mean of what forwards behind the others in either order give."""
     window = Window(engine, "hd", fidelity=Fidelity("patched", rank=64, orbit=True))
     a, b, c = window.extend([Chunk.text("aa"), Chunk.text("bb"), Chunk.text("cccccccccccc")])
-    window.prepare_orbit([a, b], orders=2)
+    window.maintenance.prepare_orbit([a, b], orders=2)
     [key] = engine.store.list("orbit/")
     patch = engine.repo.get_patch(key)
     canonical, _ = engine.repo.get_span(canonical_key(window.snapshot(), window.chunk(c).id)[1])
@@ -375,9 +375,9 @@ def test_refresh_bounds_the_drift(engine: FakeEngine, window: Window) -> None:
     approximate = [e.id for e in window.chunks if not e.exact]
     for left in range(len(approximate), 0, -1):
         # One a time, front to back: each becomes exact, because everything in front of it is.
-        assert window.refresh(1) == [approximate[-left]]
+        assert window.maintenance.refresh(1) == [approximate[-left]]
         assert sum(not e.exact for e in window.chunks) == left - 1
-    window.refresh()
+    window.maintenance.refresh()
     assert window.plan().exact
     assert list(window.ask("q", max_tokens=3).token_ids) == fresh(engine, window)
 
@@ -391,8 +391,8 @@ def test_what_was_prefilled_is_not_computed_by_the_answer(mode: Any) -> None:
             if i > 2:
                 window.slide(1)
         version, due = ahead.version, [e.id for e in ahead.chunks if e.compute]
-        assert ahead.prefill() == due and due[-1] == placed
-        assert ahead.version == version and ahead.prefill() == []
+        assert ahead.maintenance.prefill() == due and due[-1] == placed
+        assert ahead.version == version and ahead.maintenance.prefill() == []
         answers = [window.ask("q", max_tokens=3) for window in (asked, ahead)]
         assert answers[0].token_ids == answers[1].token_ids
         query = answers[1].usage.prompt_tokens - ahead.tokens
@@ -405,7 +405,7 @@ def test_prefill_ends_where_the_store_takes_nothing(engine: FakeEngine) -> None:
     engine.repo.put_span = lambda *_: False  # type: ignore[assignment,method-assign]
     window = Window(engine, "hd", fidelity=Fidelity("patched"))
     window.extend([Chunk.text(text) for text in "abc"])
-    assert window.prefill() == list(window.ids)
+    assert window.maintenance.prefill() == list(window.ids)
     assert list(window.ask("q", max_tokens=3).token_ids) == fresh(engine, window)
 
 

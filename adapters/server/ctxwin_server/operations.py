@@ -17,6 +17,7 @@ from ctxwin.window import serialization
 from ctxwin.window.ask import Question
 from ctxwin.window.decoding import SEED, Decoding, schema_text
 from ctxwin.window.lookups import HITS, MOST
+from ctxwin.window.maintenance import Maintenance
 from ctxwin.window.window import Window
 from ctxwin_server.libraries import Libraries
 from ctxwin_server.limits import Allowance
@@ -130,7 +131,7 @@ OPERATIONS: dict[str, Operation] = {}
 
 
 def _add(name: str, run: Callable[..., Result], fields: Mapping[str, Any], *, edits: bool) -> None:
-    text = inspect.getdoc(getattr(Window, name, run)) or ""
+    text = inspect.getdoc(getattr(Window, name, getattr(Maintenance, name, run))) or ""
     definitions: Any = {n: field if isinstance(field, tuple) else (field, ...) for n, field in fields.items()}
     OPERATIONS[name] = Operation(run, create_model(name, __base__=Body, **definitions), edits, text.split("\n\n")[0])
 
@@ -146,10 +147,11 @@ def _operation(*, edits: bool = True) -> Callable[[Callable[..., Result]], Calla
 
 
 def _forward(name: str, result: str = "", *, edits: bool = True, **fields: Any) -> None:
-    """Add an operation that is a method of the window; ``result`` names its value in the answer."""
+    """Add an operation that is a method of the window or its maintenance; ``result`` names its value in the answer."""
 
     def run(_: OperationContext, window: Window, **arguments: Any) -> Result:
-        outcome = getattr(window, name)(**{"placement" if n == "id" else n: value for n, value in arguments.items()})
+        target = window.maintenance if hasattr(Maintenance, name) else window
+        outcome = getattr(target, name)(**{"placement" if n == "id" else n: value for n, value in arguments.items()})
         return {result: outcome} if result else {}
 
     _add(name, run, fields, edits=edits)

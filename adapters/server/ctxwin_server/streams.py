@@ -235,7 +235,7 @@ class LiveStream:
                         window.evict(placement)
                     raise
                 _forget_beyond(window, options.history)
-                computed = window.prefill()
+                computed = window.maintenance.prefill()
         return {
             "type": "placed", "placement": placement, "evicted": evicted, "computed": computed, "tokens": window.tokens,
             "seconds": round(time.perf_counter() - begin, 4),
@@ -266,7 +266,7 @@ class LiveStream:
             if placement not in previous_ids:
                 window.core.state.find(placement)
                 window.look_back(placement, reserve_tokens=options.reserve_tokens)
-            computed = window.prefill()
+            computed = window.maintenance.prefill()
             chunk = window.chunk(placement)
             return {
                 "type": "recalled", "placement": placement, "time": _time_of(chunk.label),

@@ -254,7 +254,7 @@ class WindowRegistry:
             return sum(map(self._put_aside, old))
 
     def economise(self) -> int:
-        """Compress unused windows (`Window.compress`, ``if_short=True``); return the bytes freed.
+        """Compress unused windows (`Window.maintenance.compress`, ``if_short=True``); return the bytes freed.
 
         Each version is tried once, and once more if bytes became short since. Ends as soon as a request waits for the engine.
         Requests to a window wait while it is compressed.
@@ -275,7 +275,7 @@ class WindowRegistry:
                 entry.users += 1
                 entry.upkeep.acquire()
             try:
-                freed += entry.window.compress(if_short=True)
+                freed += entry.window.maintenance.compress(if_short=True)
                 entry.kept_up = core.state, short
             except CtxwinError as error:  # it is served uncompressed
                 _log.warning("window %s was not compressed: %s", entry.window.id, error)

@@ -52,7 +52,7 @@ def everything(picture: Picture) -> Any:
             window.reorder(list(window.ids)[::-1])
             window.toggle(b, conditioned=False)
             window.pin(b)
-            window.touch(b)
+            window.maintenance.touch(b)
             window.slide(1)
             window.look_back(window.evicted[0])
             with window.fork() as branch:

@@ -84,7 +84,7 @@ class Session(Window):
     """A `Window` for one execution of a node; create it with `open_window`, and use it as a context manager.
 
     When the node runs again after the same checkpoint, the same edits give the same placement ids, and answers come from
-    the engine's store. Everything else (`disposable`, `refresh`, `compress`, `prepare_orbit`) is computed again.
+    the engine's store. Everything else (`disposable`, and what `maintenance` does) is computed again.
 
     Attributes:
         lost: evicted chunks that the store no longer knows; they cannot be recalled.

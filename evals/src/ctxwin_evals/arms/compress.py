@@ -3,7 +3,7 @@
 By default the placed chunks' exact KV is thinned out before the question comes, which is what a window would hold; the
 first token changes. ``@prompt`` is the paper's moment: system prompt, chunks and question are encoded exactly, then thinned
 out together, and only the rest of the answer is affected. Slots differ by layer. Here the whole context is thinned out as one;
-windows keep single chunks merged (`Window.merge`), which move.
+windows keep single chunks merged (`Window.maintenance.merge`), which move.
 """
 
 from __future__ import annotations

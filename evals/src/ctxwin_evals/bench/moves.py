@@ -149,7 +149,7 @@ def _slide(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:
 def _recall(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:
     labels = ["front", "recalled", "A", "B"]
     window, ids, names = _open(engine, _behind_a_short_one(tokens), labels, fidelity, seed)
-    window.compress()  # canonicals and patches instead of conditioned KV
+    window.maintenance.compress()  # canonicals and patches instead of conditioned KV
     window.evict(ids[1])
     return Scene(window, lambda w: w.recall(ids[1]), [ids[0], *ids[2:]], names)
 
@@ -165,7 +165,7 @@ def _reorder(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scen
                 for victim in set(branch.ids) - {target, *front}:
                     branch.evict(victim)
                 branch.reorder([*front, target])
-                branch.prepare_orbit(front)
+                branch.maintenance.prepare_orbit(front)
     order = [ids[2], ids[0], ids[1], ids[3]]
     return Scene(window, lambda w: w.reorder(order), ids, names)
 
