@@ -106,7 +106,7 @@ $(VENV)/.deps: constraints.txt pyproject.toml $(wildcard adapters/*/pyproject.to
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import sys; v = sys.version; sys.exit(None if sys.version_info >= (3, 11) else f"ctxwin needs Python 3.11 or newer, got {v}")'
 	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt ".[$(EXTRAS)]" $(filter-out .,$(PACKAGES))
-	$(BIN)/python -I -m ctxwin.engines.repair_install
+	$(BIN)/python -I tools/ctxwin_import_hook.py
 	touch $@
 
 # The wheels, built from this tree and installed: what the tests and the demo run is what a user would install.
@@ -114,7 +114,7 @@ $(VENV)/.wheel: $(VENV)/.deps $(SOURCES)
 	rm -rf dist build
 	$(BIN)/pip wheel -q --no-index --no-build-isolation --no-deps -w dist $(PACKAGES)
 	$(BIN)/pip install -q --no-deps --no-index --force-reinstall dist/*.whl
-	$(BIN)/python -I -m ctxwin.engines.repair_install
+	$(BIN)/python -I tools/ctxwin_import_hook.py
 	touch $@
 
 # Every package is named, so nothing is resolved.

@@ -22,7 +22,6 @@ def doctor(
             help="A model folder or Hub name: say what would be served how; or the URL of a server: check it."
         ),
     ] = "",
-    fix: Annotated[bool, Option("--fix", help="Install the import hook that repairs torchvision for vLLM.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Check this environment, or a running server (key in CTXWIN_API_KEY), or say how MODEL would be served; 1 if one fails."""
@@ -31,7 +30,6 @@ def doctor(
     from rich.table import Table
 
     from ctxwin.doctor import diagnose
-    from ctxwin.doctor import fix as repair
     from ctxwin.doctor.server import examine
 
     if model and not model.startswith(("http://", "https://")):
@@ -41,12 +39,9 @@ def doctor(
             findings = examine(model, os.environ.get("CTXWIN_API_KEY", ""))
         else:
             findings = diagnose(lambda finding: step(f"checked {finding.name}"))
-    done = list(repair(findings)) if fix and not model else []
-    if done:
-        findings = diagnose()
     broken = [finding for finding in findings if finding.status == "broken"]
     if as_json:
-        report = {"findings": [asdict(finding) for finding in findings], "fixed": done, "healthy": not broken}
+        report = {"findings": [asdict(finding) for finding in findings], "healthy": not broken}
         typer.echo(json.dumps(report, indent=1))
     else:
         table = Table(box=None, show_header=False, pad_edge=False)
@@ -54,8 +49,6 @@ def doctor(
             remedy = f"\n[bold]-> {escape(finding.remedy)}[/]" if finding.remedy else ""
             table.add_row(finding.name, MARKS[finding.status], escape(finding.what) + remedy)
         Console().print(table)
-        for line in done:
-            typer.echo(line)
         typer.echo(f"{len(broken)} broken" if broken else "nothing is broken")
     if broken:
         raise typer.Exit(1)

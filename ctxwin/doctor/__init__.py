@@ -1,5 +1,5 @@
 """``ctxwin doctor``: installed libraries, the engine that would be used, faults and their remedies."""
 
-from ctxwin.doctor.checks import CHECKS, Finding, diagnose, fix
+from ctxwin.doctor.checks import CHECKS, Finding, diagnose
 
-__all__ = ["CHECKS", "Finding", "diagnose", "fix"]
+__all__ = ["CHECKS", "Finding", "diagnose"]

@@ -1,7 +1,6 @@
 """The checks of ``ctxwin doctor``: each examines one component and names a remedy.
 
-Imports that may fail or crash run in a child process, where vLLM would fail as well. Nothing is changed unless `fix` is
-called.
+Imports that may fail or crash run in a child process, where vLLM would fail as well. Nothing is changed.
 """
 
 from __future__ import annotations
@@ -10,13 +9,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from ctxwin.engines import repair_install
+from ctxwin.engines.torchvision_repair import HOOK
 from ctxwin.engines.vllm.lifecycle import versions
 
 Status = Literal["ok", "note", "broken"]
@@ -37,14 +36,12 @@ class Finding:
         status: ``ok``; ``note``: something optional is missing; ``broken``.
         what: description of the result.
         remedy: the remedy; empty if none is needed.
-        fixable: `fix` applies the remedy.
     """
 
     name: str
     status: Status
     what: str
     remedy: str = ""
-    fixable: bool = False
 
 
 def python() -> Finding:
@@ -78,23 +75,16 @@ def torchaudio() -> Finding:
 
 
 def hook() -> Finding:
-    """Check the file that applies the repair in every process of this environment."""
-    path = repair_install.path()
-    remedy = f"ctxwin doctor --fix writes {path}, which every Python process here runs"
-    if path.is_file() and path.read_text() == repair_install.LINE:
-        return Finding("repair", "ok", f"an import hook acts in every Python process of this environment ({path})")
-    if path.is_file():
-        return Finding("repair", "note", f"{path} is of another version", remedy, fixable=True)
+    """Check that vLLM's child processes would import libraries that fit torch."""
+    if (hook := sys.modules.get(HOOK)) is not None:
+        return Finding("repair", "ok", f"an import hook repairs every Python process here ({hook.__file__})")
     ran, unfit = _run(f"{_REPAIR}print(' and '.join(t.repair()))", hooked=False) or (False, "")
     if not ran or not unfit:
-        return Finding("repair", "ok", "no import hook, and none is needed")
-    if any(_version(name) for name in versions.DISTRIBUTIONS):
-        what = (
-            f"no import hook, so vLLM does not start: its child processes would meet a {unfit} that does not fit torch"
-        )
-        return Finding("repair", "broken", what, remedy, fixable=True)
-    what = f"no import hook, which vLLM would need: {unfit} does not fit torch"
-    return Finding("repair", "note", what, remedy, fixable=True)
+        return Finding("repair", "ok", "none is needed for vLLM's processes")
+    remedy = f"install the builds of {unfit} that belong to torch {_version('torch')}"
+    what = f"vLLM's child processes would meet a {unfit} that does not fit torch"
+    is_installed = any(_version(name) for name in versions.DISTRIBUTIONS)
+    return Finding("repair", "broken" if is_installed else "note", what, remedy)
 
 
 def transformers() -> Finding:
@@ -232,13 +222,6 @@ def diagnose(on_finding: Callable[[Finding], None] = lambda finding: None) -> li
     return findings
 
 
-def fix(findings: list[Finding]) -> Iterator[str]:
-    """Apply repairs that install nothing; yields a line for each. Idempotent."""
-    for finding in findings:
-        if finding.fixable and finding.name == "repair":
-            yield f"wrote {repair_install.write()}"
-
-
 def _library(name: str, code: str, remedy: str) -> Finding:
     """Check a required library; ``code`` imports it and may print a detail."""
     version = _version(name)
@@ -278,7 +261,7 @@ def _run(code: str, hooked: bool = True) -> tuple[bool, str] | None:
     ``hooked=False`` disables the import hook of this environment, so that a library is checked without the repair.
     """
     if not hooked:
-        unhook = "sys.meta_path[:] = [f for f in sys.meta_path if getattr(f, '__name__', '') != '_Hook']"
+        unhook = f"sys.meta_path[:] = [f for f in sys.meta_path if getattr(f, '__module__', '') != {HOOK!r}]"
         code = f"import sys; {unhook}\n{code}"
     environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
     command = [sys.executable, "-c", code]

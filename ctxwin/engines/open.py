@@ -101,9 +101,9 @@ def _hf(model: str, store: Store | None, options: dict[str, Any]) -> Engine:
 
 def _vllm(model: str, store: Store | None, tenant: str, options: dict[str, Any]) -> Engine:
     require_vllm()
-    from ctxwin.engines import repair_install
+    from ctxwin.engines.torchvision_repair import require_fit
 
-    repair_install.require()
+    require_fit()
     step("importing vLLM")
     from ctxwin.engines.vllm.engine import VLLMEngine
 

@@ -7,8 +7,8 @@ operator schemas and marks an unloadable torchaudio or torchcodec as not install
 ctxwin reads by other means. Where all of them load, it changes nothing.
 
 `repair` acts in this process; ctxwin calls it when an engine is opened. It cannot reach the child processes in which vLLM
-inspects models: only for these is the import hook needed (`install_hook`, written into an environment by
-`ctxwin.engines.repair_install`). This module imports torch only inside `repair`.
+inspects models: `require_fit` refuses to start them with such libraries, unless the environment has a developer's import hook
+(``tools/ctxwin_import_hook.py``), which repairs each of its processes. This module imports torch only inside `repair`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-_TRIGGERS = frozenset({"torchvision", "torchaudio", "torchcodec", "transformers", "vllm"})
+from ctxwin.errors import EngineFailed
+
+HOOK = "ctxwin_import_hook"
+"""Module of the import hook, loaded when a process of an environment that has it starts."""
 _OPTIONAL = ("torchaudio", "torchcodec")
 _log = logging.getLogger("ctxwin.engines")
 _library: Any = None  # keeps the operator schemas registered
@@ -37,7 +38,7 @@ def repair() -> tuple[str, ...]:
     global _done
     if _done is not None:
         return _done
-    _done = ()  # importing torch below may re-enter through the hook
+    _done = ()
     if importlib.util.find_spec("torch") is None:
         return _done
     broken = _torchvision_broken()
@@ -47,6 +48,18 @@ def repair() -> tuple[str, ...]:
     if _done:
         _log.info("%s do not match this torch build; repaired for this process", " and ".join(_done))
     return _done
+
+
+def require_fit() -> None:
+    """Raise EngineFailed where vLLM's child processes would meet libraries that were built for another torch.
+
+    Repairs this process. Cost: loading torch, torchvision and torchaudio, which vLLM does anyway.
+    """
+    if HOOK not in sys.modules and (broken := repair()):
+        raise EngineFailed(
+            f"vLLM's processes would not start: built for another torch: {', '.join(broken)}; install the builds of this torch "
+            "(for its CPU build, from the index that it came from), or open the model as hf:MODEL"
+        )
 
 
 def _torchvision_broken() -> bool:
@@ -88,24 +101,3 @@ def _unloadable(name: str) -> bool:
         sys.modules[name] = None  # type: ignore[assignment]
         return True
     return False
-
-
-class _Hook:
-    """A finder that finds nothing; it runs `repair` just before one of the packages concerned is imported."""
-
-    @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name in _TRIGGERS and _done is None:
-            repair()
-        return None
-
-
-def hooked() -> bool:
-    """Return True if the hook is installed in this process."""
-    return _Hook in sys.meta_path
-
-
-def install_hook() -> None:
-    """Runs `repair` when torchvision, torchaudio, torchcodec, transformers or vllm is first imported; idempotent, O(1)."""
-    if not hooked():
-        sys.meta_path.insert(0, _Hook)

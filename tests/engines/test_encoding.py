@@ -229,11 +229,11 @@ def test_the_repair_waits_until_it_is_needed() -> None:
     code = """
 import json, sys
 import ctxwin, ctxwin.engines.base, ctxwin.engines.torchvision_repair as t
-t.install_hook()
 before = [m for m in ("torch", "transformers", "vllm", "cv2") if m in sys.modules]
+repaired = list(t.repair())
 from transformers import Qwen2VLImageProcessor
 Qwen2VLImageProcessor()
-print(json.dumps([before, list(t.repair())]))
+print(json.dumps([before, repaired]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     before, repaired = json.loads(done.stdout)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ctxwin.engines.torchvision_repair import install_hook
+from ctxwin.engines.torchvision_repair import repair
 
 sys.path.insert(0, str(Path(__file__).parent))
-install_hook()
+repair()
 
 
 @pytest.fixture(autouse=True, scope="package")

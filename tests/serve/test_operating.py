@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import stat
+import sys
 import threading
 import time
 import urllib.request
@@ -29,6 +30,14 @@ from ctxwin_server.tenants import Tenant, load_tenants
 from serve.serving import serving
 from serve.test_authentication import status
 from serve.test_routes import call
+
+
+def test_a_service_changes_no_setting_of_its_process() -> None:
+    """It may be a guest; only a process of the server's own is tuned (`ctxwin_server.vllm.server.own_process`)."""
+    before = sys.getswitchinterval()
+    with serving() as server:
+        assert call(server, "/ready") == (200, {"status": "ready"})
+        assert sys.getswitchinterval() == before
 
 
 def test_a_server_that_drains_finishes_what_runs_and_takes_nothing_new() -> None:

@@ -76,7 +76,11 @@ def test_it_does_nothing_unless_it_is_named(tmp_path: Path) -> None:
     """vLLM loads general plugins that nobody has named: ours must cost nothing then."""
     found, ours = tried(tmp_path, None, ["0", "--model", str(checkpoint_dir())])
     assert found == [[False, None, False, [], None, []]]
-    repair = {"ctxwin.engines", "ctxwin.engines.torchvision_repair"}  # of environments that `doctor --fix` has mended
+    repair = {
+        "ctxwin.errors",
+        "ctxwin.engines",
+        "ctxwin.engines.torchvision_repair",
+    }  # where the import hook is installed
     assert set(ours) - repair == {
         "ctxwin", "ctxwin_server", "ctxwin_server.vllm", "ctxwin_server.vllm.plugin",
     }  # fmt: skip

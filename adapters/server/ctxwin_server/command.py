@@ -57,9 +57,9 @@ def serve(
         return
     chosen = Settings(**settings)
     chosen.service()  # says what is wrong before vLLM, which takes seconds to import
-    from ctxwin.engines import repair_install
+    from ctxwin.engines.torchvision_repair import require_fit
 
-    repair_install.require()
+    require_fit()
     from ctxwin_server.supervisor import DIED, JOURNAL, EngineDied, supervise
 
     if JOURNAL not in os.environ:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
@@ -55,9 +54,6 @@ OpenEngine = Callable[[str, Tenant | None], Engine]
 """``(tenant name, its entry)`` -> an engine of that tenant, which the service closes together with its store."""
 _BRIEF_THREADS = 4
 _STORES_S = 1.0
-_SWITCH_S = 0.0005
-"""Seconds for which a computing thread keeps Python's lock while others wait for it. Python's default is ten times that, for
-which the event loop would wait at each wake-up while a tenant's work runs."""
 _log = logging.getLogger("ctxwin.serve")
 
 
@@ -178,7 +174,6 @@ class Service:
 
     async def start(self) -> None:
         """Open the state of every tenant, and start closing and compressing idle windows."""
-        sys.setswitchinterval(_SWITCH_S)
         await asyncio.to_thread(sweep)
         for name, tenant in self._tenants.items():
             self._tenant_states[name] = await asyncio.to_thread(self._open, name, tenant)

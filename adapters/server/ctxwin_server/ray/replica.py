@@ -52,8 +52,9 @@ class Replica:
 
     async def __init_async__(self) -> None:
         """Start the engine; the first health check waits for it."""
-        from ctxwin_server.vllm.server import serving_app
+        from ctxwin_server.vllm.server import own_process, serving_app
 
+        own_process()  # Ray gives each replica one
         self._app, self._service = await self._running.enter_async_context(
             serving_app(self._model, self._arguments, self._settings, journal(self._fleet))
         )

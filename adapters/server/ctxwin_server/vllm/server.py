@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import sys
 import threading
 import time
 from argparse import Namespace
@@ -17,7 +18,7 @@ from typing import Any
 
 from ctxwin import tracing
 from ctxwin.engines.base import Engine
-from ctxwin.engines.repair_install import require
+from ctxwin.engines.torchvision_repair import require_fit
 from ctxwin.engines.vllm import internals
 from ctxwin.engines.vllm.engine import VLLMEngine
 from ctxwin.engines.vllm.lifecycle.leaving import abandon
@@ -39,11 +40,19 @@ from ctxwin_server.vllm.templates import variables_of
 _ABORT_S, _ENGINE_S, _CONNECTIONS_S, _WINDOWS_S = 0.2, 0.9, 0.4, 0.6
 """Seconds for each step of a shutdown after draining: stopped requests send their end, vLLM's processes end, connections close,
 windows are saved. With 2 seconds of draining the sum is below 5; see `ctxwin_server.supervisor`."""
+_SWITCH_S = 0.0005
+"""Seconds for which a computing thread keeps Python's lock while others wait for it. Python's default is ten times that, for
+which the event loop would wait at each wake-up while a tenant's work runs."""
 _log = logging.getLogger("ctxwin.serve")
 
 
+def own_process() -> None:
+    """Set what a server sets for its whole process, which must be its own: threads change hands ten times as often."""
+    sys.setswitchinterval(_SWITCH_S)
+
+
 def run(model: str, arguments: Sequence[str], settings: Settings) -> None:
-    """Serve until SIGINT or SIGTERM. Blocks.
+    """Serve until SIGINT or SIGTERM, in a process of its own. Blocks.
 
     Raises:
         ValueError, UnsupportedModel: arguments that cannot be served.
@@ -52,6 +61,7 @@ def run(model: str, arguments: Sequence[str], settings: Settings) -> None:
     """
     import uvloop
 
+    own_process()
     for number in (signal.SIGINT, signal.SIGTERM):  # until the server has handlers of its own
         signal.signal(number, lambda number, _: abandon(128 + number))
     windows, args = _load(model, arguments, settings)
@@ -149,7 +159,7 @@ class Windows:
         """
         self.prepared = args
         log_like_vllm()
-        require()
+        require_fit()
         keys, tenants = server_keys(args), self._given["tenants"]
         self._keys = Keys.of(keys, tenants)  # before minutes of loading: keys may clash
         _warn_of_clients(bool(keys), tenants)
