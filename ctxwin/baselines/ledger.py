@@ -40,7 +40,8 @@ class Ledger:
     Attributes:
         rows: a dict for each ask: ``window``, ``parent``, ``version``, ``query``, ``answer``, ``answer_reprefill`` and
             ``truth`` (None where not known), ``placed`` (chunks), ``prompt_tokens``, ``tokens_by_lane``, and for ctxwin
-            and each policy ``computed_tokens``, ``computed_tokens_naive``, ... and ``vision_encodes``, ....
+            and each policy ``prompt_tokens`` (how much an ask shows), ``prompt_tokens_naive``, ..., ``computed_tokens``, ... and
+            ``vision_encodes``, ....
 
     Not for engines that serve other windows at the same time: their work would be counted, too.
     """
@@ -200,7 +201,12 @@ class Ledger:
             # A prefix cache keeps what was generated, too.
             exchange = self._engine.encode_exchange(event.query, answer.token_ids)
             self._caches[policy].hold(Prompt.of([*parts, exchange]))
-            row |= {f"computed_tokens_{policy}": computed, f"vision_encodes_{policy}": encodes}
+            shown = sum(part.tokens for part in (*parts, query))
+            row |= {
+                f"computed_tokens_{policy}": computed,
+                f"vision_encodes_{policy}": encodes,
+                f"prompt_tokens_{policy}": shown,
+            }
             if policy != "naive":
                 self._arrive(user, state, event.ids, at_end=True)
         if self._reference:
@@ -243,12 +249,13 @@ class Ledger:
         s = self.summary()
         names = {"": "ctxwin", **{f"_{policy}": NAMES[policy] for policy in self._policies}}
         table = Table(title=f"{s['asks']} asks: ctxwin, and what prefix caching would have computed")
-        for column in ("", "tokens computed", "ctxwin's share", "vision encodes"):
+        for column in ("", "tokens computed", "ctxwin's share", "tokens shown", "vision encodes"):
             table.add_column(column, justify="left" if not column else "right")
         for key, name in names.items():
             share = s.get(f"share_of{key}")
             percentage = "" if share is None else f"{100 * share:.1f} %"
-            table.add_row(name, f"{s[f'computed_tokens{key}']:,}", percentage, str(s[f"vision_encodes{key}"]))
+            shown = f"{s[f'prompt_tokens{key}']:,}"
+            table.add_row(name, f"{s[f'computed_tokens{key}']:,}", percentage, shown, str(s[f"vision_encodes{key}"]))
         lines = io.StringIO()
         Console(file=lines, width=100).print(table)
         by_lane = sorted(s["tokens_by_lane"].items(), key=lambda lane: -lane[1])
@@ -276,14 +283,15 @@ def summarise(
 
     Returns:
         ``asks``; ``known`` asks with a truth, and of these ``right`` and ``right_reprefill``; ``compared`` asks with a
-        re-prefill, and how many of these ``agree``; ``prompt_tokens``; ``computed_tokens`` and ``vision_encodes`` of ctxwin
-        and of each policy; ``share_of_naive``, ...: ctxwin's tokens over the policy's; ``tokens_by_lane``.
+        re-prefill, and how many of these ``agree``; ``prompt_tokens``, ``computed_tokens`` and ``vision_encodes`` of ctxwin
+        and of each policy (0 where the rows do not hold them); ``share_of_naive``, ...: ctxwin's tokens over the policy's;
+        ``tokens_by_lane``.
     """
     with_truth = [row for row in rows if row["truth"] is not None]
     compared = [row for row in rows if row["answer_reprefill"] is not None]
     sums = {
-        name: sum(row[name] for row in rows) + (rest or {}).get(name, 0)
-        for count in ("computed_tokens", "vision_encodes")
+        name: sum(row.get(name, 0) for row in rows) + (rest or {}).get(name, 0)
+        for count in ("prompt_tokens", "computed_tokens", "vision_encodes")
         for name in (count, *(f"{count}_{policy}" for policy in policies))
     }
     lanes: dict[str, int] = {}
@@ -298,7 +306,6 @@ def summarise(
         "right_reprefill": sum(row["answer_reprefill"] == row["truth"] for row in with_truth) if compared else None,
         "compared": len(compared),
         "agree": sum(row["answer"] == row["answer_reprefill"] for row in compared),
-        "prompt_tokens": sum(row["prompt_tokens"] for row in rows),
         **sums,
         **{
             f"share_of_{p}": sums["computed_tokens"] / tokens if tokens else None for p, tokens in policy_tokens.items()

@@ -51,7 +51,7 @@ class ByCost:
             state = edits.evict(state, [leaves])
 
     def place(self, window: WindowView, backs: Sequence[Placed]) -> int | None:
-        """Index where evicted chunks come back, next to each other, the oldest first; None: each at its chronological place."""
+        """Index where evicted chunks come back, next to each other, the oldest first; None: as `Placement` says."""
         lanes = _Lanes(window.engine, window.snapshot())
         end = len(lanes.state.placed)
         chronological, (at_front, at_end) = (

@@ -243,6 +243,10 @@ class WindowCore:
             costs.append((plan.computed_tokens, index))
         return min(costs, key=lambda pair: pair[0])[1]
 
+    def free_tail(self, state: State) -> list[Placed]:
+        """Return the chunks of an exact window that leave before all others; see `edits.free_tail`."""
+        return edits.free_tail(state) if self.fidelity.mode == "exact" else []
+
     def returning(self, state: State, evicted: str) -> Placed:
         """An evicted chunk, encoded again: a restored window may run on another engine. Raises UnknownChunk, and
         ChunkUnavailable for one of a file that has left its library."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import closing
 from itertools import permutations
 from random import Random
@@ -73,20 +73,33 @@ def recall(state: State, back: Placed, at: int | None, *, repair: bool = False) 
         at = next((i for i, p in enumerate(state.placed) if p.arrival > back.arrival), len(state.placed))
     at = normalize_index(at, len(state.placed))
     still_evicted = tuple(p for p in state.evicted if p.id != back.id)
-    back = back.replace(read=state.version + 1, reads=back.reads + 1, unseen=())
+    back = back.replace(read=state.version + 1, reads=back.reads + 1, unseen=(), tail=False)
     return insert(state, back, at, repair=repair).edited(evicted=still_evicted), at
 
 
-def look_back(state: State, backs: Sequence[Placed], at: int | None = None) -> State:
+def look_back(state: State, backs: Sequence[Placed], at: int | None = None, *, tail: bool = False) -> State:
     """Return the state with the evicted ``backs`` at index ``at`` next to each other, the oldest first (None: each at its
     chronological place). All of them must absorb what precedes them now.
 
-    Otherwise one restored later would be unseen by an earlier one that follows it, depending on their order.
+    Otherwise one restored later would be unseen by an earlier one that follows it, depending on their order. ``tail``: see
+    `Placed`.
     """
     for i, back in enumerate(sorted(backs, key=lambda b: b.arrival)):
         state, _ = recall(state, back, None if at is None else at + i)
     ids = {p.id for p in backs}
-    return state.replace(placed=tuple(p.replace(unseen=()) if p.id in ids else p for p in state.placed))
+    return state.replace(placed=tuple(p.replace(unseen=(), tail=tail) if p.id in ids else p for p in state.placed))
+
+
+def free_tail(state: State) -> list[Placed]:
+    """Return the unpinned chunks that a look back placed at the end and that nothing computed follows, the last first: the
+    prefix stands without them."""
+    tail: list[Placed] = []
+    for entry in reversed(state.placed):
+        if entry.tail and not entry.pinned:
+            tail.append(entry)
+        elif entry.kv is not None:
+            break
+    return tail
 
 
 def reorder(state: State, ids: Sequence[str]) -> State:
@@ -96,7 +109,9 @@ def reorder(state: State, ids: Sequence[str]) -> State:
     entries = []
     for i, placement in enumerate(ids):
         p = by_id[placement]
-        entries.append(p.replace(unseen=tuple(u for u in p.unseen if u in ids[:i])) if p.unseen else p)
+        entries.append(
+            p.replace(unseen=tuple(u for u in p.unseen if u in ids[:i]), tail=False) if p.unseen or p.tail else p
+        )
     return state.edited(placed=tuple(entries))
 
 
@@ -137,20 +152,30 @@ def forget(state: State, target: Placed) -> State:
 
 
 def leaving_for_budget(
-    state: State, order: Iterable[str], reserve_tokens: int = 0, *, stay: Iterable[str] = (), mark: int | None = None
+    state: State,
+    order: Iterable[str],
+    reserve_tokens: int = 0,
+    *,
+    stay: Collection[str] = (),
+    mark: int | None = None,
+    tail: Sequence[Placed] = (),
 ) -> list[Placed]:
     """Return the chunks whose eviction, in this order, brings the window with ``reserve_tokens`` free within its budget.
 
     A window that is over it falls on to ``mark`` tokens (default: its own low-water mark), as far as chunks may leave and one
-    of them is left. ``order`` is read no further than needed. Pinned chunks and ``stay`` stay. Raises BudgetExceeded where even
-    all of it is not enough for the budget.
+    of them is left. ``order`` is read no further than needed. Pinned chunks and ``stay`` stay. ``tail`` leaves before ``order``,
+    and alone if that is enough for the budget. Raises BudgetExceeded where even all of it is not.
     """
     excess = state.tokens + reserve_tokens - state.budget
     mark = state.low_water if mark is None else mark
     further = 0 if mark is None else max(0, state.budget - mark)
     leaving: list[Placed] = []
+    for entry in tail:
+        if excess > 0 and entry.id not in stay:
+            leaving.append(entry)
+            excess -= entry.tokens
     if excess > 0:
-        with closing(free_in_order(state, order, stay)) as free:
+        with closing(free_in_order(state, order, {*stay, *(p.id for p in leaving)})) as free:
             for entry in free:
                 if excess <= 0 and len(leaving) + 1 == len(state.placed):
                     break

@@ -37,7 +37,9 @@ class Maintenance:
         with self.core.writing() as state:
             reads = state.placed[state.index(placement)].reads + 1
             self.core.commit(
-                edits.update_entry(state, placement, read=state.version + 1, reads=reads), "touch", [placement]
+                edits.update_entry(state, placement, read=state.version + 1, reads=reads, tail=False),
+                "touch",
+                [placement],
             )
 
     def prefill(self) -> list[str]:

@@ -68,8 +68,8 @@ class Placement(Protocol):
     """Decides where chunks come back; an `Eviction` that has this method, too, is asked."""
 
     def place(self, window: WindowView, backs: Sequence[Placed]) -> int | None:
-        """Index in the window as it is, where evicted chunks come back next to each other; None: each at its chronological
-        place."""
+        """Index in the window as it is, where evicted chunks come back next to each other; None: where they come back without
+        this method, each at its chronological place, of a look back in an exact window at the end."""
 
 
 @runtime_checkable

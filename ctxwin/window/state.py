@@ -76,6 +76,7 @@ class Placed(BaseModel):
         seen: whether it has been computed before (a recomputation is ``formed``, not ``computed``).
         unseen: placement ids placed before it later, which it was allowed not to absorb.
         exact_only: whether an audit found it too far from a re-prefill; it is served exactly from then on.
+        tail: whether a look back placed it at the end of an exact window, from where it leaves first (`edits.free_tail`).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -95,6 +96,7 @@ class Placed(BaseModel):
     seen: bool = False
     unseen: tuple[str, ...] = ()
     exact_only: bool = False
+    tail: bool = False
 
     def replace(self, **changes: Any) -> Placed:
         """Return a copy with some fields changed."""

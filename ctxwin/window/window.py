@@ -8,7 +8,7 @@ fetches and stores it, and `ctxwin.window.ask` runs questions. Neither torch nor
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -280,7 +280,8 @@ class Window:
     def slide(self, count: int | None = None, *, reserve_tokens: int = 0, to: float | None = None) -> list[str]:
         """Evict unpinned chunks in the order of `eviction`: ``count``, or until within the budget.
 
-        By default the oldest leave first, and what was recalled last. ``reserve_tokens`` tokens are left free for a query
+        By default the oldest leave first, and what was recalled last; what `look_back` placed at the end of an exact window
+        goes before. ``reserve_tokens`` tokens are left free for a query
         and its answer. A window with a low-water mark does nothing while it is within the budget, and falls to the mark else.
         Returns the evicted ids. Raises BudgetExceeded where what is pinned alone exceeds the budget (or ``to``), ValueError
         where fewer than ``count`` can leave; the window is then as it was.
@@ -293,17 +294,22 @@ class Window:
         if count is not None and to is not None:
             raise ValueError(f"slide must have a count or to, got {count!r} and {to!r}; leave one out")
         with self.core.writing() as state:
-            order = self.eviction.order(self)
+            tail = self.core.free_tail(state)
             if to is not None:
+                order = self.eviction.order(self)
                 smaller = state.replace(budget=mark_tokens(to, self.budget, "to"), low_water=None)
-                leaving = edits.leaving_for_budget(smaller, order, reserve_tokens)
+                leaving = edits.leaving_for_budget(smaller, order, reserve_tokens, tail=tail)
             elif count is None:
-                leaving = edits.leaving_for_budget(state, order, reserve_tokens, mark=self.low_water)
-            elif count > len(leaving := list(islice(edits.free_in_order(state, order), count))):
-                raise ValueError(f"count must be at most the {len(leaving)} unpinned chunks, got {count}")
+                leaving = self._leaving(state, reserve_tokens)
+            else:
+                leaving = tail[:count]
+                others = edits.free_in_order(state, self.eviction.order(self), [p.id for p in leaving])
+                leaving += islice(others, count - len(leaving))
+                if count > len(leaving):
+                    raise ValueError(f"count must be at most the {len(leaving)} unpinned chunks, got {count}")
             if leaving:
                 self.core.commit(edits.evict(state, leaving), "slide", [p.id for p in leaving])
-                if to is None and self.low_water is None:
+                if to is None and self.low_water is None and leaving[-1] not in tail:
                     self.core.note_slide(len(leaving))
         return [p.id for p in leaving]
 
@@ -337,13 +343,15 @@ class Window:
         """Return the policy's index for chunks that come back; None: at chronological places."""
         return self.eviction.place(self, backs) if backs and isinstance(self.eviction, Placement) else None
 
-    def _leaving(self, state: State, reserve_tokens: int, stay: Iterable[str]) -> list[Placed]:
-        order = self.eviction.order(self)
-        return edits.leaving_for_budget(state, order, reserve_tokens, stay=stay, mark=self.low_water)
+    def _leaving(self, state: State, reserve_tokens: int, stay: Collection[str] = ()) -> list[Placed]:
+        order, tail = self.eviction.order(self), self.core.free_tail(state)
+        return edits.leaving_for_budget(state, order, reserve_tokens, stay=stay, mark=self.low_water, tail=tail)
 
     def look_back(self, query: str | Chunk, *, reserve_tokens: int = 0) -> list[str]:
         """Recall what `retrieval` picks for ``query``, each where a `recall` would put it; return the ids.
 
+        In an exact window they go to the end, in front of the question, unless `eviction` says where: all in front keeps its
+        KV. From there they leave first, and alone where that is enough, as long as no answer has read what was placed behind.
         Others leave in the order of `eviction` where the budget, with ``reserve_tokens`` tokens free, needs it. All or nothing.
         Raises BudgetExceeded where they do not fit, UnknownChunk, ChunkUnavailable. Cost: the policies', then see `recall`.
         """
@@ -352,7 +360,9 @@ class Window:
                 named = dict.fromkeys(self.retrieval.choose(self, query))
                 ids = [i for i in named if not is_removed(state.find(i).chunk)]
             backs = [self.core.returning(state, i) for i in ids]
-            new = edits.look_back(state, backs, self._place(backs))
+            at, exact = self._place(backs), self.fidelity.mode == "exact"
+            tail = exact and at in (None, len(state.placed))
+            new = edits.look_back(state, backs, len(state.placed) if tail else at, tail=tail)
             if ids:
                 leaving = self._leaving(new, reserve_tokens, ids)
                 self.core.commit(edits.evict(new, leaving) if leaving else new, "look_back", ids)

@@ -33,6 +33,7 @@ def test_what_is_appended_is_found_by_every_policy() -> None:
     assert first["computed_tokens"] == 16 + 16 + QUERY == first["computed_tokens_naive"]
     for row in (second, third):
         assert row["computed_tokens"] == 16 + QUERY
+        assert row["prompt_tokens"] == row["prompt_tokens_naive"] == row["prompt_tokens_append"]
         assert (
             row["computed_tokens_naive"] == row["computed_tokens_trim"] == row["computed_tokens_append"] == 16 + QUERY
         )

@@ -76,9 +76,9 @@ def test_a_byte_budget_holds_for_every_operation(engine: FakeEngine) -> None:
     assert window.ask("q", max_tokens=1).text  # its query takes 3 tokens
     assert window.bytes <= 12 * TOKEN_BYTES
     assert window.look_back(a) == [a]
-    assert window.ids == (a, c, d)
+    assert window.ids == (c, d, a)
     assert window.look_back(b) == [b]
-    assert window.ids == (a, b, d), "of a, c and d the least recently read makes room"
+    assert window.ids == (c, d, b), "what was looked back at makes room before the others"
     with pytest.raises(BudgetExceeded, match="a chunk must fit the budget of 12"):
         window.append(Chunk.text("x" * 11))
     window.check()

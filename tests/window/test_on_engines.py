@@ -132,6 +132,21 @@ def test_an_append_computes_the_new_chunk_and_the_query(engine: Engine) -> None:
             assert usage.bytes_loaded == again.bytes_loaded == 0
 
 
+def test_a_look_back_in_an_exact_window_computes_the_chunk_and_the_query(engine: Engine) -> None:
+    """Whatever returned before leaves from the end, so that the prefix stands."""
+    with window_on(engine, "exact", 6) as window:
+        ids = window.ids
+        window.slide(2)
+        tokens, query = window.tokens, engine.encode_query(QUESTIONS[0]).tokens
+        ask(window, QUESTIONS[0])
+        for back in (*ids[:2], ids[0]):
+            window.look_back(back, reserve_tokens=window.budget - tokens - window.chunks[0].tokens)
+            assert window.ids == (*ids[2:], back)
+            answer = ask(window, QUESTIONS[0])
+            assert close(answer.first_token_logprobs, reprefill(engine, window, QUESTIONS[0]), 1e-5)
+            assert answer.usage.computed_tokens < window.chunks[-1].tokens + query + 2 * 32
+
+
 def test_approximation_is_close_and_never_reaches_an_exact_window(engine: Engine) -> None:
     with window_on(engine) as patched:
         ask(patched, QUESTIONS[0])

@@ -73,7 +73,7 @@ def test_what_comes_back_does_not_leave_whatever_the_policy_says(engine: FakeEng
     c = window.append(Chunk.text("ccc"))
     window.eviction = _Given((a, b))
     assert window.look_back(a) == [a]
-    assert window.ids == (a, c)
+    assert window.ids == (c, a)
 
 
 def test_ids_of_edits_that_an_adoption_dropped_are_not_given_again(engine: FakeEngine) -> None:
