@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ctxwin.chunk import Chunk
-    from ctxwin.engines.open import open_engine
     from ctxwin.fidelity import Fidelity
     from ctxwin.library.library import Library
+    from ctxwin.opening import open_engine
     from ctxwin.store import open_store
     from ctxwin.window.answer import Answer, Disposability, Plan, PlanEntry, PlanRequest, Usage
     from ctxwin.window.state import State
@@ -23,7 +23,7 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "chunk": ("Chunk",),
-    "engines.open": ("open_engine",),
+    "opening": ("open_engine",),
     "fidelity": ("Fidelity",),
     "library.library": ("Library",),
     "store": ("open_store",),

@@ -20,7 +20,7 @@ class Fidelity(BaseModel):
     Attributes:
         mode: ``exact`` serves only KV with exactly the provenance a re-prefill would have; ``patched`` also survivors,
             patches and (with ``orbit``) orbit patches; ``blind`` canonicals only; ``auto`` follows the model's profile.
-            Without one it begins ``exact``, and admits lanes that audits of its own answers show to be safe (`ctxwin.trust`).
+            Without one it begins ``exact``, and admits lanes that audits of its own answers show to be safe (`ctxwin.audit`).
         rank: rank of stored patches, also of a hybrid's states in each recurrent layer; None if ``bytes_share`` decides.
         bytes_share: largest share of a chunk's bf16 KV bytes a patch may take; overrides ``rank``.
         layers: ``all``, or ``deep`` for the deeper half only (Kamera, appendix C.3); of a shared basis, those it covers.

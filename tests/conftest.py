@@ -18,7 +18,7 @@ from hypothesis import settings
 
 ROOT = Path(__file__).parent
 
-os.environ.setdefault("CTXWIN_AUDITS", "0")  # work in the background would be counted; `trust` tests switch it on
+os.environ.setdefault("CTXWIN_AUDITS", "0")  # work in the background would be counted; `audit` tests switch it on
 
 # The same programs in every run, so that a change is not blamed for what it did not break. Others, and so new faults, are found
 # by `make test PYTEST_ARGS=--hypothesis-profile=default`.
@@ -69,7 +69,7 @@ GUARDS = (
     "examples/test_web_session.py::test_many_steps_cost_the_same_and_stay_bounded[80]",
     "serve/test_vllm_plugin.py::",
     "tiny/test_hybrid_model.py::",
-    "trust/test_turns.py::",
+    "audit/test_turns.py::",
 )
 """Whose slow tests nothing else stands for: families, adapters and settings on vLLM, ranks, kills, turns."""
 

@@ -17,8 +17,8 @@ def audit(
     from rich.console import Console
     from rich.table import Table
 
+    from ctxwin.audit import records
     from ctxwin.tiny import checkpoint_dir
-    from ctxwin.trust import records
 
     rows = [_to_json(record) for record in records(str(checkpoint_dir()) if model == "tiny" else model)]
     if as_json:
@@ -64,7 +64,7 @@ def audit(
 
 def _to_json(record: Any) -> dict[str, Any]:
     """Return a record as JSON, with figures derived from its counts."""
-    from ctxwin.trust.evidence import error_of
+    from ctxwin.audit.evidence import error_of
 
     fields: dict[str, Any] = record.model_dump(exclude={"ways": {"__all__": {"open", "past"}}})
     for name, evidence in record.ways.items():

@@ -72,7 +72,7 @@ def demo(
     name = _engine_name(model, engine)
     footage = prepare(options)
     console = Console(stderr=as_json)  # with --json the table must not mix with the result
-    from ctxwin.engines.open import open_engine
+    from ctxwin.opening import open_engine
 
     if video is not None and model == "tiny":
         note = "note: the bundled model knows only its own generated world; name another one with --model to get real answers"
@@ -105,7 +105,7 @@ def _engine_name(model: str, engine: str | None) -> str:
         return f"tiny:{engine}" if engine else "tiny"
     if engine is not None:
         return f"{engine}:{model}"
-    from ctxwin.engines.open import vllm_installed
+    from ctxwin.opening import vllm_installed
 
     return f"vllm:{model}" if vllm_installed() else f"hf:{model}"
 

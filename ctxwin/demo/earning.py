@@ -14,12 +14,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ctxwin.audit import Options, auditor_of
+from ctxwin.audit.auditor import VARIABLE, enabled
+from ctxwin.audit.confidence import units_needed
+from ctxwin.audit.evidence import BEHIND, error_of
 from ctxwin.profiles import BASIS_NAME, PROFILE_NAME, PROFILES_VARIABLE, find_profile
 from ctxwin.tiny import checkpoint_dir
-from ctxwin.trust import Options, auditor_of
-from ctxwin.trust.auditor import VARIABLE, enabled
-from ctxwin.trust.confidence import units_needed
-from ctxwin.trust.evidence import BEHIND, error_of
 
 if TYPE_CHECKING:
     from ctxwin.demo.agent import Step

@@ -203,7 +203,7 @@ def evals() -> Finding:
 
 def engine() -> Finding:
     """Report the engine that ``open_engine("tiny")`` would try first."""
-    from ctxwin.engines.open import vllm_installed
+    from ctxwin.opening import vllm_installed
 
     first = "vLLM; transformers where it does not start" if vllm_installed() else "transformers (vLLM is not installed)"
     return Finding("engine", "ok", first)

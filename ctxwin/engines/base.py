@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ctxwin.engines.cost import CostModel
 from ctxwin.errors import ChunkUnavailable, UnsupportedModel
@@ -455,6 +455,8 @@ class Engine(ABC):
     store: Store
     repo: SpanRepository  # typed access to `store`; windows keep their spans and patches there too
     counters: EngineCounters
+    auditing: Callable[..., Any] | None = None
+    """Opens the audits of a window (`ctxwin.window.protocols.Auditing`); None: its answers are not audited."""
     forecasts = (
         False  # True where a request may compute other tokens than those without KV; `forecast` then counts them
     )

@@ -86,6 +86,9 @@ class SpanRepository:
         spec: layout of the model's KV, against which every span is checked; None checks only that a span is consistent.
         max_live_bytes: bound on cached decoded records (they share their blobs' bytes), at most the store's own limit. A
             cached record is served only while the store still holds its key. 0 caches none.
+
+    Attributes:
+        forgettings: how often content was forgotten.
     """
 
     def __init__(
@@ -97,12 +100,18 @@ class SpanRepository:
         self.identity = identity
         self.spec = spec
         self.counters = RepositoryCounters()
+        self.forgettings = 0
         self._live: LRUCache[tuple[_Found[Any], int]] = LRUCache(min(max_live_bytes, store.limit() or max_live_bytes))
         self._known: dict[str, SharedBasis] = {}
         self._leases: Counter[str] = Counter()
         self._abandoned: deque[str] = deque()
         self._unserved: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
+
+    def note_forgetting(self) -> None:
+        """Count that content is about to be forgotten: a replay of an answer before it must not store anything."""
+        with self._lock:
+            self.forgettings += 1
 
     def get_span(
         self,

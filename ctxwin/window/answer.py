@@ -95,7 +95,7 @@ class Answer:
         others: the further answers, where more than one was asked for.
         first_token_logprobs: log-probability by token id, as many as asked for.
         audit: mean KL(re-prefill || served) a token, by the stricter reference, where this ask was audited; None until that is
-            done, which is after the answer, in the background (`ctxwin.trust.Auditor.drain` waits for it).
+            done, which is after the answer, in the background (`ctxwin.audit.Auditor.drain` waits for it).
         remembered: placement id of the remembered exchange, else None.
     """
 

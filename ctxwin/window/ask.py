@@ -15,13 +15,13 @@ from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment
 from ctxwin.errors import AnswerStopped, BudgetExceeded
 from ctxwin.hashing import digest
-from ctxwin.trust.window_audit import ServedAnswer
 from ctxwin.window import edits
 from ctxwin.window.answer import Answer, Disposability, Usage
 from ctxwin.window.choice import Choice
 from ctxwin.window.core import WindowCore
 from ctxwin.window.decoding import MOST_CHOICES
 from ctxwin.window.layout import Layout, Work
+from ctxwin.window.protocols import ServedAnswer
 from ctxwin.window.state import State
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def ask(
     query, sampling, remember = question.query, question.sampling, question.remember
     with tracing.span("ask"), core.writing(edit=bool(remember)) as state:
         begin = time.perf_counter()
-        state, (strategy, fidelity) = core.trust.with_fallbacks(state), core.trust.in_force()
+        state, (strategy, fidelity) = core.audits.with_fallbacks(state), core.audits.in_force()
         encoded = core.engine.encode_query(query)
         check_budget(state, encoded.tokens, sampling.max_tokens)
         work = Work()
@@ -201,7 +201,7 @@ def ask(
         outputs = _outputs(layout, generation) if core.engine.spec.outputs and usage.exact else None
         answer = Answer(text, ids, usage, generation.logprobs, remembered=remembered, outputs=outputs)
         lanes = {c.entry.id: c.lane for c in layout.choices}
-        core.trust.submit(
+        core.audits.submit(
             ServedAnswer(
                 core.id,
                 core.parent,

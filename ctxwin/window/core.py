@@ -22,8 +22,6 @@ from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
 from ctxwin.errors import ReadOnlyWindow, UnknownVersion, WindowBusy
 from ctxwin.hashing import digest
-from ctxwin.trust.auditor import forgot
-from ctxwin.trust.window_audit import WindowAudit
 from ctxwin.window import edits, placement
 from ctxwin.window.answer import Plan
 from ctxwin.window.assembly import Assembly
@@ -33,12 +31,13 @@ from ctxwin.window.removed import check_present
 from ctxwin.window.sliding import SlidingAdvice, sliding_advice
 from ctxwin.window.state import Placed, State
 from ctxwin.window.storage_policy import Demand
+from ctxwin.window.unaudited import Unaudited, open_audits
 
 if TYPE_CHECKING:
     from ctxwin.fidelity import Fidelity
     from ctxwin.store.base import Store
     from ctxwin.store.spans import SpanRepository
-    from ctxwin.trust.replay import Finding
+    from ctxwin.window.protocols import Auditing
 
 _HISTORY, _FEWEST = 1024, 16
 _UNSHARED = 16384
@@ -62,7 +61,7 @@ class WindowCore:
 
     Attributes:
         state: the current version.
-        trust: what audits allow it to be served with.
+        audits: what audits allow it to be served with.
         observers: called with every `Event`; forks inherit them.
         operations: how many operations have begun, asks and failed ones included.
         vision_encodes: runs of the vision tower since the last answer.
@@ -82,7 +81,7 @@ class WindowCore:
         self.engine = engine
         self.assembly = Assembly(engine, partial(demand_of, engine))
         self.state = state
-        self.trust = WindowAudit(engine, state.fidelity, partial(_report_audit, weakref.ref(self)))
+        self.audits: Auditing = open_audits(engine, state.fidelity, partial(_emit_audit, weakref.ref(self)))
         self.seed = uuid.uuid4().hex if seed is None else seed
         self.observers = observers
         self.parent = parent
@@ -113,7 +112,7 @@ class WindowCore:
     @property
     def fidelity(self) -> Fidelity:
         """The one in force; ``auto`` is resolved."""
-        return self.trust.fidelity
+        return self.audits.fidelity
 
     @contextmanager
     def writing(self, *, edit: bool = True) -> Iterator[State]:
@@ -195,7 +194,7 @@ class WindowCore:
     def plan(self, query: str | None = None) -> Plan:
         """Return how the next ask would serve each chunk, and its cost. Reads no KV."""
         self.lease()  # what was lost may have been stored again by another window
-        plan = self.assembly.plan(self.trust.with_fallbacks(self.state), self.fidelity, query)
+        plan = self.assembly.plan(self.audits.with_fallbacks(self.state), self.fidelity, query)
         return replace(plan, sliding=self.sliding_advice())
 
     def note_slide(self, count: int) -> None:
@@ -239,7 +238,7 @@ class WindowCore:
         costs: list[tuple[int, int]] = []
         for at in (None, len(state.placed), 0):
             new, index = edits.recall(state, back, at, repair=repair)
-            plan = self.assembly.plan(self.trust.with_fallbacks(new), self.fidelity)
+            plan = self.assembly.plan(self.audits.with_fallbacks(new), self.fidelity)
             costs.append((plan.computed_tokens, index))
         return min(costs, key=lambda pair: pair[0])[1]
 
@@ -285,7 +284,7 @@ class WindowCore:
         seed = digest("fork", self.seed, self.id, self._count())
         state = state.replace(window=seed[:12], root=state.unit, budget=state.budget if budget is None else budget)
         branch = WindowCore(self.engine, state, seed=seed, observers=self.observers, parent=self.id)
-        branch.trust = self.trust.branch(partial(_report_audit, weakref.ref(branch)))
+        branch.audits = self.audits.branch(partial(_emit_audit, weakref.ref(branch)))
         branch._forked_from = (weakref.ref(self), state.version)
         branch.assembly.memo = self.assembly.memo.copy()
         self.emit(self.event("fork", other=branch.id, note=system_prompt or ""))
@@ -308,7 +307,7 @@ class WindowCore:
             arrivals = max(state.arrivals, theirs.arrivals)  # ids of dropped edits are not given again
             adopted = theirs.replace(version=max(state.version, theirs.version) + 1, arrivals=arrivals, window=self.id)
             self.commit(adopted, "adopt", other=branch.id)
-            self.trust = branch.trust.branch(partial(_report_audit, weakref.ref(self)))
+            self.audits = branch.audits.branch(partial(_emit_audit, weakref.ref(self)))
             self.assembly.memo = branch.assembly.memo.copy()
 
     def undo(self) -> None:
@@ -329,8 +328,8 @@ class WindowCore:
         self._history.clear()
         self._unshared.clear()
         self.assembly.memo.clear()
-        forgot(self.engine)
-        self.trust.forget()
+        self.engine.repo.note_forgetting()
+        self.audits.forget()
         self.commit(state, "forget", [entry.id], remember=False)
         with _opening:
             others = [core for core in _open[self.engine.repo] if core.id != self.id and not core.closed]
@@ -375,23 +374,13 @@ class WindowCore:
             return self.operations
 
 
-def _report_audit(window: weakref.ref[WindowCore], finding: Finding, fallen: Sequence[str], query: str) -> None:
+def _emit_audit(
+    window: weakref.ref[WindowCore], fallen: Sequence[str], query: str, audit: dict[str, float | bool], note: str
+) -> None:
     """Report the finding of an audit to the window of the answer, unless it is gone."""
     core = window()
-    if core is None:
-        return
-    kls: dict[str, float | bool] = {"window": finding.window.kl, "changed": finding.strict.changed}
-    if finding.stream is not None:
-        kls["stream"] = finding.stream.kl
-    if fallen:
-        message = (
-            "window %s: an answer was %.3g nats a token from a re-prefill; chunks %s are served exactly from now on"
-        )
-        _log.warning(message, core.id, finding.strict.kl, ", ".join(fallen))
-    note = (
-        f"{finding.strict.kl:.3g} nats a token from a re-prefill{', another answer' if finding.strict.changed else ''}"
-    )
-    core.emit(core.event("audit", fallen, query=query, audit=kls, note=note))
+    if core is not None:
+        core.emit(core.event("audit", fallen, query=query, audit=audit, note=note))
 
 
 def open_windows(store: Store) -> list[WindowCore]:
@@ -421,5 +410,5 @@ def restore_core(engine: Engine, state: State | dict[str, Any] | str, seed: str 
         raise ValueError(f"snapshot format must be 1, got {state.format}; use the ctxwin version that wrote it")
     if not state.window:
         state = state.replace(window=uuid.uuid4().hex[:12])
-    name = WindowAudit(engine, state.fidelity).fidelity.patch_name
+    name = Unaudited(engine, state.fidelity).fidelity.patch_name
     return WindowCore(engine, placement.rebind(engine, state, name), seed=seed)

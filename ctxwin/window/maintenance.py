@@ -50,7 +50,7 @@ class Maintenance:
         """
         work, done = Work(background=True), []
         with self.core.writing(edit=False) as state:
-            state, fidelity = self.core.trust.with_fallbacks(state), self.core.fidelity
+            state, fidelity = self.core.audits.with_fallbacks(state), self.core.fidelity
             begin = 0
             while True:  # a computed chunk changes the lanes of later ones: build the layout anew each time
                 layout = self.core.assembly.build_layout(state, fidelity, work)

@@ -1,8 +1,10 @@
-"""Contracts of what a window is given: policies (`ctxwin.policies.base` says what binds them), libraries, and a source of KV."""
+"""Contracts of what a window is given: policies (`ctxwin.policies.base`), libraries, a source of KV, and audits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 if TYPE_CHECKING:
@@ -11,8 +13,9 @@ if TYPE_CHECKING:
     from ctxwin.fidelity import Fidelity
     from ctxwin.kv.layout import SpanKV
     from ctxwin.store.spans import SpanRepository
-    from ctxwin.window.answer import Disposability
-    from ctxwin.window.layout import Work
+    from ctxwin.window.answer import Answer, Disposability
+    from ctxwin.window.lanes import ServedMemo
+    from ctxwin.window.layout import Layout, Work
     from ctxwin.window.state import Placed, State
 
 
@@ -143,3 +146,75 @@ class SpanProvider(Protocol):
         self, front: Sequence[Segment], encoded: Encoded, start: int, work: Work, entries: Iterable[Placed] = ..., /
     ) -> SpanKV:
         """Compute the KV of a chunk after ``front``; ``entries`` are the chunks that may have to be encoded again."""
+
+
+OnFinding = Callable[[Sequence[str], str, dict[str, float | bool], str], None]
+"""Called in the auditor's thread with the finding of an audit: placement ids that fall back to exact, the question, and the
+``audit`` and ``note`` of its `Event`."""
+
+
+@dataclass(frozen=True)
+class ServedAnswer:
+    """An answer's question, layout and fidelity.
+
+    Attributes:
+        window, parent: ids.
+        state, state_after: the window's state at the question, and after new KV was written back to it.
+        layout: the layout that served it.
+        strategy: the promoted strategy that served it.
+        fidelity: the fidelity in force.
+        max_tokens, temperature: of the answer.
+        memos: how chunks were served before (`Assembly.memo`).
+    """
+
+    window: str
+    parent: str | None
+    state: State
+    state_after: State
+    layout: Layout
+    strategy: str | None
+    fidelity: Fidelity
+    query: str
+    max_tokens: int
+    temperature: float
+    memos: OrderedDict[str, ServedMemo]
+
+
+class Auditing(Protocol):
+    """Audits of one window: the fidelity in force, and the chunks that fell back to exact.
+
+    `Engine.auditing` opens one for each window: `ctxwin.audit.WindowAudit` on engines of `open_engine`, else
+    `ctxwin.window.unaudited.Unaudited`.
+
+    Attributes:
+        due: the last answer, if it is going to be audited.
+    """
+
+    due: Answer | None
+
+    @property
+    def strategy(self) -> str | None:
+        """The promoted strategy that serves the window; None if it is exact, or if its fidelity was chosen."""
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """The fidelity in force."""
+
+    def in_force(self) -> tuple[str | None, Fidelity]:
+        """Return the strategy and the fidelity in force, for one answer."""
+
+    @property
+    def exact(self) -> frozenset[str]:
+        """Placement ids that fell back to exact."""
+
+    def with_fallbacks(self, state: State, /) -> State:
+        """Return ``state`` with ``exact_only`` set on the chunks that fell back to exact."""
+
+    def branch(self, on_finding: OnFinding, /) -> Self:
+        """Return the audits of a fork, with the same fallbacks and recent questions."""
+
+    def forget(self) -> None:
+        """Drop recent questions, which may be about forgotten content."""
+
+    def submit(self, served: ServedAnswer, answer: Answer, /, *, ended: bool, audited: bool = ...) -> None:
+        """Take an answer that may be audited; ``ended``: the model ended it by itself."""

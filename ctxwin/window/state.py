@@ -149,7 +149,7 @@ class State(BaseModel):
     @property
     def unit(self) -> str:
         """The window that this one descends from, itself where it is no fork: what happens to one of these says little more than
-        what happens to all of them (`ctxwin.trust.evidence`)."""
+        what happens to all of them (`ctxwin.audit.evidence`)."""
         return self.root or self.window
 
     @property

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from ctxwin import Chunk, Window
+from ctxwin.audit import Options, auditor_of
 from ctxwin.baselines.ledger import Ledger
 from ctxwin.baselines.policies import POLICIES
 from ctxwin.baselines.prefix_cache import PrefixCache
@@ -31,9 +32,8 @@ from ctxwin.demo.earning import without_profile
 from ctxwin.demo.run import Options as DemoOptions
 from ctxwin.demo.run import prepare
 from ctxwin.engines.base import Engine
-from ctxwin.engines.open import open_engine
 from ctxwin.fidelity import Fidelity
-from ctxwin.trust import Options, auditor_of
+from ctxwin.opening import open_engine
 
 SEED_ASKS = 50
 """Asks that a stream of the demo's length has, at least."""
@@ -87,7 +87,7 @@ def turn(
                 if reordered:
                     window.maintenance.prepare_orbit(front, 3)
                     window.reorder([*reversed(front), last])
-                way = window.core.trust.strategy
+                way = window.core.audits.strategy
                 answer = window.ask(question.text, 4)
                 auditor.drain()
                 verdict = "right" if answer.text.strip() == question.answer else "wrong"
@@ -169,7 +169,7 @@ def run(engine: Engine, asks: int, fidelity: Fidelity, options: Options, folder:
             auditor.drain()
             fresh = sum(agent._encoded[i].tokens for i in range(frames_seen, agent.frames_watched))
             frames_seen = agent.frames_watched
-            rows.append(_row(step, fresh, auditor.counts.tokens - audited_before, agent.window.core.trust.strategy))
+            rows.append(_row(step, fresh, auditor.counts.tokens - audited_before, agent.window.core.audits.strategy))
         agent.window.close()
     return {
         "asks": len(rows),
@@ -205,7 +205,7 @@ def _row(step: Step, fresh: int, audited: int, way: str | None) -> dict[str, Any
 
 
 def _sums(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    from ctxwin.trust.confidence import upper_bound
+    from ctxwin.audit.confidence import upper_bound
     from ctxwin_evals.stats import wilson
 
     names = ("computed", "audited", "least", *POLICIES)

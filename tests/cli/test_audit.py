@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from ctxwin.audit.evidence import Ledger, Trial
+from ctxwin.audit.record import Record
 from ctxwin.cli.main import app
-from ctxwin.trust.evidence import Ledger, Trial
-from ctxwin.trust.record import Record
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_what_is_known_is_printed_even_where_a_line_is_odd(ledger: Ledger, tmp_p
     odd["ways"]["patched"]["trials"] = "many"
     odd["decisions"].insert(0, 7)
     path.write_text(json.dumps(odd))
-    old = Path(__file__).parents[1] / "trust" / "records" / "format-1.trust.json"
+    old = Path(__file__).parents[1] / "audit" / "records" / "format-1.trust.json"
     (tmp_path / "old.trust.json").write_text(old.read_text().replace("some-model", "old-model"))
     (tmp_path / "broken.trust.json").write_text("{")
     result = CliRunner().invoke(app, ["audit"])

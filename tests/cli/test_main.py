@@ -82,12 +82,12 @@ def test_a_misspelt_word_is_answered_by_what_was_meant(args: list[str], meant: s
 
 
 def test_ctrl_c_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import ctxwin.engines.open
+    import ctxwin.opening
 
     def stop(name: str, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ctxwin.engines.open, "open_engine", stop)
+    monkeypatch.setattr(ctxwin.opening, "open_engine", stop)
     stopped = invoke("eval", "run", "tiny/single_hop", "--n", "1", "--output", tmp_path / "run")
     assert stopped.exit_code == 130
     assert "the same command" in stopped.stderr and "Traceback" not in stopped.stderr
@@ -191,12 +191,12 @@ def test_the_traceback_is_there_on_request(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_fails_is_not_the_inputs_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import ctxwin.engines.open
+    import ctxwin.opening
 
     def fail(name: str) -> None:
         raise EngineFailed("no memory\nat all")
 
-    monkeypatch.setattr(ctxwin.engines.open, "open_engine", fail)
+    monkeypatch.setattr(ctxwin.opening, "open_engine", fail)
     result = invoke("demo", "--out", tmp_path, "--frames", "6")
     assert result.exit_code == 1
     assert result.stderr.strip().splitlines()[-1] == "error: no memory at all"

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from ctxwin.engines.open import vllm_installed
+from ctxwin.opening import vllm_installed
 from ctxwin.tiny import world
 from serve.test_vllm_server import Process, running_server
 

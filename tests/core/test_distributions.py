@@ -112,6 +112,12 @@ def test_old_names_tell_the_new_one(module: str) -> None:
         __import__(f"ctxwin.{module}")
 
 
+@pytest.mark.parametrize("module", ["trust", "trust.simulate"])
+def test_the_old_name_of_audits_tells_the_new_one(module: str) -> None:
+    with pytest.raises(ImportError, match=r"has become ctxwin\.audit"):
+        __import__(f"ctxwin.{module}")
+
+
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Each distribution built from this tree, and unpacked."""

@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ctxwin.audit import auditor_of
+from ctxwin.audit.auditor import VARIABLE
+from ctxwin.audit.evidence import Trial
 from ctxwin.demo.earning import without_profile
 from ctxwin.demo.footage import VideoFootage, WorldFootage
 from ctxwin.demo.run import Options, prepare, run, summarise
@@ -18,9 +21,6 @@ from ctxwin.fidelity import Fidelity
 from ctxwin.profiles import PROFILE_NAME, PROFILES_VARIABLE
 from ctxwin.tiny import checkpoint_dir
 from ctxwin.tiny.world import answer
-from ctxwin.trust import auditor_of
-from ctxwin.trust.auditor import VARIABLE
-from ctxwin.trust.evidence import Trial
 from ctxwin.view import totals
 from ctxwin.view.trace import read_trace
 
@@ -36,7 +36,7 @@ EDITS = {"recall", "reorder", "fork", "toggle_off", "toggle_on", "disposable"}
 
 @pytest.fixture(scope="module")
 def engine(vision_dir: Path) -> Iterator[Any]:
-    from ctxwin.engines.open import open_engine
+    from ctxwin.opening import open_engine
 
     opened = open_engine(f"hf:{vision_dir}")
     yield opened
@@ -149,7 +149,7 @@ def test_exact_windows_answer_like_a_reprefill(engine: Any, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_without_a_profile_lanes_earn_trust_between_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ctxwin.engines.open import open_engine
+    from ctxwin.opening import open_engine
 
     for variable in (PROFILES_VARIABLE, VARIABLE):
         monkeypatch.setenv(variable, "")  # given back behind the test
@@ -297,7 +297,7 @@ bundled = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def answered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A short run on the bundled model: to the first two look-backs, a fork, a reorder and a toggle."""
-    from ctxwin.engines.open import open_engine
+    from ctxwin.opening import open_engine
 
     options = Options(out=tmp_path_factory.mktemp("bundled"), frames=16, window=5, steps=26)
     footage = prepare(options)

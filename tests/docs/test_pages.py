@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import typer
 
-from ctxwin.engines.open import vllm_installed
+from ctxwin.opening import vllm_installed
 from doc_pages import PAGES, ROOT, Block, blocks, name_of
 
 SERVED = "needs a server"

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from ctxwin import Window
 from ctxwin.chunk import Chunk
-from ctxwin.engines.open import open_engine
 from ctxwin.engines.torchvision_repair import repair
+from ctxwin.opening import open_engine
 from ctxwin.store import open_store
 
 CHUNK = "red blue circle square color number " * 40

@@ -22,9 +22,9 @@ from ctxwin.engines.encoding.checkpoint import Checkpoint, open_checkpoint, weig
 from ctxwin.engines.encoding.encoder import Encoder
 from ctxwin.engines.encoding.tokens import Tokens
 from ctxwin.engines.hf.engine import HFEngine
-from ctxwin.engines.open import open_engine
 from ctxwin.errors import BudgetExceeded, ChunkUnavailable, MissingExtra, UnsupportedModel
 from ctxwin.media import pack_frames
+from ctxwin.opening import open_engine
 from ctxwin.store import Store, open_store
 from ctxwin.store.spans import SpanRepository
 from engines.conformance import picture

@@ -17,9 +17,9 @@ from ctxwin.doctor.models import assess
 from ctxwin.engines.base import Encoded, Engine, Sampling, Segment
 from ctxwin.engines.encoding.families import both_ways
 from ctxwin.engines.hf.engine import HFEngine
-from ctxwin.engines.open import open_engine
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.kv.config import sliding_window
+from ctxwin.opening import open_engine
 from ctxwin.store import Store, open_store
 from engines.conformance import HEADER, QUERY, EngineConformance, laid, picture, with_spans
 from engines.models import (

@@ -13,8 +13,8 @@ from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine, Sampling, Segment
 from ctxwin.engines.encoding.checkpoint import open_checkpoint
 from ctxwin.engines.hf.engine import HFEngine
-from ctxwin.engines.open import open_engine
 from ctxwin.errors import EngineFailed, UnsupportedModel
+from ctxwin.opening import open_engine
 from ctxwin.store import Store
 from engines.conformance import HEADER, QUERY, EngineConformance, laid, picture
 from engines.models import edit_config, write_text_model, write_vision_model

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ctxwin import Chunk, Fidelity, Window
+from ctxwin.audit import attach_audits
 from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment
 from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.errors import UnsupportedModel
@@ -264,9 +265,10 @@ def test_what_a_hybrid_does_not_do(folders: Callable[[str], Path]) -> None:
     for mode in ("patched", "blind"):
         with pytest.raises(UnsupportedModel, match=f"mode must be 'exact' or 'auto', got '{mode}'"):
             window_on(engine, Fidelity(mode))  # type: ignore[arg-type]
+    attach_audits(engine)
     window = window_on(engine)
     a = window.append(chunk(0))
-    assert window.fidelity.mode == "exact" and not window.core.trust.earns
+    assert window.fidelity.mode == "exact" and not window.core.audits.earns
     with pytest.raises(UnsupportedModel, match="no view without its context"):
         window.toggle(a, conditioned=False)
     with pytest.raises(ValueError, match="must allow merged KV"):

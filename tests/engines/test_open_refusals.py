@@ -11,8 +11,8 @@ import pytest
 from ctxwin import open_engine
 from ctxwin.doctor.models import assess
 from ctxwin.engines.encoding.checkpoint import model_path
-from ctxwin.engines.open import _parse
 from ctxwin.errors import UnsupportedModel
+from ctxwin.opening import _parse
 from ctxwin.tiny import checkpoint_dir
 from engines import models
 

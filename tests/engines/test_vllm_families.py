@@ -18,10 +18,10 @@ from ctxwin.chunk import Chunk
 from ctxwin.doctor.models import assess
 from ctxwin.engines.base import Engine, Generation, Sampling, partial_ranges
 from ctxwin.engines.hf.engine import HFEngine
-from ctxwin.engines.open import open_engine
 from ctxwin.errors import UnsupportedModel
 from ctxwin.kv.config import sliding_window
 from ctxwin.kv.merge import merge, merged_slots
+from ctxwin.opening import open_engine
 from ctxwin.store import Store, open_store
 from engines import models
 from engines.conformance import HEADER, QUERY, EngineConformance, difference, laid, picture, with_spans

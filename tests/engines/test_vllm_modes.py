@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from ctxwin import Answer, Chunk, Fidelity, Window, open_engine
+from ctxwin.audit import Options, auditor_of
 from ctxwin.tiny import world
-from ctxwin.trust import Options, auditor_of
 
 needs_processes = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None,

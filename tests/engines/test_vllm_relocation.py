@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from ctxwin import Chunk, Window
-from ctxwin.engines.open import open_engine
 from ctxwin.errors import UnsupportedModel
 from ctxwin.kv import relocate
+from ctxwin.opening import open_engine
 from engines import models
 from engines.test_families import HUNYUAN, rescale
 

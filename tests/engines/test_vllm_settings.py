@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ctxwin import Answer, Fidelity, Window
+from ctxwin.audit.auditor import auditor_of
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Sampling, Segment
 from ctxwin.errors import UnsupportedModel
 from ctxwin.kv.relocate import relocate
 from ctxwin.store import open_store
-from ctxwin.trust.auditor import auditor_of
 from engines import models
 from engines.conformance import HEADER, QUERY, laid, picture, with_spans
 

@@ -12,8 +12,8 @@ import pytest
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
 from ctxwin.engines.hf.engine import HFEngine
-from ctxwin.engines.open import open_engine
 from ctxwin.errors import UnsupportedModel
+from ctxwin.opening import open_engine
 from engines import models
 from engines.conformance import picture
 from engines.test_sound import KINDS, real, tone

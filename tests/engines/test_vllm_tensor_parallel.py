@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from ctxwin import Chunk, Fidelity, Window
+from ctxwin.audit import Options, attach_audits, auditor_of
 from ctxwin.engines.base import Encoded, Engine, Sampling, Segment
 from ctxwin.kv.deficit import deficit
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.patch import form_patch
 from ctxwin.kv.pooling import fit_basis, project
-from ctxwin.trust import Options, auditor_of
 from engines import models
 
 pytestmark = [
@@ -167,6 +167,7 @@ def test_a_patch_formed_from_two_ranks(engines: tuple[Any, Any], shared: bool) -
 def test_an_audit_says_what_it_says_in_one_process(engines: tuple[Any, Any]) -> None:
     found = []
     for engine in engines:
+        attach_audits(engine)
         with Window(engine, HEADER, fidelity=Fidelity("blind", audit=1.0, reference="window")) as window:
             window.extend([chunk(engine, seed) for seed in (11, 12, 13)])
             found.append(window.ask(QUERY, max_tokens=3))

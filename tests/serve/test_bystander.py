@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ctxwin.engines.open import vllm_installed
+from ctxwin.opening import vllm_installed
 from serve.attacks import ATTACKS, LOAD, OPEN, Bystander, Victim, attempt, besieged, endure
 
 pytestmark = [

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ctxwin.cli.main import app
-from ctxwin.engines.open import vllm_installed
+from ctxwin.opening import vllm_installed
 
 needs_vllm = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from core.videos import write_sound
-from ctxwin.engines.open import vllm_installed
 from ctxwin.errors import BadMedia
+from ctxwin.opening import vllm_installed
 from ctxwin_client.errors import NotAllowed, TooLarge
 from ctxwin_server.content import EMBEDDINGS, MEDIA, TEXTS, ContentReader
 from ctxwin_server.limits import Allowance, Limits

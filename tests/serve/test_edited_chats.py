@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ctxwin.engines.open import vllm_installed
+from ctxwin.opening import vllm_installed
 from ctxwin.tiny import world
 from ctxwin_server.context_management import manage
 from serve.test_vllm_server import FRAMES, HEADER, Process, question, running_server

@@ -20,7 +20,7 @@ import pytest
 from openai import OpenAI
 
 from ctxwin import Chunk
-from ctxwin.engines.open import vllm_installed
+from ctxwin.opening import vllm_installed
 from ctxwin_client import RemoteWindow
 from ctxwin_server import supervisor
 from serve.test_vllm_server import descendants, free_port

@@ -10,7 +10,7 @@ import os
 
 import pytest
 
-from ctxwin.engines.open import vllm_installed
+from ctxwin.opening import vllm_installed
 from serve.odd_requests import odd_requests, send
 from serve.test_vllm_server import Process
 

@@ -14,7 +14,7 @@ from anthropic import BadRequestError as AnthropicBadRequest
 from openai import APIStatusError, AuthenticationError, BadRequestError, NotFoundError
 
 from ctxwin import Chunk, Fidelity
-from ctxwin.engines.open import vllm_installed
+from ctxwin.opening import vllm_installed
 from ctxwin.tiny import world
 from ctxwin_client import LiveStream, RemoteWindow, chunk_part, upload
 from ctxwin_client.errors import UnknownWindow

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ctxwin import Chunk
-from ctxwin.engines.open import vllm_installed
+from ctxwin.opening import vllm_installed
 from ctxwin.tiny import checkpoint_dir
 from ctxwin_client import RemoteWindow
 from serve.test_vllm_server import free_port, installed_plugin, running_server

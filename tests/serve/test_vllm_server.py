@@ -27,10 +27,10 @@ from openai import APIError, APIStatusError, AuthenticationError, BadRequestErro
 from PIL import Image
 
 from ctxwin import Chunk, Fidelity, Window, open_engine
-from ctxwin.engines.open import vllm_installed
+from ctxwin.audit import auditor_of
 from ctxwin.errors import BudgetExceeded, EngineFailed
+from ctxwin.opening import vllm_installed
 from ctxwin.tiny import world
-from ctxwin.trust import auditor_of
 from ctxwin_client import RemoteWindow, chunk_part, upload
 from ctxwin_client.errors import Quarantined, UnknownWindow
 from ctxwin_server.endpoints import PLAIN, is_ours

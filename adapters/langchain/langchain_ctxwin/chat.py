@@ -28,9 +28,9 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from ctxwin.engines.base import Engine
-from ctxwin.engines.open import open_engine
 from ctxwin.errors import BudgetExceeded
 from ctxwin.fidelity import Fidelity
+from ctxwin.opening import open_engine
 from ctxwin.validation import validate
 from ctxwin.window.answer import Answer, ToolCall
 from ctxwin.window.ask import OnToken, Question, not_stopped

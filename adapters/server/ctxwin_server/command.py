@@ -47,7 +47,7 @@ def serve(
     Takes every argument of `vllm serve` (--port, --host, --api-key, --max-model-len, --dtype, ...) as it is, except
     those that ctxwin sets itself. Chunks: /v1/chunks; windows: /v1/windows; chats may name chunks by id; metrics: /metrics.
     """
-    from ctxwin.engines.open import require_vllm
+    from ctxwin.opening import require_vllm
 
     require_vllm()
     if vllm_help:

@@ -6,11 +6,11 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from ctxwin import __version__
+from ctxwin.audit.auditor import auditor_of
 from ctxwin.engines.vllm.lifecycle import versions
 from ctxwin.fidelity import LANES
 from ctxwin.profiles import find_profile, resolve
 from ctxwin.store.base import Store
-from ctxwin.trust.auditor import auditor_of
 
 if TYPE_CHECKING:
     from ctxwin_server.service import Service, TenantState

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
+from ctxwin.audit.auditor import Counts as AuditCounts
 from ctxwin.engines.base import Engine
 from ctxwin.store.base import Store, StoreStats
 from ctxwin.store.tiered import TieredStore
-from ctxwin.trust.auditor import Counts as AuditCounts
 from ctxwin.window.events import Event
 from ctxwin_server.memory import Memory
 

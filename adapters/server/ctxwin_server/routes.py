@@ -150,7 +150,7 @@ async def ask(window_id: str, context: CurrentRequest) -> Response:
                     partial(stream_answer, window, question, put) if body.stream else partial(window.answer, question)
                 )
                 answer = generate(stopped=stopped)
-            if window.core.trust.due is answer:
+            if window.core.audits.due is answer:
                 audited_answers.append(answer)
             return encode_json(serialization.answer_to(answer))
 

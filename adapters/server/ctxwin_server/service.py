@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from ctxwin.audit import attach_audits, auditor_of
+from ctxwin.audit.evidence import STRATEGIES
 from ctxwin.engines.base import Engine
 from ctxwin.errors import CtxwinError, EngineFailed
 from ctxwin.store import parse_bytes
 from ctxwin.store.base import Store
-from ctxwin.trust.auditor import auditor_of
-from ctxwin.trust.evidence import STRATEGIES
 from ctxwin.window.window import Window
 from ctxwin_server.audit_log import AuditLog
 from ctxwin_server.chat import Chat
@@ -286,6 +286,7 @@ class Service:
 
     def _open(self, name: str, tenant: Tenant | None) -> TenantState:
         engine = self._open_engine(name, tenant)
+        attach_audits(engine)
         most = (tenant.max_windows if tenant else None) or self.limits.max_windows
 
         def watch(window: Window) -> None:

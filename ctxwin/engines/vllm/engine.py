@@ -177,6 +177,8 @@ class VLLMEngine(EncodingEngine):
             tenant: as above.
             loop: the running event loop of an ``AsyncLLM``. Calls must come from other threads than the loop's.
 
+        `ctxwin.audit.attach_audits` has the answers of its windows audited, as `open_engine` does.
+
         Raises:
             ValueError: it was started without those arguments.
             UnsupportedModel: as above; vLLM goes on running, as it does when the engine is closed.
@@ -206,6 +208,7 @@ class VLLMEngine(EncodingEngine):
             )
         engine = type(self).__new__(type(self))
         engine._open(self._core, store, tenant, adapter)
+        engine.auditing = self.auditing
         return engine
 
     def _open(self, core: Core, store: Store | None, tenant: str, adapter: Adapter | None = None) -> None:

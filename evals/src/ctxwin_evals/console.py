@@ -49,7 +49,7 @@ def open_model(model: str, dtype: str, device: str, threads: int) -> HFEngine:
     prepare(threads)
     import torch
 
-    from ctxwin.engines.open import open_engine
+    from ctxwin.opening import open_engine
 
     if model.startswith(("vllm:", "tiny:vllm")):
         raise ValueError(f"evals read inside the model, which transformers allows and vLLM does not; got {model!r}")

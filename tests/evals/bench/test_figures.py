@@ -139,7 +139,7 @@ def test_settings_are_plain() -> None:
 
 
 def test_quick_measures_less_and_flags_still_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ctxwin.engines import open as opening
+    from ctxwin import opening
     from ctxwin_evals.bench import reuse
 
     measured: list[Settings] = []

@@ -94,7 +94,7 @@ def test_options_of_the_engine_are_checked_before_a_model_is_loaded() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"processes": "multi"}, {"processes": "async"}], ids=str)
 def test_verdicts_on_vllm_are_those_on_transformers(options: dict[str, Any], tmp_path: Path) -> None:
-    from ctxwin.engines.open import open_engine
+    from ctxwin.opening import open_engine
     from engines.models import wide, write_vision_model
 
     random = wide(

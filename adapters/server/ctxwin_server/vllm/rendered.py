@@ -219,7 +219,7 @@ class RenderedRequest(Engine):
     def __init__(self, engine: VLLMEngine, prompt: RenderedPrompt) -> None:
         if engine.spec.kv.recurrent:  # states are read back where a request ends: a chat's after its answer
             raise NotAWindow("plain chats of a model with recurrent layers are left to vLLM; use a window")
-        self._engine = engine
+        self._engine, self.auditing = engine, engine.auditing
         self._abandoned = False
         self.spec, self.store, self.repo, self.counters = engine.spec, engine.store, engine.repo, engine.counters
         self._rendered = prompt

@@ -58,7 +58,7 @@ def reuse(
     """
     quiet()
     disable_audits()
-    from ctxwin.engines.open import open_engine, require_vllm
+    from ctxwin.opening import open_engine, require_vllm
     from ctxwin_evals.bench.model import SMALL, Sizes, check_model, open_model
     from ctxwin_evals.bench.reuse import Settings, measure
     from ctxwin_evals.bench.show import check_lines, note_lines, reuse_table

@@ -103,7 +103,7 @@ def _open_engine(model: str, engine: str, options: str, dtype: str | None, devic
     if engine not in ("hf", "vllm") or not isinstance(keywords, dict):
         raise ValueError(f"engine must be hf or vllm and its options a JSON object, got {engine!r} and {options!r}")
     if engine == "vllm" or model.startswith(("vllm:", "tiny:vllm")):
-        from ctxwin.engines.open import open_engine
+        from ctxwin.opening import open_engine
         from ctxwin_evals.console import prepare
 
         prepare(threads)

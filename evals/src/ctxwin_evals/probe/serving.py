@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
+from ctxwin.audit.replay import kl_of_rows, likeliest
 from ctxwin.engines.base import Sampling, Segment
-from ctxwin.trust.replay import kl_of_rows, likeliest
 from ctxwin_evals.group import Group
 from ctxwin_evals.measure import Measurer, Said
 

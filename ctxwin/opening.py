@@ -47,6 +47,8 @@ def open_engine(
     Cost: loading the model; on vLLM 10 to 30 seconds of start-up. Meanwhile a line on a terminal's stderr, else log lines
     (``ctxwin.progress``, INFO), say what is waited for.
     """
+    from ctxwin.audit import attach_audits
+
     kind, model = _parse(name, engine)
     if isinstance(store, str) or (store is None and tenant):
         from ctxwin.store import open_store
@@ -54,10 +56,13 @@ def open_engine(
         store = open_store(store or "memory:", tenant=tenant)
     with waiting_for(f"opening {name}"):
         if kind == "hf":
-            return _hf(model, store, options)
-        if kind == "vllm":
-            return _vllm(model, store, tenant, options)
-        return _either(model, store, tenant, options)
+            opened = _hf(model, store, options)
+        elif kind == "vllm":
+            opened = _vllm(model, store, tenant, options)
+        else:
+            opened = _either(model, store, tenant, options)
+    attach_audits(opened)
+    return opened
 
 
 def _parse(name: str, engine: str | None) -> tuple[str | None, str]:

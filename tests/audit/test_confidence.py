@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from ctxwin.trust.confidence import ALARM, Change, is_below, ratio, units_needed, upper_bound
+from ctxwin.audit.confidence import ALARM, Change, is_below, ratio, units_needed, upper_bound
 
 
 def test_what_it_takes_to_show_one_percent() -> None:

@@ -20,12 +20,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from ctxwin.audit.evidence import STRATEGIES, Ledger, Trial
+from ctxwin.audit.record import Decision
+from ctxwin.audit.replay import EXACT, UNREPLAYABLE, Exchange, Finding, Replay, diverge, judge, needs_stream, shadow
+from ctxwin.audit.sampling import Sampler
 from ctxwin.errors import AnswerStopped, UnsupportedModel
 from ctxwin.hashing import digest
-from ctxwin.trust.evidence import STRATEGIES, Ledger, Trial
-from ctxwin.trust.record import Decision
-from ctxwin.trust.replay import EXACT, UNREPLAYABLE, Exchange, Finding, Replay, diverge, judge, needs_stream, shadow
-from ctxwin.trust.sampling import Sampler
 from ctxwin.window.lanes import ServedMemo, choose
 from ctxwin.window.state import Conditioning, State
 
@@ -45,8 +45,6 @@ _POLL_S = 0.02
 """Each poll of a serving engine costs a concurrent request half a millisecond of processor time."""
 _INTERRUPTED_SHARE, _PAUSE_S = 1 / 1000, 2.0
 """Share of the requests that may find a replay in progress, while answers wait to be audited; the pause beyond it."""
-_FORGETTING = threading.Lock()
-_forgets: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Options:
         budget: largest share of harmed answers at which a strategy is promoted.
         level: confidence level of the anytime-valid bound on that share.
         rate: share of the answers of promoted strategies that are still audited, drawn at random: more of the first ones of
-            each kind (`ctxwin.trust.sampling`), and all of them for a while after a harmed one.
+            each kind (`ctxwin.audit.sampling`), and all of them for a while after a harmed one.
         questions: maximum questions on each replayed layout of a trial: 1 is the one that was asked, more add recent ones of
             the same window whose exact answer is unchanged. All belong to one unit, so more of them distinguish a rare harm
             from a frequent one sooner, but do not reduce the number of windows that a promotion takes.
@@ -150,7 +148,7 @@ class Job:
     auditing: bool
     done: Callable[[Finding], None]
     ledger: Ledger | None
-    forgets: int
+    forgettings: int
     tries: int = 0
 
     @property
@@ -286,7 +284,9 @@ class Auditor:
     def _replay(self, job: Job) -> None:
         began = time.monotonic()
         replay = Replay(
-            job.engine, lambda: job.engine.busy or self._holds > 0, lambda: job.forgets == forgets(job.engine)
+            job.engine,
+            lambda: job.engine.busy or self._holds > 0,
+            lambda: job.forgettings == job.engine.repo.forgettings,
         )
         try:
             if job.auditing:
@@ -450,18 +450,6 @@ def _stop_all() -> None:
         with auditor._wake:
             auditor._holds += 1
             auditor._wake.wait_for(lambda auditor=auditor: not auditor._working, _LINGER_S)  # type: ignore[misc]
-
-
-def forgets(engine: Engine) -> int:
-    """Return how often content was forgotten in the store of an engine; a replay begun before must not store anything."""
-    with _FORGETTING:
-        return _forgets.get(engine.repo, 0)
-
-
-def forgot(engine: Engine) -> None:
-    """Note that content is about to be forgotten: answers submitted before are neither replayed nor stored."""
-    with _FORGETTING:
-        _forgets[engine.repo] = _forgets.get(engine.repo, 0) + 1
 
 
 def enabled() -> bool:

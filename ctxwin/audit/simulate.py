@@ -1,6 +1,6 @@
 """Error rate and speed of promotions: streams of simulated windows under the rule in force, and under one that counts asks.
 
-``python -m ctxwin.trust.simulate [--streams 1000] [--windows 2000] [--seed 0] [--json]``
+``python -m ctxwin.audit.simulate [--streams 1000] [--windows 2000] [--seed 0] [--json]``
 
 Four kinds of stream, of windows with 20 asks each. ``independent``: each ask is harmed independently. ``paired``: each ask is
 tried with two questions, which are harmed together. ``clustered``: all asks of a window are harmed together. ``five ways``: the
@@ -8,7 +8,7 @@ same for five strategies at once, of which none may be promoted. If the true har
 error; if there is none, the time to promotion counts. ``demotions`` counts the answers that a promoted strategy serves until it
 is demoted, when harm begins at once, or after 500 harmless answers.
 
-The rule in force is that of `ctxwin.trust.evidence`, for many streams at a time; windows follow one another. ``by asks`` is the
+The rule in force is that of `ctxwin.audit.evidence`, for many streams at a time; windows follow one another. ``by asks`` is the
 rule it replaced: every trial counts as independent (a mixture of bets on a Bernoulli share), each strategy has the entire
 probability of error, of which attempts take geometric parts, and every 50th answer is audited.
 """
@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ctxwin.trust.confidence import ALARM, BETS, HIGHER, SUSPICION, Change, ratio
-from ctxwin.trust.evidence import BEHIND, PAUSE, STRATEGIES, UNIT_TRIALS, error_of
-from ctxwin.trust.record import UNIT_PARTS
-from ctxwin.trust.sampling import FIRST, SPARSE
+from ctxwin.audit.confidence import ALARM, BETS, HIGHER, SUSPICION, Change, ratio
+from ctxwin.audit.evidence import BEHIND, PAUSE, STRATEGIES, UNIT_TRIALS, error_of
+from ctxwin.audit.record import UNIT_PARTS
+from ctxwin.audit.sampling import FIRST, SPARSE
 
 Array = NDArray[np.float64]
 BUDGET, LEVEL, ASKS = 0.01, 0.95, 20
@@ -73,7 +73,7 @@ def draw_harms(kind: str, harm: float, streams: int, rng: np.random.Generator) -
 def by_windows(
     windows: Iterator[Array], draws: np.random.Generator, strategy: str, budget: float = BUDGET, *, once: bool = False
 ) -> Result:
-    """Apply the rule in force to one strategy; see `ctxwin.trust.evidence`.
+    """Apply the rule in force to one strategy; see `ctxwin.audit.evidence`.
 
     Args:
         windows: harms of the asks of each window in turn, (streams, asks).

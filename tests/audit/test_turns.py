@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from ctxwin import open_engine
+from ctxwin.audit import Options
+from ctxwin.audit.auditor import VARIABLE
 from ctxwin.profiles import BASIS_NAME, PROFILE_NAME
 from ctxwin.tiny import checkpoint_dir
-from ctxwin.trust import Options
-from ctxwin.trust.auditor import VARIABLE
 from evals.studies.trust import turn
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from ctxwin.trust import simulate
-from ctxwin.trust.evidence import Ledger, Trial
-from ctxwin.trust.record import Record
+from ctxwin.audit import simulate
+from ctxwin.audit.evidence import Ledger, Trial
+from ctxwin.audit.record import Record
 
 STREAMS = 60
 

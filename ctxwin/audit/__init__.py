@@ -4,10 +4,12 @@ A window of `Fidelity("auto")` on a model without a profile is exact at first. W
 with the strategies that would have saved work, and the changed answers are counted (`auditor`, `replay`). A strategy whose share
 of changed answers in a window is shown to be below a budget, by an anytime-valid bound (`confidence`), is promoted for this
 model, engine, precision and tenant (`evidence`); audits of it continue, and it is demoted when it does harm. `simulate` shows
-how often that errs, and how long it takes.
+how often that errs, and how long it takes. `open_engine` hands all this to its engines (`attach_audits`); `ctxwin.window` knows
+only the contract, `ctxwin.window.protocols.Auditing`.
 """
 
-from ctxwin.trust.auditor import Auditor, Options, auditor_of
-from ctxwin.trust.record import Decision, Evidence, Record, records
+from ctxwin.audit.auditor import Auditor, Options, auditor_of
+from ctxwin.audit.record import Decision, Evidence, Record, records
+from ctxwin.audit.window_audit import attach_audits
 
-__all__ = ["Auditor", "Decision", "Evidence", "Options", "Record", "auditor_of", "records"]
+__all__ = ["Auditor", "Decision", "Evidence", "Options", "Record", "attach_audits", "auditor_of", "records"]

@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal, TypeVar
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
 
+from ctxwin.audit.confidence import upper_bound
 from ctxwin.fidelity import Reference
 from ctxwin.profiles import model_digest, profiles_folder
-from ctxwin.trust.confidence import upper_bound
 
 log = logging.getLogger("ctxwin")
 SUFFIX = ".trust.json"
@@ -126,7 +126,7 @@ class Decision(BaseModel):
 
 
 class Record(BaseModel):
-    """All evidence on one model as one engine serves it to one tenant; see `ctxwin.trust.evidence`.
+    """All evidence on one model as one engine serves it to one tenant; see `ctxwin.audit.evidence`.
 
     Attributes:
         binding: digest of weights, config, engine, precision, tenant and reference.

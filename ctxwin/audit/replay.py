@@ -78,6 +78,15 @@ class Finding:
     strict: Divergence
     concerned: tuple[str, ...]
 
+    def __str__(self) -> str:
+        changed = ", another answer" if self.strict.changed else ""
+        return f"{self.strict.kl:.3g} nats a token from a re-prefill{changed}"
+
+    def divergences(self) -> dict[str, float | bool]:
+        """Return the KL by reference, and whether the answer would be another one."""
+        kls: dict[str, float | bool] = {"window": self.window.kl, "changed": self.strict.changed}
+        return kls if self.stream is None else {**kls, "stream": self.stream.kl}
+
 
 class Stale(Exception):
     """The layout cannot be replayed: the store has dropped some of its KV, or content was forgotten meanwhile."""

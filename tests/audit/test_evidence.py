@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ctxwin.trust import evidence
-from ctxwin.trust.confidence import units_needed
-from ctxwin.trust.evidence import BEHIND, PAUSE, STRATEGIES, UNIT_TRIALS, Ledger, Trial, attempt_share, error_of
-from ctxwin.trust.record import Decision, Evidence, Record, records
+from ctxwin.audit import evidence
+from ctxwin.audit.confidence import units_needed
+from ctxwin.audit.evidence import BEHIND, PAUSE, STRATEGIES, UNIT_TRIALS, Ledger, Trial, attempt_share, error_of
+from ctxwin.audit.record import Decision, Evidence, Record, records
 
 NEEDED = units_needed(0.01, error_of("survivor", 0, 0.95))
 NUMBERS = itertools.count()

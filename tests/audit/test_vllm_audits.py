@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from ctxwin import Chunk, Fidelity, Window, open_engine
+from ctxwin.audit import Options, auditor_of
 from ctxwin.engines.base import Engine
 from ctxwin.profiles import BASIS_NAME, PROFILE_NAME
 from ctxwin.tiny import checkpoint_dir
 from ctxwin.tiny.world import make_stream, questions_for, render
-from ctxwin.trust import Options, auditor_of
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 SYSTEM = "You watch a camera."
@@ -74,8 +74,8 @@ def test_audits_leave_nothing_in_the_exact_prefix_cache(engine: Engine) -> None:
 def test_a_tenants_evidence_is_its_own(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CTXWIN_PROFILES", str(tmp_path))
     monkeypatch.setenv("CTXWIN_AUDITS", "1")
+    from ctxwin.audit.evidence import Trial
     from ctxwin.engines.vllm.engine import VLLMEngine
-    from ctxwin.trust.evidence import Trial
 
     assert isinstance(engine, VLLMEngine)
     with engine.view("one") as one, engine.view("two") as two:

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from ctxwin import Chunk, Fidelity, Window, open_engine
+from ctxwin.audit import Options, attach_audits, auditor_of, records
+from ctxwin.audit import auditor as auditing
+from ctxwin.audit.evidence import BEHIND
+from ctxwin.audit.replay import Divergence, judge, needs_stream
+from ctxwin.audit.sampling import Sampler
 from ctxwin.engines.base import Segment
 from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.fidelity import Reference
 from ctxwin.profiles import BASIS_NAME, PROFILE_NAME
 from ctxwin.tiny import checkpoint_dir
 from ctxwin.tiny.world import Frame, make_stream, questions_for, render
-from ctxwin.trust import Options, auditor_of, records
-from ctxwin.trust import auditor as auditing
-from ctxwin.trust.evidence import BEHIND
-from ctxwin.trust.replay import Divergence, judge, needs_stream
-from ctxwin.trust.sampling import Sampler
 from ctxwin.window.events import Event
 from ctxwin.window.layout import Work
 from engines.oracle import teacher_forced
@@ -312,6 +312,21 @@ def test_the_queue_is_bounded(engine: HFEngine) -> None:
     assert auditor.drain(LONG)
     assert [a.audit is not None for a in answers] == [False, False, False, True, True]
     assert auditor.counts.dropped == 3
+
+
+def test_audits_are_handed_to_an_engine(engine: HFEngine) -> None:
+    frames, fidelity = stream(2), Fidelity("blind", audit=1.0)
+    engine.auditing = None
+    with filled(engine, Fidelity("auto"), frames) as window:
+        assert window.fidelity.mode == "exact" and window.core.audits.strategy is None
+        before = window.ask(question(frames), 2)
+        with pytest.raises(ValueError, match=r"audit must be 0 on an engine without audits, got 1\.0; open it with"):
+            Window(engine, SYSTEM, fidelity=fidelity)
+        attach_audits(engine)
+        with filled(engine, fidelity, frames) as audited, audited.fork() as branch:
+            answers = [w.ask(question(frames), 2) for w in (audited, branch, window)]
+        assert auditor_of(engine).drain(LONG)
+    assert [a.audit is not None for a in (before, *answers)] == [False, True, True, False]
 
 
 def test_options_say_what_they_must_be() -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from scipy.stats import binomtest
 
-from ctxwin.trust.sampling import FIRST, SPARSE, Sampler
+from ctxwin.audit.sampling import FIRST, SPARSE, Sampler
 
 
 def test_audits_fall_on_every_phase_of_a_periodic_stream() -> None:

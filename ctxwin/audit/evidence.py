@@ -14,7 +14,7 @@ has `UNIT_TRIALS` trials, or once `BEHIND` others have begun after it; its later
 whether a window was closed, as a ledger does not notice when a process dies. A unit's harm is thus fixed by a rule that depends
 on counts of trials and on the beginning of other windows, never on a harm; a strategy on trial serves no answers, so its harms
 cannot influence these either. No unit is delayed until it looks better or omitted because it looks bad. The wealth of
-`ctxwin.trust.confidence` over units in this order is a supermartingale while a unit's expected harm, given those before, is at
+`ctxwin.audit.confidence` over units in this order is a supermartingale while a unit's expected harm, given those before, is at
 least the budget, and a promotion is a stopping time of it.
 
 **The probability of error** (1 - ``level``) is divided among strategies (`Strategy.share`) and, for each, among attempts
@@ -36,12 +36,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ctxwin.audit.confidence import Change, is_below
+from ctxwin.audit.record import SUFFIX, UNIT_PARTS, Decision, Evidence, Record, Verb
 from ctxwin.fidelity import LANES, Fidelity, Lane, Reference
 from ctxwin.files import atomic_write
 from ctxwin.hashing import digest
 from ctxwin.profiles import model_digest, profiles_folder
-from ctxwin.trust.confidence import Change, is_below
-from ctxwin.trust.record import SUFFIX, UNIT_PARTS, Decision, Evidence, Record, Verb
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
@@ -114,7 +114,7 @@ class Trial:
 
     Attributes:
         strategy: a name of `STRATEGIES`.
-        harm: of the answer, a number in [0, 1] (`ctxwin.trust.replay.Divergence.harm`): 1 if the greedy answer differs from the
+        harm: of the answer, a number in [0, 1] (`ctxwin.audit.replay.Divergence.harm`): 1 if the greedy answer differs from the
             deciding reference.
         kl: mean KL per token, in nats.
         window, stream: True if the greedy answer differs from each reference; None if it was not computed.

@@ -1,0 +1,149 @@
+"""`WindowAudit`: a window's side of its audits: the fidelity in force, and the chunks that fell back to exact."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Self
+
+from ctxwin.audit.auditor import Auditor, Job, auditor_of, enabled, log
+from ctxwin.audit.evidence import STRATEGIES, Ledger
+from ctxwin.audit.replay import Exchange, Finding, keys_of
+from ctxwin.profiles import find_profile, with_overrides
+from ctxwin.window.answer import fill_audit
+from ctxwin.window.unaudited import Unaudited
+
+if TYPE_CHECKING:
+    from ctxwin.engines.base import Engine
+    from ctxwin.fidelity import Fidelity
+    from ctxwin.window.answer import Answer
+    from ctxwin.window.protocols import OnFinding, ServedAnswer
+
+_RECENT = 8
+
+
+class WindowAudit(Unaudited):
+    """Audits of one window, as its `ctxwin.window.protocols.Auditing`.
+
+    ``auto`` without a profile earns its lanes; ``on_finding`` is called in the auditor's thread.
+
+    Attributes:
+        earns: the window's fidelity follows the evidence.
+    """
+
+    def __init__(self, engine: Engine, requested: Fidelity, on_finding: OnFinding = lambda *_: None) -> None:
+        super().__init__(engine, requested, on_finding)
+        profiled = not self._recurrent and find_profile(engine.spec.model) is not None
+        self.earns = requested.mode == "auto" and enabled() and not self._always_exact and not profiled
+        self._lock = threading.Lock()
+        self._recent: deque[Exchange] = deque(maxlen=_RECENT)
+        self._cached_ledger: Ledger | None = None
+
+    @property
+    def _auditor(self) -> Auditor:
+        return auditor_of(self._engine)
+
+    @property
+    def _ledger(self) -> Ledger:
+        if self._cached_ledger is None:
+            self._cached_ledger = self._auditor.ledger(self._engine, self._requested.reference)
+        return self._cached_ledger
+
+    @property
+    def strategy(self) -> str | None:
+        """The promoted strategy that serves the window; None if it is exact, or if its fidelity was chosen."""
+        name = self._ledger.promoted() if self.earns else None
+        return None if name is None or STRATEGIES[name].lane in self._forbidden else name
+
+    def in_force(self) -> tuple[str | None, Fidelity]:
+        """Return the strategy and the fidelity in force, for one answer."""
+        strategy = self.strategy
+        if strategy is None:
+            return super().in_force()
+        fidelity = STRATEGIES[strategy].fidelity
+        forbid = tuple(dict.fromkeys((*fidelity.forbid, *self._forbidden)))
+        return strategy, with_overrides(fidelity, self._requested).model_copy(update={"forbid": forbid})
+
+    def branch(self, on_finding: OnFinding) -> Self:
+        """Return the audits of a fork, with the same fallbacks and recent questions."""
+        branch = super().branch(on_finding)
+        branch._recent.extend(self._recent)
+        return branch
+
+    def _rate(self, strategy: str, served: ServedAnswer) -> float:
+        """Return the share of such answers to audit: by the number of answers of this strategy and shape; 1 if suspected."""
+        lanes = frozenset(choice.lane for choice in served.layout.choices)
+        shape = lanes, len(served.layout.choices).bit_length(), len(served.query).bit_length(), served.temperature == 0
+        kind = self._ledger.record.binding, strategy, self._ledger.since(strategy), shape
+        rate = self._auditor.sampler.rate(kind, self._auditor.options.rate)
+        return 1.0 if rate and self._ledger.is_suspected(strategy) else rate
+
+    def forget(self) -> None:
+        """Drop recent questions, which may be about forgotten content."""
+        self._recent.clear()
+
+    def submit(self, served: ServedAnswer, answer: Answer, *, ended: bool, audited: bool = True) -> None:
+        """Submit an answer to the auditor if it is due; ``ended``: the model ended it by itself."""
+        strategy, fidelity, layout = served.strategy, served.fidelity, served.layout
+        options = self._auditor.options if self.earns or fidelity.audit else None
+        query, greedy = served.query, served.temperature == 0
+        self.due = None
+        if not audited or options is None or not query or not layout.choices:
+            return
+        exact = all(choice.conditioning.exact for choice in layout.choices)
+        if strategy is not None:
+            self._ledger.count_answer(strategy)
+        rate = fidelity.audit
+        if strategy is not None and not exact:
+            rate = max(rate, self._rate(strategy, served))
+        auditing = self._auditor.sampler.draw(rate)
+        trying = self.earns and strategy is None and exact and greedy
+        exchange = Exchange(query, tuple(int(i) for i in answer.token_ids), ended, served.max_tokens)
+        recent = tuple(reversed(self._recent))
+        if greedy:
+            self._recent.append(exchange)
+        if not auditing and not trying:
+            return
+        self.due = answer if auditing else None
+
+        def done(finding: Finding) -> None:
+            fill_audit(answer, finding.strict.kl)
+            above_budget = finding.strict.kl > fidelity.kl_budget if fidelity.kl_budget is not None else False
+            fallbacks: tuple[str, ...] = ()
+            if above_budget or (strategy is not None and finding.strict.changed):
+                fallbacks = finding.concerned
+                with self._lock:
+                    self._exact |= set(fallbacks)
+            if fallbacks:
+                log.warning(
+                    "window %s: an answer was %.3g nats a token from a re-prefill; chunks %s are served exactly from now on",
+                    served.window, finding.strict.kl, ", ".join(fallbacks),
+                )  # fmt: skip
+            self._on_finding(fallbacks, query, finding.divergences(), str(finding))
+
+        self._auditor.offer(
+            Job(
+                engine=self._engine,
+                window=served.window,
+                parent=served.parent,
+                state=served.state,
+                state_after=served.state_after,
+                memos=served.memos.copy(),
+                fidelity=fidelity,
+                strategy=strategy,
+                keys=tuple(keys_of(layout)),
+                exchange=exchange,
+                recent=recent,
+                computed=answer.usage.computed_tokens,
+                trying=trying,
+                auditing=auditing,
+                done=done,
+                ledger=self._ledger if self.earns else None,
+                forgettings=self._engine.repo.forgettings,
+            )
+        )
+
+
+def attach_audits(engine: Engine) -> None:
+    """Have the answers of windows that are opened on ``engine`` from now on audited, as `open_engine` does."""
+    engine.auditing = WindowAudit

@@ -1,0 +1,105 @@
+"""`Unaudited`: the fidelity in force in a window whose answers are not audited."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+
+from ctxwin.errors import UnsupportedModel
+from ctxwin.fidelity import KV_ONLY, Fidelity, Lane
+from ctxwin.profiles import resolve
+
+if TYPE_CHECKING:
+    from ctxwin.engines.base import Engine
+    from ctxwin.window.answer import Answer
+    from ctxwin.window.protocols import Auditing, OnFinding, ServedAnswer
+    from ctxwin.window.state import State
+
+
+class Unaudited:
+    """The `Auditing` of a window without audits: ``auto`` is the model's profile, and exact without one.
+
+    Args:
+        engine: of the window.
+        requested: the fidelity it was opened with.
+        on_finding: see `OnFinding`.
+
+    Raises:
+        UnsupportedModel: a fidelity that the model or the engine cannot serve.
+    """
+
+    def __init__(self, engine: Engine, requested: Fidelity, on_finding: OnFinding = lambda *_: None) -> None:
+        self._engine, self._requested, self._on_finding = engine, requested, on_finding
+        self._fixed = resolve(requested, engine.spec.model)
+        self._recurrent = engine.spec.kv.recurrent
+        self._always_exact = self._recurrent and not engine.spec.kv.maps
+        if self._recurrent and requested.mode == "auto":
+            self._fixed = requested.model_copy(update={"mode": "exact"})
+        if self._always_exact and self._fixed.mode != "exact":
+            raise UnsupportedModel(
+                f"{engine.spec.model} has recurrent layers, whose states depend on the entire prefix: mode must be 'exact' "
+                f"or 'auto', got {requested.mode!r}; open it with position_free=True for others"
+            )
+        if self._fixed.eliminate and self._fixed.merge is not None and not engine.drops_tokens:
+            raise UnsupportedModel(
+                f"eliminate must be False on the {engine.spec.name} engine with {engine.spec.model}, which keeps every token "
+                "that it has computed, got True; omit it, or open the model as hf:MODEL"
+            )
+        self.due: Answer | None = None
+        self._exact: frozenset[str] = frozenset()
+
+    @property
+    def strategy(self) -> str | None:
+        """The promoted strategy that serves the window; None if it is exact, or if its fidelity was chosen."""
+        return None
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """The fidelity in force."""
+        return self.in_force()[1]
+
+    def in_force(self) -> tuple[str | None, Fidelity]:
+        """Return the strategy and the fidelity in force, for one answer."""
+        return None, self._fixed.model_copy(update={"forbid": self._forbidden}) if self._recurrent else self._fixed
+
+    @property
+    def _forbidden(self) -> tuple[Lane, ...]:
+        allowed = ("patched",) if self._engine.spec.state_patches else ()
+        return (*self._requested.forbid, *(lane for lane in KV_ONLY if self._recurrent and lane not in allowed))
+
+    @property
+    def exact(self) -> frozenset[str]:
+        """Placement ids that fell back to exact."""
+        return self._exact
+
+    def with_fallbacks(self, state: State) -> State:
+        """Return ``state`` with ``exact_only`` set on the chunks that fell back to exact."""
+        exact = self._exact
+        if not any(p.id in exact and not p.exact_only for p in state.placed):
+            return state
+        return state.replace(placed=tuple(p.replace(exact_only=True) if p.id in exact else p for p in state.placed))
+
+    def branch(self, on_finding: OnFinding) -> Self:
+        """Return the audits of a fork, with the same fallbacks."""
+        branch = type(self)(self._engine, self._requested, on_finding)
+        branch._exact = self._exact
+        return branch
+
+    def forget(self) -> None:
+        """Drop what may be about forgotten content."""
+
+    def submit(self, served: ServedAnswer, answer: Answer, *, ended: bool, audited: bool = True) -> None:
+        """Take an answer that may be audited; ``ended``: the model ended it by itself."""
+
+
+def open_audits(engine: Engine, requested: Fidelity, on_finding: OnFinding) -> Auditing:
+    """Return the audits of a window. Raises ValueError if audits are requested of an engine that has none."""
+    if engine.auditing is not None:
+        audits: Auditing = engine.auditing(engine, requested, on_finding)
+        return audits
+    unaudited = Unaudited(engine, requested, on_finding)
+    if unaudited.fidelity.audit:
+        raise ValueError(
+            f"audit must be 0 on an engine without audits, got {unaudited.fidelity.audit}; open it with open_engine, or pass "
+            "it to ctxwin.audit.attach_audits first"
+        )
+    return unaudited
