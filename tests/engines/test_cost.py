@@ -10,6 +10,8 @@ import pytest
 
 from ctxwin.engines.cost import CostModel, Fit, Workload, attended
 
+pytestmark = pytest.mark.learns_prices
+
 RATES = (7.0, 0.4, 3e-5, 0.01, 0.6, 0.02)
 
 

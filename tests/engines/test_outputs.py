@@ -48,8 +48,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["hf", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])])
 def opened(request: pytest.FixtureRequest, folder: Path) -> Opener:
-    if request.param == "vllm":
-        pytest.importorskip("vllm")
     return lambda store: open_engine(f"{request.param}:{folder}", dtype="float32", outputs=True, store=store)
 
 
@@ -154,7 +152,6 @@ def test_a_remembered_exchange_has_them(folder: Path) -> None:
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_where_they_cannot_be_kept_is_said(folder: Path) -> None:
-    pytest.importorskip("vllm")
     with pytest.raises(UnsupportedModel, match="processes='single'"):
         open_engine(f"vllm:{folder}", outputs=True, processes="multi")
     with pytest.raises(UnsupportedModel, match="enforce_eager=True"):

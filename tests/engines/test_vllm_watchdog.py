@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import fcntl
-import importlib.util
 import os
 import resource
 import signal
@@ -21,8 +20,6 @@ from ctxwin.engines.vllm.lifecycle import watchdog
 from ctxwin.engines.vllm.lifecycle.folders import runs
 from ctxwin.engines.vllm.lifecycle.watchdog import Lifeline
 from engines import models
-
-needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 STARTS = """
 import multiprocessing, os, sys, time
@@ -117,7 +114,6 @@ def test_in_a_process_with_many_files_open(monkeypatch: pytest.MonkeyPatch) -> N
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@needs_vllm
 @pytest.mark.slow
 @pytest.mark.parametrize("started", [1, 2])
 @pytest.mark.parametrize("processes", ["multi", "async"])

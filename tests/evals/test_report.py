@@ -307,6 +307,7 @@ def browser() -> Iterator[Any]:
         yield opened
 
 
+@pytest.mark.browser
 def test_in_a_browser_columns_sort_and_nothing_is_fetched(browser: Any, written: Path) -> None:
     view = browser.new_page()
     asked: list[str] = []

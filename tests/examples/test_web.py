@@ -15,6 +15,8 @@ from PIL import Image
 
 from ctxwin.tiny import world
 
+pytestmark = pytest.mark.browser
+
 pytest.importorskip("playwright")
 pytest.importorskip("langgraph")
 

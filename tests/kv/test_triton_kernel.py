@@ -481,10 +481,10 @@ with ctxwin.open_engine("tiny") as engine:
 """
 
 
+@pytest.mark.vllm
 @pytest.mark.slow
 def test_a_window_on_vllm_answers_as_with_the_cpu_kernel():
     """vLLM's own paged cache, written slot by slot by the kernel: keys of its CPU attention lie transposed there."""
-    pytest.importorskip("vllm")
     said = {}
     for name in ("triton", "cpu"):
         env = {**os.environ, "CTXWIN_KERNEL": name, "TRITON_INTERPRET": "1"}

@@ -9,6 +9,8 @@ from ctxwin.engines.cost import Fit
 from ctxwin.policies import ByCost, OldestFirst
 from window.fake import FakeEngine
 
+pytestmark = pytest.mark.learns_prices
+
 PATCHED = Fidelity("patched", rank=2)
 
 

@@ -8,14 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ctxwin.opening import vllm_installed
 from serve.attacks import ATTACKS, LOAD, OPEN, Bystander, Victim, attempt, besieged, endure
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.vllm]
 SLOWER = 3.0
 """How much longer the bystander's median round may take than in the quiet phases around an attack, on the same server."""
 AS_CROWDED = 2.0

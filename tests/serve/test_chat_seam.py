@@ -20,6 +20,7 @@ from ctxwin_server.request_options import PendingRequests, RequestOptions
 from serve.test_conversations import FakePrompt
 
 chats = pytest.importorskip("ctxwin_server.vllm.chats", reason="vLLM is not installed", exc_type=ImportError)
+pytestmark = pytest.mark.vllm
 
 PROMPT: dict[str, Any] = {"type": "token", "prompt_token_ids": [1, 2, 3]}
 

@@ -12,9 +12,6 @@ import pytest
 from typer.testing import CliRunner
 
 from ctxwin.cli.main import app
-from ctxwin.opening import vllm_installed
-
-needs_vllm = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -29,7 +26,7 @@ def test_help_says_that_vllms_arguments_follow() -> None:
         assert option in text
 
 
-@needs_vllm
+@pytest.mark.vllm
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -61,7 +58,7 @@ print(json.dumps(found))
 """
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_vllms_arguments_are_vllms(tmp_path: Path) -> None:
     """In a process of its own: parsing sets what vLLM wants in the environment."""
     config = tmp_path / "config.yaml"
@@ -113,7 +110,7 @@ def test_vllms_arguments_are_vllms(tmp_path: Path) -> None:
     assert "--reasoning-parser: for plain chats only" in done.stderr
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_a_port_that_is_taken_is_one_line() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

@@ -17,7 +17,6 @@ from PIL import Image
 
 from core.videos import write_sound
 from ctxwin.errors import BadMedia
-from ctxwin.opening import vllm_installed
 from ctxwin_client.errors import NotAllowed, TooLarge
 from ctxwin_server.content import EMBEDDINGS, MEDIA, TEXTS, ContentReader
 from ctxwin_server.limits import Allowance, Limits
@@ -161,7 +160,7 @@ def check_reading(part: dict[str, Any]) -> bool:
     return True
 
 
-@pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
+@pytest.mark.vllm
 def test_vllm_finds_nothing_in_a_part_that_the_gate_has_not_seen() -> None:
     """vLLM's whole table of types, with each two fields."""
     from vllm.renderers import chat_utils
@@ -176,7 +175,7 @@ def test_vllm_finds_nothing_in_a_part_that_the_gate_has_not_seen() -> None:
     assert {*chat_utils.MM_PARSER_MAP} <= {*TEXTS, *MEDIA, *EMBEDDINGS, "image_pil"}, "vLLM reads a new type of part"
 
 
-@pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
+@pytest.mark.vllm
 @settings(max_examples=300, deadline=None)
 @given(
     kind=st.sampled_from([*TEXTS, *MEDIA, *EMBEDDINGS, None, "IMAGE_URL", " image_url", ""]),

@@ -18,12 +18,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ctxwin.opening import vllm_installed
 from ctxwin.tiny import world
 from ctxwin_server.context_management import manage
 from serve.test_vllm_server import FRAMES, HEADER, Process, question, running_server
 
-pytestmark = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
+pytestmark = pytest.mark.vllm
 
 STALLED_S = 20.0
 """Ten times what the slowest of these requests takes on a busy machine; a capture that never came took 120."""

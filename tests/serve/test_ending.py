@@ -20,12 +20,9 @@ import pytest
 from openai import OpenAI
 
 from ctxwin import Chunk
-from ctxwin.opening import vllm_installed
 from ctxwin_client import RemoteWindow
 from ctxwin_server import supervisor
 from serve.test_vllm_server import descendants, free_port
-
-needs_vllm = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
 
 PARENT, IMPORTS, LOADS, SERVES = "starting vLLM", "APIServer pid", "EngineCore pid", "Application startup complete.$"
 """What a server has written when its parent has started it, it has imported vLLM, its engine opens, it serves."""
@@ -108,7 +105,7 @@ def serving(folder: Path) -> Iterator[Server]:
 GUARD = [pytest.mark.slow, pytest.mark.guard]
 
 
-@needs_vllm
+@pytest.mark.vllm
 @pytest.mark.parametrize(
     ("written", "number"),
     [
@@ -138,7 +135,7 @@ def streaming(port: int) -> socket.socket:
     return connection
 
 
-@needs_vllm
+@pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.guard
 @pytest.mark.timeout(1800)
@@ -172,8 +169,8 @@ def test_a_killed_server_is_started_again_and_its_windows_are_back(tmp_path: Pat
         assert b"[DONE]" in b"".join(told)[-200:], "its client was left without an end of its stream"
 
 
+@pytest.mark.vllm
 def test_what_is_waited_for_at_the_end_is_less_than_5_seconds() -> None:
-    pytest.importorskip("vllm")
     from ctxwin_server.vllm import arguments, server
 
     steps = 2 * server._ABORT_S + server._ENGINE_S + 0.1 + server._CONNECTIONS_S + server._WINDOWS_S

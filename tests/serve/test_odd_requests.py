@@ -10,11 +10,10 @@ import os
 
 import pytest
 
-from ctxwin.opening import vllm_installed
 from serve.odd_requests import odd_requests, send
 from serve.test_vllm_server import Process
 
-pytestmark = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
+pytestmark = pytest.mark.vllm
 COUNTS = [150, pytest.param(int(os.environ.get("CTXWIN_ODD_REQUESTS", "20000")) // 2, marks=pytest.mark.slow)]
 SEED = int(os.environ.get("CTXWIN_ODD_SEED", "0"))
 

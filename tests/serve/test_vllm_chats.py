@@ -14,13 +14,10 @@ from anthropic import BadRequestError as AnthropicBadRequest
 from openai import APIStatusError, AuthenticationError, BadRequestError, NotFoundError
 
 from ctxwin import Chunk, Fidelity
-from ctxwin.opening import vllm_installed
 from ctxwin.tiny import world
 from ctxwin_client import LiveStream, RemoteWindow, chunk_part, upload
 from ctxwin_client.errors import UnknownWindow
 from serve.test_vllm_server import FRAMES, HEADER, Process, cached, plain_messages, question
-
-pytestmark = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
 
 STOCK = True
 EXACT = {"windows": "auto", "fidelity": {"mode": "exact"}}

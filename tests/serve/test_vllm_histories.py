@@ -16,12 +16,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from ctxwin.opening import vllm_installed
 from serve.histories import Edit, History, Part, Step, histories
 from serve.history_runner import Figures, Runner
 from serve.test_vllm_server import Process, running_server
-
-pytestmark = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
 
 BATCH = 50
 OPTIONS = settings(

@@ -16,12 +16,9 @@ from typing import Any
 import pytest
 
 from ctxwin import Chunk
-from ctxwin.opening import vllm_installed
 from ctxwin.tiny import checkpoint_dir
 from ctxwin_client import RemoteWindow
 from serve.test_vllm_server import free_port, installed_plugin, running_server
-
-pytestmark = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
 
 PROGRAM = """
 import json, os, sys

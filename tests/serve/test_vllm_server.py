@@ -29,15 +29,12 @@ from PIL import Image
 from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.audit import auditor_of
 from ctxwin.errors import BudgetExceeded, EngineFailed
-from ctxwin.opening import vllm_installed
 from ctxwin.tiny import world
 from ctxwin_client import RemoteWindow, chunk_part, upload
 from ctxwin_client.errors import Quarantined, UnknownWindow
 from ctxwin_server.endpoints import PLAIN, is_ours
 from ctxwin_server.supervisor import DIED
 from serve.test_routes import call
-
-pytestmark = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
 
 HEADER = "You watch a camera."
 FRAMES = world.make_stream(seed=5, n_frames=8)

@@ -54,6 +54,7 @@ def get(server: ViewServer, path: str, method: str = "GET", **headers: str) -> t
     return answer.status, dict(answer.getheaders()), body
 
 
+@pytest.mark.browser
 def test_new_steps_appear_by_themselves(
     engine: FakeEngine, tmp_path: Path, serve: Callable[[Path], ViewServer], open_page: Callable[..., Page]
 ) -> None:

@@ -20,6 +20,8 @@ from window.fake import FakeEngine
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
 
+pytestmark = pytest.mark.browser
+
 Open = Callable[..., "Page"]
 HOSTILE = [
     "</script><img src=x onerror=alert(1)>", "<!--<script>", "\u2028'\"`${1}", "{{data}}{{script}}", "]]>&lt;b&gt;",

