@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
 
 Mode = Literal["auto", "exact", "patched", "blind"]
 Lane = Literal["computed", "resident", "survivor", "orbit", "patched", "formed", "partial", "merged", "canonical"]
@@ -12,6 +12,39 @@ Reference = Literal["stricter", "window", "stream", "nearer"]
 LANES: tuple[Lane, ...] = get_args(Lane)
 KV_ONLY: tuple[Lane, ...] = ("patched", "orbit", "partial", "merged")
 """Lanes that change KV but not the states of a hybrid's recurrent layers."""
+
+
+class AdvancedFidelity(BaseModel):
+    """Fields of `Fidelity` for research: `Fidelity(advanced=AdvancedFidelity(...))`, or the same as a dict.
+
+    Attributes:
+        layout: ``joint``: every patch has directions of its own. ``shared``: patches are coefficients over directions that
+            all patches of the model share (`ctxwin.profiles`), ``rank`` numbers a token; a window of a model without a basis
+            is refused.
+        basis: id of the shared basis; always that of the model where a window opens, whatever is given.
+        eliminate: with `Fidelity.merge`: an answer over merged chunks keeps the same share of all tokens while it is generated;
+            beyond that the token 25 before the newest is dropped. On transformers only: vLLM keeps every token that it has
+            computed, and a window with ``merge`` and this does not open there.
+        reference: reference of audits: the ``stricter`` of both re-prefills, that of the placed chunks (``window``), that of all
+            chunks seen (``stream``), or the ``nearer`` one, if an answer may remember evicted chunks. An answer equal to that of
+            a re-prefill of the placed chunks counts as changed by ``stream`` only: exact serving would give the same.
+        forbid: lanes that must not be used.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layout: Literal["joint", "shared"] = "joint"
+    basis: str | None = None
+    eliminate: bool = False
+    reference: Reference = "stricter"
+    forbid: tuple[Lane, ...] = ()
+
+    @model_validator(mode="after")
+    def _lanes(self) -> AdvancedFidelity:
+        # At least one lane must always be able to serve a chunk.
+        if {"computed", "formed"} & set(self.forbid):
+            raise ValueError(f"forbid must leave computed and formed allowed, got {self.forbid}")
+        return self
 
 
 class Fidelity(BaseModel):
@@ -24,10 +57,6 @@ class Fidelity(BaseModel):
         rank: rank of stored patches, also of a hybrid's states in each recurrent layer; None if ``bytes_share`` decides.
         bytes_share: largest share of a chunk's bf16 KV bytes a patch may take; overrides ``rank``.
         layers: ``all``, or ``deep`` for the deeper half only (Kamera, appendix C.3); of a shared basis, those it covers.
-        layout: ``joint``: every patch has directions of its own. ``shared``: patches are coefficients over directions that
-            all patches of the model share (`ctxwin.profiles`), ``rank`` numbers a token; a window of a model without a basis
-            is refused.
-        basis: id of the shared basis; always that of the model where a window opens, whatever is given.
         survivors: treatment of a chunk whose antecedents were evicted: ``keep`` only rotates it; ``slid`` does so only if they
             were the first of those before it, as after a slide, and forms it again otherwise; ``removal`` corrects it with a
             removal patch (formed by one forward, served from the next ask on); ``refresh`` forms it again.
@@ -37,17 +66,11 @@ class Fidelity(BaseModel):
             follows neighbours it has no KV for; its other tokens are its canonical (MPIC-k; the paper takes 32). None: never.
         merge: share of its slots that a chunk keeps when it is merged (Elastic Cache): by `Window.maintenance.merge`, and for
             evicted chunks in `Window.maintenance.compress` if bytes are needed. None: never.
-        eliminate: with ``merge``: an answer over merged chunks keeps the same share of all tokens while it is generated; beyond
-            that the token 25 before the newest is dropped. On transformers only: vLLM keeps every token that it has computed,
-            and a window with ``merge`` and this does not open there.
         audit: share of asks that are audited: replayed in the background as they were served, and as a re-prefill of the placed
             chunks, along the answer that was given; if there are survivors also as a re-prefill of all chunks seen.
         kl_budget: mean KL(re-prefill || served) per token, in nats, above which the chunks that were served approximately fall
             back to exact in that window. None: audits report, and nothing falls back.
-        reference: reference of audits: the ``stricter`` of both re-prefills, that of the placed chunks (``window``), that of all
-            chunks seen (``stream``), or the ``nearer`` one, if an answer may remember evicted chunks. An answer equal to that of
-            a re-prefill of the placed chunks counts as changed by ``stream`` only: exact serving would give the same.
-        forbid: lanes that must not be used.
+        advanced: fields for research.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -56,27 +79,33 @@ class Fidelity(BaseModel):
     rank: int | None = Field(default=32, ge=1)
     bytes_share: float | None = Field(default=None, gt=0, le=1)
     layers: Literal["all", "deep"] = "all"
-    layout: Literal["joint", "shared"] = "joint"
-    basis: str | None = None
     survivors: Literal["keep", "slid", "removal", "refresh"] = "keep"
     orbit: bool = False
     recompute: int | None = Field(default=None, ge=0)
     merge: float | None = Field(default=None, gt=0, lt=1)
-    eliminate: bool = False
     audit: float = Field(default=0.0, ge=0, le=1)
     kl_budget: float | None = Field(default=None, gt=0)
-    reference: Reference = "stricter"
-    forbid: tuple[Lane, ...] = ()
+    advanced: AdvancedFidelity = AdvancedFidelity()
 
     def __init__(self, mode: Mode = "auto", **data: Any) -> None:
+        if moved := data.keys() & AdvancedFidelity.model_fields:
+            name = min(moved)
+            raise ValueError(f"{name} must be given in advanced; write Fidelity(advanced={{{name!r}: {data[name]!r}}})")
         super().__init__(mode=mode, **data)
 
-    @model_validator(mode="after")
-    def _lanes(self) -> Fidelity:
-        # At least one lane must always be able to serve a chunk.
-        if {"computed", "formed"} & set(self.forbid):
-            raise ValueError(f"forbid must leave computed and formed allowed, got {self.forbid}")
-        return self
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read_former(cls, data: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
+        """Read snapshots and profiles in which the advanced fields stood beside the others."""
+        if isinstance(data, dict) and "advanced" not in data:
+            moved = data.keys() & AdvancedFidelity.model_fields
+            kept = {name: value for name, value in data.items() if name not in moved}
+            data = {**kept, "advanced": {name: data[name] for name in moved}} if moved else data
+        return read(data)
+
+    def with_advanced(self, **fields: Any) -> Fidelity:
+        """Return a copy with these advanced fields."""
+        return self.model_copy(update={"advanced": self.advanced.model_copy(update=fields)})
 
     @property
     def patch_name(self) -> str:
@@ -85,7 +114,8 @@ class Fidelity(BaseModel):
         It includes the id of a shared basis, so that patches over another basis are never found.
         """
         size = f"share={self.bytes_share}" if self.patch_rank is None else f"rank={self.rank}"
-        basis = "" if self.layout == "joint" else f",layout={self.layout},basis={self.basis}"
+        more = self.advanced
+        basis = "" if more.layout == "joint" else f",layout={more.layout},basis={more.basis}"
         return f"{size},layers={self.layers}{basis}"
 
     @property
@@ -100,7 +130,7 @@ class Fidelity(BaseModel):
 
     def allows(self, lane: Lane) -> bool:
         """Return True if this (resolved) fidelity may serve ``lane``."""
-        if lane in self.forbid:
+        if lane in self.advanced.forbid:
             return False
         if self.mode == "exact":
             return lane in ("computed", "formed", "resident")

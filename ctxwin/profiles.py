@@ -64,7 +64,7 @@ def resolve(fidelity: Fidelity, model: str) -> Fidelity:
     Cost: if there is a profile or a basis, a digest of the weights, once per process.
     """
     resolved = _from_profile(fidelity, model) if fidelity.mode == "auto" else fidelity
-    if resolved.layout != "shared" or resolved.mode != "patched":
+    if resolved.advanced.layout != "shared" or resolved.mode != "patched":
         return resolved
     basis = require_basis(model)
     if resolved.patch_rank is not None and resolved.patch_rank > basis.rank:
@@ -72,7 +72,7 @@ def resolve(fidelity: Fidelity, model: str) -> Fidelity:
             f"rank must be at most {basis.rank}, the directions of the model's shared basis, got {resolved.patch_rank}; "
             f"fit one of more with `{FIT} MODEL --rank {resolved.patch_rank}`"
         )
-    return resolved.model_copy(update={"basis": basis.id})
+    return resolved.with_advanced(basis=basis.id)
 
 
 def _from_profile(fidelity: Fidelity, model: str) -> Fidelity:
@@ -85,15 +85,15 @@ def _from_profile(fidelity: Fidelity, model: str) -> Fidelity:
 
 def with_overrides(base: Fidelity, fidelity: Fidelity) -> Fidelity:
     """Return ``base``, the meaning of ``auto``, with the fields that ``fidelity`` sets explicitly."""
-    fields = base.model_dump()
+    fields = {n: value for n, value in base if n != "advanced"}
     # Explicit fields take precedence over the profile. A restored snapshot has every field set, so explicit are those that
     # differ from the defaults.
     default = Fidelity()
-    names = [n for n in Fidelity.model_fields if n != "mode"]
-    overrides = {n: getattr(fidelity, n) for n in names if getattr(fidelity, n) != getattr(default, n)}
+    overrides = {n: v for n, v in fidelity if n not in ("mode", "advanced") and v != getattr(default, n)}
+    advanced = {n: v for n, v in fidelity.advanced if v != getattr(default.advanced, n)}
     if "rank" in overrides and "bytes_share" not in overrides:
         fields["bytes_share"] = None  # an explicit rank must not lose against the profile's share
-    return Fidelity(**{**fields, **overrides})
+    return Fidelity(**{**fields, **overrides, "advanced": base.advanced.model_copy(update=advanced)})
 
 
 class Profile(BaseModel):
@@ -306,7 +306,8 @@ def require_basis(model: str | Path) -> ModelBasis:
     if not usable:
         why = f" ({'; '.join(refused)}; the log names the file)" if refused else ""
         raise ValueError(
-            f"model {name_of(model)!r} has no shared basis{why}; fit one with `{FIT} MODEL`, or take Fidelity(layout='joint')"
+            f"model {name_of(model)!r} has no shared basis{why}; fit one with `{FIT} MODEL`, or take "
+            "Fidelity(advanced={'layout': 'joint'})"
         )
     return max(usable, key=lambda basis: basis.date)
 
@@ -412,7 +413,7 @@ def served_basis(model: str, spec: KVSpec, fidelity: Fidelity) -> ServedBasis:
 
     Cost: a look-up, after the first call per engine and fidelity.
     """
-    return _cut(model, spec, fidelity.basis, fidelity.patch_rank, fidelity.bytes_share, fidelity.layers)
+    return _cut(model, spec, fidelity.advanced.basis, fidelity.patch_rank, fidelity.bytes_share, fidelity.layers)
 
 
 @lru_cache(maxsize=64)
@@ -451,7 +452,7 @@ def compress_deficit(deficit: Deficit, model: str, spec: KVSpec, fidelity: Fidel
     from ctxwin.kv.pooling import project
     from ctxwin.kv.states import factors
 
-    if fidelity.layout == "shared":
+    if fidelity.advanced.layout == "shared":
         part = served_basis(model, spec, fidelity)
         if part.basis is None:
             return compress(deficit, spec, rank=0, layers=fidelity.layers)

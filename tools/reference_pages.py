@@ -128,10 +128,12 @@ def errors() -> str:
 
 
 def fidelity() -> str:
-    from ctxwin.fidelity import Fidelity
+    from ctxwin.fidelity import AdvancedFidelity, Fidelity
 
     texts = _attributes(Fidelity.__doc__ or "")
-    rows = [(f"`{n}`", f"`{f.default!r}`", texts.get(n, "")) for n, f in Fidelity.model_fields.items()]
+    rows = [(f"`{n}`", f"`{f.default!r}`", texts[n]) for n, f in Fidelity.model_fields.items() if n != "advanced"]
+    texts = _attributes(AdvancedFidelity.__doc__ or "")
+    rows += [(f"`advanced.{n}`", f"`{f.default!r}`", texts[n]) for n, f in AdvancedFidelity.model_fields.items()]
     return "\n".join(_table(("field", "default", ""), rows))
 
 

@@ -335,9 +335,9 @@ class Auditor:
         try:
             for name in ledger.candidates():
                 strategy = STRATEGIES[name]
-                forbidden = (*strategy.fidelity.forbid, *job.fidelity.forbid)
-                fidelity = strategy.fidelity.model_copy(update={"forbid": forbidden})
-                if strategy.lane in job.fidelity.forbid or not ledger.accepts_trial(name, job.state.unit):
+                forbidden = (*strategy.fidelity.advanced.forbid, *job.fidelity.advanced.forbid)
+                fidelity = strategy.fidelity.with_advanced(forbid=forbidden)
+                if strategy.lane in job.fidelity.advanced.forbid or not ledger.accepts_trial(name, job.state.unit):
                     continue
                 state, visible = shadow(job.state, shadows.setdefault(name, {}))
                 planned = choose(state, fidelity, lambda key, visible=visible: visible(key) and is_stored(key))  # type: ignore[misc]
@@ -361,7 +361,7 @@ class Auditor:
                     exchanges = self._exchanges(replay, job, exact)
                     references = replay.score(exact, exchanges)
                     stream_segments = None
-                scored, reference = replay.score(segments, exchanges), job.fidelity.reference
+                scored, reference = replay.score(segments, exchanges), job.fidelity.advanced.reference
                 windows = [diverge(references[i], scored[i], e.ended) for i, e in enumerate(exchanges)]
                 streams = None
                 if strategy.lane == "survivor" and any(needs_stream(window, reference) for window in windows):

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING
 
 from ctxwin.audit.confidence import Change, is_below
 from ctxwin.audit.record import SUFFIX, UNIT_PARTS, Decision, Evidence, Record, Verb
-from ctxwin.fidelity import LANES, Fidelity, Lane, Reference
+from ctxwin.fidelity import LANES, AdvancedFidelity, Fidelity, Lane, Reference
 from ctxwin.files import atomic_write
 from ctxwin.hashing import digest
 from ctxwin.profiles import model_digest, profiles_folder
@@ -88,7 +88,7 @@ def _with(*lanes: Lane) -> Fidelity:
     Survivors of slides only: those that lost a chunk from their midst do more harm (`evals/studies/trust.py`) and are rare.
     """
     forbidden = tuple(lane for lane in LANES if lane not in {"computed", "formed", "resident", *lanes})
-    return Fidelity("patched", orbit="orbit" in lanes, survivors="slid", forbid=forbidden)
+    return Fidelity("patched", orbit="orbit" in lanes, survivors="slid", advanced=AdvancedFidelity(forbid=forbidden))
 
 
 STRATEGIES: dict[str, Strategy] = {

@@ -286,7 +286,7 @@ class Replay:
         (window_rows,) = self.score(self.reprefill(state), [exchange])
         window, stream = diverge(window_rows, served_rows, exchange.ended), None
         remembers = any(c.lane == "survivor" or c.evicted_antecedents or c.conditioning.depth for c in layout.choices)
-        reference = fidelity.reference
+        reference = fidelity.advanced.reference
         compare_stream = needs_stream(window, reference) or (fidelity.audit > 0 and reference != "window")
         stream_segments = self.reprefill_stream(state) if remembers and compare_stream else None
         if stream_segments is not None:

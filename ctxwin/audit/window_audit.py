@@ -46,7 +46,7 @@ class WindowAudit(Unaudited):
     @property
     def _ledger(self) -> Ledger:
         if self._cached_ledger is None:
-            self._cached_ledger = self._auditor.ledger(self._engine, self._requested.reference)
+            self._cached_ledger = self._auditor.ledger(self._engine, self._requested.advanced.reference)
         return self._cached_ledger
 
     @property
@@ -61,8 +61,8 @@ class WindowAudit(Unaudited):
         if strategy is None:
             return super().in_force()
         fidelity = STRATEGIES[strategy].fidelity
-        forbid = tuple(dict.fromkeys((*fidelity.forbid, *self._forbidden)))
-        return strategy, with_overrides(fidelity, self._requested).model_copy(update={"forbid": forbid})
+        forbid = tuple(dict.fromkeys((*fidelity.advanced.forbid, *self._forbidden)))
+        return strategy, with_overrides(fidelity, self._requested).with_advanced(forbid=forbid)
 
     def branch(self, on_finding: OnFinding) -> Self:
         """Return the audits of a fork, with the same fallbacks and recent questions."""

@@ -161,7 +161,7 @@ def ask(
 
             captures_query = bool(remember) or core.engine.spec.outputs
             if (
-                fidelity.eliminate
+                fidelity.advanced.eliminate
                 and fidelity.merge
                 and not captures_query
                 and any(c.conditioning.slots for c in layout.choices)

@@ -260,7 +260,7 @@ class Assembly:
 
     def know_basis(self, fidelity: Fidelity) -> None:
         """Give the repository the basis whose coefficients the stored patches of this fidelity are."""
-        if fidelity.layout == "shared" and fidelity.mode == "patched":
+        if fidelity.advanced.layout == "shared" and fidelity.mode == "patched":
             over = served_basis(self.engine.spec.model, self.engine.spec.kv, fidelity).basis
             if over is not None:
                 self.repo.know_basis(over)

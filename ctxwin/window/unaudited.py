@@ -39,7 +39,7 @@ class Unaudited:
                 f"{engine.spec.model} has recurrent layers, whose states depend on the entire prefix: mode must be 'exact' "
                 f"or 'auto', got {requested.mode!r}; open it with position_free=True for others"
             )
-        if self._fixed.eliminate and self._fixed.merge is not None and not engine.drops_tokens:
+        if self._fixed.advanced.eliminate and self._fixed.merge is not None and not engine.drops_tokens:
             raise UnsupportedModel(
                 f"eliminate must be False on the {engine.spec.name} engine with {engine.spec.model}, which keeps every token "
                 "that it has computed, got True; omit it, or open the model as hf:MODEL"
@@ -59,12 +59,15 @@ class Unaudited:
 
     def in_force(self) -> tuple[str | None, Fidelity]:
         """Return the strategy and the fidelity in force, for one answer."""
-        return None, self._fixed.model_copy(update={"forbid": self._forbidden}) if self._recurrent else self._fixed
+        return None, self._fixed.with_advanced(forbid=self._forbidden) if self._recurrent else self._fixed
 
     @property
     def _forbidden(self) -> tuple[Lane, ...]:
         allowed = ("patched",) if self._engine.spec.state_patches else ()
-        return (*self._requested.forbid, *(lane for lane in KV_ONLY if self._recurrent and lane not in allowed))
+        return (
+            *self._requested.advanced.forbid,
+            *(lane for lane in KV_ONLY if self._recurrent and lane not in allowed),
+        )
 
     @property
     def exact(self) -> frozenset[str]:

@@ -179,7 +179,7 @@ def run(engine: Engine, asks: int, fidelity: Fidelity, options: Options, folder:
         "second_half": _sums(rows[len(rows) // 2 :]),
         "all": _sums(rows),
         "counts": vars(auditor.counts),
-        "record": auditor.ledger(engine, fidelity.reference).record.model_dump(),
+        "record": auditor.ledger(engine, fidelity.advanced.reference).record.model_dump(),
         "promoted_at": next((i for i, row in enumerate(rows) if row["way"]), None),
         "rows": rows,
     }
@@ -261,7 +261,7 @@ def main() -> None:
             rate=arguments.rate,
         )
         with open_engine(str(model), engine=arguments.engine) as engine:
-            fidelity = Fidelity("auto", reference=arguments.reference)
+            fidelity = Fidelity("auto", advanced={"reference": arguments.reference})
             if arguments.beside:
                 result = beside(engine, arguments.pairs, arguments.requests, arguments.gap)
             elif arguments.turn:

@@ -66,7 +66,7 @@ def filled(engine: HFEngine, fidelity: Fidelity, frames: list[Frame]) -> Window:
 def test_an_audit_finds_what_an_oracle_finds(engine: HFEngine) -> None:
     """Against float64 KL over the whole vocabulary, along the answer that was given."""
     frames = stream(5, seed=3)
-    window = filled(engine, Fidelity("blind", audit=1.0, reference="window"), frames)
+    window = filled(engine, Fidelity("blind", audit=1.0, advanced={"reference": "window"}), frames)
     query = questions_for(frames, 1, np.random.default_rng(0), ("multi_hop",))[0].text
     answer = window.ask(query, 4)
     assert answer.audit is None
@@ -223,7 +223,7 @@ def test_a_way_is_promoted_on_its_evidence_and_the_next_window_is_served_so(mode
     assert record.decisions[-1].units + BEHIND == windows
     assert Window(engine, SYSTEM).fidelity.mode == "blind"
     assert Window(engine, SYSTEM, fidelity=Fidelity("exact")).fidelity.mode == "exact"
-    assert Window(engine, SYSTEM, fidelity=Fidelity(forbid=("canonical",))).fidelity.mode == "exact"
+    assert Window(engine, SYSTEM, fidelity=Fidelity(advanced={"forbid": ("canonical",)})).fidelity.mode == "exact"
     with open_engine(str(model), engine="hf", dtype="float32") as later:  # after a restart
         assert Window(later, SYSTEM).fidelity.mode == "blind"
     with open_engine(str(model), engine="hf", dtype="bfloat16") as other:  # another precision

@@ -37,7 +37,7 @@ def engine(model: Path) -> Iterator[Engine]:
 
 def blind(engine: Engine, seed: int, **options: float) -> tuple[Window, str]:
     frames = make_stream(np.random.default_rng(seed), 5, window=6)
-    window = Window(engine, SYSTEM, fidelity=Fidelity("blind", reference="window", **options))
+    window = Window(engine, SYSTEM, fidelity=Fidelity("blind", advanced={"reference": "window"}, **options))
     window.extend([Chunk.image(render(frame)) for frame in frames])
     return window, questions_for(frames, 1, np.random.default_rng(0), ("multi_hop", "single_hop"))[0].text
 

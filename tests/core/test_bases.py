@@ -33,7 +33,7 @@ SPEC = KVSpec(
     identity="engine", family="gqa", layers=4, heads=2, k_dim=4, v_dim=4, dtype="bfloat16",
     rope=RopeSpec(inv_freq=(1.0, 0.1), rotary_dim=4),
 )  # fmt: skip
-SHARED = Fidelity("patched", layout="shared", rank=4)
+SHARED = Fidelity("patched", advanced={"layout": "shared"}, rank=4)
 
 
 def basis_of(folder: Path, date: str = "2026-01-01", seed: int = 0, layers: tuple[int, ...] = (2, 3)) -> ModelBasis:
@@ -62,12 +62,17 @@ def test_a_name_is_of_the_layout_and_the_basis(tmp_path: Path) -> None:
     made = basis_of(model)
     write_basis(made, model)
     shared = resolve(SHARED, str(model))
-    assert shared.basis == made.id and made.id in shared.patch_name and "shared" in shared.patch_name
+    assert shared.advanced.basis == made.id and made.id in shared.patch_name and "shared" in shared.patch_name
     assert resolve(Fidelity("patched", rank=4), str(model)).patch_name == "rank=4,layers=all", "as it always was"
     write_basis(other := basis_of(model, "2026-02-01", seed=1), model)
-    assert resolve(SHARED, str(model)).patch_name != shared.patch_name and resolve(SHARED, str(model)).basis == other.id
-    assert resolve(shared, str(model)).basis == other.id, "what a checkpoint kept does not refuse a newer basis"
-    assert resolve(Fidelity("exact", layout="shared"), str(model)).basis is None
+    assert (
+        resolve(SHARED, str(model)).patch_name != shared.patch_name
+        and resolve(SHARED, str(model)).advanced.basis == other.id
+    )
+    assert resolve(shared, str(model)).advanced.basis == other.id, (
+        "what a checkpoint kept does not refuse a newer basis"
+    )
+    assert resolve(Fidelity("exact", advanced={"layout": "shared"}), str(model)).advanced.basis is None
 
 
 def test_without_a_basis_a_window_says_how_to_fit_one(tmp_path: Path) -> None:
@@ -77,7 +82,7 @@ def test_without_a_basis_a_window_says_how_to_fit_one(tmp_path: Path) -> None:
     write_basis(basis_of(model), model)
     with pytest.raises(ValueError, match="rank must be at most 6"):
         resolve(SHARED.model_copy(update={"rank": 7}), str(model))
-    assert resolve(SHARED.model_copy(update={"rank": 7, "bytes_share": 0.5}), str(model)).basis
+    assert resolve(SHARED.model_copy(update={"rank": 7, "bytes_share": 0.5}), str(model)).advanced.basis
 
 
 @pytest.mark.parametrize("broken", ["cut", "empty", "bits", "weights", "not finite", "shape"])
@@ -120,14 +125,18 @@ def test_what_is_served_is_a_part_of_the_basis(tmp_path: Path) -> None:
     made = basis_of(Path(model), layers=(1, 2, 3))
     write_basis(made, model)
     for rank, layers, at in ((4, "all", (1, 2, 3)), (6, "deep", (2, 3))):
-        asked = resolve(Fidelity("patched", layout="shared", rank=rank, layers=layers), model)  # type: ignore[arg-type]
+        asked = resolve(Fidelity("patched", advanced={"layout": "shared"}, rank=rank, layers=layers), model)  # type: ignore[arg-type]
         cut = served_basis(model, SPEC, asked)
         assert cut.basis is not None and (cut.basis.rank, cut.basis.layers, cut.basis.identity) == (rank, at, "engine")
         assert torch.equal(cut.basis.right, made.basis.right[-len(at) :, :rank])
         assert served_basis(model, SPEC, asked).basis is cut.basis
     # A token's KV is 4 * 2 * 8 = 64 numbers; a twentieth of them are three.
-    some = served_basis(model, SPEC, resolve(Fidelity("patched", layout="shared", bytes_share=0.05), model))
-    none = served_basis(model, SPEC, resolve(Fidelity("patched", layout="shared", bytes_share=0.01), model))
+    some = served_basis(
+        model, SPEC, resolve(Fidelity("patched", advanced={"layout": "shared"}, bytes_share=0.05), model)
+    )
+    none = served_basis(
+        model, SPEC, resolve(Fidelity("patched", advanced={"layout": "shared"}, bytes_share=0.01), model)
+    )
     assert some.basis is not None and some.basis.rank == 3 and none.basis is None
     with pytest.raises(ValueError, match="heads and widths"):
         served_basis(model, replace(SPEC, heads=1), resolve(SHARED, model))

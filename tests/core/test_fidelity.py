@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ctxwin import Fidelity
-from ctxwin.profiles import Profile, model_digest, resolve, write_profile
+from ctxwin import Fidelity, Window
+from ctxwin.profiles import Profile, model_digest, resolve, with_overrides, write_profile
 from ctxwin.window.ask import kl
+from window.fake import FakeEngine
 
 
 def test_auto_follows_the_models_profile_and_is_exact_without_one(tmp_path: Path) -> None:
@@ -37,16 +39,51 @@ def test_allowed_lanes() -> None:
     ]
     assert not Fidelity("patched").allows("orbit")
     assert Fidelity("patched", orbit=True).allows("orbit")
-    assert not Fidelity("patched", forbid=("survivor",)).allows("survivor")
+    assert not Fidelity("patched", advanced={"forbid": ("survivor",)}).allows("survivor")
 
 
 @pytest.mark.parametrize(
     "bad",
-    [{"mode": "fast"}, {"rank": 0}, {"bytes_share": 1.5}, {"survivors": "drop"}, {"ranks": 3}, {"forbid": ("formed",)}],
-)
+    [
+        {"mode": "fast"}, {"rank": 0}, {"bytes_share": 1.5}, {"survivors": "drop"}, {"ranks": 3},
+        {"advanced": {"rank": 3}}, {"advanced": {"forbid": ("formed",)}}, {"advanced": {}, "forbid": ()},
+    ],
+)  # fmt: skip
 def test_bad_fidelity(bad: dict[str, object]) -> None:
     with pytest.raises(ValueError):
         Fidelity(**bad)  # type: ignore[arg-type]
+
+
+MOVED = {"layout": "shared", "basis": "b", "eliminate": True, "reference": "nearer", "forbid": ("survivor",)}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_fields_for_research_stand_apart_and_are_read_where_they_stood(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} must be given in advanced; write Fidelity\(advanced="):
+        Fidelity(**{name: MOVED[name]})  # type: ignore[arg-type]
+    now = Fidelity("patched", rank=4, advanced={name: MOVED[name]})
+    old = {n: v for n, v in now.model_dump(mode="json").items() if n != "advanced"} | now.advanced.model_dump(
+        mode="json"
+    )
+    assert Fidelity.model_validate(old) == Fidelity.model_validate(now.model_dump(mode="json")) == now
+    assert Fidelity.model_validate_json(json.dumps(old)) == now
+    assert Fidelity("patched", rank=4).with_advanced(**{name: MOVED[name]}) == now
+
+
+def test_a_snapshot_of_before_is_restored() -> None:
+    fidelity = Fidelity("patched", rank=2, advanced={"forbid": ("survivor",)})
+    with Window(FakeEngine(), "hd", fidelity=fidelity) as window:
+        state = window.snapshot().model_dump(mode="json")
+        state["fidelity"] |= state["fidelity"].pop("advanced")
+        assert state["fidelity"]["forbid"] == ["survivor"]
+        with Window.restore(window.engine, json.dumps(state)) as restored:
+            assert restored.fidelity == fidelity
+
+
+def test_what_is_set_by_hand_wins_field_by_field() -> None:
+    base = Fidelity("patched", rank=4, advanced={"forbid": ("orbit",), "reference": "stream"})
+    merged = with_overrides(base, Fidelity(kl_budget=0.1, advanced={"reference": "nearer"}))
+    assert merged == base.with_advanced(reference="nearer").model_copy(update={"kl_budget": 0.1})
 
 
 def test_kl_by_hand() -> None:

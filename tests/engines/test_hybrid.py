@@ -342,7 +342,7 @@ def test_windows_move_chunks_without_a_forward(folders: Callable[[str], Path]) -
     with window_on(engine, keeps) as window:
         window.extend([chunk(i) for i in range(4)])
         whole = window.ask(QUERY, logprobs=-1)
-        assert set(window.fidelity.forbid) == {"orbit", "partial", "merged"}
+        assert set(window.fidelity.advanced.forbid) == {"orbit", "partial", "merged"}
         window.slide(1)
         slid = window.ask(QUERY, logprobs=-1)
         assert slid.usage.computed_tokens == query and [e.lane for e in window.chunks] == ["survivor"] * 3

@@ -208,7 +208,7 @@ def test_an_audit_says_what_it_says_on_transformers(opened: Opened) -> None:
     found = []
     with open_engine("tiny", engine="hf", dtype="float32") as other:
         for engine in (opened.engine, other):
-            fidelity = Fidelity("blind", audit=1.0, reference="window")
+            fidelity = Fidelity("blind", audit=1.0, advanced={"reference": "window"})
             with Window(engine, HEADER, fidelity=fidelity) as window:
                 window.extend([frame(i) for i in range(6)])
                 found.append(window.ask(question.text, max_tokens=4))

@@ -164,7 +164,7 @@ def test_an_audit_says_what_it_says_in_one_process(engines: tuple[Any, Any]) -> 
     found = []
     for engine in engines:
         attach_audits(engine)
-        with Window(engine, HEADER, fidelity=Fidelity("blind", audit=1.0, reference="window")) as window:
+        with Window(engine, HEADER, fidelity=Fidelity("blind", audit=1.0, advanced={"reference": "window"})) as window:
             window.extend([chunk(engine, seed) for seed in (11, 12, 13)])
             found.append(window.ask(QUERY, max_tokens=3))
             assert auditor_of(engine, Options(share=1.0)).drain(60)

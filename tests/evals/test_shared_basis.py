@@ -71,7 +71,7 @@ def test_the_command(engine: HFEngine, model_dir: Path, pictures: Path, tmp_path
     refused = invoke(model_dir, "--contexts", 1)
     assert refused.exit_code == 2 and "--images DIR" in refused.stderr
     with pytest.raises(ValueError, match="has no shared basis; fit one with `ctxwin eval basis"):
-        Window(engine, fidelity=Fidelity("patched", layout="shared"))
+        Window(engine, fidelity=Fidelity("patched", advanced={"layout": "shared"}))
     file = tmp_path / "made.st"
     done = invoke(model_dir, "--images", pictures, "--contexts", 1, "--rank", 3, "--output", file, "--json")
     assert done.exit_code == 0, done.output

@@ -224,7 +224,7 @@ def test_a_remote_window_answers_as_one_in_process(server: Process, mode: Any) -
 def test_an_answer_of_an_attached_engine_is_audited(server: Process) -> None:
     """As the transformers engine says of the same window."""
     audits = []
-    fidelity = Fidelity("blind", audit=1.0, reference="window")
+    fidelity = Fidelity("blind", audit=1.0, advanced={"reference": "window"})
     with RemoteWindow(server.client(), HEADER, fidelity=fidelity) as remote:
         remote.extend(CHUNKS[:4])
         audits.append(remote.ask(question(3), 4, audit_within=30).audit)  # type: ignore[call-arg]

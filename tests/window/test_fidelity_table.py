@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.engines.base import Engine
 from ctxwin.errors import UnsupportedModel
+from ctxwin.fidelity import AdvancedFidelity
 from engines import models
 
 QUERY = "what color?"
@@ -52,16 +53,19 @@ FIDELITIES = st.builds(
     rank=st.sampled_from([None, 1, 4]),
     bytes_share=st.sampled_from([None, 0.1, 1.0]),
     layers=st.sampled_from(["all", "deep"]),
-    layout=st.sampled_from(["joint", "joint", "shared"]),
     survivors=st.sampled_from(["keep", "slid", "removal", "refresh"]),
     orbit=st.booleans(),
     recompute=st.sampled_from([None, 0, 2]),
     merge=st.sampled_from([None, 0.5]),
-    eliminate=st.booleans(),
     audit=st.sampled_from([0.0, 1.0]),
     kl_budget=st.sampled_from([None, 0.01]),
-    reference=st.sampled_from(["stricter", "window", "stream", "nearer"]),
-    forbid=st.sampled_from([(), ("resident",), ("survivor", "patched"), ("canonical",)]),
+    advanced=st.builds(
+        AdvancedFidelity,
+        layout=st.sampled_from(["joint", "joint", "shared"]),
+        eliminate=st.booleans(),
+        reference=st.sampled_from(["stricter", "window", "stream", "nearer"]),
+        forbid=st.sampled_from([(), ("resident",), ("survivor", "patched"), ("canonical",)]),
+    ),
 )
 
 
@@ -108,7 +112,7 @@ def test_it_answers_or_does_not_open(engine: Engine, fidelity: Fidelity) -> None
 
 
 def test_tokens_are_dropped_where_the_engine_can(engine: Engine) -> None:
-    fidelity = Fidelity("patched", rank=4, merge=0.5, eliminate=True)
+    fidelity = Fidelity("patched", rank=4, merge=0.5, advanced={"eliminate": True})
     if engine.drops_tokens:
         with Window(engine, "watch", fidelity=fidelity) as window:
             use(window)

@@ -34,7 +34,7 @@ FIDELITIES = {
     "orbit": Fidelity("patched", rank=2, orbit=True),
     "partial": Fidelity("patched", rank=2, recompute=2),
     "merged": Fidelity("patched", rank=2, merge=0.5),
-    "shared": Fidelity("patched", bytes_share=0.1, layout="shared"),
+    "shared": Fidelity("patched", bytes_share=0.1, advanced={"layout": "shared"}),
 }
 STORES = ("memory:", "disk:{}", "tiered:memory:,disk:{}")
 OPS = (

@@ -42,7 +42,7 @@ FIDELITIES = [
     Fidelity("patched", recompute=1, survivors="refresh"),
     Fidelity("patched", rank=64),
     Fidelity("patched", rank=2, layers="deep"),
-    Fidelity("patched", rank=2, forbid=("resident",)),
+    Fidelity("patched", rank=2, advanced={"forbid": ("resident",)}),
 ]
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "gqa": write_text_model,

@@ -10,7 +10,7 @@ from ctxwin.engines.base import Sampling
 from ctxwin.errors import UnknownChunk, UnsupportedModel
 from window.fake import KV, FakeEngine
 
-MERGES = Fidelity("patched", merge=0.5, forbid=("patched",))
+MERGES = Fidelity("patched", merge=0.5, advanced={"forbid": ("patched",)})
 TEXTS = ["abcdefgh", "ijklmnop", "qrstuvwx"]
 
 
@@ -155,7 +155,7 @@ def test_answers_over_merged_chunks_may_drop_tokens(engine: FakeEngine, monkeypa
         return plain(layout, query, sampling, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(engine, "generate", generate)
-    window = opened(engine, MERGES.model_copy(update={"eliminate": True}))
+    window = opened(engine, MERGES.with_advanced(eliminate=True))
     window.maintenance.merge(window.ids[0])
     window.ask("q")
     window.ask("q", remember=True)

@@ -18,7 +18,7 @@ from ctxwin.tiny import checkpoint_dir, world
 from ctxwin.window.ask import kl
 
 HEADER = "You watch a camera."
-SHARED = Fidelity("patched", layout="shared", rank=48)
+SHARED = Fidelity("patched", advanced={"layout": "shared"}, rank=48)
 FRAMES = world.make_stream(seed=5, n_frames=6)
 QUESTIONS = [q.text for q in world.questions_for(FRAMES[:4], 3, 0, ("single_hop", "multi_hop"))]
 
@@ -208,7 +208,7 @@ def test_patches_over_the_models_basis_answer_like_a_re_prefill(engine: Engine, 
             assert patch.share(engine.spec.kv) == pytest.approx(48 * 2 / engine.spec.kv.span_bytes(1))
         assert len({id(patch.basis) for patch in patches if patch}) == 1
         with Window.restore(engine, state.model_dump_json()) as again:
-            assert again.fidelity == window.fidelity and again.fidelity.layout == "shared"
+            assert again.fidelity == window.fidelity and again.fidelity.advanced.layout == "shared"
             answer = ask(again, QUESTIONS[0])
             assert close(answer.first_token_logprobs, answers[0].first_token_logprobs, 1e-5)
             assert answer.usage.reused_tokens == answers[0].usage.reused_tokens
@@ -217,7 +217,7 @@ def test_patches_over_the_models_basis_answer_like_a_re_prefill(engine: Engine, 
         for fidelity in (Fidelity("patched", rank=48, layers="deep"), SHARED):
             with Window(engine, HEADER, fidelity=fidelity) as other:
                 other.extend(chunks)
-                assert other.fidelity.basis != window.fidelity.basis
+                assert other.fidelity.advanced.basis != window.fidelity.advanced.basis
                 assert "patched" not in other.plan().tokens_by_lane
 
 

@@ -8,7 +8,7 @@ import pytest
 from ctxwin import Chunk, Fidelity, Library, Window
 from window.fake import FakeEngine
 
-LINKED = Fidelity("patched", recompute=2, forbid=("survivor", "patched"))
+LINKED = Fidelity("patched", recompute=2, advanced={"forbid": ("survivor", "patched")})
 
 
 def clip(seed: int, frames: int = 6, text: str = "abc") -> Chunk:

@@ -241,7 +241,9 @@ def test_streams_and_async_asks_take_the_options_of_ask(window: Window) -> None:
 
 
 def test_an_orbit_patch_serves_every_order_of_its_set(engine: FakeEngine) -> None:
-    window = Window(engine, "hd", fidelity=Fidelity("patched", rank=4, orbit=True, forbid=("resident", "survivor")))
+    window = Window(
+        engine, "hd", fidelity=Fidelity("patched", rank=4, orbit=True, advanced={"forbid": ("resident", "survivor")})
+    )
     a, b, c = window.extend([Chunk.text("aa"), Chunk.text("bb"), Chunk.text("cccccccccccc")])
     assert window.maintenance.prepare_orbit([a, b]) == [c]
     for order in ([a, b, c], [b, a, c]):

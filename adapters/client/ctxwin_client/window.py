@@ -70,7 +70,7 @@ class RemoteWindow:
     def _set_up(self, client: OpenAI, async_client: AsyncOpenAI | None, window: dict[str, Any]) -> Self:
         self._client, self._async_client = client, async_client
         self.id, self.system_prompt, self.budget = window["id"], window["system_prompt"], window["budget"]
-        self.low_water, self.fidelity = window["low_water"], Fidelity(**window["fidelity"])
+        self.low_water, self.fidelity = window["low_water"], Fidelity.model_validate(window["fidelity"])
         self._closed = False
         return self
 
@@ -214,7 +214,7 @@ class RemoteWindow:
     def adopt(self, branch: RemoteWindow, *, force: bool = False) -> None:
         """Take over a branch's state; raises a conflict if this window has changed since the fork, unless ``force``."""
         self._post("adopt", id=branch.id, force=force)
-        self.fidelity = Fidelity(**self._get("summary")["fidelity"])
+        self.fidelity = Fidelity.model_validate(self._get("summary")["fidelity"])
 
     def ask(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> Answer:
         """Answer ``query`` over the placed chunks; takes the options of `ctxwin.Window.ask`. Cost: as given by `plan`."""

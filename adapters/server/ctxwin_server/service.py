@@ -280,7 +280,7 @@ class Service:
                 self._pool.waiting(tenant_state.tenant),
             )
             auditor = auditor_of(tenant_state.engine)
-            strategies = auditor.ledger(tenant_state.engine, self.limits.fidelity.reference).record.ways
+            strategies = auditor.ledger(tenant_state.engine, self.limits.fidelity.advanced.reference).record.ways
             promoted = {name: name in strategies and strategies[name].promoted for name in STRATEGIES}
             self.metrics.read_audits(tenant_state.tenant, auditor.counted(tenant_state.tenant), promoted)
 

@@ -287,7 +287,7 @@ def basis(
     threads: Threads = 0,
     as_json: Json = False,
 ) -> None:
-    """Fit the directions that all patches of a model share, for Fidelity("patched", layout="shared")."""
+    """Fit the directions that all patches of a model share, for Fidelity("patched", advanced={"layout": "shared"})."""
     with errors():
         from ctxwin.profiles import BASIS_NAME, find_basis, write_basis
         from ctxwin_evals.shared_basis import FitSettings, contexts_for, fit

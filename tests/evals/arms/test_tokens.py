@@ -85,7 +85,7 @@ def test_a_window_links_as_mpic_does(family: Bench, monkeypatch: pytest.MonkeyPa
         clean = Window(engine, HEADER, fidelity=Fidelity("blind"))
         clean.append(chunk)
         clean.ask("q", max_tokens=1)
-    linked = Fidelity("patched", recompute=2, forbid=("resident", "survivor", "patched"))
+    linked = Fidelity("patched", recompute=2, advanced={"forbid": ("resident", "survivor", "patched")})
     window = Window(engine, HEADER, fidelity=linked)
     window.extend(chunks)
     assert [e.lane for e in window.plan().entries] == ["computed", "partial", "partial", "computed"]

@@ -432,7 +432,7 @@ def as_profile(result: Mapping[str, Any], model: str) -> Profile:
         weights=model_digest(model),
         verdict=verdict["sentence"],
         finding=verdict["finding"],
-        fidelity=Fidelity(**result["fidelity"]),
+        fidelity=Fidelity.model_validate(result["fidelity"]),
         measured=measured,
         n=blind["n"] if blind else 0,
         **{name: result[name] for name in ("model", "date", "ctxwin")},
