@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from ctxwin import tracing
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment
+from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, SamplingOptions, Segment, check_sampling
 from ctxwin.errors import AnswerStopped, BudgetExceeded
 from ctxwin.hashing import digest
 from ctxwin.window import edits
@@ -36,23 +36,29 @@ Stop = str | int | Sequence[str | int]
 """Texts and token ids that end an answer."""
 
 
-class AskOptions(TypedDict, total=False):
-    """Options of `Window.ask`, `stream`, `aask` and `astream` beside query and length; None leaves the default."""
+class AskOptions(SamplingOptions, total=False):
+    """Options of `Window.ask`, `stream`, `aask` and `astream` beside query and length; None leaves the default.
+
+    Attributes:
+        remember: append the exchange as a chunk, with the KV of this very pass.
+        logprobs: how many log-probabilities of the first token to return; -1 for the whole vocabulary.
+        stop: texts or token ids that end the answer and are no part of it.
+        json_schema: the answer is JSON of this schema.
+        tools: what the model may call, as OpenAI describes tools; calls are in ``Answer.tool_calls``. The first question
+            with other tools conditions the chunks behind the system prompt that shows them.
+        libraries: where the model may look things up in the middle of its answer, by a call of the tool ``look_up``: what is
+            found is placed behind the answer so far, which keeps its KV, and it goes on. `Answer.looked_up` has what was
+            looked up, at most four times; it stays in the window where the exchange is remembered. Of a server: a
+            `RemoteLibrary`, or its name.
+        n: how many answers, which differ where ``temperature`` is above 0; those behind the first are in ``Answer.others``.
+    """
 
     remember: bool
     logprobs: int | None
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    repetition_penalty: float | None
-    seed: int | None
     stop: Stop | None
     json_schema: Mapping[str, Any] | str | None
     tools: Sequence[Mapping[str, Any]] | None
-    libraries: Sequence[Any] | None  # Searchable; of a server: RemoteLibrary, or names
+    libraries: Sequence[Any] | None
     n: int | None
 
 
@@ -87,26 +93,11 @@ class Question:
     n: int = 1
 
     def __post_init__(self) -> None:
-        sampling = self.sampling
         if not isinstance(self.query, str) or not (self.query or self.bare):
             raise ValueError(f"query must be a non-empty str, got {self.query!r}")
-        if not isinstance(sampling.max_tokens, int) or sampling.max_tokens < 1:
-            raise ValueError(f"max_tokens must be an int >= 1, got {sampling.max_tokens!r}")
-        if not 0 <= sampling.temperature < math.inf:
-            raise ValueError(f"temperature must be >= 0 and finite, got {sampling.temperature}")
-        if not isinstance(sampling.logprobs, int) or sampling.logprobs < -1:
-            raise ValueError(f"logprobs must be an int >= -1 (-1: the whole vocabulary), got {sampling.logprobs!r}")
-        if not 0 < sampling.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {sampling.top_p!r}")
-        if not isinstance(sampling.top_k, int) or sampling.top_k < 0:
-            raise ValueError(f"top_k must be an int >= 0 (0: all tokens), got {sampling.top_k!r}")
-        if not 0 <= sampling.min_p <= 1 or not 0 < sampling.repetition_penalty < math.inf:
-            got = f"{sampling.min_p!r} and {sampling.repetition_penalty!r}"
-            raise ValueError(f"min_p must be in [0, 1] and repetition_penalty > 0 and finite, got {got}")
+        check_sampling(self.sampling)
         if not isinstance(self.n, int) or not 1 <= self.n <= MOST_CHOICES:
             raise ValueError(f"n must be an int in 1..{MOST_CHOICES}, got {self.n!r}")
-        if not all(math.isfinite(p) for p in (sampling.presence_penalty, sampling.frequency_penalty)):
-            raise ValueError("presence_penalty and frequency_penalty must be finite numbers")
 
     @classmethod
     def of(cls, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> Question:

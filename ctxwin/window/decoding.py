@@ -1,6 +1,6 @@
-"""How an answer is decoded, by the names that OpenAI and vLLM give it: one surface of `Window.ask`, chat models and HTTP.
+"""How an answer to a chat is decoded, by the names that OpenAI and vLLM give it.
 
-An engine refuses options it does not support by name (`ctxwin.engines.base.Sampling`).
+An engine refuses options it does not support by name (`ctxwin.engines.base.SamplingOptions`).
 """
 
 from __future__ import annotations
@@ -11,30 +11,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ctxwin.engines.base import Sampling
+from ctxwin.engines.base import Sampling, SamplingOptions, options_model
 
 MOST_CHOICES = 128
 _MOST_SCHEMA = 256 << 10
-SEED = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""Range of the seeds that torch's generators accept."""
 _Stop = Annotated[str, Field(max_length=1000)]
-
-
-class Decoding(BaseModel):
-    """Decoding options common to `Window.ask`, chat models and HTTP; None leaves the default."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-
-
-_DECODING = tuple(Decoding.model_fields)
+_OPTIONS = tuple(SamplingOptions.__annotations__)
 
 
 class _Schema(BaseModel):
@@ -59,12 +41,11 @@ class _SchemaFormat(BaseModel):
     json_schema: _Schema
 
 
-class ChatDecoding(Decoding):
+class ChatDecoding(options_model(SamplingOptions), BaseModel):  # type: ignore[misc]  # its fields are the options
     """Decoding options of a chat beside its messages and its tools."""
 
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    seed: SEED | None = None
     n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -88,11 +69,10 @@ class ChatDecoding(Decoding):
 
         Raises ValueError for several choices that could only be the same.
         """
-        requested = {name: value for name in _DECODING if (value := getattr(self, name)) is not None}
-        chosen = {"temperature": 1.0} | {n: v for n, v in defaults.items() if n in _DECODING} | requested
-        chosen["top_k"] = max(0, int(chosen.get("top_k", 0)))
+        requested = {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
+        chosen: dict[str, Any] = {"temperature": 1.0} | {n: v for n, v in defaults.items() if n in _OPTIONS} | requested
         scores = (self.top_logprobs or 0) if self.logprobs else None
-        sampling = Sampling(**chosen, seed=self.seed, token_logprobs=scores, json_schema=self._schema())
+        sampling = Sampling(**chosen, token_logprobs=scores, json_schema=self._schema())
         if (self.n or 1) > 1 and sampling.temperature == 0:
             raise ValueError(f"n must be 1 where the temperature is 0 (all choices would be the same), got {self.n}")
         return sampling

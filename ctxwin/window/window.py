@@ -8,7 +8,7 @@ fetches and stores it, and `ctxwin.window.ask` runs questions. Neither torch nor
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -22,7 +22,7 @@ from ctxwin.store import parse_bytes
 from ctxwin.window import edits
 from ctxwin.window import placement as placing
 from ctxwin.window.answer import Answer, Disposability, Plan, PlanEntry
-from ctxwin.window.ask import AskOptions, OnToken, Question, Stop, ask, disposable, exchange, not_stopped, split_choices
+from ctxwin.window.ask import AskOptions, OnToken, Question, ask, disposable, exchange, not_stopped, split_choices
 from ctxwin.window.core import WindowCore, restore_core
 from ctxwin.window.defaults import ById, LeastRecentlyRead
 from ctxwin.window.events import Observer
@@ -447,47 +447,13 @@ class Window:
         """
         self.core.adopt(branch.core, force=force)
 
-    def ask(
-        self,
-        query: str,
-        max_tokens: int = 32,
-        *,
-        remember: bool = False,
-        logprobs: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        min_p: float | None = None,
-        presence_penalty: float | None = None,
-        frequency_penalty: float | None = None,
-        repetition_penalty: float | None = None,
-        seed: int | None = None,
-        stop: Stop | None = None,
-        json_schema: Mapping[str, Any] | str | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        libraries: Sequence[Searchable] | None = None,
-        n: int | None = None,
-    ) -> Answer:
+    def ask(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> Answer:
         """Answer ``query`` over the placed chunks.
 
         Args:
             query: text of the question; its KV is dropped afterwards unless remembered.
             max_tokens: most tokens of the answer.
-            remember: appends the exchange as a chunk, with the KV of this very pass.
-            logprobs: how many log-probabilities of the first token to return; -1 for the whole vocabulary.
-            temperature: 0, the default, always takes the likeliest token.
-            top_p, top_k: sample only from the likeliest tokens: those that together have this probability, or this many.
-            min_p, presence_penalty, frequency_penalty, repetition_penalty: as vLLM has them (`ctxwin.engines.base.Sampling`).
-            seed: makes sampling repeatable.
-            stop: texts or token ids that end the answer and are no part of it.
-            json_schema: the answer is JSON of this schema.
-            tools: what the model may call, as OpenAI describes tools; calls are in ``Answer.tool_calls``. The first question
-                with other tools conditions the chunks behind the system prompt that shows them.
-            libraries: where the model may look things up in the middle of its answer, by a call of the tool ``look_up``: what
-                is found is placed behind the answer so far, which keeps its KV, and it goes on. `Answer.looked_up` has what
-                was looked up, at most four times; it stays in the window where the exchange is remembered.
-            n: how many answers, which differ where ``temperature`` is above 0; those behind the first are in
-                ``Answer.others``.
+            **options: see `AskOptions` and, for sampling, `SamplingOptions`. The default is greedy.
 
         Raises:
             BudgetExceeded: system prompt, chunks, query and ``max_tokens`` do not fit the budget.
@@ -496,26 +462,7 @@ class Window:
 
         Cost: what `plan` says, and a forward over the query.
         """
-        question = Question.of(
-            query,
-            max_tokens,
-            remember=remember,
-            logprobs=logprobs,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-            stop=stop,
-            json_schema=json_schema,
-            tools=tools,
-            libraries=libraries,
-            n=n,
-        )
-        return self.answer(question)
+        return self.answer(Question.of(query, max_tokens, **options))
 
     def stream(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> TokenStream:
         """`ask`, yielding text as it is made; ``answer`` is there at the end. Closing it early changes nothing."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import inspect
 import json
 import threading
 from typing import Any
@@ -17,7 +16,6 @@ from ctxwin import Chunk, Fidelity, Window
 from ctxwin.engines.base import Segment
 from ctxwin.errors import ChunkUnavailable, ReadOnlyWindow, UnknownChunk, WindowBusy
 from ctxwin.kv.patch import apply_patch
-from ctxwin.window.ask import AskOptions
 from ctxwin.window.lanes import canonical_key
 from window.fake import KV, FakeEngine
 
@@ -230,12 +228,10 @@ def test_what_was_computed_behind_another_rank_is_not_taken(engine: FakeEngine) 
 
 
 def test_streams_and_async_asks_take_the_options_of_ask(window: Window) -> None:
-    parameters = inspect.signature(Window.ask).parameters.values()
-    assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == set(AskOptions.__annotations__)
-    with pytest.raises(TypeError, match=r"options must be of remember, .*, got \['beams'\]"):
+    with pytest.raises(TypeError, match=r"options must be of temperature, .*, remember, .*, got \['beams'\]"):
         window.stream("q", beams=3)  # type: ignore[call-arg]
     assert "".join(window.stream("q", stop=None, seed=1)) == window.ask("q").text
-    for options in ({"min_p": 2}, {"repetition_penalty": 0}, {"presence_penalty": float("inf")}, {"top_k": -1}):
+    for options in ({"min_p": 2}, {"repetition_penalty": 0}, {"presence_penalty": float("inf")}, {"top_k": -2}):
         with pytest.raises(ValueError, match=next(iter(options))):
             window.ask("q", **options)
 

@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from ctxwin.engines.base import SamplingOptions
 from ctxwin.window.serialization import REFERENCE
 from ctxwin_client.errors import NotAllowed
 
@@ -41,7 +42,8 @@ _HEADERS = _fields(
     "content-length content-type expect host idempotency-key origin referer te traceparent tracestate",
     "transfer-encoding user-agent x-forwarded-for x-forwarded-proto",
 )
-_SAMPLING = """model temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed n max_tokens
+_OPTIONS = " ".join(SamplingOptions.__annotations__)
+_SAMPLING = """model n max_tokens
     stop stop_token_ids include_stop_str_in_output ignore_eos min_tokens logit_bias logprobs prompt_logprobs
     logprob_token_ids allowed_token_ids bad_words skip_special_tokens spaces_between_special_tokens length_penalty
     truncate_prompt_tokens truncation_side add_special_tokens response_format structured_outputs stream stream_options
@@ -55,16 +57,16 @@ _ANTHROPIC = "model messages system tools tool_choice thinking"
 PLAIN = {
     CHAT: Endpoint(
         _fields(
-            _SAMPLING, _IGNORED, _TEMPLATE, "messages top_logprobs max_completion_tokens reasoning_effort",
+            _OPTIONS, _SAMPLING, _IGNORED, _TEMPLATE, "messages top_logprobs max_completion_tokens reasoning_effort",
             "thinking_token_budget include_reasoning parallel_tool_calls",
         ),
         generates=True,
     ),
-    "/v1/completions": Endpoint(_fields(_SAMPLING, "prompt suffix"), generates=True),
+    "/v1/completions": Endpoint(_fields(_OPTIONS, _SAMPLING, "prompt suffix"), generates=True),
     "/v1/responses": Endpoint(
         _fields(
-            "model input instructions max_output_tokens max_tool_calls temperature top_p top_k min_p presence_penalty",
-            "frequency_penalty repetition_penalty seed stop ignore_eos logit_bias top_logprobs include include_reasoning",
+            _OPTIONS, "model input instructions max_output_tokens max_tool_calls",
+            "stop ignore_eos logit_bias top_logprobs include include_reasoning",
             "parallel_tool_calls reasoning text tool_choice tools truncation user stream skip_special_tokens",
             "include_stop_str_in_output structured_outputs cache_salt priority request_id", _IGNORED,
         ),

@@ -10,12 +10,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, create_model
 
 from ctxwin.chunk import Chunk
+from ctxwin.engines.base import SEED, options_model
 from ctxwin.fidelity import Fidelity
 from ctxwin.library import Library
 from ctxwin.validation import validate
 from ctxwin.window import serialization
-from ctxwin.window.ask import Question
-from ctxwin.window.decoding import SEED, Decoding, schema_text
+from ctxwin.window.ask import AskOptions, Question
+from ctxwin.window.decoding import schema_text
 from ctxwin.window.lookups import HITS, MOST
 from ctxwin.window.maintenance import Maintenance
 from ctxwin.window.window import Window
@@ -67,14 +68,13 @@ class OpenWindow(Body):
     snapshot: dict[str, Any] | None = None
 
 
-class Ask(Decoding, Body):
-    """A question to a window. Decoding is as `Window.ask` has it."""
+class Ask(options_model(AskOptions), Body):  # type: ignore[misc]  # its fields are the options
+    """A question to a window, with the options of `Window.ask`: those below are bounded, or differ, on the wire."""
 
     query: str
     max_tokens: COUNT = 32
     remember: bool = False
     logprobs: COUNT | None = None
-    seed: SEED | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=1024)] | None = None
     json_schema: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ctxwin.engines.base import Sampling, ScoredToken
+from ctxwin.engines.base import Sampling, SamplingOptions, ScoredToken
 from ctxwin.engines.vllm.transport.base import PARAM, Transfer, Transport
 from ctxwin.errors import AnswerStopped, EngineFailed, UnsupportedModel
 
@@ -23,8 +23,7 @@ BACKGROUND = 10
 """Priority of background work; vLLM serves lower numbers first, and other requests have 0."""
 
 
-_SAME: tuple[str, ...] = ("max_tokens", "temperature", "seed", "top_p", "top_k", "min_p")
-_SAME += ("presence_penalty", "frequency_penalty", "repetition_penalty")  # the same fields in vLLM's parameters
+_SAME = ("max_tokens", *SamplingOptions.__annotations__)  # the same fields in vLLM's parameters
 
 
 class LoadError(Exception):

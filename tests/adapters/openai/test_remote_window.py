@@ -106,6 +106,7 @@ def test_it_has_the_methods_of_a_window() -> None:
     assert public - {*dir(RemoteWindow), *RemoteWindow.__annotations__} == {
         "at",
         "engine",
+        "maintenance",
         "observe",
         "parent",
         "answer",
