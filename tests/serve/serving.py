@@ -86,7 +86,6 @@ def serving(
         tenants=tenants,
         keys=Keys.of(api_keys, tenants),
         metrics=Metrics(by_tenant=bool(tenants), registry=registry),
-        defaults={"temperature": 0.0},
         **options,
     )
 

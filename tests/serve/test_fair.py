@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from ctxwin import Chunk
-from ctxwin_client import chunk_part, upload
 from ctxwin_server.fair import FairPool
 from ctxwin_server.limits import Limits
 from ctxwin_server.tenants import Tenant
@@ -178,8 +177,8 @@ def test_an_error_is_its_callers(pools: list[FairPool]) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_the_line_takes_nobodys_turn(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
     with serving(Limits(threads=1)) as server, ThreadPoolExecutor() as pool:
-        client, engine, service = server.client(), server.engines[""], server.service
-        chunk = upload(client, Chunk.text("x"))
+        engine, service = server.engines[""], server.service
+        window = call(server, "/v1/windows", {"system_prompt": "h"})[1]["id"]
         inside, go, encode = threading.Event(), threading.Event(), engine.encode
 
         def slow(chunk: Chunk) -> Any:
@@ -190,9 +189,9 @@ def test_a_client_that_leaves_the_line_takes_nobodys_turn(monkeypatch: pytest.Mo
         monkeypatch.setattr(engine, "encode", slow)
         first = pool.submit(call, server, "/v1/chunks", {"type": "text", "text": "y"})
         assert inside.wait(30)
-        asked = {"messages": [{"role": "user", "content": [chunk_part(chunk)]}], "max_tokens": 1, "stream": stream}
+        asked = {"query": "?", "max_tokens": 1, "stream": stream}
         connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
-        connection.request("POST", "/v1/chat/completions", json.dumps(asked))
+        connection.request("POST", f"/v1/windows/{window}/ask", json.dumps(asked))
         wait_for(lambda: service._pool.waiting("") == 1)
         connection.close()
         wait_for(lambda: service._pool.waiting("") == 0)

@@ -42,9 +42,8 @@ def test_the_pixels_of_a_request_are_bounded_over_its_chunks(server: Server) -> 
     window = opened(server)
     status, answer = call(server, f"/v1/windows/{window}/extend", {"chunks": images})
     assert (status, answer["error"]["code"]) == (413, "too_large")
-    named = call(server, "/v1/chunks", {"type": "text", "text": "x"})[1]["id"]
-    urls = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{i['image']}"}} for i in images]
-    content = [{"type": "ctxwin_chunk", "chunk": named}, *urls, {"type": "text", "text": "?"}]
+    named = [call(server, "/v1/chunks", image)[1]["id"] for image in images]
+    content = [*({"type": "ctxwin_chunk", "chunk": name} for name in named), {"type": "text", "text": "?"}]
     asked = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
     status, answer = call(server, "/v1/chat/completions", asked)
     assert (status, answer["error"]["code"]) == (413, "too_large")

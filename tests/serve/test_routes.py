@@ -299,116 +299,17 @@ def test_windows_outlive_the_server_on_a_durable_store(tmp_path: Path) -> None:
         assert upload(server.client(), CHUNKS[0]) == CHUNKS[0].id
 
 
-def test_a_chat_is_the_chat_templates_own_prompt(client: OpenAI, server: Server) -> None:
-    """The layout of a chat, piece by piece, is what the template makes of the whole conversation."""
-    from ctxwin_server.chat import build_layout
-    from ctxwin_server.completions import ChatRequest
-
-    note = upload(client, Chunk.text("a note\n"))
-    ask = [
-        {"type": "text", "text": "first "},
-        {"type": "ctxwin_chunk", "chunk": note},
-        {"type": "text", "text": "one?"},
-    ]
-    messages = [
-        {"role": "system", "content": "be brief"}, {"role": "user", "content": ask},
-        {"role": "assistant", "content": "yes"}, {"role": "user", "content": "and two?"},
-    ]  # fmt: skip
-    tenant_state = server.service.tenant_state("")
-    layout = build_layout(
-        tenant_state.engine, tenant_state.uploads, ChatRequest.model_validate({"messages": messages}).messages
-    )
-    engine = tenant_state.engine
-    pieces = [
-        engine.encode_system_prompt(layout.system_prompt),
-        *map(engine.encode, layout.chunks),
-        engine.encode_query(layout.query),
-    ]
-    made = [i for piece in pieces for i in piece.token_ids]
-    plain = [{**m, "content": "first a note\none?"} if m["content"] == ask else m for m in messages]
-    tokenizer = engine.encoder.checkpoint.tokenizer  # type: ignore[attr-defined]
-    whole = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
-    assert tokenizer.decode(made) == whole
-
-
-def test_a_chat_reuses_what_a_window_computed(client: OpenAI) -> None:
-    with RemoteWindow(client, "A camera.", 900) as window:
-        window.extend(CHUNKS[:3])
-        window.ask(QUESTION, 3)
-    content: list[Any] = [*map(chunk_part, CHUNKS[:3]), {"type": "text", "text": QUESTION}]
-    messages: list[Any] = [{"role": "system", "content": "A camera."}, {"role": "user", "content": content}]
-    made = client.chat.completions.create(model="tiny", messages=messages, max_tokens=3)
-    assert made.usage is not None and made.usage.prompt_tokens_details is not None
-    cached, prompt = made.usage.prompt_tokens_details.cached_tokens, made.usage.prompt_tokens
-    assert cached is not None and cached > 0.9 * prompt
-    content[:3] = content[2::-1]
-    other = client.chat.completions.create(
-        model="tiny", messages=messages, max_tokens=3, extra_body={"ctxwin": {"fidelity": {"mode": "blind"}}}
-    )
-    assert other.model_extra is not None and other.model_extra["ctxwin"]["usage"]["reused_tokens"]["canonical"] > 0
-
-
-def test_a_chat_streams_and_stops(client: OpenAI) -> None:
-    ids = [upload(client, chunk) for chunk in CHUNKS[:3]]
-    content: list[Any] = [*map(chunk_part, ids), {"type": "text", "text": QUESTION}]
-    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 6}
-    whole = client.chat.completions.create(**asked).choices[0]
-    stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
-    events = list(stream)
-    text = "".join(e.choices[0].delta.content or "" for e in events if e.choices)
-    assert text == whole.message.content and text
-    assert [e.choices[0].finish_reason for e in events if e.choices][-1] == whole.finish_reason == "stop"
-    assert events[-1].usage is not None and events[-1].usage.completion_tokens > 0
-    cut = client.chat.completions.create(**asked, stop=[text[1:3]])
-    assert cut.choices[0].message.content == text[:1]
-    short = client.chat.completions.create(**{**asked, "max_tokens": 1, "temperature": 2.0, "seed": 3})
-    assert short.usage is not None and short.usage.completion_tokens <= 1
-
-
-@pytest.mark.parametrize(
-    ("change", "status", "said"),
-    [
-        ({"model": "other"}, 404, "other"),
-        ({"n": 200}, 400, "n:"),
-        ({"max_tokens": 10**6}, 422, "must fit"),
-        ({"best_of": 2}, 400, "best_of"),
-        ({"messages": [{"role": "user", "content": [chunk_part("1" * 64)]}]}, 404, "upload it first"),
-    ],
-)
-def test_what_a_chat_of_chunks_cannot_do_is_refused(
-    client: OpenAI, server: Server, change: dict[str, Any], status: int, said: str
-) -> None:
-    known = upload(client, Chunk.text("x"))
-    content = [chunk_part(known), {"type": "text", "text": "?"}]
-    body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 2, **change}
-    for stream in (False, True):
-        got, answer = call(server, "/v1/chat/completions", {**body, "stream": stream})
-        assert got == status and said in answer["error"]["message"]
-
-
-ROUTED = {
-    "no_stop_trim": False, "ignore_eos": False, "continue_final_message": False, "skip_special_tokens": True,
-    "separate_reasoning": True, "stream_reasoning": True, "return_hidden_states": False,
-}  # fmt: skip
-
-
-def test_what_routers_add_to_a_chat_of_chunks_is_ignored(client: OpenAI) -> None:
-    content: list[Any] = [chunk_part(upload(client, CHUNKS[0])), {"type": "text", "text": "color of 17?"}]
-    asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 4}
-    as_it_is = client.chat.completions.create(**asked).choices[0].message.content
-    assert client.chat.completions.create(**asked, extra_body=ROUTED).choices[0].message.content == as_it_is
-
-
 @pytest.mark.parametrize(
     "change",
     [
+        {"n": 200, "best_of": 2, "response_format": {"type": "text"}},
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"tool_choice": "required"},
         {"messages": [{"role": "tool", "content": "yes", "tool_call_id": "1"}]},
         {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
     ],
 )
-def test_a_chat_of_chunks_with_tools_reaches_vllm_with_their_content(
+def test_a_chat_of_chunks_reaches_vllm_with_their_content(
     client: OpenAI, server: Server, change: dict[str, Any]
 ) -> None:
     image = Image.fromarray(np.full((4, 6, 3), 77, np.uint8))
@@ -426,16 +327,18 @@ def test_a_chat_of_chunks_with_tools_reaches_vllm_with_their_content(
     ]
 
 
-def test_a_chunk_that_no_chat_with_tools_can_hold_is_named(client: OpenAI, server: Server) -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    for chunk, what in [(Chunk.tokens([40, 41]), "token ids"), (Chunk.message("user", "hello"), "a message")]:
-        content = [chunk_part(upload(client, chunk))]
-        body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "tools": tools}
+def test_a_chunk_that_no_chat_can_hold_is_named(client: OpenAI, server: Server) -> None:
+    video = Chunk.video([PIXELS, PIXELS[::-1]], fps=1.5)
+    for chunk, what in [
+        (Chunk.tokens([40, 41]), "token ids"), (Chunk.message("user", "hello"), "a message"), (video, "video media"),
+    ]:  # fmt: skip
+        body = {"model": "tiny", "messages": [{"role": "user", "content": [chunk_part(upload(client, chunk))]}]}
         status, answer = call(server, "/v1/chat/completions", body)
-        assert status == 400 and f"got {what}" in answer["error"]["message"]
-    content = [{"type": "ctxwin_chunk", "chunk": "1" * 64}]
-    body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "tools": tools}
-    assert call(server, "/v1/chat/completions", body)[0] == 404
+        assert status == 400 and f"got {what}; place it in a window" in answer["error"]["message"]
+    body = {"model": "tiny", "messages": [{"role": "user", "content": [chunk_part("1" * 64)]}]}
+    status, answer = call(server, "/v1/chat/completions", body)
+    assert status == 404 and "upload it first" in answer["error"]["message"]
+    assert not server.passed
 
 
 def test_a_plain_chat_is_passed_on_as_it_came(server: Server) -> None:

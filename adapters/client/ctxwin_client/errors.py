@@ -63,10 +63,6 @@ class Quarantined(CtxwinError, RuntimeError):
     """A request that ended the engine, and would end it again."""
 
 
-class UnknownModel(CtxwinError, LookupError):
-    """A model that is not served."""
-
-
 class Unauthorized(CtxwinError, PermissionError):
     """A request without a valid API key, where one is required."""
 
@@ -98,7 +94,6 @@ KINDS = (
     Kind(UnknownLibrary, 404, "unknown_library", "not_found_error"),
     Kind(UnknownFile, 404, "unknown_file", "not_found_error"),
     Kind(NameTaken, 409, "name_taken", "invalid_request_error"),
-    Kind(UnknownModel, 404, "unknown_model", "not_found_error"),
     Kind(ChunkUnavailable, 410, "chunk_unavailable", "not_found_error"),
     Kind(WindowBusy, 409, "window_busy", "conflict_error"),
     Kind(StaleOwner, 409, "stale_owner", "conflict_error"),

@@ -15,7 +15,7 @@ from ctxwin_client.errors import NotAllowed
 
 CHUNKS, WINDOWS, LIBRARIES = "/v1/chunks", "/v1/windows", "/v1/libraries"
 ABOUT, READY = "/v1/ctxwin/about", "/ready"
-CHAT, OUR_CHAT = "/v1/chat/completions", "/v1/ctxwin/chat/completions"
+CHAT = "/v1/chat/completions"
 COUNT = "/v1/messages/count_tokens"
 _READABLE = (READY, "/health", "/ping", "/version", "/metrics", "/v1/models")
 
@@ -86,7 +86,7 @@ PLAIN = {
 
 def is_ours(path: str) -> bool:
     """Return whether a path is one of our routes."""
-    return any(path == root or path.startswith(root + "/") for root in (CHUNKS, WINDOWS, LIBRARIES, OUR_CHAT, ABOUT))
+    return any(path == root or path.startswith(root + "/") for root in (CHUNKS, WINDOWS, LIBRARIES, ABOUT))
 
 
 def check_endpoint(method: str, path: str) -> None:

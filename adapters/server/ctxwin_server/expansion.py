@@ -1,6 +1,6 @@
 """Expansion of chats that name chunks into plain chats that hold the texts and pictures of those chunks.
 
-Such a chat can use what only vLLM's own route offers, such as tools, and the window of a plain chat.
+vLLM's own route answers them, with a window behind them unless the request or the server says otherwise.
 """
 
 from __future__ import annotations
@@ -17,15 +17,6 @@ from ctxwin.window.serialization import REFERENCE
 from ctxwin_client.errors import TooLarge
 from ctxwin_server.limits import Allowance
 from ctxwin_server.uploads import Uploads
-
-
-def needs_vllm(data: dict[str, Any]) -> bool:
-    """Return whether a chat that names chunks has tools or tool calls, which only vLLM's own route serves."""
-    if data.get("tools") or data.get("tool_choice") not in (None, "none"):
-        return True
-    messages = data.get("messages")
-    turns = [turn for turn in (messages if isinstance(messages, list) else ()) if isinstance(turn, dict)]
-    return any(turn.get("role") == "tool" or turn.get("tool_calls") for turn in turns)
 
 
 def expand(data: dict[str, Any], uploads: Uploads, max_text: int) -> None:
@@ -84,6 +75,6 @@ def _content(chunk: Chunk, uploads: Uploads, room: _Room) -> Iterator[dict[str, 
                 "a message" if chunk.role else f"{part.media} media" if isinstance(part, MediaPart) else "token ids"
             )
             raise ValueError(
-                f"chunks of a chat with tools or with a window behind it must hold texts and pictures, got {content}; "
-                "leave the tools out and set windows to off, or upload its parts"
+                f"chunks of a chat must hold texts and pictures, got {content}; place it in a window (/v1/windows), or upload "
+                "its parts"
             )

@@ -44,7 +44,7 @@ class Metrics:
         # One process serves; figures of dead ones are dropped.
         gauge = partial(self._make, Gauge, multiprocess_mode="livemostrecent")
         histogram = partial(self._make, Histogram, buckets=_SECONDS)
-        self.asks = counter("asks", "Questions answered by windows, chats that name chunks included")
+        self.asks = counter("asks", "Questions answered by windows")
         self.edits = counter("window_operations", "Window operations that took effect", "op")
         self.lane_tokens = counter("prompt_tokens", "Tokens of headers and chunks in answered prompts, by lane", "lane")
         self.computed = counter("computed_tokens", "Prompt tokens that went through a forward, patch forming included")

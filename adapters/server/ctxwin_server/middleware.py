@@ -24,7 +24,6 @@ from ctxwin_server.context_management import Count, manage
 from ctxwin_server.endpoints import (
     CHAT,
     COUNT,
-    OUR_CHAT,
     PLAIN,
     allowed_headers,
     check_endpoint,
@@ -33,17 +32,10 @@ from ctxwin_server.endpoints import (
     names_chunks,
 )
 from ctxwin_server.error_shape import reshape_errors
-from ctxwin_server.expansion import expand, needs_vllm
+from ctxwin_server.expansion import expand
 from ctxwin_server.isolation import bind, check_options, check_scores, plain_salt
 from ctxwin_server.limits import Malformed
-from ctxwin_server.request_options import (
-    REQUEST_OPTIONS,
-    ROUTES,
-    ReportingSend,
-    RequestOptions,
-    read_options,
-    window_mode,
-)
+from ctxwin_server.request_options import REQUEST_OPTIONS, ROUTES, ReportingSend, RequestOptions, read_options
 from ctxwin_server.service import STATE, TENANT, Service, TenantState
 from ctxwin_server.typed_tools import describe_tools
 
@@ -169,7 +161,7 @@ def _trace(scope: Scope, path: str) -> Iterator[None]:
 async def _route(
     service: Service, scope: Scope, receive: Receive, path: str, stack: AsyncExitStack, sub_request: SubRequest
 ) -> Receive:
-    """Return the ``receive`` of the route that is called next; redirect the scope to our route where needed.
+    """Return the ``receive`` of the route that is called next.
 
     Args:
         stack: gets the callbacks that release resources when the request has ended.
@@ -220,27 +212,22 @@ async def _check_body(
         raise
     except ValueError:
         data = None
-    changed = False
-    if path == CHAT and names_chunks(data):
-        windowed = service.windows and window_mode(headers, data, service.windows) == "auto"
-        if not windowed and not needs_vllm(data):
-            scope["path"] = scope.get("root_path", "") + OUR_CHAT
-            scope["raw_path"] = scope["path"].encode()
-            return body.replay(raw)
-        await service.run_briefly(tenant, expand, data, tenant_state.uploads, tenant_state.max_text)
-        changed = True
     check_scores(data, service.limits.max_logprobs)
     check_options(data)
     await service.grammars.check(tenant, data)
     service.template_arguments.check(data)
+    changed, windows = False, service.windows
+    if path == CHAT and names_chunks(data):
+        await service.run_briefly(tenant, expand, data, tenant_state.uploads, tenant_state.max_text)
+        changed, windows = True, windows and "auto"
     if isinstance(data, dict):
         check_stored(path, data, tenant)
         if path in (compaction.MESSAGES, COUNT):
             changed |= await service.run_briefly(tenant, describe_tools, data)
         if path == COUNT:
             changed |= await service.run_briefly(tenant, _apply_edits, data, tenant_state.count)
-    if service.windows and path in ROUTES and isinstance(data, dict):
-        changed |= await _with_window(service, tenant_state, scope, headers, path, data, sub_request)
+    if windows and path in ROUTES and isinstance(data, dict):
+        changed |= await _with_window(service, tenant_state, scope, headers, path, data, windows, sub_request)
     name = await service.run_briefly(tenant, digest, "plain", tenant, path, raw)
     if bound:
         if not isinstance(data, dict):
@@ -278,16 +265,17 @@ async def _with_window(
     headers: Headers,
     path: str,
     data: dict[str, Any],
+    windows: str,
     sub_request: SubRequest,
 ) -> bool:
     """Mark a plain request to be served with a window, and apply the edits that it, or the policy, asks for.
 
-    Returns whether the body changed.
+    ``windows`` is the mode of a request that names none. Returns whether the body changed.
     """
     changed = "ctxwin" in data
     own_fields = {name: data.get(name) for name in ("ctxwin",) if name in data}
     changed |= path != CHAT and await service.run_briefly(tenant_state.tenant, resume, path, data)
-    options = read_options(path, headers, data, tenant_state.tenant, service.windows)
+    options = read_options(path, headers, data, tenant_state.tenant, windows)
     if options is None:
         return changed
     scope[REQUEST_OPTIONS] = options

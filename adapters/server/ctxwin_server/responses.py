@@ -90,17 +90,12 @@ async def wait_result(work: BackgroundWork[T], request: Request) -> T:
 
 
 async def stream_events(
-    work: BackgroundWork[Any],
-    request: Request,
-    *,
-    opening: list[bytes] | None = None,
-    last: Callable[[Any], Awaitable[list[bytes]]] | None = None,
+    work: BackgroundWork[Any], request: Request, last: Callable[[Any], Awaitable[list[bytes]]]
 ) -> Response:
     """Stream the items of ``work``, which are JSON, as server-sent events; an error before the first one has its own status.
 
     Args:
-        opening: events before the first item.
-        last: converts the result to events; None if it is a list of them.
+        last: converts the result to events.
     """
     source = aiter(work)
     try:
@@ -111,13 +106,11 @@ async def stream_events(
 
     async def events() -> AsyncIterator[str]:
         try:
-            for event in opening or []:
-                yield event.decode()
             if first is not None:
                 yield first.decode()
                 async for event in source:
                     yield event.decode()
-            for event in work.result if last is None else await last(work.result):
+            for event in await last(work.result):
                 yield event.decode()
             yield "[DONE]"
         except Exception as error:

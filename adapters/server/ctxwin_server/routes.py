@@ -1,4 +1,4 @@
-"""Our routes: ``/v1/chunks``, ``/v1/windows`` and chats that name chunks; ``/v1/libraries`` is in `library_routes`."""
+"""Our routes: ``/v1/chunks`` and ``/v1/windows``; ``/v1/libraries`` is in `library_routes`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ from ctxwin.validation import validate
 from ctxwin.window import serialization
 from ctxwin.window.answer import Answer
 from ctxwin.window.window import Window
-from ctxwin_client.errors import UnknownModel, to_body
-from ctxwin_server import completions
+from ctxwin_client.errors import to_body
 from ctxwin_server.audit_log import RECORDED
-from ctxwin_server.completions import ChatRequest
-from ctxwin_server.endpoints import ABOUT, CHUNKS, OUR_CHAT, READY, WINDOWS
+from ctxwin_server.endpoints import ABOUT, CHUNKS, READY, WINDOWS
 from ctxwin_server.fair import Put, Stopped
 from ctxwin_server.info import describe_server
 from ctxwin_server.library_routes import libraries
@@ -174,7 +172,7 @@ async def ask(window_id: str, context: CurrentRequest) -> Response:
     running = context.service.begin(context.tenant_state.tenant, work)
     if not body.stream:
         return json_response(await wait_for_audit(await wait_result(running, context.request)))
-    return await stream_events(running, context.request, last=final_events)
+    return await stream_events(running, context.request, final_events)
 
 
 LIVE = WINDOWS + "/{window_id}/live"
@@ -251,32 +249,6 @@ async def unknown(window_id: str, operation: str) -> Response:
     """Refuse an unknown operation, naming the known ones."""
     names = ", ".join(sorted([*OPERATIONS, "ask"]))
     raise HTTPException(404, f"an operation on a window must be one of {names}, got {operation[:80]!r}")
-
-
-@router.post(OUR_CHAT, openapi_extra=openapi_body(ChatRequest.model_json_schema()))
-async def complete(context: CurrentRequest) -> Response:
-    """Answer a chat whose messages name chunks; `/v1/chat/completions` redirects those here."""
-    request: ChatRequest = await context.validate(ChatRequest.model_validate)
-    raw = await context.request.body()
-    models = context.service.models
-    if request.model is not None and request.model not in models:
-        raise UnknownModel(f"model must be one of {', '.join(models)}, got {request.model[:200]!r}")
-    chat = context.tenant_state.chat
-    bodies = completions.Bodies(request.model or models[0], context.tenant_state.engine.decode, bool(request.logprobs))
-    usage = bool(request.stream_options and request.stream_options.include_usage)
-
-    # Bodies are built in the worker thread: log-probabilities are many tokens to decode.
-    def work(put: Put, stopped: Stopped) -> list[bytes]:
-        with context.running("chat", raw):
-            replies = chat.answer(request, lambda p: put(bodies.piece(p)) if request.stream else None, stopped)
-        if not request.stream:
-            return [bodies.completion(replies)]
-        return [bodies.usage(replies)] if usage else []
-
-    running = context.service.begin(context.tenant_state.tenant, work)
-    if not request.stream:
-        return json_response((await wait_result(running, context.request))[0])
-    return await stream_events(running, context.request, opening=bodies.opening(request.n or 1))
 
 
 def _open_or_restore(context: RequestContext, body: OpenWindow) -> Window:

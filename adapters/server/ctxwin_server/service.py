@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -21,7 +21,6 @@ from ctxwin.store import parse_bytes
 from ctxwin.store.base import Store
 from ctxwin.window.window import Window
 from ctxwin_server.audit_log import AuditLog
-from ctxwin_server.chat import Chat
 from ctxwin_server.context_management import Count, Policy, counter
 from ctxwin_server.conversations import Conversations
 from ctxwin_server.decode_pool import FileSplitters, MediaDecoders
@@ -66,7 +65,6 @@ class TenantState:
     windows: WindowRegistry
     uploads: Uploads
     libraries: Libraries
-    chat: Chat
     idempotency: IdempotencyCache
     conversations: Conversations
     streams: Streams
@@ -87,7 +85,6 @@ class Service:
         tenants: see `ctxwin_server.tenants`; without any there is one state, shared by everybody.
         keys: tenants by API key.
         private_metrics: whether ``/metrics`` needs a key where there are keys.
-        defaults: default sampling of chats: fields of `Sampling`.
         fetches_media: whether tenants' plain requests may name media by URL, which the server then fetches.
         windows: whether plain chats use windows by default: ``auto``, ``off``, or "" where they never can.
         policy: edits of plain chats that have windows and send no ``context_management``.
@@ -109,7 +106,6 @@ class Service:
         tenants: Sequence[Tenant] = (),
         keys: Keys | None = None,
         metrics: Metrics | None = None,
-        defaults: Mapping[str, float] | None = None,
         private_metrics: bool = False,
         fetches_media: bool = False,
         windows: str = "",
@@ -141,7 +137,6 @@ class Service:
         }
         self._open_windows = OpenWindows(self.limits.max_windows_total)
         self.metrics = metrics or Metrics(by_tenant=bool(tenants))
-        self._defaults = dict(defaults or {})
         self._stores_asked = float("-inf"), True
         self._asking_stores = threading.Lock()
         self._tenants: dict[str, Tenant | None] = {"": None, **{t.name: t for t in tenants}}
@@ -301,7 +296,6 @@ class Service:
             windows=WindowRegistry(engine, most, self.limits, self._open_windows, watch=watch, records=records),
             uploads=uploads,
             libraries=Libraries(name, engine, self._references, self.limits, split, self.preparation.due),
-            chat=Chat(engine, uploads, self.limits.fidelity, self._defaults, watch, partial(self._pool.submit, name)),
             idempotency=IdempotencyCache(),
             conversations=Conversations(most, self.limits.window_ttl_s),
             streams=Streams(most),

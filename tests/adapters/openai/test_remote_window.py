@@ -358,19 +358,6 @@ def test_what_is_disposable(engine: Engine, window: RemoteWindow) -> None:
     assert found == expected
 
 
-def test_chats_name_chunks_by_id(client: OpenAI, engine: Engine) -> None:
-    for chunk in CHUNKS[:3]:
-        upload(client, chunk)
-    content: list[Any] = [*map(chunk_part, CHUNKS[:3]), {"type": "text", "text": QUESTION}]
-    messages: list[Any] = [{"role": "system", "content": "You watch."}, {"role": "user", "content": content}]
-    with Window(engine, "You watch.") as local:
-        local.extend(CHUNKS[:3])
-        expected = local.ask(QUESTION, 4)
-    made = client.chat.completions.create(model="tiny", messages=messages, max_tokens=4)
-    assert made.choices[0].message.content == expected.text
-    assert made.usage is not None and made.usage.prompt_tokens == expected.usage.prompt_tokens
-
-
 def test_unknown_chunks_in_a_chat_are_not_found(client: OpenAI) -> None:
     messages: list[Any] = [{"role": "user", "content": [chunk_part("0" * 64), {"type": "text", "text": "what?"}]}]
     with pytest.raises(APIStatusError) as found:

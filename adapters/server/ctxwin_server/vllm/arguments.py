@@ -144,18 +144,10 @@ def _check_one_process(args: Namespace) -> None:
 
 
 def _check_template(args: Namespace) -> None:
-    """Warn of options that affect plain chats but not chats that name chunks."""
+    """Warn of options that affect chats but not windows."""
     template = [name for name in ("chat_template", "default_chat_template_kwargs") if getattr(args, name, None)]
     if template:
         _log.warning(
-            "%s: for plain chats only; windows and chats that name chunks read the template in the model's folder, so "
-            "put it there as chat_template.jinja",
+            "%s: for chats only; /v1/windows read the template in the model's folder, so put it there as chat_template.jinja",
             ", ".join("--" + name.replace("_", "-") for name in template),
         )
-    if getattr(args.structured_outputs_config, "reasoning_parser", "") or getattr(args, "reasoning_parser", ""):
-        _log.warning("--reasoning-parser: for plain chats only; those that name chunks show thinking in their content")
-
-
-def defaults_of(config: Any) -> dict[str, float]:
-    """Return the default sampling of chats: the model's generation config, as for vLLM's other chats."""
-    return {name: value for name, value in config.get_diff_sampling_param().items() if value is not None}

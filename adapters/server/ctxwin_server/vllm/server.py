@@ -32,7 +32,7 @@ from ctxwin_server.service import STATE, OpenEngine, Service
 from ctxwin_server.settings import Settings
 from ctxwin_server.supervisor import EngineDied, journal, serves
 from ctxwin_server.tenants import Keys, Tenant
-from ctxwin_server.vllm.arguments import SERVED, defaults_of, parse, prepare, server_keys
+from ctxwin_server.vllm.arguments import SERVED, parse, prepare, server_keys
 from ctxwin_server.vllm.chats import install_chat_client
 from ctxwin_server.vllm.grammars import compiles_with_xgrammar, grammar_vocabulary
 from ctxwin_server.vllm.templates import variables_of
@@ -199,7 +199,6 @@ class Windows:
             models=args.served_model_name or [args.model],
             keys=self._keys,
             quarantine=quarantine,
-            defaults=defaults_of(engine_client.model_config),
             fetches_media=bool(args.allowed_media_domains),
             open_records=self._open_records if self._settings.registry else None,
             references=open_store(self._settings.libraries) if self._settings.libraries else None,
