@@ -42,6 +42,15 @@ class Maintenance:
                 [placement],
             )
 
+    def forget_beyond(self, most: int) -> None:
+        """Forget the oldest evicted chunks beyond ``most``, so that an endless stream stays bounded. KV that others use stays.
+
+        No edit: `Window.undo` does not bring them back. O(evicted).
+        """
+        with self.core.writing() as state:
+            if len(state.evicted) > most:
+                self.core.commit(state.edited(evicted=state.evicted[len(state.evicted) - most :]), remember=False)
+
     def prefill(self) -> list[str]:
         """Compute now what the next `ask` would have to compute of the placed chunks; return their placement ids.
 

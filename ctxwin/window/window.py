@@ -84,9 +84,9 @@ class Window:
         self._bind(WindowCore(engine, state.replace(window=uuid.uuid4().hex[:12])), eviction, retrieval)
 
     @classmethod
-    def over(cls, core: WindowCore, eviction: Eviction | None = None, retrieval: Retrieval | None = None) -> Window:
-        """A window over a core that exists: a branch's, an old version's or a restored one's."""
-        window = Window.__new__(Window)
+    def over(cls, core: WindowCore, eviction: Eviction | None = None, retrieval: Retrieval | None = None) -> Self:
+        """A window, of the class it is called on, over a core that exists: a branch's, an old version's or a restored one's."""
+        window = cls.__new__(cls)
         window._bind(core, eviction, retrieval)
         return window
 
@@ -526,7 +526,7 @@ class Window:
         eviction: Eviction | None = None,
         retrieval: Retrieval | None = None,
         seed: str | None = None,
-    ) -> Window:
+    ) -> Self:
         """A window from a snapshot (model, dict or JSON), on any engine.
 
         KV, patches and embeddings are found in the engine's store or recomputed from the sources. On another model the

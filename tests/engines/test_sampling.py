@@ -31,7 +31,8 @@ def drawn(window: Window, **options: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "only", [{"top_p": 1e-6}, {"top_k": 1}, {"min_p": 1.0}, {"temperature": 1e-6}, {"temperature": 5e-324, "top_p": 0.9}]
+    "only",
+    [{"top_p": 1e-6}, {"top_k": 1}, {"min_p": 1.0}, {"temperature": 1e-6}, {"temperature": 5e-324, "top_p": 0.9}],
 )
 def test_one_token_to_draw_from_is_greedy(vague: Window, only: dict[str, Any]) -> None:
     assert set(drawn(vague, **only)) == {vague.ask("go on", 12).text}
@@ -75,5 +76,7 @@ def test_chats_that_say_nothing_take_the_defaults() -> None:
     said = ChatDecoding(temperature=0, top_p=1, top_k=-1, repetition_penalty=1).sampling(defaults)
     assert (said.temperature, said.top_p, said.repetition_penalty, said.top_k) == (0, 1, 1, -1)
     for wrong in ({"n": 2, "temperature": 0}, {"n": 129}, {"top_logprobs": 3}, {"stop": ["x"] * 17}):
-        with pytest.raises(ValueError, match=next(iter(wrong)) if "top_logprobs" not in wrong else "logprobs must be true"):
+        with pytest.raises(
+            ValueError, match=next(iter(wrong)) if "top_logprobs" not in wrong else "logprobs must be true"
+        ):
             ChatDecoding(**wrong).sampling({})

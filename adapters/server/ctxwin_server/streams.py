@@ -234,7 +234,7 @@ class LiveStream:
                     if placement in window.ids:
                         window.evict(placement)
                     raise
-                _forget_beyond(window, options.history)
+                window.maintenance.forget_beyond(options.history)
                 computed = window.maintenance.prefill()
         return {
             "type": "placed", "placement": placement, "evicted": evicted, "computed": computed, "tokens": window.tokens,
@@ -379,10 +379,3 @@ def _nearest(window: Window, at: float) -> str:
     if not timed:
         raise UnknownChunk(f"time must be near a chunk that was pushed with one, got {at:g}; no chunk here has a time")
     return min(timed)[1]
-
-
-def _forget_beyond(window: Window, most: int) -> None:
-    """Drop the oldest evicted chunks, so that an endless stream stays bounded; KV that others use stays."""
-    with window.core.writing() as state:
-        if len(state.evicted) > most:
-            window.core.commit(state.edited(evicted=state.evicted[len(state.evicted) - most :]), remember=False)

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from ctxwin.engines.base import Engine
 from ctxwin.fidelity import Fidelity
@@ -22,7 +22,6 @@ from ctxwin.policies.base import Eviction, Retrieval
 from ctxwin.window import serialization
 from ctxwin.window.answer import Answer
 from ctxwin.window.ask import OnToken, Question, not_stopped
-from ctxwin.window.core import WindowCore, restore_core
 from ctxwin.window.events import Event, Observer
 from ctxwin.window.state import State
 from ctxwin.window.window import Window
@@ -94,27 +93,43 @@ class Session(Window):
         notes: small plain JSON that a node keeps with the window; it travels in the reference.
     """
 
-    def __init__(
-        self,
-        core: WindowCore,
+    @classmethod
+    def begin(
+        cls,
+        window: Window,
         runtime: Runtime[Any],
         execution: Execution | None,
         base: tuple[int, int],
         notes: Mapping[str, Any],
-        eviction: Eviction | None,
-        retrieval: Retrieval | None,
+        manifest: str = "",
+    ) -> Self:
+        """Return the session that edits ``window``.
+
+        Args:
+            base: operations and adoptions before this session.
+            manifest: of the version that ``window`` is at.
+        """
+        session = cls.over(window.core, window.eviction, window.retrieval)
+        session._start(runtime, execution, base, notes, manifest)
+        return session
+
+    def _start(
+        self,
+        runtime: Runtime[Any],
+        execution: Execution | None,
+        base: tuple[int, int],
+        notes: Mapping[str, Any],
+        manifest: str,
     ) -> None:
-        self._bind(core, eviction, retrieval)
         self.lost = self.rebuilt = self._events = 0
         self.dropped: tuple[Mapping[str, Any], ...] = ()
-        self._began = ""  # manifest of the version it opened
+        self._began = manifest
         self.notes: dict[str, Any] = copy.deepcopy(dict(notes))
         self._initial_notes = copy.deepcopy(self.notes)  # `ref` counts a change of them
-        self._runtime, self._execution = runtime, execution
-        self._base = base  # operations and adoptions before this session
+        self._runtime, self._execution, self._base = runtime, execution, base
         self._last_ask: Event | None = None
         self._run_context = contextvars.copy_context()  # the stream writer looks for the run's config there
-        core.heartbeat = runtime.heartbeat
+        self.core.heartbeat = runtime.heartbeat
 
     def ref(self, *, adopt: bool = False) -> dict[str, Any]:
         """Return the reference of this version, for the graph's state: plain JSON.
@@ -178,11 +193,11 @@ class Session(Window):
 
     def fork(self, system_prompt: str | None = None) -> Session:
         """`Window.fork` as a session: its ids are the same when the node runs again; `ref` returns its own reference."""
-        core = self.core.fork(system_prompt)
-        execution = self._execution and (*self._execution[:2], core.id)
+        window = super().fork(system_prompt)
+        execution = self._execution and (*self._execution[:2], window.id)
         base = (self._base[0] + self.core.operations, self._base[1])
-        branch = Session(core, self._runtime, execution, base, self.notes, self.eviction, self.retrieval)
-        core.observers = (*(o for o in core.observers if o != self.tell), branch.tell)
+        branch = Session.begin(window, self._runtime, execution, base, self.notes)
+        branch.core.observers = (*(o for o in branch.core.observers if o != self.tell), branch.tell)
         return branch
 
     def adopt(self, branch: Window | Mapping[str, Any], *, force: bool = False) -> None:
@@ -308,17 +323,16 @@ def open_window(
         opened, base = Restored(state), (0, 0)
     # Two windows that one node edits have different placement ids.
     seed = digest("edits", _seed(execution), opened.state.window) if execution is not None else None
-    core = restore_core(engine, opened.state, seed)
+    window = Window.restore(engine, opened.state, eviction=eviction, retrieval=retrieval, seed=seed)
     extras: Mapping[str, Any] = reference or {}
-    core.vision_encodes, core.parent = extras.get("encodes", 0), extras.get("parent")
-    session = Session(core, runtime, execution, base, extras.get("notes", {}), eviction, retrieval)
+    window.core.vision_encodes, window.core.parent = extras.get("encodes", 0), extras.get("parent")
+    session = Session.begin(window, runtime, execution, base, extras.get("notes", {}), extras.get("manifest", ""))
     for watcher in (getattr(runtime.context, "ledger", None), getattr(runtime.context, "observer", None)):
         if watcher is not None and hasattr(watcher, "watch"):
             watcher.watch(session)
         elif watcher is not None:
             session.observe(watcher)
     session.observe(session.tell)
-    session._began = extras.get("manifest", "")
     session.report_dropped(extras.get("dropped", ()))
     session.report_losses(opened)
     return session
