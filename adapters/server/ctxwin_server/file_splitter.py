@@ -1,16 +1,11 @@
 """Helper process that splits files of libraries into passages, for `ctxwin_server.decode_pool`.
 
-Reads requests from stdin and writes answers to stdout until stdin ends. All numbers are little-endian.
-
-A request is the sizes of header and file (``<IQ``), the header as JSON, the file. An answer has the decoder's form
-(`ctxwin_server.media_decoder`); its bytes are those that `unpack` reads.
+A request is the size of a header (``<I``, little-endian), the header as JSON, and the file; the answer is what `unpack` reads.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import resource
 import struct
 import sys
 from collections.abc import Sequence
@@ -19,29 +14,24 @@ from ctxwin.errors import BadMedia, MissingExtra
 from ctxwin.library.files import passages_of
 from ctxwin.library.records import Passage
 from ctxwin.media import pack_frames, unpack_frames
-from ctxwin_server.media_decoder import ANSWER, DECODED, FAILED
+from ctxwin_server.helper import serve
 
-REQUEST = struct.Struct("<IQ")
+HEADER = struct.Struct("<I")
 _SIZE = struct.Struct("<Q")
 
 
 def main() -> None:
-    """Run ``python -m ctxwin_server.file_splitter BYTES``, with at most BYTES of memory."""
-    max_bytes = int(sys.argv[1])
-    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.nice(15)  # a file that takes seconds must not slow down answers
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
-    while head := source.read(REQUEST.size):
-        header_size, size = REQUEST.unpack(head)
-        header = json.loads(source.read(header_size))
-        status, payload = _answer(header["name"], source.read(size), header["caption"], header["most_pixels"])
-        sink.write(ANSWER.pack(status, len(payload)))
-        sink.write(payload)
-        sink.flush()
+    """Run ``python -m ctxwin_server.file_splitter BYTES``, with at most BYTES of memory for a file."""
+
+    def answer(raw: bytes) -> bytes:
+        start = HEADER.size + HEADER.unpack_from(raw)[0]
+        header = json.loads(raw[HEADER.size : start])
+        return _split(header["name"], raw[start:], header["caption"], header["most_pixels"])
+
+    serve(answer, int(sys.argv[1]))
 
 
-def _answer(name: str, raw: bytes, caption: str, most_pixels: int) -> tuple[int, bytes]:
+def _split(name: str, raw: bytes, caption: str, most_pixels: int) -> bytes:
     try:
         passages = passages_of(name, raw, caption)
         pixels = sum(m.shape[0] * m.shape[1] * m.shape[2] for p in passages for m in p.chunk.media)
@@ -50,11 +40,11 @@ def _answer(name: str, raw: bytes, caption: str, most_pixels: int) -> tuple[int,
                 f"the pages and frames of a file must have at most {most_pixels} pixels together (--max-pixels), got {pixels} "
                 f"in {name!r}; split it, scale it down, or raise it"
             )
-        return DECODED, pack(passages)
-    except (BadMedia, MissingExtra) as error:
-        return FAILED, str(error).encode()[:2000]
+        return pack(passages)
+    except (BadMedia, MissingExtra):
+        raise
     except Exception as error:  # decoders raise anything on malformed files, MemoryError included
-        return FAILED, f"a file must be readable, got {name[:255]!r}: {type(error).__name__}: {error}"[:500].encode()
+        raise BadMedia(f"a file must be readable, got {name[:255]!r}: {type(error).__name__}: {error}"[:500]) from None
 
 
 def pack(passages: Sequence[Passage]) -> bytes:

@@ -1,4 +1,4 @@
-"""Helper processes that inspect client input: one that takes too long is killed, not the server.
+"""Helper processes that read client input: one that takes too long or too much memory is killed, not the server.
 
 A request is its size (``<Q``) and its bytes; an answer a status byte and a size (``<BQ``), then that many bytes.
 """
@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from ctxwin.errors import EngineFailed
+from ctxwin.errors import CtxwinError, EngineFailed
+from ctxwin_server.scratch import Scratch
 
 REQUEST = struct.Struct("<Q")
 ANSWER = struct.Struct("<BQ")
@@ -36,17 +37,20 @@ class Helper:
 
     Args:
         seconds: processor and wall time that one request may take.
+        writes_files: gives it a folder for temporary files, which is emptied after each request and removed with the process.
     """
 
-    def __init__(self, program: str, arguments: Sequence[str], seconds: float) -> None:
+    def __init__(self, program: str, arguments: Sequence[str], seconds: float, *, writes_files: bool = False) -> None:
         self._command = [sys.executable, "-m", program, *arguments]
         self._seconds = seconds
+        self._writes_files = writes_files
         self._popen: subprocess.Popen[bytes] | None = None
+        self._scratch: Scratch | None = None
         self._turn = threading.Lock()
         self._closed = False
 
-    def ask(self, raw: bytes) -> tuple[int, bytes]:
-        """Return status and bytes of the answer. Blocks.
+    def ask(self, *parts: bytes) -> tuple[int, bytes]:
+        """Return status and bytes of the answer to a request, which may be in parts. Blocks.
 
         Raises:
             OutOfBounds: it took too long, or the process ended. EngineFailed: no process can be started.
@@ -55,10 +59,13 @@ class Helper:
             if self._popen is None:
                 self._start()
             try:
-                return self._exchange(raw, self._seconds)
+                return self._exchange(parts, self._seconds)
             except BaseException:
                 self._kill()
                 raise
+            finally:
+                if self._scratch is not None:
+                    self._scratch.empty()
 
     def close(self) -> None:
         """End the process. Idempotent."""
@@ -72,16 +79,21 @@ class Helper:
         if self._closed:
             raise EngineFailed("the server is shutting down; try another one")
         try:
-            self._popen = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self._scratch = Scratch() if self._writes_files else None
+            environment = None if self._scratch is None else {**os.environ, "TMPDIR": str(self._scratch.path)}
+            self._popen = subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+            )
         except OSError as error:
-            raise EngineFailed(f"a process that checks requests must be startable, got {error}") from error
+            self._kill()
+            raise EngineFailed(f"a process that reads requests must be startable, got {error}") from error
         try:
-            self._exchange(b"", _START_S)  # an empty request is answered once everything is imported
+            self._exchange((), _START_S)  # an empty request is answered once everything is imported
         except OutOfBounds as error:
             self._kill()
-            raise EngineFailed(f"a process that checks requests must start, got: {error}") from error
+            raise EngineFailed(f"a process that reads requests must start, got: {error}") from error
 
-    def _exchange(self, raw: bytes, seconds: float) -> tuple[int, bytes]:
+    def _exchange(self, parts: Sequence[bytes], seconds: float) -> tuple[int, bytes]:
         popen, timed_out = self._popen, threading.Event()
         assert popen is not None
         stdin, stdout = cast(BinaryIO, popen.stdin), cast(BinaryIO, popen.stdout)
@@ -94,7 +106,8 @@ class Helper:
         timer.daemon = True
         timer.start()
         try:
-            stdin.write(REQUEST.pack(len(raw)) + raw)
+            for part in (REQUEST.pack(sum(map(len, parts))), *parts):
+                stdin.write(part)
             stdin.flush()
             head = stdout.read(ANSWER.size)
             status, size = ANSWER.unpack(head) if len(head) == ANSWER.size else (REFUSED, -1)
@@ -117,6 +130,9 @@ class Helper:
             cast(BinaryIO, popen.stdout).close()
             with contextlib.suppress(OSError):  # closing flushes unread input to the ended process
                 cast(BinaryIO, popen.stdin).close()
+        scratch, self._scratch = self._scratch, None
+        if scratch is not None:
+            scratch.remove()
 
 
 def serve(answer: Callable[[bytes], bytes], most_bytes: int) -> None:
@@ -132,6 +148,7 @@ def serve(answer: Callable[[bytes], bytes], most_bytes: int) -> None:
         try:
             status, result = DONE, answer(raw) if raw else b""
         except Exception as error:  # libraries raise anything on malformed input, MemoryError included
-            status, result = REFUSED, f"{type(error).__name__}: {error}"[:500].encode("utf-8", "replace")
+            name = "" if isinstance(error, CtxwinError) else f"{type(error).__name__}: "
+            status, result = REFUSED, f"{name}{error}"[:2000].encode("utf-8", "replace")
         sink.write(ANSWER.pack(status, len(result)) + result)
         sink.flush()
