@@ -29,6 +29,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from mmap import mmap
 from typing import TYPE_CHECKING, Any, Final
 
 from ctxwin.errors import StoreCorrupt
@@ -204,8 +205,8 @@ def _join(kind: int, header: Mapping[str, Any], parts: Sequence[Buffer], body_by
     return b"".join((head, *parts, _sum(head, *parts) if checked else b""))
 
 
-def _open(blob: bytes, kind: int, checked: bool) -> tuple[dict[str, Any], Prefix]:
-    if not isinstance(blob, bytes):
+def _open(blob: bytes | mmap, kind: int, checked: bool) -> tuple[dict[str, Any], Prefix]:
+    if not isinstance(blob, bytes | mmap):
         raise TypeError(f"a blob must be bytes, got {type(blob).__name__}")
     prefix = read_prefix(blob[: PREFIX.size], len(blob))
     if bool(prefix.sum_bytes) != checked:
@@ -276,12 +277,12 @@ def encode_tensors(
     return _join(TENSORS, {"meta": dict(meta or {}), "tensors": table}, parts, offset, checked)
 
 
-def decode_tensors(blob: bytes, *, checked: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def decode_tensors(blob: bytes | mmap, *, checked: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors and meta of `encode_tensors`, with the same ``checked``; raises StoreCorrupt on anything that is off.
 
     The tensors are views on ``blob`` (they keep it alive) and are READ-ONLY: torch cannot enforce that, and writing
-    into one would change an immutable bytes object. Clone before any in-place operation. Cost: one SHA-256
-    where ``checked``, no copy.
+    into one would change an immutable object, or end the process where a file is mapped. Clone before any in-place
+    operation. Cost: one SHA-256 where ``checked``, no copy.
     """
     import torch
 

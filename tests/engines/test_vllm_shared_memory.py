@@ -167,6 +167,31 @@ def test_a_span_from_a_store_crosses_as_the_bytes_that_were_read(
     assert torch.equal(part.span.k, span(0).k) and torch.equal(part.span.positions, span(0).positions)
 
 
+def mapped(folder: Path) -> list[str]:
+    """Files of a folder, removed ones included, that this process has in its memory."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
+
+
+def test_spans_are_mapped_and_leave_with_their_files(transport: SharedMemoryTransport) -> None:
+    """A worker's memory is the folder's, and what the engine has forgotten or evicted does not stay in it."""
+    endpoint = SharedMemoryEndpoint(transport.source)
+
+    def load(numbers: range) -> None:
+        for i in numbers:
+            handle = transport.add(Transfer(loads=(segment(i, None),)))
+            (part,) = endpoint.parts(handle, 0, 5)
+            assert torch.equal(part.span.k, span(2 * i).k)
+            transport.remove(handle)
+
+    load(range(40))
+    assert len(mapped(transport.path)) == 80, "a span and a patch each"
+    for file in [*transport.path.glob("span-*"), *transport.path.glob("patch-*")]:
+        file.unlink()
+    load(range(100, 125))
+    left = mapped(transport.path)
+    assert len(left) == 50 and not any("(deleted)" in line for line in left)
+
+
 def test_a_job_is_read_once(tmp_path: Path) -> None:
     """vLLM's scheduler asks about a waiting request in every step, and when it has ended; gone is gone."""
     transport = SharedMemoryTransport(KV, folder=tmp_path)

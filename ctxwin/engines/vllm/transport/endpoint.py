@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import mmap
+import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +32,11 @@ from ctxwin.store.fp8 import unpack_fp8
 from ctxwin.store.lru import LRUCache
 
 LIVE_BYTES = 512 << 20
-"""Decoded spans and patches that each endpoint remembers."""
+"""Spans and patches that each endpoint keeps decoded. They are mapped, not copied: the memory is the folder's."""
+_LEAST_BYTES = 32 << 10
+"""Counted for a record at least, since a process may have some 65,000 mappings."""
+_CHECKED = 4
+"""Decoded records looked up in the folder for each new one; more than one, so that those that are gone do not add up."""
 _MAX_REQUESTS = 4096
 _SPEC, _META = TypeAdapter(KVSpec), TypeAdapter(RequestMeta)
 _log = logging.getLogger("ctxwin.engines")
@@ -48,6 +54,7 @@ class SharedMemoryEndpoint(Endpoint):
         self._rank = 0
         self._requests: LRUCache[RequestMeta] = LRUCache(_MAX_REQUESTS)  # vLLM looks up a waiting request in every step
         self._live: LRUCache[Any] = LRUCache(LIVE_BYTES)
+        self._to_check: Iterator[str] = iter(())
 
     def request_meta(self, handle: str) -> RequestMeta | None:
         """As `Endpoint.job`. Cost: one read for each handle, then a stat."""
@@ -176,15 +183,32 @@ class SharedMemoryEndpoint(Endpoint):
         key = f"{name}@{path.stat().st_mtime_ns}"  # a file that was rewritten is read again
         record = self._live.get(key)
         if record is None:
-            blob = path.read_bytes()
+            self._drop_removed()
+            blob = _map(path)
             if sum_of(blob) != total:
                 raise StoreCorrupt(f"{name} is not what the engine wrote")
             try:
                 record = make(*codec.decode_tensors(blob, checked=False))
             except (KeyError, TypeError, ValueError) as error:
                 raise StoreCorrupt(f"{name} is not what it is called: {error}") from error
-            self._live.put(key, record, len(blob))
+            self._live.put(key, record, max(len(blob), _LEAST_BYTES))
         return record
+
+    def _drop_removed(self) -> None:
+        """Drop decoded records whose files the engine has removed, a few at a time: their memory is in use until then."""
+        for _ in range(_CHECKED):
+            key = next(self._to_check, None)
+            if key is None:
+                self._to_check = iter([key for key, _ in self._live.items()])
+                return
+            if not (self.path / key.rpartition("@")[0]).exists():
+                self._live.pop(key)
+
+
+def _map(path: Path) -> Any:
+    """Return a file's bytes, read-only and without a copy. Its writer replaces files and never shortens one."""
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if os.fstat(file.fileno()).st_size else b""
 
 
 _endpoints: weakref.WeakValueDictionary[str, SharedMemoryEndpoint] = weakref.WeakValueDictionary()

@@ -38,6 +38,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from functools import partial
+from mmap import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -341,7 +342,7 @@ def check_room(folder: Path, size: int) -> None:
         raise OSError(errno.ENOSPC, f"{folder.parent} must have room for {size} more bytes, got {free}; free some")
 
 
-def sum_of(blob: bytes) -> int:
+def sum_of(blob: bytes | mmap) -> int:
     """Return a checksum at the speed of memory; digests are for files that leave the machine."""
     words = np.frombuffer(blob, dtype="<u8", count=len(blob) // 8)
     rest = int.from_bytes(blob[8 * len(words) :], "little")
