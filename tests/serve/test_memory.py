@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -108,6 +109,18 @@ def test_memory_that_nothing_uses_is_given_back_before_work_is_refused(monkeypat
     assert not memory.short, "what the allocator kept was enough"
     memory.look()
     assert memory.short and sizes == [150], "it is not tried at every look"
+
+
+def test_a_heap_is_trimmed_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    trims: list[float] = []
+    now = 0.0
+    monkeypatch.setattr("ctxwin_server.memory.time.monotonic", lambda: now)
+    monkeypatch.setattr("ctxwin_server.memory.give_back", lambda: trims.append(now))
+    memory = Memory(100, lambda _: 1)
+    for second in range(1000):
+        now = float(second)
+        memory.look()
+    assert len(trims) == 7 and all(b - a > 150 for a, b in itertools.pairwise(trims))
 
 
 @pytest.mark.parametrize(
