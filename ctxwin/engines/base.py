@@ -570,6 +570,7 @@ class Engine(ABC):
         salt: str = "",
         background: bool = False,
         tally: Tally | None = None,
+        stopped: Callable[[], bool] | None = None,
     ) -> SpanKV:
         """Compute the KV of ``target`` after ``context`` (segments in order, loaded or computed in place).
 
@@ -579,6 +580,7 @@ class Engine(ABC):
             salt: as in `generate`.
             background: nobody waits for the call; an engine that batches serves others first.
             tally: the cost of the call is added to it.
+            stopped: polled; once it is true the call ends, leaves nothing, and raises AnswerStopped.
         """
 
     @abstractmethod

@@ -32,6 +32,9 @@ class Usage:
         exact: whether every placed chunk was served exactly.
         low_water_saves: tokens an ask that a low-water mark would save this window, which is exact and slides one by one
             (`Plan.sliding`); 0 for others.
+        prefilled_tokens: tokens that were computed ahead of this ask while the engine was idle (``Window(prefill="idle")``) and
+            served to it; they are not in ``computed_tokens``. missed_tokens: those computed ahead since the last answer for
+            nothing.
     """
 
     engine: str
@@ -50,6 +53,8 @@ class Usage:
     exact: bool = True
     planned_s: float = 0.0
     low_water_saves: int = 0
+    prefilled_tokens: int = 0
+    missed_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -191,6 +196,7 @@ class Plan:
         ms: milliseconds up to the first token, what the query's own tokens take apart; a chunk's share stands in its entry.
             A prediction from what calls of this engine took so far (`ctxwin.engines.cost`); of a new engine, a guess.
         sliding: of an exact window that slides one by one: what that costs, and what a low-water mark would.
+        prefilled_tokens: tokens computed ahead of the next ask so far (``Window(prefill="idle")``).
     """
 
     system_prompt_tokens: int
@@ -200,6 +206,7 @@ class Plan:
     steps: tuple[PlanRequest, ...] = ()
     ms: float = 0.0
     sliding: SlidingAdvice | None = None
+    prefilled_tokens: int = 0
 
     @property
     def requests(self) -> int:
@@ -267,6 +274,8 @@ class Plan:
                 f"\nsliding one by one computes about {self.sliding.one_by_one:.0f} tokens of chunks an ask; with a low-water "
                 f"mark of half, {self.sliding.halved.tokens:.0f}"
             )
+        if self.prefilled_tokens:
+            total += f"\n{self.prefilled_tokens} tokens were computed ahead while the engine was idle"
         return "\n".join([*rows, total])
 
 

@@ -138,6 +138,8 @@ def ask(
         encoded = core.engine.encode_query(query)
         check_budget(state, encoded.tokens, sampling.max_tokens)
         work = Work()
+        if core.idle is not None:
+            core.idle.give_way()
         with core.counting_encodes():
             layout = core.assembly.build_layout(state, fidelity, work)
             layout_s = time.perf_counter() - begin
@@ -176,9 +178,15 @@ def ask(
         total = time.perf_counter() - begin
         if stopped():
             raise AnswerStopped("the answer was stopped before its end")
+        used = missed = 0
+        if core.idle is not None:
+            used, missed = core.idle.served(
+                layout, generation.computed_tokens + work.tokens, encoded.tokens + sampling.max_tokens
+            )
         core.commit(new_state)
         usage = _usage(core, state, layout, encoded, generation, work, layout_s, total)
         usage = replace(usage, planned_s=planned_ms / 1e3)
+        usage = replace(usage, prefilled_tokens=used, missed_tokens=missed)
         core.vision_encodes = 0
         tracing.note(
             window=core.id,

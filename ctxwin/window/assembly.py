@@ -327,7 +327,9 @@ class Assembly:
     ) -> SpanKV:
         """Run `Engine.prefill`, counted in ``work``. ``entries`` are the chunks that may have to be encoded again."""
         costs, counts = self.engine.costs, (work.forwards, work.fallbacks)
-        prefill = partial(self.engine.prefill, salt=salt or self.salt, background=work.background, tally=work)
+        options: dict[str, Any] = {} if work.stopped is None else {"stopped": work.stopped}
+        options |= {"salt": salt or self.salt, "background": work.background, "tally": work}
+        prefill = partial(self.engine.prefill, **options)
         with costs.timed() as watch:
             span = self._with_embeddings(entries, partial(prefill, tuple(front), encoded, start))
         work.priced_ms += watch.ms
@@ -473,6 +475,21 @@ class Assembly:
         layout = replace(layout, segments=(system_prompt, *layout.segments[1:]))
         span, layout = self._in_place(state, index, layout, work)
         return self.write_back(state, layout, {index + 1: span}, fidelity)
+
+    def compute_chunk(self, state: State, layout: Layout, index: int, work: Work) -> Layout:
+        """Compute and store the exact KV of the chunk at ``index``, which has an exact prefix with KV; return the layout with it.
+        The window does not change: the next ask finds the KV by its provenance."""
+        system_prompt = self._computed_system_prompt(state, layout.segments[0], work)
+        layout = replace(layout, segments=(system_prompt, *layout.segments[1:]))
+        segment, conditioning = layout.segments[index + 1], layout.choices[index].conditioning
+        span = layout.ahead.get(index + 1)
+        if span is None:
+            span, _ = self._in_place(state, index, layout, work)
+        record = {"provenance": conditioning.provenance, "exact": True, "absorbed": layout.absorbed(index)}
+        self.put(conditioning.span, span, segment.encoded, **record)
+        segments = list(layout.segments)
+        segments[index + 1] = replace(segment, span=span, capture=False)
+        return replace(layout, segments=tuple(segments))
 
     def _in_place(self, state: State, index: int, layout: Layout, work: Work) -> tuple[SpanKV, Layout]:
         """Return KV of a placed chunk in its present context, and the layout it was computed after in the end."""

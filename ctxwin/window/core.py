@@ -26,6 +26,7 @@ from ctxwin.window import edits, placement
 from ctxwin.window.answer import Plan
 from ctxwin.window.assembly import Assembly
 from ctxwin.window.events import Event, Observer, Op
+from ctxwin.window.idle import IdlePrefill, prefiller_of
 from ctxwin.window.invariants import check_state
 from ctxwin.window.removed import check_present
 from ctxwin.window.sliding import SlidingAdvice, sliding_advice
@@ -65,6 +66,7 @@ class WindowCore:
         observers: called with every `Event`; forks inherit them.
         operations: how many operations have begun, asks and failed ones included.
         vision_encodes: runs of the vision tower since the last answer.
+        idle: computes ahead of the next ask; None unless the state says so.
         heartbeat: called when an operation begins and ends, and for every chunk placed and token answered.
     """
 
@@ -91,6 +93,9 @@ class WindowCore:
         self._single_slides = 0
         self.vision_encodes = 0
         self.heartbeat: Callable[[], None] = lambda: None
+        self.idle: IdlePrefill | None = None
+        if state.prefill == "idle" and not read_only:
+            self.idle = IdlePrefill(Assembly(engine, self.assembly.demand, memo=self.assembly.memo))
         self._forked_from: tuple[weakref.ref[WindowCore], int] | None = None
         self._history: OrderedDict[int, tuple[State, int | None]] = OrderedDict()
         self._unshared: dict[int, int] = {}  # placements of a kept version that the next one does not have
@@ -159,8 +164,10 @@ class WindowCore:
             over = sum(self._unshared.values()) - _UNSHARED
             while len(self._history) > _HISTORY or (over > 0 and len(self._history) > _FEWEST):
                 over -= self._unshared.pop(self._history.popitem(last=False)[0])
-        self.state = state
+        changed, self.state = state.version != self.state.version, state
         self.lease()
+        if self.idle is not None and changed:
+            self.idle.submit(self.audits.with_fallbacks(state), self.fidelity)
         if op is not None:
             self.announce(self.event(op, ids, **details))
 
@@ -195,7 +202,8 @@ class WindowCore:
         """Return how the next ask would serve each chunk, and its cost. Reads no KV."""
         self.lease()  # what was lost may have been stored again by another window
         plan = self.assembly.plan(self.audits.with_fallbacks(self.state), self.fidelity, query)
-        return replace(plan, sliding=self.sliding_advice())
+        ahead = self.idle.pending_tokens if self.idle is not None else 0
+        return replace(plan, sliding=self.sliding_advice(), prefilled_tokens=ahead)
 
     def note_slide(self, count: int) -> None:
         """Note that `Window.slide` evicted ``count`` chunks without a mark; log once what a mark would save."""
@@ -282,7 +290,9 @@ class WindowCore:
         if system_prompt is not None and system_prompt != state.system_prompt:
             state = placement.with_system_prompt(self.engine, state, system_prompt)
         seed = digest("fork", self.seed, self.id, self._count())
-        state = state.replace(window=seed[:12], root=state.unit, budget=state.budget if budget is None else budget)
+        state = state.replace(window=seed[:12], root=state.unit)
+        if budget is not None:  # a test of what one question answers; nothing is predicted of it
+            state = state.replace(budget=budget, prefill=None)
         branch = WindowCore(self.engine, state, seed=seed, observers=self.observers, parent=self.id)
         branch.audits = self.audits.branch(partial(_emit_audit, weakref.ref(branch)))
         branch._forked_from = (weakref.ref(self), state.version)
@@ -325,6 +335,10 @@ class WindowCore:
 
         Old versions go, as they would bring it back. Other windows that hold it, placed or evicted, keep its media.
         """
+        with prefiller_of(self.engine).hold():  # nothing of it may be stored behind the deletion
+            self._forget(state, entry)
+
+    def _forget(self, state: State, entry: Placed) -> None:
         self._history.clear()
         self._unshared.clear()
         self.assembly.memo.clear()
@@ -359,6 +373,8 @@ class WindowCore:
         """Release the leases; the window can be neither edited nor asked afterwards. Idempotent."""
         if self.closed:
             return
+        if self.idle is not None:
+            self.idle.close()
         with self._guard:  # a thread that still edits must not lease behind this
             self.closed = True
             self._finalizer.detach()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ class Work(Tally):
     system_prompt: bool = False  # whether the system prompt was among them
     background: bool = False  # no caller is waiting for it
     priced_ms: float = 0.0  # of its time: what has a price of its own
+    stopped: Callable[[], bool] | None = None  # polled during background forwards; once it is true they are given up
 
 
 @dataclass(frozen=True)

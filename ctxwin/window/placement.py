@@ -58,7 +58,12 @@ def with_system_prompt(engine: Engine, state: State, system_prompt: str) -> Stat
     entries, evicted = (tuple(p.replace(kv=None, unseen=()) for p in ps) for ps in (state.placed, state.evicted))
     new = initial_state(engine, system_prompt, state.budget, state.fidelity)
     return new.replace(
-        low_water=state.low_water, version=state.version, arrivals=state.arrivals, placed=entries, evicted=evicted
+        low_water=state.low_water,
+        prefill=state.prefill,
+        version=state.version,
+        arrivals=state.arrivals,
+        placed=entries,
+        evicted=evicted,
     )
 
 

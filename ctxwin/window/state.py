@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
@@ -111,6 +111,7 @@ class State(BaseModel):
         root: of a fork, the window that it descends from; "" where it is no fork.
         placed: chunks in prompt order; evicted: chunks that can be recalled, oldest eviction first.
         low_water: tokens that the window falls to when it is over its budget; None: to the budget.
+        prefill: ``idle``: the KV of the next ask is computed ahead of it while the engine idles (`ctxwin.window.idle`).
         libraries: the version of each library that it has drawn from, by name: it goes on reading that one.
     """
 
@@ -125,6 +126,7 @@ class State(BaseModel):
     system_prompt_advance: int
     budget: int
     low_water: int | None = None
+    prefill: Literal["idle"] | None = None
     fidelity: Fidelity
     version: int = 0
     arrivals: int = 0

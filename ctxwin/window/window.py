@@ -47,6 +47,8 @@ class Window:
         low_water: what the window falls to at once when it is over its budget: tokens, or a float for a share of the budget.
             In an exact window the prefix then stands still for many appends (`ctxwin.policies.sliding_cost`). None: to the
             budget, one by one.
+        prefill: ``"idle"``: after each edit the exact KV that the next ask would compute is computed ahead of it, by a thread,
+            while the engine is idle, and given up when a request waits. `Usage` and `plan` count what it served and missed.
         eviction: what leaves first when `slide` or `look_back` makes room (`ctxwin.policies`); default: the oldest, where
             a chunk that came back counts as new.
         retrieval: what `look_back` brings back.
@@ -67,6 +69,7 @@ class Window:
         *,
         budget_bytes: int | str | None = None,
         low_water: float | None = None,
+        prefill: Literal["idle"] | None = None,
         eviction: Eviction | None = None,
         retrieval: Retrieval | None = None,
     ) -> None:
@@ -81,6 +84,9 @@ class Window:
         state = placing.initial_state(engine, system_prompt, budget, fidelity or Fidelity())
         if low_water is not None:
             state = state.replace(low_water=mark_tokens(low_water, budget))
+        if prefill not in (None, "idle"):
+            raise ValueError(f"prefill must be 'idle' or None, got {prefill!r}")
+        state = state.replace(prefill=prefill)
         self._bind(WindowCore(engine, state.replace(window=uuid.uuid4().hex[:12])), eviction, retrieval)
 
     @classmethod

@@ -27,7 +27,7 @@ from ctxwin.engines.base import (
     Segment,
     Tally,
 )
-from ctxwin.errors import ChunkUnavailable
+from ctxwin.errors import AnswerStopped, ChunkUnavailable
 from ctxwin.hashing import digest
 from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
 from ctxwin.kv.relocate import relocate
@@ -164,9 +164,12 @@ class FakeEngine(Engine):
         salt: str = "",
         background: bool = False,
         tally: Tally | None = None,
+        stopped: Callable[[], bool] | None = None,
     ) -> SpanKV:
         if self.fail:
             raise self.fail
+        if stopped is not None and stopped():
+            raise AnswerStopped("stopped")
         spans, _, tokens, _ = self._run(context)
         self.counters.prefill_forwards += 1
         self.counters.prefill_tokens += tokens + target.tokens

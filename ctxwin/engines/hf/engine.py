@@ -163,9 +163,11 @@ class HFEngine(EncodingEngine):
         salt: str = "",
         background: bool = False,
         tally: Tally | None = None,
+        stopped: Callable[[], bool] | None = None,
     ) -> SpanKV:
-        """See `Engine.prefill`. Without a prefix cache and a queue, ``salt`` and ``background`` have no effect."""
-        with self._turn(background), self._lock:
+        """See `Engine.prefill`. Without a prefix cache and a queue, ``salt`` and ``background`` have no effect. ``stopped`` is
+        polled before each layer."""
+        with self._turn(background), self._lock, hf_model.stopping(self.text_model, stopped):
             done = self._run([*context, Segment(target, start)])
             if tally is not None:
                 tally.forwards += done.forwards
@@ -594,7 +596,7 @@ class HFEngine(EncodingEngine):
 
     def _see(self, pixels: Any, grids: Any, heard: bool = False) -> torch.Tensor:
         """Run the vision tower, or the audio tower if ``heard``: embeddings ``[tokens, hidden * (1 + D)]`` of all items."""
-        with self._lock, torch.no_grad():
+        with self._turn(), self._lock, torch.no_grad():
             if heard:
                 features = pixels[None].to(self._device, self._dtype)
                 mask = torch.ones_like(features[:, 0], dtype=torch.int64)

@@ -12,7 +12,7 @@ import torch
 
 from ctxwin.engines.base import MediaSpan, Sampling, ScoredToken
 from ctxwin.engines.encoding.checkpoint import Checkpoint
-from ctxwin.errors import EngineFailed, UnsupportedModel
+from ctxwin.errors import AnswerStopped, EngineFailed, UnsupportedModel
 from ctxwin.kv.config import text_backbone
 from ctxwin.kv.merge import RECENT, attention_sums
 
@@ -330,3 +330,24 @@ def top_logprobs(logits: torch.Tensor, count: int) -> dict[int, float]:
     """Return log-probabilities by token id, highest first; all of them where ``count`` is -1."""
     best = logits.log_softmax(-1).topk(logits.numel() if count < 0 else min(count, logits.numel()))
     return dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+
+
+@contextmanager
+def stopping(decoder: Any, stopped: Callable[[], bool] | None) -> Iterator[None]:
+    """Poll ``stopped`` before each of the decoder's layers; once it is true, their forward raises AnswerStopped."""
+
+    def check(*_: Any) -> None:
+        if stopped is not None and stopped():
+            raise AnswerStopped("the engine is wanted for other work")
+
+    check()
+    hooks = (
+        [layer.register_forward_pre_hook(check) for layer in getattr(decoder, "layers", ())]
+        if stopped is not None
+        else []
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

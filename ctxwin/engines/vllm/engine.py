@@ -257,6 +257,7 @@ class VLLMEngine(EncodingEngine):
         salt: str = "",
         background: bool = False,
         tally: Tally | None = None,
+        stopped: Callable[[], bool] | None = None,
         builder: PromptBuilder | None = None,
     ) -> SpanKV:
         """See `Engine.prefill`.
@@ -266,7 +267,10 @@ class VLLMEngine(EncodingEngine):
             builder: builder of the prompts; the engine itself by default.
         """
         segments = [*context, Segment(target, start, capture=True)]
-        ask = Ask(None, Sampling(max_tokens=1), salt, background=background, builder=builder)
+        from ctxwin.engines.vllm.requests import Forced
+
+        forced = None if stopped is None else Forced(0, 1, stopped)
+        ask = Ask(None, Sampling(max_tokens=1), salt, background=background, forced=forced, builder=builder)
         generation, _ = self._serve(segments, ask)
         if tally is not None:
             tally.forwards += generation.forwards
