@@ -343,4 +343,6 @@ def test_the_plugin_serves_all_that_our_command_does(server: Process) -> None:
     with pytest.raises(APIStatusError) as other:
         server.client("key-bolt").get(f"/windows/{window.id}", cast_to=object)
     assert other.value.status_code == 404
-    assert server.metrics()['ctxwin_asks_total{tenant="acme"}'] >= 2
+    counted = server.metrics()
+    assert counted['ctxwin_asks_total{tenant="acme"}'] >= 1
+    assert counted['ctxwin_chats_total{behind="window",tenant="acme"}'] >= 1  # the chat that named a chunk
