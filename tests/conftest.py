@@ -13,15 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).parent
 
 os.environ.setdefault("CTXWIN_AUDITS", "0")  # work in the background would be counted; `audit` tests switch it on
 
 # The same programs in every run, so that a change is not blamed for what it did not break. Others, and so new faults, are found
-# by `make test PYTEST_ARGS=--hypothesis-profile=default`.
-settings.register_profile("repeatable", derandomize=True)
+# by `make test PYTEST_ARGS=--hypothesis-profile=default`. How long a busy machine takes for one is no fault of the code.
+settings.register_profile("repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("repeatable")
 
 LONG = frozenset((ROOT / "long.txt").read_text().split())

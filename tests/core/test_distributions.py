@@ -42,7 +42,8 @@ sys.modules.update(dict.fromkeys(blocked))
 package = importlib.import_module(name)
 lacking = {}
 for module in pkgutil.walk_packages(package.__path__, name + ".", onerror=lambda _: None):
-    if module.name.endswith("__main__") or module.name in ("ctxwin.adapters", "ctxwin.evals", "ctxwin.serve"):
+    moved = ("ctxwin.adapters", "ctxwin.evals", "ctxwin.serve", "ctxwin.trust")
+    if module.name.endswith("__main__") or module.name in moved:
         continue
     try:
         importlib.import_module(module.name)
