@@ -106,7 +106,7 @@ def test_vllms_arguments_are_vllms(tmp_path: Path) -> None:
     assert found[8] == "SystemExit: 2"
     assert found[9][2] == "CtxwinConnector"
     assert [found[i][-1] for i in (10, 11)] == [False, False]
-    assert "--chat-template: for plain chats only" in done.stderr
+    assert "--chat-template: for chats only" in done.stderr
     assert "--reasoning-parser: for plain chats only" in done.stderr
 
 

@@ -362,9 +362,10 @@ class VLLMEngine(EncodingEngine):
                 "chunks are merged by their attention, which vLLM shows in one process (processes='single') and for GQA or "
                 "MHA only; merge them on the transformers engine, whose store this engine may read"
             )
-        layout = [*context, Segment(target, start, capture=True)]
+        before = list(itertools.chain.from_iterable(segment.parts() for segment in context))
+        layout = [*before, Segment(target, start, capture=True)]
         salt = f"attended-{uuid.uuid4().hex}"  # a prefix hit would compute no queries to capture
-        ask = Ask(None, Sampling(max_tokens=1), salt, background=True, queries_of=str(len(context)))
+        ask = Ask(None, Sampling(max_tokens=1), salt, background=True, queries_of=str(len(before)))
         base, generation = self._core.check(layout, (), ask.sampling), Generation()
         try:
             with transport.capturing_queries():
@@ -373,6 +374,11 @@ class VLLMEngine(EncodingEngine):
                     generation, segments, base, ask, range(len(segments)), namespace, computed
                 ).queries
         except LoadError as error:
+            if isinstance(error.__cause__, KeyError):  # see `Queries.read`
+                raise UnsupportedModel(
+                    "a chunk must be computed in one piece to be merged by its attention, which it is not behind this KV; merge "
+                    "it after the next ask, or without Fidelity(recompute=)"
+                ) from error
             raise EngineFailed(f"the KV before the chunk could not be loaded: {error}") from error
         finally:
             with self._counting:
@@ -388,7 +394,7 @@ class VLLMEngine(EncodingEngine):
             attention_sums(queries[:, i], keys[i], float(layer.impl.scale))[-target.tokens :]
             for i, layer in enumerate(transport.paged.layers)
         ]
-        span = relocate(generation.captured[len(context)], self.spec.kv, start)
+        span = relocate(generation.captured[len(before)], self.spec.kv, start)
         return AttendedKV(span, torch.stack(sums))
 
     @property
