@@ -33,6 +33,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fp8_e4m3": {"kv_cache_dtype": "fp8_e4m3"},
     "fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2"},
 }
+
+
+def need_fp8() -> None:
+    if not torch.cpu._is_avx512_supported():
+        pytest.skip("vLLM's fp8 KV cache on processors needs AVX-512")
+
+
 LORA = {"enable_lora": True, "max_loras": 4, "max_lora_rank": 8}
 PLAIN = """
 import json, sys
@@ -106,6 +113,8 @@ def test_exact_windows_answer_as_plain_vllm(name: str, tmp_path: Path) -> None:
 
     if name == "int8 weights" and torch.cpu._is_amx_tile_supported():
         pytest.skip("vLLM's kernel for int8 weights on processors with AMX takes no float32")
+    if name in FP8:
+        need_fp8()
     folder = models.wide(models.write_text_model, tmp_path / "model")
     lora = write_lora(tmp_path / "lora", folder, 0) if name == "lora" else None
     if name == "int8 weights":
@@ -190,6 +199,8 @@ def test_spans_come_back_to_the_bit(name: str, tmp_path: Path) -> None:
     """Captured, loaded where they were: the same numbers in the cache, so the same log-probabilities."""
     from ctxwin.engines.vllm.engine import VLLMEngine
 
+    if name in FP8:
+        need_fp8()
     folder = models.wide(lambda f: models.write_vision_model(f, "qwen3_vl"), tmp_path / "model")
     with VLLMEngine(
         folder, dtype="float32", store=open_store("memory:"), **SETTINGS[name], **OPEN.get(name, {})
@@ -206,6 +217,7 @@ def test_spans_come_back_to_the_bit(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "step"), [("fp8_e4m3", 2**-3), ("fp8_e5m2", 2**-2)])
 def test_a_moved_span_is_rounded_once_more(name: str, step: float, tmp_path: Path) -> None:
     """First-layer keys, which depend on token and place alone, against those vLLM computes and rounds at the new place."""
+    need_fp8()
     from ctxwin.engines.vllm.engine import VLLMEngine
 
     folder = models.wide(models.write_text_model, tmp_path / "model")
@@ -228,6 +240,7 @@ def test_a_moved_span_is_rounded_once_more(name: str, step: float, tmp_path: Pat
 @pytest.mark.parametrize("processes", ["single", "multi"])
 def test_stored_in_eight_bits(processes: str, tmp_path: Path) -> None:
     """What a quantised cache says takes a byte a number in the store, and answers as it did when it was computed."""
+    need_fp8()
     from ctxwin.engines.vllm.engine import VLLMEngine
 
     folder, sizes, found = models.wide(models.write_text_model, tmp_path / "model"), {}, []

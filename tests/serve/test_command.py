@@ -107,7 +107,6 @@ def test_vllms_arguments_are_vllms(tmp_path: Path) -> None:
     assert found[9][2] == "CtxwinConnector"
     assert [found[i][-1] for i in (10, 11)] == [False, False]
     assert "--chat-template: for chats only" in done.stderr
-    assert "--reasoning-parser: for plain chats only" in done.stderr
 
 
 @pytest.mark.vllm
