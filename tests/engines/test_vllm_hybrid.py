@@ -17,6 +17,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.engines.base import Engine, Segment
@@ -92,7 +93,10 @@ def test_states_matter(engine: VLLMEngine) -> None:
     found = engine.generate(held, query, ALL)
     assert gap(found.logprobs, made.logprobs) == 0 and found.computed_tokens == query.tokens and found.forwards == 1
     last = held[-1].span
-    assert last is not None and sum(s.nbytes for s in last.states.values()) == engine.spec.kv.state_bytes
+    assert last is not None
+    nbytes, planned = sum(s.nbytes for s in last.states.values()), engine.spec.kv.state_bytes
+    # Without AMX vLLM's kernel keeps the recurrent states in the model's dtype; `state_bytes` bounds them.
+    assert nbytes == planned if torch.cpu._is_amx_tile_supported() else planned // 2 <= nbytes <= planned
     zeros = replace(last, states={name: state * 0 for name, state in last.states.items()})
     wrong = engine.generate([*held[:-1], replace(held[-1], span=zeros, span_key="zeros")], query, ALL)
     assert gap(wrong.logprobs, made.logprobs) > 2 * CUT

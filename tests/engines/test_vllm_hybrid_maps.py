@@ -29,6 +29,9 @@ from engines.hybrids import gap
 from engines.models import write_hybrid
 from engines.test_vllm_hybrid import CUT, HEADER, anew, chunk, opened, program
 
+ROUNDINGS = 2 if torch.cpu._is_amx_tile_supported() else 5
+"""Most error in transformers' own at bfloat16; without AMX vLLM's kernel rounds more often."""
+
 if TYPE_CHECKING:
     from ctxwin.engines.vllm.engine import VLLMEngine
 
@@ -81,7 +84,7 @@ def test_maps_are_those_of_transformers(engine: VLLMEngine, reference: dict[str,
         for name, want in theirs.captured[i].states.items():
             if not name.endswith(".conv"):
                 off, usual = apart(span.states[name], want), apart(rounded.captured[i].states[name], want)
-                assert off < 2 * usual + 2e-3, (i, name, off, usual)
+                assert off < ROUNDINGS * usual + 2e-3, (i, name, off, usual)
 
 
 def test_composed_where_they_were_computed_states_are_those_of_the_forward(engine: VLLMEngine) -> None:
