@@ -376,8 +376,8 @@ class VLLMEngine(EncodingEngine):
         except LoadError as error:
             if isinstance(error.__cause__, KeyError):  # see `Queries.read`
                 raise UnsupportedModel(
-                    "a chunk must be computed in one piece to be merged by its attention, which it is not behind this KV; merge "
-                    "it after the next ask, or without Fidelity(recompute=)"
+                    "a chunk must be computed in one piece to be merged by its attention, which it is not behind this KV; use "
+                    "a window without Fidelity(recompute=)"
                 ) from error
             raise EngineFailed(f"the KV before the chunk could not be loaded: {error}") from error
         finally:
