@@ -7,7 +7,7 @@ prices, are deterministic (`ctxwin.policies.base`).
 
 from __future__ import annotations
 
-from ctxwin.policies.base import Batching, Eviction, Placement, Retrieval
+from ctxwin.policies.base import Batching, Eviction, Placement, Ranking, Retrieval
 from ctxwin.policies.cost import ByCost
 from ctxwin.policies.eviction import ByDisposability, ByPriority, OldestFirst
 from ctxwin.policies.low_water import LowWater
@@ -16,5 +16,5 @@ from ctxwin.window.defaults import ById, LeastRecentlyRead
 from ctxwin.window.sliding import SlidingCost, best_low_water, sliding_cost
 
 __all__ = ["Batching", "ByCost", "ByDisposability", "ById", "ByPriority", "BySimilarity", "ByToolCall"]
-__all__ += ["Eviction", "LeastRecentlyRead", "LowWater", "OldestFirst", "Placement", "Retrieval"]
+__all__ += ["Eviction", "LeastRecentlyRead", "LowWater", "OldestFirst", "Placement", "Ranking", "Retrieval"]
 __all__ += ["SlidingCost", "best_low_water", "sliding_cost"]

@@ -14,9 +14,11 @@ from ctxwin.window.protocols import (
     Eviction,
     LibraryView,
     Placement,
+    Ranking,
     Retrieval,
     Searchable,
     WindowView,
 )
 
-__all__ = ["Batching", "Branch", "Eviction", "LibraryView", "Placement", "Retrieval", "Searchable", "WindowView"]
+__all__ = ["Batching", "Branch", "Eviction", "LibraryView", "Placement", "Ranking", "Retrieval"]
+__all__ += ["Searchable", "WindowView"]

@@ -12,6 +12,7 @@ from ctxwin.errors import BudgetExceeded
 
 if TYPE_CHECKING:
     from ctxwin.policies.base import Branch, WindowView
+    from ctxwin.window.state import State
 
 _log = logging.getLogger("ctxwin")
 
@@ -22,7 +23,11 @@ class OldestFirst:
 
     def order(self, window: WindowView) -> Iterable[str]:
         """Placed ids, the first to leave at the front."""
-        return [p.id for p in sorted(window.snapshot().placed, key=lambda p: p.arrival)]
+        return self.ranked(window.snapshot())
+
+    def ranked(self, state: State) -> list[str]:
+        """See `ctxwin.policies.Ranking`."""
+        return [p.id for p in sorted(state.placed, key=lambda p: p.arrival)]
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,11 @@ class ByPriority:
 
     def order(self, window: WindowView) -> Iterable[str]:
         """Placed ids, the first to leave at the front."""
-        return [p.id for p in sorted(window.snapshot().placed, key=lambda p: (p.chunk.priority, p.arrival))]
+        return self.ranked(window.snapshot())
+
+    def ranked(self, state: State) -> list[str]:
+        """See `ctxwin.policies.Ranking`."""
+        return [p.id for p in sorted(state.placed, key=lambda p: (p.chunk.priority, p.arrival))]
 
 
 @dataclass(frozen=True)

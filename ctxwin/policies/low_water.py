@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ctxwin.policies.base import Eviction, Placement
+from ctxwin.policies.base import Eviction, Placement, Ranking
 from ctxwin.window.defaults import LeastRecentlyRead
 from ctxwin.window.sliding import mark_tokens
 
 if TYPE_CHECKING:
     from ctxwin.policies.base import WindowView
-    from ctxwin.window.state import Placed
+    from ctxwin.window.state import Placed, State
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,10 @@ class LowWater:
     def order(self, window: WindowView) -> Iterable[str]:
         """Placed ids, the first to leave at the front."""
         return self.eviction.order(window)
+
+    def ranked(self, state: State) -> Iterable[str] | None:
+        """The order of ``eviction`` for a state, where that can be told."""
+        return self.eviction.ranked(state) if isinstance(self.eviction, Ranking) else None
 
     def place(self, window: WindowView, backs: Sequence[Placed]) -> int | None:
         """Where ``eviction`` places what comes back."""

@@ -139,7 +139,7 @@ def ask(
         check_budget(state, encoded.tokens, sampling.max_tokens)
         work = Work()
         if core.idle is not None:
-            core.idle.give_way()
+            core.idle.give_way(state)
         with core.counting_encodes():
             layout = core.assembly.build_layout(state, fidelity, work)
             layout_s = time.perf_counter() - begin
@@ -181,9 +181,10 @@ def ask(
         used = missed = 0
         if core.idle is not None:
             used, missed = core.idle.served(
-                layout, generation.computed_tokens + work.tokens, encoded.tokens + sampling.max_tokens
+                state, layout, generation.computed_tokens + work.tokens, encoded.tokens + sampling.max_tokens
             )
         core.commit(new_state)
+        core.prefill_ahead(answered=True)
         usage = _usage(core, state, layout, encoded, generation, work, layout_s, total)
         usage = replace(usage, planned_s=planned_ms / 1e3)
         usage = replace(usage, prefilled_tokens=used, missed_tokens=missed)

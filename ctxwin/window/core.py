@@ -166,10 +166,18 @@ class WindowCore:
                 over -= self._unshared.pop(self._history.popitem(last=False)[0])
         changed, self.state = state.version != self.state.version, state
         self.lease()
-        if self.idle is not None and changed:
-            self.idle.submit(self.audits.with_fallbacks(state), self.fidelity)
+        if changed:
+            self.prefill_ahead()
         if op is not None:
             self.announce(self.event(op, ids, **details))
+
+    def prefill_ahead(self, *, answered: bool = False) -> None:
+        """Submit the current version, or the one that is expected to follow it, to be computed while the engine is idle.
+
+        ``answered``: True behind an answer, where that is the first version of a turn.
+        """
+        if self.idle is not None:
+            self.idle.submit(self.audits.with_fallbacks(self.state), self.fidelity, answered=answered)
 
     def announce(self, event: Event) -> None:
         """Send ``event`` to the observers when the writer is done."""
@@ -344,6 +352,8 @@ class WindowCore:
         self.assembly.memo.clear()
         self.engine.repo.note_forgetting()
         self.audits.forget()
+        if self.idle is not None:
+            self.idle.predictor.forget()
         self.commit(state, "forget", [entry.id], remember=False)
         with _opening:
             others = [core for core in _open[self.engine.repo] if core.id != self.id and not core.closed]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ctxwin.chunk import Chunk
     from ctxwin.window.protocols import WindowView
+    from ctxwin.window.state import State
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,11 @@ class LeastRecentlyRead:
 
     def order(self, window: WindowView) -> Iterable[str]:
         """Placed ids, the first to leave at the front."""
-        return [p.id for p in sorted(window.snapshot().placed, key=lambda p: (p.read, p.arrival))]
+        return self.ranked(window.snapshot())
+
+    def ranked(self, state: State) -> list[str]:
+        """See `ctxwin.policies.Ranking`."""
+        return [p.id for p in sorted(state.placed, key=lambda p: (p.read, p.arrival))]
 
 
 @dataclass(frozen=True)

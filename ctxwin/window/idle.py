@@ -1,8 +1,10 @@
 """Prefill while the engine idles: the KV that the next ask would compute is computed and stored ahead of it.
 
-A window submits each version (`IdlePrefill.submit`). One thread per running model, the `Prefiller`, takes such a version once
-the engine has been idle for a moment, and computes chunk by chunk what is missing, as long as its prefix is exact. It writes to
-the store only: the ask finds the KV there by its provenance, so neither the window's state nor its writer is concerned.
+A window submits each version (`IdlePrefill.submit`); an exact window that is expected to slide before its next question
+(`ctxwin.window.prediction`) submits what will be left of it. One thread per running model, the `Prefiller`, takes such a version
+once the engine has been idle for a moment, and computes chunk by chunk what is missing, as long as its prefix is exact. It writes
+to the store only: the ask finds the KV there by its provenance, so neither the window's state nor its writer is concerned, and a
+wrong prediction costs tokens and never an answer.
 A forward in progress is given up as soon as a request waits for the engine.
 """
 
@@ -14,14 +16,16 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.errors import AnswerStopped
+from ctxwin.window import edits
 from ctxwin.window.assembly import Assembly
 from ctxwin.window.layout import Layout, Work
+from ctxwin.window.prediction import SlidePredictor, follows, survivors
 from ctxwin.window.state import State
 
 if TYPE_CHECKING:
@@ -32,7 +36,7 @@ _QUIET_S, _LONGEST_QUIET_S = 0.05, 2.0
 """Seconds that an engine must be idle before a job begins: the first try, and after many interruptions."""
 _POLL_S = 0.02
 _SHARE = 0.5
-"""Largest share of an engine's time, and of the tokens of a window's answers that may be computed ahead for nothing."""
+"""Largest share of an engine's time, and of the tokens of a window's answers, that may be computed ahead for nothing."""
 _log = logging.getLogger("ctxwin")
 
 
@@ -46,6 +50,8 @@ class PrefillCounts:
         missed: of these, tokens that no answer was served: the window was edited in another way, or closed.
         interrupted: forwards given up because a request waited or the window was edited; they are not in ``tokens``.
         failed: versions given up after an error, which is logged.
+        hits: asks of a window that had lost the very chunks that were predicted, where KV was computed ahead for that.
+        misses: asks of such a window that had lost others, or none.
     """
 
     tokens: int = 0
@@ -53,6 +59,13 @@ class PrefillCounts:
     missed: int = 0
     interrupted: int = 0
     failed: int = 0
+    hits: int = 0
+    misses: int = 0
+
+    @property
+    def predictions(self) -> int:
+        """Slides that were predicted, the one that is still open apart."""
+        return self.hits + self.misses
 
 
 @dataclass(eq=False)
@@ -61,6 +74,7 @@ class _Job:
 
     Attributes:
         quiet_s: seconds that the engine must have been idle.
+        slid: chunks of a version that is only expected; empty for the window as it stands.
         cancelled: give up the forward in progress; last: begin no further one.
         place: index of the chunk in progress; began: when its forward began.
     """
@@ -68,6 +82,7 @@ class _Job:
     window: IdlePrefill
     state: State
     fidelity: Fidelity
+    slid: Sequence[tuple[str, bool]] = ()
     quiet_s: float = _QUIET_S
     cancelled: bool = False
     last: bool = False
@@ -81,10 +96,7 @@ class _Job:
     def serves(self, state: State) -> bool:
         """Return True if the chunk in progress follows the same chunks in ``state``."""
 
-        def prefix(of: State) -> list[tuple[str, bool]]:
-            return [(p.id, p.conditioned) for p in of.placed[: (self.place or 0) + 1]]
-
-        return self.place is not None and prefix(state) == prefix(self.state)
+        return self.place is not None and follows(state, survivors(self.state, ())[: self.place + 1])
 
     def worth_joining(self) -> bool:
         """Return True if what was spent on the forward in progress is more than the request of its own that it takes."""
@@ -100,6 +112,9 @@ class IdlePrefill:
         assembly: of the engine; apart from the window's own, which another thread uses.
         pending: tokens computed ahead that no answer has been asked since, by store key.
         reserved: tokens of the last question and its answer: a window without room for as many is about to slide.
+        answered: tokens of chunks and questions that answers computed, or found computed ahead.
+        slid: chunks of the expected version for which KV was computed since the last answer.
+        spent_s: seconds of work since the last answer.
     """
 
     assembly: Assembly
@@ -107,37 +122,68 @@ class IdlePrefill:
     pending: dict[str, int] = field(default_factory=dict)
     reserved: int = 0
     answered: int = 0
+    predictor: SlidePredictor = field(default_factory=SlidePredictor)
+    slid: Sequence[tuple[str, bool]] = ()
+    spent_s: float = 0.0
 
-    def submit(self, state: State, fidelity: Fidelity) -> None:
-        """Compute ``state`` ahead instead of an earlier version, unless it is about to slide or too much was for nothing."""
-        unlikely = state.tokens + self.reserved > state.budget  # it is about to slide
-        wasteful = self.counts.missed > state.budget + _SHARE * self.answered
+    def submit(self, state: State, fidelity: Fidelity, *, answered: bool = False) -> None:
+        """Compute ``state`` ahead instead of an earlier version, or what a slide is expected to leave of it, unless too much was
+        for nothing. ``answered``: True right behind an answer of it, when there is nothing to compute but for a slide."""
+        exact = fidelity.mode == "exact"  # else survivors may be served as they are
+        if answered and exact:
+            self.predictor.begin(state)
+        leaving = self.predictor.leaving(state) if exact else []
+        unlikely = state.tokens + self.reserved > state.budget  # it is about to slide, none knows how
+        wasteful = self.counts.missed + self.pending_tokens > state.budget + _SHARE * self.answered
         prefiller = prefiller_of(self.assembly.engine)
-        if not state.placed or unlikely or wasteful:
+        if wasteful or len(leaving) == len(state.placed) or (not leaving and (unlikely or answered)):
             prefiller.cancel(self)
+        elif leaving:
+            slid = survivors(state, leaving)
+            prefiller.submit(_Job(self, edits.evict(state, leaving), fidelity, slid))
         else:
             prefiller.submit(_Job(self, state, fidelity))
 
-    def give_way(self) -> None:
-        """End the work on this window for an ask: wait for the forward in progress where that is cheaper than another one."""
-        prefiller_of(self.assembly.engine).cancel(self, join=True)
+    def give_way(self, state: State) -> None:
+        """End the work on this window for an ask of ``state``: wait for the forward in progress where that serves it, and is
+        cheaper than another one."""
+        prefiller_of(self.assembly.engine).cancel(self, join=state)
 
-    def served(self, layout: Layout, computed: int, reserved: int) -> tuple[int, int]:
-        """Count an answer; return the tokens that were computed ahead and served to it, and those computed for nothing."""
+    def served(self, state: State, layout: Layout, computed: int, reserved: int) -> tuple[int, int]:
+        """Count an answer of ``state``; return the tokens that were computed ahead and served to it, and those computed for
+        nothing. What was computed for a slide is not, as long as there was no edit."""
         resident = {c.conditioning.span for c in layout.choices if not c.compute}
         pending, self.pending = self.pending, {}
         tokens_by_key = list(pending.items())
         used = sum(tokens for key, tokens in tokens_by_key if key in resident)
-        missed = sum(tokens for key, tokens in tokens_by_key if key not in resident)
+        others = {key: tokens for key, tokens in tokens_by_key if key not in resident}
+        if self.predictor.unchanged(state):
+            self.pending, others = others, {}
+        else:
+            self._judge(state)
+        missed = sum(others.values())
         self.counts.used += used
         self.counts.missed += missed
         self.answered += used + computed
         self.reserved = reserved
+        self.predictor.end(state, reserved)
+        if used:  # what was served would have taken that time anyway
+            prefiller_of(self.assembly.engine).refund(self.spent_s * used / (used + missed))
+        self.spent_s = 0.0
         return used, missed
+
+    def _judge(self, state: State | None) -> None:
+        """Count the open prediction, if there is one, as a hit where ``state`` begins with what it left."""
+        if self.slid:
+            hit = state is not None and follows(state, self.slid)
+            self.counts.hits += hit
+            self.counts.misses += not hit
+        self.slid = ()
 
     def close(self) -> None:
         """End the work on this window, and count what was for nothing. No thread runs for it afterwards."""
         prefiller_of(self.assembly.engine).cancel(self, wait=True)
+        self._judge(None)
         self.counts.missed += self.pending_tokens
         self.pending = {}
 
@@ -171,11 +217,16 @@ class Prefiller:
                 self._thread.start()
             self._wake.notify_all()
 
-    def cancel(self, window: IdlePrefill, *, join: bool = False, wait: bool = False) -> None:
+    def refund(self, seconds: float) -> None:
+        """Give back time that was not spent for nothing."""
+        with self._wake:
+            self._budget_s += seconds
+
+    def cancel(self, window: IdlePrefill, *, join: State | None = None, wait: bool = False) -> None:
         """Drop a window's job, and give up its forward in progress.
 
         Args:
-            join: wait for the forward in progress to end where that is cheaper than to begin it again.
+            join: wait for the forward in progress to end where this state needs it, and that is cheaper than to begin it again.
             wait: until the forward has been given up, and the thread has ended if nothing else is queued.
         """
         with self._wake:
@@ -183,7 +234,7 @@ class Prefiller:
             current = self._current
             if current is not None and current.window is window:
                 current.last = True
-                joined = join and current.worth_joining()
+                joined = join is not None and current.serves(join) and current.worth_joining()
                 current.cancelled = current.cancelled or not joined
                 if joined or wait:
                     self._wake.wait_for(lambda: self._current is not current)
@@ -240,7 +291,10 @@ class Prefiller:
             except Exception as error:
                 window.counts.failed += 1
                 _log.warning("computing ahead of a window's next ask failed, the window continues: %s", error)
-            self._budget_s -= time.monotonic() - began
+            took = time.monotonic() - began
+            with self._wake:
+                self._budget_s -= took
+                window.spent_s += took
 
     def _idle(self, job: _Job) -> bool:
         """Return True if a job may begin. An engine that cannot be asked fails in the job, where that is counted."""
@@ -253,7 +307,8 @@ class Prefiller:
         """Queue a job again that a request has interrupted, behind a longer pause each time."""
         with self._wake:
             if not job.last and not job.cancelled:
-                retried = _Job(job.window, job.state, job.fidelity, min(2 * job.quiet_s, _LONGEST_QUIET_S))
+                quiet_s = min(2 * job.quiet_s, _LONGEST_QUIET_S)
+                retried = _Job(job.window, job.state, job.fidelity, job.slid, quiet_s)
                 self._jobs.setdefault(job.window, retried)
 
     def _allowance(self) -> float:
@@ -282,6 +337,7 @@ class Prefiller:
                     layout = assembly.compute_chunk(job.state, layout, i, work)
                     window.pending[choice.conditioning.span] = work.tokens - tokens
                     tokens = work.tokens
+                    window.slid = (not job.cancelled and job.slid) or window.slid
         finally:
             window.counts.tokens += work.tokens
             window.counts.missed += work.tokens - tokens  # in front of a forward that was given up

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ctxwin.errors import ReadOnlyWindow
 from ctxwin.window import edits
 from ctxwin.window.core import WindowCore
+from ctxwin.window.idle import PrefillCounts
 from ctxwin.window.lanes import MAX_ORBIT, canonical_key, patched_conditioning
 from ctxwin.window.layout import Work
 from ctxwin.window.merging import merge_evicted, merge_placed
@@ -50,6 +51,11 @@ class Maintenance:
         with self.core.writing() as state:
             if len(state.evicted) > most:
                 self.core.commit(state.edited(evicted=state.evicted[len(state.evicted) - most :]), remember=False)
+
+    @property
+    def prefill_counts(self) -> PrefillCounts | None:
+        """Work ahead of the window's asks so far, and how many of its slides were predicted; None without ``prefill="idle"``."""
+        return replace(self.core.idle.counts) if self.core.idle is not None else None
 
     def prefill(self) -> list[str]:
         """Compute now what the next `ask` would have to compute of the placed chunks; return their placement ids.

@@ -67,6 +67,14 @@ class Eviction(Protocol):
 
 
 @runtime_checkable
+class Ranking(Protocol):
+    """An `Eviction` whose order follows from the window's state alone: what leaves next can then be predicted."""
+
+    def ranked(self, state: State) -> Iterable[str] | None:
+        """`Eviction.order` of a window in ``state``, without side effects; None where that cannot be told."""
+
+
+@runtime_checkable
 class Placement(Protocol):
     """Decides where chunks come back; an `Eviction` that has this method, too, is asked."""
 

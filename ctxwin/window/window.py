@@ -48,7 +48,9 @@ class Window:
             In an exact window the prefix then stands still for many appends (`ctxwin.policies.sliding_cost`). None: to the
             budget, one by one.
         prefill: ``"idle"``: after each edit the exact KV that the next ask would compute is computed ahead of it, by a thread,
-            while the engine is idle, and given up when a request waits. `Usage` and `plan` count what it served and missed.
+            while the engine is idle, and given up when a request waits. Of an exact window that is about to slide, it is the KV
+            of the chunks that are expected to stay. `Usage`, `plan` and `Maintenance.prefill_counts` count what it
+            served and missed.
         eviction: what leaves first when `slide` or `look_back` makes room (`ctxwin.policies`); default: the oldest, where
             a chunk that came back counts as new.
         retrieval: what `look_back` brings back.
@@ -98,9 +100,20 @@ class Window:
 
     def _bind(self, core: WindowCore, eviction: Eviction | None, retrieval: Retrieval | None) -> None:
         self.core = core
-        self.eviction: Eviction = eviction or LeastRecentlyRead()
+        self.eviction = eviction or LeastRecentlyRead()
         self.retrieval: Retrieval = retrieval or ById()
         self._tool_branch = ToolBranch()
+
+    @property
+    def eviction(self) -> Eviction:
+        """What leaves first when the window makes room."""
+        return self._eviction
+
+    @eviction.setter
+    def eviction(self, eviction: Eviction) -> None:
+        self._eviction = eviction
+        if self.core.idle is not None:
+            self.core.idle.predictor.eviction, self.core.idle.predictor.mark = eviction, self.low_water
 
     @property
     def engine(self) -> Engine:
@@ -303,7 +316,9 @@ class Window:
             tail = self.core.free_tail(state)
             if to is not None:
                 order = self.eviction.order(self)
-                smaller = state.replace(budget=mark_tokens(to, self.budget, "to"), low_water=None)
+                mark = mark_tokens(to, self.budget, "to")
+                self._note_room(reserve_tokens, mark)
+                smaller = state.replace(budget=mark, low_water=None)
                 leaving = edits.leaving_for_budget(smaller, order, reserve_tokens, tail=tail)
             elif count is None:
                 leaving = self._leaving(state, reserve_tokens)
@@ -349,7 +364,13 @@ class Window:
         """Return the policy's index for chunks that come back; None: at chronological places."""
         return self.eviction.place(self, backs) if backs and isinstance(self.eviction, Placement) else None
 
+    def _note_room(self, reserve_tokens: int, mark: int | None) -> None:
+        """Tell the work ahead of the next ask how this window makes room; what is predicted follows from it."""
+        if self.core.idle is not None:
+            self.core.idle.predictor.note_room(reserve_tokens, mark)
+
     def _leaving(self, state: State, reserve_tokens: int, stay: Collection[str] = ()) -> list[Placed]:
+        self._note_room(reserve_tokens, self.low_water)
         order, tail = self.eviction.order(self), self.core.free_tail(state)
         return edits.leaving_for_budget(state, order, reserve_tokens, stay=stay, mark=self.low_water, tail=tail)
 

@@ -7,6 +7,7 @@ import logging
 import threading
 import uuid
 from collections.abc import Iterator
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.engines.base import Engine, Segment
 from ctxwin.errors import EngineFailed, UnknownVersion
+from ctxwin.policies import ByPriority, LowWater, OldestFirst
 from ctxwin.window import idle as idling
 from ctxwin.window.idle import prefiller_of
 from window.fake import FakeEngine
@@ -34,7 +36,48 @@ OPS = (
     "undo",
     "ask",
 )
+Step = tuple[str, int, bool]
 STEPS = st.lists(st.tuples(st.sampled_from((*OPS, "ask")), st.integers(0, 99), st.booleans()), max_size=16)
+TURNS = (
+    "room append ask",
+    "append room ask",
+    "slide append ask",
+    "append slide ask",
+    "append append room ask",
+    "evict append ask",
+)
+"""Edits of a window that slides, over and over."""
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> list[Step]:
+    """Random edits, or the same ones each turn with random ones in between."""
+    steps = draw(STEPS)
+    if draw(st.booleans()):
+        return steps
+    size = draw(st.integers(0, 4))
+    turn = [(op, size, op == "ask" or draw(st.booleans())) for op in draw(st.sampled_from(TURNS)).split()]
+    filled = [("append", size, False)] * 5
+    return [*filled, *turn * draw(st.integers(3, 4)), *steps[:3], *turn * 2]
+
+
+class Watched:
+    """A policy whose order cannot be told from a state: the newest leaves first. Counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def order(self, window: Any) -> list[str]:
+        self.calls += 1
+        return [p.id for p in reversed(window.snapshot().placed)]
+
+
+WAYS = st.fixed_dictionaries(
+    {
+        "low_water": st.sampled_from([None, 0.5]),
+        "eviction": st.sampled_from([None, OldestFirst, ByPriority, LowWater, Watched]),
+    }
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -67,6 +110,8 @@ def edit(window: Window, op: str, at: int, chunk: Chunk) -> bool:
         window.evict(ids[at % len(ids)], forget=op == "forget")
     elif op == "slide":
         window.slide(1)
+    elif op == "room":
+        window.slide(reserve_tokens=RESERVED)
     elif op == "reorder":
         window.reorder(ids[1:] + ids[:1])
     elif op == "toggle":
@@ -79,12 +124,24 @@ def prefill_threads() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name == "ctxwin-prefill"]
 
 
-def run_both(plain: Engine, idle: Engine, mode: Any, steps: list[tuple[str, int, bool]], tolerance: float) -> None:
+RESERVED = 24
+"""Tokens that windows keep free for a question and its answer."""
+
+
+def run_both(plain: Engine, idle: Engine, mode: Any, steps: list[Step], tolerance: float, way: dict[str, Any]) -> None:
     """One window computes ahead, and the other, on an engine with a store of its own, does not."""
     fidelity = Fidelity(mode, rank=2) if mode == "patched" else Fidelity(mode)
-    windows = [Window(plain, "watch", 400, fidelity), Window(idle, "watch", 400, fidelity, prefill="idle")]
+    evictions = [way["eviction"] and way["eviction"]() for _ in range(2)]
+    system, chunk = plain.encode_system_prompt("watch").tokens, plain.encode(Chunk.text(f"10 {'ab' * 4}")).tokens
+    options = {"budget": system + 6 * chunk + RESERVED, "fidelity": fidelity, "low_water": way["low_water"]}
+    windows = [
+        Window(plain, "watch", eviction=evictions[0], **options),
+        Window(idle, "watch", eviction=evictions[1], prefill="idle", **options),
+    ]
     for i, (op, at, waits) in enumerate((*steps, ("ask", 0, True))):
         if op == "ask":
+            for window in windows:
+                edit(window, "room", 0, Chunk.text("-"))
             without, ahead = (w.ask(f"what of {at % 3}?", 2, logprobs=-1) for w in windows)
             assert ahead.token_ids == without.token_ids
             differences = [abs(p - without.first_token_logprobs[t]) for t, p in ahead.first_token_logprobs.items()]
@@ -93,8 +150,9 @@ def run_both(plain: Engine, idle: Engine, mode: Any, steps: list[tuple[str, int,
             if mode == "exact":
                 assert ahead.usage.exact == without.usage.exact
         else:
-            done = [edit(w, op, at, Chunk.text(f"{i} {'ab' * (at % 5)}")) for w in windows]
-            assert done[0] == done[1]
+            text = f"{i} {'ab' * (at % 5)}"
+            done = [edit(w, op, at, Chunk.text(text, priority=i * at % 3)) for w in windows]
+            assert done[0] == done[1] and windows[0].tokens == windows[1].tokens
         if waits:
             assert prefiller_of(idle).drain(60)
             assert windows[1].plan().computed_tokens <= windows[0].plan().computed_tokens
@@ -105,15 +163,17 @@ def run_both(plain: Engine, idle: Engine, mode: Any, steps: list[tuple[str, int,
     assert core.idle is not None
     counts = core.idle.counts
     assert counts.failed == 0 and counts.used + counts.missed == counts.tokens
+    assert mode == "exact" or not counts.predictions
+    assert [getattr(eviction, "calls", 0) for eviction in evictions] == 2 * [getattr(evictions[0], "calls", 0)]
     assert not prefill_threads()
     assert idle.store.stats().leased == 0
 
 
-@settings(max_examples=15, deadline=None)
-@given(STEPS, st.sampled_from(["exact", "patched"]))
-def test_computing_ahead_changes_no_answer(steps: list[tuple[str, int, bool]], mode: str) -> None:
+@settings(max_examples=20, deadline=None)
+@given(programs(), st.sampled_from(["exact", "exact", "patched"]), WAYS)
+def test_computing_ahead_changes_no_answer(steps: list[Step], mode: str, way: dict[str, Any]) -> None:
     with FakeEngine() as plain, FakeEngine() as idle:
-        run_both(plain, idle, mode, steps, 1e-9)
+        run_both(plain, idle, mode, steps, 1e-9, way)
 
 
 @pytest.fixture(scope="module")
@@ -126,18 +186,18 @@ def models() -> Iterator[tuple[Engine, Engine]]:
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow], phases=[Phase.generate])
-@given(STEPS)
-def test_on_transformers(models: tuple[Engine, Engine], steps: list[tuple[str, int, bool]]) -> None:
-    run_both(*models, "exact", steps, 1e-4)
+@given(programs(), WAYS)
+def test_on_transformers(models: tuple[Engine, Engine], steps: list[Step], way: dict[str, Any]) -> None:
+    run_both(*models, "exact", steps, 1e-4, way)
 
 
 @pytest.mark.vllm
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow], phases=[Phase.generate])
-@given(STEPS)
-def test_on_vllm(vllm: Engine, steps: list[tuple[str, int, bool]]) -> None:
+@given(programs(), WAYS)
+def test_on_vllm(vllm: Engine, steps: list[Step], way: dict[str, Any]) -> None:
     names = [uuid.uuid4().hex for _ in range(2)]  # a prefix cache and a store of its own each
     with vllm.view(names[0]) as plain, vllm.view(names[1]) as idle:  # type: ignore[attr-defined]
-        run_both(plain, idle, "exact", steps, 1e-4)
+        run_both(plain, idle, "exact", steps, 1e-4, way)
 
 
 @pytest.fixture(scope="module")
@@ -189,13 +249,7 @@ def test_it_goes_along_with_snapshots_and_forks(engine: FakeEngine, idle: Window
         Window(engine, prefill="busy")  # type: ignore[arg-type]
 
 
-def test_a_window_about_to_slide_and_one_that_predicts_badly_compute_nothing(engine: FakeEngine, idle: Window) -> None:
-    idle.append(Chunk.text("a" * 100))
-    idle.ask("what?", 20)
-    idle.append(Chunk.text("b" * 80))  # no room for such a question and its answer
-    assert prefiller_of(engine).drain(60)
-    assert idle.plan().computed_tokens == 80
-    idle.slide(1)
+def test_a_window_that_predicts_badly_computes_nothing(engine: FakeEngine, idle: Window) -> None:
     for _ in range(9):
         idle.evict(idle.append(Chunk.text("c" * 70)))
         idle.append(Chunk.text("d" * 70))
@@ -306,3 +360,131 @@ def test_a_forward_on_transformers_ends_between_layers(models: tuple[Engine, Eng
         engine.prefill([], system, 0, background=True, stopped=stopped)
     assert polls == [before] * 3 and engine.counters.prefill_forwards == before
     assert engine.prefill([Segment(system, 0)], engine.encode(Chunk.text("a")), system.advance).tokens
+
+
+def chunk_of(i: int, size: int = 8) -> Chunk:
+    return Chunk.text(f"{i:03d}".ljust(size, "x"))
+
+
+BUDGET = 80
+"""Room for six such chunks, a question and its answer."""
+
+
+def by_budget(window: Window, i: int) -> None:
+    window.append(chunk_of(i))
+    window.slide(reserve_tokens=RESERVED)
+
+
+def by_hand_first(window: Window, i: int) -> None:
+    if len(window.ids) == 6:
+        window.slide(1)
+    window.append(chunk_of(i))
+
+
+def by_hand_behind(window: Window, i: int) -> None:
+    window.append(chunk_of(i))
+    if len(window.ids) > 6:
+        window.slide(1)
+
+
+def second_oldest(window: Window, i: int) -> None:
+    window.append(chunk_of(i))
+    if len(window.ids) > 6:
+        window.evict(window.ids[1])
+
+
+def in_pairs(window: Window, i: int) -> None:
+    for k in range(2):
+        window.append(chunk_of(2 * i + k, 4))
+    window.slide(reserve_tokens=RESERVED)
+
+
+@pytest.mark.parametrize("turn", [by_budget, by_hand_first, by_hand_behind, second_oldest, in_pairs])
+@pytest.mark.parametrize("options", [{}, {"low_water": 0.7}, {"eviction": LowWater(0.6, OldestFirst())}])
+def test_a_window_that_slides_computes_its_new_chunk_and_question_alone(
+    engine: FakeEngine, turn: Any, options: dict[str, Any]
+) -> None:
+    with Window(engine, "watch", BUDGET, Fidelity("exact"), prefill="idle", **options) as window:
+        computed, slides = [], 0
+        for i in range(18):
+            before = set(window.ids)
+            turn(window, i)
+            slides += bool(before - set(window.ids))
+            computed.append(window.ask("what?", 4).usage.computed_tokens)
+            assert prefiller_of(engine).drain(60)
+        assert slides > 1
+        assert max(computed[8:]) <= 8 + engine.encode_query("what?").tokens
+        counts = window.maintenance.prefill_counts
+        assert counts is not None and counts.hits and not counts.misses
+
+
+def random_turns(window: Window, rng: Random, count: int) -> None:
+    for i in range(count):
+        window.append(chunk_of(rng.randrange(1000)))
+        while len(window.ids) > 6:
+            window.evict(rng.choice(window.ids))
+        window.ask(f"what of {i}?", 4)
+        assert prefiller_of(window.engine).drain(60)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_edits_end_predictions_within_their_share_and_regular_ones_bring_them_back(
+    engine: FakeEngine, seed: int
+) -> None:
+    with Window(engine, "watch", BUDGET, Fidelity("exact"), prefill="idle") as window:
+        idle, rng = window.core.idle, Random(seed)
+        assert idle is not None
+        random_turns(window, rng, 20)
+        predicted = idle.counts.predictions
+        random_turns(window, rng, 40)
+        assert idle.counts.predictions - predicted <= 8
+        assert idle.counts.missed <= 2 * window.budget + idling._SHARE * idle.answered
+        hits = idle.counts.hits
+        for i in range(20):
+            by_hand_first(window, i)
+            window.ask("what?", 4)
+            assert prefiller_of(engine).drain(60)
+        assert idle.counts.hits - hits > 12
+
+
+def test_a_prediction_stands_until_the_window_is_edited(engine: FakeEngine, idle: Window) -> None:
+    for i in range(24):
+        by_budget(idle, i)
+        idle.ask("what?", 4)
+    assert prefiller_of(engine).drain(60)
+    ahead = idle.plan().prefilled_tokens
+    assert ahead == 8 * (len(idle.ids) - 1)
+    usage = idle.ask("and now?", 4).usage
+    assert (usage.prefilled_tokens, usage.missed_tokens, idle.plan().prefilled_tokens) == (0, 0, ahead)
+    idle.reorder(idle.ids[::-1])
+    usage = idle.ask("and now?", 4).usage
+    assert usage.missed_tokens >= ahead
+    counts = idle.maintenance.prefill_counts
+    assert counts is not None and counts.misses == 1
+    with Window(engine) as plain:
+        assert plain.maintenance.prefill_counts is None
+
+
+def test_an_ask_does_not_wait_for_a_forward_of_what_it_does_not_ask() -> None:
+    with SlowEngine() as engine, Window(engine, "watch", BUDGET, Fidelity("exact"), prefill="idle") as window:
+        for i in range(7):
+            by_budget(window, i)
+            window.ask("what?", 4)
+        engine.begun.clear()
+        assert engine.begun.wait(60)  # it computes the next version
+        current = prefiller_of(engine)._current
+        while current is not None and not current.worth_joining():
+            threading.Event().wait(0.001)
+        assert window.ask("what?", 4).usage.missed_tokens == 0
+
+
+def test_what_is_forgotten_is_not_kept_for_predictions(engine: FakeEngine, idle: Window) -> None:
+    for i in range(24):
+        by_budget(idle, i)
+        idle.ask("what?", 4)
+    assert prefiller_of(engine).drain(60)
+    gone = idle.ids[0]
+    idle.evict(gone, forget=True)
+    predictor = idle.core.idle.predictor  # type: ignore[union-attr]
+    assert predictor.base is None and gone not in repr(predictor)
+    assert idle.ask("what?", 4).text

@@ -1,0 +1,179 @@
+"""Prediction of what leaves a window before its next question, from what left before the last ones.
+
+A turn is what happens between two answers. Each turn every rule says which chunks leave, and a rule is trusted while it was
+right of late (`_Score`). Rules read states only: they ask no policy that could have side effects, and change nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from ctxwin.errors import BudgetExceeded
+from ctxwin.window import edits
+from ctxwin.window.defaults import LeastRecentlyRead
+from ctxwin.window.protocols import Eviction, Ranking
+from ctxwin.window.state import Placed, State
+
+_TURNS = 5
+"""Turns from which the size of the next one is told."""
+_WEIGHT, _TRUSTED = 0.4, 0.55
+"""Weight of the last turn in a rule's score, and the least score that is trusted: a rule that was always right may be wrong once,
+and one that was wrong must be right twice."""
+
+
+@dataclass
+class _Score:
+    """Mean of a rule's rightness over its turns, the last ones counting most. One in which nothing left, as it said, is none."""
+
+    value: float = 0.5
+
+    def add(self, predicted: Sequence[Placed], departed: bool, *, right: bool) -> None:
+        if predicted or departed:
+            self.value += _WEIGHT * (right - self.value)
+
+
+Rule = Callable[["SlidePredictor", State, int], list[Placed]]
+"""(predictor, state, tokens that are still to arrive) -> what leaves the state."""
+
+
+def _by_budget(turns: SlidePredictor, state: State, expected: int) -> list[Placed]:
+    """The window makes room by its own eviction for as much as arrived in the last turns."""
+    try:
+        return edits.leaving_for_budget(
+            state, turns.ranked(state), turns.reserved + expected, mark=turns.mark, tail=edits.free_tail(state)
+        )
+    except BudgetExceeded:
+        return []
+
+
+def _by_count(turns: SlidePredictor, state: State, expected: int) -> list[Placed]:
+    """As many leave as before the last question, in the order of the eviction."""
+    count = len(turns.places) - len(turns.gone(state))
+    leaving = edits.free_tail(state)[: max(0, count)]
+    others = edits.free_in_order(state, turns.ranked(state), [p.id for p in leaving])
+    return leaving + list(islice(others, max(0, count - len(leaving))))
+
+
+def _by_place(turns: SlidePredictor, state: State, expected: int) -> list[Placed]:
+    """Chunks leave from the same places as before the last question."""
+    base = turns.base.placed if turns.base is not None else ()
+    ids = {base[i].id for i in turns.places if i < len(base)}
+    return [p for p in state.placed if p.id in ids]
+
+
+_RULES: tuple[Rule, ...] = (_by_budget, _by_count, _by_place)
+
+
+@dataclass
+class SlidePredictor:
+    """What is known of one window's turns. O(n log n) an edit for n placed chunks.
+
+    Attributes:
+        base: the state behind the last answer; None before the first.
+        reserved: tokens that the window keeps free when it makes room, or that its last question and answer took.
+        mark: tokens that it falls to.
+        eviction: what leaves first.
+        places: where the chunks stood that left in the last turn, by index.
+    """
+
+    base: State | None = None
+    reserved: int = 0
+    mark: int | None = None
+    eviction: Eviction = field(default_factory=LeastRecentlyRead)
+    places: tuple[int, ...] = ()
+    _noted: bool = False
+    _arrivals: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_TURNS))
+    _early: dict[Rule, list[Placed]] = field(default_factory=dict)
+    _scores: dict[tuple[Rule, bool], _Score] = field(
+        default_factory=lambda: {(rule, late): _Score() for rule in _RULES for late in (False, True)}
+    )
+
+    def __post_init__(self) -> None:
+        # A window that fills up is expected to make room as its eviction says, from the first time on.
+        self._scores[_by_budget, False].value = self._scores[_by_budget, True].value = _TRUSTED
+
+    def note_room(self, reserved: int, mark: int | None) -> None:
+        """Note how the window has just made room, or found that it has enough."""
+        self.reserved, self.mark, self._noted = reserved, mark, True
+
+    def forget(self) -> None:
+        """Drop the turn's first state, which holds what is forgotten; the turn is not judged."""
+        self.base, self._early = None, {}
+
+    def ranked(self, state: State) -> Iterable[str]:
+        """Return ids in the order of the eviction where that follows from the state, else the oldest first, as most policies have
+        it: rules are only trusted where that was right."""
+        ranked = self.eviction.ranked(state) if isinstance(self.eviction, Ranking) else None
+        return LeastRecentlyRead().ranked(state) if ranked is None else ranked
+
+    def gone(self, state: State) -> tuple[int, ...]:
+        """Return the places in `base` of chunks that ``state`` does not have."""
+        ids = {p.id for p in state.placed}
+        return tuple(i for i, p in enumerate(self.base.placed if self.base else ()) if p.id not in ids)
+
+    def unchanged(self, state: State) -> bool:
+        """Return True if there was no edit since the last answer."""
+        return self.base is not None and self.base.version == state.version
+
+    def leaving(self, state: State) -> list[Placed]:
+        """Return what leaves ``state`` before the next question, as the best rule says; nothing where none is trusted."""
+        if self.base is None:
+            return []
+        late, expected = self._remaining(state)
+        rule = max(_RULES, key=lambda rule: self._scores[rule, late].value)  # the first of equals
+        return rule(self, state, expected) if self._scores[rule, late].value >= _TRUSTED else []
+
+    def begin(self, state: State) -> None:
+        """Begin a turn behind an answer of ``state``."""
+        self.base = state
+        self._early = {rule: rule(self, state, self._remaining(state)[1]) for rule in _RULES}
+
+    def end(self, asked: State, reserved: int) -> None:
+        """End a turn with a question to ``asked``, and judge the rules by it.
+
+        Args:
+            reserved: tokens of the question and its answer.
+        """
+        base = self.base
+        if base is not None and not self.unchanged(asked):
+            known, gone = {p.id for p in base.placed}, self.gone(asked)
+            arrived = [p for p in asked.placed if p.id not in known]
+            full = base.replace(placed=(*base.placed, *arrived))
+            for rule, early in self._early.items():
+                right = follows(asked, survivors(base, early)) and len(asked.placed) == (
+                    len(base.placed) - len(early) + len(arrived)
+                )
+                self._scores[rule, False].add(early, bool(gone), right=right)
+                late = rule(self, full, 0)
+                right = survivors(full, late) == survivors(asked, ())
+                self._scores[rule, True].add(late, bool(gone), right=right)
+            self.places = gone
+            self._arrivals.append((len(arrived), sum(p.tokens for p in arrived)))
+        self.forget()
+        if not self._noted:
+            self.reserved = reserved
+
+    def _remaining(self, state: State) -> tuple[bool, int]:
+        """Return whether all that a turn brings has arrived in ``state``, and the tokens that are still to arrive."""
+        if not self._arrivals:
+            return False, 0
+        known = {p.id for p in self.base.placed} if self.base else set()
+        arrived = [p.tokens for p in state.placed if p.id not in known]
+        count, tokens = (statistics.median_high(column) for column in zip(*self._arrivals, strict=True))
+        late = len(arrived) >= max(1, count)
+        return late, 0 if late else max(0, tokens - sum(arrived))
+
+
+def survivors(state: State, leaving: Sequence[Placed]) -> list[tuple[str, bool]]:
+    """Return id and view of each chunk that stays, in order."""
+    ids = {p.id for p in leaving}
+    return [(p.id, p.conditioned) for p in state.placed if p.id not in ids]
+
+
+def follows(state: State, prefix: Sequence[tuple[str, bool]]) -> bool:
+    """Return True if ``state`` begins with ``prefix``."""
+    return survivors(state, ())[: len(prefix)] == list(prefix)
