@@ -211,7 +211,7 @@ class Ledger:
                 self._arrive(user, state, event.ids, at_end=True)
         if self._reference:
             reference = self._references.setdefault(state.system_prompt, Reference(self._engine, system_prompt))
-            sampling = Sampling(max(1, answer.usage.answer_tokens + 1))
+            sampling = Sampling(max(1, answer.usage.answer_tokens + event.ended))  # the end is a token, too
             exact = reference.reprefill([self._encode(p) for p in entries], query, sampling)
             row["answer_reprefill"] = exact.text.strip()
             # Not `aside`: another window may work meanwhile, and that counts.

@@ -201,6 +201,7 @@ def ask(
         outputs = _outputs(layout, generation) if core.engine.spec.outputs and usage.exact else None
         answer = Answer(text, ids, usage, generation.logprobs, remembered=remembered, outputs=outputs)
         lanes = {c.entry.id: c.lane for c in layout.choices}
+        ended_by_model = not ended and len(ids) < sampling.max_tokens and generation.finished
         core.audits.submit(
             ServedAnswer(
                 core.id,
@@ -217,9 +218,10 @@ def ask(
             ),
             answer,
             audited=audited,
-            ended=not ended and len(ids) < sampling.max_tokens and generation.finished,
+            ended=ended_by_model,
         )
-        core.announce(core.event("ask", (remembered,) if remembered else (), query=query, answer=answer, lanes=lanes))
+        ids_of_event = (remembered,) if remembered else ()
+        core.announce(core.event("ask", ids_of_event, query=query, answer=answer, lanes=lanes, ended=ended_by_model))
     return answer
 
 

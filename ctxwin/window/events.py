@@ -28,6 +28,7 @@ class Event:
         state: after the operation; immutable.
         lanes: for ``ask``, lane by placement id as it was served.
         query, answer: of ``ask`` (``ids`` names what was remembered); ``disposable`` and ``audit`` have the query only.
+        ended: of ``ask``: the model ended the answer; False where its limit, a stop text or its caller did.
         audit: of ``audit``, which comes in a thread of its own, later than the ask: KL by reference (``window``, ``stream``),
             and whether the answer ``changed``; ``ids`` names the chunks that fell back to exact.
         other: id of the other window of ``fork`` and ``adopt`` (the branch).
@@ -45,6 +46,7 @@ class Event:
     lanes: dict[str, str] | None = None
     query: str | None = None
     answer: Answer | None = None
+    ended: bool = False
     audit: dict[str, float | bool] | None = None
     other: str | None = None
     note: str = ""

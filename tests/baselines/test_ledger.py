@@ -242,3 +242,14 @@ def test_work_of_another_window_during_a_reprefill_is_not_hidden() -> None:
     engine.generate = generate  # type: ignore[method-assign]
     answer = w.ask("what", 2)
     assert ledger.summary()["computed_tokens"] == answer.usage.computed_tokens + extra[1]
+
+
+def test_an_answer_is_compared_with_a_reprefill_as_long_as_its_limit_let_it_grow() -> None:
+    engine = FakeEngine()
+    ledger = Ledger(engine, reference=True)
+    w = window(engine)
+    ledger.watch(w)
+    w.append(chunk("a"))
+    for limit in (1, 2, 50):
+        w.ask("what", limit)
+        assert ledger.rows[-1]["answer_reprefill"] == ledger.rows[-1]["answer"] != ""
