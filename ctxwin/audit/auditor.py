@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -26,18 +26,22 @@ from ctxwin.audit.replay import EXACT, UNREPLAYABLE, Exchange, Finding, Replay, 
 from ctxwin.audit.sampling import Sampler
 from ctxwin.errors import AnswerStopped, UnsupportedModel
 from ctxwin.hashing import digest
+from ctxwin.store.lru import LRUCache
 from ctxwin.window.lanes import ServedMemo, choose
 from ctxwin.window.state import Conditioning, State
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
     from ctxwin.fidelity import Fidelity, Reference
+    from ctxwin.window.choice import Choice
 
 log = logging.getLogger("ctxwin")
 VARIABLE = "CTXWIN_AUDITS"
 """Environment variable; ``0``: nothing is audited in the background unless a `Fidelity` requests it by ``audit``."""
 _TRIES = 3
 _WINDOWS = 256
+_DECIDED, _CHUNKS = 4096, 16_384
+"""Windows of which is remembered whether trials follow them, and chunks that are remembered as computed."""
 _LINGER_S = 2.0
 _HISTORY_DEPENDENT = ("survivor", "kept")
 """Strategies whose KV depends on how the window was served before, so that they are followed from the first answer on."""
@@ -59,7 +63,9 @@ class Options:
         questions: maximum questions on each replayed layout of a trial: 1 is the one that was asked, more add recent ones of
             the same window whose exact answer is unchanged. All belong to one unit, so more of them distinguish a rare harm
             from a frequent one sooner, but do not reduce the number of windows that a promotion takes.
-        share: maximum share of the engine's time that audits take, over minutes.
+        share: maximum share of the engine's time that audits take, over minutes, and of the tokens computed again where reuse
+            would have saved them that trials compute. A window is followed by trials from its first answer, or not at all, so
+            the first windows have none. 1: no bound.
         quiet_s: seconds that the engine must be idle before an audit begins, so that none begins between requests in close
             succession.
         queue: maximum answers of a tenant that wait to be audited; the oldest are dropped.
@@ -127,6 +133,7 @@ class Job:
         exchange: question and answer.
         recent: earlier exchanges of the window, the latest first.
         computed: prompt tokens that exact serving computed for the layout.
+        repeated: of these, tokens of chunks that had been computed before.
         trying: strategies are tried on it.
         auditing: the answer itself is audited.
         done: called with the finding of an audit.
@@ -144,6 +151,7 @@ class Job:
     exchange: Exchange
     recent: tuple[Exchange, ...]
     computed: int
+    repeated: int
     trying: bool
     auditing: bool
     done: Callable[[Finding], None]
@@ -173,6 +181,9 @@ class Auditor:
         self.sampler = Sampler(options.seed)
         self._budget_s, self._clock = 1.0, time.monotonic()
         self._shadows: OrderedDict[str, dict[str, dict[str, Conditioning]]] = OrderedDict()
+        self._chunks: LRUCache[None] = LRUCache(_CHUNKS)  # computed before, by tenant and chunk
+        self._followed: LRUCache[bool] = LRUCache(_DECIDED)  # by window
+        self._trial_tokens: dict[str, float] = {}  # that trials may still compute, by tenant
 
     @property
     def counts(self) -> Counts:
@@ -203,15 +214,26 @@ class Auditor:
         if self._unable:
             return
         with self._wake:
-            queue = self._waiting.setdefault(job.engine.tenant, deque())
+            tenant = job.engine.tenant
+            self._trial_tokens[tenant] = self._trial_tokens.get(tenant, 0.0) + self.options.share * job.repeated
+            queue = self._waiting.setdefault(tenant, deque())
             queue.append(job)
             while len(queue) > self.options.queue:
                 queue.popleft()
-                self.counted(job.engine.tenant).dropped += 1
+                self.counted(tenant).dropped += 1
             if not self._running:
                 self._running = True
                 threading.Thread(target=self._run, name="ctxwin-audits", daemon=True).start()
             self._wake.notify_all()
+
+    def count_repeated(self, tenant: str, computed: Sequence[Choice]) -> int:
+        """Return the tokens of chunks that an answer computed though an earlier one had, in any window of the tenant."""
+        keys = [(f"{tenant}/{choice.entry.chunk_id}", choice.entry.tokens) for choice in computed]
+        with self._wake:
+            repeated = sum(tokens for key, tokens in keys if key in self._chunks)
+            for key, _ in keys:
+                self._chunks.put(key, None, 1)
+        return repeated
 
     def drain(self, timeout: float | None = None) -> bool:
         """Wait until nothing is left to replay. Returns False after ``timeout`` seconds."""
@@ -291,7 +313,7 @@ class Auditor:
         try:
             if job.auditing:
                 self._audit(replay, job)
-            if job.ledger is not None and job.trying:
+            if job.ledger is not None and job.trying and self._follows(job):
                 self._try(replay, job, job.ledger)
         except AnswerStopped:
             self.counted(job.engine.tenant).stopped += 1
@@ -313,6 +335,26 @@ class Auditor:
             self.counted(job.engine.tenant).tokens += replay.work.tokens
             self.counted(job.engine.tenant).seconds += spent
 
+    def _follows(self, job: Job) -> bool:
+        """Return True if trials follow a window: from its first answer, and until what they may compute is spent.
+
+        A strategy whose KV depends on how the window was served before would be judged by less than it does if trials left
+        answers out, so a window that is given up is not followed again.
+        """
+        if self.options.share >= 1:
+            return True
+        tenant, known = job.engine.tenant, self._followed.get(job.window)
+        allowed = self._trial_tokens.get(tenant, 0.0)
+        if known is None:
+            known = self._followed.get(job.parent or "") is not False  # a branch is followed as its parent
+        if known and allowed <= 0:
+            log.info(
+                "no trials for window %s: they may compute %.0f %% of what reuse would have saved so far",
+                job.window, 100 * self.options.share,
+            )  # fmt: skip
+        self._followed.put(job.window, known and allowed > 0, 1)
+        return known and allowed > 0
+
     def _audit(self, replay: Replay, job: Job) -> None:
         replay.use_memos(job.memos)
         finding = replay.audit(job.state_after, job.fidelity, job.keys, job.exchange)
@@ -329,6 +371,7 @@ class Auditor:
     def _try(self, replay: Replay, job: Job, ledger: Ledger) -> None:
         """Replay an exact answer, and recent questions, with every strategy that would have saved work."""
         trials: list[Trial] = []
+        tokens_audited = replay.work.tokens
         exchanges: list[Exchange] = []
         exact: tuple[Any, ...] = ()
         shadows, is_stored = self._shadows_of(job), job.engine.repo.contains
@@ -384,7 +427,9 @@ class Auditor:
                         )
                     )
         finally:
-            self.counted(job.engine.tenant).trials += len(trials)
+            tenant = job.engine.tenant
+            self._trial_tokens[tenant] = self._trial_tokens.get(tenant, 0.0) + tokens_audited - replay.work.tokens
+            self.counted(tenant).trials += len(trials)
             ledger.take(trials)
 
     def _exchanges(self, replay: Replay, job: Job, exact: tuple[Any, ...]) -> list[Exchange]:

@@ -105,6 +105,7 @@ class WindowAudit(Unaudited):
         if not auditing and not trying:
             return
         self.due = answer if auditing else None
+        computed = [choice for choice in layout.choices if choice.compute] if trying else []
 
         def done(finding: Finding) -> None:
             fill_audit(answer, finding.strict.kl)
@@ -135,6 +136,7 @@ class WindowAudit(Unaudited):
                 exchange=exchange,
                 recent=recent,
                 computed=answer.usage.computed_tokens,
+                repeated=self._auditor.count_repeated(self._engine.tenant, computed),
                 trying=trying,
                 auditing=auditing,
                 done=done,

@@ -245,6 +245,47 @@ def test_a_way_that_does_harm_is_not_promoted(engine: HFEngine) -> None:
     assert window.fidelity.mode == "exact"
 
 
+def test_trials_compute_a_share_of_what_reuse_would_have_saved(
+    engine: HFEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a window is followed from its first answer on, or not at all."""
+    share = 0.5
+    auditor = auditor_of(engine, Options(share=share, quiet_s=0.0))
+    monkeypatch.setattr(auditor, "_allowance", lambda: 1.0)  # of time
+    repeated, spent, by_window = 0, 0, list[list[bool]]()
+    for seed in range(5):
+        frames = stream(8, seed)
+        window = Window(engine, SYSTEM)
+        by_window.append([])
+        for at, frame in enumerate(frames):
+            window.append(Chunk.image(render(frame)))
+            if at >= 3:
+                window.slide(1)
+            window.ask(question(frames[at - 1 : at + 1] if at else frames[:1]), 4)
+            again = window.ids[:-1] if at >= 3 else ()  # each moved, so an exact window computes it again
+            repeated += sum(window.snapshot().find(e).tokens for e in again)
+            assert auditor.drain(LONG)
+            by_window[-1].append(auditor.counts.tokens > spent)
+            assert not by_window[-1][-1] or spent < share * repeated
+            spent = auditor.counts.tokens
+    assert not any(by_window[0]), "nothing had been saved yet"
+    assert any(map(any, by_window[1:]))
+    for followed in by_window:
+        assert followed == sorted(followed, reverse=True), "a window that was given up was followed again"
+
+
+def test_windows_that_compute_nothing_again_have_no_trials(engine: HFEngine) -> None:
+    auditor = auditor_of(engine, Options(quiet_s=0.0))
+    for seed in range(3):
+        frames = stream(3, seed)
+        window = Window(engine, SYSTEM)
+        for frame in frames:
+            window.append(Chunk.image(render(frame)))
+            window.ask(question(frames, seed), 4)
+            assert auditor.drain(LONG)
+    assert auditor.counts.tokens == auditor.counts.trials == 0
+
+
 def test_an_audit_gives_way_and_comes_back(engine: HFEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     auditor = auditor_of(engine, Options(share=1.0))
     frames = stream(3)
