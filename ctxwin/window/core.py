@@ -25,7 +25,7 @@ from ctxwin.hashing import digest
 from ctxwin.window import edits, placement
 from ctxwin.window.answer import Plan
 from ctxwin.window.assembly import Assembly
-from ctxwin.window.events import Event, Observer, Op
+from ctxwin.window.events import EDITS, Event, Observer, Op
 from ctxwin.window.idle import IdlePrefill, prefiller_of
 from ctxwin.window.invariants import check_state
 from ctxwin.window.removed import check_present
@@ -154,6 +154,9 @@ class WindowCore:
         However many steps led to it, an edit is one version; `adopt` takes its branch's. ``remember=False`` leaves the
         version before it out of the history that `at` reads.
         """
+        applied: list[edits.Applied] = []
+        if op in EDITS and any(p.pending for p in state.placed) and edits.breaks_prefix(self.state, state):
+            state, applied = edits.apply_pending(state)
         if op != "adopt":
             state = edits.merge_versions(self.state, state)
         if remember and state.version != self.state.version:
@@ -170,6 +173,12 @@ class WindowCore:
             self.prefill_ahead()
         if op is not None:
             self.announce(self.event(op, ids, **details))
+        self.announce_applied(applied)
+
+    def announce_applied(self, applied: Sequence[edits.Applied]) -> None:
+        """Announce the lazy edits that `edits.apply_pending` applied."""
+        for op, ids, note in applied:
+            self.announce(self.event(op, ids, note=note))
 
     def prefill_ahead(self, *, answered: bool = False) -> None:
         """Submit the current version, or the one that is expected to follow it, to be computed while the engine is idle.

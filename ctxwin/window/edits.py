@@ -6,9 +6,10 @@ from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import closing
 from itertools import permutations
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 from ctxwin.errors import BudgetExceeded
+from ctxwin.window.events import Op
 from ctxwin.window.state import Placed, State, provenance_of, span_key
 
 # Evicted chunks a window remembers; the oldest are dropped, so that an endless stream stays bounded.
@@ -109,10 +110,65 @@ def reorder(state: State, ids: Sequence[str]) -> State:
     entries = []
     for i, placement in enumerate(ids):
         p = by_id[placement]
-        entries.append(
-            p.replace(unseen=tuple(u for u in p.unseen if u in ids[:i]), tail=False) if p.unseen or p.tail else p
-        )
+        if p.unseen or p.tail or "insert" in p.pending:
+            pending = {edit: detail for edit, detail in p.pending.items() if edit != "insert"}
+            p = p.replace(unseen=tuple(u for u in p.unseen if u in ids[:i]), tail=False, pending=pending)
+        entries.append(p)
     return state.edited(placed=tuple(entries))
+
+
+def breaks_prefix(before: State, after: State) -> bool:
+    """Return True if a chunk of ``after`` follows something else than in ``before``, so that exact KV must be computed again."""
+    pairs = zip(before.placed, after.placed, strict=False)
+    return any((old.id, old.conditioned) != (new.id, new.conditioned) for old, new in pairs)
+
+
+def add_pending(state: State, placement: str, edit: Literal["evict", "toggle", "insert"], detail: str = "") -> State:
+    """Return the state in which ``edit`` of a placed chunk waits. Raises UnknownChunk."""
+    waiting = state.placed[state.index(placement)].pending
+    return update_entry(state, placement, pending={**waiting, edit: detail})
+
+
+def drop_pending(state: State, placement: str, edit: Literal["evict", "toggle", "insert"]) -> State:
+    """Return the state in which ``edit`` of a placed chunk waits no longer. Raises UnknownChunk."""
+    waiting = state.placed[state.index(placement)].pending
+    return update_entry(state, placement, pending={key: value for key, value in waiting.items() if key != edit})
+
+
+def leaving_soon(state: State) -> list[Placed]:
+    """Return the chunks that leave with the next break of the prefix."""
+    return [p for p in state.placed if "evict" in p.pending]
+
+
+Applied = tuple[Op, list[str], str]
+"""A lazy edit that was applied: operation, ids and note of its event."""
+
+
+def apply_pending(state: State) -> tuple[State, list[Applied]]:
+    """Return the state behind all its lazy edits, and what they did.
+
+    An inserted chunk stays at the end where the chunk that it was to go before has left.
+    """
+    waiting = {p.id: p.pending for p in state.placed if p.pending}
+    state = state.replace(placed=tuple(p.replace(pending={}) if p.pending else p for p in state.placed))
+    done: list[Applied] = []
+    if leaving := [p for p in state.placed if "evict" in waiting.get(p.id, ())]:
+        state = evict(state, leaving)
+        done.append(("evict", [p.id for p in leaving], ""))
+    order = [p.id for p in state.placed]
+    for placement in [p for p in order if "insert" in waiting.get(p, ())]:
+        before = waiting[placement]["insert"]
+        if before in order:
+            order.remove(placement)
+            order.insert(order.index(before), placement)
+    if order != [p.id for p in state.placed]:
+        state = reorder(state, order)
+        done.append(("reorder", order, ""))
+    for entry in state.placed:
+        if "toggle" in waiting.get(entry.id, ()):
+            state = update_entry(state, entry.id, conditioned=not entry.conditioned)
+            done.append(("toggle", [entry.id], ("conditioned", "clean")[entry.conditioned]))
+    return state, done
 
 
 def update_entry(state: State, placement: str, **changes: Any) -> State:
@@ -124,7 +180,10 @@ def update_entry(state: State, placement: str, **changes: Any) -> State:
 def evict(state: State, leaving: Sequence[Placed]) -> State:
     """Return the state without ``leaving``, which can be recalled."""
     out = {p.id for p in leaving}
-    now_evicted = (*state.evicted, *leaving)[-MAX_EVICTED:]
+    gone = (
+        p.replace(conditioned=p.conditioned != ("toggle" in p.pending), pending={}) if p.pending else p for p in leaving
+    )
+    now_evicted = (*state.evicted, *gone)[-MAX_EVICTED:]
     # A chunk that leaves is no longer unseen: how and where it comes back decides.
     remaining = tuple(
         p.replace(unseen=tuple(u for u in p.unseen if u not in out)) for p in state.placed if p.id not in out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
     from ctxwin.window.answer import Answer
@@ -15,6 +15,8 @@ _Edit = Literal[
 ]
 _Whole = Literal["fork", "adopt", "undo", "ask", "audit", "disposable", "prepare_orbit", "refresh", "compress", "close"]
 Op = Literal[_Edit, _Whole]
+EDITS: frozenset[str] = frozenset(get_args(_Edit))
+"""Operations on a window's chunks."""
 
 
 @dataclass(frozen=True)

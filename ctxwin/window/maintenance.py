@@ -101,6 +101,16 @@ class Maintenance:
             self.core.announce(self.core.event("prepare_orbit", [state.placed[k].id]))
         return [state.placed[k].id]
 
+    def apply_pending(self) -> tuple[str, ...]:
+        """Apply the edits that wait for a break of the prefix (``lazy=True``) now; return the ids of their chunks."""
+        with self.core.writing() as state:
+            ids = tuple(p.id for p in state.placed if p.pending)
+            if ids:
+                new, applied = edits.apply_pending(state)
+                self.core.commit(new if new.version != state.version else new.edited())
+                self.core.announce_applied(applied)
+        return ids
+
     def refresh(self, count: int | None = None, *, ids: Sequence[str] | None = None) -> list[str]:
         """Re-form the ``count`` front-most approximations (all by default) behind what is in front of them now.
 

@@ -77,6 +77,8 @@ class Placed(BaseModel):
         unseen: placement ids placed before it later, which it was allowed not to absorb.
         exact_only: whether an audit found it too far from a re-prefill; it is served exactly from then on.
         tail: whether a look back placed it at the end of an exact window, from where it leaves first (`edits.free_tail`).
+        pending: lazy edits that wait for the next break of the prefix (`edits.apply_pending`): ``evict``, ``toggle``, and
+            ``insert`` with the id of the chunk to go before.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -97,6 +99,7 @@ class Placed(BaseModel):
     unseen: tuple[str, ...] = ()
     exact_only: bool = False
     tail: bool = False
+    pending: dict[Literal["evict", "toggle", "insert"], str] = {}
 
     def replace(self, **changes: Any) -> Placed:
         """Return a copy with some fields changed."""

@@ -184,6 +184,11 @@ class Window:
         return tuple(p.id for p in self.core.state.placed)
 
     @property
+    def pending(self) -> tuple[str, ...]:
+        """Placement ids with edits that wait for the next break of the prefix (``lazy=True``), in prompt order."""
+        return tuple(p.id for p in self.core.state.placed if p.pending)
+
+    @property
     def evicted(self) -> tuple[str, ...]:
         """Placement ids that `recall` can bring back, oldest eviction first (the newest 4,096 are kept)."""
         return tuple(p.id for p in self.core.state.evicted if not is_removed(p.chunk))
@@ -269,16 +274,24 @@ class Window:
                 self.core.commit(state, "append", ids)  # one version, however many
         return ids
 
-    def insert(self, index: int, chunk: Chunk) -> str:
-        """Place ``chunk`` at ``index``; later chunks keep their KV, as after `recall`. Raises like `append`."""
+    def insert(self, index: int, chunk: Chunk, *, lazy: bool = False) -> str:
+        """Place ``chunk`` at ``index``; later chunks keep their KV, as after `recall`. Raises like `append`.
+
+        Args:
+            lazy: stands at the end until the prefix breaks, then goes before the chunk that is at ``index`` now (see `evict`).
+        """
         with self.core.writing() as state:
             index = edits.normalize_index(index, len(state.placed))
             entry = self.core.place(state, chunk)
-            new = edits.insert(state, entry, index).edited(arrivals=state.arrivals + 1)
-            self.core.commit(new, "insert", [entry.id])
+            if lazy and index < len(state.placed):
+                entry = entry.replace(pending={"insert": state.placed[index].id})
+                new = edits.append(state, entry)
+            else:
+                new = edits.insert(state, entry, index).edited(arrivals=state.arrivals + 1)
+            self.core.commit(new, "append" if entry.pending else "insert", [entry.id])
         return entry.id
 
-    def evict(self, placement: str, *, forget: bool = False) -> None:
+    def evict(self, placement: str, *, forget: bool = False, lazy: bool = False) -> None:
         """Take a chunk out; `recall` brings it back. Chunks behind it survive: their KV is rotated into place.
 
         Args:
@@ -286,11 +299,22 @@ class Window:
                 through others, are computed again at the next ask, its stored KV, embeddings and source are deleted, and
                 it cannot be recalled. Other open windows that hold the same content, placed or evicted, keep its media
                 and what they serve now; other processes find them gone.
+            lazy: the chunk is still shown until an edit breaks the prefix anyway (`slide`, an edit without ``lazy``), and leaves
+                with it: in an exact window all chunks behind a break are computed again, so that many edits cost one. Where
+                room is made it leaves first. `recall` before that, or `undo`, lets it stay. `Window.pending` names such
+                chunks, `Maintenance.apply_pending` applies their edits now.
 
-        Raises UnknownChunk. Cost: none now; with ``forget`` a forward over each chunk concerned at the next ask.
+        Raises UnknownChunk, ValueError for ``forget`` with ``lazy``. Cost: none now; with ``forget`` a forward over each chunk
+        concerned at the next ask.
         """
+        if forget and lazy:
+            raise ValueError(
+                "forget must be False with lazy=True, got True: what is to be forgotten must not be shown again"
+            )
         with self.core.writing() as state:
-            if forget:
+            if lazy:
+                self.core.commit(edits.add_pending(state, placement, "evict"))
+            elif forget:
                 entry = state.find(placement)
                 self.core.forget(edits.forget(state, entry), entry)
             else:
@@ -313,18 +337,18 @@ class Window:
         if count is not None and to is not None:
             raise ValueError(f"slide must have a count or to, got {count!r} and {to!r}; leave one out")
         with self.core.writing() as state:
-            tail = self.core.free_tail(state)
+            soon, tail = edits.leaving_soon(state), self.core.free_tail(state)
             if to is not None:
                 order = self.eviction.order(self)
                 mark = mark_tokens(to, self.budget, "to")
                 self._note_room(reserve_tokens, mark)
                 smaller = state.replace(budget=mark, low_water=None)
-                leaving = edits.leaving_for_budget(smaller, order, reserve_tokens, tail=tail)
+                leaving = edits.leaving_for_budget(smaller, order, reserve_tokens, tail=[*tail, *soon])
             elif count is None:
                 leaving = self._leaving(state, reserve_tokens)
             else:
                 leaving = tail[:count]
-                others = edits.free_in_order(state, self.eviction.order(self), [p.id for p in leaving])
+                others = edits.free_in_order(state, self.eviction.order(self), [p.id for p in (*leaving, *soon)])
                 leaving += islice(others, count - len(leaving))
                 if count > len(leaving):
                     raise ValueError(f"count must be at most the {len(leaving)} unpinned chunks, got {count}")
@@ -349,6 +373,10 @@ class Window:
         Raises UnknownChunk. Cost at the next ask: its lane's, never a vision encode.
         """
         with self.core.writing() as state:
+            waiting = next((i for i, p in enumerate(state.placed) if p.id == placement and "evict" in p.pending), None)
+            if waiting is not None and at is None:
+                self.core.commit(edits.drop_pending(state, placement, "evict"))
+                return waiting
             back = self.core.returning(state, placement)
             if at == "cheapest":
                 at = self.core.cheapest_index(state, back, repair=repair)
@@ -371,7 +399,7 @@ class Window:
 
     def _leaving(self, state: State, reserve_tokens: int, stay: Collection[str] = ()) -> list[Placed]:
         self._note_room(reserve_tokens, self.low_water)
-        order, tail = self.eviction.order(self), self.core.free_tail(state)
+        order, tail = self.eviction.order(self), [*self.core.free_tail(state), *edits.leaving_soon(state)]
         return edits.leaving_for_budget(state, order, reserve_tokens, stay=stay, mark=self.low_water, tail=tail)
 
     def look_back(self, query: str | Chunk, *, reserve_tokens: int = 0) -> list[str]:
@@ -432,11 +460,11 @@ class Window:
             if tuple(ids) != self.ids:
                 self.core.commit(edits.reorder(state, ids), "reorder", ids)
 
-    def toggle(self, placement: str, *, conditioned: bool) -> None:
+    def toggle(self, placement: str, *, conditioned: bool, lazy: bool = False) -> None:
         """Switch a chunk to its context-clean view (``conditioned=False``) or back to the same lane and bytes.
 
-        Kamera, appendix E. Raises UnknownChunk, UnsupportedModel on a model with recurrent layers. Cost at the next ask: one
-        forward where the canonical is not held.
+        Kamera, appendix E. ``lazy``: once the prefix breaks (see `evict`). Raises UnknownChunk, UnsupportedModel on a model with
+        recurrent layers. Cost at the next ask: one forward where the canonical is not held.
         """
         kv = self.engine.spec.kv
         if kv.recurrent and not kv.maps and not conditioned:
@@ -445,7 +473,14 @@ class Window:
                 "position_free=True"
             )
         with self.core.writing() as state:
-            if state.placed[state.index(placement)].conditioned != conditioned:
+            entry = state.placed[state.index(placement)]
+            if "toggle" in entry.pending:
+                state = edits.drop_pending(state, placement, "toggle")
+            if entry.conditioned == conditioned or lazy:
+                new = state if entry.conditioned == conditioned else edits.add_pending(state, placement, "toggle")
+                if new is not self.core.state:
+                    self.core.commit(new)
+            else:
                 new, note = (
                     edits.update_entry(state, placement, conditioned=conditioned),
                     ("clean", "conditioned")[conditioned],

@@ -112,7 +112,7 @@ def main() -> None:
         without_profile(str(arguments.model)) as model,
         open_engine(str(model), engine=arguments.engine, dtype=arguments.dtype, **options) as engine,
     ):
-        auditor_of(engine, Options(share=1.0, quiet_s=0.0, queue=64))
+        auditor_of(engine, Options(quiet_s=0.0, queue=64))
         for way, chunks in itertools.product(arguments.ways, arguments.chunks):
             rows.append(run(engine, way, chunks, arguments.tokens, arguments.asks))
             sys.stderr.write(f"{way}, {chunks} chunks: {rows[-1]['computed_tokens']} tokens\n")

@@ -111,6 +111,11 @@ class RemoteWindow:
         return tuple(self._get("summary")["ids"])
 
     @property
+    def pending(self) -> tuple[str, ...]:
+        """Placement ids with lazy edits that wait for the next break of the prefix, in order. Cost: a request."""
+        return tuple(p.id for p in self.snapshot().placed if p.pending)
+
+    @property
     def evicted(self) -> tuple[str, ...]:
         """Placement ids that can be recalled, the oldest first. Cost: a request."""
         return tuple(self._get("summary")["evicted"])
@@ -148,13 +153,13 @@ class RemoteWindow:
         """Place chunks in order, in one request. Returns their placement ids."""
         return list(self._place("extend", "chunks", list(chunks))["placements"])
 
-    def insert(self, index: int, chunk: Chunk) -> str:
-        """Place a chunk at ``index``. Returns the placement id."""
-        return str(self._place("insert", "chunk", chunk, index=index)["placement"])
+    def insert(self, index: int, chunk: Chunk, *, lazy: bool = False) -> str:
+        """Place a chunk at ``index``, ``lazy`` once the prefix breaks. Returns the placement id."""
+        return str(self._place("insert", "chunk", chunk, index=index, lazy=lazy)["placement"])
 
-    def evict(self, placement: str, *, forget: bool = False) -> None:
-        """Evict a chunk; with ``forget`` also remove what others absorbed from it."""
-        self._post("evict", id=placement, forget=forget)
+    def evict(self, placement: str, *, forget: bool = False, lazy: bool = False) -> None:
+        """Evict a chunk; with ``forget`` also remove what others absorbed from it; ``lazy`` once the prefix breaks."""
+        self._post("evict", id=placement, forget=forget, lazy=lazy)
 
     def slide(self, count: int | None = None, *, reserve_tokens: int = 0, to: float | None = None) -> list[str]:
         """Evict unpinned chunks, the oldest first and recalled ones last: ``count``, or until ``reserve_tokens`` are free.
@@ -190,9 +195,9 @@ class RemoteWindow:
         """Reorder the placed chunks; ``ids`` must be a permutation of them."""
         self._post("reorder", ids=list(ids))
 
-    def toggle(self, placement: str, *, conditioned: bool) -> None:
-        """Serve a chunk free of its context, or conditioned again."""
-        self._post("toggle", id=placement, conditioned=conditioned)
+    def toggle(self, placement: str, *, conditioned: bool, lazy: bool = False) -> None:
+        """Serve a chunk free of its context, or conditioned again; ``lazy`` once the prefix breaks."""
+        self._post("toggle", id=placement, conditioned=conditioned, lazy=lazy)
 
     def pin(self, placement: str, *, pinned: bool = True) -> None:
         """Protect a chunk from `slide`, or release it."""

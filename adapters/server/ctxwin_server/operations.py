@@ -170,12 +170,12 @@ def _extend(context: OperationContext, window: Window, chunks: list[ChunkData]) 
 
 
 @_operation()
-def _insert(context: OperationContext, window: Window, index: COUNT, chunk: ChunkData) -> Result:
+def _insert(context: OperationContext, window: Window, index: COUNT, chunk: ChunkData, lazy: bool = False) -> Result:
     context.check_room(window, 1)
-    return {"placement": window.insert(index, context.chunk(chunk))}
+    return {"placement": window.insert(index, context.chunk(chunk), lazy=lazy)}
 
 
-_forward("evict", id=str, forget=(bool, False))
+_forward("evict", id=str, forget=(bool, False), lazy=(bool, False))
 _forward("slide", "evicted", count=(COUNT | None, None), reserve_tokens=(COUNT, 0), to=(Mark | None, None))
 _forward("recall", "index", id=str, at=(COUNT | Literal["cheapest"] | None, None), repair=(bool, False))
 
@@ -197,7 +197,7 @@ def _retrieve(
 
 
 _forward("reorder", ids=list[str])
-_forward("toggle", id=str, conditioned=bool)
+_forward("toggle", id=str, conditioned=bool, lazy=(bool, False))
 _forward("pin", id=str, pinned=(bool, True))
 _forward("touch", id=str)
 _forward("undo")

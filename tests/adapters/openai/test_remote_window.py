@@ -150,6 +150,18 @@ def test_a_low_water_mark_is_the_windows(client: OpenAI, engine: Engine, mark: f
         RemoteWindow(client, low_water=1.5)
 
 
+def test_lazy_edits_wait_for_the_next_slide(window: RemoteWindow) -> None:
+    first, second, third = window.extend(CHUNKS[:3])
+    window.evict(second, lazy=True)
+    window.toggle(third, conditioned=False, lazy=True)
+    late = window.insert(0, CHUNKS[3], lazy=True)
+    assert window.ids == (first, second, third, late) and window.pending == (second, third, late)
+    assert all(p.conditioned for p in window.snapshot().placed)
+    window.slide(1)
+    assert window.ids == (third, late), "its place was in front of the first, which has left"
+    assert not window.snapshot().find(third).conditioned
+
+
 def test_a_chunk_is_uploaded_once(client: OpenAI, server: Server, window: RemoteWindow) -> None:
     pixels = np.random.default_rng(0).integers(0, 255, (40, 50, 3), dtype=np.uint8)
     chunk = Chunk.image(pixels, text="new", label="first")
