@@ -102,10 +102,11 @@ def test_random_programs_see_what_the_same_program_sees_in_process(client: OpenA
 
 def test_it_has_the_methods_of_a_window() -> None:
     public = {name for name, _ in inspect.getmembers(Window) if not name.startswith("_")}
-    # The engine, old versions, observers, tokens as they come and whence a fork came stay in process.
+    # The engine, policies, old versions, observers, tokens as they come and whence a fork came stay in process.
     assert public - {*dir(RemoteWindow), *RemoteWindow.__annotations__} == {
         "at",
         "engine",
+        "eviction",
         "maintenance",
         "observe",
         "parent",
