@@ -1,7 +1,7 @@
-"""Agents that send their whole history again, with and without windows behind their chats.
+"""Agents that send their whole history again, with and without windows and lazy drops behind their chats.
 
-One server, three ways of asking it: vLLM alone (``off``), a window in exact mode, and a window with the model's profile. Three
-kinds of agent, all written against the official clients and unchanged between the ways:
+One server, four ways of asking it: vLLM alone (``off``), the same with lazy drops (``lazy``), a window in exact mode, and a
+window with the model's profile. Three kinds of agent, all written against the official clients and unchanged between the ways:
 
 - ``sliding``: sixteen questions about the last five frames of a stream, as chats with pictures, as chats that name chunks, and on
   a `RemoteWindow`;
@@ -51,6 +51,7 @@ from ctxwin_server.context_management import CLEARED
 
 WAYS: dict[str, dict[str, Any]] = {
     "off": {"windows": "off"},
+    "lazy": {"windows": "off", "lazy_drops": "on"},
     "exact": {"windows": "auto", "fidelity": {"mode": "exact"}},
     "profile": {"windows": "auto"},
 }
@@ -92,7 +93,9 @@ class Row:
             times |= {"times_alone": [round(r, 3) for r in median_interval(ratios)]}
         return {
             "agent": self.agent, "way": self.way, "asks": n, "prompt_tokens": self.prompt, "computed_tokens": self.computed,
-            "computed": round(self.computed / self.prompt, 4), "same": same / n, "same_low": low, "same_high": high,
+            "computed": round(self.computed / self.prompt, 4),
+            "computed_alone": round(self.computed / reference.computed, 3),
+            "same": same / n, "same_low": low, "same_high": high,
             "first_token_ms": round(1e3 * statistics.median(self.first_s), 1), **times,
         }  # fmt: skip
 
@@ -335,7 +338,7 @@ def run(
     """
     if model == "random":
         model = str(ensure_model(Sizes(), 0)[0])
-        WAYS["profile"]["fidelity"] = BY_HAND
+        WAYS.get("profile", {})["fidelity"] = BY_HAND
     stream = world.make_stream(seed=seed, n_frames=ASKS)
     frames = [np.asarray(world.render(frame)) for frame in stream]
     questions = [f"{'shape' if i % 2 else 'color'} of {frame.marks[0]:02d}?" for i, frame in enumerate(stream)]
@@ -380,6 +383,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the frames.")] = 7,
     scale: Annotated[int, typer.Option(min=1, help="How much larger the loop's screenshots are than a frame.")] = 1,
     agents: Annotated[str, typer.Option(help=f"Which of {', '.join(AGENTS)}.")] = "sliding,openai,anthropic",
+    ways: Annotated[str, typer.Option(help=f"Which of {', '.join(WAYS)} the loops take; off is the reference.")] = "",
     dtype: Annotated[str, typer.Option(help="What the server computes in.")] = "float32",
     output: Annotated[Path | None, typer.Option(help="Where the rows go, as JSON.")] = None,
     as_json: Json = False,
@@ -389,17 +393,22 @@ def main(
         chosen = agents.split(",")
         if unknown := set(chosen) - set(AGENTS):
             raise ValueError(f"agents must be of {', '.join(AGENTS)}, got {', '.join(sorted(unknown))}")
+        if unknown := set(ways.split(",")) - {"", *WAYS}:
+            raise ValueError(f"ways must be of {', '.join(WAYS)}, got {', '.join(sorted(unknown))}")
+        for way in [way for way in WAYS if ways and way not in ("off", *ways.split(","))]:
+            del WAYS[way]
         rows = run(model, turns, seed, scale, chosen, ["--dtype", dtype], output)
     if output is not None:
         output.write_text(json.dumps(rows, indent=1))
     table = new_table(
         "",
-        "agent|way|asks|prompt tokens|computed|same answers [95 %]|first token, ms|turn against vLLM alone",
+        "agent|way|asks|prompt tokens|computed|of vLLM alone|same answers [95 %]|first token, ms|turn against vLLM alone",
         left=(0, 1),
     )
     for row in rows:
         same = f"{row['same']:.2f} [{row['same_low']:.2f}, {row['same_high']:.2f}]"
-        cells = row["asks"], row["prompt_tokens"], f"{row['computed']:.1%}", same, row["first_token_ms"]
+        computed = f"{row['computed']:.1%}", f"{row['computed_alone']:.3f}"
+        cells = row["asks"], row["prompt_tokens"], *computed, same, row["first_token_ms"]
         ratio = "{:.2f} [{:.2f}, {:.2f}]".format(*row["times_alone"]) if "times_alone" in row else ""
         table.add_row(row["agent"], row["way"], *map(str, cells), ratio)
     show({"rows": rows}, as_json, table)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 CLEARED = "[cleared to save context]"
 """Placeholder of cleared content."""
-_PICTURES = {"image_url": "text", "input_image": "input_text", "image": "text"}
+PICTURES = {"image_url": "text", "input_image": "input_text", "image": "text"}
 """Types of picture parts, and of the text part that takes their place."""
 _RESULTS = {"function_call_output": ("call_id", "output"), "tool_result": ("tool_use_id", "content")}
 Count = Callable[[Any], int]
@@ -261,7 +261,7 @@ def _clear_images(data: dict[str, Any], edit: ClearImages, count: Count) -> dict
     freed = 0
     for parts, index in old:
         part = parts[index]
-        parts[index] = {"type": _PICTURES[part["type"]], "text": CLEARED}
+        parts[index] = {"type": PICTURES[part["type"]], "text": CLEARED}
         freed += max(0, count(part) - count(CLEARED))
     return {"cleared_images": len(old), "cleared_input_tokens": freed} if old else {}
 
@@ -322,7 +322,7 @@ def _pictures(data: dict[str, Any]) -> Iterator[tuple[list[Any], int]]:
 
     def within(parts: list[Any]) -> Iterator[tuple[list[Any], int]]:
         for index, part in enumerate(parts):
-            if isinstance(part, dict) and part.get("type") in _PICTURES:
+            if isinstance(part, dict) and part.get("type") in PICTURES:
                 yield parts, index
             elif isinstance(part, dict) and isinstance(inner := part.get("content"), list):
                 yield from within(inner)
@@ -354,7 +354,7 @@ def counter(engine: Engine) -> Count:
             return sum(map(count, value))
         if not isinstance(value, dict):
             return 0
-        if value.get("type") in _PICTURES:
+        if value.get("type") in PICTURES:
             source = value.get("source") if value["type"] == "image" else value.get("image_url")
             data = source.get("data") or source.get("url") if isinstance(source, dict) else source
             try:

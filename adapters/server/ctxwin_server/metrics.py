@@ -19,6 +19,7 @@ from ctxwin.engines.base import Engine
 from ctxwin.store.base import Store, StoreStats
 from ctxwin.store.tiered import TieredStore
 from ctxwin.window.events import Event
+from ctxwin_server.lazy_drops import Kept
 from ctxwin_server.memory import Memory
 
 M = TypeVar("M", Counter, Gauge, Histogram)
@@ -84,6 +85,13 @@ class Metrics:
         self.alone = counter(
             "chats_alone", "Plain chats with windows that vLLM computed without one, by reason", "reason"
         )
+        self.lazy_drops = counter(
+            "lazy_drops",
+            "Plain chats with dropped parts still in their prompts (kept), or no longer (followed)",
+            "result",
+        )
+        self.kept_pictures = counter("kept_pictures", "Dropped pictures that were still in a plain chat's prompt")
+        self.kept_tokens = counter("kept_tokens", "Tokens of dropped parts that were still in a plain chat's prompt")
         self.live_frames = counter(
             "live_frames", "Frames pushed into live streams: placed, dropped or failed", "result"
         )
@@ -144,6 +152,13 @@ class Metrics:
         """Count a plain chat that was served without its window, and the reason ``why``."""
         self.with_labels(self.alone, tenant, why.partition(", got")[0]).inc()
         self.with_labels(self.chats, tenant, "failed" if failed else "none").inc()
+
+    def count_kept(self, tenant: str, kept: Kept) -> None:
+        """Count a plain chat with lazy drops."""
+        if kept.parts or kept.followed:
+            self.with_labels(self.lazy_drops, tenant, "kept" if kept.parts else "followed").inc()
+        self.with_labels(self.kept_pictures, tenant).inc(kept.pictures)
+        self.with_labels(self.kept_tokens, tenant).inc(kept.tokens)
 
     def fallback(self, tenant: str) -> None:
         """Count a load that failed and was recomputed."""

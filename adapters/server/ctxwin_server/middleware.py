@@ -34,6 +34,7 @@ from ctxwin_server.endpoints import (
 from ctxwin_server.error_shape import reshape_errors
 from ctxwin_server.expansion import expand
 from ctxwin_server.isolation import bind, check_options, check_scores, plain_salt
+from ctxwin_server.lazy_drops import Bounds
 from ctxwin_server.limits import Malformed
 from ctxwin_server.request_options import REQUEST_OPTIONS, ROUTES, ReportingSend, RequestOptions, read_options
 from ctxwin_server.service import STATE, TENANT, Service, TenantState
@@ -46,6 +47,8 @@ SubRequest = Callable[[dict[str, Any]], Awaitable[tuple[int, Any]]]
 _FREE = ("GET", "HEAD", "DELETE", "OPTIONS")
 """Methods whose requests need hardly any memory, or free some."""
 _SUMMARY_TOKENS = 1024
+_FOLLOW = "ctxwin.follow"
+"""Key of an ASGI scope whose request is served as it came, with nothing that its client has dropped."""
 _log = logging.getLogger("ctxwin.serve")
 
 
@@ -64,9 +67,10 @@ class Gateway:
             await self._app(scope, receive, send)
             return
         service: Service = getattr(scope["app"].state, STATE)
-        send = reshape_errors(scope, send)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._serve_as_sent, scope, dict(scope), send)
+            send = reshape_errors(scope, send)
             try:
                 scope[TENANT] = tenant = authenticate(service, scope, path)
                 if path not in (*OPEN, "/metrics"):
@@ -88,6 +92,8 @@ class Gateway:
                 return
             except Exception as error:
                 status, body = to_body(service.to_client_error(error))
+                if REQUEST_OPTIONS in scope and scope[REQUEST_OPTIONS].refuse(status):
+                    return
                 if status >= 500 and not service.draining.begun and not isinstance(error, MemoryShort):
                     _log.error("%s failed before it was routed", path, exc_info=error)
                 denied = "websocket.http.response" in scope.get("extensions", {})
@@ -102,6 +108,12 @@ class Gateway:
             if options is not None:
                 stack.enter_context(service.pending_requests.carry(options, scope))
             await self._app(scope, receive, send if options is None else ReportingSend(send, options))
+
+    async def _serve_as_sent(self, scope: Scope, first: Scope, send: Send) -> None:
+        """Serve a request as it came if it was refused with what its client has dropped; ``first``: its scope as it came."""
+        options: RequestOptions | None = scope.get(REQUEST_OPTIONS)
+        if options is not None and options.refused and options.resend is not None:
+            await self({**first, _FOLLOW: True}, options.resend, send)
 
     async def _sub_request(self, scope: Scope, receive: Receive, data: dict[str, Any]) -> tuple[int, Any]:
         """Return status and JSON of the response to a further request of the same client to the same route."""
@@ -119,7 +131,7 @@ class Gateway:
             status = message.get("status", status)
             parts.append(message.get("body", b""))
 
-        sub_scope = {**scope, "headers": [*headers, (b"content-length", str(len(raw)).encode())]}
+        sub_scope = {**scope, _FOLLOW: True, "headers": [*headers, (b"content-length", str(len(raw)).encode())]}
         await self(sub_scope, receive_body, collect)
         try:
             return status, json.loads(b"".join(parts))
@@ -228,6 +240,9 @@ async def _check_body(
             changed |= await service.run_briefly(tenant, _apply_edits, data, tenant_state.count)
     if windows and path in ROUTES and isinstance(data, dict):
         changed |= await _with_window(service, tenant_state, scope, headers, path, data, windows, sub_request)
+    options: RequestOptions | None = scope.get(REQUEST_OPTIONS)
+    if options is not None and options.kept is not None and options.kept.parts:
+        options.resend = body.replay(raw)
     name = await service.run_briefly(tenant, digest, "plain", tenant, path, raw)
     if bound:
         if not isinstance(data, dict):
@@ -275,7 +290,8 @@ async def _with_window(
     changed = "ctxwin" in data
     own_fields = {name: data.get(name) for name in ("ctxwin",) if name in data}
     changed |= path != CHAT and await service.run_briefly(tenant_state.tenant, resume, path, data)
-    options = read_options(path, headers, data, tenant_state.tenant, windows)
+    is_managed = data.get("context_management") is not None or data.get("compaction") is not None
+    options = read_options(path, headers, data, tenant_state.tenant, windows, service.lazy_drops)
     if options is None:
         return changed
     scope[REQUEST_OPTIONS] = options
@@ -283,8 +299,16 @@ async def _with_window(
     applied = await service.run_briefly(tenant_state.tenant, manage, data, service.policy, tenant_state.count)
     if applied is not None:
         options.reports["context_management"] = {"applied_edits": applied}
+    if is_managed or options.lazy_drops is None:  # an explicit wish: nothing of what it drops is held back
+        tenant_state.lazy_drops.forget(options.name)
+    else:
+        bounds = Bounds(0, 0, 0) if _FOLLOW in scope else options.lazy_drops
+        context = tenant_state.engine.spec.max_tokens
+        work = partial(tenant_state.lazy_drops.serve, data, options.name, bounds, tenant_state.count, context)
+        options.kept = await service.run_briefly(tenant_state.tenant, work)
+        service.metrics.count_kept(tenant_state.tenant, options.kept)
     if compact is None:
-        return changed or applied is not None
+        return changed or applied is not None or options.kept is not None
     names = ("system", "instructions", "tools", "messages", "input")
     tokens = await service.run_briefly(tenant_state.tenant, tenant_state.count, [data.get(name) for name in names])
     if tokens > compact.threshold:

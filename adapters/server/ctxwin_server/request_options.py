@@ -15,17 +15,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import Message, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from ctxwin.fidelity import Fidelity
 from ctxwin.validation import validate
 from ctxwin_server.compaction import Compaction, encode_event
+from ctxwin_server.lazy_drops import Bounds, Kept
 
 ROUTES = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 REQUEST_OPTIONS = "ctxwin.request_options"
 """Key of a request's `RequestOptions` in its ASGI scope; absent if it may not use a window."""
 HEADER = "x-ctxwin-windows"
 """Of a request: ``auto`` or ``off``. Of an answer: ``auto``, or ``off`` and the reason."""
+LAZY_DROPS = "x-ctxwin-lazy-drops"
+"""Of a request: see `Bounds.parse`."""
 SESSION = "x-session-id"
 _NAMES = ("prompt_cache_key", "conversation", "user")
 _MOST_NAME = 512
@@ -45,6 +48,10 @@ class RequestOptions:
         usage: reported in its answers, once known.
         reports: further entries of its answers, by name.
         compaction: the summary that replaced earlier turns.
+        lazy_drops: how much of what the client drops may stay in its prompt; None is nothing.
+        kept: what stayed; None where nothing may.
+        resend: receives the request as it came; None unless something stayed.
+        refused: it was refused with what stayed, which is not answered: it is served again as it came.
     """
 
     tenant: str
@@ -54,6 +61,15 @@ class RequestOptions:
     usage: dict[str, Any] = field(default_factory=dict)
     reports: dict[str, Any] = field(default_factory=dict)
     compaction: Compaction | None = None
+    lazy_drops: Bounds | None = None
+    kept: Kept | None = None
+    resend: Receive | None = None
+    refused: bool = False
+
+    def refuse(self, status: int) -> bool:
+        """Return whether an answer with this status may be due to what stayed in the prompt, and mark it as refused then."""
+        self.refused = self.resend is not None and status in (400, 413, 422)
+        return self.refused
 
 
 class PendingRequests:
@@ -107,20 +123,30 @@ def window_mode(headers: Headers, data: Any, default: str) -> str:
     return str(mode)
 
 
-def read_options(path: str, headers: Headers, data: Any, tenant: str, default: str) -> RequestOptions | None:
-    """Read the options of a request; None if it does not use a window.
+def read_options(
+    path: str, headers: Headers, data: Any, tenant: str, default: str, lazy_drops: Bounds | None = None
+) -> RequestOptions | None:
+    """Read the options of a request; None if it uses neither a window nor anything else of ours.
 
     Removes our own field (``ctxwin``) from ``data``. Raises ValueError for an unknown mode or fidelity.
+
+    Args:
+        default, lazy_drops: of requests that say nothing.
     """
     if path not in ROUTES or not isinstance(data, dict):
         return None
     mode, extension = window_mode(headers, data, default), data.pop("ctxwin", None)
     extension = {} if extension is None else extension
-    if not isinstance(extension, dict) or extension.keys() - {"windows", "fidelity"}:
-        raise ValueError("ctxwin must be an object with windows (auto or off) and fidelity; leave out what else it has")
+    if not isinstance(extension, dict) or extension.keys() - {"windows", "fidelity", "lazy_drops"}:
+        raise ValueError(
+            "ctxwin must be an object with windows (auto or off), fidelity and lazy_drops; leave out what else it has"
+        )
     fidelity = extension.get("fidelity")
     options = RequestOptions(tenant, fidelity=None if fidelity is None else validate(Fidelity.model_validate, fidelity))
-    if mode == "off" and not any(data.get(name) is not None for name in _MANAGED):
+    drops = extension.get("lazy_drops") or headers.get(LAZY_DROPS)
+    options.lazy_drops = lazy_drops if drops is None else Bounds.parse(str(drops))
+    own = options.lazy_drops is not None or drops is not None or any(data.get(name) is not None for name in _MANAGED)
+    if mode == "off" and not own:
         return None
     if mode == "off":
         options.off = "windows are off"  # edits of the request are applied without windows, too
@@ -172,7 +198,11 @@ class ReportingSend:
         self._body = b""
 
     async def __call__(self, message: Message) -> None:
+        if self._asked.refused:
+            return
         if message["type"] == "http.response.start":
+            if self._asked.refuse(message["status"]):
+                return
             headers = MutableHeaders(raw=message.setdefault("headers", []))
             off = self._asked.off
             headers[HEADER] = f"off; {off}" if off else "auto"
@@ -222,7 +252,7 @@ class ReportingSend:
 
     def _with_reports(self, body: bytes) -> bytes:
         options = self._asked
-        if not options.usage and not options.reports and options.compaction is None:
+        if not (options.usage or options.reports or options.compaction or options.kept):
             return body
         try:
             data = json.loads(body)
@@ -235,10 +265,12 @@ class ReportingSend:
         return json.dumps(self._add_report(data), ensure_ascii=False, separators=(",", ":")).encode()
 
     def _add_report(self, data: dict[str, Any]) -> dict[str, Any]:
+        kept = self._asked.kept
+        usage = {**self._asked.usage, **({"kept": kept.report()} if kept else {})}
         for holder in (data, data.get("response"), data.get("message")):
             if isinstance(holder, dict) and isinstance(holder.get("usage"), dict):
-                if self._asked.usage:
-                    holder["usage"]["ctxwin"] = self._asked.usage
+                if usage:
+                    holder["usage"]["ctxwin"] = usage
                 holder.update(self._asked.reports)
                 break
         return data

@@ -28,6 +28,7 @@ from ctxwin_server.draining import Draining
 from ctxwin_server.fair import BackgroundWork, FairPool, Put, Stopped
 from ctxwin_server.grammars import Grammars
 from ctxwin_server.idempotency import IdempotencyCache
+from ctxwin_server.lazy_drops import Bounds, LazyDrops
 from ctxwin_server.libraries import Libraries, Preparation
 from ctxwin_server.limits import BodyBytes, Limits, RequestCount
 from ctxwin_server.memory import Memory
@@ -67,6 +68,7 @@ class TenantState:
     libraries: Libraries
     idempotency: IdempotencyCache
     conversations: Conversations
+    lazy_drops: LazyDrops
     streams: Streams
     count: Count
     max_text: int
@@ -88,6 +90,7 @@ class Service:
         fetches_media: whether tenants' plain requests may name media by URL, which the server then fetches.
         windows: whether plain chats use windows by default: ``auto``, ``off``, or "" where they never can.
         policy: edits of plain chats that have windows and send no ``context_management``.
+        lazy_drops: how much of what plain chats drop stays in their prompts by default; None is nothing.
         quarantine: registers requests that run in the engine, and refuses those that end it.
         metrics_key: key of ``/metrics``, besides the server's own; "" is none.
         audit_log: see `ctxwin_server.audit_log`.
@@ -110,6 +113,7 @@ class Service:
         fetches_media: bool = False,
         windows: str = "",
         policy: Policy | None = None,
+        lazy_drops: Bounds | None = None,
         quarantine: Quarantine | None = None,
         metrics_key: str = "",
         audit_log: str = "",
@@ -125,6 +129,7 @@ class Service:
         self.fetches_media = fetches_media
         self.windows = windows
         self.policy = policy
+        self.lazy_drops = lazy_drops
         self.keys = keys or Keys()
         self.quarantine = quarantine or Quarantine()
         self.metrics_keys = Keys.of([metrics_key] if metrics_key else [], ())
@@ -298,6 +303,7 @@ class Service:
             libraries=Libraries(name, engine, self._references, self.limits, split, self.preparation.due),
             idempotency=IdempotencyCache(),
             conversations=Conversations(most, self.limits.window_ttl_s),
+            lazy_drops=LazyDrops(most, self.limits.window_ttl_s),
             streams=Streams(most),
             count=counter(engine),
             max_text=self.limits.text(engine.spec.max_tokens),

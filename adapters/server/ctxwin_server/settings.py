@@ -10,6 +10,7 @@ from typing import Any, get_args, get_type_hints
 from ctxwin.fidelity import Fidelity, Mode
 from ctxwin.store import parse_bytes
 from ctxwin_server.context_management import Policy
+from ctxwin_server.lazy_drops import Bounds
 from ctxwin_server.limits import Limits
 from ctxwin_server.tenants import load_tenants
 
@@ -30,6 +31,9 @@ class Settings:
     fidelity: str = _setting("auto", "Default fidelity: auto, exact, patched or blind.")
     windows: str = _setting("off", "Default of plain chats: served with windows or not.", "auto|off")
     context_policy: str = _setting("", "TOML: default context edits of such chats.", "FILE")
+    lazy_drops: str = _setting(
+        "off", "What chats drop stays in their prompts, up to e.g. pictures=8,tokens=4096,turns=10."
+    )
     max_windows: int = _setting(256, "Most open windows per tenant.")
     max_windows_total: int = _setting(1024, "Most open windows of all tenants.")
     window_ttl: float = _setting(3600.0, "Seconds until an idle window is saved and closed.")
@@ -82,6 +86,7 @@ class Settings:
             "limits": limits,
             "tenants": load_tenants(self.tenants) if self.tenants else (),
             "policy": Policy.read(Path(self.context_policy)) if self.context_policy else None,
+            "lazy_drops": Bounds.parse(self.lazy_drops),
             "metrics_key": _key_in(self.metrics_key_file) if self.metrics_key_file else "",
             **{name: getattr(self, name) for name in ("private_metrics", "audit_log", "windows")},
         }

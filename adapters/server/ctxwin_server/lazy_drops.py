@@ -1,0 +1,419 @@
+"""Lazy drops: what a client has dropped from its history is served for a while longer, so that the prefix stands.
+
+An agent that drops or replaces its oldest screenshot on every turn breaks vLLM's prefix cache there on every turn. With lazy
+drops the dropped parts stay in the prompt until a bound (`Bounds`) would be exceeded; then it follows the client in one step.
+
+The prompt that was served last is remembered for each conversation. `continue_history` compares the next request with it: parts
+that are gone, or became a placeholder, while the rest of the history is unchanged and in order, are drops. Everything else (an
+edited text, other rules or tools, another order, an insertion, the same request again) is served as sent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from ctxwin.hashing import digest
+from ctxwin_server.context_management import PICTURES, Count
+
+PER_NAME = 8
+"""Most conversations of one name that are remembered."""
+MOST_BYTES = 256 << 20
+"""Most bytes of the remembered conversations of a tenant."""
+_TURN_TOKENS = 16
+"""Tokens that a template adds to a turn, at most, by estimate; a prompt that vLLM refuses all the same is served as it came."""
+_TRIES = 32
+"""Turns of a request that are held against the last remembered one, the newest first."""
+_PLACEHOLDER = re.compile(r"\s*(?:[\[<(](?![^\n]*(?:redact|secret|private))[^\n]{0,78}[\])>])?\s*", re.IGNORECASE)
+_KEYED = ("model", "cache_salt", "system", "instructions", "tools", "documents")
+"""Fields besides the turns that stand in a prompt, or decide whose prompt it is."""
+_CUTS = ("previous_response_id", "truncate_prompt_tokens")
+_log = logging.getLogger("ctxwin.serve")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How much a prompt may have beyond what the client sent.
+
+    Attributes:
+        pictures: dropped pictures in it.
+        tokens: of all dropped parts, without the template's own.
+        turns: requests of the conversation in a row that are served longer than sent.
+    """
+
+    pictures: int = 8
+    tokens: int = 4096
+    turns: int = 10
+
+    @classmethod
+    def parse(cls, text: str) -> Bounds | None:
+        """Return the bounds in ``text`` (``on``, or e.g. ``pictures=8,turns=5``); None for ``off``. Raises ValueError."""
+        if text in ("", "off"):
+            return None
+        entries = [] if text == "on" else [entry.strip().partition("=") for entry in text.split(",")]
+        values = {name: int(value) for name, _, value in entries if re.fullmatch("[0-9]{1,9}", value)}
+        if len(values) < len(entries) or values.keys() - {f.name for f in fields(cls)}:
+            raise ValueError(f"lazy drops must be on, off, or like pictures=8,tokens=4096,turns=10, got {text[:80]!r}")
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a prompt has beyond what the client sent; ``followed``: a bound had it follow the client."""
+
+    parts: int = 0
+    pictures: int = 0
+    tokens: int = 0
+    turns: int = 0
+    followed: bool = False
+
+    def report(self) -> dict[str, int]:
+        """Return the entry of an answer's ``usage``."""
+        return {name: value for name, value in asdict(self).items() if name != "followed"}
+
+
+@dataclass(eq=False, slots=True)
+class Part:
+    """A turn, or a part of its content, with the parts of its own content.
+
+    Attributes:
+        head: JSON of it, without its content.
+        field: name of its content; "" where it has none.
+        is_text: whether its content is a text, which is its only part then.
+        calls: ids of tool calls (+) and of their results (-), in order.
+        tokens: once counted.
+    """
+
+    head: str
+    field: str
+    is_text: bool
+    parts: tuple[Part, ...]
+    kind: str
+    calls: tuple[str, ...]
+    digest: str
+    size: int
+    tokens: int | None = None
+
+    @classmethod
+    def read(cls, value: Any) -> Part:
+        """Return a turn or a part of JSON. Marks of the client's cache (``cache_control``) do not count."""
+        name, content = "", ()
+        if isinstance(value, dict):
+            name = next((n for n in ("content", "output") if isinstance(value.get(n), str | list)), "")
+            content = value[name] if name else ()
+            value = {key: item for key, item in value.items() if key not in (name, "cache_control")}
+        parts = tuple(map(cls.read, [content] if isinstance(content, str) else content))
+        head, is_text = json.dumps(value), isinstance(content, str)
+        calls = (*_calls(value), *(call for part in parts for call in part.calls))
+        identity = digest("part", head, name, is_text, [part.digest for part in parts])
+        size = len(head) + 256 + sum(part.size for part in parts)
+        return cls(head, name, is_text, parts, _kind(value, calls), calls, identity, size)
+
+    def build(self) -> Any:
+        """Return it as JSON."""
+        value = json.loads(self.head)
+        if self.field:
+            content = [part.build() for part in self.parts]
+            value[self.field] = content[0] if self.is_text else content
+        return value
+
+    def leaves(self) -> Iterator[Part]:
+        """Yield the parts that have no parts, or itself where it is one."""
+        if not self.parts:
+            yield self
+        for part in self.parts:
+            yield from part.leaves()
+
+    def measure(self, count: Count) -> int:
+        """Return its tokens, counted once."""
+        if self.tokens is None:
+            self.tokens = count(json.loads(self.head)) + sum(part.measure(count) for part in self.parts)
+        return self.tokens
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """The history to serve for a request that continues what was served before.
+
+    Attributes:
+        old: number of remembered turns in it; the request's turns from ``new`` on follow them.
+        kept: parts in it that the request lacks.
+    """
+
+    history: tuple[Part, ...]
+    old: int
+    new: int
+    kept: list[Part]
+
+
+def continue_history(served: Sequence[Part], sent: Sequence[Part]) -> Continuation | None:
+    """Return ``served`` with what is new in ``sent``; None where ``sent`` is not ``served`` with drops and something new.
+
+    The same request again, or a part of it, is continued by itself, with nothing kept. The last turn of ``served`` must be in
+    ``sent``, once; the answer to it and the next turns of others may follow, or parts in it if it is the last one there, too.
+    Cost: linear.
+    """
+    if not served or not sent:
+        return None
+    *before, last = served
+    index = _find_last(last, sent)
+    if index is None:
+        return None
+    matches, turn, following = _match(before, sent[:index]), sent[index], sent[index + 1 :]
+    if len(matches) < index:
+        return None
+    lacking, tail = _lacking(last, turn), last
+    if lacking is None:
+        lacking, tail = _extend(last, turn) or ([], last)
+    elif not following:  # the same request again
+        return Continuation(tuple(sent), len(served), len(sent), [])
+    missing = _unmatched(before, matches)
+    kept = [*missing, *lacking]
+    moved = {part.digest for part in missing if part.kind != "answer"} & {part.digest for part in following}
+    if moved or any(part.kind in ("rules", "linked") for part in _all(kept)):
+        return None
+    of_model = [part.kind in ("answer", "call") for part in following]
+    if kept and of_model != sorted(of_model, reverse=True):  # more than one answer is new
+        return None
+    history, dangling = (*before, tail, *following), _dangling(sent)
+    if any(dangling.get(call) != number for call, number in _dangling(history).items()):
+        return None
+    return Continuation(history, len(served), index + 1, kept)
+
+
+def _find_last(last: Part, sent: Sequence[Part]) -> int | None:
+    """Return where the last remembered turn is in a request; None where it is not, or more than once."""
+    equal = [index for index, turn in enumerate(sent) if turn.digest == last.digest]
+    if equal:
+        return equal[0] if len(equal) == 1 else None
+    alike = [index for index, turn in enumerate(sent) if (turn.head, turn.field) == (last.head, last.field)]
+    for index in alike[: -_TRIES - 1 : -1]:
+        if _lacking(last, sent[index]) is not None or (index == len(sent) - 1 and _extend(last, sent[index])):
+            return index
+    return None
+
+
+def _match(old: Sequence[Part], new: Sequence[Part]) -> list[tuple[int, list[Part]]]:
+    """Match parts to old ones, each with the first that it can be: (index of that, what it lacks of it).
+
+    So the longest beginning of ``new`` that is left of ``old`` is matched.
+    """
+    matches: list[tuple[int, list[Part]]] = []
+    for index, part in enumerate(old):
+        if len(matches) == len(new):
+            break
+        if (lacking := _lacking(part, new[len(matches)])) is not None:
+            matches.append((index, lacking))
+    return matches
+
+
+def _unmatched(old: Sequence[Part], matches: Sequence[tuple[int, list[Part]]]) -> list[Part]:
+    inside = dict(matches)
+    return [part for index, one in enumerate(old) for part in inside.get(index, [one])]
+
+
+def _lacking(old: Part, new: Part) -> list[Part] | None:
+    """Return the parts of ``old`` that ``new`` lacks; None where ``new`` is not ``old`` with drops."""
+    if new.digest == old.digest:
+        return []
+    if old.kind == "picture" and new.kind == "placeholder":
+        return [old]
+    if old.kind == "rules" or not old.field or (old.head, old.field) != (new.head, new.field):
+        return None
+    if old.kind == "result" and [part.kind for part in new.parts] in ([], ["placeholder"]):
+        return [*old.parts]
+    if old.is_text or new.is_text:
+        return None
+    matches = _match(old.parts, new.parts)
+    return _unmatched(old.parts, matches) if len(matches) == len(new.parts) else None
+
+
+def _extend(last: Part, turn: Part) -> tuple[list[Part], Part] | None:
+    """Continue a turn within itself: what ``turn`` lacks, and the turn to serve; None where it is not continued.
+
+    What stood behind the newest part that is still there, as the question behind the pictures, is not kept. A turn that only
+    exchanged its end is an edit.
+    """
+    matches = [] if last.is_text or turn.is_text or last.kind == "rules" else _match(last.parts, turn.parts)
+    if not any(last.parts[old].digest == turn.parts[new].digest for new, (old, _) in enumerate(matches)):
+        return None
+    head, added = last.parts[: matches[-1][0] + 1], turn.parts[len(matches) :]
+    lacking = _unmatched(head, matches)
+    is_edit = len(added) <= len(last.parts) - len(head)
+    if is_edit or {part.digest for part in lacking} & {part.digest for part in added}:
+        return None
+    parts = (*head, *added)
+    calls = tuple(call for part in parts for call in part.calls)
+    identity = digest("part", last.head, last.field, False, [part.digest for part in parts])
+    size = len(last.head) + 256 + sum(part.size for part in parts)
+    return lacking, Part(last.head, last.field, False, parts, last.kind, calls, identity, size)
+
+
+def _all(parts: Sequence[Part]) -> Iterator[Part]:
+    for part in parts:
+        yield part
+        yield from _all(part.parts)
+
+
+def _calls(value: Any) -> Iterator[str]:
+    """Yield the ids of the tool calls (+) and results (-) in a turn or part."""
+    if not isinstance(value, dict):
+        return
+    calls = value.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        yield f"+{call.get('id') if isinstance(call, dict) else call}"
+    kind = str(value.get("type"))
+    if kind == "tool_use":
+        yield f"+{value.get('id')}"
+    elif "call_id" in value:
+        yield f"{'-' if kind.endswith('_output') else '+'}{value['call_id']}"
+    elif kind == "tool_result" or value.get("role") == "tool":
+        yield f"-{value.get('tool_use_id', value.get('tool_call_id'))}"
+
+
+def _dangling(turns: Sequence[Part]) -> dict[str, int]:
+    """Return the calls without a result (> 0), and the results without a call (< 0)."""
+    left: Counter[str] = Counter()
+    for call in (call for turn in turns for call in turn.calls):
+        left[call[1:]] += 1 if call[0] == "+" else -1
+    return {call: number for call, number in left.items() if number}
+
+
+def _kind(value: Any, calls: Sequence[str]) -> str:
+    if not isinstance(value, dict):
+        return "placeholder" if isinstance(value, str) and _PLACEHOLDER.fullmatch(value) else ""
+    kind, role = value.get("type"), value.get("role")
+    if role in ("system", "developer"):
+        return "rules"
+    if role == "tool" or kind in ("tool_result", "function_call_output"):
+        return "result"
+    if role == "assistant" and not calls:
+        return "answer"
+    if role == "assistant" or kind == "reasoning" or (isinstance(kind, str) and kind.endswith("_call")):
+        return "call"
+    medium = next((value[name] for name in ("image_url", "video_url", "audio_url", "source") if name in value), "data:")
+    if isinstance(medium, dict):
+        medium = medium.get("url", "data:")
+    if not isinstance(medium, str) or not medium.startswith("data:") or value.get("uuid") is not None:
+        return "linked"  # what it names may change
+    if kind in PICTURES:
+        return "picture"
+    words = value.get("text")
+    return "placeholder" if isinstance(words, str) and _PLACEHOLDER.fullmatch(words) else ""
+
+
+@dataclass(eq=False)
+class _Record:
+    """The prompt that was served last in one conversation, and for how many requests in a row it was longer than sent."""
+
+    key: str
+    name: str
+    history: tuple[Part, ...]
+    turns: int
+    used: float = field(default_factory=time.monotonic)
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.size = sum(turn.size for turn in self.history)
+
+
+class LazyDrops:
+    """What one tenant's conversations were served last. Thread-safe.
+
+    A request that names no conversation is served as sent: two with the same texts could not be told apart. Of one name the
+    conversation that reaches furthest into the request is continued; none, where two would be continued in different ways.
+
+    Args:
+        most: conversations that are remembered; the one idle longest is forgotten first, as is one idle for ``ttl`` seconds.
+    """
+
+    def __init__(self, most: int, ttl: float, most_bytes: int = MOST_BYTES) -> None:
+        self._most, self._ttl, self._most_bytes = most, ttl, most_bytes
+        self._records: OrderedDict[int, _Record] = OrderedDict()  # the least recently used first
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def forget(self, name: str) -> None:
+        """Forget all conversations of a name."""
+        with self._lock:
+            for key in [key for key, record in self._records.items() if record.name == name]:
+                del self._records[key]
+
+    def serve(self, data: dict[str, Any], name: str, bounds: Bounds, count: Count, context: int) -> Kept:
+        """Put back into the body ``data`` what the client has dropped, within ``bounds`` and a context of ``context`` tokens.
+
+        Args:
+            name: the client's name of the conversation.
+
+        Cost: linear in the request, and a count of the tokens that were not counted before where something is kept.
+        """
+        turns_name = "input" if "input" in data else "messages"
+        turns = data.get(turns_name)
+        if not name or not isinstance(turns, list) or any(data.get(cut) is not None for cut in _CUTS):
+            return Kept()
+        sent = tuple(map(Part.read, turns))
+        key = digest("history", turns_name, name, json.dumps([data.get(field) for field in _KEYED]))
+        record, continuation = self._find(key, sent)
+        kept = Kept()
+        if record is not None and continuation is not None and continuation.kept:
+            kept = self._within(data, continuation, record.turns + 1, bounds, count, context)
+        history = sent if kept.followed or continuation is None else continuation.history
+        if continuation is not None and kept.parts:
+            if kept.turns == 1:
+                _log.debug("%d dropped parts stay in a conversation for now (%s)", kept.parts, bounds)
+            old = [part.build() for part in history[: continuation.old]]
+            data[turns_name] = [*old, *turns[continuation.new :]]
+        self._keep(record, _Record(key, name, history, kept.turns))
+        return kept
+
+    def _find(self, key: str, sent: Sequence[Part]) -> tuple[_Record | None, Continuation | None]:
+        """Return the conversation that a request continues, and how; None where there is none, or no single one."""
+        with self._lock:
+            now = time.monotonic()
+            for old in [k for k, record in self._records.items() if now - record.used > self._ttl]:
+                del self._records[old]
+            known = [record for record in self._records.values() if record.key == key]
+        pairs = [(record, one) for record in known if (one := continue_history(record.history, sent)) is not None]
+        furthest = max((one.new for _, one in pairs), default=0)
+        pairs = [(record, one) for record, one in pairs if one.new == furthest]
+        whole = [pair for pair in pairs if not pair[1].kept]
+        histories = {tuple(turn.digest for turn in one.history) for _, one in pairs}
+        return whole[-1] if whole else pairs[-1] if len(histories) == 1 else (None, None)
+
+    def _within(
+        self, data: dict[str, Any], continuation: Continuation, turns: int, bounds: Bounds, count: Count, context: int
+    ) -> Kept:
+        """Return what is kept; nothing where it would exceed a bound."""
+        leaves = [leaf for part in continuation.kept for leaf in part.leaves()]
+        pictures = sum(leaf.kind == "picture" for leaf in leaves)
+        if pictures > bounds.pictures or turns > bounds.turns:
+            return Kept(followed=True)
+        tokens = sum(part.measure(count) for part in continuation.kept)
+        whole = sum(turn.measure(count) + _TURN_TOKENS for turn in continuation.history) + _TURN_TOKENS
+        whole += sum(count(data.get(name)) for name in ("system", "instructions", "tools"))
+        answers = [data.get(name) for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")]
+        answer = max((n for n in answers if isinstance(n, int)), default=context // 4)
+        if tokens > bounds.tokens or whole + answer > context:
+            return Kept(followed=True)
+        return Kept(len(leaves), pictures, tokens, turns)
+
+    def _keep(self, old: _Record | None, record: _Record) -> None:
+        """Remember what was served in place of ``old``, and forget what exceeds a bound, of the same name first."""
+        with self._lock:
+            self._records.pop(id(old), None)
+            self._records[id(record)] = record
+            alike = [key for key, other in self._records.items() if other.name == record.name]
+            for key in alike[:-PER_NAME]:
+                del self._records[key]
+            total = sum(other.size for other in self._records.values())
+            while self._records and (len(self._records) > self._most or total > self._most_bytes):
+                total -= self._records.popitem(last=False)[1].size

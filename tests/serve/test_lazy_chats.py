@@ -1,0 +1,233 @@
+"""Lazy drops on a running server: the answers are vLLM's to the longer prompt, and fewer tokens are computed."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from serve.test_edited_chats import (
+    _PROMPT,
+    CHAT,
+    MESSAGES,
+    RESPONSES,
+    Process,
+    assistant,
+    chat,
+    logprobs,
+    picture,
+    png,
+    question,
+    running_server,
+    system,
+    user,
+    words,
+)  # fmt: skip
+
+pytestmark = pytest.mark.vllm
+
+LAZY, OFF = {"lazy_drops": "on"}, {"lazy_drops": "off"}
+
+
+TENANTS = """
+[[tenant]]
+name = "acme"
+keys = ["key-acme"]
+[[tenant]]
+name = "bolt"
+keys = ["key-bolt"]
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    folder = tmp_path_factory.mktemp("server")
+    (folder / "tenants.toml").write_text(TENANTS)
+    arguments = ("--lazy-drops", "pictures=4,turns=5", "--limit-mm-per-prompt", '{"image": 8}', "--max-frames", "7")
+    tenants = ("--api-key", "key-own", "--tenants", str(folder / "tenants.toml"))
+    with running_server(folder, *arguments, *tenants) as running:
+        yield running
+
+
+def ask(
+    server: Process, path: str, body: dict[str, Any], name: str, key: str = "key-own", head: Any = None, **fields: Any
+) -> httpx.Response:
+    headers = {"x-session-id": name, "authorization": f"Bearer {key}", **(head or {})}
+    return httpx.post(
+        server.url + path, json={"model": "tiny", "temperature": 0, **body, **fields}, headers=headers, timeout=60
+    )
+
+
+def turns_of(path: str, first: int, last: int, seed: int = 0) -> dict[str, Any]:
+    """A request of a route that shows the frames from ``first`` to ``last``, each with its answer but the newest."""
+    turns: list[dict[str, Any]] = []
+    for i in range(first, last):
+        data = png(i % 8, seed)
+        if path == CHAT:
+            turns.append(user(f"step {i}", picture(i % 8, seed), question(i % 8)))
+        elif path == MESSAGES:
+            source = {"type": "base64", "media_type": "image/png", "data": data}
+            turns.append(user(f"step {i}", {"type": "image", "source": source}, question(i % 8)))
+        else:
+            shown = {"type": "input_image", "image_url": f"data:image/png;base64,{data}", "detail": "auto"}
+            parts = [f"step {i}", shown, question(i % 8)]
+            parts = [{"type": "input_text", "text": part} if isinstance(part, str) else part for part in parts]
+            turns.append({"role": "user", "content": parts})
+        if i < last - 1:
+            turns.append(assistant(f"crimson {i}"))
+    if path == CHAT:
+        return chat(system(), *turns)[1]
+    if path == MESSAGES:
+        return {"system": "You watch.", "messages": turns, "max_tokens": 6}
+    return {"instructions": "You watch.", "input": turns, "max_output_tokens": 6}
+
+
+def kept(answer: httpx.Response) -> dict[str, int]:
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json()["usage"]["ctxwin"]["kept"])
+
+
+def prompt_and_cached(answer: httpx.Response) -> tuple[int, int]:
+    usage = answer.json()["usage"]
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    cached = details.get("cached_tokens") or usage.get("cache_read_input_tokens") or 0
+    return sum(usage.get(name) or 0 for name in _PROMPT), cached
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+def test_a_loop_is_answered_as_the_longer_prompt_and_computes_less(server: Process, path: str) -> None:
+    """Twelve turns of an agent that keeps its newest three screenshots."""
+    computed, seen, name = {"lazy": 0, "sent": 0}, [], path.rpartition("/")[2]
+    for turn in range(12):
+        first = max(0, turn - 2)
+        sent = turns_of(path, first, turn + 1)
+        fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 4} if path == CHAT else {}
+        lazy = ask(server, path, sent, "loop", cache_salt=f"lazy {name}", **fields)
+        seen.append(kept(lazy)["pictures"])
+        longer = turns_of(path, first - seen[-1], turn + 1)
+        alone = ask(server, path, longer, "alone", cache_salt=f"alone {name}", ctxwin=OFF, **fields)
+        assert words(lazy) == words(alone) and prompt_and_cached(lazy)[0] == prompt_and_cached(alone)[0]
+        if path == CHAT:
+            for (token, value), (expected, want) in zip(logprobs(lazy), logprobs(alone), strict=True):
+                assert token == expected and value == pytest.approx(want, abs=1e-3)
+        as_sent = ask(server, path, sent, "sent", cache_salt=f"sent {name}", ctxwin=OFF)
+        for way, answer in (("lazy", lazy), ("sent", as_sent)):
+            prompt, cached = prompt_and_cached(answer)
+            computed[way] += prompt - cached
+    assert seen == [0, 0, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
+    assert computed["lazy"] < 0.6 * computed["sent"]
+
+
+def test_a_stream_says_what_was_kept_and_the_metrics_count_it(server: Process) -> None:
+    before = server.metrics()
+    for first, last in ((0, 3), (1, 4)):
+        body = turns_of(CHAT, first, last, 5000)
+        streamed = ask(server, CHAT, body, "stream", stream=True, stream_options={"include_usage": True})
+    events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+    [usage] = [event["usage"]["ctxwin"] for event in events if event.get("usage")]
+    said = usage["kept"]
+    assert said["parts"] == 4 and said["pictures"] == 1 and said["turns"] == 1 and said["tokens"] > 0
+    now = server.metrics()
+    counted = {
+        'lazy_drops_total{result="kept",tenant=""}': 1,
+        'kept_pictures_total{tenant=""}': 1,
+        'kept_tokens_total{tenant=""}': said["tokens"],
+    }
+    for name, value in counted.items():
+        assert now[f"ctxwin_{name}"] - before.get(f"ctxwin_{name}", 0.0) == value
+
+
+def test_two_conversations_of_one_name_keep_what_is_theirs(server: Process) -> None:
+    for first, last in ((0, 3), (1, 4), (2, 5)):
+        for seed in (6000, 6001):
+            lazy = ask(server, CHAT, turns_of(CHAT, first, last, seed), "both", cache_salt="both")
+            assert kept(lazy)["pictures"] == first
+            longer = turns_of(CHAT, 0, last, seed)
+            alone = ask(server, CHAT, longer, "", cache_salt="both alone")
+            assert words(lazy) == words(alone) and kept(alone)["parts"] == 0  # it names no conversation
+
+
+def test_a_client_that_leaves_leaves_a_memory_that_serves(server: Process) -> None:
+    assert kept(ask(server, CHAT, turns_of(CHAT, 0, 3, 7000), "left"))["parts"] == 0
+    host, port = server.url.removeprefix("http://").split(":")
+    left = http.client.HTTPConnection(host, int(port))
+    sent = {"model": "tiny", "temperature": 0, "stream": True, **turns_of(CHAT, 1, 4, 7000)}
+    head = {"Content-Type": "application/json", "x-session-id": "left", "Authorization": "Bearer key-own"}
+    left.request("POST", CHAT, json.dumps(sent), head)
+    left.close()
+    lazy = ask(server, CHAT, turns_of(CHAT, 2, 5, 7000), "left")
+    longer = turns_of(CHAT, 2 - kept(lazy)["pictures"], 5, 7000)
+    assert words(lazy) == words(ask(server, CHAT, longer, "", ctxwin=OFF))
+
+
+@pytest.mark.parametrize(("key", "most"), [("key-own", 8), ("key-acme", 7)])
+def test_what_is_refused_for_what_was_kept_is_served_as_sent(server: Process, key: str, most: int) -> None:
+    """By vLLM beyond ``--limit-mm-per-prompt``, which lazy drops do not know, and by the gateway beyond a tenant's frames."""
+    ask(server, CHAT, turns_of(CHAT, 0, most, 8000), "refused", key)
+    sent = turns_of(CHAT, 3, most + 1, 8000)
+    answer = ask(server, CHAT, sent, "refused", key)
+    assert kept(answer) == {"parts": 0, "pictures": 0, "tokens": 0, "turns": 0}
+    assert words(answer) == words(ask(server, CHAT, sent, "", key, ctxwin=OFF))
+    assert kept(ask(server, CHAT, turns_of(CHAT, 4, most + 2, 8000), "refused", key))["pictures"] == 1
+    wrong = ask(server, CHAT, turns_of(CHAT, 5, most + 3, 8000), "refused", key, temperature=-3)
+    assert wrong.status_code == 400 and "temperature" in wrong.text
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+def test_a_tenants_drops_are_kept_for_that_tenant_alone(server: Process, path: str) -> None:
+    for first, last in ((0, 3), (1, 4), (2, 5)):
+        lazy = ask(server, path, turns_of(path, first, last, 8500), "tenant", "key-acme")
+        other = ask(
+            server, path, turns_of(path, first, last, 8500), "tenant", "key-bolt", ctxwin=LAZY if first > 1 else OFF
+        )
+        assert kept(lazy)["pictures"] == first and (first < 2 or kept(other)["pictures"] == 0)
+    alone = ask(server, path, turns_of(path, 0, 5, 8500), "", "key-acme", ctxwin=OFF)
+    assert words(lazy) == words(alone) and prompt_and_cached(lazy)[0] == prompt_and_cached(alone)[0]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"ctxwin": OFF},
+        {"max_tokens": 10**6},
+        {"context_management": {"edits": [{"type": "clear_images", "keep": {"type": "images", "value": 9}}]}},
+    ],
+    ids=["off", "too long", "context_management"],
+)
+def test_what_the_client_wants_forgotten_is_not_kept(server: Process, fields: dict[str, Any]) -> None:
+    name = str(sorted(fields))
+    ask(server, CHAT, turns_of(CHAT, 0, 3, 9000), name)
+    before = ask(server, CHAT, turns_of(CHAT, 1, 4, 9000), name)
+    assert kept(before)["pictures"] == 1
+    answer = ask(server, CHAT, turns_of(CHAT, 2, 5, 9000), name, **fields)
+    if "max_tokens" in fields:
+        assert answer.status_code == 400  # as sent, too
+    else:
+        sent = ask(server, CHAT, turns_of(CHAT, 2, 5, 9000), "", ctxwin=OFF)
+        assert prompt_and_cached(answer)[0] == prompt_and_cached(sent)[0] and words(answer) == words(sent)
+    later = kept(ask(server, CHAT, turns_of(CHAT, 3, 6, 9000), name, ctxwin=LAZY))
+    assert later["pictures"] == (1 if "max_tokens" in fields else 0)
+
+
+def test_a_window_behind_lazy_drops_is_that_of_the_longer_prompt(server: Process) -> None:
+    exact = {"windows": "auto", "fidelity": {"mode": "exact"}}
+    for first, last in ((0, 3), (1, 4), (2, 5)):
+        lazy = ask(server, CHAT, turns_of(CHAT, first, last, 9500), "window", cache_salt="window", ctxwin=exact)
+        used = lazy.json()["usage"]
+        assert used["ctxwin"]["kept"]["pictures"] == first and lazy.headers["x-ctxwin-windows"] == "auto"
+        assert sum(used["ctxwin"]["lanes"].values()) == used["prompt_tokens"]
+        alone = ask(server, CHAT, turns_of(CHAT, 0, last, 9500), "", cache_salt="window alone", ctxwin=OFF)
+        assert words(lazy) == words(alone) and used["prompt_tokens"] == alone.json()["usage"]["prompt_tokens"]
+
+
+def test_a_request_chooses_by_field_or_header(server: Process) -> None:
+    for name, head in (("header", {"x-ctxwin-lazy-drops": "pictures=0"}), ("nothing", {})):
+        for first, last in ((0, 3), (1, 4)):
+            answer = ask(server, CHAT, turns_of(CHAT, first, last, 9700), name, head=head)
+        assert kept(answer)["pictures"] == (not head)
+    wrong = ask(server, CHAT, turns_of(CHAT, 0, 1), "wrong", ctxwin={"lazy_drops": {"pictures": 3}})
+    assert wrong.status_code == 400 and "lazy drops must be on, off, or like pictures=8" in wrong.text
