@@ -168,7 +168,8 @@ class IdlePrefill:
         self.reserved = reserved
         self.predictor.end(state, reserved)
         if used:  # what was served would have taken that time anyway
-            prefiller_of(self.assembly.engine).refund(self.spent_s * used / (used + missed))
+            engine = self.assembly.engine
+            prefiller_of(engine).refund(engine.tenant, self.spent_s * used / (used + missed))
         self.spent_s = 0.0
         return used, missed
 
@@ -193,8 +194,23 @@ class IdlePrefill:
         return sum(list(self.pending.values()))
 
 
+class _Allowance:
+    """Seconds that may still be spent for nothing: they accrue at `_SHARE`, up to one."""
+
+    def __init__(self) -> None:
+        self._left_s, self._clock = 1.0, time.monotonic()
+
+    def add(self, seconds: float) -> float:
+        """Return the seconds left with so many more, or fewer."""
+        now = time.monotonic()
+        self._left_s = min(1.0, self._left_s + (now - self._clock) * _SHARE + seconds)
+        self._clock = now
+        return self._left_s
+
+
 class Prefiller:
-    """The thread that computes ahead on one running model, while there is something to compute."""
+    """The thread that computes ahead on one running model, while there is something to compute. Each tenant has an allowance of
+    its own."""
 
     def __init__(self) -> None:
         self._jobs: OrderedDict[IdlePrefill, _Job] = OrderedDict()
@@ -202,7 +218,7 @@ class Prefiller:
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self._holds = 0
-        self._budget_s, self._clock = 1.0, time.monotonic()
+        self._allowances: dict[str, _Allowance] = {}
 
     def submit(self, job: _Job) -> None:
         """Queue a version of a window in place of an earlier one. A forward that this version needs, too, goes on."""
@@ -217,10 +233,10 @@ class Prefiller:
                 self._thread.start()
             self._wake.notify_all()
 
-    def refund(self, seconds: float) -> None:
-        """Give back time that was not spent for nothing."""
+    def refund(self, tenant: str, seconds: float) -> None:
+        """Give a tenant time back that was not spent for nothing."""
         with self._wake:
-            self._budget_s += seconds
+            self._allowance(tenant).add(seconds)
 
     def cancel(self, window: IdlePrefill, *, join: State | None = None, wait: bool = False) -> None:
         """Drop a window's job, and give up its forward in progress.
@@ -293,13 +309,14 @@ class Prefiller:
                 _log.warning("computing ahead of a window's next ask failed, the window continues: %s", error)
             took = time.monotonic() - began
             with self._wake:
-                self._budget_s -= took
+                self._allowance(window.assembly.engine.tenant).add(-took)
                 window.spent_s += took
 
     def _idle(self, job: _Job) -> bool:
         """Return True if a job may begin. An engine that cannot be asked fails in the job, where that is counted."""
         try:
-            return job.window.assembly.engine.idle_s >= job.quiet_s and self._allowance() > 0
+            engine = job.window.assembly.engine
+            return engine.idle_s >= job.quiet_s and self._allowance(engine.tenant).add(0) > 0
         except Exception:
             return True
 
@@ -311,12 +328,8 @@ class Prefiller:
                 retried = _Job(job.window, job.state, job.fidelity, job.slid, quiet_s)
                 self._jobs.setdefault(job.window, retried)
 
-    def _allowance(self) -> float:
-        """Return the seconds that may still be spent: they accrue at `_SHARE`, up to one."""
-        now = time.monotonic()
-        self._budget_s = min(1.0, self._budget_s + (now - self._clock) * _SHARE)
-        self._clock = now
-        return self._budget_s
+    def _allowance(self, tenant: str) -> _Allowance:
+        return self._allowances.setdefault(tenant, _Allowance())
 
     def _work(self, job: _Job) -> None:
         window, assembly = job.window, job.window.assembly

@@ -17,6 +17,7 @@ from openai import APIStatusError, AuthenticationError
 from PIL import Image
 
 from ctxwin import Chunk
+from ctxwin.window.idle import prefiller_of
 from ctxwin_client import RemoteWindow, chunk_part, upload
 from ctxwin_client.errors import NotAllowed, TooLarge, TooManyWindows, UnknownUpload, UnknownWindow
 from ctxwin_server.limits import Limits
@@ -178,10 +179,12 @@ def test_log_probabilities_are_bounded_in_any_spelling(path: str, coding: str) -
 
 
 def test_metrics_are_by_tenant(server: Server) -> None:
-    with RemoteWindow(server.client("key-b"), "h") as window:
+    with RemoteWindow(server.client("key-b"), "h", prefill="idle") as window:
         window.append(Chunk.text("x"))
+        assert prefiller_of(server.engines["bolt"]).drain(120)
         window.ask("what?", 1)
         found = read_metrics(server)
+        assert found['ctxwin_prefilled_tokens_total{result="used",tenant="bolt"}'] == window.tokens
     assert found['ctxwin_asks_total{tenant="bolt"}'] == 1
     assert found['ctxwin_windows_open{tenant="bolt"}'] == 1
     assert found.get('ctxwin_asks_total{tenant="acme"}', 0) == 0

@@ -450,6 +450,7 @@ def test_random_edits_end_predictions_within_their_share_and_regular_ones_bring_
 def test_a_prediction_stands_until_the_window_is_edited(engine: FakeEngine, idle: Window) -> None:
     for i in range(24):
         by_budget(idle, i)
+        assert prefiller_of(engine).drain(60)  # what an ask interrupts may be counted behind it
         idle.ask("what?", 4)
     assert prefiller_of(engine).drain(60)
     ahead = idle.plan().prefilled_tokens
@@ -467,10 +468,15 @@ def test_a_prediction_stands_until_the_window_is_edited(engine: FakeEngine, idle
 
 def test_an_ask_does_not_wait_for_a_forward_of_what_it_does_not_ask() -> None:
     with SlowEngine() as engine, Window(engine, "watch", BUDGET, Fidelity("exact"), prefill="idle") as window:
+        engine.go_on.set()
         for i in range(7):
             by_budget(window, i)
             window.ask("what?", 4)
-        engine.begun.clear()
+        with prefiller_of(engine).hold():  # an ask must not join a forward that is never let go on
+            by_budget(window, 7)
+            window.ask("what?", 4)
+            engine.go_on.clear()
+            engine.begun.clear()
         assert engine.begun.wait(60)  # it computes the next version
         current = prefiller_of(engine)._current
         while current is not None and not current.worth_joining():
@@ -488,3 +494,35 @@ def test_what_is_forgotten_is_not_kept_for_predictions(engine: FakeEngine, idle:
     predictor = idle.core.idle.predictor  # type: ignore[union-attr]
     assert predictor.base is None and gone not in repr(predictor)
     assert idle.ask("what?", 4).text
+
+
+class TenantEngine(FakeEngine):
+    """Shares its model with another one."""
+
+    def __init__(self, shared: object, tenant: str) -> None:
+        super().__init__()
+        self._shared, self._tenant = shared, tenant
+
+    @property
+    def shared(self) -> object:
+        return self._shared
+
+    @property
+    def tenant(self) -> str:
+        return self._tenant
+
+
+def test_a_tenant_spends_its_own_time(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idling, "_SHARE", 0.0)
+    with TenantEngine(engine, "one") as one, TenantEngine(engine, "other") as other:
+        prefiller = prefiller_of(one)
+        assert prefiller is prefiller_of(other)
+        prefiller._allowance("one").add(-5.0)
+        with Window(one, "watch", 200, prefill="idle") as spent, Window(other, "watch", 200, prefill="idle") as fresh:
+            spent.append(Chunk.text("a" * 20))
+            fresh.append(Chunk.text("a" * 20))
+            while not fresh.plan().prefilled_tokens:
+                threading.Event().wait(0.001)
+            assert not spent.plan().prefilled_tokens and not prefiller.drain(0.05)
+            prefiller.refund("one", 6.0)
+            assert prefiller.drain(60) and spent.plan().prefilled_tokens

@@ -26,7 +26,8 @@ class RemoteWindow:
 
     Args:
         client: an official client, e.g. ``openai.OpenAI(base_url="http://localhost:8000/v1", api_key=KEY)``.
-        system_prompt, budget, fidelity, budget_bytes, low_water: as for `ctxwin.Window`; fidelity: the server's by default.
+        system_prompt, budget, fidelity, budget_bytes, low_water, prefill: as for `ctxwin.Window`; fidelity: the server's by
+            default.
         async_client: client of `aask` and `astream`; default: a new one for each call, with the settings of ``client``.
 
     Attributes:
@@ -59,10 +60,11 @@ class RemoteWindow:
         *,
         budget_bytes: int | str | None = None,
         low_water: float | None = None,
+        prefill: Literal["idle"] | None = None,
         async_client: AsyncOpenAI | None = None,
     ) -> None:
         options: dict[str, Any] = {"system_prompt": system_prompt, "budget": budget, "budget_bytes": budget_bytes}
-        options["low_water"] = low_water
+        options["low_water"], options["prefill"] = low_water, prefill
         options["fidelity"] = None if fidelity is None else fidelity.model_dump(mode="json")
         body = {name: value for name, value in options.items() if value is not None}
         self._set_up(client, async_client, transport.post(client, "/windows", body))

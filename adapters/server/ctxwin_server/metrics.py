@@ -49,6 +49,11 @@ class Metrics:
         self.edits = counter("window_operations", "Window operations that took effect", "op")
         self.lane_tokens = counter("prompt_tokens", "Tokens of headers and chunks in answered prompts, by lane", "lane")
         self.computed = counter("computed_tokens", "Prompt tokens that went through a forward, patch forming included")
+        self.prefilled = counter(
+            "prefilled_tokens",
+            "Tokens computed ahead of asks while the engine was idle: used by the answer, or missed",
+            "result",
+        )
         self.cached = counter("prefix_cached_tokens", "Prompt tokens that the engine's own prefix cache served")
         self.answered = counter("answer_tokens", "Tokens of answers")
         self.forwards = counter("forwards", "Prefill forwards of answered prompts")
@@ -138,6 +143,8 @@ class Metrics:
         }
         for metric, value in counted.items():
             self.with_labels(metric, tenant).inc(value)
+        self.with_labels(self.prefilled, tenant, "used").inc(usage.prefilled_tokens)
+        self.with_labels(self.prefilled, tenant, "missed").inc(usage.missed_tokens)
         self.with_labels(self.ttft, tenant).observe(usage.ttft_s)
         self.with_labels(self.seconds, tenant).observe(usage.total_s)
 

@@ -64,6 +64,7 @@ class OpenWindow(Body):
     budget: COUNT | None = None
     budget_bytes: Bytes | None = None
     low_water: Mark | None = None
+    prefill: Literal["idle"] | None = None
     fidelity: Fidelity | None = None
     snapshot: dict[str, Any] | None = None
 

@@ -262,6 +262,7 @@ def _open_or_restore(context: RequestContext, body: OpenWindow) -> Window:
             fidelity,
             budget_bytes=body.budget_bytes,
             low_water=body.low_water,
+            prefill=body.prefill,
         )
         return tenant_state.windows.add(window)
     others = body.model_fields_set - {"snapshot"}

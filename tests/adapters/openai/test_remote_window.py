@@ -22,6 +22,7 @@ from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.engines.base import Engine
 from ctxwin.errors import BudgetExceeded, ChunkUnavailable, ReadOnlyWindow, UnknownChunk, WindowBusy
 from ctxwin.tiny import world
+from ctxwin.window.idle import prefiller_of
 from ctxwin_client import RemoteWindow, chunk_part, upload
 from ctxwin_client.errors import UnknownUpload, UnknownWindow
 from serve.serving import Server
@@ -161,6 +162,16 @@ def test_lazy_edits_wait_for_the_next_slide(window: RemoteWindow) -> None:
     window.slide(1)
     assert window.ids == (third, late), "its place was in front of the first, which has left"
     assert not window.snapshot().find(third).conditioned
+
+
+def test_a_window_has_its_next_ask_computed_ahead(client: OpenAI, server: Server) -> None:
+    with RemoteWindow(client, "You watch a camera.", 600, Fidelity("exact"), prefill="idle") as remote:
+        remote.extend(CHUNKS[:3])
+        assert prefiller_of(server.engines[""]).drain(120)
+        usage = remote.ask(QUESTION).usage
+        assert usage.prefilled_tokens == remote.tokens and usage.missed_tokens == 0
+    with pytest.raises((ValueError, APIStatusError), match="prefill"):
+        RemoteWindow(client, prefill="busy")  # type: ignore[arg-type]
 
 
 def test_a_chunk_is_uploaded_once(client: OpenAI, server: Server, window: RemoteWindow) -> None:
