@@ -66,7 +66,7 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
     "What was not computed again": [
         ("Prompt tokens by lane", "short", by("prompt_tokens", "lane")),
         ("Computed share of the prompt", "percentunit", [(share("computed_tokens", "prompt_tokens"), "computed")]),
-        ("Tokens", "short", rates("prefix_cached_tokens", "answer_tokens")),
+        ("Tokens", "short", rates("prefix_cached_tokens", "prefilled_tokens", "answer_tokens")),
         ("Forwards and loads", "ops", rates("forwards", "loads")),
         ("KV loaded", "Bps", rates("loaded_bytes")),
         ("Recomputed after a miss or a failed load", "ops", rates("misses", "fallbacks")),
