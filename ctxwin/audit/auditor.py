@@ -348,7 +348,7 @@ class Auditor:
         if known is None:
             known = self._followed.get(job.parent or "") is not False  # a branch is followed as its parent
         if known and allowed <= 0:
-            log.info(
+            log.debug(
                 "no trials for window %s: they may compute %.0f %% of what reuse would have saved so far",
                 job.window, 100 * self.options.share,
             )  # fmt: skip

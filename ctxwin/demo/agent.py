@@ -4,6 +4,9 @@ Each frame is appended (the oldest one is evicted when the window is full) and a
 evicted frames, tries two branches and keeps one, tries another order, serves a frame free of its context and back, and tests
 if a frame matters. Every ask is also answered by an exact re-prefill and by blind reuse, and counted for three users of a
 prefix cache.
+
+With ``Fidelity("exact")`` the agent spares the prefix: a full window falls to half of its frames, what is looked back at comes to
+the end, and no frame is served free of its context, which would be an approximation.
 """
 
 from __future__ import annotations
@@ -81,6 +84,7 @@ class Agent:
         self._reference = Reference(engine, self._system_prompt)
         self._users: dict[Policy, PrefixUser[int]] = {policy: PrefixUser(policy) for policy in caches}
         self.window = Window(engine, SYSTEM_PROMPT, fidelity=fidelity)
+        self._exact = fidelity.mode == "exact"
         ledger.watch(self.window)
         self._encoded: list[Encoded] = []
         self._ids: list[str] = []
@@ -109,7 +113,7 @@ class Agent:
     def _arrive(self, frame: int) -> Step:
         chunk = Chunk.image(self._footage.pixels[frame], text=f"t={self._footage.times[frame]:g} s")
         self._ids.append(self.window.append(chunk))
-        slid = self.window.slide(max(0, len(self.window.ids) - self._frames))
+        slid = self.window.slide(self._leaving(len(self.window.ids)))
         self._encoded.append(self._engine.encode(self.window.chunk(self._ids[-1])))
         for user in self._users.values():
             user.arrive(frame, self._fits, drop=self._frames // 2)
@@ -123,6 +127,9 @@ class Agent:
         """
         with self.window.fork() as branch:
             yield from self._ask_recalled(branch, "recall")
+            if self._exact:  # what made room leaves the stream's window, too, so that the prefix breaks once
+                for placement in [i for i in self.window.ids if i not in branch.ids]:
+                    self.window.evict(placement)
 
     def _ask_recalled(self, window: Window, op: str, note: str = "") -> Iterator[Step]:
         target = self._recall_target(window)
@@ -130,11 +137,16 @@ class Agent:
             return
         back, query = target
         frames = self._frames_in(window)
-        for frame in frames[: max(0, len(frames) + len(back) - self._frames)]:
+        for frame in frames[: self._leaving(len(frames) + len(back))]:
             window.evict(self._ids[frame])
         for frame in back:
-            window.recall(self._ids[frame])
+            window.recall(self._ids[frame], len(window.ids) if self._exact else None)
         yield self._ask(op, window, query, Move(recalled=back), note=note)
+
+    def _leaving(self, count: int) -> int:
+        """Return how many of ``count`` frames leave a window that must hold them."""
+        over = max(0, count - self._frames)
+        return max(over, self._frames // 2) if over and self._exact else over
 
     def _recall_target(self, window: Window) -> tuple[tuple[int, ...], Query] | None:
         frames = self._frames_in(window)
@@ -175,7 +187,8 @@ class Agent:
         frames = self._frames_in(self.window)
         frame = frames[int(self._rng.integers(1, len(frames)))]
         for conditioned in (False, True):
-            self.window.toggle(self._ids[frame], conditioned=conditioned)
+            if not self._exact:
+                self.window.toggle(self._ids[frame], conditioned=conditioned)
             query = self._pick(frames, about=(frame,), kinds=None if conditioned else ("single_hop", "open"))
             op = "toggle_on" if conditioned else "toggle_off"
             yield self._ask(op, self.window, query, note=f"frame {frame}")
