@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
 import random
 import subprocess
@@ -379,7 +380,8 @@ def test_what_is_disposable(engine: Engine, window: RemoteWindow) -> None:
         here = local.extend(CHUNKS[:3])
         expected = local.disposable(here[2], QUESTION, 3)
     found = window.disposable(ids[2], QUESTION, 3)
-    assert found == expected
+    assert found.kl == pytest.approx(expected.kl, rel=1e-4)  # each computes its chunks in cuts of its own
+    assert dataclasses.replace(found, kl=expected.kl) == expected
 
 
 def test_unknown_chunks_in_a_chat_are_not_found(client: OpenAI) -> None:
