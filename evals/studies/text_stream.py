@@ -27,8 +27,9 @@ from ctxwin.audit import Options, auditor_of
 from ctxwin.baselines import NAMES, Ledger
 from ctxwin.demo.earning import without_profile
 from ctxwin.engines.base import Engine
+from tools.released_models import default_cache
 
-DEFAULT_MODEL = Path.home() / ".cache" / "ctxwin" / "released" / "smollm2"
+DEFAULT_MODEL = default_cache() / "smollm2"
 SYSTEM_PROMPT, QUESTION = "You read a manual.", "\nIn one word, this text is about"
 ANSWER_TOKENS, RESERVED = 6, 24
 WAYS: dict[str, dict[str, Any]] = {
