@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from correct import cases, check
+from correct import check_all
 from figure import draw
 from shapes import DECODERS, HYBRID
 from timing import LENGTHS, bandwidth, break_even, scans, usable
@@ -76,7 +76,7 @@ def main() -> int:
     result: dict[str, Any] = {"machine": _machine(device), "quick": options.quick, "complete": {}}
     clock.tell(f"{result['machine']['device']}, torch {torch.__version__}")
 
-    compared = (check(case, device) for case in cases(device, quick=options.quick))
+    compared = check_all(device, quick=options.quick)
     result["correct"], result["complete"]["correct"] = clock.take("kernels", compared, 0.4, _say_correct)
 
     decoders = [d.smaller() for d in DECODERS] if options.quick else list(DECODERS)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import torch
 
@@ -64,6 +66,24 @@ def cases(device: torch.device, *, quick: bool) -> Iterator[Case]:
             for tokens in TOKENS[:1] if quick else TOKENS:
                 for kernel in kernels:
                     yield Case(layout, dtype, tokens, kernel)
+
+
+def check_all(device: torch.device, *, quick: bool, workers: int | None = None) -> Iterator[Row]:
+    """Yield the rows of all cases, in their order.
+
+    On a GPU nearly all of the time goes into compiling kernels, one for each layout and dtype, so ``workers`` processes share
+    them; by default as many as there are processors, up to 12, and none on a processor.
+    """
+    run = partial(check, device=device)
+    if workers is None:
+        workers = min(12, os.cpu_count() or 1) if device.type == "cuda" else 0
+    if not workers:
+        yield from map(run, cases(device, quick=quick))
+        return
+    every = list(cases(device, quick=quick))
+    alike = len({(case.tokens, case.kernel) for case in every})
+    with torch.multiprocessing.get_context("spawn").Pool(workers) as pool:
+        yield from pool.imap(run, every, chunksize=alike)
 
 
 def check(case: Case, device: torch.device) -> Row:

@@ -27,9 +27,12 @@ FAR = 777
 def bandwidth(decoder: Decoder, device: torch.device, lengths: tuple[int, ...], rounds: int) -> Iterator[Row]:
     """One row for each length and rank: a load of all layers and the copy of its bytes, run in turn.
 
-    ``load_ms`` begins with spans in the host's memory and ends with KV on the device; ``copy_ms`` is a copy of as many
-    bytes from page-locked memory. ``kernel_ms`` is the time the device itself was busy with the load kernel (GPUs only,
-    by torch's profiler), ``device_copy_ms`` a copy of as many bytes within the device.
+    ``load_ms`` begins with spans in the host's memory and ends with KV on the device, ``plan_ms`` is the part of it before
+    the first layer, ``copy_ms`` a copy of as many bytes from page-locked memory and ``pageable_ms`` one from a span's.
+    ``kernel_ms`` is the time the device itself was busy with the load kernel (GPUs only, by torch's profiler),
+    ``device_copy_ms`` a copy of as many bytes within the device, and ``expected_ms`` the bytes that the kernel must move
+    (`kernel_bytes`) at that copy's rate. ``back_ms`` gathers as many bytes out of a paged cache in shuffled order, onto the
+    host.
     """
     spec = decoder.spec("bfloat16")
     for tokens in lengths if rounds else ():
@@ -37,6 +40,8 @@ def bandwidth(decoder: Decoder, device: torch.device, lengths: tuple[int, ...], 
         host = torch.empty(size // 2, dtype=torch.bfloat16, pin_memory=device.type == "cuda")
         target = torch.empty_like(host, device=device)
         copy = torch.empty_like(target)
+        pageable = torch.empty(size // 2, dtype=torch.bfloat16)
+        slots = torch.randperm(tokens, device=device)
         for rank in RANKS:
             part = random_part(spec, tokens, rank, torch.device("cpu"), FAR)
 
@@ -47,17 +52,34 @@ def bandwidth(decoder: Decoder, device: torch.device, lengths: tuple[int, ...], 
 
             moves: dict[str, Callable[[], object]] = {
                 "load_ms": load,
+                "plan_ms": lambda part=part: LoadPlan([part], spec, dtype=torch.bfloat16, device=device),
                 "copy_ms": lambda host=host, target=target: target.copy_(host, non_blocking=True),
+                "pageable_ms": lambda pageable=pageable, target=target: target.copy_(pageable),
+                "back_ms": lambda target=target, slots=slots, tokens=tokens: (
+                    target.view(-1, tokens).index_select(1, slots).to("cpu")
+                ),
                 "device_copy_ms": lambda target=target, copy=copy: copy.copy_(target),
             }
             row: Row = {"decoder": decoder.name, "tokens": tokens, "rank": rank, "megabytes": size / 1e6}
+            row |= {"launches": spec.layers, "kernel_megabytes": kernel_bytes(spec, tokens, rank) / 1e6}
             row |= alternate(moves, device, rounds)
+            row["expected_ms"] = row["device_copy_ms"] * kernel_bytes(spec, tokens, rank) / (2 * size)
             row["kernel"] = LoadPlan([part], spec, dtype=torch.bfloat16, device=device).kernel
             if device.type == "cuda":
                 row["kernel_ms"] = _busy(load)
                 row["kernel_gb_per_s"] = 2 * size / 1e6 / row["kernel_ms"] if row["kernel_ms"] else None
                 row["device_copy_gb_per_s"] = 2 * size / 1e6 / row["device_copy_ms"]
             yield row
+
+
+def kernel_bytes(spec: KVSpec, tokens: int, rank: int) -> int:
+    """Bytes that a load of all layers must move within the device: KV read and written, a patch's factors, and the angles.
+
+    A program reads the right factor of its columns again for every 16 tokens; the device's cache serves that.
+    """
+    factors = rank * (tokens + spec.heads * (spec.k_dim + spec.v_dim)) * 2 if rank else 0
+    angles = tokens * spec.rope.rotary_dim * 4
+    return 2 * spec.span_bytes(tokens) + spec.layers * (factors + angles)
 
 
 def break_even(
@@ -144,12 +166,12 @@ def _engine(decoder: Decoder, device: torch.device, layers: int, dtype: str, **o
     from ctxwin.engines.hf.engine import HFEngine
 
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
-        write_model(decoder, Path(folder), layers, dtype)
+        write_model(decoder, Path(folder), layers, dtype, device)
         return HFEngine(Path(folder), device=str(device), dtype=dtype, **options)
 
 
-def write_model(decoder: Decoder, folder: Path, layers: int, dtype: str) -> None:
-    """Write a model folder: random weights, the same in every run, and the bundled model's tokenizer."""
+def write_model(decoder: Decoder, folder: Path, layers: int, dtype: str, device: torch.device) -> None:
+    """Write a model folder: random weights, the same in every run on a device, and the bundled model's tokenizer."""
     import transformers
 
     from ctxwin.tiny import checkpoint_dir
@@ -157,8 +179,8 @@ def write_model(decoder: Decoder, folder: Path, layers: int, dtype: str) -> None
     config = decoder.make_config(layers)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
-    model = model.to_empty(device="cpu")
-    generator = torch.Generator().manual_seed(0)
+    model = model.to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(0)
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):  # recurrent states that last, as trained ones do
             parameter.data.uniform_(0.005, 0.1, generator=generator).log_()
