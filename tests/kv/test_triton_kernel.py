@@ -194,7 +194,9 @@ def test_served_in_another_dtype_than_stored(stored, served):
     close([SpanSlice(spans[0], 40, patch_of(spec, spans[0], "joint", 2, F64)), SpanSlice(spans[1], 9)], spec, served)
 
 
-def test_leaves_what_is_stored_alone_and_takes_any_order_of_layers():
+@pytest.mark.parametrize("staged_bytes", [0, 32 << 20], ids=["one by one", "at once"])
+def test_leaves_what_is_stored_alone_and_takes_any_order_of_layers(staged_bytes, monkeypatch):
+    monkeypatch.setattr(sys.modules[f"{PACKAGE}.triton_kernel"], "STAGED_BYTES", staged_bytes)
     spec = FAMILIES["gqa"]
     span = canonical(spec, 8, 0, F32)
     patch = patch_of(spec, span, "joint", 1, F32)
@@ -234,6 +236,7 @@ def test_layers_are_staged_through_two_host_buffers(kernel, monkeypatch):
     module = sys.modules[f"{PACKAGE}.triton_kernel"]
     gpu = SimpleNamespace(type="cuda")
     monkeypatch.setattr(module, "Staging", lambda fields, device: staging.Staging(fields, gpu))
+    monkeypatch.setattr(module, "STAGED_BYTES", 0)
     spec = make_spec(layers=3, heads=1, k_dim=8, v_dim=8)
     span = canonical(spec, 4, 0, F32)
     close([SpanSlice(span, 60, patch_of(spec, span, "joint", 1, F32, layers=(1,)))], spec, F32)
@@ -286,10 +289,12 @@ def test_writes_the_slots_of_a_paged_cache(layout, family):
     )
     slots = torch.randperm(3 * SIZE, generator=torch.Generator().manual_seed(1))
     mine, others = slots[:18], slots[18:]
-    plan.store(0, cache, lines, mine)
-    k, v = plan.layer(0)
-    assert torch.equal(keys[mine // SIZE, mine % SIZE], k) and torch.equal(values[mine // SIZE, mine % SIZE], v)
-    assert not keys[others // SIZE, others % SIZE].any() and not values[others // SIZE, others % SIZE].any()
+    second, *views = caches(spec, F32)[layout]
+    plan.store(0, [cache, second], lines, mine)
+    for i, pair in enumerate([(keys, values), views]):
+        for written, want in zip(pair, plan.layer(i), strict=True):
+            assert torch.equal(written[mine // SIZE, mine % SIZE], want)
+            assert not written[others // SIZE, others % SIZE].any()
 
 
 def test_a_packing_in_tiles_has_no_lines():
@@ -311,11 +316,11 @@ def test_refuses_what_does_not_fit_a_cache():
     plan = LoadPlan(parts, spec, dtype=F32, kernel="triton")
     assert plan.stores and not LoadPlan(parts, spec, dtype=F32).stores
     with pytest.raises(ValueError, match=r"must hold torch.float32 and there must be 4 slots .* and 3 on cpu"):
-        plan.store(0, cache, lines, torch.arange(3))
+        plan.store(0, [cache], lines, torch.arange(3))
     with pytest.raises(ValueError, match=r"got torch.bfloat16 on cpu"):
-        plan.store(0, cache.to(BF16), lines, torch.arange(4))
+        plan.store(0, [cache.to(BF16)], lines, torch.arange(4))
     with pytest.raises(IndexError, match=r"\[0, 2\)"):
-        plan.store(2, cache, lines, torch.arange(4))
+        plan.store(1, [cache, cache], lines, torch.arange(4))
 
 
 class TestPagedKV:
@@ -443,22 +448,26 @@ def test_a_cpu_needs_the_interpreter(kernel, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
-def test_compiles_for_gpus(capability):
-    """To machine code, without a GPU: a patched paged load of bfloat16 with heads of 128, and its products are no tf32."""
+@pytest.mark.parametrize("factors", ["bf16", "fp32"])
+def test_compiles_for_gpus(capability, factors):
+    """To machine code, without a GPU: a patched paged load of bfloat16 with heads of 128. Factors of 16 bits are multiplied by
+    matrix units; those of 32 are not, which would be in tf32."""
+    narrow = factors == "bf16"
     code = f"""
 import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from ctxwin.kv.kernels.fused import FIELDS, load_layer
-fixed = dict(FIELDS=FIELDS, HEADS=4, K_DIM=128, V_DIM=128, WIDTH=1024, HALF=64, STEP=1, OFFSET=64, REST=0, TASKS=3,
-             PATCHED=True, FRAMED=True, PAGED=True, BLOCK_SIZE=16, COMPUTE=tl.float32, OUT=tl.bfloat16, BLOCK_T=16,
-             BLOCK_HALF=64, BLOCK_REST=16, BLOCK_V=64, BLOCK_R=16)
-types = ["*bf16"] * 3 + ["*i64"] * 2 + ["*fp32"] * 2 + ["*i64"] + ["*bf16"] * 2 + ["i32"] * 10
-names = load_layer.arg_names
+from ctxwin.kv.kernels.fused import FIELDS, TARGETS, load_layers
+fixed = dict(FIELDS=FIELDS, TARGETS=TARGETS, HEADS=4, K_DIM=128, V_DIM=128, WIDTH=1024, HALF=64, STEP=1, OFFSET=64,
+             REST=0, TASKS=3, PATCHED=True, FRAMED=True, PAGED=True, NARROW={narrow}, ALIGNMENT=16, BLOCK_SIZE=16,
+             COMPUTE=tl.float32, OUT=tl.bfloat16, BLOCK_T=16, BLOCK_HALF=64, BLOCK_REST=16, BLOCK_V=64, BLOCK_R=16)
+types = ["*bf16"] * 2 + ["*{factors}"] + ["*i64"] * 3 + ["*fp32"] * 2 + ["*i64"] + ["i32"] * 13
+names = load_layers.arg_names
 signature = dict(zip(names, types)) | dict.fromkeys(fixed, "constexpr")
 assert list(signature) == names
-built = triton.compile(ASTSource(load_layer, signature, fixed), target=GPUTarget("cuda", {capability}, 32))
-assert built.asm["cubin"] and "fma.rn.f32" in built.asm["ptx"] and "mma" not in built.asm["ptx"]
+built = triton.compile(ASTSource(load_layers, signature, fixed), target=GPUTarget("cuda", {capability}, 32))
+code = built.asm["ptx"]
+assert built.asm["cubin"] and "fma.rn.f32" in code and ("mma" in code) == {narrow} and "tf32" not in code
 print("compiled")
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)

@@ -122,7 +122,7 @@ def _stored(
     lines = CacheStrides(BLOCKS, (0, *head, spec.k_dim, 1), (spec.heads * spec.k_dim, *head, spec.v_dim, 1))
     order = torch.randperm(count + 3, generator=torch.Generator().manual_seed(i))[:count]
     slots = (order[:, None] * BLOCKS + torch.arange(BLOCKS)).flatten()[: plan.tokens].to(device)
-    plan.store(i, cache, lines, slots)
+    plan.store(i, [cache], lines, slots)
     rows = cache.view(-1, step)
     keys, values = want
     there = torch.cat([keys.reshape(len(slots), -1), values.reshape(len(slots), -1)], dim=1)

@@ -61,7 +61,7 @@ def bandwidth(decoder: Decoder, device: torch.device, lengths: tuple[int, ...], 
                 "device_copy_ms": lambda target=target, copy=copy: copy.copy_(target),
             }
             row: Row = {"decoder": decoder.name, "tokens": tokens, "rank": rank, "megabytes": size / 1e6}
-            row |= {"launches": spec.layers, "kernel_megabytes": kernel_bytes(spec, tokens, rank) / 1e6}
+            row["kernel_megabytes"] = kernel_bytes(spec, tokens, rank) / 1e6
             row |= alternate(moves, device, rounds)
             row["expected_ms"] = row["device_copy_ms"] * kernel_bytes(spec, tokens, rank) / (2 * size)
             row["kernel"] = LoadPlan([part], spec, dtype=torch.bfloat16, device=device).kernel
@@ -224,7 +224,7 @@ def _busy(load: Callable[[], object]) -> float:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         load()
         torch.cuda.synchronize()
-    return sum(e.self_device_time_total for e in profiler.key_averages() if "load_layer" in e.key) / 1e3
+    return sum(e.self_device_time_total for e in profiler.key_averages() if "load_layers" in e.key) / 1e3
 
 
 def _words(tokens: int, seed: int) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,8 +136,10 @@ class PagedKV:
             )
         slots = slots.to(self.device)
         if self._strides is not None and plan.stores:
-            for i, layer in enumerate(self.layers):
-                plan.store(self._first + i, layer.kv_cache, self._strides[i], slots)
+            caches = [layer.kv_cache for layer in self.layers]
+            for strides, alike in groupby(range(len(caches)), self._strides.__getitem__):
+                numbers = list(alike)
+                plan.store(self._first + numbers[0], [caches[i] for i in numbers], strides, slots)
             return plan.nbytes
         cached = range(self._first, end)
         rows = load_thread.layers_of(plan) if self._alone else (plan.layer(i) for i in cached)
@@ -277,7 +280,7 @@ class PagedKV:
             scratch = torch.zeros_like(self.layers[0].kv_cache[:2])
             strides = self._strides_of(scratch)
             assert strides is not None
-            plan.store(i, scratch, strides, slots.to(self.device))
+            plan.store(i, [scratch], strides, slots.to(self.device))
             k, v = self._unpack(scratch, self.shapes[0])
             return k[slots], v[slots]
 

@@ -93,26 +93,30 @@ class LoadPlan:
         """True if `store` can be called: the kernel writes into paged caches itself."""
         return hasattr(self._kernel, "store")
 
-    def store(self, i: int, cache: torch.Tensor, strides: CacheStrides, slots: torch.Tensor) -> None:
-        """Writes layer ``i`` straight into slots of a paged cache; the numbers are those of `layer`.
+    def store(self, first: int, caches: Sequence[torch.Tensor], strides: CacheStrides, slots: torch.Tensor) -> None:
+        """Writes layers straight into slots of their paged caches; the numbers are those of `layer`.
 
         Args:
-            i: the layer; any order will do.
-            cache: its paged cache, on the device and of the dtype that is served.
-            strides: where the numbers of a slot lie in it.
-            slots: int64 ``[T]``, on the device; each must lie within the cache.
+            first: the first layer; any order will do.
+            caches: the paged cache of this layer and of each that follows it, on the device and of the dtype that is served.
+            strides: where the numbers of a slot lie in each of them.
+            slots: int64 ``[T]``, on the device; each must lie within the caches.
 
         Raises:
-            IndexError: a layer out of range. ValueError: another dtype, device or number of slots.
-            Cost: one read of the layer and one write, and the patch's product.
+            IndexError: a layer out of range. ValueError: no cache, another dtype, device or number of slots.
+            Cost: one read of the layers and one write, and the patch's products.
         """
-        self._check(i)
-        if cache.dtype != self._dtype or len(slots) != self.tokens or cache.device != slots.device:
-            raise ValueError(
-                f"cache must hold {self._dtype} and there must be {self.tokens} slots on its device, got {cache.dtype} on "
-                f"{cache.device} and {len(slots)} on {slots.device}"
-            )
-        self._kernel.store(i, cache, strides, slots)  # type: ignore[attr-defined]  # see `stores`
+        if not caches:
+            raise ValueError("caches must hold at least one layer's, got none")
+        self._check(first)
+        self._check(first + len(caches) - 1)
+        for cache in caches:
+            if cache.dtype != self._dtype or len(slots) != self.tokens or cache.device != slots.device:
+                raise ValueError(
+                    f"cache must hold {self._dtype} and there must be {self.tokens} slots on its device, got {cache.dtype} on "
+                    f"{cache.device} and {len(slots)} on {slots.device}"
+                )
+        self._kernel.store(first, caches, strides, slots)  # type: ignore[attr-defined]  # see `stores`
 
     def _check(self, i: int) -> None:
         if not 0 <= i < self.layers:

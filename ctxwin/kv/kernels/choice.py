@@ -17,8 +17,8 @@ from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.patch import Patch
 
 Kernel = Literal["cpu", "reference", "triton"]
-"""``cpu``: torch operators, one layer at a time, on any device. ``triton``: one launch a layer, on GPUs. ``reference``: the
-slow oracle."""
+"""``cpu``: torch operators, one layer at a time, on any device. ``triton``: one launch for many layers, on GPUs.
+``reference``: the slow oracle."""
 
 KERNEL = "CTXWIN_KERNEL"
 """Environment variable that names the load kernel of this process and those it starts, tested or not."""

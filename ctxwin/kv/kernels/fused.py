@@ -1,6 +1,6 @@
 # mypy: disable-error-code="import-untyped,import-not-found,no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: SIM102, SIM300 - one condition is of the compilation, the other of the run; a constexpr stands on the left
-"""The load kernel in Triton: patch, rotation, rounding and the write of one layer in one pass; `TritonKernel` launches it.
+"""The load kernel in Triton: patch, rotation, rounding and the write of some layers in one pass; `TritonKernel` launches it.
 
 Two rules keep it the same program under Triton's interpreter, which the tests run it by, and on a GPU. Rounding to
 bfloat16 is spelled out, because the interpreter's conversion truncates. And only built-in operators are used: helpers of
@@ -14,22 +14,27 @@ import triton
 import triton.language as tl
 
 FIELDS: int = 5
-"""Numbers of a part in the table that `load_layer` reads: first row, last plus one, rank (-1: dense, 0: no patch), and where
+"""Numbers of a part in the table that `load_layers` reads: first row, last plus one, rank (-1: dense, 0: no patch), and where
 in ``factors`` its left and right side begin (dense: its delta, and nothing)."""
+TARGETS: int = 3
+"""Numbers of a layer in the table that `load_layers` reads: which of the angles turn its keys, and the addresses of the tensors
+that its keys and its values are written to."""
 
 
 @triton.jit
-def load_layer(
+def load_layers(
     k_ptr,
     v_ptr,
     factors_ptr,
     parts_ptr,
+    targets_ptr,
     blocks_ptr,
     turn_ptr,
     frame_ptr,
     slots_ptr,
-    out_k_ptr,
-    out_v_ptr,
+    tokens,
+    factors_step,
+    parts_step,
     k_base,
     k_block,
     k_token,
@@ -41,6 +46,7 @@ def load_layer(
     v_head,
     v_step,
     FIELDS: tl.constexpr,
+    TARGETS: tl.constexpr,
     HEADS: tl.constexpr,
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
@@ -53,6 +59,8 @@ def load_layer(
     PATCHED: tl.constexpr,
     FRAMED: tl.constexpr,
     PAGED: tl.constexpr,
+    NARROW: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     COMPUTE: tl.constexpr,
     OUT: tl.constexpr,
@@ -64,12 +72,25 @@ def load_layer(
 ):
     """One program: the keys of one head, or up to ``BLOCK_V`` of its values, of up to ``BLOCK_T`` tokens of one part.
 
-    ``k [T, HEADS, K_DIM]`` and ``v [T, HEADS, V_DIM]`` lie as stored; ``blocks [B, 2]`` names each block's part and first
-    row, ``parts [P, FIELDS]`` see above; ``turn [T, 2, HALF]`` are cosine and sine of new angles minus stored ones,
-    ``frame`` of stored ones minus the origin's. Row t goes to slot ``slots[t]`` of blocks of ``BLOCK_SIZE`` tokens, or to
-    row t. Grid: ``(B, HEADS * TASKS)``.
+    ``k [L, T, HEADS, K_DIM]`` and ``v [L, T, HEADS, V_DIM]`` lie as stored; ``blocks [B, 2]`` names each block's part and first
+    row, ``parts [L, P, FIELDS]`` and ``targets [L, TARGETS]`` see above; ``turn [kinds, T, 2, HALF]`` are cosine and sine of new
+    angles minus stored ones, ``frame`` of stored ones minus the origin's. Row t goes to slot ``slots[t]`` of blocks of
+    ``BLOCK_SIZE`` tokens, or to row t. ``ALIGNMENT``: bytes that divide all addresses of ``targets``. ``NARROW``: the products of
+    a patch take its factors as they are stored, in 16 bits; their sums have 32. Grid: ``(B, HEADS * TASKS, L)``.
     """
     block = tl.program_id(0)
+    # 64-bit throughout: a paged cache, and many layers at once, outgrow 32-bit offsets.
+    layer = tl.program_id(2).to(tl.int64)
+    target = targets_ptr + layer * TARGETS
+    kind = tl.load(target)
+    out_k_ptr = tl.multiple_of(tl.load(target + 1).to(tl.pointer_type(OUT)), ALIGNMENT)
+    out_v_ptr = tl.multiple_of(tl.load(target + 2).to(tl.pointer_type(OUT)), ALIGNMENT)
+    k_ptr += layer * tokens * (HEADS * K_DIM)
+    v_ptr += layer * tokens * (HEADS * V_DIM)
+    factors_ptr += layer * factors_step
+    parts_ptr += layer * parts_step
+    turn_ptr += kind * tokens * (2 * HALF)
+    frame_ptr += kind * tokens * (2 * HALF)
     head = tl.program_id(1) // TASKS
     task = tl.program_id(1) % TASKS
     part = tl.load(blocks_ptr + 2 * block)
@@ -79,7 +100,6 @@ def load_layer(
     rank = tl.load(entry + 2)
     left = factors_ptr + tl.load(entry + 3)
     right = factors_ptr + tl.load(entry + 4)
-    # 64-bit throughout: a paged cache outgrows 32-bit offsets.
     rows = tl.load(blocks_ptr + 2 * block + 1) + tl.arange(0, BLOCK_T)
     inside = rows < stop
     local = rows - begin
@@ -97,8 +117,8 @@ def load_layer(
         if PATCHED:
             if rank != 0:
                 first = head * K_DIM + pair * STEP
-                dx = _delta(left, right, local, inside, first, turning, rank, WIDTH, COMPUTE, BLOCK_R)
-                dy = _delta(left, right, local, inside, first + OFFSET, turning, rank, WIDTH, COMPUTE, BLOCK_R)
+                dx = _delta(left, right, local, inside, first, turning, rank, WIDTH, NARROW, COMPUTE, BLOCK_R)
+                dy = _delta(left, right, local, inside, first + OFFSET, turning, rank, WIDTH, NARROW, COMPUTE, BLOCK_R)
                 if FRAMED:  # what is added turns to the frame of the keys first
                     cos, sin = _angle(frame_ptr, rows, pair, live, HALF)
                     x += dx * cos - dy * sin
@@ -107,9 +127,9 @@ def load_layer(
                     x += dx
                     y += dy
         cos, sin = _angle(turn_ptr, rows, pair, live, HALF)
-        target = out[:, None] + (pair * STEP * k_step)[None, :]
-        tl.store(target, _rounded(x * cos - y * sin, OUT), mask=live)
-        tl.store(target + OFFSET * k_step, _rounded(y * cos + x * sin, OUT), mask=live)
+        address = out[:, None] + (pair * STEP * k_step)[None, :]
+        tl.store(address, _rounded(x * cos - y * sin, OUT), mask=live)
+        tl.store(address + OFFSET * k_step, _rounded(y * cos + x * sin, OUT), mask=live)
         if REST > 0:
             beyond = 2 * HALF + tl.arange(0, BLOCK_REST)
             passing = beyond < K_DIM
@@ -119,7 +139,7 @@ def load_layer(
             if PATCHED:
                 if rank != 0:
                     last = head * K_DIM + beyond
-                    rest += _delta(left, right, local, inside, last, passing, rank, WIDTH, COMPUTE, BLOCK_R)
+                    rest += _delta(left, right, local, inside, last, passing, rank, WIDTH, NARROW, COMPUTE, BLOCK_R)
             tl.store(out[:, None] + (beyond * k_step)[None, :], _rounded(rest, OUT), mask=there)
     else:  # the values ``[(task - 1) * BLOCK_V, task * BLOCK_V)``
         out_v = out_v_ptr + v_base + (slots // BLOCK_SIZE) * v_block + (slots % BLOCK_SIZE) * v_token + head * v_head
@@ -131,7 +151,7 @@ def load_layer(
         if PATCHED:
             if rank != 0:
                 values = HEADS * K_DIM + head * V_DIM + column
-                z += _delta(left, right, local, inside, values, shown, rank, WIDTH, COMPUTE, BLOCK_R)
+                z += _delta(left, right, local, inside, values, shown, rank, WIDTH, NARROW, COMPUTE, BLOCK_R)
         tl.store(out_v[:, None] + (column * v_step)[None, :], _rounded(z, OUT), mask=held)
 
 
@@ -144,7 +164,17 @@ def _angle(table_ptr, rows, pair, live, HALF: tl.constexpr):
 
 @triton.jit
 def _delta(
-    left, right, local, inside, column, live, rank, WIDTH: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_R: tl.constexpr
+    left,
+    right,
+    local,
+    inside,
+    column,
+    live,
+    rank,
+    WIDTH: tl.constexpr,
+    NARROW: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):
     """Return a patch's addition at tokens ``local`` of its part and columns ``column`` of a row (keys of all heads first)."""
     total = tl.full((local.shape[0], column.shape[0]), 0.0, COMPUTE)
@@ -156,10 +186,12 @@ def _delta(
             m = at + tl.arange(0, BLOCK_R)
             mine = left + (local * rank)[:, None] + m[None, :]
             theirs = right + (m * WIDTH)[:, None] + column[None, :]
-            a = tl.load(mine, mask=inside[:, None] & (m < rank)[None, :], other=0.0).to(COMPUTE)
-            b = tl.load(theirs, mask=(m < rank)[:, None] & live[None, :], other=0.0).to(COMPUTE)
-            # No tf32, whose 10 bits of mantissa would round the delta before it is added.
-            total = tl.dot(a, b, total, input_precision="ieee", out_dtype=COMPUTE)
+            a = tl.load(mine, mask=inside[:, None] & (m < rank)[None, :], other=0.0)
+            b = tl.load(theirs, mask=(m < rank)[:, None] & live[None, :], other=0.0)
+            if NARROW:  # products of 16-bit numbers are exact in float32
+                total = tl.dot(a, b, total, out_dtype=COMPUTE)
+            else:  # no tf32, whose 10 bits of mantissa would round the delta before it is added
+                total = tl.dot(a.to(COMPUTE), b.to(COMPUTE), total, input_precision="ieee", out_dtype=COMPUTE)
     return total
 
 

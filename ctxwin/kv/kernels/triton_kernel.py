@@ -1,17 +1,18 @@
 # mypy: disable-error-code="import-untyped,import-not-found"
-"""The load kernel on Triton: one launch a layer that patches, rotates, rounds and writes all parts, keys and values.
+"""The load kernel on Triton: a launch patches, rotates, rounds and writes all parts of many layers, keys and values.
 
 Torch operators take a dozen passes over a layer and as many launches a part; here each number is read once and written
-once, in place of its paged slot where the cache's layout is known (`CacheStrides`).
+once, in place of its paged slot where the cache's layout is known (`CacheStrides`). Layers are staged and launched together,
+up to `STAGED_BYTES` of them: small loads are bound by the launches, large ones by the copy from the host.
 
-Verified under Triton's interpreter, and compiled for NVIDIA's compute capabilities 8.0 and 9.0. It has not run on a GPU:
-block sizes are chosen so that nothing spills, not by measurement, and `choice.choose` compares it with the reference on
-the very device before it is used.
+Tested under Triton's interpreter and compared with float64 by `make gpu-check`; `choice.choose` compares it with the reference
+on the very device before it is used.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,8 @@ BLOCK_TOKENS = 16
 each would spill."""
 BLOCK_RANK = 16
 BLOCK_VALUES = 64
+STAGED_BYTES = 32 << 20
+"""Bytes of KV that are staged at once; two such buffers of page-locked memory, and one of the device's, are held by a load."""
 _LEAST = 16  # what Triton's products need in each direction, in every version
 _DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
 
@@ -64,9 +67,13 @@ class TritonKernel:
         for part in parts:
             self._starts.append(self._starts[-1] + part.tokens)
         tokens = self._starts[-1]
-        self._shapes = (tokens, count, spec.k_dim), (tokens, count, spec.v_dim)
+        per_layer = tokens * count * (spec.k_dim + spec.v_dim) * compute.itemsize
+        self._many = max(1, min(spec.layers, STAGED_BYTES // per_layer))
+        self._layers = spec.layers
+        self._shapes = (self._many, tokens, count, spec.k_dim), (self._many, tokens, count, spec.v_dim)
         self._dtype = dtype
         self._outs: list[tuple[torch.Tensor, torch.Tensor]] = []  # two: one may be read while the next one is computed
+        self._served = range(0)  # layers that the first of them holds
         self._width = count * (spec.k_dim + spec.v_dim)
         self._columns = _columns(spec, heads)
         self._entries, size = self._lay_out()
@@ -75,10 +82,11 @@ class TritonKernel:
         factors = _common([part.patch.dtype for part in parts if part.patch is not None], compute)
         self._staging = Staging(
             [
-                Field(tuple(self._table.shape), torch.int64),
+                Field((self._many, fused.TARGETS), torch.int64),
+                Field((self._many, *self._table.shape), torch.int64),
                 Field(self._shapes[0], stored),
                 Field(self._shapes[1], stored),
-                Field((max(size, 1),), factors),
+                Field((self._many, max(size, 1)), factors),
             ],
             device,
         )
@@ -91,13 +99,17 @@ class TritonKernel:
         if spec.in_rows or len({(kind.rope.rotary_dim, kind.rope.pairing) for kind in spec.alike}) > 1:
             raise ValueError("kernel triton must be given layers of one shape that turn equally; use kernel cpu")
         self._kind_of = {layer: at for at, kind in enumerate(spec.alike) for layer in kind.layers}
-        self._turns = [self._angles(kind.rope, compute, frame=False) for kind in spec.alike]
+        self._turns = torch.stack([self._angles(kind.rope, compute, frame=False) for kind in spec.alike])
         framed = any(part.patch is not None and part.span.start != 0 for part in parts)
-        self._frames = [self._angles(kind.rope, compute, frame=True) for kind in spec.alike] if framed else self._turns
+        self._frames = self._turns
+        if framed:
+            self._frames = torch.stack([self._angles(kind.rope, compute, frame=True) for kind in spec.alike])
         half, runs = spec.rope.rotary_dim // 2, -(-spec.v_dim // _block(spec.v_dim, BLOCK_VALUES))
         near = spec.rope.pairing == "interleaved"
         rest = spec.k_dim - 2 * half
         self._grid = (len(blocks), count * (1 + runs))
+        # The interpreter multiplies numpy's numbers, which has none of bfloat16.
+        narrow = factors.itemsize == 2 and compute is torch.float32 and not interpreted()
         shape = {"HEADS": count, "K_DIM": spec.k_dim, "V_DIM": spec.v_dim, "WIDTH": self._width, "TASKS": 1 + runs}
         pairs = {"HALF": half, "STEP": 2 if near else 1, "OFFSET": 1 if near else half, "REST": rest, "FRAMED": framed}
         blocked = {
@@ -107,68 +119,96 @@ class TritonKernel:
             "BLOCK_R": BLOCK_RANK,
         }
         dtypes = {"COMPUTE": _DTYPES[compute], "OUT": _DTYPES[dtype]}
-        self._fixed: dict[str, Any] = {"FIELDS": fused.FIELDS, **shape, **pairs, **blocked, **dtypes}
+        self._fixed: dict[str, Any] = {"FIELDS": fused.FIELDS, "TARGETS": fused.TARGETS, "NARROW": narrow}
+        self._fixed |= {**shape, **pairs, **blocked, **dtypes}
         self._fixed["BLOCK_V"] = _block(spec.v_dim, BLOCK_VALUES)
 
     def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of layer ``i``."""
+        """Keys and values of layer ``i``; those that follow are computed with it."""
         while len(self._outs) < 2:
             k, v = (torch.empty(shape, dtype=self._dtype, device=self._device) for shape in self._shapes)
             self._outs.append((k, v))
-        self._outs.reverse()
+        if i not in self._served:
+            self._outs.reverse()
+            self._served = range(0)
+            k, v = self._outs[0]
+            strides = CacheStrides.of_rows(self._shapes[0][1:], self._shapes[1][1:])
+            self._launch(i, list(zip(k, v, strict=True))[: self._layers - i], strides, None)
+            self._served = range(i, min(i + self._many, self._layers))
         k, v = self._outs[0]
-        self._launch(i, k, v, CacheStrides.of_rows(*self._shapes), None)
-        return k, v
+        return k[i - self._served.start], v[i - self._served.start]
 
-    def store(self, i: int, cache: torch.Tensor, strides: CacheStrides, slots: torch.Tensor) -> None:
-        """Writes layer ``i`` into slots of a paged cache: one launch, and nothing in between.
+    def store(self, first: int, caches: Sequence[torch.Tensor], strides: CacheStrides, slots: torch.Tensor) -> None:
+        """Writes layers ``first`` and following into slots of their paged caches.
 
         Args:
-            i: the layer.
-            cache: its paged cache, in the dtype that is served, on the device.
-            strides: where the numbers of a slot lie in ``cache``.
-            slots: int64 ``[T]``, on the device, each within the cache.
+            first: the first layer.
+            caches: a paged cache for each layer, in the dtype that is served, on the device.
+            strides: where the numbers of a slot lie in each of them.
+            slots: int64 ``[T]``, on the device, each within the caches.
         """
-        self._launch(i, cache, cache, strides, slots)
+        for at in range(0, len(caches), self._many):
+            targets = [(cache, cache) for cache in caches[at : at + self._many]]
+            self._launch(first + at, targets, strides, slots)
 
     def _launch(
-        self, i: int, k: torch.Tensor, v: torch.Tensor, strides: CacheStrides, slots: torch.Tensor | None
+        self,
+        first: int,
+        targets: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        strides: CacheStrides,
+        slots: torch.Tensor | None,
     ) -> None:
-        patched = any(part.patch is not None and i in part.patch.layers for part in self._parts)
-        self._fill(i, self._staging.open())
-        # Only a layer that has a patch takes its factors along.
+        """Stage layers ``first`` and following, and write their keys and values to ``targets``."""
+        layers = range(first, first + len(targets))
+        patched = any(part.patch is not None and i in part.patch.layers for part in self._parts for i in layers)
+        addresses = [(k.data_ptr(), v.data_ptr()) for k, v in targets]
+        entries = [(self._kind_of[i], *pair) for i, pair in zip(layers, addresses, strict=True)]
+        staged = self._staging.open()
+        staged[0][: len(layers)].copy_(torch.tensor(entries, dtype=torch.int64))
+        self._fill(layers, staged[1:])
+        # Only layers that have a patch take its factors along.
         with _on(self._device):
-            table, stored_k, stored_v, factors = self._staging.send(4 if patched else 3)
-            kind = self._kind_of[i]
-            tables = (self._blocks, self._turns[kind], self._frames[kind], self._blocks if slots is None else slots)
+            table_of_targets, table, stored_k, stored_v, factors = self._staging.send(5 if patched else 4)
+            tables = (self._blocks, self._turns, self._frames, self._blocks if slots is None else slots)
+            sizes = (self._starts[-1], factors.shape[1], self._table.numel())
             launch = {"PATCHED": patched, "PAGED": slots is not None, "BLOCK_SIZE": strides.block_size, "num_warps": 4}
-            fused.load_layer[self._grid](
-                *(stored_k, stored_v, factors, table, *tables, k, v, *strides.k, *strides.v),
+            fused.load_layers[(*self._grid, len(layers))](
+                *(stored_k, stored_v, factors, table, table_of_targets, *tables, *sizes, *strides.k, *strides.v),
                 **self._fixed,
                 **launch,
+                ALIGNMENT=math.gcd(16, *(address for pair in addresses for address in pair)),
                 enable_fp_fusion=True,
             )
 
-    def _fill(self, i: int, fields: Sequence[torch.Tensor]) -> None:
-        """Puts layer ``i`` together on the host."""
-        table, keys, values, factors = fields
+    def _fill(self, layers: range, fields: Sequence[torch.Tensor]) -> None:
+        """Puts layers together on the host."""
+        table, keys, values, factors = (field[: len(layers)] for field in fields)
         table.copy_(self._table)
+        stored = slice(layers.start, layers.stop), slice(*self._heads)
         for j, part in enumerate(self._parts):
             rows, tokens = slice(self._starts[j], self._starts[j + 1]), slice(part.begin, part.stop)
-            keys[rows].copy_(part.span.k[i, tokens, slice(*self._heads)])
-            values[rows].copy_(part.span.v[i, tokens, slice(*self._heads)])
-            patch = part.patch
-            if patch is None or i not in patch.layers:
-                table[j, 2] = 0
+            keys[:, rows].copy_(part.span.k[stored[0], tokens, stored[1]])
+            values[:, rows].copy_(part.span.v[stored[0], tokens, stored[1]])
+            if part.patch is None:
+                table[:, j, 2] = 0
                 continue
-            _, _, rank, left_at, right = self._entries[j]
-            if patch.dense:
-                self._cut(factors, left_at, patch.left[patch.layers.index(i), tokens])
-            elif rank:
-                sides = patch.factors(i)
-                assert sides is not None
-                factors[left_at : left_at + part.tokens * rank].view(-1, rank).copy_(sides[0][tokens])
-                self._cut(factors, right, sides[1])
+            for at, i in enumerate(layers):
+                if i in part.patch.layers:
+                    self._fill_factors(factors[at], j, i)
+                else:
+                    table[at, j, 2] = 0
+
+    def _fill_factors(self, factors: torch.Tensor, j: int, layer: int) -> None:
+        part, (_, _, rank, left_at, right) = self._parts[j], self._entries[j]
+        patch, tokens = part.patch, slice(part.begin, part.stop)
+        assert patch is not None
+        if patch.dense:
+            self._cut(factors, left_at, patch.left[patch.layers.index(layer), tokens])
+        elif rank:
+            sides = patch.factors(layer)
+            assert sides is not None
+            factors[left_at : left_at + part.tokens * rank].view(-1, rank).copy_(sides[0][tokens])
+            self._cut(factors, right, sides[1])
 
     def _cut(self, factors: torch.Tensor, at: int, rows: torch.Tensor) -> None:
         """Rows over all columns of a layer, cut to the heads that are served, from ``at`` on."""
@@ -178,7 +218,7 @@ class TritonKernel:
         both[:, edge:].copy_(rows[:, self._columns[1]])
 
     def _lay_out(self) -> tuple[list[list[int]], int]:
-        """The table of parts that `fused.load_layer` reads, and how many numbers its factors take; see `fused.FIELDS`."""
+        """The table of parts that `fused.load_layers` reads, and how many numbers its factors take; see `fused.FIELDS`."""
         rows, at = [], 0
         for j, part in enumerate(self._parts):
             rank = 0 if part.patch is None else -1 if part.patch.dense else part.patch.rank
@@ -203,7 +243,7 @@ class TritonKernel:
 
 def interpreted() -> bool:
     """Return True if Triton's interpreter runs the kernel, on any device (``TRITON_INTERPRET=1`` when it was imported)."""
-    return not isinstance(fused.load_layer, triton.runtime.JITFunction)
+    return not isinstance(fused.load_layers, triton.runtime.JITFunction)
 
 
 def _columns(spec: KVSpec, heads: tuple[int, int]) -> tuple[slice, slice]:
