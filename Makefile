@@ -34,8 +34,7 @@ APT_INSTALL = apt-get install -y --no-install-recommends
 # A vLLM newer than the newest CPU build, and what is tested on it: whatever touches vLLM, in a few minutes.
 NEXT_VLLM := 0.33.0
 NEXT := .vllm-next
-NEXT_TESTS ?= tests/engines/test_vllm_versions.py tests/engines/test_vllm.py tests/engines/test_vllm_families.py \
-	tests/engines/test_vllm_encoder_cache.py tests/engines/test_vllm_requests.py \
+NEXT_TESTS ?= tests/engines/test_vllm_versions.py tests/engines/test_vllm.py tests/engines/test_vllm_requests.py \
 	tests/window/test_on_engines.py tests/serve/test_vllm_chats.py
 
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
@@ -73,8 +72,9 @@ test: install system-deps-if-root
 test-slow: install system-deps-if-root
 	$(BIN)/pytest -m slow --timeout 3600 $(PYTEST_ARGS)
 
+# All of them in an hour and a half on two cores; TURN=3/8 is the fourth of eight shares.
 guard: install
-	$(BIN)/pytest -m guard --timeout 1800 $(PYTEST_ARGS)
+	$(BIN)/pytest -m guard --timeout 1800 -n $(JOBS) --dist loadscope $(if $(TURN),--turn $(TURN)) $(PYTEST_ARGS)
 
 # On a machine with torch, Triton and transformers; vLLM and a network are not needed. GPU_ARGS="--quick" takes a minute
 # on a processor. What else `import ctxwin` needs is taken from .gpu-packages, if that is there.
@@ -97,7 +97,7 @@ released: install
 	$(BIN)/pytest -m slow --timeout 3600 tests/engines/test_vllm_released.py $(PYTEST_ARGS)
 
 test-next: install $(NEXT)/.built
-	PYTHONPATH=$(CURDIR)/$(NEXT) $(BIN)/pytest $(NEXT_TESTS) $(PYTEST_ARGS)
+	PYTHONPATH=$(CURDIR)/$(NEXT) $(BIN)/pytest -n $(JOBS) --dist loadfile $(NEXT_TESTS) $(PYTEST_ARGS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -2,7 +2,7 @@
 
 ``vllm`` (every test of a file named ``test_vllm*``), ``browser`` and ``redis`` say what a test needs; those of vLLM are skipped
 without it. `make check` runs what has none of them and is not in `LONG`. ``guard`` marks the slow tests that continuous
-integration runs.
+integration runs by turns (``--turn 2/8``: the third of eight).
 """
 
 from __future__ import annotations
@@ -63,9 +63,16 @@ GUARDS = (
     "engines/test_vllm_watchdog.py::",
     "evals/probe/test_probe_models.py::",
     "evals/test_kill.py::",
+    "examples/test_two_agents.py::",
+    "examples/test_visual_search.py::",
+    "examples/test_web.py::",
     "examples/test_web_session.py::test_many_steps_cost_the_same_and_stay_bounded[80]",
+    "kv/test_gpu_check.py::",
+    "serve/test_command.py::",
     "serve/test_vllm_plugin.py::",
+    "tiny/test_chaining.py::",
     "tiny/test_hybrid_model.py::",
+    "window/test_fidelity_table.py::",
     "audit/test_turns.py::",
 )
 """Whose slow tests nothing else stands for: families, adapters and settings on vLLM, ranks, kills, turns."""
@@ -76,6 +83,9 @@ _NEEDS = ("vllm", "browser", "redis")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick", action="store_true", help="only what needs neither vLLM, a browser nor long: `make check`"
+    )
+    parser.addoption(
+        "--turn", help="K/N: of the classes and files of guards, in order, number K modulo N and every Nth behind it"
     )
 
 
@@ -104,6 +114,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if any(item.get_closest_marker(name) for name in ("long", *_NEEDS))]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+    if turn := config.getoption("--turn"):
+        number, turns = (int(part) for part in turn.split("/"))
+        guards = [item for item in items if item.get_closest_marker("guard")]
+        # A class or file as a whole: its tests share an engine.
+        shares = sorted({item.nodeid.rpartition("::")[0] for item in guards})[number % turns :: turns]
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid.rpartition("::")[0] not in shares])
+        items[:] = [item for item in items if item.nodeid.rpartition("::")[0] in shares]
 
 
 def pytest_report_header() -> str:

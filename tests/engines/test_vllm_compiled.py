@@ -101,12 +101,14 @@ def check(engine: Any, eager: Any, run: str) -> None:
     assert sum(reused for _, _, reused in served) > 0, "the program must serve chunks from spans"
 
 
+@pytest.mark.slow
 def test_the_configuration_of_an_engine_is_one_that_is_served(eager: Any) -> None:
     from ctxwin.engines.vllm.refusals import check_config
 
     check_config(eager._core.driver.config)
 
 
+@pytest.mark.slow
 def test_nothing_hangs_on_the_hooks_that_a_graph_skips(eager: Any) -> None:
     """A full graph's replay runs no Python around its layers."""
     from vllm.model_executor.layers.attention import kv_transfer_utils

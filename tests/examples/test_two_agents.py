@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from ctxwin.baselines.ledger import NAMES
 from ctxwin.tiny import world
 from ctxwin.tiny.clip import write_clip
@@ -26,6 +28,7 @@ def test_they_answer_like_a_re_prefill_and_share_every_encode(tmp_path: Path) ->
         assert sum(ask["costs"][NAMES[policy]] for ask in asks) == figures[f"computed_tokens_{policy}"]
 
 
+@pytest.mark.slow
 def test_a_video_is_talked_about_freely(tmp_path: Path) -> None:
     clip = tmp_path / "clip.mp4"
     write_clip(clip, world.make_stream(3, 4))

@@ -88,6 +88,7 @@ def test_the_model_names_the_part_to_look_at(search: ModuleType) -> None:
     assert policy.query(policy.tasks[0], whole.parts[0].parts[0]) == "What is on the sign?"
 
 
+@pytest.mark.slow
 def test_a_picture_of_the_users_is_searched_with_their_questions(tmp_path: Path) -> None:
     picture = tmp_path / "mine.png"
     pixels = np.concatenate([world.render(frame) for frame in world.make_stream(4, 2)], axis=1)

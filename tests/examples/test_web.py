@@ -79,6 +79,7 @@ def test_the_agent_answers_as_a_reprefill_and_computes_a_quarter(chromium, tmp_p
     assert sum(line.get("op") == "look_back" for line in events) == 10  # pages 4, 6, ... 22
 
 
+@pytest.mark.slow
 def test_what_it_prints(chromium):
     done = run("--steps", "6")
     assert done.returncode == 0, done.stderr
@@ -89,6 +90,7 @@ def test_what_it_prints(chromium):
     assert "right: " in done.stdout
 
 
+@pytest.mark.slow
 def test_the_model_walks_through_any_site(chromium):
     from web.pages import Pages
     from web.shop import Shop

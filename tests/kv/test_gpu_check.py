@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -19,6 +21,7 @@ def run(out: Path, *words: str, env: dict[str, str] | None = None) -> subprocess
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=everything, check=False)
 
 
+@pytest.mark.slow
 def test_everything_is_compared_and_measured(tmp_path: Path) -> None:
     done = run(tmp_path, "tools/gpu_check")
     assert done.returncode == 0, done.stderr
@@ -34,6 +37,7 @@ def test_everything_is_compared_and_measured(tmp_path: Path) -> None:
     assert "8B (Llama 3), 256 tokens" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_is_found(tmp_path: Path) -> None:
     script = """if True:
         import runpy, sys

@@ -58,6 +58,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_vllms_arguments_are_vllms(tmp_path: Path) -> None:
     """In a process of its own: parsing sets what vLLM wants in the environment."""
@@ -109,6 +110,7 @@ def test_vllms_arguments_are_vllms(tmp_path: Path) -> None:
     assert "--chat-template: for chats only" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_a_port_that_is_taken_is_one_line() -> None:
     with socket.socket() as other:

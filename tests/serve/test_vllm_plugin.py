@@ -69,6 +69,7 @@ def tried(folder: Path, named: str | None, *cases: list[str]) -> tuple[list[Any]
     return found, ours
 
 
+@pytest.mark.slow
 def test_it_does_nothing_unless_it_is_named(tmp_path: Path) -> None:
     """vLLM loads general plugins that nobody has named: ours must cost nothing then."""
     found, ours = tried(tmp_path, None, ["0", "--model", str(checkpoint_dir())])
@@ -83,6 +84,7 @@ def test_it_does_nothing_unless_it_is_named(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_named_it_brings_arguments_connector_gateway_and_routes(tmp_path: Path) -> None:
     tenants = tmp_path / "tenants.toml"
     tenants.write_text('[[tenant]]\nname = "acme"\nkeys = ["key-acme"]\n')

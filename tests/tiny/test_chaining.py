@@ -43,6 +43,7 @@ def test_a_model_that_chains_loses_nothing_when_frames_are_reused_blindly(chaini
     assert right["blind"] >= 0.9
 
 
+@pytest.mark.slow
 def test_a_model_that_binds_loses_the_same_answers() -> None:
     with open_engine(f"hf:{checkpoint_dir()}") as engine:
         right = right_answers(engine, "multi_hop", 18)

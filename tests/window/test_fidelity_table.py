@@ -19,7 +19,7 @@ from engines import models
 
 QUERY = "what color?"
 ON_VLLM = [
-    pytest.param("vllm tiny", marks=pytest.mark.vllm),
+    pytest.param("vllm tiny", marks=[pytest.mark.vllm, pytest.mark.slow]),
     pytest.param("vllm hybrid", marks=[pytest.mark.vllm, pytest.mark.slow]),
     pytest.param("vllm position-free", marks=[pytest.mark.vllm, pytest.mark.slow]),
 ]

@@ -85,6 +85,7 @@ def test_a_model_that_chains_may_be_reused_blindly() -> None:
     assert "proving" not in result
 
 
+@pytest.mark.slow
 def test_a_random_model_has_no_verdict(engine: HFEngine) -> None:
     result = probed(engine)
     assert result["verdict"]["finding"] == "unread"
@@ -95,6 +96,7 @@ def test_a_random_model_has_no_verdict(engine: HFEngine) -> None:
     assert result["arms"]["cross"]["blind"]["kl"] > 0, "it was measured, and decides nothing"
 
 
+@pytest.mark.slow
 def test_when_time_is_up_every_stage_still_measures_something_and_nothing_is_called_safe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
