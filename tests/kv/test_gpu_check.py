@@ -58,3 +58,15 @@ def test_a_wrong_kernel_is_found(tmp_path: Path) -> None:
     found = re.search(r"27 comparisons, (\d+) wrong", done.stdout)
     assert found is not None and int(found[1]) >= 27 and "keys of layer 0 are" in done.stderr
     assert done.stderr.count("wrong: {'decoder': '9B (Qwen3.5)'") == 3
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_the_engine_answers_right_and_is_timed(tmp_path: Path) -> None:
+    done = run(tmp_path, "tools/gpu_check", "--only", "engines")
+    assert done.returncode == 0, done.stderr
+    *programs, times = json.loads((tmp_path / "gpu-check.json").read_text())["engines"]
+    assert len(programs) == 8 and {row["fault"] for row in programs} == {None}
+    assert all(row["equal"] == row["compared"] > 2 for row in programs)
+    assert all(row["away"] == 0 and row["compared"] == row["asks"] for row in programs if "exact" in row["program"])
+    assert times["slide_ms"] > 0 and times["computed_ms"] > 0

@@ -1,14 +1,16 @@
 """Does ctxwin work on this GPU, and how fast? ``make gpu-check``, or ``python tools/gpu_check --help``.
 
-Needs torch, Triton, transformers and what ``import ctxwin`` needs; neither vLLM nor a network. Four sections, each as far
-as the time goes: load kernels against float64, loads against copies, first tokens with chunks loaded or computed again, and
-the same for a hybrid's chunks, whose recurrent states are composed.
+Needs torch, Triton, transformers and what ``import ctxwin`` needs; no network. Five sections, each as far as the time goes:
+load kernels against float64; where vLLM is installed, windows on the embedded engine and what a slide costs there; loads against
+copies; first tokens with chunks loaded or computed again; and the same for a hybrid's chunks, whose recurrent states are
+composed.
 Writes ``gpu-check.json`` and ``gpu-check.png``. Exit status 1 where a number is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import platform
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 from correct import check_all
+from engine import engines
 from figure import draw
 from shapes import DECODERS, HYBRID
 from timing import LENGTHS, bandwidth, break_even, scans, usable
@@ -28,6 +31,9 @@ Row = dict[str, Any]
 BOUNDS = {"bfloat16": 0.1, "float32": 1e-3}
 """How far logits behind a loaded chunk may be from those behind the same chunk computed again, relative to their length. In
 bfloat16 a rounding can send a token to other experts; on tiny decoders it was 0.005."""
+
+
+SECTIONS = ("correct", "engines", "bandwidth", "break_even", "scans")
 
 
 class Clock:
@@ -63,6 +69,7 @@ def main() -> int:
         "--minutes", type=float, help="time for everything (default 8; with --quick until everything is done)"
     )
     parser.add_argument("--quick", action="store_true", help="tiny decoders and few lengths, a minute on a processor")
+    parser.add_argument("--only", choices=SECTIONS, action="append", help="these sections only; may be given again")
     parser.add_argument("--compare", action="store_true", help="compare only, and time nothing")
     parser.add_argument("--layers", type=int, default=8, help="layers of the decoders that are run whole (default 8)")
     parser.add_argument("--out", type=Path, default=Path("gpu-check"), help="folder of the results (default gpu-check)")
@@ -76,8 +83,16 @@ def main() -> int:
     result: dict[str, Any] = {"machine": _machine(device), "quick": options.quick, "complete": {}}
     clock.tell(f"{result['machine']['device']}, torch {torch.__version__}")
 
-    compared = check_all(device, quick=options.quick)
-    result["correct"], result["complete"]["correct"] = clock.take("kernels", compared, 0.4, _say_correct)
+    wanted = options.only or [name for name in SECTIONS if name != "engines" or not options.quick]
+    if importlib.util.find_spec("vllm") is None and "engines" in wanted:
+        clock.tell("engines: vLLM is not installed, so it is not tested")
+        wanted = [name for name in wanted if name != "engines"]
+    for name, found, share, say in (
+        ("correct", check_all(device, quick=options.quick), 0.4, _say_correct),
+        ("engines", engines(device, quick=options.quick), 0.7, _say_engine),
+    ):
+        if name in wanted:
+            result[name], result["complete"][name] = clock.take(name, found, share, say)
 
     decoders = [d.smaller() for d in DECODERS] if options.quick else list(DECODERS)
     lengths, rounds = (LENGTHS[:3], 3) if options.quick else (LENGTHS, 7)
@@ -89,6 +104,8 @@ def main() -> int:
         ("break_even", lambda d, n: break_even(d, device, n, rounds, options.layers, dtype), 0.7, decoders),
         ("scans", lambda d, n: scans(d, device, n, rounds, options.layers, dtype), 1.0, [hybrid]),
     ):
+        if name not in wanted:
+            continue
         result[name], whole = [], True
         for i, decoder in enumerate(shapes):
             fits = usable(decoder.spec("bfloat16"), lengths, device)
@@ -98,14 +115,17 @@ def main() -> int:
         result["complete"][name] = whole
         _write(options.out, result)
     _write(options.out, result)
-    if rounds:
+    timed = [row for name in ("bandwidth", "break_even", "scans") for row in result.get(name, ())]
+    if rounds and timed:
         draw(result, options.out / "gpu-check.png")
-    wrong = [row for row in result["correct"] if row["fault"]]
-    wrong += [row for row in result["break_even"] + result["scans"] if not row["away"] <= BOUNDS[dtype]]
+    compared = [*result.get("correct", ()), *result.get("engines", ())]
+    wrong = [row for row in compared if row["fault"]]
+    wrong += [row for row in timed if not row.get("away", 0.0) <= BOUNDS[dtype]]
     for row in wrong:
         print(f"wrong: {row}", file=sys.stderr)
-    compared_rows = f"{len(result['correct'])} comparisons, {len(wrong)} wrong"
-    print(f"{compared_rows}; {options.out / 'gpu-check.json'}{' and gpu-check.png' * bool(rounds)} written")
+    compared_rows = f"{len(compared)} comparisons, {len(wrong)} wrong"
+    pictured = " and gpu-check.png" * bool(rounds and timed)
+    print(f"{compared_rows}; {options.out / 'gpu-check.json'}{pictured} written")
     return 1 if wrong else 0
 
 
@@ -130,10 +150,20 @@ def _say_correct(row: Row) -> str:
     return f"{where}: {row['fault'] or 'right'}"
 
 
+def _say_engine(row: Row) -> str:
+    where = f"{row['engine']}, {row['program']}"
+    if row["fault"] or "asks" not in row:
+        return f"{where}: {row['fault'] or _times(row)}"
+    return f"{where}: {row['equal']} of {row['compared']} answers equal, {row['away']:.2g} away, kernel {row['kernel']}"
+
+
 def _say_time(row: Row) -> str:
-    times = ", ".join(f"{name[:-3]} {value:.2f} ms" for name, value in row.items() if name.endswith("_ms") and value)
     rank = f", rank {row['rank']}" if "rank" in row else ""
-    return f"{row['decoder']}, {row['tokens']} tokens{rank}: {times}"
+    return f"{row['decoder']}, {row['tokens']} tokens{rank}: {_times(row)}"
+
+
+def _times(row: Row) -> str:
+    return ", ".join(f"{name[:-3]} {value:.2f} ms" for name, value in row.items() if name.endswith("_ms") and value)
 
 
 def _write(folder: Path, result: dict[str, Any]) -> None:

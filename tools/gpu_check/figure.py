@@ -15,12 +15,12 @@ def draw(result: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    first_tokens = result["break_even"] + result["scans"]
-    decoders = sorted({row["decoder"] for row in result["bandwidth"] + first_tokens})
+    first_tokens = result.get("break_even", []) + result.get("scans", [])
+    decoders = sorted({row["decoder"] for row in result.get("bandwidth", []) + first_tokens})
     figure, grid = plt.subplots(2, max(len(decoders), 1), figsize=(5 * max(len(decoders), 1), 8), squeeze=False)
     for column, name in enumerate(decoders):
         above, below = grid[0][column], grid[1][column]
-        rows = [row for row in result["bandwidth"] if row["decoder"] == name]
+        rows = [row for row in result.get("bandwidth", []) if row["decoder"] == name]
         for rank in sorted({row["rank"] for row in rows}):
             of_rank = [row for row in rows if row["rank"] == rank]
             above.plot(

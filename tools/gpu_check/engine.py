@@ -1,0 +1,261 @@
+"""Does the embedded vLLM answer right on this GPU, and what does a slide cost? Run by ``gpu_check`` where vLLM is installed.
+
+``python tools/gpu_check/engine.py NAME DEVICE`` is one engine in a process of its own, which ends with it. It writes rows as
+JSON: programs of edits and asks, and, for ``7B``, times of first tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from ctxwin import Chunk, Window
+    from ctxwin.engines.base import Engine
+    from ctxwin.window.answer import Answer
+
+Row = dict[str, Any]
+Answers = list[tuple[str, dict[str, int], dict[int, float]]]
+"""Text, tokens by lane and log-probabilities of each ask of a program."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "float32, Triton attention, eager": {"dtype": "float32", "attention_backend": "TRITON_ATTN", "enforce_eager": True},
+    "bfloat16, vLLM's attention, eager": {"dtype": "bfloat16", "enforce_eager": True},
+    "bfloat16, compiled, CUDA graphs": {"dtype": "bfloat16"},
+}
+"""The engines that programs run on; the first one also on a processor."""
+TIMES = "7B"
+BOUNDS = {"float32": 1e-3, "bfloat16": 0.5}
+"""How far log-probabilities may be from those of a re-prefill by the same vLLM, or of the transformers engine."""
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "TRITON_F32_DEFAULT": "ieee",  # else vLLM's Triton attention computes float32 in tf32
+    "CTXWIN_AUDITS": "0",
+}
+HEADER, LIMIT_S = "You watch a camera.", 300
+
+
+def engines(device: torch.device, *, quick: bool) -> Iterator[Row]:
+    """Yield the rows of all engines; one that does not open or end in time is a row with a ``fault``."""
+    names = [*OPTIONS, TIMES] if device.type == "cuda" and not quick else [*list(OPTIONS)[:1], TIMES]
+    for name in names:
+        command = [sys.executable, __file__, name, str(device)]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=LIMIT_S, env={**ENVIRONMENT, **os.environ}, check=False
+            )
+            rows = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("row ")]
+            fault = None if done.returncode == 0 else done.stderr.strip().splitlines()[-1:]
+        except subprocess.TimeoutExpired:
+            rows, fault = [], [f"not done after {LIMIT_S} s"]
+        yield from rows
+        if fault is not None:
+            yield {"engine": name, "program": "all", "fault": fault[0] if fault else "it ended without a word"}
+
+
+def main(name: str, device: torch.device) -> None:
+    """Run one engine and write its rows, each in a line behind ``row``."""
+    for row in times(device) if name == TIMES else programs(name, device):
+        sys.stdout.write(f"row {json.dumps({'engine': name} | row)}\n")
+    sys.stdout.flush()
+    os._exit(0)  # vLLM's threads may outlive it
+
+
+def programs(name: str, device: torch.device) -> Iterator[Row]:
+    """Run every program on the bundled model: exact ones against re-prefills, others against the transformers engine."""
+    from ctxwin import open_engine
+    from ctxwin.tiny import checkpoint_dir
+
+    dtype = OPTIONS[name]["dtype"]
+    with _open(f"vllm:{checkpoint_dir()}", device, **OPTIONS[name]) as engine:
+        paged = engine.core.transport.paged  # type: ignore[attr-defined]  # of `VLLMEngine`
+        kernel = {"kernel": paged.kernel, "in_place": paged.direct, "backend": type(paged.layers[0].impl).__name__}
+        for content in (_texts(), _pictures()):
+            yield {"program": f"exact, {content[0]}"} | kernel | exact(engine, *content[1:], BOUNDS[dtype])
+            for kind in ("survivors", "patches", "blind"):
+                with engine.view(f"{kind} {content[0]}") as view:
+                    got = reuse(view, kind, *content[1:])
+                with open_engine(f"hf:{checkpoint_dir()}", dtype=dtype, device=str(device)) as other:
+                    want = reuse(other, kind, *content[1:])
+                yield {"program": f"{kind}, {content[0]}"} | kernel | compare(got, want, BOUNDS[dtype])
+
+
+def exact(engine: Engine, chunks: list[Chunk], questions: list[str], bound: float) -> Row:
+    """Ask an exact window after each edit, and a re-prefill of the same prompt in a space of its own."""
+    from ctxwin import Fidelity, Window
+
+    got: Answers = []
+    want: Answers = []
+    with Window(engine, HEADER, fidelity=Fidelity("exact")) as window:
+        window.extend(chunks[:4])
+        a, b, c, d = window.ids
+        for edit in (
+            lambda: None,
+            lambda: window.evict(b),
+            lambda: window.recall(b, at=0),
+            lambda: window.reorder([d, a, c, b]),
+            lambda: (window.slide(1), window.append(chunks[4])),
+            lambda: window.recall(window.evicted[0]),
+        ):
+            edit()
+            for question in questions:
+                got.append(_answer(window.ask(question, max_tokens=2, logprobs=-1)))
+                result = reprefill(window, question, f"alone {len(want)}", 2)
+                want.append((result.text, got[-1][1], result.logprobs))
+    return compare(got, want, bound)
+
+
+def reuse(engine: Engine, kind: str, chunks: list[Chunk], questions: list[str]) -> Answers:
+    """Answers of a window that reuses KV approximately, through slides, a look-back and another order."""
+    from ctxwin import Fidelity, Window
+
+    fidelity = Fidelity("blind") if kind == "blind" else Fidelity("patched", bytes_share=0.11, survivors="keep")
+    answers: Answers = []
+
+    def ask(window: Window) -> None:
+        answers.extend(_answer(window.ask(question, max_tokens=2, logprobs=-1)) for question in questions)
+
+    with Window(engine, HEADER, fidelity=fidelity) as window:
+        window.extend(chunks[:4])
+        ask(window)
+        if kind == "patches":
+            window.maintenance.compress()
+        window.slide(1)
+        ask(window)
+        window.append(chunks[4])
+        window.recall(window.evicted[0], at=2)
+        ask(window)
+        window.reorder(list(window.ids)[::-1])
+        ask(window)
+    return answers
+
+
+def compare(got: Answers, want: Answers, bound: float) -> Row:
+    """Count equal answers; the distance is over asks of both engines up to the first that they served by other lanes, which
+    is a choice by prices."""
+    alike = next((i for i, (one, other) in enumerate(zip(got, want, strict=True)) if one[1] != other[1]), len(got))
+    pairs = list(zip(got, want, strict=True))[:alike]
+    away = max((abs(one[2][t] - p) for one, other in pairs for t, p in other[2].items() if p > -10), default=0.0)
+    equal = sum(one[0] == other[0] for one, other in pairs)
+    fault = None if away <= bound else f"log-probabilities are {away:.2g} away, more than {bound}"
+    if bound < 0.01 and equal < alike:
+        fault = fault or f"{alike - equal} answers differ"
+    return {"asks": len(got), "compared": alike, "equal": equal, "away": away, "fault": fault}
+
+
+def times(device: torch.device) -> Iterator[Row]:
+    """First tokens behind a slide of 16 chunks of 1,024 tokens: survivors moved, the same with a new chunk, the prompt computed
+    again, and the same prompt once more, which vLLM's prefix cache holds. A 7B decoder of random weights in bfloat16."""
+    from shapes import DECODERS
+    from timing import write_model
+
+    from ctxwin import Chunk, Fidelity, Window
+
+    small = device.type != "cuda"
+    decoder, count, tokens, rounds = (DECODERS[0].smaller(), 4, 64, 2) if small else (DECODERS[0], 16, 1024, 7)
+    noise = torch.Generator().manual_seed(0)
+
+    def chunk() -> Chunk:
+        return Chunk.tokens([int(i) for i in torch.randint(100, 800, (tokens,), generator=noise)])
+
+    samples: dict[str, list[float]] = {}
+
+    def timed(name: str, run: Callable[[], object]) -> None:
+        began = time.perf_counter()
+        run()
+        samples.setdefault(name, []).append((time.perf_counter() - began) * 1e3)
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        write_model(decoder, Path(folder), decoder.layers, "bfloat16", device)
+        options = {
+            "kv_cache_memory_bytes": (1 << 28) if small else 12 << 30,
+            "enforce_eager": True,
+            "dtype": "bfloat16",
+        }
+        longest = 2048 if small else 32_768
+        more = {"max_model_len": longest, "max_num_batched_tokens": longest}
+        with (
+            _open(f"vllm:{folder}", device, **options, **more) as engine,
+            Window(engine, HEADER, fidelity=Fidelity("patched", survivors="keep")) as window,
+        ):
+            window.extend([chunk() for _ in range(count)])
+            window.ask("color of 17?", max_tokens=1)
+            for i in range(rounds + 1):
+                window.slide(1)
+                timed("slide_ms", lambda: window.ask("color of 17?", max_tokens=1))
+                for name in ("computed_ms", "prefix_cached_ms"):
+                    timed(name, lambda i=i: reprefill(window, "color of 17?", f"alone {i}", 1))  # type: ignore[misc]
+                window.append(chunk())
+                timed("slide_and_append_ms", lambda: window.ask("color of 17?", max_tokens=1))
+    row: Row = {"program": f"{count} chunks of {tokens} tokens", "decoder": decoder.name, "fault": None}
+    yield row | {name: median(values[1:]) for name, values in samples.items()}
+
+
+def reprefill(window: Window, question: str, space: str, tokens: int) -> Any:
+    """The answer of the same engine to a window's prompt, nothing reused but what an earlier call in ``space`` computed."""
+    from ctxwin.engines.base import Sampling, Segment
+
+    engine = window.engine
+    head = engine.encode_system_prompt(HEADER)
+    segments, at = [Segment(head, 0)], head.advance
+    for placement in window.ids:
+        encoded = engine.encode(window.chunk(placement))
+        segments.append(Segment(encoded, at))
+        at += encoded.advance
+    return engine.generate(segments, engine.encode_query(question), Sampling(tokens, logprobs=-1), salt=space)
+
+
+def _open(model: str, device: torch.device, **options: Any) -> AbstractContextManager[Engine]:
+    from ctxwin import open_engine
+
+    if device.type != "cuda":
+        options.pop("attention_backend", None)
+    else:
+        options["gpu_memory_utilization"] = 0.9
+    return open_engine(model, **({"kv_cache_memory_bytes": 1 << 30} | options))
+
+
+def _answer(answer: Answer) -> tuple[str, dict[str, int], dict[int, float]]:
+    return answer.text, dict(answer.usage.reused_tokens), dict(answer.first_token_logprobs or {})
+
+
+def _texts() -> tuple[str, list[Chunk], list[str]]:
+    from ctxwin import Chunk
+
+    words = [
+        "the camera",
+        "sees",
+        "a red cube",
+        "and then",
+        "a blue ball",
+        "near",
+        "the green star",
+        "while",
+        "nothing moves",
+    ]
+    texts = [" ".join(words[(i * 5 + j * (i + 2)) % len(words)] for j in range(25 + 6 * i)) + "." for i in range(5)]
+    return "text", [Chunk.text(text) for text in texts], ["color of 17?", "shape of 17?"]
+
+
+def _pictures() -> tuple[str, list[Chunk], list[str]]:
+    from ctxwin import Chunk
+    from ctxwin.tiny import world
+
+    frames = world.make_stream(seed=5, n_frames=5)
+    questions = [question.text for question in world.questions_for(frames[:4], 2, 0, ("single_hop", "multi_hop"))]
+    return "pictures", [Chunk.image(world.render(f), text=f"t={i} s") for i, f in enumerate(frames)], questions
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], torch.device(sys.argv[2]))
