@@ -78,6 +78,7 @@ def programs(name: str, device: torch.device) -> Iterator[Row]:
     from ctxwin.tiny import checkpoint_dir
 
     dtype = OPTIONS[name]["dtype"]
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # pictures, too, in float32
     with _open(f"vllm:{checkpoint_dir()}", device, **OPTIONS[name]) as engine:
         paged = engine.core.transport.paged  # type: ignore[attr-defined]  # of `VLLMEngine`
         kernel = {"kernel": paged.kernel, "in_place": paged.direct, "backend": type(paged.layers[0].impl).__name__}
