@@ -44,8 +44,10 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         ("Asks", "ops", rates("asks")),
         ("Plain chats by what stood behind them", "ops", by("chats", "behind")),
         ("Plain chats computed without their window", "ops", by("chats_alone", "reason")),
-        ("Plain chats with lazy drops", "ops", by("lazy_drops", "result")),
-        ("Dropped pictures and tokens in prompts", "ops", rates("kept_pictures", "kept_tokens")),
+        ("Plain chats not served as sent", "ops", by("rewrites", "result")),
+        ("Tokens kept or late in them, and pictures", "ops", [
+            *by("rewrite_tokens", "result"), ("sum(rate(ctxwin_kept_pictures_total[$__rate_interval]))", "pictures"),
+        ]),
         ("First token", "s", [
             (quantile(0.5, "ttft_seconds"), "median"), (quantile(0.95, "ttft_seconds"), "95 %"),
             (quantile(0.5, "time_to_first_token_seconds", "vllm:"), "vLLM, median"),

@@ -1,4 +1,4 @@
-"""Agents that send their whole history again, with and without windows and lazy drops behind their chats.
+"""Agents that send their whole history again, with and without windows, lazy drops and late prompts behind their chats.
 
 One server, four ways of asking it: vLLM alone (``off``), the same with lazy drops (``lazy``), a window in exact mode, and a
 window with the model's profile. Three kinds of agent, all written against the official clients and unchanged between the ways:
@@ -8,7 +8,9 @@ window with the model's profile. Three kinds of agent, all written against the o
 - ``openai``, ``anthropic``, ``langchain``: a loop that keeps four screenshots and drops the oldest on every turn, with OpenAI's
   client, Anthropic's, and LangChain's ordinary chat model (``pip install langchain-openai``);
 - ``habits``: that loop with OpenAI's client in each of `HABITS`, how agents keep their old screenshots out of a prompt. The ways
-  take turns here, so that their times are of the same minutes.
+  take turns here, so that their times are of the same minutes;
+- ``clock``: that loop with its whole history, 30 turns at most, with and without a clock in the system prompt, which is served
+  as sent or late, behind the history.
 
 ``--model random`` is the benchmark's random model of half a billion parameters, whose answers are noise and whose cost is real.
 No profile knows it, so its third way is a fidelity chosen by hand, the one of the bundled profile.
@@ -56,8 +58,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "profile": {"windows": "auto"},
 }
 BY_HAND: dict[str, Any] = {"mode": "patched", "rank": 11, "layers": "deep"}
-AGENTS = ("sliding", "openai", "anthropic", "langchain", "habits")
+AGENTS = ("sliding", "openai", "anthropic", "langchain", "habits", "clock")
 SYSTEM, KEEP, FRAMES, ASKS = "You watch a camera.", 4, 5, 16
+LOG = "The door is shut. Nobody is there. All is quiet. Two boats pass.\n"
+RULES = "Name what is asked for, in one word."
+CLOCKED = {"no clock": "off", "as sent": "off", "late": "late"}
+"""What is asked with a clock in the system prompt, and without, to ``volatile`` of the requests."""
 LONGEST = 40
 """Turns in a history whose old turns stay as text; a longer one loses its older half."""
 Ask = Callable[[list[Any]], tuple[str, int, int, float]]
@@ -301,6 +307,25 @@ def habits(client: OpenAI, model: str, turns: int, pictures: list[str]) -> Itera
         yield from (row.described(results["off"]) for row in results.values())
 
 
+def clock(client: OpenAI, model: str, turns: int, pictures: list[str]) -> Iterator[dict[str, Any]]:
+    """A loop that keeps its whole history behind a system prompt that tells the time."""
+    reference: Row | None = None
+    for way, volatile in CLOCKED.items():
+        fields = {"ctxwin": {"windows": "off", "volatile": volatile}, "cache_salt": f"clock {way}"}
+        ask, row = openai_asker(client, model, f"clock {way}", "off", **fields), Row("clock", way)
+        history: list[dict[str, Any]] = []
+        for turn in range(turns):
+            time_of_day = "" if way == "no clock" else f"\nIt is 12:{turn:02}."
+            caption, *shown = _step(turn, pictures)
+            seen = {**caption, "text": caption["text"] + LOG}
+            history.append({"role": "user", "content": [seen, *shown]})
+            answer, *cost = ask([{"role": "system", "content": f"{SYSTEM}{time_of_day}\n{RULES}"}, *history])
+            row.add(answer, *cost)  # type: ignore[arg-type]
+            history.append({"role": "assistant", "content": answer or "-"})
+        reference = reference or row
+        yield row.described(reference)
+
+
 def sliding(client: OpenAI, model: str, agent: str, way: str, frames: list[np.ndarray], questions: list[str]) -> Row:
     """Sixteen questions about the last five frames, as the window fills and slides."""
     row = Row(agent, way)
@@ -366,8 +391,10 @@ def run(
                 rows_of_all.append(described)
                 if output is not None:
                     output.write_text(json.dumps(rows_of_all, indent=1))
+        if "clock" in agents:
+            rows_of_all += clock(client, name, min(turns, 30), screens)
         for agent in agents:
-            rows = {way: Row(agent, way) for way in WAYS if agent not in ("sliding", "habits")}
+            rows = {way: Row(agent, way) for way in WAYS if agent not in ("sliding", "habits", "clock")}
             for way, row in rows.items():
                 ask = (
                     ASKERS[agent](url, name, agent, way) if agent in ASKERS else openai_asker(client, name, agent, way)

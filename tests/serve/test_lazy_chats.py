@@ -1,4 +1,5 @@
-"""Lazy drops on a running server: the answers are vLLM's to the longer prompt, and fewer tokens are computed."""
+"""Lazy drops and late system prompts on a running server: answers are vLLM's to the prompt as served, and fewer tokens are
+computed."""
 
 from __future__ import annotations
 
@@ -133,9 +134,9 @@ def test_a_stream_says_what_was_kept_and_the_metrics_count_it(server: Process) -
     assert said["parts"] == 4 and said["pictures"] == 1 and said["turns"] == 1 and said["tokens"] > 0
     now = server.metrics()
     counted = {
-        'lazy_drops_total{result="kept",tenant=""}': 1,
+        'rewrites_total{result="kept",tenant=""}': 1,
         'kept_pictures_total{tenant=""}': 1,
-        'kept_tokens_total{tenant=""}': said["tokens"],
+        'rewrite_tokens_total{result="kept",tenant=""}': said["tokens"],
     }
     for name, value in counted.items():
         assert now[f"ctxwin_{name}"] - before.get(f"ctxwin_{name}", 0.0) == value
@@ -231,3 +232,61 @@ def test_a_request_chooses_by_field_or_header(server: Process) -> None:
         assert kept(answer)["pictures"] == (not head)
     wrong = ask(server, CHAT, turns_of(CHAT, 0, 1), "wrong", ctxwin={"lazy_drops": {"pictures": 3}})
     assert wrong.status_code == 400 and "lazy drops must be on, off, or like pictures=8" in wrong.text
+
+
+def clocked(path: str, steps: int, rules: str, late: str = "", seed: int = 0) -> dict[str, Any]:
+    """A request of a route with a picture in each turn; ``late``: a system message in front of the last question."""
+    body = turns_of(path, 0, steps, seed)
+    turns = body["input" if path == RESPONSES else "messages"]
+    if path == CHAT:
+        turns[0] = system(rules)
+    else:
+        body["instructions" if path == RESPONSES else "system"] = rules
+    if late:
+        *shown, asked = turns.pop()["content"]
+        turns += [{"role": "user", "content": shown}, system(late), {"role": "user", "content": [asked]}]
+    return body
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+def test_a_clock_in_the_system_prompt_is_answered_as_if_it_stood_in_front_of_the_question(
+    server: Process, path: str
+) -> None:
+    """The first request is served as sent, the others as with a system message late in it; a tenant's, too."""
+    before, name = server.metrics(), path.rpartition("/")[2]
+    volatile = {"volatile": "late", "lazy_drops": "off"}
+    for key, turns in (("key-acme", 2), ("key-own", 5)):
+        computed, tokens = [0, 0], 0
+        for steps in range(1, turns + 1):
+            clock = f"It is 12:0{steps}."
+            sent = clocked(path, steps, f"You watch. {clock}\nBe brief.")
+            fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 4} if path == CHAT else {}
+            late = ask(server, path, sent, "clock", key, cache_salt=f"late {name}", ctxwin=volatile, **fields)
+            assert late.status_code == 200, late.text
+            said = late.json()["usage"]["ctxwin"]["late"]
+            assert said == {"parts": int(steps > 1), "tokens": said["tokens"], "form": "system"}
+            assert (said["tokens"] > 0) == (steps > 1)
+            tokens += said["tokens"]
+            placed = clocked(path, steps, "You watch. Be brief.", clock) if steps > 1 else sent
+            alone = ask(server, path, placed, "", key, cache_salt=f"placed {name}", ctxwin=OFF, **fields)
+            assert words(late) == words(alone) and prompt_and_cached(late)[0] == prompt_and_cached(alone)[0]
+            if path == CHAT:
+                for (token, value), (expected, want) in zip(logprobs(late), logprobs(alone), strict=True):
+                    assert token == expected and value == pytest.approx(want, abs=1e-3)
+            as_sent = ask(server, path, sent, "", key, cache_salt=f"sent {name}", ctxwin=OFF)
+            for i, answer in enumerate((late, as_sent)):
+                prompt, cached = prompt_and_cached(answer)
+                computed[i] += prompt - cached
+    assert computed[0] < 0.8 * computed[1]
+    counted = server.metrics()['ctxwin_rewrite_tokens_total{result="late",tenant=""}']
+    assert counted - before.get('ctxwin_rewrite_tokens_total{result="late",tenant=""}', 0.0) == tokens
+
+
+def test_what_an_agent_drops_stays_behind_a_clock(server: Process) -> None:
+    for first, last in ((0, 2), (0, 3), (1, 4), (2, 5)):
+        lazy = turns_of(CHAT, first, last, 9900)
+        lazy["messages"][0] = system(f"You watch.\nIt is {last}.")
+        answer = ask(server, CHAT, lazy, "both", cache_salt="both", ctxwin={"volatile": "late"})
+        assert kept(answer)["pictures"] == first
+    longer = clocked(CHAT, 5, "You watch.\n", "It is 5.", 9900)
+    assert words(answer) == words(ask(server, CHAT, longer, "", cache_salt="both alone", ctxwin=OFF))

@@ -13,7 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from ctxwin_server.lazy_drops import PER_NAME, Bounds, Kept, LazyDrops, Part
+from ctxwin_server.lazy_drops import Bounds, Kept, LazyDrops, Part
+from ctxwin_server.records import PER_NAME
 
 CONTEXT = 10**6
 DIALECTS = ("chat", "messages", "responses")

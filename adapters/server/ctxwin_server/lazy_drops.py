@@ -13,20 +13,15 @@ from __future__ import annotations
 import json
 import logging
 import re
-import threading
-import time
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ctxwin.hashing import digest
 from ctxwin_server.context_management import PICTURES, Count
+from ctxwin_server.records import Record, Records
 
-PER_NAME = 8
-"""Most conversations of one name that are remembered."""
-MOST_BYTES = 256 << 20
-"""Most bytes of the remembered conversations of a tenant."""
 _TURN_TOKENS = 16
 """Tokens that a template adds to a turn, at most, by estimate; a prompt that vLLM refuses all the same is served as it came."""
 _TRIES = 32
@@ -34,7 +29,8 @@ _TRIES = 32
 _PLACEHOLDER = re.compile(r"\s*(?:[\[<(](?![^\n]*(?:redact|secret|private))[^\n]{0,78}[\])>])?\s*", re.IGNORECASE)
 _KEYED = ("model", "cache_salt", "system", "instructions", "tools", "documents")
 """Fields besides the turns that stand in a prompt, or decide whose prompt it is."""
-_CUTS = ("previous_response_id", "truncate_prompt_tokens")
+CUTS = ("previous_response_id", "truncate_prompt_tokens")
+"""Fields of requests whose prompt is not what they hold."""
 _log = logging.getLogger("ctxwin.serve")
 
 
@@ -151,6 +147,11 @@ class Continuation:
     old: int
     new: int
     kept: list[Part]
+
+
+def turns_field(data: Mapping[str, Any]) -> str:
+    """Return the name of the field with a request's turns."""
+    return "input" if "input" in data else "messages"
 
 
 def continue_history(served: Sequence[Part], sent: Sequence[Part]) -> Continuation | None:
@@ -309,44 +310,20 @@ def _kind(value: Any, calls: Sequence[str]) -> str:
     return "placeholder" if isinstance(words, str) and _PLACEHOLDER.fullmatch(words) else ""
 
 
-@dataclass(eq=False)
-class _Record:
+@dataclass(eq=False, kw_only=True)
+class Prompt(Record):
     """The prompt that was served last in one conversation, and for how many requests in a row it was longer than sent."""
 
-    key: str
-    name: str
     history: tuple[Part, ...]
     turns: int
-    used: float = field(default_factory=time.monotonic)
-    size: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.size = sum(turn.size for turn in self.history)
 
 
-class LazyDrops:
-    """What one tenant's conversations were served last. Thread-safe.
+class LazyDrops(Records[Prompt]):
+    """What one tenant's conversations were served last.
 
     A request that names no conversation is served as sent: two with the same texts could not be told apart. Of one name the
     conversation that reaches furthest into the request is continued; none, where two would be continued in different ways.
-
-    Args:
-        most: conversations that are remembered; the one idle longest is forgotten first, as is one idle for ``ttl`` seconds.
     """
-
-    def __init__(self, most: int, ttl: float, most_bytes: int = MOST_BYTES) -> None:
-        self._most, self._ttl, self._most_bytes = most, ttl, most_bytes
-        self._records: OrderedDict[int, _Record] = OrderedDict()  # the least recently used first
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def forget(self, name: str) -> None:
-        """Forget all conversations of a name."""
-        with self._lock:
-            for key in [key for key, record in self._records.items() if record.name == name]:
-                del self._records[key]
 
     def serve(self, data: dict[str, Any], name: str, bounds: Bounds, count: Count, context: int) -> Kept:
         """Put back into the body ``data`` what the client has dropped, within ``bounds`` and a context of ``context`` tokens.
@@ -356,13 +333,13 @@ class LazyDrops:
 
         Cost: linear in the request, and a count of the tokens that were not counted before where something is kept.
         """
-        turns_name = "input" if "input" in data else "messages"
+        turns_name = turns_field(data)
         turns = data.get(turns_name)
-        if not name or not isinstance(turns, list) or any(data.get(cut) is not None for cut in _CUTS):
+        if not name or not isinstance(turns, list) or any(data.get(cut) is not None for cut in CUTS):
             return Kept()
         sent = tuple(map(Part.read, turns))
         key = digest("history", turns_name, name, json.dumps([data.get(field) for field in _KEYED]))
-        record, continuation = self._find(key, sent)
+        record, continuation = self._continued(key, sent)
         kept = Kept()
         if record is not None and continuation is not None and continuation.kept:
             kept = self._within(data, continuation, record.turns + 1, bounds, count, context)
@@ -372,17 +349,15 @@ class LazyDrops:
                 _log.debug("%d dropped parts stay in a conversation for now (%s)", kept.parts, bounds)
             old = [part.build() for part in history[: continuation.old]]
             data[turns_name] = [*old, *turns[continuation.new :]]
-        self._keep(record, _Record(key, name, history, kept.turns))
+        size = sum(turn.size for turn in history)
+        self.keep(record, Prompt(key=key, name=name, size=size, history=history, turns=kept.turns))
         return kept
 
-    def _find(self, key: str, sent: Sequence[Part]) -> tuple[_Record | None, Continuation | None]:
+    def _continued(self, key: str, sent: Sequence[Part]) -> tuple[Prompt | None, Continuation | None]:
         """Return the conversation that a request continues, and how; None where there is none, or no single one."""
-        with self._lock:
-            now = time.monotonic()
-            for old in [k for k, record in self._records.items() if now - record.used > self._ttl]:
-                del self._records[old]
-            known = [record for record in self._records.values() if record.key == key]
-        pairs = [(record, one) for record in known if (one := continue_history(record.history, sent)) is not None]
+        pairs = [
+            (record, one) for record in self.find(key) if (one := continue_history(record.history, sent)) is not None
+        ]
         furthest = max((one.new for _, one in pairs), default=0)
         pairs = [(record, one) for record, one in pairs if one.new == furthest]
         whole = [pair for pair in pairs if not pair[1].kept]
@@ -405,15 +380,3 @@ class LazyDrops:
         if tokens > bounds.tokens or whole + answer > context:
             return Kept(followed=True)
         return Kept(len(leaves), pictures, tokens, turns)
-
-    def _keep(self, old: _Record | None, record: _Record) -> None:
-        """Remember what was served in place of ``old``, and forget what exceeds a bound, of the same name first."""
-        with self._lock:
-            self._records.pop(id(old), None)
-            self._records[id(record)] = record
-            alike = [key for key, other in self._records.items() if other.name == record.name]
-            for key in alike[:-PER_NAME]:
-                del self._records[key]
-            total = sum(other.size for other in self._records.values())
-            while self._records and (len(self._records) > self._most or total > self._most_bytes):
-                total -= self._records.popitem(last=False)[1].size

@@ -19,7 +19,6 @@ from ctxwin.engines.base import Engine
 from ctxwin.store.base import Store, StoreStats
 from ctxwin.store.tiered import TieredStore
 from ctxwin.window.events import Event
-from ctxwin_server.lazy_drops import Kept
 from ctxwin_server.memory import Memory
 
 M = TypeVar("M", Counter, Gauge, Histogram)
@@ -90,13 +89,14 @@ class Metrics:
         self.alone = counter(
             "chats_alone", "Plain chats with windows that vLLM computed without one, by reason", "reason"
         )
-        self.lazy_drops = counter(
-            "lazy_drops",
-            "Plain chats with dropped parts still in their prompts (kept), or no longer (followed)",
+        self.rewrites = counter(
+            "rewrites",
+            "Plain chats with dropped parts still in their prompts (kept) or no longer (followed), or with volatile parts of "
+            "the system prompt in front of the question (late)",
             "result",
         )
+        self.rewrite_tokens = counter("rewrite_tokens", "Tokens of these parts in the prompts", "result")
         self.kept_pictures = counter("kept_pictures", "Dropped pictures that were still in a plain chat's prompt")
-        self.kept_tokens = counter("kept_tokens", "Tokens of dropped parts that were still in a plain chat's prompt")
         self.live_frames = counter(
             "live_frames", "Frames pushed into live streams: placed, dropped or failed", "result"
         )
@@ -160,12 +160,11 @@ class Metrics:
         self.with_labels(self.alone, tenant, why.partition(", got")[0]).inc()
         self.with_labels(self.chats, tenant, "failed" if failed else "none").inc()
 
-    def count_kept(self, tenant: str, kept: Kept) -> None:
-        """Count a plain chat with lazy drops."""
-        if kept.parts or kept.followed:
-            self.with_labels(self.lazy_drops, tenant, "kept" if kept.parts else "followed").inc()
-        self.with_labels(self.kept_pictures, tenant).inc(kept.pictures)
-        self.with_labels(self.kept_tokens, tenant).inc(kept.tokens)
+    def count_rewrite(self, tenant: str, result: str, tokens: int, pictures: int = 0) -> None:
+        """Count a plain chat whose prompt is not what was sent; ``pictures`` were kept."""
+        self.with_labels(self.rewrites, tenant, result).inc()
+        self.with_labels(self.rewrite_tokens, tenant, result).inc(tokens)
+        self.with_labels(self.kept_pictures, tenant).inc(pictures)
 
     def fallback(self, tenant: str) -> None:
         """Count a load that failed and was recomputed."""

@@ -19,7 +19,7 @@ from ctxwin.hashing import digest
 from ctxwin_client.errors import MemoryShort, NotAllowed, TooLarge, to_body
 from ctxwin_server import compaction
 from ctxwin_server.authentication import OPEN, authenticate
-from ctxwin_server.compaction import Compaction, read_summary, request_for, resume, take_compaction
+from ctxwin_server.compaction import CompactEdit, Compaction, read_summary, request_for, resume, take_compaction
 from ctxwin_server.context_management import Count, manage
 from ctxwin_server.endpoints import (
     CHAT,
@@ -39,6 +39,7 @@ from ctxwin_server.limits import Malformed
 from ctxwin_server.request_options import REQUEST_OPTIONS, ROUTES, ReportingSend, RequestOptions, read_options
 from ctxwin_server.service import STATE, TENANT, Service, TenantState
 from ctxwin_server.typed_tools import describe_tools
+from ctxwin_server.volatile import Late, put
 
 GATEWAY = "ctxwin_server.middleware.Gateway"
 """The middleware as vLLM's ``--middleware`` takes it."""
@@ -48,7 +49,7 @@ _FREE = ("GET", "HEAD", "DELETE", "OPTIONS")
 """Methods whose requests need hardly any memory, or free some."""
 _SUMMARY_TOKENS = 1024
 _FOLLOW = "ctxwin.follow"
-"""Key of an ASGI scope whose request is served as it came, with nothing that its client has dropped."""
+"""Key of an ASGI scope whose request is served as it came."""
 _log = logging.getLogger("ctxwin.serve")
 
 
@@ -110,7 +111,7 @@ class Gateway:
             await self._app(scope, receive, send if options is None else ReportingSend(send, options))
 
     async def _serve_as_sent(self, scope: Scope, first: Scope, send: Send) -> None:
-        """Serve a request as it came if it was refused with what its client has dropped; ``first``: its scope as it came."""
+        """Serve a request as it came if it was refused with another prompt; ``first``: its scope as it came."""
         options: RequestOptions | None = scope.get(REQUEST_OPTIONS)
         if options is not None and options.refused and options.resend is not None:
             await self({**first, _FOLLOW: True}, options.resend, send)
@@ -241,7 +242,7 @@ async def _check_body(
     if windows and path in ROUTES and isinstance(data, dict):
         changed |= await _with_window(service, tenant_state, scope, headers, path, data, windows, sub_request)
     options: RequestOptions | None = scope.get(REQUEST_OPTIONS)
-    if options is not None and options.kept is not None and options.kept.parts:
+    if options is not None and any(rewrite["parts"] for rewrite in options.rewrites.values()):
         options.resend = body.replay(raw)
     name = await service.run_briefly(tenant, digest, "plain", tenant, path, raw)
     if bound:
@@ -291,7 +292,7 @@ async def _with_window(
     own_fields = {name: data.get(name) for name in ("ctxwin",) if name in data}
     changed |= path != CHAT and await service.run_briefly(tenant_state.tenant, resume, path, data)
     is_managed = data.get("context_management") is not None or data.get("compaction") is not None
-    options = read_options(path, headers, data, tenant_state.tenant, windows, service.lazy_drops)
+    options = read_options(path, headers, data, tenant_state.tenant, windows, service.lazy_drops, service.volatile)
     if options is None:
         return changed
     scope[REQUEST_OPTIONS] = options
@@ -299,34 +300,58 @@ async def _with_window(
     applied = await service.run_briefly(tenant_state.tenant, manage, data, service.policy, tenant_state.count)
     if applied is not None:
         options.reports["context_management"] = {"applied_edits": applied}
+    late, as_system = Late(), service.late_system and data.get("chat_template") is None
+    if options.volatile and _FOLLOW not in scope:
+        take = partial(tenant_state.volatile.take, data, options.name, tenant_state.count)
+        late = await service.run_briefly(tenant_state.tenant, take)
+        options.rewrites["late"] = late.report(as_system=as_system)
     if is_managed or options.lazy_drops is None:  # an explicit wish: nothing of what it drops is held back
         tenant_state.lazy_drops.forget(options.name)
     else:
         bounds = Bounds(0, 0, 0) if _FOLLOW in scope else options.lazy_drops
         context = tenant_state.engine.spec.max_tokens
         work = partial(tenant_state.lazy_drops.serve, data, options.name, bounds, tenant_state.count, context)
-        options.kept = await service.run_briefly(tenant_state.tenant, work)
-        service.metrics.count_kept(tenant_state.tenant, options.kept)
-    if compact is None:
-        return changed or applied is not None or options.kept is not None
+        kept = await service.run_briefly(tenant_state.tenant, work)
+        options.rewrites["kept"] = kept.report()
+        if kept.parts or kept.followed:
+            result = "kept" if kept.parts else "followed"
+            service.metrics.count_rewrite(tenant_state.tenant, result, kept.tokens, kept.pictures)
+    if compact is not None:
+        await _compact(service, tenant_state, options, path, data, compact, lambda body: sub_request(body | own_fields))
+    if late.parts:  # behind what lazy drops compare, and a summary replaces
+        put(data, late.text, as_system=as_system)
+        service.metrics.count_rewrite(tenant_state.tenant, "late", late.tokens)
+    return changed or applied is not None or compact is not None or bool(options.rewrites)
+
+
+async def _compact(
+    service: Service,
+    tenant_state: TenantState,
+    options: RequestOptions,
+    path: str,
+    data: dict[str, Any],
+    compact: CompactEdit,
+    sub_request: SubRequest,
+) -> None:
+    """Replace the turns of a body by their summary once they exceed the threshold."""
     names = ("system", "instructions", "tools", "messages", "input")
     tokens = await service.run_briefly(tenant_state.tenant, tenant_state.count, [data.get(name) for name in names])
-    if tokens > compact.threshold:
-        summary_tokens = max(1, min(_SUMMARY_TOKENS, tenant_state.engine.spec.max_tokens // 8))
-        status, answer = await sub_request({**request_for(path, data, compact, summary_tokens), **own_fields})
-        if status != 200:
-            _log.warning("a conversation was not compacted: its summary got status %d", status)
-        summary, usage = read_summary(path, answer) if status == 200 else (None, {})
-        options.compaction = outcome = Compaction(path, summary, usage)
-        if summary is not None:
-            compaction.replace_turns(path, data, summary)
-        if compact.pause_after_compaction:
-            model = data.get("model") or service.models[0]
-            if data.get("stream"):
-                events = b"".join(map(compaction.encode_event, outcome.paused_events(model)))
-                raise _EarlyResponse(Response(events, media_type="text/event-stream"))
-            raise _EarlyResponse(JSONResponse(outcome.paused_answer(model)))
-    return True
+    if tokens <= compact.threshold:
+        return
+    summary_tokens = max(1, min(_SUMMARY_TOKENS, tenant_state.engine.spec.max_tokens // 8))
+    status, answer = await sub_request(request_for(path, data, compact, summary_tokens))
+    if status != 200:
+        _log.warning("a conversation was not compacted: its summary got status %d", status)
+    summary, usage = read_summary(path, answer) if status == 200 else (None, {})
+    options.compaction = outcome = Compaction(path, summary, usage)
+    if summary is not None:
+        compaction.replace_turns(path, data, summary)
+    if compact.pause_after_compaction:
+        model = data.get("model") or service.models[0]
+        if data.get("stream"):
+            events = b"".join(map(compaction.encode_event, outcome.paused_events(model)))
+            raise _EarlyResponse(Response(events, media_type="text/event-stream"))
+        raise _EarlyResponse(JSONResponse(outcome.paused_answer(model)))
 
 
 class _Body:

@@ -20,15 +20,16 @@ from starlette.types import Message, Receive, Scope, Send
 from ctxwin.fidelity import Fidelity
 from ctxwin.validation import validate
 from ctxwin_server.compaction import Compaction, encode_event
-from ctxwin_server.lazy_drops import Bounds, Kept
+from ctxwin_server.lazy_drops import Bounds
+from ctxwin_server.volatile import parse_volatile
 
 ROUTES = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 REQUEST_OPTIONS = "ctxwin.request_options"
 """Key of a request's `RequestOptions` in its ASGI scope; absent if it may not use a window."""
 HEADER = "x-ctxwin-windows"
 """Of a request: ``auto`` or ``off``. Of an answer: ``auto``, or ``off`` and the reason."""
-LAZY_DROPS = "x-ctxwin-lazy-drops"
-"""Of a request: see `Bounds.parse`."""
+LAZY_DROPS, VOLATILE = "x-ctxwin-lazy-drops", "x-ctxwin-volatile"
+"""Of a request: see `Bounds.parse` and `parse_volatile`."""
 SESSION = "x-session-id"
 _NAMES = ("prompt_cache_key", "conversation", "user")
 _MOST_NAME = 512
@@ -49,9 +50,10 @@ class RequestOptions:
         reports: further entries of its answers, by name.
         compaction: the summary that replaced earlier turns.
         lazy_drops: how much of what the client drops may stay in its prompt; None is nothing.
-        kept: what stayed; None where nothing may.
-        resend: receives the request as it came; None unless something stayed.
-        refused: it was refused with what stayed, which is not answered: it is served again as it came.
+        volatile: whether what changes in its system prompt may be served late.
+        rewrites: how the prompt may differ from what was sent, by kind (``kept``, ``late``), as ``usage`` says it.
+        resend: receives the request as it came; None unless the prompt differs.
+        refused: it was refused with that prompt, which is not answered: it is served again as it came.
     """
 
     tenant: str
@@ -62,12 +64,13 @@ class RequestOptions:
     reports: dict[str, Any] = field(default_factory=dict)
     compaction: Compaction | None = None
     lazy_drops: Bounds | None = None
-    kept: Kept | None = None
+    volatile: bool = False
+    rewrites: dict[str, dict[str, Any]] = field(default_factory=dict)
     resend: Receive | None = None
     refused: bool = False
 
     def refuse(self, status: int) -> bool:
-        """Return whether an answer with this status may be due to what stayed in the prompt, and mark it as refused then."""
+        """Return whether an answer with this status may be due to how its prompt differs, and mark it as refused then."""
         self.refused = self.resend is not None and status in (400, 413, 422)
         return self.refused
 
@@ -124,28 +127,37 @@ def window_mode(headers: Headers, data: Any, default: str) -> str:
 
 
 def read_options(
-    path: str, headers: Headers, data: Any, tenant: str, default: str, lazy_drops: Bounds | None = None
+    path: str,
+    headers: Headers,
+    data: Any,
+    tenant: str,
+    default: str,
+    lazy_drops: Bounds | None = None,
+    volatile: bool = False,
 ) -> RequestOptions | None:
     """Read the options of a request; None if it uses neither a window nor anything else of ours.
 
     Removes our own field (``ctxwin``) from ``data``. Raises ValueError for an unknown mode or fidelity.
 
     Args:
-        default, lazy_drops: of requests that say nothing.
+        default, lazy_drops, volatile: of requests that say nothing.
     """
     if path not in ROUTES or not isinstance(data, dict):
         return None
     mode, extension = window_mode(headers, data, default), data.pop("ctxwin", None)
     extension = {} if extension is None else extension
-    if not isinstance(extension, dict) or extension.keys() - {"windows", "fidelity", "lazy_drops"}:
+    if not isinstance(extension, dict) or extension.keys() - {"windows", "fidelity", "lazy_drops", "volatile"}:
         raise ValueError(
-            "ctxwin must be an object with windows (auto or off), fidelity and lazy_drops; leave out what else it has"
+            "ctxwin must be an object with windows (auto or off), fidelity, lazy_drops and volatile; leave out what else it has"
         )
     fidelity = extension.get("fidelity")
     options = RequestOptions(tenant, fidelity=None if fidelity is None else validate(Fidelity.model_validate, fidelity))
     drops = extension.get("lazy_drops") or headers.get(LAZY_DROPS)
     options.lazy_drops = lazy_drops if drops is None else Bounds.parse(str(drops))
-    own = options.lazy_drops is not None or drops is not None or any(data.get(name) is not None for name in _MANAGED)
+    late = extension.get("volatile") or headers.get(VOLATILE)
+    options.volatile = volatile if late is None else parse_volatile(str(late))
+    own = options.lazy_drops is not None or drops is not None or options.volatile
+    own = own or any(data.get(name) is not None for name in _MANAGED)
     if mode == "off" and not own:
         return None
     if mode == "off":
@@ -252,7 +264,7 @@ class ReportingSend:
 
     def _with_reports(self, body: bytes) -> bytes:
         options = self._asked
-        if not (options.usage or options.reports or options.compaction or options.kept):
+        if not (options.usage or options.reports or options.compaction or options.rewrites):
             return body
         try:
             data = json.loads(body)
@@ -265,8 +277,7 @@ class ReportingSend:
         return json.dumps(self._add_report(data), ensure_ascii=False, separators=(",", ":")).encode()
 
     def _add_report(self, data: dict[str, Any]) -> dict[str, Any]:
-        kept = self._asked.kept
-        usage = {**self._asked.usage, **({"kept": kept.report()} if kept else {})}
+        usage = {**self._asked.usage, **self._asked.rewrites}
         for holder in (data, data.get("response"), data.get("message")):
             if isinstance(holder, dict) and isinstance(holder.get("usage"), dict):
                 if usage:

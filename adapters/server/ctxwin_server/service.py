@@ -43,6 +43,7 @@ from ctxwin_server.template_arguments import TemplateArguments
 from ctxwin_server.tenants import Keys, Tenant
 from ctxwin_server.uploads import Uploads
 from ctxwin_server.video_header import VideoHeaders
+from ctxwin_server.volatile import VolatilePrompts
 from ctxwin_server.windows import OpenWindows, WindowRegistry
 
 T = TypeVar("T")
@@ -69,6 +70,7 @@ class TenantState:
     idempotency: IdempotencyCache
     conversations: Conversations
     lazy_drops: LazyDrops
+    volatile: VolatilePrompts
     streams: Streams
     count: Count
     max_text: int
@@ -91,6 +93,8 @@ class Service:
         windows: whether plain chats use windows by default: ``auto``, ``off``, or "" where they never can.
         policy: edits of plain chats that have windows and send no ``context_management``.
         lazy_drops: how much of what plain chats drop stays in their prompts by default; None is nothing.
+        volatile: whether what changes in their system prompts is served late by default.
+        late_system: whether the chat templates take it as a system message there.
         quarantine: registers requests that run in the engine, and refuses those that end it.
         metrics_key: key of ``/metrics``, besides the server's own; "" is none.
         audit_log: see `ctxwin_server.audit_log`.
@@ -114,6 +118,8 @@ class Service:
         windows: str = "",
         policy: Policy | None = None,
         lazy_drops: Bounds | None = None,
+        volatile: bool = False,
+        late_system: bool = False,
         quarantine: Quarantine | None = None,
         metrics_key: str = "",
         audit_log: str = "",
@@ -130,6 +136,8 @@ class Service:
         self.windows = windows
         self.policy = policy
         self.lazy_drops = lazy_drops
+        self.volatile = volatile
+        self.late_system = late_system
         self.keys = keys or Keys()
         self.quarantine = quarantine or Quarantine()
         self.metrics_keys = Keys.of([metrics_key] if metrics_key else [], ())
@@ -304,6 +312,7 @@ class Service:
             idempotency=IdempotencyCache(),
             conversations=Conversations(most, self.limits.window_ttl_s),
             lazy_drops=LazyDrops(most, self.limits.window_ttl_s),
+            volatile=VolatilePrompts(most, self.limits.window_ttl_s),
             streams=Streams(most),
             count=counter(engine),
             max_text=self.limits.text(engine.spec.max_tokens),

@@ -13,6 +13,7 @@ from ctxwin_server.context_management import Policy
 from ctxwin_server.lazy_drops import Bounds
 from ctxwin_server.limits import Limits
 from ctxwin_server.tenants import load_tenants
+from ctxwin_server.volatile import parse_volatile
 
 
 def _setting(default: Any, text: str, metavar: str = "") -> Any:
@@ -33,6 +34,9 @@ class Settings:
     context_policy: str = _setting("", "TOML: default context edits of such chats.", "FILE")
     lazy_drops: str = _setting(
         "off", "What chats drop stays in their prompts, up to e.g. pictures=8,tokens=4096,turns=10."
+    )
+    volatile: str = _setting(
+        "off", "What changes in chats' system prompts is served in front of the question.", "late|off"
     )
     max_windows: int = _setting(256, "Most open windows per tenant.")
     max_windows_total: int = _setting(1024, "Most open windows of all tenants.")
@@ -87,6 +91,7 @@ class Settings:
             "tenants": load_tenants(self.tenants) if self.tenants else (),
             "policy": Policy.read(Path(self.context_policy)) if self.context_policy else None,
             "lazy_drops": Bounds.parse(self.lazy_drops),
+            "volatile": parse_volatile(self.volatile),
             "metrics_key": _key_in(self.metrics_key_file) if self.metrics_key_file else "",
             **{name: getattr(self, name) for name in ("private_metrics", "audit_log", "windows")},
         }

@@ -35,7 +35,7 @@ from ctxwin_server.tenants import Keys, Tenant
 from ctxwin_server.vllm.arguments import SERVED, parse, prepare, server_keys
 from ctxwin_server.vllm.chats import install_chat_client
 from ctxwin_server.vllm.grammars import compiles_with_xgrammar, grammar_vocabulary
-from ctxwin_server.vllm.templates import variables_of
+from ctxwin_server.vllm.templates import ChatTemplates
 
 _ABORT_S, _ENGINE_S, _CONNECTIONS_S, _WINDOWS_S = 0.2, 0.9, 0.4, 0.6
 """Seconds for each step of a shutdown after draining: stopped requests send their end, vLLM's processes end, connections close,
@@ -191,6 +191,7 @@ class Windows:
         quarantine = Quarantine(self.suspects, lambda: engine_client.errored and not self._stopping.is_set())
         if args.otlp_traces_endpoint:
             tracing.start()
+        templates = ChatTemplates(engine_client, args)
         most = most_scores(args.plain_max_logprobs, engine_client.model_config.get_vocab_size())
         limits = replace(self._given["limits"], max_logprobs=most)
         self.service = service = Service(
@@ -202,7 +203,8 @@ class Windows:
             fetches_media=bool(args.allowed_media_domains),
             open_records=self._open_records if self._settings.registry else None,
             references=open_store(self._settings.libraries) if self._settings.libraries else None,
-            template_variables=variables_of(engine_client, args),
+            template_variables=templates.variables(),
+            late_system=templates.take_late_system(),
             grammar_vocabulary=partial(grammar_vocabulary, engine_client),
             grammars_compiled=compiles_with_xgrammar(engine_client),
         )

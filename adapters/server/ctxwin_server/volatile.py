@@ -1,0 +1,252 @@
+"""Volatile system prompts: what changes in one from request to request is served late, so that the prefix stands.
+
+A clock, a memory or a list in the system prompt breaks vLLM's prefix cache there with every request. `VolatilePrompts` compares a
+conversation's system prompts by lines and sentences. Those that the earlier ones had, too, are the frame and stay. All others are
+late: they stand in front of the question (`put`), as a system message or as a text. The next request does not have them there, so
+that question and its answer are computed again with it, but nothing in front of them. Behind the question they would spare that
+as well, but models take what stands last for the question: SmolLM2-135M answers with the time then.
+
+What is late stays late until the frame breaks, because one of its lines is gone or stands elsewhere. Then what has not changed
+for `SETTLED` requests returns to its place. Nothing is served that the request itself does not hold.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
+from typing import Any
+
+from ctxwin.hashing import digest
+from ctxwin_server.context_management import Count
+from ctxwin_server.lazy_drops import CUTS, Part, turns_field
+from ctxwin_server.records import Record, Records
+
+SETTLED = 8
+"""Requests in a row after which a late line counts as one that does not change."""
+SHORT = 1000
+"""Characters that may be late although the frame has fewer, in a conversation that begins with the same turn."""
+_MOST_PIECES = 4096
+_RULES = ("system", "developer")
+_SENTENCE = re.compile(r"(?<=[.!?])[ \t]+(?=\S)")
+_BILLING = "x-anthropic-billing-header"
+"""Begins a text that vLLM takes out of system prompts, since it changes with every request."""
+
+
+def parse_volatile(text: str) -> bool:
+    """Return whether a text allows volatile parts to be late. Raises ValueError."""
+    if text not in ("late", "off"):
+        raise ValueError(f"volatile must be late or off, got {text[:80]!r}")
+    return text == "late"
+
+
+@dataclass(frozen=True)
+class Late:
+    """What of a request's system prompt is served behind its last turn."""
+
+    parts: int = 0
+    tokens: int = 0
+    text: str = ""
+
+    def report(self, *, as_system: bool) -> dict[str, Any]:
+        """Return the entry of an answer's ``usage``."""
+        return {"parts": self.parts, "tokens": self.tokens, "form": "system" if as_system else "text"}
+
+
+@dataclass(eq=False, kw_only=True)
+class Frame(Record):
+    """The lines of a system prompt that stand, as hashes.
+
+    Attributes:
+        late: the others of the last request, and for how many requests in a row each has been late.
+        first: digest of the first turn behind the system prompt.
+    """
+
+    lines: tuple[int, ...]
+    late: dict[int, int]
+    first: str
+
+
+class VolatilePrompts(Records[Frame]):
+    """The frames of one tenant's conversations. A conversation without a name is known by its first turn."""
+
+    def take(self, data: dict[str, Any], name: str, count: Count) -> Late:
+        """Take what is volatile out of the system prompt of the body ``data``. Cost: linear in the system prompt."""
+        turns: Any = data.get(turns_field(data))
+        slots = [*_slots(data)]
+        pieces = [(slot, piece) for slot, (holder, field) in enumerate(slots) for piece in split(holder[field])]
+        if (
+            not 0 < len(pieces) <= _MOST_PIECES
+            or _last_turn(turns) is None
+            or any(data.get(c) is not None for c in CUTS)
+        ):
+            return Late()
+        first = turns if isinstance(turns, str) else next(turn for turn in turns if not _is_rules(turn))
+        first = Part.read(first).digest
+        name = name or f"first:{first}"
+        key = digest("volatile", turns_field(data), name, json.dumps([data.get(f) for f in ("model", "cache_salt")]))
+        hashes = [hash(piece.strip()) for _, piece in pieces]
+        record, stable = self._continued(key, first, hashes, [len(piece) for _, piece in pieces])
+        late = [i for i in range(len(pieces)) if i not in stable]
+        ages = {hashes[i]: 1 + (record.late.get(hashes[i], 0) if record else 0) for i in late}
+        lines = tuple(hashes[i] for i in sorted(stable))
+        self.keep(record, Frame(key=key, name=name, size=128 * len(pieces) + 1024, lines=lines, late=ages, first=first))
+        if not late:
+            return Late()
+        texts = [""] * len(slots)
+        for i in sorted(stable):
+            texts[pieces[i][0]] += pieces[i][1]
+        for (holder, field), text in zip(slots, texts, strict=True):
+            holder[field] = text
+        _drop(data, [holder for (holder, _), text in zip(slots, texts, strict=True) if not text])
+        text = "\n".join(pieces[i][1].rstrip() for i in late)
+        return Late(len(late), count(text), text)
+
+    def _continued(
+        self, key: str, first: str, hashes: Sequence[int], sizes: Sequence[int]
+    ) -> tuple[Frame | None, set[int]]:
+        """Return the frame that a system prompt continues, and which of its pieces stay; all, where it continues none."""
+        best: tuple[tuple[bool, int], Frame | None, set[int]] = ((False, -1), None, set(range(len(hashes))))
+        for record in self.find(key):
+            standing = _embed(record.lines, hashes)
+            stable = standing
+            if stable is None:
+                settled = {line for line, age in record.late.items() if age >= SETTLED}.union(record.lines)
+                stable = {i for i, line in enumerate(hashes) if line in settled}
+            size = sum(sizes[i] for i in stable)
+            is_short = record.first == first and sum(sizes) - size <= SHORT
+            if size and (is_short or 2 * size >= sum(sizes)) and (standing is not None, size) >= best[0]:
+                best = ((standing is not None, size), record, stable)
+        return best[1:]
+
+
+def put(data: dict[str, Any], text: str, *, as_system: bool) -> None:
+    """Put what is late in front of the question, the last text of the user's last turn; behind a result of a tool.
+
+    Args:
+        as_system: in a system message, which divides a turn that shows something in front of its question.
+    """
+    name = turns_field(data)
+    if isinstance(data[name], str):
+        data[name] = [{"role": "user", "content": data[name]}]
+    turns = data[name]
+    at = _last_turn(turns)
+    assert at is not None, "`take` leaves such a request as it is"
+    turn = turns[at]
+    field = "output" if "output" in turn else "content"
+    whole = turn.get(field) or ""
+    parts = [whole] if isinstance(whole, str) else whole
+    texts = [i for i, part in enumerate(parts) if isinstance(part, str) or (isinstance(part, dict) and "text" in part)]
+    cut = texts[-1] if texts and turn.get("role") == "user" else len(parts)
+    if any(isinstance(part, dict) and part.get("type") == "tool_result" for part in parts[cut:]):
+        cut = len(parts)  # a result follows its call
+    if as_system:
+        before = [turn] if cut == len(parts) else [{**turn, field: parts[:cut]}] if cut else []
+        behind = [turn] if cut == 0 else [{**turn, field: parts[cut:]}] if cut < len(parts) else []
+        turns[at : at + 1] = [*before, {"role": "system", "content": text}, *behind]
+        return
+    tagged = f"<system>\n{text}\n</system>"
+    if isinstance(whole, str):
+        turns[at] = {**turn, field: f"{tagged}\n\n{whole}" if cut == 0 else f"{whole}\n\n{tagged}"}
+    else:
+        part = {"type": "input_text" if name == "input" else "text", "text": tagged + "\n"}
+        turns[at] = {**turn, field: [*parts[:cut], part, *parts[cut:]]}
+
+
+def split(text: str) -> list[str]:
+    """Split a text into sentences and lines, each with the space behind it."""
+    pieces: list[str] = []
+    for line in text.splitlines(keepends=True):
+        ends = [0, *(match.end() for match in _SENTENCE.finditer(line)), len(line)]
+        for begin, end in pairwise(ends):
+            if pieces and not line[begin:end].strip():
+                pieces[-1] += line[begin:end]
+            else:
+                pieces.append(line[begin:end])
+    return pieces
+
+
+def takes_late_system(render: Callable[[list[dict[str, str]]], str]) -> bool:
+    """Return whether a chat template renders a system message within a turn, and leaves what is in front as it was."""
+    turns = [
+        ("system", "Rules."),
+        ("user", "First?"),
+        ("assistant", "Answer."),
+        ("user", "Seen."),
+        ("system", "It is late."),
+    ]
+    messages = [{"role": role, "content": text} for role, text in [*turns, ("user", "Second?")]]
+    try:
+        before, late, after = render(messages[:-2]), render(messages[:-1]), render(messages)
+    except Exception:  # which kind it is depends on the template
+        return False
+    is_last = after.startswith(before) and "It is late." in after[len(before) :].partition("Second?")[0]
+    return is_last and late.startswith(before) and "It is late." in late[len(before) :]
+
+
+def _embed(lines: Sequence[int], hashes: Sequence[int]) -> set[int] | None:
+    """Return the first pieces that are the lines of a frame, in its order; None where one is not there."""
+    found: list[int] = []
+    for i, line in enumerate(hashes):
+        if len(found) < len(lines) and line == lines[len(found)]:
+            found.append(i)
+    return set(found) if len(found) == len(lines) else None
+
+
+def _is_rules(turn: Any) -> bool:
+    return isinstance(turn, dict) and turn.get("role") in _RULES
+
+
+def _holders(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield what holds the system prompt, with the name of its content."""
+    yield data, "instructions"
+    yield data, "system"
+    turns = data.get(turns_field(data))
+    for turn in takewhile(_is_rules, turns if isinstance(turns, list) else ()):
+        yield turn, "content"
+
+
+def _slots(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield what holds a text of the system prompt, with its name there."""
+    for holder, name in _holders(data):
+        content = holder.get(name)
+        parts = [(part, "text") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+        for one, field in parts or [(holder, name)]:
+            text = one.get(field)
+            if isinstance(text, str) and text and not text.startswith(_BILLING):
+                yield one, field
+
+
+def _drop(data: dict[str, Any], empty: Sequence[dict[str, Any]]) -> None:
+    """Drop what has no text left of a system prompt: parts, turns, fields."""
+
+    def is_empty(value: Any) -> bool:
+        return any(value is one for one in empty)
+
+    for holder, name in [*_holders(data)] if empty else ():
+        content = holder.get(name)
+        if isinstance(content, list):
+            holder[name] = [part for part in content if not is_empty(part)]
+            if content and not holder[name]:
+                empty = [*empty, holder]
+    for name in ("instructions", "system"):
+        if name in data and data[name] in ("", []):
+            del data[name]
+    name = turns_field(data)
+    if isinstance(data[name], list):
+        data[name] = [turn for turn in data[name] if not is_empty(turn)]
+
+
+def _last_turn(turns: Any) -> int | None:
+    """Return where the last turn of the user, or result of a tool, is; None where there is none."""
+    if isinstance(turns, str):
+        return 0
+    for index in range(len(turns) - 1 if isinstance(turns, list) else -1, -1, -1):
+        turn = turns[index]
+        if not isinstance(turn, dict) or not isinstance(turn.get("output", turn.get("content")), str | list):
+            continue
+        if turn.get("role") in ("user", "tool") or str(turn.get("type")).endswith("_output"):
+            return index
+    return None
