@@ -76,17 +76,17 @@ test-slow: install system-deps-if-root
 guard: install
 	$(BIN)/pytest -m guard --timeout 1800 -n $(JOBS) --dist loadscope $(if $(TURN),--turn $(TURN)) $(PYTEST_ARGS)
 
-# On a machine with torch, Triton and transformers; vLLM and a network are not needed. GPU_ARGS="--quick" takes a minute
-# on a processor. What else `import ctxwin` needs is taken from .gpu-packages, if that is there.
+# On a machine with torch, Triton and transformers; a network is not needed. GPU_ARGS="--quick" takes a minute on a
+# processor. What else is imported is taken from .gpu-packages, if that is there.
 gpu-check:
-	PYTHONPATH=.:$(GPU_PACKAGES) $(GPU_PYTHON) tools/gpu_check $(GPU_ARGS)
+	test ! -f $(GPU_PACKAGES)/packages.tar.xz || test -d $(GPU_PACKAGES)/pydantic || tar xJf $(GPU_PACKAGES)/packages.tar.xz -C $(GPU_PACKAGES)
+	PYTHONPATH=$(TREE):$(GPU_PACKAGES) $(GPU_PYTHON) tools/gpu_check $(GPU_ARGS)
 
-# The packages that a GPU machine without a network may lack (5 MB), for its Python: make gpu-packages GPU_VERSION=3.12
+# The packages that a GPU machine without a network may lack, for its Python: make gpu-packages GPU_VERSION=3.12 (5 MB), and
+# with GPU_VLLM=0.32.0 vLLM as well (40 MB, cut to one compute capability).
 GPU_VERSION ?= 3.12
 gpu-packages:
-	rm -rf $(GPU_PACKAGES)
-	$(BIN)/pip install -q $(PIP_ARGS) --target $(GPU_PACKAGES) --python-version $(GPU_VERSION) --platform manylinux2014_x86_64 \
-		--only-binary=:all: -c constraints.txt --no-deps pydantic pydantic_core annotated-types typing-inspection diskcache
+	$(BIN)/python tools/gpu_packages.py $(GPU_PACKAGES) --python $(GPU_VERSION) $(if $(GPU_VLLM),--vllm $(GPU_VLLM)) $(PIP_ARGS)
 
 clients: install $(patsubst tests/clients/requirements/%.txt,$(CLIENTS)/%/.built,$(wildcard tests/clients/requirements/*.txt))
 	CTXWIN_CLIENTS=$(CURDIR)/$(CLIENTS) $(BIN)/pytest -m slow tests/clients $(PYTEST_ARGS)

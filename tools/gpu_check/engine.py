@@ -43,7 +43,7 @@ ENVIRONMENT = {
     "TRITON_F32_DEFAULT": "ieee",  # else vLLM's Triton attention computes float32 in tf32
     "CTXWIN_AUDITS": "0",
 }
-HEADER, LIMIT_S = "You watch a camera.", 300
+HEADER, LIMIT_S = "You watch a camera.", 150
 
 
 def engines(device: torch.device, *, quick: bool) -> Iterator[Row]:
