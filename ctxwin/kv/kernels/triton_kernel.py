@@ -33,7 +33,8 @@ each would spill."""
 BLOCK_RANK = 16
 BLOCK_VALUES = 64
 STAGED_BYTES = 32 << 20
-"""Bytes of KV that are staged at once; two such buffers of page-locked memory, and one of the device's, are held by a load."""
+"""Bytes of KV and patches that are staged at once, of one layer at least. A load holds two such buffers of page-locked memory,
+and one of the device's."""
 _LEAST = 16  # what Triton's products need in each direction, in every version
 _DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
 
@@ -67,16 +68,15 @@ class TritonKernel:
         for part in parts:
             self._starts.append(self._starts[-1] + part.tokens)
         tokens = self._starts[-1]
-        per_layer = tokens * count * (spec.k_dim + spec.v_dim) * compute.itemsize
-        self._many = max(1, min(spec.layers, STAGED_BYTES // per_layer))
+        self._width = count * (spec.k_dim + spec.v_dim)
+        self._columns = _columns(spec, heads)
+        self._entries, size = self._lay_out()
         self._layers = spec.layers
+        self._many = max(1, min(spec.layers, STAGED_BYTES // ((tokens * self._width + size) * compute.itemsize)))
         self._shapes = (self._many, tokens, count, spec.k_dim), (self._many, tokens, count, spec.v_dim)
         self._dtype = dtype
         self._outs: list[tuple[torch.Tensor, torch.Tensor]] = []  # two: one may be read while the next one is computed
         self._served = range(0)  # layers that the first of them holds
-        self._width = count * (spec.k_dim + spec.v_dim)
-        self._columns = _columns(spec, heads)
-        self._entries, size = self._lay_out()
         self._table = torch.tensor(self._entries, dtype=torch.int64)
         stored = _common([x.dtype for part in parts for x in (part.span.k, part.span.v)], compute)
         factors = _common([part.patch.dtype for part in parts if part.patch is not None], compute)
