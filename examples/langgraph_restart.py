@@ -16,7 +16,7 @@ from PIL import Image
 
 from ctxwin import open_engine
 from ctxwin.tiny import world
-from langchain_ctxwin.langgraph import WindowContext, WindowNode, WindowState
+from langchain_ctxwin.langgraph import DeltaWindowState, WindowContext, WindowNode
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else "watch")
 folder.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,8 @@ with (
     open_engine("tiny:hf", store=f"disk:{folder / 'kv'}") as engine,
     SqliteSaver.from_conn_string(str(folder / "threads.sqlite")) as saver,
 ):
-    graph = StateGraph(WindowState, context_schema=WindowContext)
+    # DeltaWindowState: a checkpoint holds the new messages, not all of them.
+    graph = StateGraph(DeltaWindowState, context_schema=WindowContext)
     # keep_media=False: a picture leaves the messages once the window holds it, and its name stays.
     graph.add_node(WindowNode(system_prompt="You watch a camera.", budget=600, max_tokens=4, keep_media=False))
     graph.add_edge(START, "window")

@@ -36,8 +36,8 @@ class Chatty(FakeEngine):
         return super().generate(*args, **options)
 
 
-def graph_of(node: WindowNode, saver: Any = None, before: Any = None) -> Any:
-    graph = StateGraph(WindowState, context_schema=WindowContext)
+def graph_of(node: WindowNode, saver: Any = None, before: Any = None, state: Any = WindowState) -> Any:
+    graph = StateGraph(state, context_schema=WindowContext)
     graph.add_node(node)
     if before is not None:
         graph.add_node("before", before)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,13 +16,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from langchain_core.messages import AIMessageChunk, HumanMessage
+from langchain_core.messages import AIMessageChunk, BaseMessage, HumanMessage
 from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
+from langgraph.checkpoint.sqlite import SqliteSaver
 from langgraph.graph import END, START, StateGraph
 from langgraph.runtime import Runtime
 
 from ctxwin import Chunk
-from langchain_ctxwin.langgraph import WindowContext, WindowNode, WindowState, open_window
+from langchain_ctxwin.langgraph import DeltaWindowState, WindowContext, WindowNode, WindowState, open_window
 from node_graphs import CONFIG, EXACT, Chatty, content, fresh_answer, graph_of, placed, shown
 
 ROOT = Path(__file__).parents[3]
@@ -64,8 +68,9 @@ def test_events_of_an_async_run_have_the_tokens_too(engine: Chatty) -> None:
     assert ended["data"]["output"].text == answer.text and engine.asked == 1
 
 
-def test_pictures_leave_the_messages_once_they_are_placed(engine: Chatty) -> None:
-    kept, swapped = graph_of(node(), InMemorySaver()), graph_of(node(keep_media=False), InMemorySaver())
+@pytest.mark.parametrize("schema", [WindowState, DeltaWindowState])
+def test_pictures_leave_the_messages_once_they_are_placed(engine: Chatty, schema: Any) -> None:
+    kept, swapped = graph_of(node(), InMemorySaver()), graph_of(node(keep_media=False), state=schema)
     turns: list[Any] = []
     other = Chatty()
     for i in range(1, 5):
@@ -83,6 +88,48 @@ def test_pictures_leave_the_messages_once_they_are_placed(engine: Chatty) -> Non
     state = swapped.invoke({"messages": [edited, HumanMessage("q5?")]}, CONFIG, context=WindowContext(engine))
     turns[1] = (2, "another?", turns[1][2])
     assert state["messages"][-1].text == fresh_answer(turns, "q5?")[: len(state["messages"][-1].text)]
+    assert engine.counters.vision_encodes == 4
+
+
+class CountingSerializer(JsonPlusSerializer):
+    """Counts the messages and the bytes that a saver writes."""
+
+    messages = bytes = 0
+
+    def dumps_typed(self, obj: Any) -> tuple[str, bytes]:
+        kind, data = super().dumps_typed(obj)
+        values = obj.get("channel_values", {}).get("messages", []) if isinstance(obj, dict) else obj
+        self.messages += sum(isinstance(m, BaseMessage) for m in values) if isinstance(values, list) else 0
+        self.bytes += len(data)
+        return kind, data
+
+
+@pytest.mark.parametrize("saver", [InMemorySaver, SqliteSaver])
+def test_checkpoints_grow_with_the_turns(engine: Chatty, saver: Any) -> None:
+    """With deltas as many messages and bytes are written in a turn of a long thread as in one of a short thread."""
+    serde, written = CountingSerializer(), []
+    with contextlib.closing(sqlite3.connect(":memory:", check_same_thread=False)) as connection:
+        checkpointer = saver(serde=serde) if saver is InMemorySaver else saver(connection, serde=serde)
+        app = graph_of(node(keep_media=False, budget=60), checkpointer, state=DeltaWindowState)
+        for i in range(1, 41):
+            asked = app.invoke({"messages": [shown(i, f"q{i}?")]}, CONFIG, context=WindowContext(engine))
+            written.append((serde.messages, serde.bytes))
+        state = app.get_state(CONFIG).values
+        assert [m.text for m in state["messages"]] == [m.text for m in asked["messages"]]
+    assert len(state["messages"]) == 80 and "base64" not in str(state["messages"])
+    middle, end = np.subtract(written[19], written[9]), np.subtract(written[39], written[29])
+    assert end[0] == middle[0] <= 10 * 4, "a message, what it becomes, and its answer, and again as the run's input"
+    assert end[1] <= 1.05 * middle[1]
+
+
+def test_a_thread_goes_on_with_deltas(engine: Chatty) -> None:
+    saver = InMemorySaver()
+    for i, schema in enumerate([WindowState, WindowState, DeltaWindowState, DeltaWindowState], 1):
+        app = graph_of(node(keep_media=False), saver, state=schema)
+        state = app.invoke({"messages": [shown(i, f"q{i}?")]}, CONFIG, context=WindowContext(engine))
+    questions, answers = state["messages"][::2], state["messages"][1::2]
+    turns = [(i, q.text, a.text) for i, (q, a) in enumerate(zip(questions, answers, strict=True), 1)]
+    assert [q for _, q, _ in turns] == [f"q{i}?" for i in range(1, 5)] and placed(engine, state) == content(turns)
     assert engine.counters.vision_encodes == 4
 
 

@@ -31,9 +31,9 @@ from __future__ import annotations
 from ctxwin.extras import optional_imports
 
 with optional_imports():
-    from langchain_ctxwin.langgraph.node import WindowNode, WindowState
+    from langchain_ctxwin.langgraph.node import DeltaWindowState, WindowNode, WindowState
     from langchain_ctxwin.langgraph.reference import load, merge_windows, save
     from langchain_ctxwin.langgraph.session import Session, Watcher, WindowContext, open_window
 
-__all__ = ["Session", "Watcher", "WindowContext", "WindowNode", "WindowState"]
+__all__ = ["DeltaWindowState", "Session", "Watcher", "WindowContext", "WindowNode", "WindowState"]
 __all__ += ["load", "merge_windows", "open_window", "save"]

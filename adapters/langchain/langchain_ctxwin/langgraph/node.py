@@ -19,7 +19,8 @@ from typing import Annotated, Any
 
 from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, HumanMessage, convert_to_messages
 from langchain_core.runnables import Runnable, RunnableConfig
-from langgraph.graph.message import add_messages
+from langgraph.channels.delta import DeltaChannel
+from langgraph.graph.message import _messages_delta_reducer, add_messages
 from langgraph.runtime import Runtime, get_runtime
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -46,6 +47,17 @@ class WindowState(TypedDict, total=False):
     window: Annotated[dict[str, Any], merge_windows]
 
 
+class DeltaWindowState(TypedDict, total=False):
+    """A `WindowState` for long threads: a checkpoint holds new messages, and all of them once in 100 updates.
+
+    The messages are in LangGraph's `DeltaChannel`, which is in beta: its form on disk may change, and its reducer ignores
+    ``REMOVE_ALL_MESSAGES``. A thread that began with a `WindowState` can go on with it.
+    """
+
+    messages: Annotated[list[AnyMessage], DeltaChannel(_messages_delta_reducer)]
+    window: Annotated[dict[str, Any], merge_windows]
+
+
 _NOTES: dict[str, Any] = {
     "messages": 0,  # number of messages read
     "digest": "",  # of those messages
@@ -67,7 +79,7 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
     answer is returned as an `AIMessage`, and the window keeps the KV of the exchange from the same pass.
 
     Args:
-        messages_key: of the conversation; its reducer must append (`add_messages`).
+        messages_key: of the conversation; its reducer must append (`add_messages`, or as in `DeltaWindowState`).
         window_key: of the window's reference; its reducer must be `merge_windows` (see `WindowState`).
         name: of the node.
         max_tokens: maximum tokens of an answer.
@@ -81,7 +93,8 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
             picture on disk survives a store that lost its content, one in a message does not.
         keep_media: False: blocks that name pictures and videos replace those that came as data once they are placed, so
             that a checkpoint takes a few KB. Only nodes of this window can read such blocks; the pixels are only in the
-            engine's store.
+            engine's store. LangGraph writes all messages into every checkpoint of a `WindowState`, so that the checkpoints
+            of a long thread grow with the square of its turns; a `DeltaWindowState` writes new messages.
         sampling: ``temperature``, ``top_p``, ``stop``, ``json_schema`` and the other options of decoding, and ``libraries``
             that the model may search while it answers, as for `Window.ask`.
 
