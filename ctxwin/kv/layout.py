@@ -126,6 +126,12 @@ class KVSpec:
         return tokens * self.width * itemsize
 
 
+class SpanOrigin:
+    """An object that all copies of one span share: equal numbers, wherever they lie. It names nothing but itself."""
+
+    __slots__ = ("__weakref__",)
+
+
 @dataclass(frozen=True)
 class SpanKV:
     """The KV of one contiguous span of tokens.
@@ -141,6 +147,7 @@ class SpanKV:
         states: of recurrent layers behind the last token, by name; empty in a part that ends earlier.
         blob: the checked bytes (`ctxwin.store.codec`) that the tensors are views of, where a store read them. It can be
             handed on as it is; a span made from another one has none.
+        origin: shared by the copies of a span, and by nothing else; a span made from another one has one of its own.
     """
 
     k: torch.Tensor
@@ -150,6 +157,7 @@ class SpanKV:
     outputs: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     states: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     blob: bytes | None = field(default=None, init=False, repr=False, compare=False)
+    origin: SpanOrigin = field(default_factory=SpanOrigin, init=False, repr=False, compare=False)
 
     @property
     def tokens(self) -> int:

@@ -38,6 +38,7 @@ def prepare(repo: SpanRepository, chunks: Iterable[Chunk], engine: Engine, stopp
             window.maintenance.prefill()
             (entry,) = window.snapshot().placed
             keys = sorted(engine.media_keys(chunk) | ({entry.kv.span} if entry.kv else set()))
+            engine.repo.flush()
             _copy(engine.repo.store, repo.store, keys)
             repo.put_json(prepared_key(engine, chunk), keys, bound=False)
             window.evict(placement)

@@ -7,7 +7,7 @@ import struct
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -241,6 +241,15 @@ class Store(ABC):
     def limit(self) -> int:
         """Return the limit of its size, its ``max_bytes``; 0 for no limit."""
         return int(getattr(self, "max_bytes", 0))
+
+    def listen(self, dropped: Callable[[str], None]) -> int:
+        """Have the method ``dropped`` called with each key whose value leaves this process's memory, while its object exists.
+
+        Returns:
+            the most bytes of values that the store holds there; 0 where it holds none, and calls nothing. What is decoded
+            from such a value shares its bytes, and may be kept until it is dropped.
+        """
+        return 0
 
     @abstractmethod
     def verify(self) -> tuple[int, int]:

@@ -255,7 +255,6 @@ def encode_tensors(
     import torch
 
     table: list[dict[str, Any]] = []
-    parts: list[Buffer] = []
     offset = 0
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -264,17 +263,24 @@ def encode_tensors(
             raise TypeError(
                 f"tensor {name!r} must be dense with a dtype of {DTYPES}, got {tensor.dtype} {tensor.layout}"
             )
-        pad = _aligned(offset) - offset
-        if pad:
-            parts.append(bytes(pad))
-            offset += pad
-        size = tensor.numel() * tensor.element_size()
+        offset = _aligned(offset)
         table.append({"name": name, "dtype": dtype, "shape": list(tensor.shape), "offset": offset})
-        if size:
-            flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            parts.append(memoryview(flat.numpy()))  # type: ignore[arg-type]  # an ndarray is a buffer
-        offset += size
-    return _join(TENSORS, {"meta": dict(meta or {}), "tensors": table}, parts, offset, checked)
+        offset += tensor.numel() * tensor.element_size()
+    head = frame_head(TENSORS, {"meta": dict(meta or {}), "tensors": table}, offset, SUM_BYTES if checked else 0)
+    # Nobody has seen these bytes yet, so they may be filled: by torch, which lets other threads run meanwhile.
+    blob = bytes(len(head) + offset + SUM_BYTES * checked)
+    _take_warning()
+    frame = torch.frombuffer(blob, dtype=torch.uint8)
+    frame[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    for entry in table:
+        tensor, begin = tensors[entry["name"]].detach(), len(head) + entry["offset"]
+        if tensor.numel():
+            frame[begin : begin + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape).copy_(
+                tensor
+            )
+    if checked:
+        frame[-SUM_BYTES:] = torch.frombuffer(bytearray(_sum(memoryview(blob)[:-SUM_BYTES])), dtype=torch.uint8)
+    return blob
 
 
 def decode_tensors(blob: bytes | mmap, *, checked: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

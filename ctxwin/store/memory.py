@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ class MemoryStore(Store):
         self._items: OrderedDict[str, _Item] = OrderedDict()
         self._tally = Tally()
         self._bytes = 0
+        self._listeners: list[weakref.WeakMethod[Callable[[str], None]]] = []
 
     def _find(self, key: str) -> _Item | None:
         """The live item, made the most recent one; the lock is held."""
@@ -56,7 +58,20 @@ class MemoryStore(Store):
             return False
         self._bytes -= len(item.value)
         self._tally.drop(key)
+        self._announce(key)
         return True
+
+    def listen(self, dropped: Callable[[str], None]) -> int:
+        with self._lock:
+            self._listeners = [listener for listener in self._listeners if listener() is not None]
+            self._listeners.append(weakref.WeakMethod(dropped))
+        return self.max_bytes
+
+    def _announce(self, key: str) -> None:
+        for listener in self._listeners:
+            dropped = listener()
+            if dropped is not None:
+                dropped(key)
 
     def get(self, key: str) -> bytes | None:
         """The value, or None. O(1)."""
@@ -83,6 +98,8 @@ class MemoryStore(Store):
                     if self._bytes + need <= self.max_bytes:
                         break
             expires = None if self.ttl is None else self._clock() + self.ttl
+            if old is not None:
+                self._announce(key)
             self._items[key] = _Item(value, expires)
             self._items.move_to_end(key)
             self._bytes += need

@@ -17,15 +17,17 @@ import logging
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from ctxwin.errors import StoreCorrupt
 from ctxwin.kv.layout import KVSpec, SpanKV, outputs_in, outputs_named
 from ctxwin.kv.states import named, states_in
 from ctxwin.store import codec
 from ctxwin.store.base import Store
+from ctxwin.store.behind import WriteBehind
 from ctxwin.store.fp8 import pack_fp8, unpack_fp8
 from ctxwin.store.lru import LRUCache
 
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _PATCHES: Final = ("patch", "orbit")
+_LIVE_BYTES: Final = 256 << 20
+_PENDING_BYTES: Final = 1 << 30
 _FARTHEST: Final = 1 << 31
 _UNSERVED: Final = 1 << 16  # patches remembered as not yet served
 
@@ -85,23 +89,37 @@ class SpanRepository:
         identity: `EngineSpec.identity`; written to every record and compared on a hit.
         spec: layout of the model's KV, against which every span is checked; None checks only that a span is consistent.
         max_live_bytes: bound on cached decoded records (they share their blobs' bytes), at most the store's own limit. A
-            cached record is served only while the store still holds its key. 0 caches none.
+            cached record is served only while the store still holds its key. 0 caches none. By default 256 MiB, and all whose
+            blobs the store holds in this process.
+        behind: whether spans are written by a thread of the repository, which nobody waits for. Until then they are found here,
+            and not in ``store``; see `flush`.
 
     Attributes:
         forgettings: how often content was forgotten.
     """
 
     def __init__(
-        self, store: Store, identity: str, max_live_bytes: int = 256 << 20, spec: KVSpec | None = None
+        self,
+        store: Store,
+        identity: str,
+        max_live_bytes: int | None = None,
+        spec: KVSpec | None = None,
+        behind: bool = False,
     ) -> None:
-        if max_live_bytes < 0:
+        if max_live_bytes is not None and max_live_bytes < 0:
             raise ValueError(f"max_live_bytes must be at least 0, got {max_live_bytes}")
         self.store = store
         self.identity = identity
         self.spec = spec
         self.counters = RepositoryCounters()
         self.forgettings = 0
-        self._live: LRUCache[tuple[_Found[Any], int]] = LRUCache(min(max_live_bytes, store.limit() or max_live_bytes))
+        live_bytes = _LIVE_BYTES if max_live_bytes is None else max_live_bytes
+        self._live: LRUCache[tuple[_Found[Any], int]] = LRUCache(min(live_bytes, store.limit() or live_bytes))
+        if max_live_bytes is None:
+            self._live.max_bytes = max(self._live.max_bytes, store.listen(self._live.pop))
+        self._writer: WriteBehind[_Found[SpanKV]] | None = None
+        if behind:
+            self._writer = WriteBehind(self._write_pending, store.lease, _PENDING_BYTES)
         self._known: dict[str, SharedBasis] = {}
         self._leases: Counter[str] = Counter()
         self._abandoned: deque[str] = deque()
@@ -132,17 +150,6 @@ class SpanRepository:
         Cost: a read, a SHA-256 of the blob and a pass over its numbers; nothing while it is cached.
         """
 
-        def decode(blob: bytes) -> tuple[SpanKV, dict[str, Any]]:
-            tensors, header = codec.decode_tensors(blob, checked=False)
-            tensors = unpack_fp8(tensors, header)
-            kv = tensors["k"], tensors["v"], tensors["positions"]
-            span = SpanKV(*kv, int(header["start"]), outputs_in(tensors), states_in(tensors))
-            _check_span(span, self.spec)
-            if len(header["user"]["token_ids"]) != span.tokens:
-                raise StoreCorrupt(f"a span must have one token id per token, got {len(header['user']['token_ids'])}")
-            object.__setattr__(span, "blob", blob)
-            return span, header
-
         def same(span: SpanKV, header: Mapping[str, Any]) -> bool:
             meta = header["user"]
             positions_match = positions is None or (
@@ -151,25 +158,68 @@ class SpanRepository:
             ids_match = token_ids is None or list(meta["token_ids"]) == list(token_ids)
             return positions_match and ids_match and all(meta.get(name) == value for name, value in expected.items())
 
-        match = self._get(_key(key, "span"), "span", decode, same)
+        match = self._get(_key(key, "span"), "span", self._decode_span, same)
         return None if match is None else (match[0], dict(match[1]["user"]))
 
+    def _decode_span(self, blob: bytes) -> _Found[SpanKV]:
+        tensors, header = codec.decode_tensors(blob, checked=False)
+        tensors = unpack_fp8(tensors, header)
+        kv = tensors["k"], tensors["v"], tensors["positions"]
+        span = SpanKV(*kv, int(header["start"]), outputs_in(tensors), states_in(tensors))
+        _check_span(span, self.spec)
+        if len(header["user"]["token_ids"]) != span.tokens:
+            raise StoreCorrupt(f"a span must have one token id per token, got {len(header['user']['token_ids'])}")
+        object.__setattr__(span, "blob", blob)
+        return span, header
+
     def put_span(self, key: str, span: SpanKV, meta: Mapping[str, Any]) -> bool:
-        """Store a span; return False where the store refused it.
+        """Store a span; return False where the store refused it, as far as that is known already.
 
         Args:
             meta: plain JSON; ``meta["token_ids"]`` must hold one id per token of the span.
 
-        Cost: one copy to the CPU, a SHA-256, the store's write.
+        Cost: one copy to the CPU, a SHA-256, the store's write; with ``behind`` nothing, unless very much is pending.
         """
         ids = meta.get("token_ids")
         if ids is None or len(ids) != span.tokens:
             got = "none" if ids is None else str(len(ids))
             raise ValueError(f"meta['token_ids'] must hold {span.tokens} ids, one per token of the span, got {got}")
         header = {"start": int(span.start), "user": {**meta, "token_ids": [int(i) for i in ids]}}
+        key = _key(key, "span")
+        self._release_abandoned()
+        if self._writer is None:
+            return self._put_blob(key, self._encode_span(key, span, header))
+        unwritten = json.loads(json.dumps(self._meta(key, "span", header), allow_nan=False))  # as it will be read
+        self._writer.add(key, (span, unwritten), span.nbytes)
+        return True
+
+    def _encode_span(self, key: str, span: SpanKV, header: Mapping[str, Any]) -> bytes:
         kv, packing = pack_fp8({"k": span.k, "v": span.v})
         tensors = kv | {"positions": span.positions} | outputs_named(span.outputs) | named(span.states)
-        return self._put(_key(key, "span"), "span", header | packing, tensors)
+        return codec.encode_tensors(tensors, self._meta(key, "span", {**header, **packing}), checked=False)
+
+    def _write_pending(self, key: str, found: _Found[SpanKV]) -> bool:
+        try:
+            blob = self._encode_span(key, *found)
+            stored = self._put_blob(key, blob)
+            if stored:  # the span that was pending goes on as a view of its blob
+                span, header = self._decode_span(blob)
+                object.__setattr__(span, "origin", found[0].origin)
+                self._live.put(key, ((span, header), len(blob)), len(blob))
+            return stored
+        except Exception as error:
+            log.warning("%s could not be stored and will be computed again: %s", key, error)
+            with self._lock:
+                self.counters.refused += 1
+            return False
+
+    def flush(self) -> None:
+        """Wait until all spans are in the store, as far as it took them. Cost: what is pending; none without ``behind``."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def _meta(self, key: str, kind: str, header: Mapping[str, Any], bound: bool = True) -> dict[str, Any]:
+        return {**header, "kind": kind, "key": key, "identity": self.identity if bound else ""}
 
     def get_patch(self, key: str) -> Patch | None:
         """Return the patch under ``patch/`` or ``orbit/`` with its shared basis, or None."""
@@ -300,6 +350,10 @@ class SpanRepository:
 
         Works for records of any model, because nothing is compared. Cost: a read and a checksum.
         """
+        pending = None if self._writer is None else self._writer.get(key)
+        if pending is not None:
+            unwritten: Mapping[str, Any] = pending.record[1]["user"]
+            return unwritten
         blob = self.store.get(key)
         try:
             _, header = codec.decode_tensors(blob or b"", checked=False)
@@ -310,25 +364,37 @@ class SpanRepository:
 
     def contains(self, key: str) -> bool:
         """Return True if the store holds ``key`` (in full, with its namespace). A get may still find a mismatch."""
-        return self.store.contains(key)
+        return self._is_pending(key) or self.store.contains(key)
+
+    def _is_pending(self, key: str) -> bool:
+        return self._writer is not None and self._writer.get(key) is not None
 
     def tier(self, key: str) -> str:
         """Return the source of a read of ``key``: ``at hand`` where it is cached decoded, else a kind of store."""
-        return "at hand" if key in self._live else self.store.tier(key)
+        return "at hand" if key in self._live or self._is_pending(key) else self.store.tier(key)
 
     def delete(self, key: str) -> bool:
         """Remove ``key`` from the store and from the cache of decoded records."""
+        pending = self._writer is not None and self._writer.delete(key)
         self._live.pop(key)
-        return self.store.delete(key)
+        return self.store.delete(key) or pending
 
     def lease(self, key: str) -> bool:
         """Protect ``key`` from eviction until `release`; return False where the store does not hold it."""
         self._release_abandoned()
-        leased = self.store.lease(key)
+        with self._handing_over():
+            pending = None if self._writer is None else self._writer.get(key)
+            if pending is not None:
+                pending.leases += 1
+            leased = pending is not None or self.store.lease(key)
         if leased:
             with self._lock:
                 self._leases[key] += 1
         return leased
+
+    def _handing_over(self) -> AbstractContextManager[Any]:
+        """Return a context in which no pending span goes over to the store, with its leases."""
+        return nullcontext() if self._writer is None else self._writer.lock
 
     def release(self, key: str) -> None:
         """Release one lease of ``key``."""
@@ -354,7 +420,12 @@ class SpanRepository:
             return self._leases.get(key, 0)
 
     def _release(self, key: str) -> None:
-        self.store.release(key)
+        with self._handing_over():
+            pending = None if self._writer is None else self._writer.get(key)
+            if pending is not None and pending.leases:
+                pending.leases -= 1
+            else:
+                self.store.release(key)
         with self._lock:
             self._leases[key] -= 1
             if self._leases[key] <= 0:
@@ -377,11 +448,12 @@ class SpanRepository:
         bound: bool = True,
     ) -> bool:
         self._release_abandoned()
-        meta = {**header, "kind": kind, "key": key, "identity": self.identity if bound else ""}
+        meta = self._meta(key, kind, header, bound)
         if isinstance(body, bytes):
-            blob = codec.encode_bytes(body, meta, checked=False)
-        else:
-            blob = codec.encode_tensors(body, meta, checked=False)
+            return self._put_blob(key, codec.encode_bytes(body, meta, checked=False))
+        return self._put_blob(key, codec.encode_tensors(body, meta, checked=False))
+
+    def _put_blob(self, key: str, blob: bytes) -> bool:
         self._live.pop(key)
         stored = self.store.put(key, blob)
         with self._lock:
@@ -398,9 +470,10 @@ class SpanRepository:
         same: Callable[[R, Mapping[str, Any]], bool] = lambda record, header: True,
         bound: bool = True,
     ) -> _Found[R] | None:
-        cached = self._live.get(key)
+        pending = None if self._writer is None else self._writer.get(key)
+        cached = self._live.get(key) if pending is None else (cast("_Found[R]", pending.record), 0)
         # A record that left the store (deleted, expired, evicted) must not be served; the check also counts as a use.
-        if cached is not None and not self.store.contains(key):
+        if cached is not None and pending is None and not self.store.contains(key):
             self._live.pop(key)
             cached = None
         match: _Found[R] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice
@@ -146,6 +146,10 @@ class TieredStore(Store):
         mine = self._tally.stats(sum(1 for _ in self.list()), sum(part.bytes for part in parts))
         lost = {name: sum(getattr(part, name) for part in parts) for name in ("evictions", "corrupt", "foreign")}
         return replace(mine, leased=leased, **lost)
+
+    def listen(self, dropped: Callable[[str], None]) -> int:
+        """Of the first tier: a value that is only below it is read again."""
+        return self.tiers[0].listen(dropped)
 
     def limit(self) -> int:
         """That of the largest tier: what it lets go of is gone."""

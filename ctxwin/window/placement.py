@@ -198,6 +198,7 @@ def stored_kv(repo: SpanRepository, chunks: Collection[str]) -> Iterator[str]:
     """Yield the keys of the stored KV of ``chunks`` (ids) and of all KV that absorbed one. Cost: a read of every stored span
     and patch."""
     names = {ANYTHING, *map(content_name, chunks)}
+    repo.flush()
     for key in list(repo.store.list()):
         if key.startswith(("span/", "patch/", "orbit/")):
             record = repo.record_of(key)

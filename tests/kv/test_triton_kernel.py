@@ -27,6 +27,8 @@ from kernel_cases import LAYOUTS, canonical, stack
 from operator_oracle import make_spec, plain_rope, with_kinds, worst
 
 from ctxwin.kv.kernels import CacheStrides, LoadPlan, SpanSlice, choice, choose
+from ctxwin.kv.kernels.parts import ResidentKV
+from ctxwin.kv.kernels.resident import RESIDENT_BYTES, ResidentSpans
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.patch import Patch
 from ctxwin.kv.relocate import relocate
@@ -323,6 +325,97 @@ def test_refuses_what_does_not_fit_a_cache():
         plan.store(1, [cache, cache], lines, torch.arange(4))
 
 
+class TestResident:
+    """Parts that are read where they lie on the device, which is the processor's memory here."""
+
+    @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(st.data())
+    def test_what_is_resident_is_served_as_what_is_staged(self, kernel, data):
+        """To the bit: beside parts that are staged, cut, patched, a share of the heads, in one launch or one a layer."""
+        spec = FAMILIES[data.draw(st.sampled_from(sorted(FAMILIES)))]
+        spans = [canonical(spec, data.draw(st.integers(1, 18)), seed, BF16) for seed in range(3)]
+        parts = []
+        for seed in range(data.draw(st.integers(1, 4))):
+            span = spans[data.draw(st.integers(0, 2))]
+            begin = data.draw(st.integers(0, span.tokens - 1))
+            patch = patch_of(spec, span, "joint", seed, BF16) if data.draw(st.booleans()) else None
+            parts.append(SpanSlice(span, data.draw(st.integers(0, 3000)), patch, begin))
+        first = data.draw(st.integers(0, spec.heads - 1))
+        heads = data.draw(st.sampled_from([slice(0, spec.heads), slice(first, first + 1)]))
+        copies = ResidentSpans(1 << 20, torch.device("cpu"), heads, range(spec.layers))
+        attached = [
+            new if data.draw(st.booleans()) else old for old, new in zip(parts, copies.attach(parts), strict=True)
+        ]
+        staged_bytes = data.draw(st.sampled_from([0, 32 << 20]))
+        with pytest.MonkeyPatch.context() as patch_of_module:
+            patch_of_module.setattr(sys.modules[f"{PACKAGE}.triton_kernel"], "STAGED_BYTES", staged_bytes)
+            got, want = (
+                stack(LoadPlan(some, spec, dtype=BF16, heads=heads, kernel="triton")) for some in (attached, parts)
+            )
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+    def test_a_copy_is_made_once_and_goes_with_its_span(self):
+        spec = FAMILIES["gqa"]
+        spans = [canonical(spec, 4, seed, F32) for seed in range(4)]
+        one = spans[0].nbytes
+        copies = ResidentSpans(3 * one, torch.device("cpu"), slice(None), range(spec.layers))
+        for _ in range(3):
+            attached = copies.attach([SpanSlice(span, 7) for span in spans[:3]])
+            assert all(part.resident is not None for part in attached)
+        assert copies.nbytes == copies.copied_bytes == 3 * one
+        assert [part.resident is None for part in copies.attach([SpanSlice(span, 7) for span in spans])] == [
+            False, False, False, True,
+        ], "nothing leaves that the same load reads"  # fmt: skip
+        copies.attach([SpanSlice(spans[1], 0), SpanSlice(spans[3], 0)])
+        assert copies.copied_bytes == 4 * one and copies.nbytes == 3 * one
+        assert copies.attach([SpanSlice(spans[2], 0)])[0].resident is not None
+        assert copies.copied_bytes == 4 * one, "the least recently used one left"
+        del spans[1:], attached
+        copies.attach([SpanSlice(spans[0], 0)])
+        assert copies.nbytes == one
+
+    def test_what_was_read_on_the_device_is_kept_there(self):
+        spec = FAMILIES["gqa"]
+        span = canonical(spec, 4, 0, F32)
+        copies = ResidentSpans(span.nbytes, torch.device("cpu"), slice(None), range(spec.layers))
+        copies.keep(span, span.k, span.v)
+        assert copies.attach([SpanSlice(span, 7)])[0].resident is not None and not copies.copied_bytes
+        other = canonical(spec, 4, 1, F32)
+        copies.keep(other, other.k, other.v)
+        assert copies.nbytes == span.nbytes
+        copies.clear()
+        assert not copies.nbytes
+
+    def test_equal_numbers_of_another_tensor_are_another_span(self):
+        """A copy is never found by a name or a place in memory that a later span has as well."""
+        spec = FAMILIES["gqa"]
+        copies = ResidentSpans(1 << 20, torch.device("cpu"), slice(None), range(spec.layers))
+        for seed in range(50):
+            span = canonical(spec, 2, seed, F32)
+            resident = copies.attach([SpanSlice(span, 0)])[0].resident
+            assert resident is not None and torch.equal(resident.k, span.k) and torch.equal(resident.v, span.v)
+            del span
+        assert copies.nbytes <= resident.nbytes
+
+    def test_no_memory_of_the_device_is_no_failure(self, monkeypatch, caplog):
+        spec = FAMILIES["gqa"]
+        copies = ResidentSpans(1 << 20, torch.device("cpu"), slice(None), range(spec.layers))
+
+        def fail(rows: torch.Tensor) -> torch.Tensor:
+            raise torch.OutOfMemoryError
+
+        monkeypatch.setattr(copies, "_upload", fail)
+        assert copies.attach([SpanSlice(canonical(spec, 2, 0, F32), 0)])[0].resident is None
+        assert copies.max_bytes == 0 and "no memory of cpu" in caplog.text
+
+    def test_refuses_copies_of_another_shape(self):
+        spec = FAMILIES["mha"]
+        span = canonical(spec, 3, 0, F32)
+        wrong = SpanSlice(span, 0, resident=ResidentKV(span.k[:, 1:].clone(), span.v))
+        with pytest.raises(ValueError, match=r"contiguous \[layers, 3, 3, 8\] on cpu, got \(2, 2, 3, 8\)"):
+            LoadPlan([wrong], spec, dtype=F32, kernel="triton")
+
+
 class TestPagedKV:
     """`PagedKV` with the kernel that writes slots itself, on backends of the test's own."""
 
@@ -366,6 +459,25 @@ class TestPagedKV:
         slow = LoadPlan(parts, spec, dtype=F32, kernel="cpu")  # no store of its own: by the backend's
         paged.write(slow, paged.slots([2, 1], 9, 23))
         assert torch.equal(torch.cat(paged.read([2, 1], 9, 23), 3), torch.cat(stack(slow), 3))
+
+    def test_what_was_loaded_once_is_read_where_it_lies(self, monkeypatch):
+        monkeypatch.setenv(RESIDENT_BYTES, str(1 << 20))
+        spec = FAMILIES["gqa"]
+        paged = self.paged(self.Backend(), spec)
+        spans = [canonical(spec, 5, seed, F32) for seed in range(3)]
+        want = [exact([SpanSlice(span, 10)], spec) for span in spans]
+        stored = [span.k.clone() for span in spans]
+        for turn in range(2):
+            for span, oracle in zip(spans, want, strict=True):
+                paged.write(paged.plan([SpanSlice(span, 10)], spec, None), paged.slots([turn], 0, 5))
+                for got, wanted in zip(paged.read([turn], 0, 5), oracle, strict=True):
+                    assert worst(got, wanted) < 1e-6
+                span.k.zero_()  # what crosses again would be zeros
+        assert paged.resident is not None and paged.resident.copied_bytes == sum(span.nbytes for span in spans)
+        assert not any(torch.equal(span.k, k) for span, k in zip(spans, stored, strict=True))
+        monkeypatch.setenv(RESIDENT_BYTES, "4 GB")
+        with pytest.raises(ValueError, match="CTXWIN_RESIDENT_BYTES must be a number of bytes, got '4 GB'"):
+            self.paged(self.Backend(), spec).plan([SpanSlice(spans[0], 0)], spec, None)
 
     def test_a_write_that_misses_its_slots_is_not_used(self, kernel, monkeypatch, caplog):
         right = kernel.store
@@ -459,9 +571,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from ctxwin.kv.kernels.fused import FIELDS, TARGETS, load_layers
 fixed = dict(FIELDS=FIELDS, TARGETS=TARGETS, HEADS=4, K_DIM=128, V_DIM=128, WIDTH=1024, HALF=64, STEP=1, OFFSET=64,
-             REST=0, TASKS=3, PATCHED=True, FRAMED=True, PAGED=True, NARROW={narrow}, ALIGNMENT=16, BLOCK_SIZE=16,
-             COMPUTE=tl.float32, OUT=tl.bfloat16, BLOCK_T=16, BLOCK_HALF=64, BLOCK_REST=16, BLOCK_V=64, BLOCK_R=16)
-types = ["*bf16"] * 2 + ["*{factors}"] + ["*i64"] * 3 + ["*fp32"] * 2 + ["*i64"] + ["i32"] * 13
+             REST=0, TASKS=3, PATCHED=True, FRAMED=True, PAGED=True, NARROW={narrow}, ALIGNMENT=16, PART_ALIGNMENT=16,
+             BLOCK_SIZE=16, COMPUTE=tl.float32, STORED=tl.bfloat16, OUT=tl.bfloat16, BLOCK_T=16, BLOCK_HALF=64, BLOCK_REST=16, BLOCK_V=64, BLOCK_R=16)
+types = ["*{factors}"] + ["*i64"] * 3 + ["*fp32"] * 2 + ["*i64"] + ["i32"] * 13
 names = load_layers.arg_names
 signature = dict(zip(names, types)) | dict.fromkeys(fixed, "constexpr")
 assert list(signature) == names

@@ -17,6 +17,7 @@ from ctxwin.kv.pooling import fit_basis, project
 from ctxwin.store import codec, open_store
 from ctxwin.store.memory import MemoryStore
 from ctxwin.store.spans import SpanRepository
+from ctxwin.store.tiered import TieredStore
 from store.wrapped import FaultStore, LoggingStore
 
 encode_bytes = partial(codec.encode_bytes, checked=False)
@@ -303,6 +304,22 @@ class TestLive:
             assert 0 < repo._live.nbytes <= 3 * size
         assert "span/f" in repo._live
         assert "span/a" not in repo._live
+
+    @pytest.mark.parametrize("wrap", [lambda store: store, lambda store: TieredStore([store, MemoryStore()])])
+    def test_all_that_a_store_holds_in_this_process_is_cached(self, wrap, monkeypatch) -> None:
+        """And nothing longer than there, so that no memory is taken twice."""
+        monkeypatch.setattr("ctxwin.store.spans._LIVE_BYTES", 1)
+        size = len(encode_tensors({"k": span().k, "v": span().v, "positions": span().positions})) + 300
+        first = MemoryStore(3 * size)
+        repo = SpanRepository(wrap(first), "engine")
+        for name in "abcdef":
+            repo.put_span(name, span(), {"token_ids": IDS})
+            kept = repo.get_span(name)
+            again = repo.get_span(name)
+            assert kept is not None and again is not None and kept[0].k is again[0].k
+            assert sorted(key for key, _ in repo._live.items()) == sorted(first.list())
+        first.delete("span/f")
+        assert "span/f" not in repo._live
 
     def test_it_never_outlives_the_store(self) -> None:
         repo = SpanRepository(MemoryStore(), "engine")

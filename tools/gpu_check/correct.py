@@ -11,6 +11,7 @@ import torch
 
 from ctxwin.kv.kernels.api import LoadPlan
 from ctxwin.kv.kernels.choice import Kernel, samples
+from ctxwin.kv.kernels.resident import ResidentSpans
 from ctxwin.kv.kernels.strides import CacheStrides
 from ctxwin.kv.layout import KVSpec, RopeSpec
 
@@ -90,13 +91,16 @@ def check(case: Case, device: torch.device) -> Row:
     """Compare one case; ``fault`` describes an error, None if there is none.
 
     A number may be away from the reference by one rounding to the dtype and by float32's own arithmetic, no more. What a
-    kernel writes into a paged cache itself must be what it returns, to the bit, and nothing beside it may change.
+    kernel writes into a paged cache itself must be what it returns, to the bit, and nothing beside it may change; and so must be
+    what it makes of spans that are resident on the device.
     """
     spec, dtype = replace(LAYOUTS[case.layout], dtype=case.dtype), getattr(torch, case.dtype)
     parts = samples(spec, dtype, case.tokens)
     wide = [replace(p, span=replace(p.span, k=p.span.k.double(), v=p.span.v.double())) for p in parts]
     oracle = LoadPlan(wide, spec, dtype=torch.float64, kernel="reference")
     plan = LoadPlan(parts, spec, dtype=dtype, device=device, kernel=case.kernel)
+    copies = ResidentSpans(1 << 30, device, slice(None), range(spec.layers))
+    resident = LoadPlan(copies.attach(parts), spec, dtype=dtype, device=device, kernel=case.kernel)
     unit, worst, fault = torch.finfo(dtype).eps / 2, 0.0, None
     for i in range(spec.layers):
         got = [x.clone() for x in plan.layer(i)]
@@ -106,6 +110,8 @@ def check(case: Case, device: torch.device) -> Row:
             worst = max(worst, float(away.max()) / scale)
             if not float(away.max()) <= 2e-6 * scale:  # NaN is no number within the bound
                 fault = fault or f"{name} of layer {i} are {float(away.max()):.2g} away from the reference"
+        if not all(map(torch.equal, got, resident.layer(i))):
+            fault = fault or f"layer {i} of resident spans differs"
         if plan.stores:
             fault = fault or _stored(plan, i, spec, device, dtype, got)
     return asdict(case) | {"beyond_one_rounding": worst, "fault": fault}

@@ -156,8 +156,9 @@ def compare(got: Answers, want: Answers, bound: float) -> Row:
 
 
 def times(device: torch.device) -> Iterator[Row]:
-    """First tokens behind a slide of 16 chunks of 1,024 tokens: survivors moved, the same with a new chunk, the prompt computed
-    again, and the same prompt once more, which vLLM's prefix cache holds. A 7B decoder of random weights in bfloat16."""
+    """Asks behind a slide of 16 chunks of 1,024 tokens: survivors moved within the device and from the host, the same with a new
+    chunk, the prompt computed again, and the same prompt once more, which vLLM's prefix cache holds. A 7B decoder of random
+    weights in bfloat16."""
     from shapes import DECODERS
     from timing import write_model
 
@@ -171,6 +172,7 @@ def times(device: torch.device) -> Iterator[Row]:
         return Chunk.tokens([int(i) for i in torch.randint(100, 800, (tokens,), generator=noise)])
 
     samples: dict[str, list[float]] = {}
+    row: Row = {"program": f"{count} chunks of {tokens} tokens", "decoder": decoder.name, "fault": None}
 
     def timed(name: str, run: Callable[[], object]) -> None:
         began = time.perf_counter()
@@ -192,14 +194,25 @@ def times(device: torch.device) -> Iterator[Row]:
         ):
             window.extend([chunk() for _ in range(count)])
             window.ask("color of 17?", max_tokens=1)
+            copies = engine.core.transport.paged.resident  # type: ignore[attr-defined]  # of `VLLMEngine`
             for i in range(rounds + 1):
+                copied = copies.copied_bytes if copies else 0
                 window.slide(1)
                 timed("slide_ms", lambda: window.ask("color of 17?", max_tokens=1))
+                if copies is not None:
+                    row["slide_megabytes_from_host"] = (copies.copied_bytes - copied) / 1e6
                 for name in ("computed_ms", "prefix_cached_ms"):
                     timed(name, lambda i=i: reprefill(window, "color of 17?", f"alone {i}", 1))  # type: ignore[misc]
                 window.append(chunk())
                 timed("slide_and_append_ms", lambda: window.ask("color of 17?", max_tokens=1))
-    row: Row = {"program": f"{count} chunks of {tokens} tokens", "decoder": decoder.name, "fault": None}
+            if copies is not None:
+                copies.clear()
+                copies.max_bytes = 0
+                for _ in range(rounds + 1):
+                    window.slide(1)
+                    timed("slide_from_host_ms", lambda: window.ask("color of 17?", max_tokens=1))
+                    window.append(chunk())
+                    window.ask("color of 17?", max_tokens=1)
     yield row | {name: median(values[1:]) for name, values in samples.items()}
 
 

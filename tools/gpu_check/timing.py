@@ -13,6 +13,8 @@ import torch
 from shapes import Decoder, random_part
 
 from ctxwin.kv.kernels.api import LoadPlan
+from ctxwin.kv.kernels.resident import ResidentSpans
+from ctxwin.kv.kernels.staging import to_host
 from ctxwin.kv.layout import KVSpec
 
 Row = dict[str, Any]
@@ -27,7 +29,8 @@ FAR = 777
 def bandwidth(decoder: Decoder, device: torch.device, lengths: tuple[int, ...], rounds: int) -> Iterator[Row]:
     """One row for each length and rank: a load of all layers and the copy of its bytes, run in turn.
 
-    ``load_ms`` begins with spans in the host's memory and ends with KV on the device, ``plan_ms`` is the part of it before
+    ``load_ms`` begins with spans in the host's memory and ends with KV on the device, ``resident_ms`` is the same with spans that
+    an earlier load has left on the device, ``plan_ms`` is the part of it before
     the first layer, ``copy_ms`` a copy of as many bytes from page-locked memory and ``pageable_ms`` one from a span's.
     ``kernel_ms`` is the time the device itself was busy with the load kernel (GPUs only, by torch's profiler),
     ``device_copy_ms`` a copy of as many bytes within the device, and ``expected_ms`` the bytes that the kernel must move
@@ -45,18 +48,22 @@ def bandwidth(decoder: Decoder, device: torch.device, lengths: tuple[int, ...], 
         for rank in RANKS:
             part = random_part(spec, tokens, rank, torch.device("cpu"), FAR)
 
-            def load(part: Any = part) -> None:
-                plan = LoadPlan([part], spec, dtype=torch.bfloat16, device=device)
+            copies = ResidentSpans(1 << 40, device, slice(None), range(spec.layers))
+
+            def load(part: Any = part, copies: ResidentSpans | None = None) -> None:
+                parts = [part] if copies is None else copies.attach([part])
+                plan = LoadPlan(parts, spec, dtype=torch.bfloat16, device=device)
                 for i in range(plan.layers):
                     plan.layer(i)
 
             moves: dict[str, Callable[[], object]] = {
                 "load_ms": load,
+                "resident_ms": lambda load=load, copies=copies: load(copies=copies),
                 "plan_ms": lambda part=part: LoadPlan([part], spec, dtype=torch.bfloat16, device=device),
                 "copy_ms": lambda host=host, target=target: target.copy_(host, non_blocking=True),
                 "pageable_ms": lambda pageable=pageable, target=target: target.copy_(pageable),
-                "back_ms": lambda target=target, slots=slots, tokens=tokens: (
-                    target.view(-1, tokens).index_select(1, slots).to("cpu")
+                "back_ms": lambda target=target, slots=slots, tokens=tokens: to_host(
+                    target.view(-1, tokens).index_select(1, slots)
                 ),
                 "device_copy_ms": lambda target=target, copy=copy: copy.copy_(target),
             }

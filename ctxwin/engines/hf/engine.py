@@ -41,6 +41,7 @@ from ctxwin.engines.hf import recurrent
 from ctxwin.engines.outputs import concat_outputs, outputs_identity, rows_of
 from ctxwin.errors import AnswerStopped, EngineFailed, UnsupportedModel
 from ctxwin.kv.config import attention_layers, kv_spec_from_config, sliding_window, with_maps
+from ctxwin.kv.kernels.staging import to_host
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.merge import budget_slots
 from ctxwin.kv.patch import apply_patch
@@ -130,7 +131,7 @@ class HFEngine(EncodingEngine):
         if outputs:
             self.text_model.register_forward_hook(self._capture_output)
         self.store = store if store is not None else open_store("memory:")
-        self.repo = SpanRepository(self.store, identity, spec=kv)
+        self.repo = SpanRepository(self.store, identity, spec=kv, behind=self._device.type != "cpu")
         self.counters = EngineCounters()
         self._checkpoint = checkpoint
         self._dtype = getattr(torch, name)
@@ -297,6 +298,7 @@ class HFEngine(EncodingEngine):
 
     def close(self) -> None:
         """Release the model. The store belongs to the caller and stays open."""
+        self.repo.flush()
         with self._lock:
             self._model = None
 
@@ -590,7 +592,7 @@ class HFEngine(EncodingEngine):
                 end_states = recurrent.states_of(done.cache)
             states = {name: state.to("cpu") for name, state in (end_states or {}).items()}
         k, v = to_rows(self.spec.kv, [(take(i, rope), take(i, content)) for i in self._attention])
-        span = SpanKV(k.to("cpu"), v.to("cpu"), torch.tensor(positions), start, rows, states)
+        span = SpanKV(to_host(k), to_host(v), torch.tensor(positions), start, rows, states)
         span.validate(self.spec.kv)
         return span
 

@@ -153,6 +153,7 @@ class Core:
         longest: tokens that a prompt and its answer may have.
         block: tokens of a block of its paged cache; caches: whether it has a prefix cache; prefixes: what was left there.
         positions: how many positions the model can rotate to; a video's may run ahead of its tokens.
+        on_gpu: whether it computes on GPUs.
         outputs: whether what forwards give for each token is kept beside its KV.
         draft_model: layout of the speculative draft model's KV, which spans hold beside their own; None where it keeps none.
     """
@@ -169,6 +170,7 @@ class Core:
         self.longest = int(config.max_model_len)
         self.positions = max(self.longest, int(getattr(checkpoint.text_config, "max_position_embeddings", 0) or 0))
         self.outputs = outputs
+        self.on_gpu = not on_a_processor()
         self.draft_model = draft_model_spec(driver.config.speculative_config, self.kv)
         self._users = 0
         self._segments: set[str] = set()  # shared memory of processes that it started

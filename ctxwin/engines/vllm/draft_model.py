@@ -98,7 +98,7 @@ class DraftModelKV:
         self.heads = own_heads(kv.heads, rank, size)
         rank_kv = replace(kv, heads=self.heads.stop - self.heads.start)
         try:
-            self.paged = PagedKV(layers, rank_kv, block_size, alone=alone)
+            self.paged = PagedKV(layers, rank_kv, block_size, alone=alone, keeps_spans=False)
         except UnsupportedModel as error:
             raise UnsupportedModel(f"the drafter's KV cannot be kept: {error}; leave out speculative_config") from error
 

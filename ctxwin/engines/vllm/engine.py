@@ -42,6 +42,7 @@ from ctxwin.engines.vllm.lifecycle.versions import requirement
 from ctxwin.errors import AnswerStopped, CtxwinError, EngineFailed, UnsupportedModel
 from ctxwin.hashing import digest
 from ctxwin.kv.config import sliding_window
+from ctxwin.kv.kernels.staging import to_host
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.merge import attention_sums
 from ctxwin.kv.relocate import relocate
@@ -225,7 +226,7 @@ class VLLMEngine(EncodingEngine):
         self._embeddings: LRUCache[torch.Tensor] = LRUCache(_EMBEDDED_BYTES)  # of the media of recent requests
         try:
             self.store: Store = open_store("memory:", tenant=tenant) if store is None else store
-            self.repo = SpanRepository(self.store, kv.identity, spec=kv)
+            self.repo = SpanRepository(self.store, kv.identity, spec=kv, behind=core.on_gpu)
             self.counters = EngineCounters()
             vision = core.see if core.vision else None
             self.encoder = Encoder(
@@ -419,6 +420,7 @@ class VLLMEngine(EncodingEngine):
             if self._closed:
                 return
             self._closed = True
+        self.repo.flush()
         self._core.release()
 
     def _serve(self, layout: Sequence[Segment], ask: Ask) -> tuple[Generation, Outcome]:
@@ -695,7 +697,11 @@ class VLLMEngine(EncodingEngine):
         outputs = transfer.outputs.get(name, {})
         if self._core.draft_model is not None:
             outputs = unrotated_rows(self._core.draft_model, *transfer.drafted[name], positions + start)
-        return SpanKV(k.to("cpu"), v.to("cpu"), positions, start, outputs, states)
+        span = SpanKV(to_host(k), to_host(v), positions, start, outputs, states)
+        paged = getattr(self._core.transport, "paged", None)  # in this process
+        if paged is not None:
+            paged.keep(span, k, v)
+        return span
 
     def _empty_span(self, start: int) -> SpanKV:
         kv = self.spec.kv

@@ -23,7 +23,8 @@ from ctxwin.engines.vllm import load_thread
 from ctxwin.errors import UnsupportedModel
 from ctxwin.kv.kernels import CacheStrides, Kernel, LoadPlan, SpanSlice, choose
 from ctxwin.kv.kernels.choice import report, trial
-from ctxwin.kv.layout import KVSpec
+from ctxwin.kv.kernels.resident import ResidentSpans, resident_bytes
+from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.rows import from_rows, layer_kinds, to_rows
 
 Shape = tuple[int, int, int]
@@ -45,6 +46,7 @@ class PagedKV:
         kernel: the load kernel; None is what `choose` takes for the cache's device.
         alone: whether a CPU's loads are computed by a thread of their own; see `load_thread`.
         first: number of layers that earlier stages of a pipeline cache.
+        keeps_spans: whether spans that are loaded stay in a GPU's memory for later loads, as far as there is room.
 
     Attributes:
         kv: layout of the KV that is cached here; of a rank, its own layers and heads only.
@@ -52,6 +54,7 @@ class PagedKV:
         sharing_layers: layers that read the cache of another layer.
         shapes: shape of each layer's KV.
         kernel: the load kernel.
+        resident: the spans in the device's memory, once one was loaded; None where none are kept.
 
     Raises:
         UnsupportedModel: a cache that cannot be read back exactly; the message names the property. Cost: on a GPU some
@@ -66,9 +69,12 @@ class PagedKV:
         kernel: Kernel | None = None,
         alone: bool = False,
         first: int = 0,
+        keeps_spans: bool = True,
     ) -> None:
         self.kv = kv
         self._first = first
+        self.resident: ResidentSpans | None = None
+        self._keeps_spans = keeps_spans
         self.sharing_layers = [
             layer for layer in layers.values() if getattr(layer, "kv_sharing_target_layer_name", None)
         ]
@@ -154,8 +160,22 @@ class PagedKV:
 
     def plan(self, parts: Sequence[SpanSlice], kv: KVSpec, heads: slice | None) -> LoadPlan:
         """Return the argument of `write` for parts of the whole model's layout ``kv``, of which this cache has ``heads``."""
+        if self._keeps_spans and self.kernel == "triton":
+            parts = self._resident_spans(heads or slice(None)).attach(parts)
         make = partial(LoadPlan, parts, kv, dtype=self.dtype, device=self.device, heads=heads, kernel=self.kernel)
         return load_thread.alone(make) if self._alone else make()
+
+    def keep(self, span: SpanKV, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Keep what was `read` of all layers and heads of ``span`` on the device, for later loads, where spans are kept there."""
+        if self._keeps_spans and self.kernel == "triton":
+            self._resident_spans(slice(None)).keep(span, k, v)
+
+    def _resident_spans(self, heads: slice) -> ResidentSpans:
+        if self.resident is None:
+            # Only now, when vLLM has taken what it needs, CUDA graphs included.
+            cached = range(self._first, self._first + self.kv.layers)
+            self.resident = ResidentSpans(resident_bytes(self.device), self.device, heads, cached)
+        return self.resident
 
     def read(self, blocks: Sequence[int], begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return KV of the tokens ``[begin, end)`` of a request that owns ``blocks``.

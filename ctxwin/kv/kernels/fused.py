@@ -13,9 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-FIELDS: int = 5
-"""Numbers of a part in the table that `load_layers` reads: first row, last plus one, rank (-1: dense, 0: no patch), and where
-in ``factors`` its left and right side begin (dense: its delta, and nothing)."""
+FIELDS: int = 7
+"""Numbers of a part in the table that `load_layers` reads: first row, last plus one, rank (-1: dense, 0: no patch), where in
+``factors`` its left and right side begin (dense: its delta, and nothing), and the addresses of its keys and of its values."""
 TARGETS: int = 3
 """Numbers of a layer in the table that `load_layers` reads: which of the angles turn its keys, and the addresses of the tensors
 that its keys and its values are written to."""
@@ -23,8 +23,6 @@ that its keys and its values are written to."""
 
 @triton.jit
 def load_layers(
-    k_ptr,
-    v_ptr,
     factors_ptr,
     parts_ptr,
     targets_ptr,
@@ -61,8 +59,10 @@ def load_layers(
     PAGED: tl.constexpr,
     NARROW: tl.constexpr,
     ALIGNMENT: tl.constexpr,
+    PART_ALIGNMENT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     COMPUTE: tl.constexpr,
+    STORED: tl.constexpr,
     OUT: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
@@ -72,11 +72,12 @@ def load_layers(
 ):
     """One program: the keys of one head, or up to ``BLOCK_V`` of its values, of up to ``BLOCK_T`` tokens of one part.
 
-    ``k [L, T, HEADS, K_DIM]`` and ``v [L, T, HEADS, V_DIM]`` lie as stored; ``blocks [B, 2]`` names each block's part and first
-    row, ``parts [L, P, FIELDS]`` and ``targets [L, TARGETS]`` see above; ``turn [kinds, T, 2, HALF]`` are cosine and sine of new
-    angles minus stored ones, ``frame`` of stored ones minus the origin's. Row t goes to slot ``slots[t]`` of blocks of
-    ``BLOCK_SIZE`` tokens, or to row t. ``ALIGNMENT``: bytes that divide all addresses of ``targets``. ``NARROW``: the products of
-    a patch take its factors as they are stored, in 16 bits; their sums have 32. Grid: ``(B, HEADS * TASKS, L)``.
+    ``blocks [B, 2]`` names each block's part and first row, ``parts [L, P, FIELDS]`` and ``targets [L, TARGETS]`` see above; a
+    part's keys ``[t, HEADS, K_DIM]`` and values ``[t, HEADS, V_DIM]`` lie as stored, wherever the table says.
+    ``turn [kinds, T, 2, HALF]`` are cosine and sine of new angles minus stored ones, ``frame`` of stored ones minus the origin's.
+    Row t goes to slot ``slots[t]`` of blocks of ``BLOCK_SIZE`` tokens, or to row t. ``ALIGNMENT``, ``PART_ALIGNMENT``: bytes that
+    divide all addresses of ``targets`` and of ``parts``. ``NARROW``: the products of a patch take its factors as they are stored,
+    in 16 bits; their sums have 32. Grid: ``(B, HEADS * TASKS, L)``.
     """
     block = tl.program_id(0)
     # 64-bit throughout: a paged cache, and many layers at once, outgrow 32-bit offsets.
@@ -85,8 +86,6 @@ def load_layers(
     kind = tl.load(target)
     out_k_ptr = tl.multiple_of(tl.load(target + 1).to(tl.pointer_type(OUT)), ALIGNMENT)
     out_v_ptr = tl.multiple_of(tl.load(target + 2).to(tl.pointer_type(OUT)), ALIGNMENT)
-    k_ptr += layer * tokens * (HEADS * K_DIM)
-    v_ptr += layer * tokens * (HEADS * V_DIM)
     factors_ptr += layer * factors_step
     parts_ptr += layer * parts_step
     turn_ptr += kind * tokens * (2 * HALF)
@@ -100,6 +99,8 @@ def load_layers(
     rank = tl.load(entry + 2)
     left = factors_ptr + tl.load(entry + 3)
     right = factors_ptr + tl.load(entry + 4)
+    k_ptr = tl.multiple_of(tl.load(entry + 5).to(tl.pointer_type(STORED)), PART_ALIGNMENT)
+    v_ptr = tl.multiple_of(tl.load(entry + 6).to(tl.pointer_type(STORED)), PART_ALIGNMENT)
     rows = tl.load(blocks_ptr + 2 * block + 1) + tl.arange(0, BLOCK_T)
     inside = rows < stop
     local = rows - begin
@@ -111,7 +112,7 @@ def load_layers(
         pair = tl.arange(0, BLOCK_HALF)
         turning = pair < HALF
         live = inside[:, None] & turning[None, :]
-        source = k_ptr + ((rows * HEADS + head) * K_DIM)[:, None] + (pair * STEP)[None, :]
+        source = k_ptr + ((local * HEADS + head) * K_DIM)[:, None] + (pair * STEP)[None, :]
         x = tl.load(source, mask=live, other=0.0).to(COMPUTE)
         y = tl.load(source + OFFSET, mask=live, other=0.0).to(COMPUTE)
         if PATCHED:
@@ -134,7 +135,7 @@ def load_layers(
             beyond = 2 * HALF + tl.arange(0, BLOCK_REST)
             passing = beyond < K_DIM
             there = inside[:, None] & passing[None, :]
-            resting = k_ptr + ((rows * HEADS + head) * K_DIM)[:, None] + beyond[None, :]
+            resting = k_ptr + ((local * HEADS + head) * K_DIM)[:, None] + beyond[None, :]
             rest = tl.load(resting, mask=there, other=0.0).to(COMPUTE)
             if PATCHED:
                 if rank != 0:
@@ -146,7 +147,7 @@ def load_layers(
         column = (task - 1) * BLOCK_V + tl.arange(0, BLOCK_V)
         shown = column < V_DIM
         held = inside[:, None] & shown[None, :]
-        stored = v_ptr + ((rows * HEADS + head) * V_DIM)[:, None] + column[None, :]
+        stored = v_ptr + ((local * HEADS + head) * V_DIM)[:, None] + column[None, :]
         z = tl.load(stored, mask=held, other=0.0).to(COMPUTE)
         if PATCHED:
             if rank != 0:

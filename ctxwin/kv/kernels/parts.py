@@ -6,13 +6,32 @@ The reference says it in the operator's own words: slow, whole spans at once, th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.patch import Patch, apply_patch
 from ctxwin.kv.relocate import relocate
+
+
+@dataclass(frozen=True)
+class ResidentKV:
+    """A copy of a span's KV on the device that serves it; see `ctxwin.kv.kernels.resident`.
+
+    Attributes:
+        k, v: contiguous ``[layers, T, heads, dim]``: the layers and KV heads that are served there.
+        first: number of the first of these layers.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    first: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return self.k.nbytes + self.v.nbytes
 
 
 @dataclass(frozen=True)
@@ -26,6 +45,7 @@ class SpanSlice:
         begin, end: the tokens to serve, counted within the span; ``end=None`` is the span's end. A prefix hit may cut a
             span anywhere.
         approximate: of a hybrid: the state behind it is composed of the span's map on the one in front (`ctxwin.kv.states`).
+        resident: the span's KV on the device, which a kernel may read instead; it holds the same numbers.
     """
 
     span: SpanKV
@@ -34,6 +54,7 @@ class SpanSlice:
     begin: int = 0
     end: int | None = None
     approximate: bool = False
+    resident: ResidentKV | None = field(default=None, repr=False, compare=False)
 
     @property
     def stop(self) -> int:

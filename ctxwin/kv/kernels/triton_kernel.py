@@ -3,7 +3,8 @@
 
 Torch operators take a dozen passes over a layer and as many launches a part; here each number is read once and written
 once, in place of its paged slot where the cache's layout is known (`CacheStrides`). Layers are staged and launched together,
-up to `STAGED_BYTES` of them: small loads are bound by the launches, large ones by the copy from the host.
+up to `STAGED_BYTES` of them: small loads are bound by the launches, large ones by the copy from the host. Parts whose span is
+resident on the device are read where they lie.
 
 Tested under Triton's interpreter and compared with float64 by `make gpu-check`; `choice.choose` compares it with the reference
 on the very device before it is used.
@@ -21,7 +22,7 @@ import triton
 import triton.language as tl
 
 from ctxwin.kv.kernels import fused
-from ctxwin.kv.kernels.parts import SpanSlice, compute_dtype
+from ctxwin.kv.kernels.parts import ResidentKV, SpanSlice, compute_dtype
 from ctxwin.kv.kernels.staging import Field, Staging
 from ctxwin.kv.kernels.strides import CacheStrides
 from ctxwin.kv.layout import KVSpec, RopeSpec
@@ -72,21 +73,30 @@ class TritonKernel:
         self._columns = _columns(spec, heads)
         self._entries, size = self._lay_out()
         self._layers = spec.layers
-        self._many = max(1, min(spec.layers, STAGED_BYTES // ((tokens * self._width + size) * compute.itemsize)))
-        self._shapes = (self._many, tokens, count, spec.k_dim), (self._many, tokens, count, spec.v_dim)
+        self._shapes = (count, spec.k_dim), (count, spec.v_dim)
+        stored = _common([x.dtype for part in parts for x in (part.span.k, part.span.v)], compute)
+        self._residents = [self._resident(part, stored) for part in parts]
+        at = 0
+        self._staged_rows: list[int] = []  # where a part begins among those that are staged
+        for part, resident in zip(parts, self._residents, strict=True):
+            self._staged_rows.append(at)
+            at += part.tokens if resident is None else 0
+        staged = [(at, *shape) for shape in self._shapes]
+        # `layer` gives so many at once, `store` writes so many.
+        self._many = self._at_once(tokens * self._width * compute.itemsize)
+        self._launched = self._at_once((at * self._width + size) * compute.itemsize)
         self._dtype = dtype
         self._outs: list[tuple[torch.Tensor, torch.Tensor]] = []  # two: one may be read while the next one is computed
         self._served = range(0)  # layers that the first of them holds
         self._table = torch.tensor(self._entries, dtype=torch.int64)
-        stored = _common([x.dtype for part in parts for x in (part.span.k, part.span.v)], compute)
         factors = _common([part.patch.dtype for part in parts if part.patch is not None], compute)
         self._staging = Staging(
             [
-                Field((self._many, fused.TARGETS), torch.int64),
-                Field((self._many, *self._table.shape), torch.int64),
-                Field(self._shapes[0], stored),
-                Field(self._shapes[1], stored),
-                Field((self._many, max(size, 1)), factors),
+                Field((self._launched, fused.TARGETS), torch.int64),
+                Field((self._launched, *self._table.shape), torch.int64),
+                Field((self._launched, *staged[0]), stored),
+                Field((self._launched, *staged[1]), stored),
+                Field((self._launched, max(size, 1)), factors),
             ],
             device,
         )
@@ -118,7 +128,7 @@ class TritonKernel:
             "BLOCK_REST": _block(rest),
             "BLOCK_R": BLOCK_RANK,
         }
-        dtypes = {"COMPUTE": _DTYPES[compute], "OUT": _DTYPES[dtype]}
+        dtypes = {"COMPUTE": _DTYPES[compute], "STORED": _DTYPES[stored], "OUT": _DTYPES[dtype]}
         self._fixed: dict[str, Any] = {"FIELDS": fused.FIELDS, "TARGETS": fused.TARGETS, "NARROW": narrow}
         self._fixed |= {**shape, **pairs, **blocked, **dtypes}
         self._fixed["BLOCK_V"] = _block(spec.v_dim, BLOCK_VALUES)
@@ -126,14 +136,17 @@ class TritonKernel:
     def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of layer ``i``; those that follow are computed with it."""
         while len(self._outs) < 2:
-            k, v = (torch.empty(shape, dtype=self._dtype, device=self._device) for shape in self._shapes)
+            shapes = [(self._many, self._starts[-1], *shape) for shape in self._shapes]
+            k, v = (torch.empty(shape, dtype=self._dtype, device=self._device) for shape in shapes)
             self._outs.append((k, v))
         if i not in self._served:
             self._outs.reverse()
             self._served = range(0)
             k, v = self._outs[0]
-            strides = CacheStrides.of_rows(self._shapes[0][1:], self._shapes[1][1:])
-            self._launch(i, list(zip(k, v, strict=True))[: self._layers - i], strides, None)
+            strides = CacheStrides.of_rows(k.shape[1:], v.shape[1:])
+            targets = list(zip(k, v, strict=True))[: self._layers - i]
+            for at in range(0, len(targets), self._launched):
+                self._launch(i + at, targets[at : at + self._launched], strides, None)
             self._served = range(i, min(i + self._many, self._layers))
         k, v = self._outs[0]
         return k[i - self._served.start], v[i - self._served.start]
@@ -147,8 +160,8 @@ class TritonKernel:
             strides: where the numbers of a slot lie in each of them.
             slots: int64 ``[T]``, on the device, each within the caches.
         """
-        for at in range(0, len(caches), self._many):
-            targets = [(cache, cache) for cache in caches[at : at + self._many]]
+        for at in range(0, len(caches), self._launched):
+            targets = [(cache, cache) for cache in caches[at : at + self._launched]]
             self._launch(first + at, targets, strides, slots)
 
     def _launch(
@@ -165,30 +178,43 @@ class TritonKernel:
         entries = [(self._kind_of[i], *pair) for i, pair in zip(layers, addresses, strict=True)]
         staged = self._staging.open()
         staged[0][: len(layers)].copy_(torch.tensor(entries, dtype=torch.int64))
-        self._fill(layers, staged[1:])
+        alignment = self._fill(layers, staged[1:])
         # Only layers that have a patch take its factors along.
         with _on(self._device):
-            table_of_targets, table, stored_k, stored_v, factors = self._staging.send(5 if patched else 4)
+            table_of_targets, table, _, _, factors = self._staging.send(5 if patched else 4)
             tables = (self._blocks, self._turns, self._frames, self._blocks if slots is None else slots)
             sizes = (self._starts[-1], factors.shape[1], self._table.numel())
             launch = {"PATCHED": patched, "PAGED": slots is not None, "BLOCK_SIZE": strides.block_size, "num_warps": 4}
             fused.load_layers[(*self._grid, len(layers))](
-                *(stored_k, stored_v, factors, table, table_of_targets, *tables, *sizes, *strides.k, *strides.v),
+                *(factors, table, table_of_targets, *tables, *sizes, *strides.k, *strides.v),
                 **self._fixed,
                 **launch,
                 ALIGNMENT=math.gcd(16, *(address for pair in addresses for address in pair)),
+                PART_ALIGNMENT=alignment,
                 enable_fp_fusion=True,
             )
 
-    def _fill(self, layers: range, fields: Sequence[torch.Tensor]) -> None:
-        """Puts layers together on the host."""
+    def _fill(self, layers: range, fields: Sequence[torch.Tensor]) -> int:
+        """Puts layers together on the host; return the alignment of their keys and values on the device, in bytes."""
         table, keys, values, factors = (field[: len(layers)] for field in fields)
         table.copy_(self._table)
         stored = slice(layers.start, layers.stop), slice(*self._heads)
-        for j, part in enumerate(self._parts):
-            rows, tokens = slice(self._starts[j], self._starts[j + 1]), slice(part.begin, part.stop)
-            keys[:, rows].copy_(part.span.k[stored[0], tokens, stored[1]])
-            values[:, rows].copy_(part.span.v[stored[0], tokens, stored[1]])
+        staged_k, staged_v = self._staging.tensors[2:4]
+        alignment = 16
+        for j, (part, resident) in enumerate(zip(self._parts, self._residents, strict=True)):
+            if resident is None:
+                first, row = 0, self._staged_rows[j]
+                rows, tokens = slice(row, row + part.tokens), slice(part.begin, part.stop)
+                keys[:, rows].copy_(part.span.k[stored[0], tokens, stored[1]])
+                values[:, rows].copy_(part.span.v[stored[0], tokens, stored[1]])
+                sources = staged_k, staged_v
+            else:
+                first, row, sources = layers.start - resident.first, part.begin, (resident.k, resident.v)
+            for column, source in zip((5, 6), sources, strict=True):
+                layer, token = (step * source.itemsize for step in source.stride()[:2])
+                address = source.data_ptr() + first * layer + row * token
+                table[:, j, column] = torch.arange(address, address + len(layers) * layer, layer) if layer else address
+                alignment = math.gcd(alignment, address, layer)
             if part.patch is None:
                 table[:, j, 2] = 0
                 continue
@@ -197,9 +223,31 @@ class TritonKernel:
                     self._fill_factors(factors[at], j, i)
                 else:
                     table[at, j, 2] = 0
+        return alignment
+
+    def _at_once(self, layer_bytes: int) -> int:
+        """How many layers of so many bytes each are staged, launched or computed together."""
+        return max(1, min(self._layers, STAGED_BYTES // layer_bytes if layer_bytes else self._layers))
+
+    def _resident(self, part: SpanSlice, stored: torch.dtype) -> ResidentKV | None:
+        """The part's KV on the device, where it can be read there; raise ValueError where it is of another shape."""
+        resident = part.resident
+        if resident is None or resident.k.dtype != stored or resident.v.dtype != stored:
+            return None
+        for source, shape in zip((resident.k, resident.v), self._shapes, strict=True):
+            if (
+                source.shape[1:] != (part.span.tokens, *shape)
+                or not source.is_contiguous()
+                or source.device != self._device
+            ):
+                raise ValueError(
+                    f"resident KV must be contiguous [layers, {part.span.tokens}, {shape[0]}, {shape[1]}] on {self._device}, "
+                    f"got {tuple(source.shape)} on {source.device}"
+                )
+        return resident
 
     def _fill_factors(self, factors: torch.Tensor, j: int, layer: int) -> None:
-        part, (_, _, rank, left_at, right) = self._parts[j], self._entries[j]
+        part, (rank, left_at, right) = self._parts[j], self._entries[j][2:5]
         patch, tokens = part.patch, slice(part.begin, part.stop)
         assert patch is not None
         if patch.dense:
@@ -225,7 +273,7 @@ class TritonKernel:
             left_at = at
             right = left_at + (part.tokens * rank if rank >= 0 else 0)
             at = right + (rank if rank >= 0 else part.tokens) * self._width
-            rows.append([self._starts[j], self._starts[j + 1], rank, left_at, right])
+            rows.append([self._starts[j], self._starts[j + 1], rank, left_at, right, 0, 0])
         return rows, at
 
     def _angles(self, rope: RopeSpec, compute: torch.dtype, *, frame: bool) -> torch.Tensor:

@@ -24,6 +24,7 @@ from ctxwin.engines.vllm.transport.shared_memory import DRAFTED, check_room, sum
 from ctxwin.errors import StoreCorrupt, UnsupportedModel
 from ctxwin.kv.basis import SharedBasis
 from ctxwin.kv.kernels import SpanSlice
+from ctxwin.kv.kernels.staging import to_host
 from ctxwin.kv.layout import KVSpec, SpanKV, outputs_in
 from ctxwin.kv.patch import Patch
 from ctxwin.kv.states import States, named, states_in
@@ -31,7 +32,7 @@ from ctxwin.store import codec
 from ctxwin.store.fp8 import unpack_fp8
 from ctxwin.store.lru import LRUCache
 
-LIVE_BYTES = 512 << 20
+LIVE_BYTES = 2 << 30
 """Spans and patches that each endpoint keeps decoded. They are mapped, not copied: the memory is the folder's."""
 _LEAST_BYTES = 32 << 10
 """Counted for a record at least, since a process may have some 65,000 mappings."""
@@ -152,6 +153,7 @@ class SharedMemoryEndpoint(Endpoint):
     ) -> None:
         """Write a capture (this rank's heads) for the engine. Raises OSError where there is no room for it."""
         if self._exists(handle):
+            k, v = to_host(k), to_host(v)
             draft_tensors = {} if drafted is None else dict(zip(DRAFTED, drafted, strict=True))
             blob = codec.encode_tensors({"k": k, "v": v, **draft_tensors, **named(states or {})})
             check_room(self.path, len(blob))
