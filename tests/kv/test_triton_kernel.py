@@ -572,7 +572,8 @@ from triton.compiler import ASTSource
 from ctxwin.kv.kernels.fused import FIELDS, TARGETS, load_layers
 fixed = dict(FIELDS=FIELDS, TARGETS=TARGETS, HEADS=4, K_DIM=128, V_DIM=128, WIDTH=1024, HALF=64, STEP=1, OFFSET=64,
              REST=0, TASKS=3, PATCHED=True, FRAMED=True, PAGED=True, NARROW={narrow}, ALIGNMENT=16, PART_ALIGNMENT=16,
-             BLOCK_SIZE=16, COMPUTE=tl.float32, STORED=tl.bfloat16, OUT=tl.bfloat16, BLOCK_T=16, BLOCK_HALF=64, BLOCK_REST=16, BLOCK_V=64, BLOCK_R=16)
+             BLOCK_SIZE=16, COMPUTE=tl.float32, STORED=tl.bfloat16, OUT=tl.bfloat16, BLOCK_T=16,
+             BLOCK_HALF=64, BLOCK_REST=16, BLOCK_V=64, BLOCK_R=16)
 types = ["*{factors}"] + ["*i64"] * 3 + ["*fp32"] * 2 + ["*i64"] + ["i32"] * 13
 names = load_layers.arg_names
 signature = dict(zip(names, types)) | dict.fromkeys(fixed, "constexpr")
