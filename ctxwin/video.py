@@ -28,21 +28,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 CONTAINERS = (
-    "mov",
-    "matroska",
-    "mpegts",
-    "avi",
-    "mpeg",
-    "flv",
-    "asf",
-    "ogg",
-    "mxf",
-    "nut",
-    "ivf",
-    "gif",
-    "apng",
-    "wtv",
-)
+    "mov", "matroska", "mpegts", "avi", "mpeg", "flv", "asf", "ogg", "mxf", "nut", "ivf", "gif", "apng", "wtv",
+)  # fmt: skip
 _STREAMS = ("h264", "hevc", "m4v", "mpegvideo", "obu", "mjpeg")  # of video without a container
 _SOUND = ("mp3", "wav", "flac", "aac", "aiff")  # opened to report that they have no video
 FORMATS = (*CONTAINERS, *_STREAMS, *_SOUND)

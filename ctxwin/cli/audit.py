@@ -39,18 +39,8 @@ def audit(
             title_justify="left",
             box=None,
         )
-        for name in (
-            "strategy",
-            "standing",
-            "windows",
-            "trials",
-            "changed",
-            "at most",
-            "mean KL",
-            "tokens saved",
-            "served",
-            "since",
-        ):
+        columns = "strategy|standing|windows|trials|changed|at most|mean KL|tokens saved|served|since"
+        for name in columns.split("|"):
             table.add_column(name, justify="left" if name in ("strategy", "standing", "since") else "right")
         for strategy, row in record["ways"].items():
             saved = "" if row["saved"] is None else f"{row['saved']:.0%}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +15,6 @@ from ctxwin.cli.store import AsJson, Tenant, Url, open_existing, show
 
 if TYPE_CHECKING:
     from ctxwin.library import Library
-    from ctxwin.store.base import Store
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Keep files that windows draw from, in a store.")
 
@@ -35,7 +34,7 @@ def ls(
     """List libraries, or the files of one."""
     from ctxwin.library.library import Library, libraries
 
-    with _store(url, tenant) as store:
+    with closing(open_existing(url, tenant)) as store:
         if not name:
             names = sorted(libraries(store))
             show(as_json, {"libraries": names}, *names)
@@ -135,19 +134,10 @@ def import_(
 
 
 @contextmanager
-def _store(url: str, tenant: str, *, create: bool = False) -> Iterator[Store]:
-    store = open_existing(url, tenant, create=create)
-    try:
-        yield store
-    finally:
-        store.close()
-
-
-@contextmanager
 def _library(url: str, name: str, tenant: str, *, create: bool = False) -> Iterator[Library]:
     from ctxwin.library.library import Library
 
-    with _store(url, tenant, create=create) as store:
+    with closing(open_existing(url, tenant, create=create)) as store:
         yield Library(store, name)
 
 

@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-from ctxwin.library.library import Library
+from ctxwin.library.library import Library, LibraryView
 from ctxwin.library.records import Entry, Passage, Row
 from ctxwin.library.retrieval import BM25, Fused, Pictures, Retriever, Vectors
-from ctxwin.library.view import LibraryView
 
 __all__ = ["BM25", "Entry", "Fused", "Library", "LibraryView", "Passage", "Pictures", "Retriever", "Row", "Vectors"]

@@ -54,6 +54,23 @@ def passages_of(name: str, data: bytes, caption: str = "") -> list[Passage]:
     raise BadMedia(f"a file's name must end with one of {' '.join(suffixes)}, got {name!r}; convert it, or add a Chunk")
 
 
+def cut(source: str | Path | bytes | Chunk, name: str, caption: str) -> tuple[list[Passage], int]:
+    """Return the passages of a path, of the bytes of a file or of a chunk, and its size in bytes; raises as `passages_of`."""
+    if isinstance(source, Chunk):
+        words = " ".join(part.text for part in source.parts if part.kind == "text")
+        size = len(words.encode()) + sum(m.shape[0] * m.shape[1] * m.shape[2] * 3 for m in source.media)
+        return [Passage(chunk=source, text=f"{caption} {words}".strip())], size
+    if isinstance(source, bytes):
+        return passages_of(name, source, caption), len(source)
+    path = Path(source)
+    if not path.is_file():
+        raise BadMedia(f"a file must be there and readable, got {str(path)!r}")
+    size = path.stat().st_size
+    if size > MAX_FILE_BYTES:
+        raise BadMedia(f"a file must have at most {MAX_FILE_BYTES:,} bytes, got {size:,} in {name!r}; split it")
+    return passages_of(name, path.read_bytes(), caption), size
+
+
 def _texts(name: str, data: bytes) -> list[str]:
     try:
         text = data.decode("utf-8")

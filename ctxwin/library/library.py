@@ -11,9 +11,9 @@ import logging
 import math
 import re
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -21,14 +21,14 @@ from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
 from ctxwin.errors import BadMedia, ChunkUnavailable, NameTaken, StoreFull, UnknownFile, UnknownVersion
 from ctxwin.hashing import digest
-from ctxwin.library.files import MAX_FILE_BYTES, passages_of
-from ctxwin.library.prepared import prepare
+from ctxwin.library.files import cut
+from ctxwin.library.prepared import lend, prepare
 from ctxwin.library.records import Edition, Entry, Fenced, Granted, Head, Passage, Row, get, put
 from ctxwin.library.retrieval import BM25, Corpus, Retriever
 from ctxwin.library.traces import collect, library_id, note_keys, note_trace, origin_of
-from ctxwin.library.view import Hit, LibraryView, unknown_file
 from ctxwin.store.archive import read_archive, write_archive
 from ctxwin.store.base import Store
+from ctxwin.store.lru import LRUCache
 from ctxwin.store.spans import SpanRepository
 from ctxwin.window.removed import note_present, note_removed
 
@@ -38,6 +38,15 @@ _NAME = re.compile(r"[\w.-]{1,100}")
 _FILE_NAME = re.compile(r"[^\x00-\x1f/\\]{1,255}")
 _CORPORA = 4
 _log = logging.getLogger("ctxwin")
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A passage that was found. ``score`` is the retriever's: comparable within one search only."""
+
+    file: str
+    passage: Passage
+    score: float
 
 
 class Library:
@@ -75,7 +84,7 @@ class Library:
         self.max_bytes, self.max_files, self.max_passages, self.clock = max_bytes, max_files, max_passages, clock
         self.repo = SpanRepository(store, "")
         self._head = Fenced(store, _head_key(name))
-        self._corpora: OrderedDict[str, Corpus] = OrderedDict()
+        self._corpora: LRUCache[Corpus] = LRUCache(_CORPORA)
         self._id = library_id(name)
         self._collected: WeakKeyDictionary[SpanRepository, int] = WeakKeyDictionary()  # at which `Head.removals`
 
@@ -124,7 +133,7 @@ class Library:
         name = name or _named(source)
         self.check_name(name, replace=replace)
         _check_ttl(ttl)
-        return self.add_passages(name, *_cut(source, name, caption), ttl=ttl, replace=replace)
+        return self.add_passages(name, *cut(source, name, caption), ttl=ttl, replace=replace)
 
     def check_name(self, name: str, *, replace: bool = False) -> None:
         """Raise ValueError or NameTaken where no file may be added under ``name``."""
@@ -157,7 +166,7 @@ class Library:
         def change(rows: tuple[Row, ...]) -> tuple[Row, ...]:
             remaining = tuple(r for r in rows if r.name != name)
             if len(remaining) == len(rows):
-                raise UnknownFile(unknown_file(name, self.name))
+                raise UnknownFile(_unknown_file(name, self.name))
             return remaining
 
         self._change(change, {})
@@ -201,7 +210,7 @@ class Library:
             Fenced(self.store, key).update(Granted(), self._ungranted)
         self._drop_editions({key for _, key in head.editions})
         note_removed(origin_of(self._id, key) for key in entries)
-        self._corpora.clear()
+        self._corpora = LRUCache(_CORPORA)
         for repo in {self.repo, *self._collected.keys()}:
             self._collect(repo, set())
 
@@ -332,11 +341,7 @@ class Library:
                     note_keys(self.repo, owner, owned, what)
 
             corpus = Corpus(name, tuple((e.name, p) for e in entries for p in e.passages), self.repo, note)
-            self._corpora[name] = corpus
-        with suppress(KeyError):  # another thread may have dropped it
-            self._corpora.move_to_end(name)
-            while len(self._corpora) > _CORPORA:
-                self._corpora.popitem(last=False)
+            self._corpora.put(name, corpus, 1)
         return corpus
 
     def entry(self, row: Row) -> Entry:
@@ -445,11 +450,57 @@ class Library:
 
         head = self._head.update(Head(name=self.name), update)
         self._drop_editions(dropped)
-        self._corpora.clear()
+        self._corpora = LRUCache(_CORPORA)
         note_removed(origin_of(self._id, key) for key in head.gone)
         for repo in {self.repo, *self._collected.keys()}:
             self._collect(repo, head=head)
         return head
+
+
+@dataclass(frozen=True)
+class LibraryView:
+    """A library as of one version: what a window that opened it then goes on reading."""
+
+    library: Library
+    version: int
+    rows: tuple[Row, ...]
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Names of the files."""
+        return frozenset(row.name for row in self.rows)
+
+    def entry(self, name: str) -> Entry:
+        """A file. Raises UnknownFile, ChunkUnavailable."""
+        for row in self.rows:
+            if row.name == name:
+                return self.library.entry(row)
+        raise UnknownFile(_unknown_file(name, self.library.name))
+
+    def search(self, query: str | Chunk, k: int = 4) -> list[Hit]:
+        """At most ``k`` passages for a question or a picture, best first; among equals those added first.
+
+        Cost: the retriever's; the first search of a version reads its files.
+        """
+        if not isinstance(k, int) or k < 1:
+            raise ValueError(f"k must be an int >= 1, got {k!r}")
+        corpus = self.library.corpus(self.rows)
+        ranked = self.library.retriever.rank(corpus, query, k) if corpus.passages else []
+        return [Hit(*corpus.passages[i], score) for i, score in ranked[:k]]
+
+    def find(self, query: str | Chunk, k: int, engine: Engine) -> list[Chunk]:
+        """The chunks of `search` with their pixels, and what was prepared for ``engine``'s model in its store.
+
+        Their files count as used. Raises ChunkUnavailable.
+        """
+        hits, corpus = self.search(query, k), self.library.corpus(self.rows)
+        self.library.used(list(dict.fromkeys(hit.file for hit in hits)))
+        self.library.sweep(engine)
+        rows = {row.name: row for row in self.rows}
+        origins = {name: self.library.trace(rows[name], engine) for name in {hit.file for hit in hits}}
+        for hit in hits:
+            lend(self.library.repo, hit.passage.chunk, engine)
+        return [corpus.chunk_with_pixels(hit.passage).drawn_from(origins[hit.file]) for hit in hits]
 
 
 def libraries(store: Store) -> Iterator[str]:
@@ -483,21 +534,10 @@ def _named(source: str | Path | bytes | Chunk) -> str:
     return "" if isinstance(source, bytes) else Path(source).name
 
 
-def _cut(source: str | Path | bytes | Chunk, name: str, caption: str) -> tuple[list[Passage], int]:
-    if isinstance(source, Chunk):
-        words = " ".join(part.text for part in source.parts if part.kind == "text")
-        size = len(words.encode()) + sum(m.shape[0] * m.shape[1] * m.shape[2] * 3 for m in source.media)
-        return [Passage(chunk=source, text=f"{caption} {words}".strip())], size
-    if isinstance(source, bytes):
-        return passages_of(name, source, caption), len(source)
-    path = Path(source)
-    if not path.is_file():
-        raise BadMedia(f"a file must be there and readable, got {str(path)!r}")
-    size = path.stat().st_size
-    if size > MAX_FILE_BYTES:
-        raise BadMedia(f"a file must have at most {MAX_FILE_BYTES:,} bytes, got {size:,} in {name!r}; split it")
-    return passages_of(name, path.read_bytes(), caption), size
-
-
 def _name_taken(name: str) -> str:
     return f"a file of a library must have a name of its own, got {name!r} again; replace it, or choose another name"
+
+
+def _unknown_file(name: str, library: str) -> str:
+    """A message for a file that a library does not have."""
+    return f"a file must be one of library {library}, got {name[:300]!r}; it may have expired"

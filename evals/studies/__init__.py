@@ -11,6 +11,7 @@
 | ``python -m evals.studies.text_stream`` | tokens of a sliding text window on a released model, beside prefix caches      |
 | ``python -m evals.studies.ahead``       | the first token behind a slide that was predicted and computed ahead                 |
 | ``python -m evals.studies.trust``       | asks until a model without a profile is served approximately, audits included        |
+| ``python -m evals.studies.promotions`` | how often promotions err on simulated streams, and how long they take               |
 
 Studies whose answer stands in a table of ``evals/results`` are kept under the git tag ``studies-2026-11``.
 

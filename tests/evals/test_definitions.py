@@ -14,11 +14,12 @@ from ctxwin.kv.pooling import fit_basis
 from ctxwin.kv.relocate import relocate
 from ctxwin_evals import decoder as decoder_module
 from ctxwin_evals.arms import BASES, Served, parse_arm, reuse
+from ctxwin_evals.arms.tokens import recompute
 from ctxwin_evals.decoder import Decoder
 from ctxwin_evals.group import Group
 from ctxwin_evals.metrics import kl_divergence
 from ctxwin_evals.patching import Patcher, make_weight
-from ctxwin_evals.tasks.tiny import TASKS, as_item
+from ctxwin_evals.tasks.tiny import TASKS
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
@@ -32,7 +33,7 @@ def decoder(engine: HFEngine) -> Decoder:
 
 
 def group_of(decoder: Decoder, task: str, frames: int = 4, count: int = 3, turnover: float = 0.0) -> Group:
-    items = [as_item(TASKS[task].case(0, i, (frames,), turnover), f"tiny/{task}") for i in range(count)]
+    items = [TASKS[task].case(0, i, (frames,), turnover) for i in range(count)]
     return Group(decoder, items, Patcher(decoder.spec, dtype=torch.float32), HEADER)
 
 
@@ -123,13 +124,14 @@ def test_layers_one_by_one_equal_all_at_once(decoder: Decoder) -> None:
 def test_blocks_equal_the_whole(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     group = group_of(decoder, "multi_hop")
     whole, hidden = decoder.append(group.context, group.behind_system_prompt(3))
-    at = torch.tensor([2, 3, 9, 14, 30, 31])
-    rows = group.recomputed(group.blind, at)
+    chosen = torch.zeros(len(group), group.context_tokens, dtype=torch.bool)
+    chosen[:, [2, 3, 9, 14, 30, 31]] = True
+    rows = recompute(group, group.blind, chosen)
     monkeypatch.setattr(decoder_module, "AT_ONCE", 4)
     blocks, states = decoder.append(group.context, group.behind_system_prompt(3))
     torch.testing.assert_close(states, hidden, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(blocks.v, whole.v, atol=1e-5, rtol=1e-5)
-    for row, again in zip(rows, group.recomputed(group.blind, at), strict=True):
+    for row, again in zip(rows, recompute(group, group.blind, chosen), strict=True):
         torch.testing.assert_close(row[-1].k, again[-1].k, atol=1e-5, rtol=1e-5)
 
 

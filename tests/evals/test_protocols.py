@@ -20,7 +20,7 @@ from ctxwin_evals.metrics import kl_divergence
 from ctxwin_evals.patching import Patcher
 from ctxwin_evals.tasks import open_task
 from ctxwin_evals.tasks.protocols import PROTOCOLS, ProtocolTask
-from ctxwin_evals.tasks.tiny import TASKS, TinyOptions, TinyTask, as_item
+from ctxwin_evals.tasks.tiny import TASKS, TinyOptions, TinyTask
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
@@ -38,7 +38,7 @@ def grouped(decoder: Decoder, items: Sequence[Item]) -> Group:
 
 
 def group_of(decoder: Decoder, name: str, frames: int = 4, count: int = 2, amount: float = 0.0) -> Group:
-    return grouped(decoder, [as_item(TASKS[name].case(0, i, (frames,), amount), f"tiny/{name}") for i in range(count)])
+    return grouped(decoder, [TASKS[name].case(0, i, (frames,), amount) for i in range(count)])
 
 
 def worst_kl(group: Group, arm: str, reference: str = "reprefill") -> float:
@@ -100,7 +100,7 @@ def test_the_stored_order_is_the_item_s_and_its_own_order_is_exact(decoder: Deco
 
 
 def test_an_orbit_of_one_order_is_its_transfer_and_all_orders_leave_the_served_one_out(decoder: Decoder) -> None:
-    items = [as_item(TASKS["reorder"].case(0, i, (4,), 3), "tiny/reorder@3") for i in range(2)]
+    items = [TASKS["reorder"].case(0, i, (4,), 3, task="tiny/reorder@3") for i in range(2)]
     # Without a stored order a transfer takes the first of an orbit's.
     group = grouped(decoder, [replace(item, before=()) for item in items])
     assert worst_kl(group, "orbit:4@1", "transfer:4") < 1e-12
@@ -112,7 +112,7 @@ def test_an_orbit_of_one_order_is_its_transfer_and_all_orders_leave_the_served_o
 
 
 def test_a_stream_no_longer_than_its_window_is_the_prefill_of_it(decoder: Decoder) -> None:
-    items = [as_item(TASKS["history"].case(0, i, (4,), 1), "tiny/history@1") for i in range(2)]
+    items = [TASKS["history"].case(0, i, (4,), 1, task="tiny/history@1") for i in range(2)]
     short = [replace(item, before=item.placed) for item in items]
     group = grouped(decoder, short)
     assert worst_kl(group, "survivor") < 1e-6
@@ -120,7 +120,7 @@ def test_a_stream_no_longer_than_its_window_is_the_prefill_of_it(decoder: Decode
 
 def test_a_slide_by_one_differs_from_what_saw_everything_only_by_the_newest(decoder: Decoder) -> None:
     """Survivors of the first slide saw what left; the newest chunk is computed behind them and did not see it."""
-    item = as_item(TASKS["history"].case(0, 0, (4,), 1), "tiny/history@1")
+    item = TASKS["history"].case(0, 0, (4,), 1, task="tiny/history@1")
     streamed, whole = grouped(decoder, [item]), grouped(decoder, [replace(item, meta={})])
     for i in range(3):
         torch.testing.assert_close(streamed.survivors[0][i].v, whole.survivors[0][i].v, atol=1e-5, rtol=1e-5)

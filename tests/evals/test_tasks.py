@@ -32,13 +32,13 @@ def test_the_truth_is_the_answer_over_what_is_placed(name: str) -> None:
     for i in range(10):
         case = TASKS[name].case(0, i, FRAMES, AMOUNTS[name])
         placed = [case.frames[f] for f in case.placed]
-        mark = int(case.question[-3:-1])
-        assert case.truth == answer(placed, case.question)
+        mark = int(case.query[-3:-1])
+        assert case.target == answer(placed, case.query)
         assert mark in placed[case.asked].marks
         assert sum(mark in f.marks for f in placed) == 1
         if case.before:
-            was = answer([case.frames[f] for f in case.before], case.question)
-            assert case.meta["control"] == (was == case.truth)
+            was = answer([case.frames[f] for f in case.before], case.query)
+            assert case.meta["control"] == (was == case.target)
             assert {*case.before, *case.placed} == set(range(len(case.frames)))
 
 
@@ -48,11 +48,11 @@ def test_a_slide_takes_the_leading_frame_and_what_depends_on_it() -> None:
             case = TASKS[name].case(1, i, FRAMES)
             assert case.before == tuple(range(len(case.frames)))
             assert case.placed == case.before[1:]
-            mark = int(case.question[-3:-1])
+            mark = int(case.query[-3:-1])
             front = antecedents(case.frames, mark)
             assert (front == (0,)) if needed else (front and 0 not in front)
-            assert (answer(case.frames, case.question) != case.truth) == needed
-            assert not needed or case.truth == "grey"
+            assert (answer(case.frames, case.query) != case.target) == needed
+            assert not needed or case.target == "grey"
 
 
 def test_a_repeated_legend_leaves_and_the_answer_stays() -> None:
@@ -61,7 +61,7 @@ def test_a_repeated_legend_leaves_and_the_answer_stays() -> None:
         copies = [f for f in case.placed if case.frames[f] == case.frames[0]]
         assert copies and case.placed == case.before[1:] and case.meta["control"]
         others = [case.frames[f] for f in case.placed if f not in copies]
-        assert answer(others, case.question) != case.truth == answer(case.frames, case.question)
+        assert answer(others, case.query) != case.target == answer(case.frames, case.query)
 
 
 @pytest.mark.parametrize("turnover", [0.0, 0.25, 0.5, 1.0])
@@ -75,7 +75,7 @@ def test_a_recall_replaces_the_share_in_front(turnover: float) -> None:
         assert case.asked == front
         for frames in (case.placed, case.before):
             kinds = {q.text: q.kind for q in all_questions([case.frames[f] for f in frames])}
-            assert kinds[case.question] == "multi_hop"
+            assert kinds[case.query] == "multi_hop"
 
 
 @pytest.mark.parametrize("slides", [1, 4, 16])
@@ -84,7 +84,7 @@ def test_a_history_places_the_end_of_its_stream(slides: int) -> None:
         case = TASKS["history"].case(0, i, FRAMES, slides)
         assert case.before == tuple(range(len(case.placed) + slides)) and case.placed == case.before[slides:]
         assert case.meta["stream_window"] == len(case.placed)
-        assert sum(int(case.question[-3:-1]) in f.marks for f in case.frames) == 1
+        assert sum(int(case.query[-3:-1]) in f.marks for f in case.frames) == 1
 
 
 def test_divergent_antecedents_are_what_their_names_say() -> None:
@@ -110,7 +110,7 @@ def test_excess_frames_have_no_part_in_the_answer_and_changed_ones_may(count: in
             assert len(case.placed) == 3 + count and case.before == (0, 1, 2) and case.meta["control"]
             kept = [f for f in case.placed if f in case.before]
             assert kept == [0, 1, 2]
-            legends = antecedents([case.frames[f] for f in case.placed], int(case.question[-3:-1]))
+            legends = antecedents([case.frames[f] for f in case.placed], int(case.query[-3:-1]))
             assert all(case.placed[f] in (0, 1) for f in legends)
             assert case.placed[:count] == tuple(range(3, 3 + count)) if name == "excess" else case.placed[0] == 0
         case = TASKS["changed"].case(0, i, FRAMES, count)
@@ -122,11 +122,11 @@ def test_every_order_of_three_and_four_predecessors_is_asked_about_and_24_of_six
     task, orders = TASKS["reorder"], {3: 5, 4: 23, 6: 24}[count]
     cases = [task.case(0, i, FRAMES, count) for i in range(2 * orders)]
     for context in (cases[:orders], cases[orders:]):
-        assert {c.frames for c in context} == {context[0].frames} and len({c.question for c in context}) == 1
+        assert {c.frames for c in context} == {context[0].frames} and len({c.query for c in context}) == 1
         met = {c.placed for c in context}
         assert len(met) == orders <= factorial(count) - 1 and tuple(range(count + 1)) not in met
         assert all(c.placed[-1] == count and c.asked == count and c.before == tuple(range(count + 1)) for c in context)
-    assert {c.context for c in cases} == {0, 1} and cases[0].frames != cases[-1].frames
+    assert {c.cluster for c in cases} == {"0", "1"} and cases[0].frames != cases[-1].frames
 
 
 def test_too_few_frames_are_refused() -> None:

@@ -111,7 +111,7 @@ def test_a_huge_file_a_missing_one_and_too_many_are_refused(
     shelf.add(b"12", "b.txt")
     with pytest.raises(BadMedia, match="at most 2 files, got 3"):
         shelf.add(b"1", "c.txt")
-    monkeypatch.setattr("ctxwin.library.library.MAX_FILE_BYTES", 3)
+    monkeypatch.setattr("ctxwin.library.files.MAX_FILE_BYTES", 3)
     (tmp_path / "long.txt").write_text("1234")
     with pytest.raises(BadMedia, match="split it"):
         shelf.add(tmp_path / "long.txt")

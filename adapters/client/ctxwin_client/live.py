@@ -100,9 +100,8 @@ class AsyncLiveStream:
         self, query: str, max_tokens: int = 32, *, now: bool = False, **options: Unpack[AskOptions]
     ) -> Answer:
         """Answer over all frames pushed so far, or, with ``now``, over those already placed; else as `ctxwin.Window.ask`."""
-        async with contextlib.aclosing(
-            self._exchange("ask", query=query, max_tokens=max_tokens, now=now, **transport.options_to_json(options))
-        ) as messages:
+        question = transport.question(query, max_tokens, options, now=now)
+        async with contextlib.aclosing(self._exchange("ask", **question)) as messages:
             async for message in messages:
                 if message["type"] == "answer":
                     return serialization.answer_from(message["answer"])
@@ -112,9 +111,8 @@ class AsyncLiveStream:
         self, query: str, max_tokens: int = 32, *, now: bool = False, **options: Unpack[AskOptions]
     ) -> AsyncGenerator[str]:
         """`ask`, yielding the text as it is generated. Closing it early stops the server."""
-        async with contextlib.aclosing(
-            self._exchange("ask", query=query, max_tokens=max_tokens, now=now, **transport.options_to_json(options))
-        ) as messages:
+        question = transport.question(query, max_tokens, options, now=now)
+        async with contextlib.aclosing(self._exchange("ask", **question)) as messages:
             async for message in messages:
                 if message["type"] == "text":
                     yield message["text"]

@@ -90,11 +90,11 @@ async def async_client_of(client: OpenAI, async_client: AsyncOpenAI | None) -> A
         yield temporary
 
 
-def options_to_json(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a question as JSON, with libraries by name."""
+def question(query: str, max_tokens: int, options: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """Return a question with its options as JSON, with libraries by name."""
     libraries = options.get("libraries")
     names = {} if libraries is None else {"libraries": [getattr(library, "name", library) for library in libraries]}
-    return {**options, **names}
+    return {"query": query, "max_tokens": max_tokens, **more, **options, **names}
 
 
 def _request(path: str, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -179,9 +179,7 @@ class RemoteWindow:
 
     def look_back(self, query: str | Chunk, *, reserve_tokens: int = 0) -> list[str]:
         """Recall the chunks that match ``query`` (an id, words or a picture), evicting others if needed. Returns the ids."""
-        if isinstance(query, str):
-            return list(self._post("look_back", query=query, reserve_tokens=reserve_tokens)["recalled"])
-        return list(self._place("look_back", "query", query, reserve_tokens=reserve_tokens)["recalled"])
+        return list(self._search("look_back", query, reserve_tokens=reserve_tokens)["recalled"])
 
     def retrieve(
         self, query: str | Chunk, library: RemoteLibrary | str, k: int = 4, *, reserve_tokens: int = 0
@@ -189,9 +187,7 @@ class RemoteWindow:
         """Place the ``k`` passages that a library of the server finds for ``query``, best first. Returns the ids."""
         name = library if isinstance(library, str) else library.name
         body = {"library": name, "k": k, "reserve_tokens": reserve_tokens}
-        if isinstance(query, str):
-            return list(self._post("retrieve", query=query, **body)["placements"])
-        return list(self._place("retrieve", "query", query, **body)["placements"])
+        return list(self._search("retrieve", query, **body)["placements"])
 
     def reorder(self, ids: Sequence[str]) -> None:
         """Reorder the placed chunks; ``ids`` must be a permutation of them."""
@@ -225,16 +221,14 @@ class RemoteWindow:
 
     def ask(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> Answer:
         """Answer ``query`` over the placed chunks; takes the options of `ctxwin.Window.ask`. Cost: as given by `plan`."""
-        return serialization.answer_from(
-            self._post("ask", query=query, max_tokens=max_tokens, **transport.options_to_json(options))
-        )
+        return serialization.answer_from(self._post("ask", **transport.question(query, max_tokens, options)))
 
     def stream(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> RemoteStream:
         """Like `ask`, yielding text as it is generated; the iterator's ``answer`` holds the Answer at the end.
 
         Closing the iterator early stops the server and leaves the window unchanged.
         """
-        body = {"query": query, "max_tokens": max_tokens, "stream": True, **transport.options_to_json(options)}
+        body = transport.question(query, max_tokens, options, stream=True)
         return RemoteStream(transport.stream(self._client, self._path("ask"), body))
 
     async def aask(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> Answer:
@@ -312,6 +306,11 @@ class RemoteWindow:
     def _post(self, operation: str, **body: Any) -> dict[str, Any]:
         return dict(transport.post(self._client, self._path(operation), body))
 
+    def _search(self, operation: str, query: str | Chunk, **body: Any) -> dict[str, Any]:
+        if isinstance(query, str):
+            return self._post(operation, query=query, **body)
+        return self._place(operation, "query", query, **body)
+
     def _place(self, operation: str, name: str, content: Chunk | list[Chunk], **body: Any) -> dict[str, Any]:
         """Post with ``content`` as ``name``; upload chunks that the server lacks or has dropped."""
         path, chunks = self._path(operation), content if isinstance(content, list) else [content]
@@ -330,7 +329,7 @@ class RemoteWindow:
             return dict(transport.post(self._client, path, body))
 
     async def _events(self, query: str, max_tokens: int, options: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
-        body = {"query": query, "max_tokens": max_tokens, "stream": True, **transport.options_to_json(options)}
+        body = transport.question(query, max_tokens, options, stream=True)
         async with transport.async_client_of(self._client, self._async_client) as client:
             stream = await transport.astream(client, self._path("ask"), body)
             try:

@@ -1,16 +1,21 @@
-"""Uniform errors on each API: Anthropic's on ``/v1/messages``, OpenAI's on everything else below ``/v1/``.
+"""Errors over HTTP: our exceptions as responses, and uniform errors on each API.
 
-The servers around our routes use shapes of their own: FastAPI's ``{"detail": ...}`` where there is no route, and vLLM's on
-requests that it cannot read, whichever API they are of.
+The shape is Anthropic's on ``/v1/messages``, and OpenAI's on everything else below ``/v1/``. The servers around our routes use
+shapes of their own: FastAPI's ``{"detail": ...}`` where there is no route, and vLLM's on requests that it cannot read, whichever
+API they are of.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Message, Scope, Send
+
+from ctxwin.errors import BudgetExceeded, CtxwinError, StoreFull
+from ctxwin_client.errors import KINDS, Kind
 
 MESSAGES = "/v1/messages"
 _MOST = 1 << 20
@@ -32,6 +37,31 @@ _ELSEWHERE = {
     "images": "this server writes text only",
 }
 """Alternatives to routes that do not exist, by the path below ``/v1/``."""
+
+
+_INTERNAL = Kind(Exception, 500, "internal_error", "server_error")
+
+
+def kind_of(error: BaseException) -> Kind:
+    """Return the `Kind` of ``error``."""
+    return next((kind for kind in KINDS if isinstance(error, kind.error)), _INTERNAL)
+
+
+def to_body(error: BaseException) -> tuple[int, dict[str, Any]]:
+    """Return the HTTP status and the body in OpenAI's shape. Unexpected errors do not show their message."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        error = StoreFull("a disk or the shared memory of the server is full; make room there, then try again")
+    kind = kind_of(error)
+    # Python's own LookupErrors are bugs of ours; their messages are keys and indices.
+    ours = isinstance(error, CtxwinError | ValueError | TypeError | AssertionError)
+    if kind is _INTERNAL or not ours:
+        kind, message = _INTERNAL, "the server failed on this request; its log says why"
+    else:
+        message = str(error) or type(error).__name__
+    fields: dict[str, Any] = {"message": message, "type": kind.type, "param": None, "code": kind.code}
+    if isinstance(error, BudgetExceeded):
+        fields |= {"needed": error.needed, "budget": error.budget}
+    return kind.status, {"error": fields}
 
 
 def reshape_errors(scope: Scope, send: Send) -> Send:

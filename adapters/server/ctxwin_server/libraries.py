@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.errors import CtxwinError, StoreFull, StoreUnavailable
-from ctxwin.library.library import Library, granted, libraries
+from ctxwin.library.library import Hit, Library, granted, libraries
 from ctxwin.library.records import Row
 from ctxwin.library.traces import collect, library_id, traced_libraries
-from ctxwin.library.view import Hit
 from ctxwin_client.errors import NotAllowed, UnknownLibrary
 from ctxwin_server.limits import Limits
 

@@ -15,8 +15,8 @@ from pydantic import Field
 
 from ctxwin.errors import UnknownFile
 from ctxwin.hashing import digest
+from ctxwin.library.library import Hit
 from ctxwin.library.records import Row
-from ctxwin.library.view import Hit
 from ctxwin.validation import validate
 from ctxwin_server.endpoints import LIBRARIES
 from ctxwin_server.multipart import Form, read_form

@@ -16,7 +16,8 @@ from typing import Any
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ctxwin.errors import CtxwinError, EngineFailed
-from ctxwin_client.errors import TooLarge, TooManyRequests, kind_of, to_body
+from ctxwin_client.errors import TooLarge, TooManyRequests
+from ctxwin_server.error_shape import kind_of, to_body
 from ctxwin_server.fair import BackgroundWork
 from ctxwin_server.service import Service, TenantState
 from ctxwin_server.streams import LiveAsk, LiveOptions, LiveStream, Push, Recall, read_message

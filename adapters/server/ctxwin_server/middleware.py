@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ctxwin import tracing
 from ctxwin.hashing import digest
-from ctxwin_client.errors import MemoryShort, NotAllowed, TooLarge, to_body
+from ctxwin_client.errors import MemoryShort, NotAllowed, TooLarge
 from ctxwin_server import compaction
 from ctxwin_server.authentication import OPEN, authenticate
 from ctxwin_server.compaction import CompactEdit, Compaction, read_summary, request_for, resume, take_compaction
@@ -31,7 +31,7 @@ from ctxwin_server.endpoints import (
     is_ours,
     names_chunks,
 )
-from ctxwin_server.error_shape import reshape_errors
+from ctxwin_server.error_shape import reshape_errors, to_body
 from ctxwin_server.expansion import expand
 from ctxwin_server.isolation import bind, check_options, check_scores, plain_salt
 from ctxwin_server.lazy_drops import Bounds

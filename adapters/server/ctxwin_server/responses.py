@@ -15,7 +15,7 @@ from sse_starlette import EventSourceResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from ctxwin_client.errors import kind_of, to_body
+from ctxwin_server.error_shape import kind_of, to_body
 from ctxwin_server.fair import BackgroundWork
 from ctxwin_server.service import STATE, TENANT, Service
 

@@ -20,9 +20,9 @@ from ctxwin.validation import validate
 from ctxwin.window import serialization
 from ctxwin.window.answer import Answer
 from ctxwin.window.window import Window
-from ctxwin_client.errors import to_body
 from ctxwin_server.audit_log import RECORDED
 from ctxwin_server.endpoints import ABOUT, CHUNKS, READY, WINDOWS
+from ctxwin_server.error_shape import to_body
 from ctxwin_server.fair import Put, Stopped
 from ctxwin_server.info import describe_server
 from ctxwin_server.library_routes import libraries

@@ -298,26 +298,16 @@ def basis(
             shared_basis = fit(engine, contexts_for(engine, settings, images, max_pixels or None), settings, advance)
             share = shared_basis.rank * shared_basis.basis.right.element_size() / engine.spec.kv.span_bytes(1)
         path = write_basis(shared_basis, name, output)
-        own_basis, count, layers_kept = (
-            find_basis(name),
-            shared_basis.basis.meta["deficits"],
-            list(shared_basis.basis.layers),
-        )
+        own_basis, fitted = find_basis(name), shared_basis.basis
+        count, layers_kept = fitted.meta["deficits"], list(fitted.layers)
         in_use = own_basis is not None and own_basis.id == shared_basis.id
         if as_json:
-            about = {
-                "id": shared_basis.id,
-                "rank": shared_basis.rank,
-                "layers": layers_kept,
-                "bytes": shared_basis.basis.nbytes,
-                "deficits": count,
-            }
-            print_json({**about, "share": share, "date": shared_basis.date, "file": str(path), "followed": in_use})
+            about = {"id": shared_basis.id, "rank": shared_basis.rank, "layers": layers_kept, "bytes": fitted.nbytes}
+            about |= {"deficits": count, "share": share, "date": shared_basis.date, "file": str(path)}
+            print_json({**about, "followed": in_use})
             return
-        say(
-            f"{shared_basis.rank} directions over layers {layers_kept}, {shared_basis.basis.nbytes:,} bytes once for the model",
-            bold=True,
-        )
+        bytes_once = f"{fitted.nbytes:,} bytes once for the model"
+        say(f"{shared_basis.rank} directions over layers {layers_kept}, {bytes_once}", bold=True)
         say(
             f"fitted on {count} chunks of {contexts} contexts; a patch of all directions takes {share:.1%} of its chunk's KV "
             "in bf16"

@@ -209,10 +209,6 @@ def errors() -> Iterator[None]:
         raise typer.Exit(2) from error
 
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-
 def read_config(path: Path, parameters: Mapping[str, str]) -> dict[str, Any]:
     """The options that a YAML file sets, as parameter names and values; lists become comma-separated text.
 

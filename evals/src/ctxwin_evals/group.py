@@ -307,19 +307,6 @@ class Group:
         """The system prompt and a row of placed spans an item."""
         return self.decoder.memory([[self.system_prompt_span, *row] for row in rows])
 
-    def recomputed(self, rows: Sequence[Sequence[SpanKV]], at: Tensor) -> list[list[SpanKV]]:
-        """``rows`` with some placed tokens computed in context: one forward over these tokens only.
-
-        Each of them sees all slots before it, recomputed or not, layer by layer: selective attention in a single
-        step (MPIC, section 4.1), the strongest form of recomputing tokens. ``rows`` are spans by item and place, ``at`` is
-        int64 ``[B, n]`` (or ``[n]`` for all), indices among the placed tokens, ascending.
-        """
-        at = at if at.ndim == 2 else at[None].expand(len(self), -1)
-        memory = self.memory(rows)
-        if at.shape[1]:
-            self.decoder.run(self.context.pick(at), memory, at + self.system_prompt_span.tokens)
-        return self.spans(memory)
-
     def spans(self, memory: Memory) -> list[list[SpanKV]]:
         """The placed chunks of a memory of system prompt and placed slots, by item and place."""
         return [self.placed_spans(memory, b, item.placed) for b, item in enumerate(self.items)]

@@ -20,7 +20,7 @@ from ctxwin_evals.measure import BATCH, Measurer, by_shape
 from ctxwin_evals.patching import Patcher, Weighting, fitted
 from ctxwin_evals.samples import FORMAT, Sample, Samples, open_samples
 from ctxwin_evals.tasks import SUITES
-from ctxwin_evals.tasks.tiny import TinyOptions, as_item, fit_cases
+from ctxwin_evals.tasks.tiny import TinyOptions, fit_cases
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
@@ -191,7 +191,7 @@ class Runner:
         if not self._decoder.engine.spec.vision:
             raise ValueError("weights and shared bases are fitted on pictures: the model must see, got a text model")
         cases = fit_cases(0, self.settings.basis_items, TinyOptions().frames)
-        for part in by_shape([as_item(case, f"tiny/{case.task}") for case in cases]):
+        for part in by_shape(cases):
             yield Group(self._decoder, part, Patcher(self._decoder.spec), self.settings.system_prompt)
 
 

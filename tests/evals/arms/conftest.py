@@ -15,7 +15,7 @@ from ctxwin_evals.group import Group
 from ctxwin_evals.items import Item
 from ctxwin_evals.metrics import kl_divergence
 from ctxwin_evals.patching import Patcher
-from ctxwin_evals.tasks.tiny import TASKS, as_item
+from ctxwin_evals.tasks.tiny import TASKS
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
@@ -57,7 +57,7 @@ class Bench:
         return Group(self.decoder, items, Patcher(self.decoder.spec, dtype=torch.float32), HEADER)
 
     def tiny(self, task: str = "multi_hop", frames: int = 3, count: int = 2, turnover: float = 0.0) -> Group:
-        return self.of([as_item(TASKS[task].case(0, i, (frames,), turnover), f"tiny/{task}") for i in range(count)])
+        return self.of([TASKS[task].case(0, i, (frames,), turnover) for i in range(count)])
 
     def mixed(self, seed: int = 0, **fields: object) -> Group:
         return self.of([item_of(mixed_chunks, seed, **fields)])

@@ -18,7 +18,7 @@ from ctxwin_evals.generation import Reading, forced_logits, generate
 from ctxwin_evals.group import Group
 from ctxwin_evals.items import Item
 from ctxwin_evals.patching import Patcher
-from ctxwin_evals.tasks.tiny import TASKS, as_item
+from ctxwin_evals.tasks.tiny import TASKS
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
@@ -27,7 +27,7 @@ HEADER = "You watch a camera."
 
 
 def group_of(decoder: Decoder, count: int = 2) -> Group:
-    items = [as_item(TASKS["multi_hop"].case(0, i, (3,)), "tiny/multi_hop") for i in range(count)]
+    items = [TASKS["multi_hop"].case(0, i, (3,)) for i in range(count)]
     return Group(decoder, items, Patcher(decoder.spec), HEADER)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ctxwin_evals.arms import BASES, parse_arm
 from ctxwin_evals.decoder import Decoder
-from ctxwin_evals.tasks.tiny import TASKS, as_item
+from ctxwin_evals.tasks.tiny import TASKS
 
 if TYPE_CHECKING:
     from ctxwin_evals.arms import Arm, Served
@@ -38,7 +38,7 @@ CASES = [
 
 
 def single(bench: Bench, task: str, amount: float) -> Group:
-    return bench.of([as_item(TASKS[task].case(3, 1, (4,), amount), f"tiny/{task}")])
+    return bench.of([TASKS[task].case(3, 1, (4,), amount)])
 
 
 def on_task(name: str, task: str) -> Arm:
@@ -110,7 +110,7 @@ def test_what_is_formed_once_is_counted_apart(bench: Bench, task: str, name: str
 
 
 def test_an_orbit_is_formed_behind_every_order_that_is_averaged(bench: Bench) -> None:
-    item = as_item(TASKS["multi_hop"].case(3, 1, (4,), 0.0), "tiny/multi_hop")
+    item = TASKS["multi_hop"].case(3, 1, (4,), 0.0)
     group = bench.of([replace(item, asked=3)])
     one = parse_arm("orbit:2").serve(group)[0]
     assert one is not None

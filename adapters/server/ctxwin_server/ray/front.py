@@ -12,7 +12,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from ctxwin.errors import EngineFailed
-from ctxwin_client.errors import TooLarge, TooManyRequests, to_body
+from ctxwin_client.errors import TooLarge, TooManyRequests
+from ctxwin_server.error_shape import to_body
 from ctxwin_server.limits import BodyBytes, Limits
 from ctxwin_server.ray.hints import Request, hint_of
 from ctxwin_server.ray.owners import learn

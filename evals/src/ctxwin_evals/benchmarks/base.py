@@ -23,6 +23,7 @@ from ctxwin_evals.items import Item, Task
 _log = logging.getLogger("ctxwin.evals")
 _NAMED = 10
 """Odd rows that are named in the log; all are counted."""
+_BATCH = 256
 _Row = TypeVar("_Row", bound=BaseModel)
 
 
@@ -254,6 +255,31 @@ def read_line_at(path: Path, offset: int) -> Any:
     with path.open("rb") as file:
         file.seek(offset)
         return _parse(file.readline(), f"{path} at byte {offset}")
+
+
+def read_parquet(
+    path: Path, data_set: str, columns: Sequence[str], unread: Sequence[str] = ()
+) -> Iterator[tuple[str, int, int, dict[str, Any]]]:
+    """Rows of a parquet file as (place for messages, row group, row in it, columns).
+
+    Raises ValueError for a damaged file, and for one without these columns or those that are left ``unread``.
+    """
+    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+    try:
+        with pq.ParquetFile(path) as file:
+            lacking = [name for name in (*columns, *unread) if name not in file.schema_arrow.names]
+            if lacking:
+                raise ValueError(f"{path} must have the columns of {data_set}, got none named {', '.join(lacking)}")
+            at = 0
+            for group in range(file.num_row_groups):
+                batches = file.iter_batches(_BATCH, row_groups=[group], columns=list(columns))
+                rows = enumerate(row for batch in batches for row in batch.to_pylist())
+                yield from ((f"{path} row {at + number}", group, number, row) for number, row in rows)
+                at += file.metadata.row_group(group).num_rows
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path} must be a whole parquet file, got {error}") from error
 
 
 def _parse(raw: bytes, where: str) -> Any:

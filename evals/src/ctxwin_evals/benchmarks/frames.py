@@ -137,13 +137,13 @@ def fit(pixels: Pixels, max_pixels: int | None) -> Pixels:
     return np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC))
 
 
-def load_picture(path: Path, max_pixels: int | None) -> Path | Pixels:
-    """Return the argument of `Chunk.image`: the path itself, or pixels if the picture is scaled. Raises BadMedia."""
+def load_picture(picture: Path | bytes, max_pixels: int | None) -> Path | bytes | Pixels:
+    """Return the argument of `Chunk.image`: the picture itself, or pixels if it is scaled. Raises BadMedia."""
     if max_pixels is None:
-        return path
-    pixels: Pixels = as_rgb(path)
+        return picture
+    pixels: Pixels = as_rgb(picture)
     smaller = fit(pixels, max_pixels)
-    return path if smaller is pixels else smaller
+    return picture if smaller is pixels else smaller
 
 
 @contextmanager

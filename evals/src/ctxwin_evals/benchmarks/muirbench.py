@@ -17,9 +17,8 @@ from pydantic import BaseModel, Field
 
 from ctxwin.chunk import Chunk
 from ctxwin.hashing import digest
-from ctxwin.media import as_rgb
-from ctxwin_evals.benchmarks.base import DataOptions, DataTask, checked
-from ctxwin_evals.benchmarks.frames import fit
+from ctxwin_evals.benchmarks.base import DataOptions, DataTask, checked, read_parquet
+from ctxwin_evals.benchmarks.frames import load_picture
 from ctxwin_evals.benchmarks.prompt import cut_text
 from ctxwin_evals.items import Item, Scored
 
@@ -61,10 +60,12 @@ class MuirBench(DataTask):
         index = -1
         paths = sorted(root.glob("data/test*.parquet")) or [self.annotations(root / "data" / "test.parquet")]
         for path in paths:
-            for where, group, number, values in _rows(path):
+            for where, group, number, values in read_parquet(
+                path, "MuirBench", list(Row.model_fields), ("image_list",)
+            ):
                 index += 1
                 try:
-                    row = checked(Row, values, where)
+                    row = checked(Row, {name: value for name, value in values.items() if value is not None}, where)
                     item = self._item(index, row, path, group, number, where)
                 except ValueError as error:
                     yield where, where, error
@@ -139,32 +140,11 @@ def read_answer(answer: str, options: Sequence[str]) -> str:
     return ""
 
 
-def _rows(path: Path) -> Iterator[tuple[str, int, int, dict[str, Any]]]:
-    """(place for messages, row group, row in it, columns) of a file, without its pictures."""
-    import pyarrow as pa  # type: ignore[import-untyped]
-    import pyarrow.parquet as pq  # type: ignore[import-untyped]
-
-    try:
-        with pq.ParquetFile(path) as file:
-            there = set(file.schema_arrow.names)
-            lacking = [name for name in (*Row.model_fields, "image_list") if name not in there]
-            if lacking:
-                raise ValueError(f"{path} must have the columns of MuirBench, got none named {', '.join(lacking)}")
-            at = 0
-            for group in range(file.num_row_groups):
-                rows = file.read_row_group(group, columns=list(Row.model_fields)).to_pylist()
-                for number, row in enumerate(rows):
-                    yield f"{path} row {at + number}", group, number, {k: v for k, v in row.items() if v is not None}
-                at += len(rows)
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path} must be a whole parquet file, got {error}") from error
-
-
 def _chunks(
     path: Path, group: int, number: int, where: str, parts: Sequence[Sequence[str]], max_pixels: int | None
 ) -> list[Chunk]:
     """The texts and the pictures of one question, read when they are asked for."""
-    import pyarrow.parquet as pq
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
     with pq.ParquetFile(path) as file:
         pictures = file.read_row_group(group, columns=["image_list"])["image_list"][number].as_py()
@@ -175,10 +155,5 @@ def _chunks(
     chunks: list[Chunk] = []
     for texts, picture in zip(parts, pictures, strict=True):
         chunks += [Chunk.text(text) for text in texts]
-        data: Any = picture["bytes"]
-        if max_pixels is not None:
-            pixels = as_rgb(data)
-            smaller = fit(pixels, max_pixels)
-            data = data if smaller is pixels else smaller
-        chunks.append(Chunk.image(data))
+        chunks.append(Chunk.image(load_picture(picture["bytes"], max_pixels)))
     return chunks

@@ -21,7 +21,7 @@ from pydantic import BaseModel, model_validator
 
 from ctxwin.chunk import Chunk
 from ctxwin.hashing import digest
-from ctxwin_evals.benchmarks.base import DataOptions, DataTask, Missing, checked
+from ctxwin_evals.benchmarks.base import DataOptions, DataTask, Missing, checked, read_parquet
 from ctxwin_evals.benchmarks.frames import frames_taken, sample_frames
 from ctxwin_evals.items import Item, Scored
 
@@ -34,7 +34,6 @@ INSTRUCTION = (
     "(A, B, C, or D) of the correct option.\n"
 )
 SUBTITLES = "This video's subtitles are listed below:\n"
-_BATCH = 256
 _TAG = re.compile(r"<[^<>]*>|\{\\[^{}]*\}")
 
 
@@ -111,23 +110,11 @@ class VideoMME(DataTask):
             yield where, row.question_id, entry
 
     def _rows(self, path: Path) -> Iterator[tuple[str, Row | ValueError]]:
-        import pyarrow as pa  # type: ignore[import-untyped]
-        import pyarrow.parquet as pq  # type: ignore[import-untyped]
-
-        try:
-            with pq.ParquetFile(path) as file:
-                lacking = [c for c in COLUMNS if c not in file.schema_arrow.names]
-                if lacking:
-                    raise ValueError(f"{path} must have the columns of Video-MME, got none named {', '.join(lacking)}")
-                batches = file.iter_batches(_BATCH, columns=list(COLUMNS))
-                for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
-                    where = f"{path} row {number}"
-                    try:
-                        yield where, checked(Row, row, where)
-                    except ValueError as error:
-                        yield where, error
-        except (pa.ArrowException, OSError) as error:
-            raise ValueError(f"{path} must be a whole parquet file, got {error}") from error
+        for where, _, _, row in read_parquet(path, "Video-MME", COLUMNS):
+            try:
+                yield where, checked(Row, row, where)
+            except ValueError as error:
+                yield where, error
 
     def _item(self, index: int, row: Row, video: Path, subtitles: Path) -> Item:
         o = self.options

@@ -31,21 +31,8 @@ WIDTH, HEIGHT, ROWS, SIZE = 448, 448, 8, 22
 """A page in pixels (multiples of 28: 256 tokens on Qwen2.5-VL), its rows, and the letters' height."""
 FIRST = ("Ada", "Boris", "Chen", "Dora", "Emil", "Farah", "Goran", "Hana", "Ivo", "Jun", "Kira", "Leon", "Mona", "Nils")
 LAST = (
-    "Abel",
-    "Brandt",
-    "Costa",
-    "Duval",
-    "Eriks",
-    "Fuchs",
-    "Grant",
-    "Hoff",
-    "Iyer",
-    "Jansen",
-    "Kovac",
-    "Lund",
-    "Moss",
-    "Nagy",
-)
+    "Abel", "Brandt", "Costa", "Duval", "Eriks", "Fuchs", "Grant", "Hoff", "Iyer", "Jansen", "Kovac", "Lund", "Moss", "Nagy",
+)  # fmt: skip
 DEPARTMENTS = (
     "Acoustics", "Botany", "Ceramics", "Design", "Energy", "Forestry", "Geology", "History", "Imaging", "Journals",
     "Kinetics", "Logistics", "Metals", "Nutrition",

@@ -43,42 +43,10 @@ FIT_SPACE = 0x66697473
 
 
 @dataclass(frozen=True)
-class Case:
-    """One item in its setting.
+class Case(Item):
+    """A generated item. ``frames`` are drawn when its chunks are loaded; ``placed`` and ``before`` index them."""
 
-    Attributes:
-        task, index: which item this is.
-        frames: every frame concerned; the tuples below index them.
-        before: what was placed when survivors were conditioned (slide), or when the patch was formed (recall); else
-            empty.
-        placed: what is placed when the question is asked.
-        asked: position in ``placed`` of the frame that holds the answer.
-        question, truth: the text, and the generator's answer over the placed frames.
-        context: items of one context are not independent.
-        meta: further figures.
-    """
-
-    task: str
-    index: int
-    frames: tuple[Frame, ...]
-    before: tuple[int, ...]
-    placed: tuple[int, ...]
-    asked: int
-    question: str
-    truth: str
-    context: int = 0
-    meta: Mapping[str, Any] = field(default_factory=dict, compare=False)
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Cases of one shape can share a forward."""
-        return len(self.frames), len(self.before), len(self.placed)
-
-    @property
-    def digest(self) -> str:
-        """Content of the item, so that samples of another generator are noticed."""
-        drawn = [[f.role, *(a.tobytes() for a in (f.shape, f.appearance, f.mark, f.jitter))] for f in self.frames]
-        return digest("case", drawn, list(self.before), list(self.placed), self.question, self.truth)
+    frames: tuple[Frame, ...] = field(default=(), repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -101,8 +69,18 @@ class Generated:
     amount: Amount | None = None
     turns: Callable[[float], int] | None = None
 
-    def case(self, seed: int, index: int, frames: Sequence[int], amount: float = 0.0, space: int = SPACE) -> Case:
-        """The item at ``index``; its number of frames cycles through ``frames``.
+    def case(
+        self,
+        seed: int,
+        index: int,
+        frames: Sequence[int],
+        amount: float = 0.0,
+        *,
+        space: int = SPACE,
+        task: str = "",
+        decoded: bool = False,
+    ) -> Case:
+        """The item at ``index`` of ``task`` (``tiny/NAME`` by default); its number of frames cycles through ``frames``.
 
         Raises ValueError where no number of frames is enough for this task.
         """
@@ -116,21 +94,26 @@ class Generated:
         truth = answer(sequence, question.text)
         if truth is None:
             raise ValueError(f"item {index} of {self.name!r} has no answer over the placed frames")
-        target = next(i for i, frame in enumerate(sequence) if question.mark in frame.marks)
         if first_order:
             # The same answer before and after: the change has no part in it, the item is a control.
             meta = meta | {"control": answer([drawn[i] for i in first_order], question.text) == truth}
+        content = [[f.role, *(a.tobytes() for a in (f.shape, f.appearance, f.mark, f.jitter))] for f in drawn]
         return Case(
-            self.name,
-            index,
-            tuple(drawn),
-            tuple(first_order),
-            tuple(order),
-            target,
-            question.text,
-            truth,
-            context,
-            meta,
+            task=task or f"tiny/{self.name}",
+            index=index,
+            load=partial(_decode if decoded else _render, drawn),
+            count=len(drawn),
+            placed=tuple(order),
+            query=question.text,
+            target=truth,
+            doc_id=str(index),
+            cluster=str(context),
+            digest=digest("case", content, list(first_order), list(order), question.text, truth),
+            before=tuple(first_order),
+            asked=next(i for i, frame in enumerate(sequence) if question.mark in frame.marks),
+            shape=(len(drawn), len(first_order), len(order)),
+            meta={"frames": len(order), **meta},
+            frames=tuple(drawn),
         )
 
 
@@ -233,8 +216,8 @@ class TinyTask(Task):
 
     def item(self, index: int) -> Item:
         """The item at ``index``."""
-        case = self.kind.case(self.options.seed, index, self.options.frames, self.amount)
-        return as_item(case, self.name, self.options.decoded)
+        options = self.options
+        return self.kind.case(options.seed, index, options.frames, self.amount, task=self.name, decoded=options.decoded)
 
     def score(self, answer: str, target: Any, meta: Mapping[str, Any]) -> Scored:
         """The next word must be the generator's."""
@@ -243,26 +226,6 @@ class TinyTask(Task):
     def config(self) -> dict[str, Any]:
         options = self.options
         return super().config() | {"seed": options.seed, "frames": list(options.frames), "decoded": options.decoded}
-
-
-def as_item(case: Case, name: str, decoded: bool = False) -> Item:
-    """A generated case as an item; its frames are drawn when they are asked for."""
-    return Item(
-        task=name,
-        index=case.index,
-        load=partial(_decode if decoded else _render, case.frames),
-        count=len(case.frames),
-        placed=case.placed,
-        query=case.question,
-        target=case.truth,
-        doc_id=str(case.index),
-        cluster=str(case.context),
-        digest=case.digest,
-        before=case.before,
-        asked=case.asked,
-        shape=case.shape,
-        meta={"frames": len(case.placed), **case.meta},
-    )
 
 
 def _render(frames: Sequence[Frame]) -> list[Chunk]:

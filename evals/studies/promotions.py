@@ -1,6 +1,6 @@
 """Error rate and speed of promotions: streams of simulated windows under the rule in force, and under one that counts asks.
 
-``python -m ctxwin.audit.simulate [--streams 1000] [--windows 2000] [--seed 0] [--json]``
+``python -m evals.studies.promotions [--streams 1000] [--windows 2000] [--seed 0] [--json]``
 
 Four kinds of stream, of windows with 20 asks each. ``independent``: each ask is harmed independently. ``paired``: each ask is
 tried with two questions, which are harmed together. ``clustered``: all asks of a window are harmed together. ``five ways``: the

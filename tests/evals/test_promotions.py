@@ -9,37 +9,37 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from ctxwin.audit import simulate
 from ctxwin.audit.evidence import Ledger, Trial
 from ctxwin.audit.record import Record
+from evals.studies import promotions
 
 STREAMS = 60
 
 
-@pytest.mark.parametrize("kind", simulate.KINDS)
+@pytest.mark.parametrize("kind", promotions.KINDS)
 def test_a_harmful_way_is_seldom_promoted(kind: str) -> None:
     """At 1.01 %, where it is hardest: no more often than 5 %, by an exact binomial test at 0.1 %."""
-    row = simulate.cell(kind, 0.0101, STREAMS, 500, seed=0, rules=("by windows",))
+    row = promotions.cell(kind, 0.0101, STREAMS, 500, seed=0, rules=("by windows",))
     promoted = round(row["by windows"]["promoted"] * STREAMS)
     assert binomtest(promoted, STREAMS, 0.05, alternative="greater").pvalue > 1e-3
 
 
 def test_counting_asks_would_fail_it() -> None:
-    row = simulate.cell("clustered", 0.0101, STREAMS, 40, seed=0)
+    row = promotions.cell("clustered", 0.0101, STREAMS, 40, seed=0)
     assert row["by asks"]["promoted"] > 0.3
     assert row["by windows"]["promoted"] == 0
 
 
 def test_a_harmless_way_is_promoted() -> None:
-    row = simulate.cell("clustered", 0.0, 5, 600, seed=0, rules=("by windows",))
+    row = promotions.cell("clustered", 0.0, 5, 600, seed=0, rules=("by windows",))
     assert row["by windows"]["promoted"] == 1
     assert row["by windows"]["windows"] == 453
 
 
 def test_a_way_that_turns_is_given_up_soon() -> None:
-    soon = simulate.demotions(1.0, 50, 0, onset=0)
+    soon = promotions.demotions(1.0, 50, 0, onset=0)
     assert soon["by windows"] == 2
-    assert simulate.demotions(0.1, 50, 0, onset=0)["by windows"] < 60
+    assert promotions.demotions(0.1, 50, 0, onset=0)["by windows"] < 60
 
 
 @pytest.mark.parametrize("harm", [0.0, 0.004, 0.05, 0.4])
@@ -59,7 +59,7 @@ def test_the_ledger_decides_as_the_simulation_does(harm: float) -> None:
         def random(self, count: int) -> np.ndarray:
             return np.zeros(count)
 
-    found = simulate.by_windows(_each(harms), Always(), "survivor", once=True)  # type: ignore[arg-type]
+    found = promotions.by_windows(_each(harms), Always(), "survivor", once=True)  # type: ignore[arg-type]
     assert [(what == "promoted", at) for what, at in by_stream] == [
         (bool(promoted), int(at if promoted else rejected))
         for promoted, at, rejected in zip(found.promoted, found.windows, found.rejected, strict=True)
@@ -80,8 +80,8 @@ def _each(harms: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def test_the_command_prints_a_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
-    simulate.main(["--streams", "2", "--windows", "3", "--answers", "20"])
+    promotions.main(["--streams", "2", "--windows", "3", "--answers", "20"])
     assert "| clustered | 1.01% |" in capsys.readouterr().out
-    simulate.main(["--streams", "2", "--windows", "3", "--answers", "20", "--json"])
+    promotions.main(["--streams", "2", "--windows", "3", "--answers", "20", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert len(found["cells"]) == 16 and found["budget"] == 0.01

@@ -1,6 +1,7 @@
-"""The tools of `ctxwin mcp`, over a window in this process or on a server.
+"""An MCP server whose tools edit a running window: an agent host recalls, forgets, forks and plans. Needs ``ctxwin[mcp]``.
 
-The docstrings of `WindowTools` are the tools' descriptions, so they are written for a model.
+The window is in this process or on a server. The docstrings of `WindowTools` are the tools' descriptions, so they are written
+for a model.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
-from mcp.server import MCPServer
-from mcp.server.mcpserver.exceptions import ToolError
-from mcp.types import ToolAnnotations
-
 import ctxwin
 from ctxwin.chunk import Chunk, TextPart
 from ctxwin.errors import UnknownChunk
+from ctxwin.extras import optional_imports
 from ctxwin.window.window import Window
+
+with optional_imports():
+    from mcp.server import MCPServer
+    from mcp.server.mcpserver.exceptions import ToolError
+    from mcp.types import ToolAnnotations
 
 if TYPE_CHECKING:
     from ctxwin_client.window import RemoteWindow
@@ -29,6 +32,8 @@ MOST_BRANCHES = 16
 _MAX_EVICTED, _MAX_LABEL = 64, 80  # evicted chunks that `plan` lists, and characters of a label
 _READS, _EDITS = ToolAnnotations(readOnlyHint=True), ToolAnnotations(destructiveHint=False)
 _DESTROYS = ToolAnnotations(destructiveHint=True)
+_HINTS = {"plan": _READS, "look_back": _EDITS, "forget": _DESTROYS, "fork": _EDITS, "adopt": _EDITS}
+_HINTS |= {"drop": _DESTROYS, "ask": _READS}
 
 
 def _in_turn(tool: Callable[Concatenate[WindowTools, P], Report]) -> Callable[Concatenate[WindowTools, P], Report]:
@@ -61,12 +66,10 @@ class WindowTools:
         self._lock = threading.Lock()
 
     def _at(self, window: str) -> Any:
-        if window in ("", self._window.id):
-            return self._window
-        if window not in self._branches:
-            ids = [self._window.id, *self._branches]
-            raise UnknownChunk(f"window must be one of {ids}, or omitted, got {window!r}")
-        return self._branches[window]
+        windows = {"": self._window, self._window.id: self._window, **self._branches}
+        if window not in windows:
+            raise UnknownChunk(f"window must be one of {[*windows][1:]}, or omitted, got {window!r}")
+        return windows[window]
 
     @_in_turn
     def plan(self, window: str = "") -> Report:
@@ -81,14 +84,9 @@ class WindowTools:
             for e in plan.entries
         ]
         evicted = [{"id": p.id, "label": labels[p.id]} for p in reversed(state.evicted[-_MAX_EVICTED:])]
+        chunks = {"placed": entries, "evicted": evicted, "evicted_count": len(state.evicted)}
         costs = {"computed_tokens": plan.computed_tokens, "bytes": plan.bytes, "milliseconds": round(plan.ms, 1)}
-        return {
-            **_summary(at),
-            "placed": entries,
-            "evicted": evicted,
-            "evicted_count": len(state.evicted),
-            "next": costs,
-        }
+        return {**_summary(at), **chunks, "next": costs}
 
     @_in_turn
     def look_back(self, query: str, reserve_tokens: int = 0, window: str = "") -> Report:
@@ -179,14 +177,6 @@ def mcp_server(tools: WindowTools) -> MCPServer[Any]:
         version=ctxwin.__version__,
         log_level="WARNING",
     )
-    for tool, hints in (
-        (tools.plan, _READS),
-        (tools.look_back, _EDITS),
-        (tools.forget, _DESTROYS),
-        (tools.fork, _EDITS),
-        (tools.adopt, _EDITS),
-        (tools.drop, _DESTROYS),
-        (tools.ask, _READS),
-    ):
-        server.add_tool(tool, annotations=hints)
+    for name, hints in _HINTS.items():
+        server.add_tool(getattr(tools, name), annotations=hints)
     return server
