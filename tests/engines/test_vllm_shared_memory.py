@@ -174,11 +174,12 @@ def mapped(folder: Path) -> list[str]:
 
 def test_spans_are_mapped_and_leave_with_their_files(transport: SharedMemoryTransport) -> None:
     """A worker's memory is the folder's, and what the engine has forgotten or evicted does not stay in it."""
-    endpoint = SharedMemoryEndpoint(transport.source)
+    endpoint, held = SharedMemoryEndpoint(transport.source), []
 
     def load(numbers: range) -> None:
         for i in numbers:
-            handle = transport.add(Transfer(loads=(segment(i, None),)))
+            held.append(segment(i, None))
+            handle = transport.add(Transfer(loads=(held[-1],)))
             (part,) = endpoint.parts(handle, 0, 5)
             assert torch.equal(part.span.k, span(2 * i).k)
             transport.remove(handle)
@@ -190,6 +191,31 @@ def test_spans_are_mapped_and_leave_with_their_files(transport: SharedMemoryTran
     load(range(100, 125))
     left = mapped(transport.path)
     assert len(left) == 50 and not any("(deleted)" in line for line in left)
+
+
+def test_the_folder_holds_what_a_later_request_can_use(transport: SharedMemoryTransport) -> None:
+    """A file serves the tensor that it was written from: with that it goes, and with it what vLLM has mapped and read."""
+    endpoint, kept = SharedMemoryEndpoint(transport.source), segment(0, None)
+    names = ("span-*", "patch-*")
+
+    def files() -> int:
+        return sum(len([*transport.path.glob(name)]) for name in names)
+
+    for i in range(1, 101):
+        passing = segment(i, None)
+        handle = transport.add(Transfer(loads=(kept, passing)))
+        assert endpoint.request_meta(handle) is not None
+        del passing
+        assert len(endpoint.parts(handle, 0, 10)) == 2, "a running request keeps its files"
+        transport.remove(handle)
+        assert files() == 2 and transport._bytes == sum(
+            f.stat().st_size for name in names for f in transport.path.glob(name)
+        )
+        assert len(mapped(transport.path)) <= 8 and len(endpoint._requests.items()) <= 4
+    first = {f.name for name in names for f in transport.path.glob(name)}
+    again = replace(kept, span=replace(kept.span, k=kept.span.k.clone()))  # read from the store a second time
+    transport.remove(transport.add(Transfer(loads=(again,))))
+    assert files() == 2 and first != {f.name for name in names for f in transport.path.glob(name)}
 
 
 def test_a_job_is_read_once(tmp_path: Path) -> None:

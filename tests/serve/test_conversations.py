@@ -12,13 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctxwin import Chunk, Fidelity
+from ctxwin import Chunk, Fidelity, Window
+from ctxwin.audit import attach_audits
+from ctxwin.audit.evidence import Ledger
 from ctxwin.engines.base import Encoded, Generation, Segment
 from ctxwin.errors import EngineFailed
 from ctxwin.kv.layout import SpanKV
 from ctxwin.store import open_store
 from ctxwin.store.base import Store
 from ctxwin_server.conversations import KEPT, PER_NAME, Conversations, Turn, WriteBackPending
+from ctxwin_server.request_options import read_options
 from window.fake import FakeEngine
 
 EXACT, PATCHED = Fidelity("exact"), Fidelity("patched", rank=4)
@@ -131,6 +134,27 @@ def test_an_append_computes_what_is_new_and_a_slide_under_a_profile_too() -> Non
     slid = chat.ask(["sys", "bbbb", "q1", "cccc", "dddd", "q3"], "s", PATCHED)
     assert slid.edits == {"evict": 1, "insert": 1} and computed(slid) < len("bbbbq1ccccddddq3")
     assert slid.lanes["survivor"] == len("bbbb" + "q1" + "cccc")
+
+
+def test_no_promoted_strategy_serves_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of promoted strategies are audited at random, those of chats are not: without a profile a chat is exact."""
+    monkeypatch.setenv("CTXWIN_AUDITS", "1")
+    monkeypatch.setattr(Ledger, "promoted", lambda self: "blind")
+    with FakeEngine() as engine:
+        attach_audits(engine)
+        with Window(engine, "s") as window:
+            assert window.core.audits.strategy == "blind" and window.core.audits.fidelity.mode == "blind"
+    chat, parts = Chat(), ["s", "aa", "bb", "cc", "q?"]
+    chat.ask(parts, fidelity=Fidelity())
+    slid = chat.ask(["s", "bb", "cc", "dd", "q?"], fidelity=Fidelity())
+    assert slid.fidelity.mode == "exact" and set(slid.lanes) <= {"computed", "resident"}
+    assert_exact(slid, ["s", "bb", "cc", "dd", "q?"])
+
+
+def test_a_chat_that_asks_for_audits_is_refused() -> None:
+    body = {"ctxwin": {"fidelity": {"mode": "blind", "audit": 0.05}}}
+    with pytest.raises(ValueError, match=r"audit must be 0 behind a chat.*got 0\.05; omit it"):
+        read_options("/v1/chat/completions", {}, body, "", "auto")
 
 
 def test_texts_that_stand_at_many_places_are_not_moved() -> None:

@@ -152,6 +152,11 @@ def read_options(
         )
     fidelity = extension.get("fidelity")
     options = RequestOptions(tenant, fidelity=None if fidelity is None else validate(Fidelity.model_validate, fidelity))
+    if options.fidelity is not None and options.fidelity.audit:
+        raise ValueError(
+            f"audit must be 0 behind a chat, whose answers are not audited, got {options.fidelity.audit}; omit it, or ask a "
+            "window (POST /v1/windows)"
+        )
     drops = extension.get("lazy_drops") or headers.get(LAZY_DROPS)
     options.lazy_drops = lazy_drops if drops is None else Bounds.parse(str(drops))
     late = extension.get("volatile") or headers.get(VOLATILE)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pydantic import TypeAdapter
@@ -37,10 +37,34 @@ LIVE_BYTES = 2 << 30
 _LEAST_BYTES = 32 << 10
 """Counted for a record at least, since a process may have some 65,000 mappings."""
 _CHECKED = 4
-"""Decoded records looked up in the folder for each new one; more than one, so that those that are gone do not add up."""
+"""Entries looked up in the folder for each new one; more than one, so that those that are gone do not add up."""
 _MAX_REQUESTS = 4096
 _SPEC, _META = TypeAdapter(KVSpec), TypeAdapter(RequestMeta)
+V = TypeVar("V")
 _log = logging.getLogger("ctxwin.engines")
+
+
+class _FileCache(LRUCache[V]):
+    """What was read of files that the engine removes.
+
+    Args:
+        exists: whether the file of a key is still there.
+    """
+
+    def __init__(self, max_bytes: int, exists: Callable[[str], bool]) -> None:
+        super().__init__(max_bytes)
+        self._exists = exists
+        self._to_check: Iterator[str] = iter(())
+
+    def drop_removed(self) -> None:
+        """Drop entries whose files are gone, a few at a time: their memory is in use until then."""
+        for _ in range(_CHECKED):
+            key = next(self._to_check, None)
+            if key is None:
+                self._to_check = iter([key for key, _ in self.items()])
+                return
+            if not self._exists(key):
+                self.pop(key)
 
 
 class SharedMemoryEndpoint(Endpoint):
@@ -53,9 +77,9 @@ class SharedMemoryEndpoint(Endpoint):
             raise RuntimeError(f"the ctxwin KV connector must find {self.path / 'spec.json'}; was its engine closed?")
         self.kv = _SPEC.validate_python(raw)
         self._rank = 0
-        self._requests: LRUCache[RequestMeta] = LRUCache(_MAX_REQUESTS)  # vLLM looks up a waiting request in every step
-        self._live: LRUCache[Any] = LRUCache(LIVE_BYTES)
-        self._to_check: Iterator[str] = iter(())
+        # vLLM looks up a waiting request in every step.
+        self._requests: _FileCache[RequestMeta] = _FileCache(_MAX_REQUESTS, self._exists)
+        self._live: _FileCache[Any] = _FileCache(LIVE_BYTES, lambda key: (self.path / key.rpartition("@")[0]).exists())
 
     def request_meta(self, handle: str) -> RequestMeta | None:
         """As `Endpoint.job`. Cost: one read for each handle, then a stat."""
@@ -65,6 +89,7 @@ class SharedMemoryEndpoint(Endpoint):
         meta = self._requests.get(handle)
         raw = read_json(self.path / f"job-{handle}.json") if meta is None else None
         if raw is not None:
+            self._requests.drop_removed()
             meta = _META.validate_python(raw["job"])
             self._requests.put(handle, meta, 1)
         return meta
@@ -185,7 +210,7 @@ class SharedMemoryEndpoint(Endpoint):
         key = f"{name}@{path.stat().st_mtime_ns}"  # a file that was rewritten is read again
         record = self._live.get(key)
         if record is None:
-            self._drop_removed()
+            self._live.drop_removed()
             blob = _map(path)
             if sum_of(blob) != total:
                 raise StoreCorrupt(f"{name} is not what the engine wrote")
@@ -195,16 +220,6 @@ class SharedMemoryEndpoint(Endpoint):
                 raise StoreCorrupt(f"{name} is not what it is called: {error}") from error
             self._live.put(key, record, max(len(blob), _LEAST_BYTES))
         return record
-
-    def _drop_removed(self) -> None:
-        """Drop decoded records whose files the engine has removed, a few at a time: their memory is in use until then."""
-        for _ in range(_CHECKED):
-            key = next(self._to_check, None)
-            if key is None:
-                self._to_check = iter([key for key, _ in self._live.items()])
-                return
-            if not (self.path / key.rpartition("@")[0]).exists():
-                self._live.pop(key)
 
 
 def _map(path: Path) -> Any:

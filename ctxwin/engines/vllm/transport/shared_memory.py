@@ -7,7 +7,7 @@ its stored bytes; instructions are JSON, with a sum of each file that they name.
 | file                    | written by | content                                                       |
 |-------------------------|------------|---------------------------------------------------------------|
 | ``spec.json``           | engine     | the model's `KVSpec`                                          |
-| ``span-<digest>-<n>``   | engine     | a span, by the key of its KV; kept while there is room        |
+| ``span-<digest>-<n>``   | engine     | a span, by the key of its KV; kept as long as its tensor      |
 | ``patch-<digest>-<n>``  | engine     | a patch; one over a shared basis names it                     |
 | ``basis-<digest>-<n>``  | engine     | a shared basis, once for all its patches                      |
 | ``embed/``              | engine     | vision embeddings for the encoder cache (`embeddings`)        |
@@ -34,7 +34,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from functools import partial
@@ -123,7 +123,8 @@ class SharedMemoryTransport(Transport):
         self._files: OrderedDict[str, tuple[int, int]] = OrderedDict()  # bytes and sum by file, most recently used last
         self._used: Counter[str] = Counter()  # running transfers by file
         self._transfers: dict[str, tuple[list[str], tuple[str, ...]]] = {}  # files and captures of running transfers
-        self._named: dict[str, tuple[str, weakref.ref[torch.Tensor] | None]] = {}  # file and tensor by kind and key
+        self._named: dict[str, tuple[str, weakref.ref[torch.Tensor]]] = {}  # file and tensor by kind and key
+        self._unreachable: deque[str] = deque()  # files that no later transfer can use; appended to at any time
         self._serial = itertools.count()
         self._bytes = 0
         self._lock = threading.Lock()
@@ -151,6 +152,8 @@ class SharedMemoryTransport(Transport):
         """As `Transport.add`. Cost: one write of each span that no earlier transfer brought."""
         handle = new_handle()
         names: list[str] = []
+        with self._lock:
+            self._drop_unreachable()
         try:
             entries = []
             for i, segment in enumerate(transfer.loads):
@@ -219,8 +222,10 @@ class SharedMemoryTransport(Transport):
             # The same tensor object: a key alone would trust every caller to use it for one content only.
             current = name in self._files and (by_content or (reference is not None and reference() is tensor))
             if not current and not by_content:
+                if reference is not None:
+                    self._unreachable.append(name)
                 name = f"{key}-{next(self._serial)}"
-                self._named[key] = name, weakref.ref(tensor)
+                self._named[key] = name, weakref.ref(tensor, partial(_append, self._unreachable, name))
             self._used[name] += 1
             names.append(name)
             if name in self._files:
@@ -241,6 +246,15 @@ class SharedMemoryTransport(Transport):
             self._bytes += len(blob) - self._files.pop(name, (0, 0))[0]
             self._files[name] = len(blob), sum_of(blob)
 
+    def _drop_unreachable(self) -> None:
+        """Remove the files whose tensor is gone or was replaced by another one of its key."""
+        for _ in range(len(self._unreachable)):
+            name = self._unreachable.popleft()
+            if self._used[name]:
+                self._unreachable.append(name)  # the running transfers come first
+            else:
+                self._drop(name)
+
     def _drop(self, name: str) -> None:
         self._bytes -= self._files.pop(name, (0, 0))[0]
         key = name.rpartition("-")[0]
@@ -256,6 +270,7 @@ class SharedMemoryTransport(Transport):
                     del self._used[name]
                     if self._bytes > self.max_bytes or handle in name:
                         self._drop(name)
+            self._drop_unreachable()
 
     def _read_error(self, handle: str, transfer: Transfer) -> bool:
         error = read_json(self.path / f"error-{handle}.json")
@@ -297,6 +312,10 @@ class SharedMemoryTransport(Transport):
             transfer.drafted[name] = k, v
         if states := states_in(parts[0]):
             transfer.states[name] = states
+
+
+def _append(names: deque[str], name: str, _: object) -> None:
+    names.append(name)  # not under the lock: a tensor may end in a thread that holds it
 
 
 def _contents(segment: Segment) -> Iterator[tuple[str, str, torch.Tensor, Callable[[], bytes]]]:
