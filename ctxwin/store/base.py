@@ -242,14 +242,13 @@ class Store(ABC):
         """Return the limit of its size, its ``max_bytes``; 0 for no limit."""
         return int(getattr(self, "max_bytes", 0))
 
-    def listen(self, dropped: Callable[[str], None]) -> int:
+    def listen(self, dropped: Callable[[str], None]) -> bool:
         """Have the method ``dropped`` called with each key whose value leaves this process's memory, while its object exists.
 
-        Returns:
-            the most bytes of values that the store holds there; 0 where it holds none, and calls nothing. What is decoded
-            from such a value shares its bytes, and may be kept until it is dropped.
+        Return False where the store holds no values there, and calls nothing. What is decoded from such a value shares its
+        bytes, and takes no memory of its own until it is dropped.
         """
-        return 0
+        return False
 
     @abstractmethod
     def verify(self) -> tuple[int, int]:

@@ -35,6 +35,11 @@ def pack_fp8(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tenso
     return packed, {_WIDE: wide} if wide else {}
 
 
+def is_packed(header: Mapping[str, Any]) -> bool:
+    """Return True if a record's header says that some of its tensors were packed."""
+    return _WIDE in header
+
+
 def unpack_fp8(tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Undo `pack_fp8`. Raises KeyError, TypeError or ValueError for a header that does not fit the tensors."""
     dtypes = {name: _dtype(dtype) for name, dtype in dict(header.get(_WIDE, {})).items()}

@@ -61,11 +61,11 @@ class MemoryStore(Store):
         self._announce(key)
         return True
 
-    def listen(self, dropped: Callable[[str], None]) -> int:
+    def listen(self, dropped: Callable[[str], None]) -> bool:
         with self._lock:
             self._listeners = [listener for listener in self._listeners if listener() is not None]
             self._listeners.append(weakref.WeakMethod(dropped))
-        return self.max_bytes
+        return True
 
     def _announce(self, key: str) -> None:
         for listener in self._listeners:

@@ -28,7 +28,7 @@ from ctxwin.kv.states import named, states_in
 from ctxwin.store import codec
 from ctxwin.store.base import Store
 from ctxwin.store.behind import WriteBehind
-from ctxwin.store.fp8 import pack_fp8, unpack_fp8
+from ctxwin.store.fp8 import is_packed, pack_fp8, unpack_fp8
 from ctxwin.store.lru import LRUCache
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 _PATCHES: Final = ("patch", "orbit")
 _LIVE_BYTES: Final = 256 << 20
+_IN_PROCESS: Final = "MemoryStore"
 _PENDING_BYTES: Final = 1 << 30
 _FARTHEST: Final = 1 << 31
 _UNSERVED: Final = 1 << 16  # patches remembered as not yet served
@@ -88,9 +89,9 @@ class SpanRepository:
         store: holds the blobs; it stays open after the repository.
         identity: `EngineSpec.identity`; written to every record and compared on a hit.
         spec: layout of the model's KV, against which every span is checked; None checks only that a span is consistent.
-        max_live_bytes: bound on cached decoded records (they share their blobs' bytes), at most the store's own limit. A
-            cached record is served only while the store still holds its key. 0 caches none. By default 256 MiB, and all whose
-            blobs the store holds in this process.
+        max_live_bytes: bound on cached decoded records, at most the store's own limit. A
+            cached record is served only while the store still holds its key. 0 caches none. By default 256 MiB, beside spans
+            whose bytes the store holds in this process, which take no memory of their own.
         behind: whether spans are written by a thread of the repository, which nobody waits for. Until then they are found here,
             and not in ``store``; see `flush`.
 
@@ -115,8 +116,7 @@ class SpanRepository:
         self.forgettings = 0
         live_bytes = _LIVE_BYTES if max_live_bytes is None else max_live_bytes
         self._live: LRUCache[tuple[_Found[Any], int]] = LRUCache(min(live_bytes, store.limit() or live_bytes))
-        if max_live_bytes is None:
-            self._live.max_bytes = max(self._live.max_bytes, store.listen(self._live.pop))
+        self._shares_bytes = max_live_bytes is None and store.listen(self._live.pop)
         self._writer: WriteBehind[_Found[SpanKV]] | None = None
         if behind:
             self._writer = WriteBehind(self._write_pending, store.lease, _PENDING_BYTES)
@@ -205,7 +205,7 @@ class SpanRepository:
             if stored:  # the span that was pending goes on as a view of its blob
                 span, header = self._decode_span(blob)
                 object.__setattr__(span, "origin", found[0].origin)
-                self._live.put(key, ((span, header), len(blob)), len(blob))
+                self._cache(key, (span, header), len(blob))
             return stored
         except Exception as error:
             log.warning("%s could not be stored and will be computed again: %s", key, error)
@@ -493,8 +493,15 @@ class SpanRepository:
             counted = self.counters.misses if match is None else self.counters.hits
             counted[key.partition("/")[0]] += 1
         if match is not None and cached is None:
-            self._live.put(key, (match, size), size)
+            self._cache(key, match, size)
         return match
+
+    def _cache(self, key: str, found: _Found[Any], size: int) -> None:
+        if self._shares_bytes and key.startswith("span/") and not is_packed(found[1]):
+            self._live.put(key, (found, size), 0)
+            if self.store.tier(key) == _IN_PROCESS and self.store.contains(key):
+                return  # until the store drops it
+        self._live.put(key, (found, size), size)
 
     def _decode(self, key: str, kind: str, blob: bytes, decode: Callable[[bytes], _Found[R]]) -> _Found[R] | None:
         try:

@@ -147,9 +147,8 @@ class TieredStore(Store):
         lost = {name: sum(getattr(part, name) for part in parts) for name in ("evictions", "corrupt", "foreign")}
         return replace(mine, leased=leased, **lost)
 
-    def listen(self, dropped: Callable[[str], None]) -> int:
-        """Of the first tier: a value that is only below it is read again."""
-        return self.tiers[0].listen(dropped)
+    def listen(self, dropped: Callable[[str], None]) -> bool:
+        return any([tier.listen(dropped) for tier in self.tiers])
 
     def limit(self) -> int:
         """That of the largest tier: what it lets go of is gone."""

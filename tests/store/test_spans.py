@@ -321,6 +321,20 @@ class TestLive:
         first.delete("span/f")
         assert "span/f" not in repo._live
 
+    def test_what_the_store_does_not_hold_in_this_process_is_bounded(self, monkeypatch, tmp_path: Path) -> None:
+        """Sources are copied out of their blobs, and a first tier may be full of what is leased."""
+        monkeypatch.setattr("ctxwin.store.spans._LIVE_BYTES", 5000)
+        first = MemoryStore(4000)
+        repo = SpanRepository(TieredStore([first, open_store(f"disk:{tmp_path}")]), "engine")
+        repo.put_span("leased", span(), {"token_ids": IDS})
+        assert repo.lease("span/leased")
+        first.max_bytes = 1
+        for number in range(20):
+            repo.put_source(f"source/{number}", bytes(1000))
+            repo.put_span(f"{number}", span(number), {"token_ids": IDS})
+            assert repo.get_source(f"source/{number}") is not None and repo.get_span(f"{number}") is not None
+            assert 0 < repo._live.nbytes <= 5000 and len(repo._live.items()) < 8
+
     def test_it_never_outlives_the_store(self) -> None:
         repo = SpanRepository(MemoryStore(), "engine")
         repo.put_span("a", span(), {"token_ids": IDS})

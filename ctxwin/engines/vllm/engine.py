@@ -420,7 +420,8 @@ class VLLMEngine(EncodingEngine):
             if self._closed:
                 return
             self._closed = True
-        self.repo.flush()
+        if hasattr(self, "repo"):  # it may have failed to open
+            self.repo.flush()
         self._core.release()
 
     def _serve(self, layout: Sequence[Segment], ask: Ask) -> tuple[Generation, Outcome]:
