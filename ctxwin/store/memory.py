@@ -35,7 +35,9 @@ class MemoryStore(Store):
         self.ttl = ttl
         self._clock = clock
         self._lock = threading.Lock()
-        self._items: OrderedDict[str, _Item] = OrderedDict()
+        self._items: OrderedDict[str, _Item] = OrderedDict()  # those that may be evicted, the least recently used first
+        self._held: dict[str, _Item] = {}  # those that are leased
+        self._held_bytes = 0
         self._tally = Tally()
         self._bytes = 0
         self._listeners: list[weakref.WeakMethod[Callable[[str], None]]] = []
@@ -43,16 +45,18 @@ class MemoryStore(Store):
     def _find(self, key: str) -> _Item | None:
         """The live item, made the most recent one; the lock is held."""
         self._check_open()
-        item = self._items.get(key)
+        item = self._held.get(key) or self._items.get(key)
         if item is None:
             return None
         if item.expires is not None and self._clock() >= item.expires:
             self._drop(key)
             return None
-        self._items.move_to_end(key)
+        if key in self._items:
+            self._items.move_to_end(key)
         return item
 
     def _drop(self, key: str) -> bool:
+        self._hold(key, False)
         item = self._items.pop(key, None)
         if item is None:
             return False
@@ -60,6 +64,13 @@ class MemoryStore(Store):
         self._tally.drop(key)
         self._announce(key)
         return True
+
+    def _hold(self, key: str, held: bool) -> None:
+        """Keep ``key`` from eviction, or no longer; the lock is held."""
+        item = (self._items if held else self._held).pop(key, None)
+        if item is not None:
+            (self._held if held else self._items)[key] = item
+            self._held_bytes += len(item.value) if held else -len(item.value)
 
     def listen(self, dropped: Callable[[str], None]) -> bool:
         with self._lock:
@@ -87,21 +98,19 @@ class MemoryStore(Store):
         with self._lock:
             old = self._find(key)
             need = len(value) - (len(old.value) if old else 0)
-            leased = self._tally.leased() - {key}
-            leased_bytes = sum(len(self._items[k].value) for k in leased)
-            if len(value) + leased_bytes > self.max_bytes:
+            if (need if key in self._held else len(value)) + self._held_bytes > self.max_bytes:
                 return False
-            if self._bytes + need > self.max_bytes:
-                for victim in [k for k in self._items if k not in leased and k != key]:
-                    self._drop(victim)
-                    self._tally.count("evictions")
-                    if self._bytes + need <= self.max_bytes:
-                        break
+            while self._bytes + need > self.max_bytes:  # ends before ``key``, the most recent one
+                self._drop(next(iter(self._items)))
+                self._tally.count("evictions")
             expires = None if self.ttl is None else self._clock() + self.ttl
             if old is not None:
                 self._announce(key)
+            held = key in self._held
+            self._hold(key, False)
             self._items[key] = _Item(value, expires)
             self._items.move_to_end(key)
+            self._hold(key, held)
             self._bytes += need
             self._tally.count("puts")
             return True
@@ -121,7 +130,8 @@ class MemoryStore(Store):
         with self._lock:
             self._check_open()
             now = self._clock()
-            live = [k for k, i in self._items.items() if i.expires is None or now < i.expires]
+            every = (*self._items.items(), *self._held.items())
+            live = [k for k, i in every if i.expires is None or now < i.expires]
         return iter(sorted(k for k in live if k.startswith(prefix)))
 
     def lease(self, key: str) -> bool:
@@ -129,14 +139,19 @@ class MemoryStore(Store):
             if self._find(check_key(key)) is None:
                 return False
             self._tally.lease(key)
+            self._hold(key, True)
             return True
 
     def release(self, key: str) -> None:
-        self._tally.release(key)
+        """Release one lease; the last one counts as a use. O(1)."""
+        with self._lock:
+            self._tally.release(key)
+            if not self._tally.holds(key):
+                self._hold(key, False)
 
     def stats(self) -> StoreStats:
         with self._lock:
-            return self._tally.stats(len(self._items), self._bytes)
+            return self._tally.stats(len(self._items) + len(self._held), self._bytes)
 
     def verify(self) -> tuple[int, int]:
         """Every live item counts as good: this process's memory is not checked, decoding a blob checks it."""
@@ -145,6 +160,6 @@ class MemoryStore(Store):
     def close(self) -> None:
         """Drops everything; idempotent. Later calls raise ValueError."""
         with self._lock:
-            for key in list(self._items):
+            for key in (*self._items, *self._held):
                 self._drop(key)
             self._closed = True

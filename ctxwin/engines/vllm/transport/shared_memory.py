@@ -236,8 +236,11 @@ class SharedMemoryTransport(Transport):
 
     def _put(self, name: str, blob: bytes) -> None:
         with self._lock:
-            for old in [n for n in self._files if not self._used[n]]:
-                if self._bytes + len(blob) <= self.max_bytes and _free_bytes(self.path) >= len(blob):
+            unused = None  # looked for only where something has to go: every new span comes here
+            while self._bytes + len(blob) > self.max_bytes or _free_bytes(self.path) < len(blob):
+                unused = iter([n for n in self._files if not self._used[n]]) if unused is None else unused
+                old = next(unused, None)
+                if old is None:
                     break
                 self._drop(old)
         check_room(self.path, len(blob))
