@@ -1,7 +1,9 @@
-"""Writes that a thread carries out, one after another, while answers go on."""
+"""Writers of records: at once, or by a thread that writes one after another while answers go on."""
 
 from __future__ import annotations
 
+import json
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,53 +11,94 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from ctxwin.store.base import Store
+
+log = logging.getLogger(__name__)
 R = TypeVar("R")
+Entry = tuple[R, dict[str, Any]]
+"""A record and the metadata stored beside it."""
+
+
+class WriteThrough(Generic[R]):
+    """Writes that are carried out at once, so that nothing is ever pending; thread-safe.
+
+    Args:
+        store: holds what was written, with its leases.
+        write: writes a record under a key; returns False where the store refused it.
+    """
+
+    def __init__(self, store: Store, write: Callable[[str, Entry[R]], bool]) -> None:
+        self._store, self._write = store, write
+
+    def put(self, key: str, record: Entry[R], nbytes: int) -> bool:
+        """Write ``record``, which holds ``nbytes`` of memory; return False where it is known to be refused."""
+        return self._write(key, record)
+
+    def get(self, key: str) -> Entry[R] | None:
+        """Return the record of ``key`` that is not in the store yet, with its metadata as it will be read."""
+        return None
+
+    def delete(self, key: str) -> bool:
+        """Do not write ``key`` any more, or wait until it is written; return True if it was pending."""
+        return False
+
+    def lease(self, key: str) -> bool:
+        """Protect ``key`` from eviction; return False where it is neither pending nor stored."""
+        return self._store.lease(key)
+
+    def release(self, key: str) -> None:
+        """Release one lease of ``key``."""
+        self._store.release(key)
+
+    def flush(self) -> None:
+        """Wait until everything that was put is written. Cost: the writes that are pending."""
 
 
 @dataclass(eq=False)
-class PendingWrite(Generic[R]):
+class _Pending(Generic[R]):
     """A record that is not in its store yet.
 
     Attributes:
-        record: what a read gives until then.
+        record: the result of a read until then.
         nbytes: memory that it holds.
         leases: leases to take in the store once it is there.
         deleted: True if it shall not be written any more.
         written: done once it is in the store, or was refused or deleted.
     """
 
-    record: R
+    record: Entry[R]
     nbytes: int
     leases: int = 0
     deleted: bool = False
     written: Future[Any] = field(default_factory=Future)
 
 
-class WriteBehind(Generic[R]):
-    """Pending writes by key, carried out in the order in which they came. Thread-safe; whoever ends the process waits for them.
+class WriteBehind(WriteThrough[R]):
+    """Writes that a thread carries out in the order in which they came. Whoever ends the process waits for them.
 
     Args:
-        write: writes a record under a key; its failures are its own.
-        lease: takes a lease in the store.
-        max_bytes: memory of pending records from which on `add` waits for the oldest of them.
-
-    Attributes:
-        lock: held while a record goes over into the store's hands: whoever changes its leases takes it, too.
+        store, write: as in `WriteThrough`.
+        failed: called for each record that could not be written.
+        max_bytes: memory of pending records from which on `put` waits for the oldest of them.
     """
 
-    def __init__(self, write: Callable[[str, R], object], lease: Callable[[str], object], max_bytes: int) -> None:
-        self._write, self._lease, self._max_bytes = write, lease, max_bytes
-        self.lock = threading.RLock()
-        self._pending: dict[str, PendingWrite[R]] = {}
+    def __init__(
+        self, store: Store, write: Callable[[str, Entry[R]], bool], failed: Callable[[], None], max_bytes: int
+    ) -> None:
+        super().__init__(store, write)
+        self._failed, self._max_bytes = failed, max_bytes
+        self._lock = threading.RLock()  # held while a record goes over into the store's hands, with its leases
+        self._pending: dict[str, _Pending[R]] = {}
         self._nbytes = 0
         self._thread: ThreadPoolExecutor | None = None
 
-    def add(self, key: str, record: R, nbytes: int) -> None:
+    def put(self, key: str, record: Entry[R], nbytes: int) -> bool:
         """Write ``record`` soon. One that is pending under its key is not written any more, and leaves its leases to it."""
+        meta = json.loads(json.dumps(record[1], allow_nan=False))
         while (oldest := self._oldest(nbytes)) is not None:
             oldest.written.result()
-        with self.lock:
-            pending = PendingWrite(record, nbytes)
+        with self._lock:
+            pending = _Pending((record[0], meta), nbytes)
             earlier = self._pending.pop(key, None)
             if earlier is not None:
                 earlier.deleted, pending.leases, earlier.leases = True, earlier.leases, 0
@@ -67,14 +110,14 @@ class WriteBehind(Generic[R]):
                 self._thread.submit(self._carry_out, key, pending)
             except RuntimeError:  # the interpreter ends, and takes no more work
                 self._carry_out(key, pending)
+        return True
 
-    def get(self, key: str) -> PendingWrite[R] | None:
-        """Return the pending write of ``key``."""
-        return self._pending.get(key)
+    def get(self, key: str) -> Entry[R] | None:
+        pending = self._pending.get(key)
+        return None if pending is None else pending.record
 
     def delete(self, key: str) -> bool:
-        """Do not write ``key`` any more, or wait until it is written; return True if it was pending."""
-        with self.lock:
+        with self._lock:
             pending = self._pending.pop(key, None)
             if pending is None:
                 return False
@@ -82,24 +125,42 @@ class WriteBehind(Generic[R]):
         pending.written.result()
         return True
 
+    def lease(self, key: str) -> bool:
+        with self._lock:
+            pending = self._pending.get(key)
+            if pending is None:
+                return super().lease(key)
+            pending.leases += 1
+            return True
+
+    def release(self, key: str) -> None:
+        with self._lock:
+            pending = self._pending.get(key)
+            if pending is not None and pending.leases:
+                pending.leases -= 1
+            else:
+                super().release(key)
+
     def flush(self) -> None:
-        """Wait until everything that was added is written. Cost: the writes that are pending."""
         wait_for([pending.written for pending in list(self._pending.values())])
 
-    def _oldest(self, nbytes: int) -> PendingWrite[R] | None:
-        with self.lock:
+    def _oldest(self, nbytes: int) -> _Pending[R] | None:
+        with self._lock:
             full = self._nbytes + nbytes > self._max_bytes
             return next(iter(self._pending.values()), None) if full else None
 
-    def _carry_out(self, key: str, pending: PendingWrite[R]) -> None:
+    def _carry_out(self, key: str, pending: _Pending[R]) -> None:
         try:
             if not pending.deleted:
                 self._write(key, pending.record)
+        except Exception as error:
+            log.warning("%s could not be stored and will be computed again: %s", key, error)
+            self._failed()
         finally:
-            with self.lock:
+            with self._lock:
                 if self._pending.get(key) is pending:
                     del self._pending[key]
                     for _ in range(pending.leases):
-                        self._lease(key)
+                        super().lease(key)
                 self._nbytes -= pending.nbytes
             pending.written.set_result(None)

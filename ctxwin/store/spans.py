@@ -17,19 +17,18 @@ import logging
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from ctxwin.errors import StoreCorrupt
-from ctxwin.kv.layout import KVSpec, SpanKV, outputs_in, outputs_named
-from ctxwin.kv.states import named, states_in
+from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.store import codec
 from ctxwin.store.base import Store
-from ctxwin.store.behind import WriteBehind
-from ctxwin.store.fp8 import is_packed, pack_fp8, unpack_fp8
+from ctxwin.store.behind import Entry, WriteBehind, WriteThrough
+from ctxwin.store.fp8 import is_packed
 from ctxwin.store.lru import LRUCache
+from ctxwin.store.span_codec import check_finite, decode_span, encode_span
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,7 +43,6 @@ _PATCHES: Final = ("patch", "orbit")
 _LIVE_BYTES: Final = 256 << 20
 _IN_PROCESS: Final = "MemoryStore"
 _PENDING_BYTES: Final = 1 << 30
-_FARTHEST: Final = 1 << 31
 _UNSERVED: Final = 1 << 16  # patches remembered as not yet served
 
 
@@ -74,8 +72,6 @@ class RepositoryCounters:
 
 
 R = TypeVar("R")
-_Found = tuple[R, dict[str, Any]]
-"""A record and the metadata stored beside it."""
 
 
 class SpanRepository:
@@ -89,9 +85,9 @@ class SpanRepository:
         store: holds the blobs; it stays open after the repository.
         identity: `EngineSpec.identity`; written to every record and compared on a hit.
         spec: layout of the model's KV, against which every span is checked; None checks only that a span is consistent.
-        max_live_bytes: bound on cached decoded records, at most the store's own limit. A
-            cached record is served only while the store still holds its key. 0 caches none. By default 256 MiB, beside spans
-            whose bytes the store holds in this process, which take no memory of their own.
+        max_live_bytes: bound on cached decoded records, at most the store's own limit. A cached record is served only while the
+            store still holds its key. 0 caches none. By default 256 MiB, beside spans whose bytes the store holds in this
+            process, which take no memory of their own.
         behind: whether spans are written by a thread of the repository, which nobody waits for. Until then they are found here,
             and not in ``store``; see `flush`.
 
@@ -115,11 +111,13 @@ class SpanRepository:
         self.counters = RepositoryCounters()
         self.forgettings = 0
         live_bytes = _LIVE_BYTES if max_live_bytes is None else max_live_bytes
-        self._live: LRUCache[tuple[_Found[Any], int]] = LRUCache(min(live_bytes, store.limit() or live_bytes))
+        self._live: LRUCache[tuple[Entry[Any], int]] = LRUCache(min(live_bytes, store.limit() or live_bytes))
         self._shares_bytes = max_live_bytes is None and store.listen(self._live.pop)
-        self._writer: WriteBehind[_Found[SpanKV]] | None = None
-        if behind:
-            self._writer = WriteBehind(self._write_pending, store.lease, _PENDING_BYTES)
+        self._writer: WriteThrough[SpanKV] = (
+            WriteBehind(store, self._write_pending, self._note_refused, _PENDING_BYTES)
+            if behind
+            else WriteThrough(store, self._write_span)
+        )
         self._known: dict[str, SharedBasis] = {}
         self._leases: Counter[str] = Counter()
         self._abandoned: deque[str] = deque()
@@ -158,19 +156,8 @@ class SpanRepository:
             ids_match = token_ids is None or list(meta["token_ids"]) == list(token_ids)
             return positions_match and ids_match and all(meta.get(name) == value for name, value in expected.items())
 
-        match = self._get(_key(key, "span"), "span", self._decode_span, same)
+        match = self._get(_key(key, "span"), "span", partial(decode_span, spec=self.spec), same)
         return None if match is None else (match[0], dict(match[1]["user"]))
-
-    def _decode_span(self, blob: bytes) -> _Found[SpanKV]:
-        tensors, header = codec.decode_tensors(blob, checked=False)
-        tensors = unpack_fp8(tensors, header)
-        kv = tensors["k"], tensors["v"], tensors["positions"]
-        span = SpanKV(*kv, int(header["start"]), outputs_in(tensors), states_in(tensors))
-        _check_span(span, self.spec)
-        if len(header["user"]["token_ids"]) != span.tokens:
-            raise StoreCorrupt(f"a span must have one token id per token, got {len(header['user']['token_ids'])}")
-        object.__setattr__(span, "blob", blob)
-        return span, header
 
     def put_span(self, key: str, span: SpanKV, meta: Mapping[str, Any]) -> bool:
         """Store a span; return False where the store refused it, as far as that is known already.
@@ -187,36 +174,28 @@ class SpanRepository:
         header = {"start": int(span.start), "user": {**meta, "token_ids": [int(i) for i in ids]}}
         key = _key(key, "span")
         self._release_abandoned()
-        if self._writer is None:
-            return self._put_blob(key, self._encode_span(key, span, header))
-        unwritten = json.loads(json.dumps(self._meta(key, "span", header), allow_nan=False))  # as it will be read
-        self._writer.add(key, (span, unwritten), span.nbytes)
-        return True
+        return self._writer.put(key, (span, self._meta(key, "span", header)), span.nbytes)
 
-    def _encode_span(self, key: str, span: SpanKV, header: Mapping[str, Any]) -> bytes:
-        kv, packing = pack_fp8({"k": span.k, "v": span.v})
-        tensors = kv | {"positions": span.positions} | outputs_named(span.outputs) | named(span.states)
-        return codec.encode_tensors(tensors, self._meta(key, "span", {**header, **packing}), checked=False)
+    def _write_span(self, key: str, entry: Entry[SpanKV]) -> bool:
+        return self._put_blob(key, encode_span(*entry))
 
-    def _write_pending(self, key: str, found: _Found[SpanKV]) -> bool:
-        try:
-            blob = self._encode_span(key, *found)
-            stored = self._put_blob(key, blob)
-            if stored:  # the span that was pending goes on as a view of its blob
-                span, header = self._decode_span(blob)
-                object.__setattr__(span, "origin", found[0].origin)
-                self._cache(key, (span, header), len(blob))
-            return stored
-        except Exception as error:
-            log.warning("%s could not be stored and will be computed again: %s", key, error)
-            with self._lock:
-                self.counters.refused += 1
-            return False
+    def _write_pending(self, key: str, entry: Entry[SpanKV]) -> bool:
+        """Store a span that was pending, which goes on as a view of its blob."""
+        blob = encode_span(*entry)
+        stored = self._put_blob(key, blob)
+        if stored:
+            span, header = decode_span(blob, self.spec)
+            object.__setattr__(span, "origin", entry[0].origin)
+            self._cache(key, (span, header), len(blob))
+        return stored
+
+    def _note_refused(self) -> None:
+        with self._lock:
+            self.counters.refused += 1
 
     def flush(self) -> None:
         """Wait until all spans are in the store, as far as it took them. Cost: what is pending; none without ``behind``."""
-        if self._writer is not None:
-            self._writer.flush()
+        self._writer.flush()
 
     def _meta(self, key: str, kind: str, header: Mapping[str, Any], bound: bool = True) -> dict[str, Any]:
         return {**header, "kind": kind, "key": key, "identity": self.identity if bound else ""}
@@ -228,7 +207,7 @@ class SpanRepository:
             from ctxwin.kv.patch import Patch
 
             tensors, header = codec.decode_tensors(blob, checked=False)
-            _check_finite(*tensors.values())
+            check_finite(*tensors.values())
             named = header["patch"]["basis"]
             basis = None if named is None else self._known.get(named) or self.get_basis(named)
             if named is not None and basis is None:
@@ -302,7 +281,7 @@ class SpanRepository:
 
         def decode(blob: bytes) -> tuple[torch.Tensor, dict[str, Any]]:
             tensors, header = codec.decode_tensors(blob, checked=False)
-            _check_finite(tensors["embedding"])
+            check_finite(tensors["embedding"])
             return tensors["embedding"], header
 
         return _record(self._get(_key(key, "embed"), "embed", decode))
@@ -350,13 +329,9 @@ class SpanRepository:
 
         Works for records of any model, because nothing is compared. Cost: a read and a checksum.
         """
-        pending = None if self._writer is None else self._writer.get(key)
-        if pending is not None:
-            unwritten: Mapping[str, Any] = pending.record[1]["user"]
-            return unwritten
-        blob = self.store.get(key)
+        pending = self._writer.get(key)
         try:
-            _, header = codec.decode_tensors(blob or b"", checked=False)
+            header = pending[1] if pending else codec.decode_tensors(self.store.get(key) or b"", checked=False)[1]
             meta: Mapping[str, Any] = header["user"] if "user" in header else header["patch"]["meta"]
         except (ValueError, TypeError, KeyError):
             return {}
@@ -364,37 +339,26 @@ class SpanRepository:
 
     def contains(self, key: str) -> bool:
         """Return True if the store holds ``key`` (in full, with its namespace). A get may still find a mismatch."""
-        return self._is_pending(key) or self.store.contains(key)
-
-    def _is_pending(self, key: str) -> bool:
-        return self._writer is not None and self._writer.get(key) is not None
+        return self._writer.get(key) is not None or self.store.contains(key)
 
     def tier(self, key: str) -> str:
         """Return the source of a read of ``key``: ``at hand`` where it is cached decoded, else a kind of store."""
-        return "at hand" if key in self._live or self._is_pending(key) else self.store.tier(key)
+        return "at hand" if key in self._live or self._writer.get(key) is not None else self.store.tier(key)
 
     def delete(self, key: str) -> bool:
         """Remove ``key`` from the store and from the cache of decoded records."""
-        pending = self._writer is not None and self._writer.delete(key)
+        pending = self._writer.delete(key)
         self._live.pop(key)
         return self.store.delete(key) or pending
 
     def lease(self, key: str) -> bool:
         """Protect ``key`` from eviction until `release`; return False where the store does not hold it."""
         self._release_abandoned()
-        with self._handing_over():
-            pending = None if self._writer is None else self._writer.get(key)
-            if pending is not None:
-                pending.leases += 1
-            leased = pending is not None or self.store.lease(key)
+        leased = self._writer.lease(key)
         if leased:
             with self._lock:
                 self._leases[key] += 1
         return leased
-
-    def _handing_over(self) -> AbstractContextManager[Any]:
-        """Return a context in which no pending span goes over to the store, with its leases."""
-        return nullcontext() if self._writer is None else self._writer.lock
 
     def release(self, key: str) -> None:
         """Release one lease of ``key``."""
@@ -420,12 +384,7 @@ class SpanRepository:
             return self._leases.get(key, 0)
 
     def _release(self, key: str) -> None:
-        with self._handing_over():
-            pending = None if self._writer is None else self._writer.get(key)
-            if pending is not None and pending.leases:
-                pending.leases -= 1
-            else:
-                self.store.release(key)
+        self._writer.release(key)
         with self._lock:
             self._leases[key] -= 1
             if self._leases[key] <= 0:
@@ -466,17 +425,17 @@ class SpanRepository:
         self,
         key: str,
         kind: str,
-        decode: Callable[[bytes], _Found[R]],
+        decode: Callable[[bytes], Entry[R]],
         same: Callable[[R, Mapping[str, Any]], bool] = lambda record, header: True,
         bound: bool = True,
-    ) -> _Found[R] | None:
-        pending = None if self._writer is None else self._writer.get(key)
-        cached = self._live.get(key) if pending is None else (cast("_Found[R]", pending.record), 0)
+    ) -> Entry[R] | None:
+        pending = self._writer.get(key)
+        cached = self._live.get(key) if pending is None else (cast("Entry[R]", pending), 0)
         # A record that left the store (deleted, expired, evicted) must not be served; the check also counts as a use.
         if cached is not None and pending is None and not self.store.contains(key):
             self._live.pop(key)
             cached = None
-        match: _Found[R] | None = None
+        match: Entry[R] | None = None
         if cached is not None:
             match, size = cached
         elif (blob := self.store.get(key)) is not None:
@@ -496,14 +455,14 @@ class SpanRepository:
             self._cache(key, match, size)
         return match
 
-    def _cache(self, key: str, found: _Found[Any], size: int) -> None:
-        if self._shares_bytes and key.startswith("span/") and not is_packed(found[1]):
-            self._live.put(key, (found, size), 0)
+    def _cache(self, key: str, entry: Entry[Any], size: int) -> None:
+        if self._shares_bytes and key.startswith("span/") and not is_packed(entry[1]):
+            self._live.put(key, (entry, size), 0)
             if self.store.tier(key) == _IN_PROCESS and self.store.contains(key):
                 return  # until the store drops it
-        self._live.put(key, (found, size), size)
+        self._live.put(key, (entry, size), size)
 
-    def _decode(self, key: str, kind: str, blob: bytes, decode: Callable[[bytes], _Found[R]]) -> _Found[R] | None:
+    def _decode(self, key: str, kind: str, blob: bytes, decode: Callable[[bytes], Entry[R]]) -> Entry[R] | None:
         try:
             record, header = decode(blob)
             if header.get("kind") != kind or header.get("key") != key:
@@ -520,43 +479,12 @@ class SpanRepository:
         return None
 
 
-def _record(match: _Found[R] | None) -> R | None:
+def _record(match: Entry[R] | None) -> R | None:
     return None if match is None else match[0]
 
 
 class _BasisGoneError(LookupError):
     """The shared basis of a patch is no longer stored."""
-
-
-def _check_span(span: SpanKV, spec: KVSpec | None) -> None:
-    """Raise StoreCorrupt or ValueError for a span that cannot be KV of the model."""
-    import torch
-
-    if spec is not None:
-        span.validate(spec)
-    if span.k.ndim != 4 or span.v.shape[:3] != span.k.shape[:3] or tuple(span.positions.shape) != (3, span.tokens):
-        raise StoreCorrupt(f"a span's shapes must fit each other, got {span.k.shape}, {span.v.shape}")
-    if span.positions.dtype != torch.int64 or not 0 <= span.start < _FARTHEST:
-        raise StoreCorrupt(
-            f"a span's positions must be int64 and its start >= 0, got {span.positions.dtype}, {span.start}"
-        )
-    if span.tokens and not 0 <= int(span.positions.min()) <= int(span.positions.max()) < _FARTHEST:
-        raise StoreCorrupt(f"a span's positions must be in [0, {_FARTHEST}), got {span.positions.aminmax()}")
-    _check_finite(span.k, span.v, *span.outputs.values(), *span.states.values())
-    if spec is not None and spec.recurrent and span.tokens and not span.states:
-        raise StoreCorrupt("a span of this model must hold the states behind its last token, got none")
-    if any(rows.shape[:1] != (span.tokens,) for rows in span.outputs.values()):
-        raise StoreCorrupt(f"a span's outputs must have {span.tokens} rows")
-
-
-def _check_finite(*tensors: torch.Tensor) -> None:
-    """Raise StoreCorrupt for tensors with NaN or infinite numbers, or of an integer dtype. Cost: a pass over them."""
-    for tensor in tensors:
-        if not tensor.dtype.is_floating_point:
-            raise StoreCorrupt(f"it must hold floating-point numbers, got {tensor.dtype}")
-        wide = tensor.float() if tensor.element_size() == 1 else tensor
-        if wide.numel() and not all(bool(bound.isfinite()) for bound in wide.aminmax()):
-            raise StoreCorrupt("it holds numbers that are not finite")
 
 
 def _key(key: str, *namespaces: str, any_namespace: bool = False) -> str:
