@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from ctxwin.library.library import Library, LibraryView
+from ctxwin.library.library import Library
 from ctxwin.library.records import Entry, Passage, Row
 from ctxwin.library.retrieval import BM25, Fused, Pictures, Retriever, Vectors
+from ctxwin.library.views import LibraryView
 
 __all__ = ["BM25", "Entry", "Fused", "Library", "LibraryView", "Passage", "Pictures", "Retriever", "Row", "Vectors"]

@@ -12,8 +12,6 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -22,15 +20,18 @@ from ctxwin.engines.base import Engine
 from ctxwin.errors import BadMedia, ChunkUnavailable, NameTaken, StoreFull, UnknownFile, UnknownVersion
 from ctxwin.hashing import digest
 from ctxwin.library.files import cut
-from ctxwin.library.prepared import lend, prepare
+from ctxwin.library.prepared import prepare
 from ctxwin.library.records import Edition, Entry, Fenced, Granted, Head, Passage, Row, get, put
 from ctxwin.library.retrieval import BM25, Corpus, Retriever
 from ctxwin.library.traces import collect, library_id, note_keys, note_trace, origin_of
+from ctxwin.library.views import Hit, LibraryView, unknown_file
 from ctxwin.store.archive import read_archive, write_archive
 from ctxwin.store.base import Store
 from ctxwin.store.lru import LRUCache
 from ctxwin.store.spans import SpanRepository
 from ctxwin.window.removed import note_present, note_removed
+
+__all__ = ["KEPT", "Hit", "Library", "LibraryView", "granted", "libraries"]
 
 KEPT = 64
 """Versions of a library that windows can still read."""
@@ -38,15 +39,6 @@ _NAME = re.compile(r"[\w.-]{1,100}")
 _FILE_NAME = re.compile(r"[^\x00-\x1f/\\]{1,255}")
 _CORPORA = 4
 _log = logging.getLogger("ctxwin")
-
-
-@dataclass(frozen=True)
-class Hit:
-    """A passage that was found. ``score`` is the retriever's: comparable within one search only."""
-
-    file: str
-    passage: Passage
-    score: float
 
 
 class Library:
@@ -166,7 +158,7 @@ class Library:
         def change(rows: tuple[Row, ...]) -> tuple[Row, ...]:
             remaining = tuple(r for r in rows if r.name != name)
             if len(remaining) == len(rows):
-                raise UnknownFile(_unknown_file(name, self.name))
+                raise UnknownFile(unknown_file(name, self.name))
             return remaining
 
         self._change(change, {})
@@ -457,52 +449,6 @@ class Library:
         return head
 
 
-@dataclass(frozen=True)
-class LibraryView:
-    """A library as of one version: what a window that opened it then goes on reading."""
-
-    library: Library
-    version: int
-    rows: tuple[Row, ...]
-
-    @cached_property
-    def names(self) -> frozenset[str]:
-        """Names of the files."""
-        return frozenset(row.name for row in self.rows)
-
-    def entry(self, name: str) -> Entry:
-        """A file. Raises UnknownFile, ChunkUnavailable."""
-        for row in self.rows:
-            if row.name == name:
-                return self.library.entry(row)
-        raise UnknownFile(_unknown_file(name, self.library.name))
-
-    def search(self, query: str | Chunk, k: int = 4) -> list[Hit]:
-        """At most ``k`` passages for a question or a picture, best first; among equals those added first.
-
-        Cost: the retriever's; the first search of a version reads its files.
-        """
-        if not isinstance(k, int) or k < 1:
-            raise ValueError(f"k must be an int >= 1, got {k!r}")
-        corpus = self.library.corpus(self.rows)
-        ranked = self.library.retriever.rank(corpus, query, k) if corpus.passages else []
-        return [Hit(*corpus.passages[i], score) for i, score in ranked[:k]]
-
-    def find(self, query: str | Chunk, k: int, engine: Engine) -> list[Chunk]:
-        """The chunks of `search` with their pixels, and what was prepared for ``engine``'s model in its store.
-
-        Their files count as used. Raises ChunkUnavailable.
-        """
-        hits, corpus = self.search(query, k), self.library.corpus(self.rows)
-        self.library.used(list(dict.fromkeys(hit.file for hit in hits)))
-        self.library.sweep(engine)
-        rows = {row.name: row for row in self.rows}
-        origins = {name: self.library.trace(rows[name], engine) for name in {hit.file for hit in hits}}
-        for hit in hits:
-            lend(self.library.repo, hit.passage.chunk, engine)
-        return [corpus.chunk_with_pixels(hit.passage).drawn_from(origins[hit.file]) for hit in hits]
-
-
 def libraries(store: Store) -> Iterator[str]:
     """Iterate over the names of the libraries in ``store``, sorted. Cost: a listing."""
     for key in list(store.list("library/")):
@@ -536,8 +482,3 @@ def _named(source: str | Path | bytes | Chunk) -> str:
 
 def _name_taken(name: str) -> str:
     return f"a file of a library must have a name of its own, got {name!r} again; replace it, or choose another name"
-
-
-def _unknown_file(name: str, library: str) -> str:
-    """A message for a file that a library does not have."""
-    return f"a file must be one of library {library}, got {name[:300]!r}; it may have expired"
