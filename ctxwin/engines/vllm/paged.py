@@ -54,7 +54,8 @@ class PagedKV:
         sharing_layers: layers that read the cache of another layer.
         shapes: shape of each layer's KV.
         kernel: the load kernel.
-        resident: the spans in the device's memory, once one was loaded; None where none are kept.
+        resident: copies of spans in the device's memory, by the bound `resident_bytes`; None until the first load or read-back
+            that could keep one.
 
     Raises:
         UnsupportedModel: a cache that cannot be read back exactly; the message names the property. Cost: on a GPU some
