@@ -194,7 +194,7 @@ class IdlePrefill:
         return sum(list(self.pending.values()))
 
 
-class _Allowance:
+class Allowance:
     """Seconds that may still be spent for nothing: they accrue at `_SHARE`, up to one."""
 
     def __init__(self) -> None:
@@ -218,7 +218,7 @@ class Prefiller:
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self._holds = 0
-        self._allowances: dict[str, _Allowance] = {}
+        self._allowances: dict[str, Allowance] = {}
 
     def submit(self, job: _Job) -> None:
         """Queue a version of a window in place of an earlier one. A forward that this version needs, too, goes on."""
@@ -328,8 +328,8 @@ class Prefiller:
                 retried = _Job(job.window, job.state, job.fidelity, job.slid, quiet_s)
                 self._jobs.setdefault(job.window, retried)
 
-    def _allowance(self, tenant: str) -> _Allowance:
-        return self._allowances.setdefault(tenant, _Allowance())
+    def _allowance(self, tenant: str) -> Allowance:
+        return self._allowances.setdefault(tenant, Allowance())
 
     def _work(self, job: _Job) -> None:
         window, assembly = job.window, job.window.assembly

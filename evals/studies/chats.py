@@ -1,7 +1,8 @@
 """Agents that send their whole history again, with and without windows, lazy drops and late prompts behind their chats.
 
-One server, four ways of asking it: vLLM alone (``off``), the same with lazy drops (``lazy``), a window in exact mode, and a
-window with the model's profile. Three kinds of agent, all written against the official clients and unchanged between the ways:
+One server, five ways of asking it: vLLM alone (``off``), the same with lazy drops (``lazy``) or with the next prompt computed
+ahead while the agent thinks (``ahead``, ``--think``), a window in exact mode, and a window with the model's profile. Three kinds
+of agent, all written against the official clients and unchanged between the ways:
 
 - ``sliding``: sixteen questions about the last five frames of a stream, as chats with pictures, as chats that name chunks, and on
   a `RemoteWindow`;
@@ -27,12 +28,14 @@ import importlib
 import io
 import json
 import math
+import re
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +57,7 @@ from ctxwin_server.context_management import CLEARED
 WAYS: dict[str, dict[str, Any]] = {
     "off": {"windows": "off"},
     "lazy": {"windows": "off", "lazy_drops": "on"},
+    "ahead": {"windows": "off", "prefill": "idle"},
     "exact": {"windows": "auto", "fidelity": {"mode": "exact"}},
     "profile": {"windows": "auto"},
 }
@@ -93,10 +97,14 @@ class Row:
         same, n = sum(a == b for a, b in zip(self.answers, reference.answers, strict=True)), len(self.answers)
         low, high = wilson(same, n)
         times: dict[str, Any] = {}
-        if self.whole_s:
-            ratios = [mine / alone for mine, alone in zip(self.whole_s, reference.whole_s, strict=True)]
-            times = {"turn_ms": [round(1e3 * t, 2) for t in median_interval(self.whole_s)]}
-            times |= {"times_alone": [round(r, 3) for r in median_interval(ratios)]}
+        for name, mine, alone in (
+            ("turn", self.whole_s, reference.whole_s),
+            ("first", self.first_s, reference.first_s),
+        ):
+            if self.whole_s:
+                ratios = [one / other for one, other in zip(mine, alone, strict=True)]
+                times[f"{name}_ms"] = [round(1e3 * t, 2) for t in median_interval(mine)]
+                times[f"{name}_times_alone"] = [round(r, 3) for r in median_interval(ratios)]
         return {
             "agent": self.agent, "way": self.way, "asks": n, "prompt_tokens": self.prompt, "computed_tokens": self.computed,
             "computed": round(self.computed / self.prompt, 4),
@@ -282,14 +290,23 @@ HABITS: dict[str, tuple[Callable[[History], History], Callable[[History], Histor
 """What an agent sends of its history, and what vLLM alone has to be sent for the same prompt."""
 
 
-def habits(client: OpenAI, model: str, turns: int, pictures: list[str]) -> Iterator[dict[str, Any]]:
-    """The loop in each habit; at each turn the ways are asked one behind the other, another one first each time."""
+def prefilled(client: OpenAI) -> dict[str, int]:
+    """Tokens that were computed ahead of chats so far: used, and missed."""
+    with urllib.request.urlopen(str(client.base_url.join("/metrics"))) as response:
+        found = re.findall(r'^ctxwin_prefilled_tokens_total{.*result="(\w+)".*} (\S+)$', response.read().decode(), re.M)
+    return {result: int(float(tokens)) for result, tokens in found}
+
+
+def habits(client: OpenAI, model: str, turns: int, pictures: list[str], think: float = 0.0) -> Iterator[dict[str, Any]]:
+    """The loop in each habit; at each turn the ways are asked one behind the other, another one first each time. An agent whose
+    next prompt is computed ahead thinks for ``think`` seconds behind each answer."""
     for habit, (sent, sent_alone) in HABITS.items():
         clear = {"type": "clear_images", "keep": {"type": "images", "value": KEEP}}
         fields = {"context_management": {"edits": [clear]}} if habit == "context_management" else {}
         asks = {way: openai_asker(client, model, habit, way, **({} if way == "off" else fields)) for way in WAYS}
         histories: dict[str, History] = {way: [] for way in WAYS}
         results = {way: Row(habit, way) for way in WAYS}
+        before = prefilled(client)
         for turn in range(turns):
             first = turn % len(WAYS)
             for way in [*WAYS][first:] + [*WAYS][:first]:
@@ -304,7 +321,12 @@ def habits(client: OpenAI, model: str, turns: int, pictures: list[str]) -> Itera
                 results[way].whole_s.append(time.perf_counter() - begin)
                 results[way].add(answer, *cost)  # type: ignore[arg-type]
                 history[-1].append({"role": "assistant", "content": answer or "-"})
-        yield from (row.described(results["off"]) for row in results.values())
+                time.sleep(think if "prefill" in WAYS[way] else 0.0)
+        for way, row in results.items():
+            counted = {
+                "prefilled": {result: tokens - before.get(result, 0) for result, tokens in prefilled(client).items()}
+            }
+            yield row.described(results["off"]) | (counted if "prefill" in WAYS[way] else {})
 
 
 def clock(client: OpenAI, model: str, turns: int, pictures: list[str]) -> Iterator[dict[str, Any]]:
@@ -355,7 +377,14 @@ def sliding(client: OpenAI, model: str, agent: str, way: str, frames: list[np.nd
 
 
 def run(
-    model: str, turns: int, seed: int, scale: int, agents: list[str], arguments: list[str], output: Path | None
+    model: str,
+    turns: int,
+    seed: int,
+    scale: int,
+    agents: list[str],
+    arguments: list[str],
+    output: Path | None,
+    think: float = 0.0,
 ) -> list[dict[str, Any]]:
     """Every agent in every way; pictures of the loops are ``scale`` times as large as the world's.
 
@@ -387,7 +416,7 @@ def run(
             ]:
                 rows_of_all.append(sliding(client, name, kind, way, frames, questions).described(reference))
         if "habits" in agents:
-            for described in habits(client, name, turns, screens):
+            for described in habits(client, name, turns, screens, think):
                 rows_of_all.append(described)
                 if output is not None:
                     output.write_text(json.dumps(rows_of_all, indent=1))
@@ -412,6 +441,7 @@ def main(
     agents: Annotated[str, typer.Option(help=f"Which of {', '.join(AGENTS)}.")] = "sliding,openai,anthropic",
     ways: Annotated[str, typer.Option(help=f"Which of {', '.join(WAYS)} the loops take; off is the reference.")] = "",
     dtype: Annotated[str, typer.Option(help="What the server computes in.")] = "float32",
+    think: Annotated[float, typer.Option(min=0, help="Seconds between turns where the next is computed ahead.")] = 2.0,
     output: Annotated[Path | None, typer.Option(help="Where the rows go, as JSON.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -424,19 +454,20 @@ def main(
             raise ValueError(f"ways must be of {', '.join(WAYS)}, got {', '.join(sorted(unknown))}")
         for way in [way for way in WAYS if ways and way not in ("off", *ways.split(","))]:
             del WAYS[way]
-        rows = run(model, turns, seed, scale, chosen, ["--dtype", dtype], output)
+        rows = run(model, turns, seed, scale, chosen, ["--dtype", dtype], output, think)
     if output is not None:
         output.write_text(json.dumps(rows, indent=1))
     table = new_table(
         "",
-        "agent|way|asks|prompt tokens|computed|of vLLM alone|same answers [95 %]|first token, ms|turn against vLLM alone",
+        "agent|way|asks|prompt tokens|computed|of vLLM alone|same answers [95 %]|first token, ms|first token; turn of vLLM alone",
         left=(0, 1),
     )
     for row in rows:
         same = f"{row['same']:.2f} [{row['same_low']:.2f}, {row['same_high']:.2f}]"
         computed = f"{row['computed']:.1%}", f"{row['computed_alone']:.3f}"
         cells = row["asks"], row["prompt_tokens"], *computed, same, row["first_token_ms"]
-        ratio = "{:.2f} [{:.2f}, {:.2f}]".format(*row["times_alone"]) if "times_alone" in row else ""
+        ratios = [row[f"{name}_times_alone"] for name in ("first", "turn") if f"{name}_times_alone" in row]
+        ratio = "; ".join("{:.2f} [{:.2f}, {:.2f}]".format(*one) for one in ratios)
         table.add_row(row["agent"], row["way"], *map(str, cells), ratio)
     show({"rows": rows}, as_json, table)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -280,6 +281,61 @@ def test_a_clock_in_the_system_prompt_is_answered_as_if_it_stood_in_front_of_the
     assert computed[0] < 0.8 * computed[1]
     counted = server.metrics()['ctxwin_rewrite_tokens_total{result="late",tenant=""}']
     assert counted - before.get('ctxwin_rewrite_tokens_total{result="late",tenant=""}', 0.0) == tokens
+
+
+EXACTLY = {"windows": "auto", "fidelity": {"mode": "exact"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "mode", "key"),
+    [(CHAT, OFF, "key-own"), (CHAT, EXACTLY, "key-own"), (RESPONSES, OFF, "key-acme"), (MESSAGES, OFF, "key-own")],
+    ids=["chat", "exact", "tenant's responses", "messages"],
+)
+def test_what_an_agent_drops_next_is_computed_ahead(server: Process, path: str, mode: dict[str, Any], key: str) -> None:
+    """An agent that keeps its newest three screenshots, and thinks until its next prompt has been computed."""
+    tenant = "acme" if key == "key-acme" else ""
+    complete, used = (
+        f'ctxwin_{name}_total{{result="{result}",tenant="{tenant}"}}'
+        for name, result in (("prefills", "complete"), ("prefilled_tokens", "used"))
+    )
+    before, name, computed, said = server.metrics(), f"{path} {mode}", [0, 0], []
+    for turn in range(8):
+        sent = turns_of(path, max(0, turn - 2), turn + 1, 10000)
+        fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 4} if path == CHAT else {}
+        ways = {"ahead": mode | {"prefill": "idle", "lazy_drops": "off"}, "alone": OFF | {"lazy_drops": "off"}}
+        ahead, alone = (
+            ask(server, path, sent, way, key, cache_salt=f"{way} {name}", ctxwin=ctxwin, **fields)
+            for way, ctxwin in ways.items()
+        )
+        assert words(ahead) == words(alone) and prompt_and_cached(ahead)[0] == prompt_and_cached(alone)[0]
+        if path == CHAT:
+            for (token, value), (expected, want) in zip(logprobs(ahead), logprobs(alone), strict=True):
+                assert token == expected and value == pytest.approx(want, abs=1e-3)
+        for i, answer in enumerate((ahead, alone)):
+            prompt, cached = prompt_and_cached(answer)
+            computed[i] += prompt - cached
+        said.append(ahead.json()["usage"].get("ctxwin", {}).get("prefilled_tokens", 0))
+        until(lambda: server.metrics().get(complete, 0) - before.get(complete, 0) == max(0, turn - 2))  # noqa: B023
+    assert [tokens > 0 for tokens in said] == [False] * 4 + [True] * 4
+    assert server.metrics()[used] - before.get(used, 0) == sum(said)
+    assert computed[0] < 0.6 * computed[1]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_windows_that_reuse_kv_need_no_prefill(server: Process) -> None:
+    before = server.metrics()
+    for turn in range(4):
+        sent = turns_of(CHAT, turn, turn + 3, 11000)
+        answer = ask(server, CHAT, sent, "reuse", ctxwin={"windows": "auto", "prefill": "idle", "lazy_drops": "off"})
+        assert answer.headers["x-ctxwin-windows"] == "auto"
+    key = 'ctxwin_prefills_total{result="complete",tenant=""}'
+    assert server.metrics().get(key, 0) == before.get(key, 0)
 
 
 def test_what_an_agent_drops_stays_behind_a_clock(server: Process) -> None:

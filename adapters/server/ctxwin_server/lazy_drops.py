@@ -15,7 +15,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from ctxwin.hashing import digest
@@ -27,7 +27,7 @@ _TURN_TOKENS = 16
 _TRIES = 32
 """Turns of a request that are held against the last remembered one, the newest first."""
 _PLACEHOLDER = re.compile(r"\s*(?:[\[<(](?![^\n]*(?:redact|secret|private))[^\n]{0,78}[\])>])?\s*", re.IGNORECASE)
-_KEYED = ("model", "cache_salt", "system", "instructions", "tools", "documents")
+KEYED = ("model", "cache_salt", "system", "instructions", "tools", "documents")
 """Fields besides the turns that stand in a prompt, or decide whose prompt it is."""
 CUTS = ("previous_response_id", "truncate_prompt_tokens")
 """Fields of requests whose prompt is not what they hold."""
@@ -80,7 +80,8 @@ class Part:
     """A turn, or a part of its content, with the parts of its own content.
 
     Attributes:
-        head: JSON of it, without its content.
+        head: JSON of it, without its content; "" in an outline.
+        frame: digest of that and of the field.
         field: name of its content; "" where it has none.
         is_text: whether its content is a text, which is its only part then.
         calls: ids of tool calls (+) and of their results (-), in order.
@@ -88,6 +89,7 @@ class Part:
     """
 
     head: str
+    frame: str
     field: str
     is_text: bool
     parts: tuple[Part, ...]
@@ -108,9 +110,25 @@ class Part:
         parts = tuple(map(cls.read, [content] if isinstance(content, str) else content))
         head, is_text = json.dumps(value), isinstance(content, str)
         calls = (*_calls(value), *(call for part in parts for call in part.calls))
-        identity = digest("part", head, name, is_text, [part.digest for part in parts])
+        return cls._of(head, digest("frame", head, name), name, is_text, parts, _kind(value, calls), calls)
+
+    @classmethod
+    def _of(
+        cls, head: str, frame: str, field: str, is_text: bool, parts: tuple[Part, ...], kind: str, calls: Any
+    ) -> Part:
+        identity = digest("part", frame, is_text, [part.digest for part in parts])
         size = len(head) + 256 + sum(part.size for part in parts)
-        return cls(head, name, is_text, parts, _kind(value, calls), calls, identity, size)
+        return cls(head, frame, field, is_text, parts, kind, tuple(calls), identity, size)
+
+    def with_parts(self, parts: tuple[Part, ...]) -> Part:
+        """Return it with other parts, and their calls."""
+        calls = (call for part in parts for call in part.calls)
+        return self._of(self.head, self.frame, self.field, self.is_text, parts, self.kind, calls)
+
+    def outline(self) -> Part:
+        """Return it without what it holds, for comparisons alone."""
+        parts = tuple(part.outline() for part in self.parts)
+        return replace(self, head="", parts=parts, size=256 + sum(part.size for part in parts))
 
     def build(self) -> Any:
         """Return it as JSON."""
@@ -134,19 +152,28 @@ class Part:
         return self.tokens
 
 
+Lost = tuple[Part, Part | None]
+"""A part that a request lacks, and the one that stands there instead: a placeholder, or a result without its content."""
+
+
 @dataclass(frozen=True)
 class Continuation:
     """The history to serve for a request that continues what was served before.
 
     Attributes:
         old: number of remembered turns in it; the request's turns from ``new`` on follow them.
-        kept: parts in it that the request lacks.
+        lost: parts of what was remembered that the request lacks, each with what stands there instead, if anything.
     """
 
     history: tuple[Part, ...]
     old: int
     new: int
-    kept: list[Part]
+    lost: list[Lost]
+
+    @property
+    def kept(self) -> list[Part]:
+        """The parts in it that the request lacks."""
+        return _kept(self.lost)
 
 
 def turns_field(data: Mapping[str, Any]) -> str:
@@ -176,8 +203,9 @@ def continue_history(served: Sequence[Part], sent: Sequence[Part]) -> Continuati
     elif not following:  # the same request again
         return Continuation(tuple(sent), len(served), len(sent), [])
     missing = _unmatched(before, matches)
-    kept = [*missing, *lacking]
-    moved = {part.digest for part in missing if part.kind != "answer"} & {part.digest for part in following}
+    lost = [*missing, *lacking]
+    kept = _kept(lost)
+    moved = {part.digest for part in _kept(missing) if part.kind != "answer"} & {part.digest for part in following}
     if moved or any(part.kind in ("rules", "linked") for part in _all(kept)):
         return None
     of_model = [part.kind in ("answer", "call") for part in following]
@@ -186,7 +214,7 @@ def continue_history(served: Sequence[Part], sent: Sequence[Part]) -> Continuati
     history, dangling = (*before, tail, *following), _dangling(sent)
     if any(dangling.get(call) != number for call, number in _dangling(history).items()):
         return None
-    return Continuation(history, len(served), index + 1, kept)
+    return Continuation(history, len(served), index + 1, lost)
 
 
 def _find_last(last: Part, sent: Sequence[Part]) -> int | None:
@@ -194,19 +222,19 @@ def _find_last(last: Part, sent: Sequence[Part]) -> int | None:
     equal = [index for index, turn in enumerate(sent) if turn.digest == last.digest]
     if equal:
         return equal[0] if len(equal) == 1 else None
-    alike = [index for index, turn in enumerate(sent) if (turn.head, turn.field) == (last.head, last.field)]
+    alike = [index for index, turn in enumerate(sent) if turn.frame == last.frame]
     for index in alike[: -_TRIES - 1 : -1]:
         if _lacking(last, sent[index]) is not None or (index == len(sent) - 1 and _extend(last, sent[index])):
             return index
     return None
 
 
-def _match(old: Sequence[Part], new: Sequence[Part]) -> list[tuple[int, list[Part]]]:
+def _match(old: Sequence[Part], new: Sequence[Part]) -> list[tuple[int, list[Lost]]]:
     """Match parts to old ones, each with the first that it can be: (index of that, what it lacks of it).
 
     So the longest beginning of ``new`` that is left of ``old`` is matched.
     """
-    matches: list[tuple[int, list[Part]]] = []
+    matches: list[tuple[int, list[Lost]]] = []
     for index, part in enumerate(old):
         if len(matches) == len(new):
             break
@@ -215,28 +243,40 @@ def _match(old: Sequence[Part], new: Sequence[Part]) -> list[tuple[int, list[Par
     return matches
 
 
-def _unmatched(old: Sequence[Part], matches: Sequence[tuple[int, list[Part]]]) -> list[Part]:
+def _unmatched(old: Sequence[Part], matches: Sequence[tuple[int, list[Lost]]]) -> list[Lost]:
     inside = dict(matches)
-    return [part for index, one in enumerate(old) for part in inside.get(index, [one])]
+    return [lost for index, one in enumerate(old) for lost in inside.get(index, [(one, None)])]
 
 
-def _lacking(old: Part, new: Part) -> list[Part] | None:
+def _kept(lost: Sequence[Lost]) -> list[Part]:
+    """Return the parts that are missing: of a result without its content, these."""
+    return [
+        kept for part, new in lost for kept in (part.parts if new is not None and part.kind == "result" else (part,))
+    ]
+
+
+def _lacking(old: Part, new: Part) -> list[Lost] | None:
     """Return the parts of ``old`` that ``new`` lacks; None where ``new`` is not ``old`` with drops."""
     if new.digest == old.digest:
         return []
     if old.kind == "picture" and new.kind == "placeholder":
-        return [old]
-    if old.kind == "rules" or not old.field or (old.head, old.field) != (new.head, new.field):
+        return [(old, new)]
+    if old.kind == "rules" or not old.field or old.frame != new.frame:
         return None
-    if old.kind == "result" and [part.kind for part in new.parts] in ([], ["placeholder"]):
-        return [*old.parts]
+    if old.kind == "result" and is_cleared(new):
+        return [(old, new)]
     if old.is_text or new.is_text:
         return None
     matches = _match(old.parts, new.parts)
     return _unmatched(old.parts, matches) if len(matches) == len(new.parts) else None
 
 
-def _extend(last: Part, turn: Part) -> tuple[list[Part], Part] | None:
+def is_cleared(result: Part) -> bool:
+    """Return whether a result has no content but a placeholder."""
+    return [part.kind for part in result.parts] in ([], ["placeholder"])
+
+
+def _extend(last: Part, turn: Part) -> tuple[list[Lost], Part] | None:
     """Continue a turn within itself: what ``turn`` lacks, and the turn to serve; None where it is not continued.
 
     What stood behind the newest part that is still there, as the question behind the pictures, is not kept. A turn that only
@@ -248,13 +288,9 @@ def _extend(last: Part, turn: Part) -> tuple[list[Part], Part] | None:
     head, added = last.parts[: matches[-1][0] + 1], turn.parts[len(matches) :]
     lacking = _unmatched(head, matches)
     is_edit = len(added) <= len(last.parts) - len(head)
-    if is_edit or {part.digest for part in lacking} & {part.digest for part in added}:
+    if is_edit or {part.digest for part, _ in lacking} & {part.digest for part in added}:
         return None
-    parts = (*head, *added)
-    calls = tuple(call for part in parts for call in part.calls)
-    identity = digest("part", last.head, last.field, False, [part.digest for part in parts])
-    size = len(last.head) + 256 + sum(part.size for part in parts)
-    return lacking, Part(last.head, last.field, False, parts, last.kind, calls, identity, size)
+    return lacking, last.with_parts((*head, *added))
 
 
 def _all(parts: Sequence[Part]) -> Iterator[Part]:
@@ -338,7 +374,7 @@ class LazyDrops(Records[Prompt]):
         if not name or not isinstance(turns, list) or any(data.get(cut) is not None for cut in CUTS):
             return Kept()
         sent = tuple(map(Part.read, turns))
-        key = digest("history", turns_name, name, json.dumps([data.get(field) for field in _KEYED]))
+        key = digest("history", turns_name, name, json.dumps([data.get(field) for field in KEYED]))
         record, continuation = self._continued(key, sent)
         kept = Kept()
         if record is not None and continuation is not None and continuation.kept:

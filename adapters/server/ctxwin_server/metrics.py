@@ -50,7 +50,7 @@ class Metrics:
         self.computed = counter("computed_tokens", "Prompt tokens that went through a forward, patch forming included")
         self.prefilled = counter(
             "prefilled_tokens",
-            "Tokens computed ahead of asks while the engine was idle: used by the answer, or missed",
+            "Tokens computed ahead of asks and chats while the engine was idle: used by the answer, or missed",
             "result",
         )
         self.cached = counter("prefix_cached_tokens", "Prompt tokens that the engine's own prefix cache served")
@@ -96,6 +96,11 @@ class Metrics:
             "result",
         )
         self.rewrite_tokens = counter("rewrite_tokens", "Tokens of these parts in the prompts", "result")
+        self.prefills = counter(
+            "prefills",
+            "Next prompts of plain chats: complete, interrupted by a request (to be continued), or refused",
+            "result",
+        )
         self.kept_pictures = counter("kept_pictures", "Dropped pictures that were still in a plain chat's prompt")
         self.live_frames = counter(
             "live_frames", "Frames pushed into live streams: placed, dropped or failed", "result"
@@ -165,6 +170,14 @@ class Metrics:
         self.with_labels(self.rewrites, tenant, result).inc()
         self.with_labels(self.rewrite_tokens, tenant, result).inc(tokens)
         self.with_labels(self.kept_pictures, tenant).inc(pictures)
+
+    def count_prefill(self, tenant: str, result: str) -> None:
+        """Count a prompt that was computed ahead of a plain chat, or was to be."""
+        self.with_labels(self.prefills, tenant, result).inc()
+
+    def count_prefilled(self, tenant: str, tokens: int, *, used: bool) -> None:
+        """Count tokens that were computed ahead of a plain chat, or of one that never came."""
+        self.with_labels(self.prefilled, tenant, "used" if used else "missed").inc(tokens)
 
     def fallback(self, tenant: str) -> None:
         """Count a load that failed and was recomputed."""

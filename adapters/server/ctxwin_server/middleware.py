@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Iterator
@@ -16,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ctxwin import tracing
 from ctxwin.hashing import digest
+from ctxwin.profiles import resolve
 from ctxwin_client.errors import MemoryShort, NotAllowed, TooLarge
 from ctxwin_server import compaction
 from ctxwin_server.authentication import OPEN, authenticate
@@ -34,8 +36,10 @@ from ctxwin_server.endpoints import (
 from ctxwin_server.error_shape import reshape_errors, to_body
 from ctxwin_server.expansion import expand
 from ctxwin_server.isolation import bind, check_options, check_scores, plain_salt
-from ctxwin_server.lazy_drops import Bounds
+from ctxwin_server.lazy_drops import Bounds, turns_field
 from ctxwin_server.limits import Malformed
+from ctxwin_server.prediction import Foresight
+from ctxwin_server.prefill import Ahead
 from ctxwin_server.request_options import REQUEST_OPTIONS, ROUTES, ReportingSend, RequestOptions, read_options
 from ctxwin_server.service import STATE, TENANT, Service, TenantState
 from ctxwin_server.typed_tools import describe_tools
@@ -50,6 +54,8 @@ _FREE = ("GET", "HEAD", "DELETE", "OPTIONS")
 _SUMMARY_TOKENS = 1024
 _FOLLOW = "ctxwin.follow"
 """Key of an ASGI scope whose request is served as it came."""
+_AHEAD = "ctxwin.ahead"
+"""Key of an ASGI scope with an `Ahead`: a prompt is computed that its client has not sent yet."""
 _log = logging.getLogger("ctxwin.serve")
 
 
@@ -69,8 +75,9 @@ class Gateway:
             return
         service: Service = getattr(scope["app"].state, STATE)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
+        first = dict(scope)
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(self._serve_as_sent, scope, dict(scope), send)
+            stack.push_async_callback(self._serve_as_sent, scope, first, send)
             send = reshape_errors(scope, send)
             try:
                 scope[TENANT] = tenant = authenticate(service, scope, path)
@@ -80,14 +87,12 @@ class Gateway:
                     if scope.get("method") not in _FREE:
                         service.memory.check()
                     for quota, amount in zip(service.quotas.get(tenant or "", ()), (1, 0), strict=False):
-                        if quota is not None:
+                        if quota is not None and _AHEAD not in scope:
                             quota.take(amount)
                     stack.enter_context(_trace(scope, path))
                 if path == "/metrics":
                     await service.run_briefly("", service.refresh_metrics)
-                receive = await _route(
-                    service, scope, receive, path, stack, partial(self._sub_request, dict(scope), receive)
-                )
+                receive = await _route(service, scope, receive, path, stack, partial(self._sub_request, first, receive))
             except _EarlyResponse as early:
                 await early.response(scope, receive, send)
                 return
@@ -109,12 +114,23 @@ class Gateway:
             if options is not None:
                 stack.enter_context(service.pending_requests.carry(options, scope))
             await self._app(scope, receive, send if options is None else ReportingSend(send, options))
+            if options is not None and options.next_prompt is not None:
+                service.chat_prefill.submit(options.tenant, options.next_prompt, partial(self._send_ahead, first))
 
     async def _serve_as_sent(self, scope: Scope, first: Scope, send: Send) -> None:
         """Serve a request as it came if it was refused with another prompt; ``first``: its scope as it came."""
         options: RequestOptions | None = scope.get(REQUEST_OPTIONS)
         if options is not None and options.refused and options.resend is not None:
             await self({**first, _FOLLOW: True}, options.resend, send)
+
+    async def _send_ahead(self, scope: Scope, ahead: Ahead) -> None:
+        """Send a predicted request as the client of an earlier one would."""
+
+        async def receive() -> Message:  # it never leaves
+            await asyncio.get_running_loop().create_future()
+            return {}
+
+        await self._sub_request({**scope, _AHEAD: ahead}, receive, ahead.prediction.body)
 
     async def _sub_request(self, scope: Scope, receive: Receive, data: dict[str, Any]) -> tuple[int, Any]:
         """Return status and JSON of the response to a further request of the same client to the same route."""
@@ -252,7 +268,7 @@ async def _check_body(
         raw = await service.run_briefly(
             tenant, partial(owned, tenant_state.uploads.allowance(), video_size=service.video_headers.size)
         )
-        if PLAIN[path].generates:
+        if PLAIN[path].generates and _AHEAD not in scope:
             await stack.enter_async_context(service.place(tenant))
     elif changed:
         raw = await service.run_briefly(tenant, lambda: json.dumps(data).encode())
@@ -288,11 +304,15 @@ async def _with_window(
 
     ``windows`` is the mode of a request that names none. Returns whether the body changed.
     """
+    if _AHEAD in scope:
+        scope[REQUEST_OPTIONS] = RequestOptions(tenant_state.tenant, off="it is computed ahead", ahead=scope[_AHEAD])
+        return False
     changed = "ctxwin" in data
     own_fields = {name: data.get(name) for name in ("ctxwin",) if name in data}
     changed |= path != CHAT and await service.run_briefly(tenant_state.tenant, resume, path, data)
     is_managed = data.get("context_management") is not None or data.get("compaction") is not None
-    options = read_options(path, headers, data, tenant_state.tenant, windows, service.lazy_drops, service.volatile)
+    defaults = service.lazy_drops, service.volatile, service.prefill
+    options = read_options(path, headers, data, tenant_state.tenant, windows, *defaults)
     if options is None:
         return changed
     scope[REQUEST_OPTIONS] = options
@@ -305,6 +325,7 @@ async def _with_window(
         take = partial(tenant_state.volatile.take, data, options.name, tenant_state.count)
         late = await service.run_briefly(tenant_state.tenant, take)
         options.rewrites["late"] = late.report(as_system=as_system)
+    turns, room = data.get(turns_field(data)), None  # as sent
     if is_managed or options.lazy_drops is None:  # an explicit wish: nothing of what it drops is held back
         tenant_state.lazy_drops.forget(options.name)
     else:
@@ -313,15 +334,42 @@ async def _with_window(
         work = partial(tenant_state.lazy_drops.serve, data, options.name, bounds, tenant_state.count, context)
         kept = await service.run_briefly(tenant_state.tenant, work)
         options.rewrites["kept"] = kept.report()
+        room = bounds.pictures - kept.pictures if kept.turns < bounds.turns else 0
         if kept.parts or kept.followed:
             result = "kept" if kept.parts else "followed"
             service.metrics.count_rewrite(tenant_state.tenant, result, kept.tokens, kept.pictures)
     if compact is not None:
         await _compact(service, tenant_state, options, path, data, compact, lambda body: sub_request(body | own_fields))
+    elif options.prefill and _FOLLOW not in scope:
+        await _foresee(
+            service, tenant_state, options, partial(tenant_state.histories.follow, data, turns, options.name, room)
+        )
     if late.parts:  # behind what lazy drops compare, and a summary replaces
         put(data, late.text, as_system=as_system)
         service.metrics.count_rewrite(tenant_state.tenant, "late", late.tokens)
     return changed or applied is not None or compact is not None or bool(options.rewrites)
+
+
+async def _foresee(
+    service: Service, tenant_state: TenantState, options: RequestOptions, follow: Callable[[], Foresight]
+) -> None:
+    """Hold a request against its prediction, and note what is to be computed ahead of the next one.
+
+    Nothing is, where a window behind the chat reuses KV: its prompt does not find what vLLM's prefix cache holds.
+    """
+    tenant, fidelity = tenant_state.tenant, options.fidelity or service.limits.fidelity
+    if fidelity.mode == "auto":
+        fidelity = resolve(fidelity, tenant_state.engine.spec.model)
+    if not options.off and fidelity.mode != "exact":
+        return
+    foresight = await service.run_briefly(tenant, follow)
+    if foresight.ended is not None:
+        service.metrics.count_prefilled(tenant, foresight.ended.tokens, used=foresight.hit)
+        if foresight.hit:
+            service.chat_prefill.refund(tenant, foresight.ended)
+            options.prefilled = foresight.ended.tokens
+    if foresight.next is not None and foresight.next.body:
+        options.next_prompt = foresight.next
 
 
 async def _compact(

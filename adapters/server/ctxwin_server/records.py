@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -47,18 +48,19 @@ class Records(Generic[R]):
     def __len__(self) -> int:
         return len(self._records)
 
+    def forgotten(self, record: R) -> None:
+        """Do nothing; a subclass may react to a record that is forgotten. Called with the lock held."""
+
     def forget(self, name: str) -> None:
         """Forget all conversations of a name."""
         with self._lock:
-            for key in [key for key, record in self._records.items() if record.name == name]:
-                del self._records[key]
+            self._drop([key for key, record in self._records.items() if record.name == name])
 
     def find(self, key: str) -> list[R]:
         """Return the records with a key, the most recently used last."""
         with self._lock:
             now = time.monotonic()
-            for old in [k for k, record in self._records.items() if now - record.used > self._ttl]:
-                del self._records[old]
+            self._drop([k for k, record in self._records.items() if now - record.used > self._ttl])
             return [record for record in self._records.values() if record.key == key]
 
     def keep(self, old: R | None, record: R) -> None:
@@ -66,9 +68,14 @@ class Records(Generic[R]):
         with self._lock:
             self._records.pop(id(old), None)
             self._records[id(record)] = record
-            alike = [key for key, other in self._records.items() if other.name == record.name]
-            for key in alike[:-PER_NAME]:
-                del self._records[key]
+            alike = [key for key, other in self._records.items() if record.name and other.name == record.name]
+            self._drop(alike[:-PER_NAME])
             total = sum(other.size for other in self._records.values())
             while self._records and (len(self._records) > self._most or total > self._most_bytes):
-                total -= self._records.popitem(last=False)[1].size
+                key, oldest = next(iter(self._records.items()))
+                total -= oldest.size
+                self._drop([key])
+
+    def _drop(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            self.forgotten(self._records.pop(key))

@@ -21,6 +21,8 @@ from ctxwin.fidelity import Fidelity
 from ctxwin.validation import validate
 from ctxwin_server.compaction import Compaction, encode_event
 from ctxwin_server.lazy_drops import Bounds
+from ctxwin_server.prediction import Prediction, parse_prefill
+from ctxwin_server.prefill import Ahead
 from ctxwin_server.volatile import parse_volatile
 
 ROUTES = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
@@ -28,12 +30,13 @@ REQUEST_OPTIONS = "ctxwin.request_options"
 """Key of a request's `RequestOptions` in its ASGI scope; absent if it may not use a window."""
 HEADER = "x-ctxwin-windows"
 """Of a request: ``auto`` or ``off``. Of an answer: ``auto``, or ``off`` and the reason."""
-LAZY_DROPS, VOLATILE = "x-ctxwin-lazy-drops", "x-ctxwin-volatile"
-"""Of a request: see `Bounds.parse` and `parse_volatile`."""
+LAZY_DROPS, VOLATILE, PREFILL = "x-ctxwin-lazy-drops", "x-ctxwin-volatile", "x-ctxwin-prefill"
+"""Of a request: see `Bounds.parse`, `parse_volatile` and `parse_prefill`."""
 SESSION = "x-session-id"
 _NAMES = ("prompt_cache_key", "conversation", "user")
 _MOST_NAME = 512
 _CARRIER, _MEMBER = "tracestate", "ctxwin="
+_FIELDS = {"windows": None, "fidelity": None, "lazy_drops": None, "volatile": None, "prefill": None}
 _MANAGED = ("context_management", "compaction")
 
 
@@ -51,6 +54,9 @@ class RequestOptions:
         compaction: the summary that replaced earlier turns.
         lazy_drops: how much of what the client drops may stay in its prompt; None is nothing.
         volatile: whether what changes in its system prompt may be served late.
+        prefill: whether the next prompt may be computed ahead.
+        ahead: what it computes itself, where it is such a prompt; next_prompt: the one to compute once it is answered.
+        prefilled: tokens of its own prompt that were computed ahead.
         rewrites: how the prompt may differ from what was sent, by kind (``kept``, ``late``), as ``usage`` says it.
         resend: receives the request as it came; None unless the prompt differs.
         refused: it was refused with that prompt, which is not answered: it is served again as it came.
@@ -65,6 +71,10 @@ class RequestOptions:
     compaction: Compaction | None = None
     lazy_drops: Bounds | None = None
     volatile: bool = False
+    prefill: bool = False
+    ahead: Ahead | None = None
+    next_prompt: Prediction | None = None
+    prefilled: int = 0
     rewrites: dict[str, dict[str, Any]] = field(default_factory=dict)
     resend: Receive | None = None
     refused: bool = False
@@ -134,22 +144,21 @@ def read_options(
     default: str,
     lazy_drops: Bounds | None = None,
     volatile: bool = False,
+    prefill: bool = False,
 ) -> RequestOptions | None:
     """Read the options of a request; None if it uses neither a window nor anything else of ours.
 
     Removes our own field (``ctxwin``) from ``data``. Raises ValueError for an unknown mode or fidelity.
 
     Args:
-        default, lazy_drops, volatile: of requests that say nothing.
+        default, lazy_drops, volatile, prefill: of requests that say nothing.
     """
     if path not in ROUTES or not isinstance(data, dict):
         return None
     mode, extension = window_mode(headers, data, default), data.pop("ctxwin", None)
     extension = {} if extension is None else extension
-    if not isinstance(extension, dict) or extension.keys() - {"windows", "fidelity", "lazy_drops", "volatile"}:
-        raise ValueError(
-            "ctxwin must be an object with windows (auto or off), fidelity, lazy_drops and volatile; leave out what else it has"
-        )
+    if not isinstance(extension, dict) or extension.keys() - _FIELDS:
+        raise ValueError(f"ctxwin must be an object with {', '.join(_FIELDS)}; leave out what else it has")
     fidelity = extension.get("fidelity")
     options = RequestOptions(tenant, fidelity=None if fidelity is None else validate(Fidelity.model_validate, fidelity))
     if options.fidelity is not None and options.fidelity.audit:
@@ -161,7 +170,9 @@ def read_options(
     options.lazy_drops = lazy_drops if drops is None else Bounds.parse(str(drops))
     late = extension.get("volatile") or headers.get(VOLATILE)
     options.volatile = volatile if late is None else parse_volatile(str(late))
-    own = options.lazy_drops is not None or drops is not None or options.volatile
+    ahead = extension.get("prefill") or headers.get(PREFILL)
+    options.prefill = prefill if ahead is None else parse_prefill(str(ahead))
+    own = options.lazy_drops is not None or drops is not None or options.volatile or options.prefill
     own = own or any(data.get(name) is not None for name in _MANAGED)
     if mode == "off" and not own:
         return None
@@ -269,7 +280,7 @@ class ReportingSend:
 
     def _with_reports(self, body: bytes) -> bytes:
         options = self._asked
-        if not (options.usage or options.reports or options.compaction or options.rewrites):
+        if not (options.usage or options.reports or options.compaction or options.rewrites or options.prefilled):
             return body
         try:
             data = json.loads(body)
@@ -283,6 +294,8 @@ class ReportingSend:
 
     def _add_report(self, data: dict[str, Any]) -> dict[str, Any]:
         usage = {**self._asked.usage, **self._asked.rewrites}
+        if self._asked.prefilled:
+            usage["prefilled_tokens"] = self._asked.prefilled
         for holder in (data, data.get("response"), data.get("message")):
             if isinstance(holder, dict) and isinstance(holder.get("usage"), dict):
                 if usage:

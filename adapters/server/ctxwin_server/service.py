@@ -34,6 +34,8 @@ from ctxwin_server.limits import BodyBytes, Limits, RequestCount
 from ctxwin_server.memory import Memory
 from ctxwin_server.metrics import Metrics
 from ctxwin_server.operations import OperationContext
+from ctxwin_server.prediction import Histories, Prediction
+from ctxwin_server.prefill import ChatPrefill
 from ctxwin_server.quarantine import Quarantine
 from ctxwin_server.quotas import Rate
 from ctxwin_server.request_options import PendingRequests
@@ -71,6 +73,7 @@ class TenantState:
     conversations: Conversations
     lazy_drops: LazyDrops
     volatile: VolatilePrompts
+    histories: Histories
     streams: Streams
     count: Count
     max_text: int
@@ -94,6 +97,7 @@ class Service:
         policy: edits of plain chats that have windows and send no ``context_management``.
         lazy_drops: how much of what plain chats drop stays in their prompts by default; None is nothing.
         volatile: whether what changes in their system prompts is served late by default.
+        prefill: whether what they are expected to send next is computed while the engine idles by default.
         late_system: whether the chat templates take it as a system message there.
         quarantine: registers requests that run in the engine, and refuses those that end it.
         metrics_key: key of ``/metrics``, besides the server's own; "" is none.
@@ -119,6 +123,7 @@ class Service:
         policy: Policy | None = None,
         lazy_drops: Bounds | None = None,
         volatile: bool = False,
+        prefill: bool = False,
         late_system: bool = False,
         quarantine: Quarantine | None = None,
         metrics_key: str = "",
@@ -137,6 +142,7 @@ class Service:
         self.policy = policy
         self.lazy_drops = lazy_drops
         self.volatile = volatile
+        self.prefill = prefill
         self.late_system = late_system
         self.keys = keys or Keys()
         self.quarantine = quarantine or Quarantine()
@@ -150,6 +156,7 @@ class Service:
         }
         self._open_windows = OpenWindows(self.limits.max_windows_total)
         self.metrics = metrics or Metrics(by_tenant=bool(tenants))
+        self.chat_prefill = ChatPrefill(self.busy, self.metrics.count_prefill)
         self._stores_asked = float("-inf"), True
         self._asking_stores = threading.Lock()
         self._tenants: dict[str, Tenant | None] = {"": None, **{t.name: t for t in tenants}}
@@ -194,6 +201,7 @@ class Service:
             self._sweeper.cancel()
             self._sweeper = None
         self.closing.set()
+        await self.chat_prefill.stop()
         await asyncio.to_thread(self._close)
 
     def tenant_state(self, tenant: str) -> TenantState:
@@ -277,6 +285,13 @@ class Service:
                 self._stores_asked = now, answered
             return answered
 
+    def busy(self, *, apart_from: int = 0) -> bool:
+        """Return whether requests wait for the engine, of plain chats more than ``apart_from``, or it is to stop."""
+        shared = self._tenant_states.get("")
+        if shared is None or self.draining.begun:
+            return True
+        return len(self.pending_requests) > apart_from or shared.engine.busy
+
     def refresh_metrics(self) -> None:
         """Update metrics from counters kept elsewhere."""
         self.metrics.read_memory(self.memory)
@@ -300,6 +315,9 @@ class Service:
         def watch(window: Window) -> None:
             window.observe(lambda event: self.metrics.observe(name, event))
 
+        def missed(prediction: Prediction) -> None:
+            self.metrics.count_prefilled(name, prediction.tokens, used=False)
+
         records = self._open_records(name) if self._open_records else None
         uploads = Uploads(engine, self.limits, partial(self._decoders.decode, tenant=name))
         split = partial(self._file_splitters.split, tenant=name)
@@ -313,6 +331,7 @@ class Service:
             conversations=Conversations(most, self.limits.window_ttl_s),
             lazy_drops=LazyDrops(most, self.limits.window_ttl_s),
             volatile=VolatilePrompts(most, self.limits.window_ttl_s),
+            histories=Histories(most, self.limits.window_ttl_s, missed),
             streams=Streams(most),
             count=counter(engine),
             max_text=self.limits.text(engine.spec.max_tokens),

@@ -12,6 +12,7 @@ from ctxwin.store import parse_bytes
 from ctxwin_server.context_management import Policy
 from ctxwin_server.lazy_drops import Bounds
 from ctxwin_server.limits import Limits
+from ctxwin_server.prediction import parse_prefill
 from ctxwin_server.tenants import load_tenants
 from ctxwin_server.volatile import parse_volatile
 
@@ -37,6 +38,9 @@ class Settings:
     )
     volatile: str = _setting(
         "off", "What changes in chats' system prompts is served in front of the question.", "late|off"
+    )
+    prefill: str = _setting(
+        "off", "What chats are expected to send next is computed while the engine idles.", "idle|off"
     )
     max_windows: int = _setting(256, "Most open windows per tenant.")
     max_windows_total: int = _setting(1024, "Most open windows of all tenants.")
@@ -92,6 +96,7 @@ class Settings:
             "policy": Policy.read(Path(self.context_policy)) if self.context_policy else None,
             "lazy_drops": Bounds.parse(self.lazy_drops),
             "volatile": parse_volatile(self.volatile),
+            "prefill": parse_prefill(self.prefill),
             "metrics_key": _key_in(self.metrics_key_file) if self.metrics_key_file else "",
             **{name: getattr(self, name) for name in ("private_metrics", "audit_log", "windows")},
         }

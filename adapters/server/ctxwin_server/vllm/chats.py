@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
@@ -19,6 +20,7 @@ from ctxwin.engines.vllm.media_cache import ReceivedMedia, confirm_media, names_
 from ctxwin.engines.vllm.transport import PARAM
 from ctxwin.errors import EngineFailed
 from ctxwin_server.conversations import Turn, WriteBackPending
+from ctxwin_server.prefill import SLICE_S, Ahead
 from ctxwin_server.request_options import RequestOptions
 from ctxwin_server.service import Service
 from ctxwin_server.vllm.rendered import NotAWindow, Pictures, RenderedPrompt, RenderedRequest
@@ -51,6 +53,7 @@ class ChatClient:
         self._service = service
         self._media = media
         self._pictures = Pictures()
+        self._slice_tokens = 0  # how many an idle engine has computed in `SLICE_S`
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __getattr__(self, name: str) -> Any:
@@ -75,6 +78,8 @@ class ChatClient:
         except Exception:  # unknown kinds of prompts of newer versions of vLLM are served, too
             _log.exception("the prompt of request %s was not understood; vLLM computes it alone", request_id)
             reason = "the prompt is of an unknown kind"
+        if request is not None and request.ahead is not None:
+            return self._prefill(request.tenant, request.ahead, rendered, request_id, options)
         if request is None or rendered is None or reason:
             if request is not None:
                 self._bypass(request, reason)
@@ -94,6 +99,34 @@ class ChatClient:
                     self._media.note(sent, received=True)
                 sent = None
                 yield output
+
+    async def _prefill(
+        self, tenant: str, ahead: Ahead, rendered: RenderedPrompt | None, request_id: str, options: dict[str, Any]
+    ) -> AsyncGenerator[Any, None]:
+        """Compute a predicted prompt while nothing else is under way. It ends like a request whose client has left."""
+        from vllm import SamplingParams
+
+        prediction, engine = ahead.prediction, self._service.tenant_state(tenant).engine
+        assert isinstance(engine, VLLMEngine)
+        block, sampling = engine.core.block, SamplingParams(max_tokens=1, detokenize=False)
+        size, end = max(block, self._slice_tokens), 0
+        while rendered is not None and end < len(rendered.ids) and not prediction.cancelled:
+            if self._service.busy(apart_from=1):
+                ahead.result = "interrupted"
+                break
+            end, began, cached = rendered.boundary(end + size, block), time.monotonic(), 0
+            part, name = rendered.prefix(end), f"{request_id}-{end}"
+            with engine.core.driver.counted(background=True):
+                async with aclosing(self._generate(part, sampling, name, options)) as outputs:
+                    async for output in outputs:
+                        cached = output.num_cached_tokens or 0
+            computed, took = end - cached, time.monotonic() - began
+            prediction.tokens, prediction.seconds = prediction.tokens + computed, prediction.seconds + took
+            size = max(block, min(4 * size, int(computed * SLICE_S / took)))
+            self._slice_tokens = size
+            ahead.result = "complete" if end == len(rendered.ids) else "interrupted"
+        raise asyncio.CancelledError
+        yield  # makes it a generator
 
     async def _serve(
         self, request: RequestOptions, rendered: RenderedPrompt, sampling: Any, request_id: str, options: dict[str, Any]

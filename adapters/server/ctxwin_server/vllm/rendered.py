@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -105,6 +104,29 @@ class RenderedPrompt:
     ids: tuple[int, ...]
     media: tuple[Medium, ...]
     salt: str
+
+    def prefix(self, tokens: int) -> dict[str, Any]:
+        """Return the engine input of its first tokens, which end in no picture."""
+        media = [(medium, medium.offset) for medium in self.media if medium.offset < tokens]
+        return build_input(self.ids[:tokens], media, self.salt)
+
+    def boundary(self, tokens: int, block: int) -> int:
+        """Return how many tokens to take for about ``tokens``: whole blocks, and pictures as a whole."""
+        end = min(len(self.ids), max(block, tokens // block * block))
+        return next((m.offset + m.tokens for m in self.media if m.offset < end < m.offset + m.tokens), end)
+
+
+def build_input(ids: Sequence[int], media: Sequence[tuple[Medium, int]], salt: str) -> dict[str, Any]:
+    """Return an engine input as vLLM's renderer makes it, of pictures that begin at these offsets."""
+    from vllm.inputs.engine import mm_input, tokens_input
+    from vllm.multimodal.inputs import MultiModalKwargsItems
+
+    if not media:
+        return dict(tokens_input(list(ids), cache_salt=salt or None))
+    items = MultiModalKwargsItems({"image": [medium.data for medium, _ in media]})
+    names = {"image": [medium.name for medium, _ in media]}
+    places = {"image": [replace(medium.place, offset=offset) for medium, offset in media]}
+    return dict(mm_input(list(ids), items, names, places, cache_salt=salt or None))
 
 
 class Pictures:
@@ -333,23 +355,9 @@ class RenderedRequest(Engine):
         """See `PromptBuilder`."""
         if self._abandoned:
             raise AnswerStopped("the client has left")
-        from vllm.inputs.engine import mm_input, tokens_input
-        from vllm.multimodal.inputs import MultiModalKwargsItems
-
         client_salt = self._rendered.salt
         salt = self._engine.salted(digest(namespace.salt, client_salt)) if namespace.salt else client_salt
-        if not media:
-            return dict(tokens_input(ids, cache_salt=salt or None))
-        items, names, places = (defaultdict[str, list[Any]](list) for _ in range(3))
-        for span in media:
-            medium = self._media[span.key]
-            items["image"].append(medium.data)
-            names["image"].append(medium.name)
-            places["image"].append(replace(medium.place, offset=span.offset))
-        engine_input = mm_input(
-            ids, MultiModalKwargsItems(dict(items)), dict(names), dict(places), cache_salt=salt or None
-        )
-        return dict(engine_input)
+        return build_input(ids, [(self._media[span.key], span.offset) for span in media], salt)
 
     def _segments(self, cuts: Sequence[int]) -> list[tuple[Chunk, Encoded]]:
         prompt, spans = self._rendered, []

@@ -1,0 +1,236 @@
+"""Prediction of a chat's next request: a client that has dropped its oldest screenshot will drop the next one, too.
+
+`Histories` holds each request against the one before it. What its client has dropped, or replaced by a placeholder, is expected
+to happen next to what stands at the same place among its kind: the first picture, the second turn of the user. The history
+without it is how the next prompt begins, which `ctxwin_server.prefill` computes while the engine idles. A wrong prediction costs
+time of an idle engine, and never changes an answer.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ctxwin.hashing import digest
+from ctxwin_server.lazy_drops import CUTS, KEYED, Continuation, Lost, Part, continue_history, is_cleared, turns_field
+from ctxwin_server.records import Record, Records
+
+_TRUSTED = 2
+"""Right predictions in a row from which on those of a conversation are computed again, behind a wrong one."""
+_NOT_AHEAD = ("stream", "stream_options", "background", "store")
+"""Fields of a request that do not stand in its prompt, and would have its answer streamed or kept."""
+Place = tuple[int, str, int]
+"""Depth and kind of a part, and its number among the parts of a history that share both."""
+
+
+def parse_prefill(text: str) -> bool:
+    """Return whether a text allows prompts to be computed ahead. Raises ValueError."""
+    if text not in ("idle", "off"):
+        raise ValueError(f"prefill must be idle or off, got {text[:80]!r}")
+    return text == "idle"
+
+
+@dataclass(eq=False)
+class Prediction:
+    """The prompt that the next request of a conversation is expected to begin with.
+
+    Attributes:
+        body: a request with that prompt, of ``size`` bytes; empty where it is not to be computed, or has been.
+        leaves: digests of the innermost parts of its turns.
+        fresh: index of the first of them that the last prompt did not have there.
+        tokens: computed for it; seconds: that this took.
+        cancelled: begin no further forward for it.
+    """
+
+    body: dict[str, Any]
+    size: int
+    leaves: tuple[str, ...]
+    fresh: int
+    tokens: int = 0
+    seconds: float = 0.0
+    cancelled: bool = False
+
+    def fits(self, leaves: Sequence[str]) -> bool:
+        """Return whether more than half of what it has anew stands in a request with these parts, where it was expected."""
+        return 2 * (_common(self.leaves, leaves) - self.fresh) > len(self.leaves) - self.fresh
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """What one request says of predictions.
+
+    Attributes:
+        ended: the prediction of this request; hit: whether it was right.
+        next: the prediction of the next one.
+    """
+
+    ended: Prediction | None = None
+    hit: bool = False
+    next: Prediction | None = None
+
+
+@dataclass(eq=False, kw_only=True)
+class History(Record):
+    """The turns of a conversation's last request, in outline; ``right``: right predictions in a row."""
+
+    turns: tuple[Part, ...]
+    prediction: Prediction | None = None
+    right: int = _TRUSTED
+
+
+class Histories(Records[History]):
+    """What one tenant's conversations sent last.
+
+    Args:
+        most, ttl: see `Records`.
+        missed: called with a prediction whose conversation was forgotten before it went on.
+    """
+
+    def __init__(self, most: int, ttl: float, missed: Callable[[Prediction], None]) -> None:
+        super().__init__(most, ttl)
+        self._missed = missed
+
+    def follow(self, data: Mapping[str, Any], turns: Any, name: str, room: int | None = None) -> Foresight:
+        """Note a request, and hold it against its prediction.
+
+        Args:
+            data: its body as served.
+            turns: its turns as the client sent them.
+            name: the client's name of the conversation; "" for none.
+            room: pictures that the client may drop on its next turn before the prompt follows; None: it follows at once.
+
+        Cost: linear in the request.
+        """
+        if not isinstance(turns, list) or any(data.get(cut) is not None for cut in CUTS):
+            return Foresight()
+        field = turns_field(data)
+        parts = [Part.read(turn) for turn in turns]
+        sent = tuple(part.outline() for part in parts)
+        key = digest("sent", field, name, json.dumps([data.get(keyed) for keyed in KEYED]))
+        old, continuation = self._continued(key, sent)
+        ended, hit, right, expected = None, False, _TRUSTED, None
+        if old is not None and continuation is not None:
+            if [turn.digest for turn in old.turns] == [turn.digest for turn in sent]:  # the same request again
+                return Foresight()
+            ended, right = old.prediction, old.right
+            if ended is not None:
+                ended.cancelled, hit = True, ended.fits(_leaves(sent))
+                right = right + 1 if hit else 0
+            pictures = sum(leaf.kind == "picture" for part in continuation.kept for leaf in part.leaves())
+            if room is None or pictures > room:
+                expected = _Change.repeated(old.turns, continuation.lost, sent, turns).apply()
+        prediction = None
+        if expected is not None:
+            body = {name: value for name, value in data.items() if name not in _NOT_AHEAD}
+            body = copy.deepcopy(body | {field: expected.turns}) if right >= _TRUSTED else {}
+            prediction = Prediction(body, sum(part.size for part in parts), expected.leaves, expected.fresh)
+        size = sum(part.size for part in sent)
+        self.keep(old, History(key=key, name=name, size=size, turns=sent, prediction=prediction, right=right))
+        return Foresight(ended, hit, prediction)
+
+    def forgotten(self, record: History) -> None:
+        if record.prediction is not None:
+            record.prediction.cancelled = True
+            self._missed(record.prediction)
+
+    def _continued(self, key: str, sent: tuple[Part, ...]) -> tuple[History | None, Continuation | None]:
+        """Return the conversation that reaches furthest into a request, and how; of equals the one used last."""
+        found: tuple[History | None, Continuation | None] = None, None
+        for record in self.find(key):
+            one = continue_history(record.turns, sent)
+            if one is not None and (found[1] is None or one.new >= found[1].new):
+                found = record, one
+        return found
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """Turns that are expected, the digests of their innermost parts, and the first of these that is new there."""
+
+    turns: list[Any]
+    leaves: tuple[str, ...]
+    fresh: int
+
+
+@dataclass
+class _Change:
+    """What is to happen to parts of a request.
+
+    Attributes:
+        sent: its turns, in outline; values: JSON of each part, by identity.
+        fates: the part to stand there instead, or None for nothing, by identity.
+    """
+
+    sent: Sequence[Part]
+    values: dict[int, Any]
+    fates: dict[int, Part | None]
+
+    @classmethod
+    def repeated(cls, old: Sequence[Part], lost: Sequence[Lost], sent: Sequence[Part], turns: Sequence[Any]) -> _Change:
+        """Return for ``sent`` what happened to ``old`` parts, at the same places."""
+        places = {id(part): place for part, place in _placed(old)}
+        happened = {places[id(part)]: new for part, new in lost}
+        values = {id(part): value for part, value in _valued(sent, turns)}
+        return cls(sent, values, {id(part): happened[place] for part, place in _placed(sent) if place in happened})
+
+    def apply(self) -> _Expected | None:
+        """Return the turns that it leaves; None where nothing new is in them."""
+        leaves: list[str] = []
+        turns = self._apply(self.sent, leaves)
+        fresh = _common(leaves, _leaves(self.sent))
+        return _Expected(turns, tuple(leaves), fresh) if fresh < len(leaves) else None
+
+    def _apply(self, parts: Sequence[Part], leaves: list[str]) -> list[Any]:
+        values = []
+        for part in parts:
+            value = self.values[id(part)]
+            if id(part) not in self.fates:
+                if part.parts and not part.is_text:
+                    value = {**value, part.field: self._apply(part.parts, leaves)}
+                else:
+                    leaves += _leaves([part])
+                values.append(value)
+            elif (new := self.fates[id(part)]) is not None:
+                instead = self.values[id(new)]
+                # A result keeps its own head, which names its call.
+                values.append({**value, part.field: instead[new.field]} if part.kind == "result" else instead)
+                leaves += _leaves([new])
+        return values
+
+
+def _placed(parts: Sequence[Part]) -> Iterator[tuple[Part, Place]]:
+    """Yield all parts with their places."""
+    numbers: Counter[tuple[int, str]] = Counter()
+
+    def visit(parts: Sequence[Part], depth: int) -> Iterator[tuple[Part, Place]]:
+        for part in parts:
+            kind = "cleared" if part.kind == "result" and is_cleared(part) else part.kind
+            yield part, (depth, kind, numbers[depth, kind])
+            numbers[depth, kind] += 1
+            yield from visit(part.parts, depth + 1)
+
+    return visit(parts, 0)
+
+
+def _valued(parts: Sequence[Part], values: Sequence[Any]) -> Iterator[tuple[Part, Any]]:
+    """Yield all parts with their JSON."""
+    for part, value in zip(parts, values, strict=True):
+        yield part, value
+        if part.field:
+            yield from _valued(part.parts, [value[part.field]] if part.is_text else value[part.field])
+
+
+def _leaves(parts: Sequence[Part]) -> list[str]:
+    return [leaf.digest for part in parts for leaf in part.leaves()]
+
+
+def _common(one: Sequence[str], other: Sequence[str]) -> int:
+    """Return the length of the longest prefix that two sequences share."""
+    for index, (mine, theirs) in enumerate(zip(one, other, strict=False)):
+        if mine != theirs:
+            return index
+    return min(len(one), len(other))

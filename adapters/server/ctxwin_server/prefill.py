@@ -1,0 +1,110 @@
+"""Prefill while the engine idles: the prompts that chats are expected to send next are computed ahead of them.
+
+A predicted request (`ctxwin_server.prediction`) goes the way of its client's own, so that it is checked, rendered and kept apart
+from other tenants as that is. Only the engine's client treats it otherwise: it runs the prompt a slice at a time, and begins none
+while another request is under way. What it leaves is vLLM's own prefix cache, where the next request finds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from ctxwin.window.idle import Allowance
+from ctxwin_server.prediction import Prediction
+
+QUIET_S, POLL_S = 0.05, 0.02
+"""Seconds that the engine must have been idle before a prompt is begun, and between two looks at it."""
+MOST_BYTES = 256 << 20
+"""Bytes of all requests that wait to be sent."""
+SLICE_S = 0.05
+"""Seconds for which a request may find the engine taken by a slice of a predicted prompt."""
+_log = logging.getLogger("ctxwin.serve")
+
+
+@dataclass(eq=False)
+class Ahead:
+    """One predicted request on its way to the engine.
+
+    Attributes:
+        result: ``complete``; ``interrupted``, where it gave way to another request and can be sent again; else ``refused``.
+    """
+
+    prediction: Prediction
+    result: str = "refused"
+
+
+class ChatPrefill:
+    """Computes predicted prompts, one at a time, while the engine idles.
+
+    Args:
+        busy: returns whether other requests are under way.
+        count: called with the tenant and the result of each prompt that was sent.
+    """
+
+    def __init__(self, busy: Callable[[], bool], count: Callable[[str, str], None]) -> None:
+        self._busy, self._count = busy, count
+        self._queue: OrderedDict[Prediction, tuple[str, Callable[[Ahead], Awaitable[object]]]] = OrderedDict()
+        self._allowances: dict[str, Allowance] = {}
+        self._queued = 0
+        self._task: asyncio.Task[None] | None = None
+
+    def submit(self, tenant: str, prediction: Prediction, send: Callable[[Ahead], Awaitable[object]]) -> None:
+        """Queue a prediction; ``send`` sends its request through the server. The oldest are dropped from a full queue."""
+        self._queue[prediction] = tenant, send
+        self._queued += prediction.size
+        while self._queued > MOST_BYTES:
+            self._take()
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def refund(self, tenant: str, prediction: Prediction) -> None:
+        """Give a tenant back the time of a prediction that was right: its request would have taken it."""
+        self._allowance(tenant).add(prediction.seconds)
+
+    async def stop(self) -> None:
+        """Drop all predictions, and wait for the end of the slice under way."""
+        while self._queue:
+            self._take()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        idle_since = time.monotonic()
+        while self._queue:
+            prediction, (tenant, send) = next(iter(self._queue.items()))
+            if prediction.cancelled:
+                self._take()
+                continue
+            if self._busy():
+                idle_since = time.monotonic()
+            if time.monotonic() - idle_since < QUIET_S or self._allowance(tenant).add(0) <= 0:
+                self._queue.move_to_end(prediction)
+                await asyncio.sleep(POLL_S)
+                continue
+            ahead, spent = Ahead(prediction), prediction.seconds
+            try:
+                await send(ahead)
+            except Exception as error:
+                _log.warning("a chat's next prompt was not computed ahead (%s)", error)
+            self._allowance(tenant).add(spent - prediction.seconds)
+            self._count(tenant, ahead.result)
+            if ahead.result == "interrupted":
+                idle_since = time.monotonic()
+            elif prediction in self._queue:
+                self._take(prediction)
+
+    def _take(self, prediction: Prediction | None = None) -> None:
+        """Drop a prediction, or the oldest, from the queue, and release its request."""
+        prediction = prediction or next(iter(self._queue))
+        del self._queue[prediction]
+        self._queued -= prediction.size
+        prediction.body = {}
+
+    def _allowance(self, tenant: str) -> Allowance:
+        return self._allowances.setdefault(tenant, Allowance())
