@@ -10,6 +10,8 @@ of agent, all written against the official clients and unchanged between the way
   client, Anthropic's, and LangChain's ordinary chat model (``pip install langchain-openai``);
 - ``habits``: that loop with OpenAI's client in each of `HABITS`, how agents keep their old screenshots out of a prompt. The ways
   take turns here, so that their times are of the same minutes;
+- ``beside``: short chats of others, at random times, beside that loop, whose next prompt is computed ahead in every second block
+  of twenty seconds (``--turns`` blocks): how long they take, with and without;
 - ``clock``: that loop with its whole history, 30 turns at most, with and without a clock in the system prompt, which is served
   as sent or late, behind the history.
 
@@ -26,6 +28,7 @@ import contextlib
 import http.client
 import importlib
 import io
+import itertools
 import json
 import math
 import re
@@ -34,11 +37,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Annotated, Any
 
 import numpy as np
@@ -62,7 +67,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "profile": {"windows": "auto"},
 }
 BY_HAND: dict[str, Any] = {"mode": "patched", "rank": 11, "layers": "deep"}
-AGENTS = ("sliding", "openai", "anthropic", "langchain", "habits", "clock")
+AGENTS = ("sliding", "openai", "anthropic", "langchain", "habits", "beside", "clock")
+BLOCK_S, PAUSE_S = 20.0, 0.15
 SYSTEM, KEEP, FRAMES, ASKS = "You watch a camera.", 4, 5, 16
 LOG = "The door is shut. Nobody is there. All is quiet. Two boats pass.\n"
 RULES = "Name what is asked for, in one word."
@@ -329,6 +335,59 @@ def habits(client: OpenAI, model: str, turns: int, pictures: list[str], think: f
             yield row.described(results["off"]) | (counted if "prefill" in WAYS[way] else {})
 
 
+def beside(client: OpenAI, model: str, blocks: int, pictures: list[str], think: float, seed: int) -> dict[str, Any]:
+    """Seconds of short chats beside the loop, which thinks for ``think`` seconds a turn, in blocks with and without prefill."""
+    rng, seconds = Random(seed), {"off": list[list[float]](), "idle": list[list[float]]()}
+    before = prefilled(client)
+    for block in range(blocks):
+        mode = ("off", "idle")[block % 2]
+        extra, ended = {"windows": "off", "prefill": mode}, threading.Event()
+        ask = openai_asker(client, model, f"beside {block}", "off", ctxwin=extra)
+
+        def work(ask: Ask = ask, ended: threading.Event = ended) -> None:
+            history: History = []
+            for turn in itertools.count():
+                history = [*history, [{"role": "user", "content": _step(turn, pictures)}]][-KEEP:]
+                answer, *_ = ask([{"role": "system", "content": SYSTEM}, *(m for one in history for m in one)])
+                history[-1].append({"role": "assistant", "content": answer or "-"})
+                if ended.wait(think):
+                    return
+
+        agent = threading.Thread(target=work)
+        agent.start()
+        took, end = [], time.monotonic() + BLOCK_S
+        while time.monotonic() < end:
+            time.sleep(rng.expovariate(1 / PAUSE_S))
+            message = {"role": "user", "content": f"{rng.randrange(10**6)} {LOG} Is it shut?"}
+            began = time.perf_counter()
+            client.chat.completions.create(model=model, messages=[message], max_tokens=4, temperature=0)  # type: ignore[list-item]
+            took.append(time.perf_counter() - began)
+        ended.set()
+        agent.join()
+        seconds[mode].append(took)
+    counted = {result: tokens - before.get(result, 0) for result, tokens in prefilled(client).items()}
+    return {"agent": "beside", "prefilled": counted, **_quantiles(seconds["off"], seconds["idle"], seed)}
+
+
+def _quantiles(off: list[list[float]], idle: list[list[float]], seed: int) -> dict[str, Any]:
+    """Median and 99th percentile without and with prefill, and the ratios with 95 % intervals, by drawing blocks again."""
+    draws, found = np.random.default_rng(seed), dict[str, Any]()
+    for name, q in (("p50", 0.5), ("p99", 0.99)):
+
+        def at(blocks: list[list[float]], q: float = q) -> float:
+            return float(np.quantile(np.concatenate(blocks), q))
+
+        ratios = [
+            at([idle[i] for i in draws.integers(len(idle), size=len(idle))])
+            / at([off[i] for i in draws.integers(len(off), size=len(off))])
+            for _ in range(2000)
+        ]
+        low, high = np.quantile(ratios, [0.025, 0.975])
+        found[f"{name}_ms"] = [round(1e3 * at(off), 2), round(1e3 * at(idle), 2)]
+        found[f"{name}_ratio"] = [round(value, 3) for value in (at(idle) / at(off), float(low), float(high))]
+    return {"asks": [sum(map(len, off)), sum(map(len, idle))], **found}
+
+
 def clock(client: OpenAI, model: str, turns: int, pictures: list[str]) -> Iterator[dict[str, Any]]:
     """A loop that keeps its whole history behind a system prompt that tells the time."""
     reference: Row | None = None
@@ -420,10 +479,12 @@ def run(
                 rows_of_all.append(described)
                 if output is not None:
                     output.write_text(json.dumps(rows_of_all, indent=1))
+        if "beside" in agents:
+            rows_of_all.append(beside(client, name, turns, screens, think, seed))
         if "clock" in agents:
             rows_of_all += clock(client, name, min(turns, 30), screens)
         for agent in agents:
-            rows = {way: Row(agent, way) for way in WAYS if agent not in ("sliding", "habits", "clock")}
+            rows = {way: Row(agent, way) for way in WAYS if agent not in ("sliding", "habits", "beside", "clock")}
             for way, row in rows.items():
                 ask = (
                     ASKERS[agent](url, name, agent, way) if agent in ASKERS else openai_asker(client, name, agent, way)
@@ -463,6 +524,9 @@ def main(
         left=(0, 1),
     )
     for row in rows:
+        if row["agent"] == "beside":
+            typer.echo(json.dumps(row), err=True)
+            continue
         same = f"{row['same']:.2f} [{row['same_low']:.2f}, {row['same_high']:.2f}]"
         computed = f"{row['computed']:.1%}", f"{row['computed_alone']:.3f}"
         cells = row["asks"], row["prompt_tokens"], *computed, same, row["first_token_ms"]

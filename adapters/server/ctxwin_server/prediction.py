@@ -42,6 +42,8 @@ class Prediction:
         body: a request with that prompt, of ``size`` bytes; empty where it is not to be computed, or has been.
         leaves: digests of the innermost parts of its turns.
         fresh: index of the first of them that the last prompt did not have there.
+        prompt: ids of the last prompt, once known.
+        reached: tokens of its own prompt that have been computed or were there.
         tokens: computed for it; seconds: that this took.
         cancelled: begin no further forward for it.
     """
@@ -50,13 +52,15 @@ class Prediction:
     size: int
     leaves: tuple[str, ...]
     fresh: int
+    prompt: Sequence[int] = ()
+    reached: int = 0
     tokens: int = 0
     seconds: float = 0.0
     cancelled: bool = False
 
     def fits(self, leaves: Sequence[str]) -> bool:
         """Return whether more than half of what it has anew stands in a request with these parts, where it was expected."""
-        return 2 * (_common(self.leaves, leaves) - self.fresh) > len(self.leaves) - self.fresh
+        return 2 * (common_prefix(self.leaves, leaves) - self.fresh) > len(self.leaves) - self.fresh
 
 
 @dataclass(frozen=True)
@@ -181,7 +185,7 @@ class _Change:
         """Return the turns that it leaves; None where nothing new is in them."""
         leaves: list[str] = []
         turns = self._apply(self.sent, leaves)
-        fresh = _common(leaves, _leaves(self.sent))
+        fresh = common_prefix(leaves, _leaves(self.sent))
         return _Expected(turns, tuple(leaves), fresh) if fresh < len(leaves) else None
 
     def _apply(self, parts: Sequence[Part], leaves: list[str]) -> list[Any]:
@@ -228,7 +232,7 @@ def _leaves(parts: Sequence[Part]) -> list[str]:
     return [leaf.digest for part in parts for leaf in part.leaves()]
 
 
-def _common(one: Sequence[str], other: Sequence[str]) -> int:
+def common_prefix(one: Sequence[object], other: Sequence[object]) -> int:
     """Return the length of the longest prefix that two sequences share."""
     for index, (mine, theirs) in enumerate(zip(one, other, strict=False)):
         if mine != theirs:

@@ -20,6 +20,7 @@ from ctxwin.engines.vllm.media_cache import ReceivedMedia, confirm_media, names_
 from ctxwin.engines.vllm.transport import PARAM
 from ctxwin.errors import EngineFailed
 from ctxwin_server.conversations import Turn, WriteBackPending
+from ctxwin_server.prediction import common_prefix
 from ctxwin_server.prefill import SLICE_S, Ahead
 from ctxwin_server.request_options import RequestOptions
 from ctxwin_server.service import Service
@@ -53,7 +54,7 @@ class ChatClient:
         self._service = service
         self._media = media
         self._pictures = Pictures()
-        self._slice_tokens = 0  # how many an idle engine has computed in `SLICE_S`
+        self._pace = 0.0  # tokens a second of the last slice of a predicted prompt
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __getattr__(self, name: str) -> Any:
@@ -72,6 +73,8 @@ class ChatClient:
             rendered = self._pictures.read(prompt)  # for every request: a picture's data are sent only once
             if request is None and any(medium.data is not None for medium in rendered.media):
                 self._spawn(asyncio.to_thread(_hash, rendered))
+            if request is not None and request.next_prompt is not None:
+                request.next_prompt.prompt = rendered.ids
             reason = "" if request is None else request.off or _bypass_reason(sampling_params, options)
         except NotAWindow as error:
             reason = str(error)
@@ -109,22 +112,24 @@ class ChatClient:
         prediction, engine = ahead.prediction, self._service.tenant_state(tenant).engine
         assert isinstance(engine, VLLMEngine)
         block, sampling = engine.core.block, SamplingParams(max_tokens=1, detokenize=False)
-        size, end = max(block, self._slice_tokens), 0
-        while rendered is not None and end < len(rendered.ids) and not prediction.cancelled:
+        ids = () if rendered is None else rendered.ids
+        end = prediction.reached = prediction.reached or common_prefix(prediction.prompt, ids) // block * block
+        while rendered is not None and end < len(ids) and not prediction.cancelled:
             if self._service.busy(apart_from=1):
                 ahead.result = "interrupted"
                 break
-            end, began, cached = rendered.boundary(end + size, block), time.monotonic(), 0
+            end, began, cached = rendered.boundary(end + int(self._pace * SLICE_S), block), time.monotonic(), 0
             part, name = rendered.prefix(end), f"{request_id}-{end}"
             with engine.core.driver.counted(background=True):
                 async with aclosing(self._generate(part, sampling, name, options)) as outputs:
                     async for output in outputs:
                         cached = output.num_cached_tokens or 0
             computed, took = end - cached, time.monotonic() - began
-            prediction.tokens, prediction.seconds = prediction.tokens + computed, prediction.seconds + took
-            size = max(block, min(4 * size, int(computed * SLICE_S / took)))
-            self._slice_tokens = size
-            ahead.result = "complete" if end == len(rendered.ids) else "interrupted"
+            self._pace = computed / took or self._pace
+            prediction.reached, prediction.tokens, prediction.seconds = (
+                end, prediction.tokens + computed, prediction.seconds + took,
+            )  # fmt: skip
+            ahead.result = "complete" if end == len(ids) else "interrupted"
         raise asyncio.CancelledError
         yield  # makes it a generator
 

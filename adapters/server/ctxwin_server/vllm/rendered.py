@@ -111,8 +111,8 @@ class RenderedPrompt:
         return build_input(self.ids[:tokens], media, self.salt)
 
     def boundary(self, tokens: int, block: int) -> int:
-        """Return how many tokens to take for about ``tokens``: whole blocks, and pictures as a whole."""
-        end = min(len(self.ids), max(block, tokens // block * block))
+        """Return where to end a prefix of about ``tokens``, a block more at least: behind a whole block or a picture."""
+        end = min(len(self.ids), (tokens // block + 1) * block)
         return next((m.offset + m.tokens for m in self.media if m.offset < end < m.offset + m.tokens), end)
 
 
