@@ -264,13 +264,14 @@ History = list[list[dict[str, Any]]]
 """Turns: a user's message, and the answer to it."""
 
 
-def _with_text(history: History, text: Callable[[dict[str, Any]], dict[str, Any]]) -> History:
-    """The history with a text in place of all screenshots but the last four."""
+def _with_text(history: History, words: str, at_once: int = 1) -> History:
+    """The history with a text in place of all screenshots but the last four, ``at_once`` together."""
+    end, text = max(0, len(history) - KEEP) // at_once * at_once, {"type": "text", "text": words}
     old = [
-        [{**one[0], "content": [text(p) if p["type"] == "image_url" else p for p in one[0]["content"]]}, *one[1:]]
-        for one in history[:-KEEP]
+        [{**one[0], "content": [text if p["type"] == "image_url" else p for p in one[0]["content"]]}, *one[1:]]
+        for one in history[:end]
     ]
-    return [*old, *history[-KEEP:]]
+    return [*old, *history[end:]]
 
 
 def _together(history: History) -> History:
@@ -280,11 +281,15 @@ def _together(history: History) -> History:
 
 
 def _replaced(history: History) -> History:
-    return _with_text(history, lambda part: {"type": "text", "text": "[an old screenshot]"})
+    return _with_text(history, "[an old screenshot]")
 
 
 def _cleared(history: History) -> History:
-    return _with_text(history, lambda part: {"type": "text", "text": CLEARED})
+    return _with_text(history, CLEARED)
+
+
+def _cleared_together(history: History) -> History:
+    return _with_text(history, CLEARED, KEEP)
 
 
 HABITS: dict[str, tuple[Callable[[History], History], Callable[[History], History]]] = {
@@ -292,6 +297,7 @@ HABITS: dict[str, tuple[Callable[[History], History], Callable[[History], Histor
     "all in one message": (_together, _together),
     "replaced by a text": (_replaced, _replaced),
     "context_management": (lambda history: history, _cleared),
+    "context_management, four at once": (lambda history: history, _cleared_together),
 }
 """What an agent sends of its history, and what vLLM alone has to be sent for the same prompt."""
 
@@ -307,8 +313,9 @@ def habits(client: OpenAI, model: str, turns: int, pictures: list[str], think: f
     """The loop in each habit; at each turn the ways are asked one behind the other, another one first each time. An agent whose
     next prompt is computed ahead thinks for ``think`` seconds behind each answer."""
     for habit, (sent, sent_alone) in HABITS.items():
-        clear = {"type": "clear_images", "keep": {"type": "images", "value": KEEP}}
-        fields = {"context_management": {"edits": [clear]}} if habit == "context_management" else {}
+        once = {"type": "images", "value": KEEP if sent_alone is _cleared_together else 1}
+        clear = {"type": "clear_images", "keep": {"type": "images", "value": KEEP}, "clear_at_least": once}
+        fields = {"context_management": {"edits": [clear]}} if sent_alone in (_cleared, _cleared_together) else {}
         asks = {way: openai_asker(client, model, habit, way, **({} if way == "off" else fields)) for way in WAYS}
         histories: dict[str, History] = {way: [] for way in WAYS}
         results = {way: Row(habit, way) for way in WAYS}

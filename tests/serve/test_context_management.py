@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import typing_extensions
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ctxwin_server.compaction import take_compaction
 from ctxwin_server.context_management import CLEARED, Policy, manage
@@ -114,6 +116,46 @@ class TestToolResults:
         assert manage({**data, "context_management": {"edits": []}}, policy, words) == [] and all(left(data))
         data = make()
         assert manage(data, None, words) is None and all(left(data))
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=25),
+    st.integers(0, 4),
+    st.integers(0, 90),
+    st.sampled_from(["input_tokens", "tool_uses"]),
+)
+def test_what_is_cleared_goes_in_batches_of_a_history_that_is_sent_whole(
+    sizes: list[int], keep: int, least: int, unit: str
+) -> None:
+    """The prefix breaks once a batch: of each request the same results are cleared as of the last one, or a batch more."""
+    least = least // 20 if unit == "tool_uses" else least
+    before = 0
+    for n in range(1, len(sizes) + 1):
+        turns = [{"role": "tool", "tool_call_id": f"c{i}", "content": f"r{i} " + "word " * sizes[i]} for i in range(n)]
+        data = {"messages": turns}
+        fields = {"trigger": {"type": "tool_uses", "value": 0}, "keep": {"type": "tool_uses", "value": keep}}
+        asked = clear(**fields, clear_at_least={"type": unit, "value": least})
+        applied = manage({**data, "context_management": asked}, None, words)
+        cleared = [turn["content"] == CLEARED for turn in turns]
+        number = sum(cleared)
+        assert cleared == [True] * number + [False] * (n - number) and number >= before and n - number >= min(keep, n)
+        assert bool(applied) == (number > 0)
+        worth = [max(0, 1 + size - words(CLEARED)) if unit == "input_tokens" else 1 for size in sizes]
+        if number > before:
+            assert sum(worth[before:number]) >= least
+        assert sum(worth[number : max(number, n - keep)]) < max(1, least)
+        before = number
+
+
+def test_pictures_leave_in_batches_too() -> None:
+    left_of = []
+    for n in range(1, 12):
+        url = {"type": "image_url", "image_url": {"url": "data:..."}}
+        data = {"messages": [{"role": "user", "content": [dict(url)]} for _ in range(n)]}
+        manage(data, Policy(pictures=3, pictures_at_once=4), words)
+        left_of.append(json.dumps(data).count("..."))
+    assert left_of == [1, 2, 3, 4, 5, 6, 3, 4, 5, 6, 3]
 
 
 def test_pictures_leave_wherever_they_stand() -> None:
@@ -275,9 +317,12 @@ def test_what_is_not_done_is_said(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"context_management|edits|must|valid|compact_20260112"):
             manage({"messages": [], "context_management": bad}, None, words)
     file = tmp_path / "policy.toml"
-    file.write_text("budget = 24000\npictures = 4\nexclude_tools = ['memory']\n")
-    assert Policy.read(file) == Policy(budget=24000, pictures=4, exclude_tools=("memory",))
-    for wrong in ("budget = 0", "images = 3", "budget ="):
+    file.write_text(
+        "budget = 24000\nclear_at_least = 4000\npictures = 4\npictures_at_once = 2\nexclude_tools = ['memory']\n"
+    )
+    policy = Policy(budget=24000, clear_at_least=4000, pictures=4, pictures_at_once=2, exclude_tools=("memory",))
+    assert Policy.read(file) == policy
+    for wrong in ("budget = 0", "images = 3", "budget =", "pictures_at_once = 0"):
         file.write_text(wrong)
         with pytest.raises(ValueError, match=r"policy\.toml must hold budget"):
             Policy.read(file)

@@ -8,12 +8,15 @@ clients that send no ``context_management``.
   their calls, too, with ``clear_tool_inputs``, or those of the tools that it names.
 - ``clear_thinking_20251015`` takes the thinking out of all assistant turns but the newest ``keep`` that hold any.
 - ``clear_images`` (ours) clears the oldest pictures, all but ``keep``.
+
+``clear_at_least`` has results and pictures cleared in batches that free so many tokens each. Between two of them the prefix of a
+history that grows stands, although every request brings the whole history again.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -74,6 +77,7 @@ class ClearImages(Body):
     type: Literal["clear_images"]
     trigger: _Amount = _Amount(type="images", value=0)
     keep: _Amount = _Amount(type="images", value=3)
+    clear_at_least: _Amount | None = None
 
 
 Edit = ClearToolUses | ClearThinking | ClearImages
@@ -90,15 +94,19 @@ class Policy(Body):
     Attributes:
         budget: tokens of a request above which old tool results are cleared; None clears none.
         keep: how many tool results stay, the newest.
+        clear_at_least: tokens that clearing results must free each time.
         exclude_tools: tools whose results always stay.
         pictures: how many pictures stay, the newest; None keeps all.
+        pictures_at_once: how many pictures are cleared together.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     budget: int | None = Field(default=None, ge=1)
     keep: int = Field(default=3, ge=0)
+    clear_at_least: int = Field(default=0, ge=0)
     exclude_tools: tuple[str, ...] = ()
     pictures: int | None = Field(default=None, ge=0)
+    pictures_at_once: int = Field(default=1, ge=1)
 
     @classmethod
     def read(cls, path: Path) -> Policy:
@@ -106,17 +114,24 @@ class Policy(Body):
         try:
             return cls.model_validate(tomllib.loads(path.read_text()))
         except (ValidationError, tomllib.TOMLDecodeError) as error:
-            raise ValueError(f"{path} must hold budget, keep, exclude_tools or pictures: {error}") from None
+            raise ValueError(f"{path} must hold {', '.join(cls.model_fields)}: {error}") from None
 
     def edits(self) -> list[Edit]:
         """Return the equivalent edits of a client."""
         edits: list[Edit] = []
         if self.budget is not None:
-            trigger, keep = _Amount(type="input_tokens", value=self.budget), _Amount(type="tool_uses", value=self.keep)
-            kind: Any = "clear_tool_uses_20250919"
-            edits.append(ClearToolUses(type=kind, trigger=trigger, keep=keep, exclude_tools=[*self.exclude_tools]))
+            edits.append(
+                ClearToolUses(
+                    type="clear_tool_uses_20250919",
+                    trigger=_Amount(type="input_tokens", value=self.budget),
+                    keep=_Amount(type="tool_uses", value=self.keep),
+                    clear_at_least=_Amount(type="input_tokens", value=self.clear_at_least),
+                    exclude_tools=[*self.exclude_tools],
+                )
+            )
         if self.pictures is not None:
-            edits.append(ClearImages(type="clear_images", keep=_Amount(type="images", value=self.pictures)))
+            keep, once = (_Amount(type="images", value=value) for value in (self.pictures, self.pictures_at_once))
+            edits.append(ClearImages(type="clear_images", keep=keep, clear_at_least=once))
         return edits
 
 
@@ -198,18 +213,31 @@ def _clear_results(data: dict[str, Any], edit: ClearToolUses, count: Count) -> d
         return {}
     old = results[: max(0, len(results) - edit.keep.value)]
     old = [r for r in old if not r.is_cleared and r.tool not in (edit.exclude_tools or ())]
-    inputs = edit.clear_tool_inputs
-    with_call = [r for r in old if (r.tool in inputs if isinstance(inputs, list) else inputs)]
-    tokens = sum(count(r.holder.get(r.key)) for r in old) + sum(count(_arguments(r)) for r in with_call)
-    freed = max(0, tokens - len(old) * count(CLEARED))
-    if not old or (edit.clear_at_least and freed < edit.clear_at_least.value):
-        return {}
-    for result in old:
+    inputs, cleared = edit.clear_tool_inputs, count(CLEARED)
+    with_call = [r.tool in inputs if isinstance(inputs, list) else bool(inputs) for r in old]
+    freed = [
+        count(r.holder.get(r.key)) + (count(_arguments(r)) if has_call else 0) - cleared
+        for r, has_call in zip(old, with_call, strict=True)
+    ]
+    number = _in_batches(freed, edit.clear_at_least)
+    for result, has_call in zip(old[:number], with_call, strict=False):
         result.holder[result.key] = CLEARED
-    for result in with_call:
-        if result.call is not None:
+        if has_call and result.call is not None:
             _clear_arguments(result.call)
-    return {"cleared_tool_uses": len(old), "cleared_input_tokens": freed}
+    return {"cleared_tool_uses": number, "cleared_input_tokens": max(0, sum(freed[:number]))} if number else {}
+
+
+def _in_batches(freed: Sequence[int], least: _Amount | None) -> int:
+    """Return how many of the oldest to clear, in batches that free at least so much each, or have so many.
+
+    Batches are counted from the front, so that a longer history has the same ones and perhaps another.
+    """
+    end = batch = 0
+    for index, tokens in enumerate(freed):
+        batch += max(0, tokens) if least is None or least.type == "input_tokens" else 1
+        if least is None or batch >= least.value:
+            end, batch = index + 1, 0
+    return end
 
 
 _THINKING = ("thinking", "redacted_thinking")
@@ -257,13 +285,12 @@ def _clear_images(data: dict[str, Any], edit: ClearImages, count: Count) -> dict
     pictures = [*_pictures(data)]
     if not _is_reached(edit.trigger, data, count, uses=0, images=len(pictures)):
         return {}
-    old = pictures[: max(0, len(pictures) - edit.keep.value)]
-    freed = 0
-    for parts, index in old:
-        part = parts[index]
-        parts[index] = {"type": PICTURES[part["type"]], "text": CLEARED}
-        freed += max(0, count(part) - count(CLEARED))
-    return {"cleared_images": len(old), "cleared_input_tokens": freed} if old else {}
+    old, cleared = pictures[: max(0, len(pictures) - edit.keep.value)], count(CLEARED)
+    freed = [max(0, count(parts[index]) - cleared) for parts, index in old]
+    number = _in_batches(freed, edit.clear_at_least)
+    for parts, index in old[:number]:
+        parts[index] = {"type": PICTURES[parts[index]["type"]], "text": CLEARED}
+    return {"cleared_images": number, "cleared_input_tokens": sum(freed[:number])} if number else {}
 
 
 def _is_reached(trigger: _Amount, data: dict[str, Any], count: Count, *, uses: int, images: int) -> bool:
