@@ -313,12 +313,12 @@ def test_what_an_agent_drops_next_is_computed_ahead(server: Process, path: str, 
                 assert token == expected and value == pytest.approx(want, abs=1e-3)
         for i, answer in enumerate((ahead, alone)):
             prompt, cached = prompt_and_cached(answer)
-            computed[i] += prompt - cached
+            computed[i] += (prompt - cached) * (turn > 3)
         said.append(ahead.json()["usage"].get("ctxwin", {}).get("prefilled_tokens", 0))
         until(lambda: server.metrics().get(complete, 0) - before.get(complete, 0) == max(0, turn - 2))  # noqa: B023
     assert [tokens > 0 for tokens in said] == [False] * 4 + [True] * 4
     assert server.metrics()[used] - before.get(used, 0) == sum(said)
-    assert computed[0] < 0.6 * computed[1]
+    assert computed[0] < 0.6 * computed[1], computed
 
 
 def until(condition: Callable[[], bool]) -> None:
