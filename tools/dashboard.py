@@ -48,6 +48,7 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         ("Tokens kept or late in them, and pictures", "ops", [
             *by("rewrite_tokens", "result"), ("sum(rate(ctxwin_kept_pictures_total[$__rate_interval]))", "pictures"),
         ]),
+        ("Their next prompts, ahead of time", "ops", by("prefills", "result")),
         ("First token", "s", [
             (quantile(0.5, "ttft_seconds"), "median"), (quantile(0.95, "ttft_seconds"), "95 %"),
             (quantile(0.5, "time_to_first_token_seconds", "vllm:"), "vLLM, median"),
