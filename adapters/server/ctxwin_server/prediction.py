@@ -129,8 +129,8 @@ class Histories(Records[History]):
                 expected = _Change.repeated(old.turns, continuation.lost, sent, turns).apply()
         prediction = None
         if expected is not None:
-            body = {name: value for name, value in data.items() if name not in _NOT_AHEAD}
-            body = copy.deepcopy(body | {field: expected.turns}) if right >= _TRUSTED else {}
+            body = {other: value for other, value in data.items() if other not in _NOT_AHEAD} | {field: expected.turns}
+            body = copy.deepcopy(body) if right >= _TRUSTED else {}  # what is done to the request must not reach it
             prediction = Prediction(body, sum(part.size for part in parts), expected.leaves, expected.fresh)
         size = sum(part.size for part in sent)
         self.keep(old, History(key=key, name=name, size=size, turns=sent, prediction=prediction, right=right))
