@@ -120,6 +120,20 @@ def test_nulls_name_no_medium() -> None:
     assert len({*names, "u"}) == 3
 
 
+@pytest.mark.parametrize("kind", ["image_url", "input_image", "input_audio"])
+def test_a_name_of_a_clients_choice_is_never_that_of_content(kind: str) -> None:
+    """A picture under the name of the one that another user of the tenant shows without a name would be shown to both."""
+    field, shown = MEDIA[kind], {"data": "AAAA", "format": "wav"} if kind == "input_audio" else DATA
+
+    def name(**chosen: str) -> str:
+        (message,) = read([{"role": "user", "content": [{"type": kind, field: shown, **chosen}]}])
+        return str(message["content"][0]["uuid"])
+
+    assert name() == name() and name(uuid="u") == name(uuid="u")
+    for chosen in ("u", json.dumps(shown), str(shown), name()):
+        assert name(uuid=chosen) != name()
+
+
 FIELDS = sorted({"text", "refusal", "thinking", "name", "data", "uuid", "source", *MEDIA, *MEDIA.values(), *EMBEDDINGS})
 VALUES = st.sampled_from(
     [None, "x", "u", LINK, DATA, BOMB, {"url": LINK}, {"url": DATA}, {"url": BOMB}, {"url": None}, [DATA], 5,

@@ -145,12 +145,12 @@ class ContentReader:
             if url is not None:
                 self._read_url(kind, url)
             medium = url
-        name = part.get("uuid")
+        name, named_by = part.get("uuid"), "client"
         if name is None:  # its content is the key; what is fetched is another medium each time
             linked = isinstance(medium, str) and not _is_data(medium)
-            name = secrets.token_hex(16) if linked else medium
-        if name is not None:
-            part["uuid"] = own_name("medium of a tenant", self._tenant, name)
+            name, named_by = secrets.token_hex(16) if linked else medium, "content"
+        if name is not None:  # what a client chooses is never the name of a medium that has none
+            part["uuid"] = own_name(f"medium of a tenant by {named_by}", self._tenant, name)
 
     def _read_url(self, kind: str, url: Any) -> None:
         if not isinstance(url, str):
