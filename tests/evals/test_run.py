@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from typer.testing import CliRunner
 
+from ctxwin.tiny import checkpoint_dir
 from ctxwin_evals.arms import parse_arms
 from ctxwin_evals.cli import app
 from ctxwin_evals.measure import BATCH, Measurer
@@ -55,6 +56,55 @@ def test_a_killed_run_ends_as_an_undisturbed_one(engine: HFEngine, tmp_path: Pat
     assert resumed.rows == whole.rows
     lines = torn.read_text().splitlines()
     assert len(lines) == len(whole.rows) == len({(r["task"], r["arm"], r["index"]) for r in map(json.loads, lines)})
+
+
+def same_figures(ours: Runner, theirs: Runner) -> None:
+    assert ours.samples.rows.keys() == theirs.samples.rows.keys()
+    for key, one in ours.samples.rows.items():
+        other = theirs.samples.rows[key]
+        assert (one.answer, one.reference, one.base, one.unscored) == (
+            other.answer, other.reference, other.base, other.unscored
+        )  # fmt: skip
+        assert other.answer_kl == pytest.approx(one.answer_kl, rel=0.02, abs=2e-3), key
+        assert (one.stored, one.over, one.computed) == (other.stored, other.over, other.computed)
+
+
+def test_requests_to_an_engine_give_the_figures_of_the_decoder(tmp_path: Path) -> None:
+    """As on vLLM, which is not read inside: a re-prefill is a request, and what an arm serves is loaded from spans."""
+    from ctxwin.engines.hf.engine import HFEngine
+
+    arms = (
+        "reprefill,blind,patched:1,patched:2@shared,orbit:2,survivor,removal:2,stale:2,update:2,prefix:trim,lowrank-k:2"
+    )
+    runs = {}
+    with HFEngine(checkpoint_dir(), dtype="float32") as tiny:
+        for name, inside in (("served", False), ("inside", None)):
+            runs[name] = Runner(tiny, Settings(basis_items=8), tmp_path / name, TASKS, inside=inside)
+            runs[name].run(plan_jobs(parse_arms(arms), TASKS), 2)
+        same_figures(runs["inside"], runs["served"])
+        assert {arm for _, arm, _ in runs["served"].samples.rows} == set(arms.split(","))
+        with pytest.raises(ValueError, match=r"got first_k:2, oracle, which read inside the model; leave them out"):
+            runs["served"].run(plan_jobs(parse_arms("blind,first_k:2,oracle"), WINDOW), 1)
+        with pytest.raises(ValueError, match="timed must be 0"):
+            Runner(tiny, Settings(timed=1), tmp_path / "timed", TASKS, inside=False)
+
+
+@pytest.mark.slow
+@pytest.mark.guard
+@pytest.mark.vllm
+def test_a_run_on_vllm_is_the_run_on_transformers(tmp_path: Path) -> None:
+    args = ["run", "tiny/multi_hop,tiny/slide_needed", "--n", "4", "--frames", "3", "--layers", "deep", "--json"]
+    found = {}
+    for name in ("hf", "vllm"):
+        made = invoke(*args, "--engine", name, "--arms", "blind,patched:11,survivor", "--output", str(tmp_path / name))
+        assert made.exit_code == 0, made.output
+        found[name] = json.loads(made.stdout)
+    for arm, cells in found["hf"]["arms"].items():
+        for kind, ours in cells.items():
+            theirs = found["vllm"]["arms"][arm][kind]
+            assert (ours["n"], ours["accuracy"]) == (theirs["n"], theirs["accuracy"])
+            assert theirs["kl"] == pytest.approx(ours["kl"], rel=0.05, abs=5e-3), (arm, kind)
+    assert found["vllm"]["arms"]["blind"]["multi_hop"]["kl"] > 1
 
 
 def test_what_is_there_is_not_computed_again(engine: HFEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,6 +278,9 @@ def test_decoded_frames_differ_and_work(model_dir: Path, tmp_path: Path) -> None
         (["run", "--frames", "two"], "comma-separated"),
         (["run", "--layout", "diagonal"], "layout must be one of"),
         (["run", "--model", "/no/such/model"], "/no/such/model"),
+        (["run", "--engine", "vllm", "--arms", "blind,quest:0.5"], "got quest:0.5, which read inside the model"),
+        (["run", "--engine", "jax", "--n", "1"], "engine must be hf or vllm"),
+        (["run", "--engine-options", "{}{", "--n", "1"], "engine options must be a JSON object"),
         (["score", "/no/such/run"], "config.json"),
         (["report", "/no/such/run"], "config.json"),
     ],

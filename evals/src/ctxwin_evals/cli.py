@@ -13,6 +13,8 @@ from ctxwin_evals.console import (
     Config,
     Device,
     Dtype,
+    Engine,
+    EngineOptions,
     Json,
     MaxPixels,
     Model,
@@ -20,9 +22,11 @@ from ctxwin_evals.console import (
     OwnDtype,
     Threads,
     errors,
+    is_on_vllm,
     new_table,
     numbers,
     open_model,
+    open_model_on,
     print_json,
     progress,
     say,
@@ -76,6 +80,8 @@ def run(
     weight: Annotated[str, typer.Option(help="How truncation is measured: none, balanced or output.")] = "none",
     patch_dtype: Annotated[str, typer.Option(help="Stored factors: bfloat16, float16 or float32.")] = "bfloat16",
     timed: Annotated[int, typer.Option(help="Time the first so many items of a task, each alone.", min=0)] = 0,
+    engine: Engine = "hf",
+    engine_options: EngineOptions = "{}",
     dtype: Dtype = "float32",
     device: Device = "cpu",
     output: Annotated[Path | None, typer.Option(help="Folder of the run; one that exists is continued.")] = None,
@@ -93,7 +99,7 @@ def run(
         from ctxwin_evals.arms import parse_arms
         from ctxwin_evals.benchmarks import DataOptions
         from ctxwin_evals.results import write_lm_eval
-        from ctxwin_evals.run import Runner, Settings, companions, plan_jobs
+        from ctxwin_evals.run import Runner, Settings, check_served, companions, plan_jobs
         from ctxwin_evals.score import scores
         from ctxwin_evals.tasks import TaskOptions, expand, open_task
         from ctxwin_evals.tasks.tiny import TinyOptions
@@ -107,18 +113,22 @@ def run(
         if not n and any(task.endless for task in opened):
             raise ValueError("n must be >= 1 for generated tasks, got 0")
         chosen = parse_arms(arms)
+        if is_on_vllm(model, engine):
+            chosen = [arm for arm in chosen if arms != ALL_ARMS or not arm.inside]
+            check_served(chosen)
         opened += [open_task(name, options) for name in companions(chosen, opened)]
         jobs = plan_jobs(chosen, opened)
         # Reads annotations, so that missing data shows before a model is opened.
         total = sum(len(job.arms) * (n if job.task.endless else len(job.task.items(n or None))) for job in jobs)
         settings = Settings(system_prompt, layout, layers, weight, patch_dtype, timed=timed)  # type: ignore[arg-type]
-        engine = open_model(model, dtype, device, threads)
-        folder = output or _default_folder(settings.config(engine) | {t.name: t.config() for t in opened})
-        runner = Runner(engine, settings, folder, opened)
-        with progress("samples", total) as advance:
-            runner.run(jobs, n or None, advance)
+        with open_model_on(engine, engine_options, model, dtype, device, threads) as served:
+            folder = output or _default_folder(settings.config(served) | {t.name: t.config() for t in opened})
+            runner = Runner(served, settings, folder, opened)
+            with progress("samples", total) as advance:
+                runner.run(jobs, n or None, advance)
+            encodes = served.counters.vision_encodes
         result = scores(runner.samples, [arm.name for arm in chosen], n or None)
-        result |= {"n": n, "output": str(folder), "vision_encodes": engine.counters.vision_encodes}
+        result |= {"n": n, "output": str(folder), "vision_encodes": encodes}
         (folder / "results.json").write_text(json.dumps(plainly(result), indent=1) + "\n", encoding="utf-8")
         write_lm_eval(runner.samples, folder / "lm-eval")
         _show(result, as_json)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -23,6 +23,7 @@ from ctxwin.extras import missing_extra
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from ctxwin.engines.encoding.encoder import EncodingEngine
     from ctxwin.engines.hf.engine import HFEngine
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -32,6 +33,9 @@ Dtype = Annotated[str, typer.Option(help="The model's arithmetic: float32 or bfl
 Device = Annotated[str, typer.Option(help="torch device.")]
 OwnDtype = Annotated[str, typer.Option(help="The model's arithmetic; '' takes the checkpoint's own.")]
 MaxPixels = Annotated[int, typer.Option(help="Larger pictures are scaled down to this; 0: as they are.", min=0)]
+Engine = Annotated[str, typer.Option(help="hf (transformers, which is read inside) or vllm (the serving engine).")]
+_OF_ENGINE = 'Of the vllm engine: arguments of vllm.LLM and processes, as JSON: {"tensor_parallel_size": 2}.'
+EngineOptions = Annotated[str, typer.Option(help=_OF_ENGINE)]
 Threads = Annotated[int, typer.Option(help="CPU threads; 0 leaves the default.", min=0)]
 
 
@@ -51,14 +55,42 @@ def open_model(model: str, dtype: str, device: str, threads: int) -> HFEngine:
 
     from ctxwin.opening import open_engine
 
-    if model.startswith(("vllm:", "tiny:vllm")):
-        raise ValueError(f"evals read inside the model, which transformers allows and vLLM does not; got {model!r}")
+    if is_on_vllm(model):
+        raise ValueError(f"this reads inside the model, which transformers allows and vLLM does not; got {model!r}")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch without CUDA raises the latter
         raise ValueError(f"device must be one that torch has here, got {device!r}: {error}") from error
     name = "tiny:hf" if model == "tiny" else model if model.startswith(("hf:", "tiny:")) else f"hf:{model}"
     return open_engine(name, dtype=dtype or None, device=device)  # type: ignore[return-value]
+
+
+def is_on_vllm(model: str, engine: str = "hf") -> bool:
+    """Return whether a model, or the engine option beside it, names vLLM."""
+    return engine == "vllm" or model.startswith(("vllm:", "tiny:vllm"))
+
+
+def open_model_on(
+    engine: str, options: str, model: str, dtype: str | None, device: str, threads: int
+) -> EncodingEngine:
+    """Open a model on transformers, as `open_model`, or on vLLM, with ``options`` of its own as JSON.
+
+    Raises ValueError for options that are no JSON object, or of the wrong engine.
+    """
+    try:
+        keywords = json.loads(options)
+    except ValueError as error:
+        raise ValueError(f"engine options must be a JSON object, got {options!r}: {error}") from None
+    if engine not in ("hf", "vllm") or not isinstance(keywords, dict):
+        raise ValueError(f"engine must be hf or vllm and its options a JSON object, got {engine!r} and {options!r}")
+    if is_on_vllm(model, engine):
+        from ctxwin.opening import open_engine
+
+        prepare(threads)
+        return cast("EncodingEngine", open_engine(model, engine="vllm", dtype=dtype or "auto", **keywords))
+    if keywords:
+        raise ValueError(f"engine options are those of the vllm engine, got {options} for hf; add --engine vllm")
+    return open_model(model, "float32" if dtype is None else dtype, device, threads)
 
 
 def prepare(threads: int) -> None:

@@ -198,14 +198,14 @@ def make_weight(kind: Weighting, text_model: Any, spec: KVSpec, sample: SpanKV) 
     ``balanced`` counts keys and values alike in every layer. ``output`` measures values by what the output projection
     makes of them (the Cholesky factor of ``W_O W_O^T`` per KV head) and keys balanced against them.
 
-    Raises ValueError for another kind, or for ``output`` on latent attention.
+    Raises ValueError for another kind, or for ``output`` on latent attention or on vLLM.
     """
     if kind == "balanced":
         return Weight.balanced(sample)
     if kind != "output":
         raise ValueError(f"weight must be balanced or output, got {kind!r}")
-    if spec.family == "mla":
-        raise ValueError("weight 'output' needs per-head values, got a model with latent attention")
+    if spec.family == "mla" or text_model is None:
+        raise ValueError("weight 'output' reads a model's output projections by head, got latent attention, or vLLM")
     factors = []
     for layer in text_model.layers:
         projection = layer.self_attn.o_proj.weight.detach().cpu().double()

@@ -6,23 +6,25 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from ctxwin.kv.patch import Layers, Layout
 from ctxwin.tiny import checkpoint_dir
 from ctxwin_evals.arms import BASES, Arm
-from ctxwin_evals.decoder import Decoder
+from ctxwin_evals.decoder import Decoder, Reader
 from ctxwin_evals.group import Group
 from ctxwin_evals.items import Item, Task
 from ctxwin_evals.measure import BATCH, Measurer, by_shape
 from ctxwin_evals.patching import Patcher, Weighting, fitted
 from ctxwin_evals.samples import FORMAT, Sample, Samples, open_samples
+from ctxwin_evals.serving import ServedGroup, ServedMeasurer
 from ctxwin_evals.tasks import SUITES
 from ctxwin_evals.tasks.tiny import TinyOptions, fit_cases
 
 if TYPE_CHECKING:
+    from ctxwin.engines.encoding.encoder import EncodingEngine
     from ctxwin.engines.hf.engine import HFEngine
 
 BLOCK = 5 * BATCH
@@ -61,7 +63,7 @@ class Settings:
         if self.timed < 0:
             raise ValueError(f"timed must be >= 0, got {self.timed}")
 
-    def config(self, engine: HFEngine) -> dict[str, Any]:
+    def config(self, engine: EncodingEngine) -> dict[str, Any]:
         """Return the content of ``config.json``; a run continues only under an equal one."""
         left_out = ("timed",) if self.layout == "shared" else ("timed", "basis_items")
         plain = {name: value for name, value in asdict(self).items() if name not in left_out}
@@ -122,24 +124,45 @@ def plan_jobs(arms: Sequence[Arm], tasks: Sequence[Task]) -> list[Job]:
     return jobs
 
 
+def check_served(arms: Sequence[Arm]) -> None:
+    """Raise ValueError for arms that read inside the model, which a serving engine does not allow."""
+    if reading := dict.fromkeys(arm.name for arm in arms if arm.inside):
+        raise ValueError(
+            f"arms must be ones that vLLM can be asked for, got {', '.join(reading)}, which read inside the model; leave them "
+            "out, or take --engine hf"
+        )
+
+
 class Runner:
     """Runs jobs of one configuration on one engine.
 
     Args:
-        engine: the transformers engine.
+        engine: transformers, whose model is read in batches, or vLLM, which is asked as a server is.
         settings: of the run.
         folder: where ``config.json``, ``samples.jsonl`` and a shared basis go.
         tasks: of the run; their configuration is part of the run's.
+        inside: whether to read inside the model; None: where the engine allows it.
     """
 
-    def __init__(self, engine: HFEngine, settings: Settings, folder: Path, tasks: Sequence[Task]) -> None:
+    def __init__(
+        self,
+        engine: EncodingEngine,
+        settings: Settings,
+        folder: Path,
+        tasks: Sequence[Task],
+        inside: bool | None = None,
+    ) -> None:
         self.settings = settings
+        self._inside = hasattr(engine, "text_model") if inside is None else inside
+        if settings.timed and not self._inside:
+            raise ValueError("timed must be 0 on vLLM, whose times `ctxwin bench` measures")
         config = settings.config(engine) | {"tasks": {task.name: task.config() for task in tasks}}
         self.samples: Samples = open_samples(folder, config)
-        self._decoder = Decoder(engine)
+        self._decoder = cast("Decoder", Decoder(cast("HFEngine", engine)) if self._inside else Reader(engine))
         way, dtype = (settings.layout, settings.layers, settings.weight), PATCH_DTYPES[settings.dtype]
         patcher = fitted(self._decoder, way, self._groups, dtype=dtype, keep=folder)
-        self.measurer = Measurer(self._decoder, patcher, settings.system_prompt)
+        measurer: type[Measurer] = Measurer if self._inside else ServedMeasurer
+        self.measurer = measurer(self._decoder, patcher, settings.system_prompt, along=not self._inside)
 
     def run(self, jobs: Sequence[Job], n: int | None, progress: Callable[[int], None] = lambda done: None) -> None:
         """Compute the samples that are missing among the first ``n`` items of every job (None: all of a data set).
@@ -149,6 +172,8 @@ class Runner:
         """
         if n is not None and n < 1:
             raise ValueError(f"n must be >= 1, got {n}")
+        if not self._inside:
+            check_served([arm for job in jobs for arm in job.arms])
         for job in jobs:
             # A sweep is cut from its largest rank: of the job, not of the arms that happen to be missing.
             self.measurer.patcher.floor = max((arm.rank or 0 for arm in job.arms), default=0)
@@ -192,7 +217,8 @@ class Runner:
             raise ValueError("weights and shared bases are fitted on pictures: the model must see, got a text model")
         cases = fit_cases(0, self.settings.basis_items, TinyOptions().frames)
         for part in by_shape(cases):
-            yield Group(self._decoder, part, Patcher(self._decoder.spec), self.settings.system_prompt)
+            group: type[Group] = Group if self._inside else ServedGroup
+            yield group(self._decoder, part, Patcher(self._decoder.spec), self.settings.system_prompt)
 
 
 def batches(task: Task, n: int | None) -> Iterator[list[Item]]:

@@ -18,9 +18,9 @@ from ctxwin_evals.measure import Measurer
 from ctxwin_evals.patching import Patcher, fitted
 from ctxwin_evals.probe.generated import World
 from ctxwin_evals.probe.probe import Lately, Probe, Sizes, Swapped, recalled
-from ctxwin_evals.probe.serving import ServedMeasurer
 from ctxwin_evals.probe.verdict import Limits
 from ctxwin_evals.samples import Sample
+from ctxwin_evals.serving import ServedMeasurer
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
@@ -84,11 +84,11 @@ def test_what_a_request_cannot_load_is_an_error_and_no_figure(tiny: HFEngine, mo
 
 
 def test_options_of_the_engine_are_checked_before_a_model_is_loaded() -> None:
-    from ctxwin_evals.probe.cli import _open_engine
+    from ctxwin_evals.console import open_model_on
 
     for engine, options in (("jax", "{}"), ("vllm", "[1]"), ("vllm", "{"), ("hf", json.dumps({"processes": "multi"}))):
         with pytest.raises(ValueError, match="engine"):
-            _open_engine("nowhere", engine, options, None, "cpu", 0)
+            open_model_on(engine, options, "nowhere", None, "cpu", 0)
 
 
 @pytest.mark.slow

@@ -51,6 +51,7 @@ class _Told(TypedDict, total=False):
     settings: tuple[Setting, ...]
     found: tuple[str, ...]
     argument: str
+    inside: bool
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class Arm(ABC):
     """A way to serve, which never reads an answer. ``name`` is the spelling it was requested by; comparisons ignore it.
 
     A subclass declares in its head how it is spelled (``form``), where it comes from (``source``), the ``settings`` in which
-    it is meaningful, and the pattern of its ``argument``, whose groups are fields. ``found`` names the KV that is already in
+    it is meaningful, the pattern of its ``argument``, whose groups are fields, and whether it reads ``inside`` the model, so that
+    no serving engine can be asked for it. ``found`` names the KV that is already in
     place when the question comes (see `Group.rewind`), besides what is stored for it; what an oracle looks at counts as
     found, since knowing costs an oracle no time.
     """
@@ -70,6 +72,7 @@ class Arm(ABC):
     settings: ClassVar[tuple[Setting, ...]] = ("window", "slide")
     found: ClassVar[tuple[str, ...]] = ()
     argument: ClassVar[str] = ""
+    inside: ClassVar[bool] = False
 
     def __init_subclass__(cls, **told: Unpack[_Told]) -> None:
         """Set the class attributes that a subclass declares in its head; others are inherited."""

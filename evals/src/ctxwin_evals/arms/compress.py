@@ -32,7 +32,7 @@ _HELD: WeakKeyDictionary[Group, dict[_Compressed, list[Served | None]]] = WeakKe
 
 
 @dataclass(frozen=True)
-class _Compressed(SharedArm, settings=("window",), argument=f"(?P<share>{SHARE})(?:@(?P<moment>prompt))?"):
+class _Compressed(SharedArm, settings=("window",), inside=True, argument=f"(?P<share>{SHARE})(?:@(?P<moment>prompt))?"):
     moment: Literal["window", "prompt"] = "window"
 
     policy: ClassVar[type[Policy]]

@@ -29,6 +29,7 @@ class Cacheblend(
     SharedArm,
     form="cacheblend:R",
     source="CacheBlend (Yao et al. 2025, arXiv 2405.16444), section 4; LMCache's blender",
+    inside=True,
 ):
     """Tokens are chosen by how far fresh KV is from stored KV; from layer to layer fewer of them go on.
 
@@ -73,6 +74,7 @@ class VlCache(
     SharedArm,
     form="vlcache:R",
     source="VLCache (Qin et al. 2025, arXiv 2512.12977), abstract; the layers' ratios are a stand-in",
+    inside=True,
 ):
     """The first tokens of every chunk but the first are computed, as many as each layer is given.
 
@@ -124,6 +126,7 @@ class ShallowReuse(
     SharedArm,
     form="layers:F",
     source="Kamera, appendix C.3 and C.4, table 8 (layer re-prefill), appendix D (deep re-prefill)",
+    inside=True,
     settings=("window", "slide", "recall"),
     found=("exact",),
 ):

@@ -43,7 +43,11 @@ class Blind(Arm, form="blind", source="Kamera, section 2 (blind reuse)"):
 
 
 class Oracle(
-    Arm, form="oracle", source="Kamera, section 2 (the 4-D attention mask), appendix C.4, table 7", settings=("window",)
+    Arm,
+    form="oracle",
+    source="Kamera, section 2 (the 4-D attention mask), appendix C.4, table 7",
+    settings=("window",),
+    inside=True,
 ):
     """One forward over everything placed in which no chunk sees another one, each at its own positions.
 

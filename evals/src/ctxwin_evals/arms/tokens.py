@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ctxwin_evals.group import Group
 
 
-class _Recomputing(Arm):
+class _Recomputing(Arm, inside=True):
     """Chosen tokens are computed in context in a single step, the rest is blind."""
 
     @abstractmethod
@@ -90,7 +90,7 @@ class Mpic(
         return rows
 
 
-class FullReuse(Arm, form="full-reuse", source="MPIC, sections 2.2 and 5.2 (full reuse, as Prompt Cache)"):
+class FullReuse(Arm, form="full-reuse", source="MPIC, sections 2.2 and 5.2 (full reuse, as Prompt Cache)", inside=True):
     """Two steps: the text's KV without any picture, then pictures are linked in between; no picture token is computed.
 
     In the first step text tokens stand at their places and see the system prompt and the text before them, as no picture

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ctxwin_evals.console import (
     Config,
     Device,
+    Engine,
+    EngineOptions,
     Json,
     MaxPixels,
     ModelArgument,
     errors,
-    open_model,
+    open_model_on,
     print_json,
     say,
     stages,
 )
 
 if TYPE_CHECKING:
-    from ctxwin.engines.encoding.encoder import EncodingEngine
     from ctxwin_evals.probe.contexts import Source
 
 FOLDER, REPORT, RESULT = "probe-output", "probe.html", "probe.json"
@@ -30,8 +31,6 @@ _SMALL = 50_000_000
 """Parameters of a decoder whose threads would only wait for each other."""
 _OUTPUT = "Folder for report, result and profile; by default the report goes to probe-output and the profile beside the weights."
 _THREADS = "CPU threads; 0: one for a small model, else torch's default."
-_ENGINE = "hf (transformers, which is read inside) or vllm (the serving engine)."
-_OPTIONS = """Of the vllm engine: arguments of vllm.LLM and processes, as JSON: {"tensor_parallel_size": 2}."""
 _DTYPE = (
     "The model's arithmetic; '' takes the checkpoint's own. By default float32 on hf, the checkpoint's own on vllm."
 )
@@ -49,8 +48,8 @@ def probe(
     max_tokens: Annotated[int, typer.Option(help="Longest answer about your own material.", min=1)] = 8,
     max_pixels: MaxPixels = 0,
     profile: Annotated[bool, typer.Option(help="Write the profile that Fidelity('auto') follows.")] = True,
-    engine: Annotated[str, typer.Option(help=_ENGINE)] = "hf",
-    engine_options: Annotated[str, typer.Option(help=_OPTIONS)] = "{}",
+    engine: Engine = "hf",
+    engine_options: EngineOptions = "{}",
     dtype: Annotated[str | None, typer.Option(help=_DTYPE)] = None,
     device: Device = "cpu",
     threads: Annotated[int, typer.Option(help=_THREADS, min=0)] = 0,
@@ -72,7 +71,12 @@ def probe(
             raise ValueError(f"minutes must be > 0, got {minutes}")
         limits = Limits(flips=flips)
         own_questions = _check_questions(images, texts, questions)
-        with _open_engine(model, engine, engine_options, dtype, device, threads) as opened:
+        with open_model_on(engine, engine_options, model, dtype, device, threads) as opened:
+            text_model: Any = getattr(opened, "text_model", None)
+            if not threads and text_model is not None and sum(p.numel() for p in text_model.parameters()) < _SMALL:
+                import torch
+
+                torch.set_num_threads(1)
             sources: list[Source]
             if texts is not None:
                 sources = [Texts(texts, own_questions, max_tokens, opened)]
@@ -92,30 +96,6 @@ def probe(
             print_json(result)
         else:
             show(result, opened.spec.model)
-
-
-def _open_engine(model: str, engine: str, options: str, dtype: str | None, device: str, threads: int) -> EncodingEngine:
-    """The engine to probe; ValueError for options that are no JSON object, or of the wrong engine."""
-    try:
-        keywords = json.loads(options)
-    except ValueError as error:
-        raise ValueError(f"engine options must be a JSON object, got {options!r}: {error}") from None
-    if engine not in ("hf", "vllm") or not isinstance(keywords, dict):
-        raise ValueError(f"engine must be hf or vllm and its options a JSON object, got {engine!r} and {options!r}")
-    if engine == "vllm" or model.startswith(("vllm:", "tiny:vllm")):
-        from ctxwin.opening import open_engine
-        from ctxwin_evals.console import prepare
-
-        prepare(threads)
-        return cast("EncodingEngine", open_engine(model, engine="vllm", dtype=dtype or "auto", **keywords))
-    if keywords:
-        raise ValueError(f"engine options are those of the vllm engine, got {options} for hf; add --engine vllm")
-    opened = open_model(model, "float32" if dtype is None else dtype, device, threads)
-    if not threads and sum(p.numel() for p in opened.text_model.parameters()) < _SMALL:
-        import torch
-
-        torch.set_num_threads(1)
-    return opened
 
 
 def write(result: dict[str, Any], model: str, output: Path | None, profile: bool) -> dict[str, str]:

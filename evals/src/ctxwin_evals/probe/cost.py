@@ -18,7 +18,7 @@ from ctxwin.kv.patch import Layers, apply_patch, compress
 from ctxwin.kv.relocate import relocate
 from ctxwin.store import open_store
 from ctxwin.store.spans import SpanRepository
-from ctxwin_evals.probe.serving import unshared_salt
+from ctxwin_evals.serving import unshared_salt
 
 SIZES = (64, 128, 256, 512, 1024)
 REPEATS = 3

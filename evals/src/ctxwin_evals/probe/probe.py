@@ -26,10 +26,10 @@ from ctxwin_evals.probe import structure, verdict
 from ctxwin_evals.probe.contexts import PLACED, Kind, Source
 from ctxwin_evals.probe.cost import SIZES, costs
 from ctxwin_evals.probe.reading import Competence, competence, readings
-from ctxwin_evals.probe.serving import ServedMeasurer
 from ctxwin_evals.probe.verdict import Judgement, Limits, Setting, Summary, summary
 from ctxwin_evals.run import model_name
 from ctxwin_evals.samples import Sample
+from ctxwin_evals.serving import ServedMeasurer
 from ctxwin_evals.stats import effective_count
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Contexts asked on any engine, by the engine contract alone: what a probe measures where it cannot read inside the model.
+"""Contexts asked on any engine, by the engine contract alone: what is measured where the model cannot be read inside, as on vLLM.
 
 A re-prefill is one request without spans; what an arm serves is loaded from spans, as windows do it. KV comes from
 `Engine.prefill`, a chunk at a time, answers from `Engine.generate`, and what the model expects along them from
@@ -145,5 +145,5 @@ def _greedy(rows: Iterable[Any]) -> list[int]:
 
 
 def unshared_salt() -> str:
-    """Return a salt of one request alone, so that no request of a probe shares cached prefixes with another."""
+    """Return a salt of one request alone, so that no request shares cached prefixes with another."""
     return f"probe-{uuid.uuid4().hex}"
