@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
+import numpy as np
 
 from ctxwin.engines.base import Encoded, Generation, Sampling, Segment, Tally
 from ctxwin.errors import ChunkUnavailable
@@ -84,10 +84,10 @@ class TellingEngine(FakeEngine):
         values = span.v.double()
         return [values[:, i].contiguous().numpy().tobytes() for i in range(span.tokens)]
 
-    def _seen(self, context: torch.Tensor) -> torch.Tensor:
+    def _seen(self, context: np.ndarray) -> np.ndarray:
         """Rows in another order give something else: a mean would give two prompts the same KV now and then."""
-        weights = 1 + 1 / torch.arange(context.shape[2], 0, -1, dtype=torch.float64)
-        return (context * weights[:, None]).mean(2)
+        weights = 1 + 1 / np.arange(context.shape[2], 0, -1)
+        return np.add.reduce(context * weights[:, None], 2) / context.shape[2]
 
     def _forward(self, front: list[SpanKV], encoded: Encoded, start: int) -> SpanKV:
         made = super()._forward(front, encoded, start)
