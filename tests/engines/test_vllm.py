@@ -103,6 +103,10 @@ class TestText(EngineConformance):
     vision = False
     make_engine = staticmethod(open_engine)
 
+    @pytest.mark.slow
+    def test_a_closed_engine_says_so(self, model_dir: Path) -> None:
+        super().test_a_closed_engine_says_so(model_dir)
+
     @pytest.fixture(scope="class")
     @classmethod
     def model_dir(cls, wide_text_dir: Path) -> Path:

@@ -312,6 +312,7 @@ class TestLatentAttention(OnVLLM):
         self.compare(engine, reference, [Chunk.text(f"frame {i} is red\n") for i in range(3)], "text")
 
 
+@pytest.mark.slow
 class TestLlama(OnVLLM):
     vision = False
 
@@ -368,6 +369,7 @@ def test_decoders_against_transformers(kind: str, tmp_path: Path) -> None:
         suite.test_text_against_transformers(engine, reference)
 
 
+@pytest.mark.slow
 def test_multi_head_attention_against_transformers(tmp_path: Path) -> None:
     folder = models.write_llama(tmp_path / "mha", kv_heads=2)
     suite = TestLlama()

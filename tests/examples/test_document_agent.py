@@ -25,6 +25,7 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("document_agent")
 
 
+@pytest.mark.slow
 def test_it_answers_like_a_re_prefill_for_a_quarter_of_the_tokens(tmp_path: Path) -> None:
     figures = figures_of("document_agent", "--trace", str(tmp_path / "run.jsonl"))
     # Forks that do not show the answer have no truth; they are compared with a re-prefill.

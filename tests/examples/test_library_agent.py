@@ -15,6 +15,7 @@ for module, extra in (("pypdfium2", "pdf"), ("matplotlib", "evals"), ("bm25s", "
     pytest.importorskip(module, reason=f"{module} is not installed; run pip install 'ctxwin[{extra}]'")
 
 
+@pytest.mark.slow
 def test_what_is_linked_answers_and_costs_less_than_with_a_prefix_cache(tmp_path: Path) -> None:
     figures = figures_of("library_agent", "--picture", str(tmp_path / "linked.png"))
     assert figures["known"] == figures["compared"] == figures["asks"] == 3 * 24

@@ -32,6 +32,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_it_answers_like_a_re_prefill_and_computes_a_fraction() -> None:
     figures = figures_of("video_agent")
     check_figures(figures)
