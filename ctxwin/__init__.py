@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ctxwin.opening import open_engine
     from ctxwin.store import open_store
     from ctxwin.window.answer import Answer, Disposability, Plan, PlanEntry, PlanRequest, Usage
+    from ctxwin.window.async_window import AsyncWindow
     from ctxwin.window.state import State
     from ctxwin.window.window import Window
 
@@ -28,14 +29,15 @@ _EXPORTS = {
     "library.library": ("Library",),
     "store": ("open_store",),
     "window.answer": ("Answer", "Disposability", "Plan", "PlanEntry", "PlanRequest", "Usage"),
+    "window.async_window": ("AsyncWindow",),
     "window.state": ("State",),
     "window.window": ("Window",),
 }  # fmt: skip
 _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
 
 __all__ = [
-    "Answer", "Chunk", "Disposability", "Fidelity", "Library", "Plan", "PlanEntry", "PlanRequest", "State", "Usage", "Window",
-    "open_engine", "open_store",
+    "Answer", "AsyncWindow", "Chunk", "Disposability", "Fidelity", "Library", "Plan", "PlanEntry", "PlanRequest", "State",
+    "Usage", "Window", "open_engine", "open_store",
 ]  # fmt: skip
 
 

@@ -6,8 +6,9 @@ import asyncio
 import contextvars
 import queue
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -29,10 +30,69 @@ class AnswerCall(Protocol):
     def __call__(self, *, on_token: OnToken | None = None, stopped: Callable[[], bool]) -> Answer: ...
 
 
-def in_thread(work: Callable[..., T], *args: Any, **options: Any) -> Awaitable[T]:
-    """`asyncio.to_thread`, on threads of our own."""
-    call = partial(contextvars.copy_context().run, work, *args, **options)
-    return asyncio.get_running_loop().run_in_executor(_threads, call)
+class Submit(Protocol):
+    """Runs a call in a thread: `in_thread`, or in the turn of a window."""
+
+    def __call__(self, call: Callable[[], T], /) -> Future[T]: ...
+
+
+def in_thread(call: Callable[[], T], /) -> Future[T]:
+    """Run ``call`` on the threads that all windows share, in a copy of the caller's context."""
+    return _threads.submit(contextvars.copy_context().run, call)
+
+
+class SerialExecutor:
+    """Runs calls one at a time, in their order, on the threads that all windows share; it takes one only while there are calls.
+
+    The order holds whichever event loops and tasks the calls come from.
+    """
+
+    def __init__(self) -> None:
+        self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._lock, self._running = threading.Lock(), False
+
+    def submit(self, call: Callable[[], T], /, *, first: bool = False) -> Future[T]:
+        """Run ``call`` behind those that wait, or ``first`` before them, in a copy of the caller's context."""
+        future: Future[T] = Future()
+        with self._lock:
+            add = self._calls.appendleft if first else self._calls.append
+            add((future, partial(contextvars.copy_context().run, call)))
+            if not self._running:
+                in_thread(self._run)
+                self._running = True
+        return future
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                self._running = bool(self._calls)
+                if not self._running:
+                    return
+                future, call = self._calls.popleft()
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = call()
+                except BaseException as error:  # raised where it is awaited
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+
+
+async def result_of(future: Future[T], stop: Callable[[], None] = lambda: None) -> T:
+    """Wait for a call in a thread without blocking the event loop; return its result.
+
+    Cancelling drops a call that has not begun. One that has is told to ``stop`` and waited for, so that its window is free when
+    the caller goes on.
+    """
+    waiter = asyncio.wrap_future(future)
+    waiter.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be there to retrieve it
+    try:
+        return await asyncio.shield(waiter)
+    except asyncio.CancelledError:
+        if not future.cancel():
+            stop()
+            await asyncio.wait([waiter])
+        raise
 
 
 class TextDelta:
@@ -64,10 +124,10 @@ class TokenStream(Iterator[str]):
 
     def __init__(self, call: AnswerCall) -> None:
         self.answer: Answer | None = None
-        self._items: queue.SimpleQueue[str | Answer | BaseException | None] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._stop = threading.Event()
         # The thread holds no reference to the stream: one that is dropped (a ``break``) must stop, see `__del__`.
-        run = partial(contextvars.copy_context().run, _answer, self._items, self._stop, call)
+        run = partial(contextvars.copy_context().run, _answer, self._items.put, self._stop, call)
         self._thread = threading.Thread(target=run, name="ctxwin-answer", daemon=True)
         self._thread.start()
 
@@ -100,49 +160,95 @@ class TokenStream(Iterator[str]):
             self._thread.join()  # so that the window is free for whoever dropped the stream
 
 
-def _answer(
-    items: queue.SimpleQueue[str | Answer | BaseException | None], stop: threading.Event, call: AnswerCall
-) -> None:
+class AsyncTokenStream(AsyncIterator[str]):
+    """The text of an answer as it is generated, for async code. ``answer`` is None until the stream is exhausted.
+
+    Asks when the first text is awaited. Cancelling that, or closing or dropping the stream, stops the engine; the window is then
+    unchanged. Raises AnswerStopped where the window is closed before the answer ends.
+    """
+
+    def __init__(self, call: AnswerCall, submit: Submit = in_thread) -> None:
+        self.answer: Answer | None = None
+        self._call, self._submit, self._stop = call, submit, threading.Event()
+        self._items: asyncio.Queue[_Item] = asyncio.Queue()
+        self._asking: Future[None] | None = None
+
+    async def __anext__(self) -> str:
+        if self._asking is None and not self._stop.is_set():
+            loop, items = asyncio.get_running_loop(), self._items
+
+            def put(item: _Item) -> None:  # as in `TokenStream`, the thread holds no reference to the stream
+                loop.call_soon_threadsafe(items.put_nowait, item)
+
+            self._asking = self._submit(partial(_answer, put, self._stop, self._call))
+        try:
+            while not self._stop.is_set():
+                item = await self._items.get()
+                if isinstance(item, Answer):
+                    self.answer = item
+                    self._stop.set()
+                elif isinstance(item, BaseException):
+                    raise item
+                elif item is None and not self._stop.is_set():
+                    raise AnswerStopped("the answer was stopped before its end: its window was closed")
+                elif item:
+                    return item
+        except BaseException:
+            await self.aclose()
+            raise
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Stop the engine if it is still answering, and wait for it; the window is then unchanged."""
+        self._stop.set()
+        if self._asking is not None and not self._asking.cancel():
+            await result_of(self._asking)
+        self._items.put_nowait(None)  # for a task that waits for text
+
+    def __del__(self) -> None:
+        self._stop.set()
+
+
+_Item = str | Answer | BaseException | None
+"""A piece of text, the answer behind the last one, an error, or None where the answer was stopped."""
+
+
+def _answer(put: Callable[[_Item], object], stop: threading.Event, call: AnswerCall) -> None:
     delta = TextDelta()
 
     def on_token(_: int, text: str) -> bool:
-        items.put(delta.feed(text))
+        put(delta.feed(text))
         return True
 
     try:
         answer = call(on_token=on_token, stopped=stop.is_set)
-        items.put(delta.feed(answer.text, last=True))
-        items.put(answer)
+        put(delta.feed(answer.text, last=True))
+        put(answer)
     except AnswerStopped:
-        items.put(None)
+        put(None)
     except BaseException as error:  # handed to the caller's thread, which raises it
-        items.put(error)
+        put(error)
 
 
-async def aask(core: WindowCore | None, call: AnswerCall) -> Answer:
+async def aask(core: WindowCore | None, call: AnswerCall, submit: Submit = in_thread) -> Answer:
     """Run a question in a thread; cancelling stops the engine and leaves the window of ``core``, if given, unchanged."""
     stop = threading.Event()
-    task = asyncio.ensure_future(in_thread(call, stopped=stop.is_set))
+
+    def take_back(answer: Answer) -> None:  # it was committed just before the cancellation arrived
+        if core is not None and answer.remembered and not core.closed:
+            core.take_back(answer.remembered)
+
+    def run() -> Answer:
+        answer = call(stopped=stop.is_set)
+        if stop.is_set():
+            take_back(answer)
+            raise AnswerStopped("the answer was stopped at its end")
+        return answer
+
+    future = submit(run)
     try:
-        return await asyncio.shield(task)
+        return await result_of(future, stop.set)
     except asyncio.CancelledError:
-        stop.set()
-        # The engine is given the time to stop, so that the window is free again when the caller goes on.
-        await asyncio.wait([task])
-        done = not task.cancelled() and task.exception() is None
-        if core is not None and done and (late := task.result().remembered):
-            core.take_back(late)  # it was committed just before the cancellation arrived
+        if future.done() and not future.cancelled() and future.exception() is None:
+            await result_of(submit(partial(take_back, future.result())))
         raise
-
-
-async def astream(call: AnswerCall) -> AsyncIterator[str]:
-    """Yield the text of a `TokenStream` without blocking the event loop."""
-    stream = TokenStream(call)
-    try:
-        while True:
-            text: str | None = await in_thread(next, stream, None)
-            if text is None:
-                return
-            yield text
-    finally:
-        await in_thread(stream.close)

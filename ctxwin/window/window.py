@@ -8,7 +8,7 @@ fetches and stores it, and `ctxwin.window.ask` runs questions. Neither torch nor
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -31,7 +31,7 @@ from ctxwin.window.protocols import Batching, Eviction, Placement, Retrieval, Se
 from ctxwin.window.removed import is_removed
 from ctxwin.window.sliding import mark_tokens
 from ctxwin.window.state import Placed, State
-from ctxwin.window.stream import TokenStream, aask, astream
+from ctxwin.window.stream import AsyncTokenStream, TokenStream, aask
 from ctxwin.window.tools import ToolBranch
 
 
@@ -534,9 +534,9 @@ class Window:
         """`ask` without blocking the event loop; cancelling it leaves the window unchanged."""
         return await aask(self.core, partial(self.answer, Question.of(query, max_tokens, **options)))
 
-    def astream(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> AsyncIterator[str]:
+    def astream(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> AsyncTokenStream:
         """`stream` for async code."""
-        return astream(partial(self.answer, Question.of(query, max_tokens, **options)))
+        return AsyncTokenStream(partial(self.answer, Question.of(query, max_tokens, **options)))
 
     def answer(
         self, question: Question, *, on_token: OnToken | None = None, stopped: Callable[[], bool] = not_stopped

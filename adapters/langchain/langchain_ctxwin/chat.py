@@ -7,7 +7,7 @@ import logging
 import threading
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, aclosing, closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -37,7 +37,7 @@ from ctxwin.window.ask import OnToken, Question, not_stopped
 from ctxwin.window.decoding import ChatDecoding
 from ctxwin.window.events import Observer
 from ctxwin.window.serialization import scores_to
-from ctxwin.window.stream import TokenStream, aask, in_thread
+from ctxwin.window.stream import AsyncTokenStream, TokenStream, aask
 from ctxwin.window.toolcalls import Part, Reader, Syntax, learn
 from langchain_ctxwin.messages import Conversation, converse
 from langchain_ctxwin.pool import Pool, profile_of, remembers
@@ -84,16 +84,14 @@ class Answering(BaseChatModel):
         self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> AsyncIterator[ChatGenerationChunk]:
         reply = self._reply(messages, stop, kwargs)
-        texts, text = TokenStream(reply.single()), cast("str | None", "")
-        try:
+        async with aclosing(AsyncTokenStream(reply.single())) as texts:
+            text: str | None = ""
             while text is not None:
-                text = await in_thread(next, texts, None)
+                text = await anext(texts, None)
                 for chunk in reply.chunks_for(text):
                     if run_manager is not None:
                         await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                     yield chunk
-        finally:
-            await in_thread(texts.close)
 
 
 class ChatCtxwin(Answering):

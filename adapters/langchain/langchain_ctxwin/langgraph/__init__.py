@@ -2,7 +2,8 @@
 
 The engine travels in the run's context, never in the state. Needs ``ctxwin[langgraph]``.
 
-A node of your own opens the window that the state names and returns the reference of the new version (see `open_window`); a
+A node of your own opens the window that the state names and returns the reference of the new version (see `open_window`, and
+`aopen_window` for async nodes); a
 key ``window: Annotated[dict[str, Any], merge_windows]`` of the state holds it.
 
 The node may be interrupted, retried, replayed and returned to: versions never change, repeated edits give the same ids, and
@@ -33,7 +34,14 @@ from ctxwin.extras import optional_imports
 with optional_imports():
     from langchain_ctxwin.langgraph.node import DeltaWindowState, WindowNode, WindowState
     from langchain_ctxwin.langgraph.reference import load, merge_windows, save
-    from langchain_ctxwin.langgraph.session import Session, Watcher, WindowContext, open_window
+    from langchain_ctxwin.langgraph.session import (
+        AsyncSession,
+        Session,
+        Watcher,
+        WindowContext,
+        aopen_window,
+        open_window,
+    )
 
-__all__ = ["DeltaWindowState", "Session", "Watcher", "WindowContext", "WindowNode", "WindowState"]
-__all__ += ["load", "merge_windows", "open_window", "save"]
+__all__ = ["AsyncSession", "DeltaWindowState", "Session", "Watcher", "WindowContext", "WindowNode", "WindowState"]
+__all__ += ["aopen_window", "load", "merge_windows", "open_window", "save"]

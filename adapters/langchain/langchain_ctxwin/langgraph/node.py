@@ -6,7 +6,6 @@ window holds the newest part of a conversation, not all of it. Chunks placed by 
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import zlib
 from collections import defaultdict
@@ -36,7 +35,7 @@ from ctxwin.window.ask import AskOptions, OnToken, Question
 from ctxwin.window.window import Window
 from langchain_ctxwin.chat import Answering, Reply
 from langchain_ctxwin.langgraph.reference import merge_windows
-from langchain_ctxwin.langgraph.session import Session, engine_of, open_window
+from langchain_ctxwin.langgraph.session import AsyncSession, Session, engine_of, open_window
 from langchain_ctxwin.messages import Conversation, block_key, converse, message_key
 
 
@@ -143,10 +142,18 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
 
     async def ainvoke(self, input: Any, config: RunnableConfig | None = None, **_: Any) -> dict[str, Any]:
         """`invoke`; encoding and answering block no event loop, and cancelling stops the engine."""
-        window, query, update = await asyncio.to_thread(self._prepare, input, get_runtime())
-        with window:
-            message = await _Answerer(window=window, asking=self._asking).ainvoke([HumanMessage(query)], config)
-            return await asyncio.to_thread(update, message)
+        turn: list[Any] = []
+
+        def open() -> Session:
+            window, *query_and_update = self._prepare(input, runtime)
+            turn.extend(query_and_update)
+            return window
+
+        runtime = get_runtime()
+        async with AsyncSession.opening(open) as window:
+            query, update = turn
+            message = await _Answerer(window=window.window, asking=self._asking).ainvoke([HumanMessage(query)], config)
+            return await window.run(update, message)
 
     def _prepare(self, state: Any, runtime: Runtime[Any]) -> tuple[Session, str, Callable[[AIMessage], dict[str, Any]]]:
         """Return the window with all chunks before the question, the question, and a function from answer to state update."""

@@ -13,7 +13,8 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Self
 
 from ctxwin.engines.base import Engine
 from ctxwin.fidelity import Fidelity
@@ -22,6 +23,7 @@ from ctxwin.policies.base import Eviction, Retrieval
 from ctxwin.window import serialization
 from ctxwin.window.answer import Answer
 from ctxwin.window.ask import OnToken, Question, not_stopped
+from ctxwin.window.async_window import AsyncWindow, Attribute, to_async
 from ctxwin.window.events import Event, Observer
 from ctxwin.window.state import State
 from ctxwin.window.window import Window
@@ -38,6 +40,7 @@ from langchain_ctxwin.langgraph.reference import (
 if TYPE_CHECKING:
     from langgraph.runtime import Runtime
 
+P = ParamSpec("P")
 _MAX_TEXT = 400  # characters of a query, an answer or a note
 
 
@@ -293,8 +296,8 @@ def open_window(
         name: distinguishes the sessions of a node that opens the same version twice.
 
     Every operation is written to the run's custom stream (``stream_mode="custom"``) and sends a heartbeat, as does every
-    token of an answer; an ``idle_timeout`` must be longer than the longest prefill. In an async node use `Session.aask` and
-    `Session.astream`: the others block the event loop.
+    token of an answer; an ``idle_timeout`` must be longer than the longest prefill. This blocks an event loop: async nodes use
+    `aopen_window`.
 
     Raises TypeError if the context has no engine, ValueError if ``reference`` is not one.
     Cost: reading the manifest and the entries that are new to this process; nothing is computed.
@@ -336,6 +339,47 @@ def open_window(
     session.report_dropped(extras.get("dropped", ()))
     session.report_losses(opened)
     return session
+
+
+class AsyncSession(AsyncWindow):
+    """A `Session` for async nodes, whose methods are awaited; create it with `aopen_window`. Attributes are the session's."""
+
+    lost = Attribute[int]()
+    rebuilt = Attribute[int]()
+    dropped = Attribute[tuple[Mapping[str, Any], ...]]()
+    notes = Attribute[dict[str, Any]]()
+    ref = to_async(Session.ref)
+
+    async def adopt(self, branch: AsyncWindow | Mapping[str, Any], *, force: bool = False) -> None:
+        """`Session.adopt`."""
+        await self._call("adopt", branch, force=force)
+
+    async def gather(self, branches: Iterable[AsyncWindow | Mapping[str, Any]]) -> list[str]:
+        """`Session.gather`."""
+        windows = [branch.window if isinstance(branch, AsyncWindow) else branch for branch in branches]
+        ids: list[str] = await self._call("gather", windows)
+        return ids
+
+
+def _async_opener(make: Callable[P, Session]) -> Callable[P, AsyncSession]:
+    @wraps(make)
+    def open(*args: P.args, **options: P.kwargs) -> AsyncSession:
+        return AsyncSession.opening(make, *args, **options)
+
+    return open
+
+
+aopen_window = _async_opener(open_window)
+"""`open_window` for async nodes: opens when it is awaited or entered. A run that is cancelled stops the answer.
+
+Example::
+
+    async def look(state: State, runtime: Runtime[WindowContext]) -> dict:
+        async with aopen_window(state.get("window"), runtime, system_prompt="You watch a camera.") as window:
+            await window.append(await window.run(Chunk.image, state["frame"]))
+            answer = await window.ask("What moved?")
+            return {"answer": answer.text, "window": await window.ref()}
+"""
 
 
 def _seed(execution: Execution) -> str:
