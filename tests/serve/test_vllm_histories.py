@@ -151,3 +151,4 @@ def test_thousands_of_histories(server: Process) -> None:
     failures = {batch: result["failure"] for batch, result in state["batches"].items() if result["failure"]}
     assert not failures, "\n\n".join(f"seed {batch}: {failure}" for batch, failure in failures.items())
     check_counters(server, total)
+    assert not total.slow, "\n".join(total.slow)
