@@ -34,6 +34,17 @@ def mla_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HFEngine]:
     opened.close()
 
 
+@pytest.fixture(scope="module")
+def sliding_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HFEngine]:
+    """Layers that see eight tokens, turned by a base of their own, beside one that sees all."""
+    from ctxwin.engines.hf.engine import HFEngine
+    from engines.models import GEMMA3, write_decoder
+
+    opened = HFEngine(write_decoder(tmp_path_factory.mktemp("sliding") / "model", "Gemma3", **GEMMA3), dtype="float32")
+    yield opened
+    opened.close()
+
+
 def layout_of(engine: HFEngine) -> list[Segment]:
     """A system prompt and two chunks, with pictures where the model sees."""
     frame = make_stream(0, 2)[0]
@@ -54,7 +65,7 @@ def placed(engine: HFEngine) -> tuple[Decoder, Memory, int, list[Segment]]:
     return decoder, decoder.memory([[segment.span for segment in layout if segment.span is not None]]), begin, layout
 
 
-@pytest.mark.parametrize("name", ["engine", "mla_engine"])
+@pytest.mark.parametrize("name", ["engine", "mla_engine", "sliding_engine"])
 def test_long_answers_are_the_engines(
     name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,7 +105,7 @@ def test_an_answer_ends_where_the_engines_does(
     assert generate(decoder, memory, [query], begin, forced=[free[:5]])[0].token_ids == free[:5]
 
 
-@pytest.mark.parametrize("name", ["engine", "mla_engine"])
+@pytest.mark.parametrize("name", ["engine", "mla_engine", "sliding_engine"])
 def test_teacher_forcing_is_the_engines(name: str, request: pytest.FixtureRequest) -> None:
     engine: HFEngine = request.getfixturevalue(name)
     decoder, memory, begin, layout = placed(engine)

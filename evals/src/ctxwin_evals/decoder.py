@@ -31,6 +31,7 @@ Watch = Callable[[int, Tensor], None]
 Long inputs come in blocks of rows, so that sums over rows must be accumulated."""
 AT_ONCE = 1024
 """Tokens of one block of a long input."""
+_SLIDING = "sliding_attention"
 ROOM = 64
 """Slots that are added at once while an answer grows."""
 
@@ -210,15 +211,24 @@ class Reader:
 class Decoder(Reader):
     """An opened transformers engine, read in batches.
 
-    Raises UnsupportedModel for a model whose layers do not all see and turn alike.
+    ``window`` is how many tokens sliding layers see, their own included; None where no layer slides.
+
+    Raises UnsupportedModel for a model that sees and has layers that slide, or whose layers differ in their heads or their
+    inputs, or whose logits are capped.
     """
 
     def __init__(self, engine: HFEngine) -> None:
-        if engine.spec.kv.kinds or sliding_window(engine.text_model.config) is not None:
+        config = engine.text_model.config
+        self.window = sliding_window(config)
+        uneven = engine.spec.kv.in_rows or getattr(config, "hidden_size_per_layer_input", None)
+        slides = engine.spec.kv.kinds or self.window is not None
+        if uneven or (slides and (engine.spec.vision or getattr(config, "final_logit_softcapping", None))):
             raise UnsupportedModel(
                 f"{engine.spec.model} has layers that do not all see and turn alike; measure it on vLLM"
             )
         super().__init__(engine)
+        types = getattr(config, "layer_types", None) if slides else None
+        self._types: list[str] = list(types or [_SLIDING if self.window is not None else ""] * self.layers)
         self._text: Any = engine.text_model
         self._head: Any = engine.lm_head
         self._device = next(self._text.parameters()).device
@@ -297,17 +307,24 @@ class Decoder(Reader):
         if mask is None:
             mask = torch.arange(memory.slots, device=self._device) <= at[..., None]
         x = tokens.embeds
-        additive = torch.zeros(mask.shape, dtype=x.dtype, device=self._device)
-        additive = additive.masked_fill_(~mask.to(self._device), torch.finfo(x.dtype).min)[:, None]
+        mask = mask.to(self._device)
         positions = tokens.positions if self.spec.rope.sections else tokens.positions[0]
-        angles = self._text.rotary_emb(x, positions)
+        masks: dict[str, Tensor] = {}
+        angles: dict[str, Any] = {}
+        for kind in set(self._types):
+            visible = mask
+            if kind == _SLIDING and self.window is not None:
+                visible = mask & (torch.arange(memory.slots, device=self._device) > at[..., None] - self.window)
+            additive = torch.zeros(mask.shape, dtype=x.dtype, device=self._device)
+            masks[kind] = additive.masked_fill_(~visible, torch.finfo(x.dtype).min)[:, None]
+            angles[kind] = self._text.rotary_emb(x, positions, *([kind] if self.spec.kinds else []))
         cache = _Slots(memory, at, self.spec.family == "mla")
         with self._watching(watch) as weights:
             for index in layers:
                 output = self._text.layers[index](
                     x,
-                    attention_mask=additive,
-                    position_embeddings=angles,
+                    attention_mask=masks[self._types[index]],
+                    position_embeddings=angles[self._types[index]],
                     position_ids=tokens.positions[0],
                     past_key_values=cache,
                     use_cache=True,

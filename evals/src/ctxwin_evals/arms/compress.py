@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from ctxwin.errors import UnsupportedModel
 from ctxwin_evals.arms.base import SHARE, Served, SharedArm
 from ctxwin_evals.decoder import Memory, concatenated
 from ctxwin_evals.elastic import H2O, Attended, Elastic, Local, Policy, Window
@@ -106,6 +107,8 @@ def attention_of(group: Group, kind: type[Attended] = Attended) -> Tensor:
     Summed over all queries, averaged over heads (section 3.3), or as ``kind`` has it. Cost: one eager pass for each group, in
     blocks of rows; a server would add it up in the pass that conditions the chunks.
     """
+    if group.decoder.window is not None:
+        raise UnsupportedModel("sliding layers see by distance, which thinned-out slots do not keep; take another arm")
     cache = _ATTENTION.setdefault(group, {})
     if kind not in cache:
         decoder, batch = group.decoder, len(group)

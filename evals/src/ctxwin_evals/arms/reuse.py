@@ -51,8 +51,8 @@ class Oracle(
 ):
     """One forward over everything placed in which no chunk sees another one, each at its own positions.
 
-    What this loses against a re-prefill is conditioning and nothing else: no key was moved. Blind reuse, which forms each
-    chunk right after the system prompt and rotates it, must come out the same.
+    What this loses against a re-prefill is conditioning and nothing else: no key was moved. Blind reuse forms each chunk
+    right after the system prompt, and what it absorbs of that then depends on the distance: the rest of its loss is this.
     """
 
     def serve(self, group: Group) -> list[Served | None]:

@@ -1,0 +1,327 @@
+"""Reuse on released weights: natural text and facts, every way to serve the same contexts, beside the floor.
+
+``make released`` and then ``python -m evals.studies.released`` measure SmolLM2-135M; ``--model`` takes another text model.
+Each context is served in every way (`ctxwin_evals.arms`), and the model reads what comes next in truth: the next 32 tokens of
+the text, or the answer to a question about a fact. What it expects there is compared with what it expects behind a re-prefill.
+
+Arms are spelled as `ctxwin eval run` has them. ``slideN/ARM``: the placed chunks are the end of a stream that slid N times.
+``recall/ARM``: the asked chunk came back behind others. ``floor/...``: nothing is reused, another arithmetic is used:
+
+- ``floor/pieces``: the same engine, in pieces of 100 tokens instead of one pass;
+- ``floor/bfloat16``: bfloat16 against float32;
+- ``floor/bfloat16-pieces``: bfloat16 in pieces of 100 against bfloat16 in one pass.
+
+Every row is kept in ``OUTPUT/samples.jsonl`` as it is done, so a run goes on where it stopped, with other arms or more contexts.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+from ctxwin.chunk import Chunk
+from ctxwin_evals.arms import BASES, Arm, Served, parse_arm
+from ctxwin_evals.console import Json, Threads, errors, open_model, progress, show
+from ctxwin_evals.decoder import Decoder
+from ctxwin_evals.generation import forced_logits
+from ctxwin_evals.group import Group
+from ctxwin_evals.patching import Patcher, fitted
+from ctxwin_evals.samples import FORMAT, Sample, Samples, open_samples
+from ctxwin_evals.stats import bootstrap_mean, bootstrap_ratio, share_interval
+from tools.released_models import default_cache
+
+from .command import Seed
+from .released_texts import SYSTEM_PROMPT, Context, Texts
+
+if TYPE_CHECKING:
+    pass
+
+MAIN = (
+    "blind", "oracle", "patched:4", "patched:8", "patched:16", "patched:32", "epic:16", "slide1/survivor",
+    "slide1/removal:16",
+)  # fmt: skip
+"""Arms that cost few forwards each."""
+MORE = (
+    "patched:16@per_layer", "patched:16@deep", "patched:16@per_layer+deep", "cacheblend:0.15", "mpic:32", "elastic:0.5",
+    "orbit:16", "recall/blind", "recall/stale:16", "recall/update:16", "slide2/survivor", "slide6/survivor",
+    "slide12/survivor", "floor/pieces", "floor/bfloat16", "floor/bfloat16-pieces",
+)  # fmt: skip
+FLOORS = ("pieces", "bfloat16", "bfloat16-pieces")
+REPREFILL = "reprefill"
+PIECE = 100
+RIGHT = 0.9
+"""Share of right answers by re-prefill under which a form of facts is too hard for the model, and not scored."""
+_RANK = 32
+
+
+def split(name: str) -> tuple[str, str]:
+    """Return what happened to the window (nothing, ``slideN``, ``recall``, ``floor``), and the arm. Raises ValueError."""
+    history, _, arm = name.rpartition("/")
+    setting = "slide" if re.fullmatch(r"slide[1-9]\d*", history) else history or "window"
+    fits = arm in FLOORS if setting == "floor" else name == "recall/blind" or setting in parse_arm(arm).settings
+    if not fits:
+        raise ValueError(f"an arm must be ARM, slideN/ARM, recall/ARM or floor/({'|'.join(FLOORS)}), got {name!r}")
+    return history, arm
+
+
+def base_of(name: str) -> str:
+    """Return the arm whose KL is the whole of eta: blind reuse, or for removal patches the survivors under them."""
+    history, arm = split(name)
+    if history == "recall":
+        return "recall/blind"
+    return f"{history}/survivor" if arm.startswith("removal") else "blind"
+
+
+class Views:
+    """One context as groups, by what happened to its window; all of them place the same chunks and share their KV."""
+
+    def __init__(self, decoder: Decoder, patcher: Patcher, context: Context) -> None:
+        self.decoder, self.patcher, self.context = decoder, patcher, context
+        self.group = cache(self._group)
+
+    def _group(self, history: str) -> Group:
+        group = Group(self.decoder, [self.context.item(history)], self.patcher, SYSTEM_PROMPT)
+        if history:
+            plain = self.group("")
+            vars(group).update(exact=plain.exact, canonical=plain.canonical, blind=plain.blind)
+        return group
+
+    def read(self, served: Served) -> Tensor:
+        """Return log-probabilities of the target's tokens over what is served, float32 ``[tokens, vocab]``."""
+        group, query = self.group(""), self.decoder.engine.encode(Chunk.tokens(self.context.query))
+        begin = group.begin if served.begin is None else served.begin
+        rows = forced_logits(self.decoder, group.memory([served.spans]), [query], begin, [self.context.target])
+        return rows[0].log_softmax(-1)
+
+    @cached_property
+    def exact(self) -> Tensor:
+        """Log-probabilities over a re-prefill."""
+        return self.read(Served(self.group("").exact[0]))
+
+    def in_pieces(self) -> Tensor:
+        """The same, computed `PIECE` tokens at a time."""
+        group = self.group("")
+        memory = group.behind_system_prompt(1)
+        for begin in range(0, group.context_tokens, PIECE):
+            part = torch.arange(begin, min(begin + PIECE, group.context_tokens))[None]
+            memory, _ = self.decoder.append(group.context.pick(part.to(memory.k.device)), memory)
+        return self.read(Served(group.spans(memory)[0]))
+
+
+class Study:
+    """Serves contexts in every way and keeps a row for each.
+
+    Args:
+        decoder: the model in float32.
+        rounded: opens it in bfloat16, when the first floor asks for it.
+    """
+
+    def __init__(self, decoder: Decoder, rounded: Callable[[], Decoder]) -> None:
+        self.decoder, self._rounded = decoder, cache(rounded)
+        self._patcher = fitted(decoder, ("joint", "all", "none"), lambda: iter(()))
+        self._patcher.floor = _RANK
+
+    def rows(self, context: Context, names: Sequence[str]) -> Iterator[Sample]:
+        """Yield a sample of each arm. ``kl`` is the mean over the target's tokens; ``extra`` has the other figures."""
+        views = Views(self.decoder, self._patcher, context)
+        rounded = cache(lambda: Views(self._rounded(), self._patcher, context))
+        for name in names:
+            reference, served = views.exact, Served([], computed=views.group("").context_tokens)
+            match name:
+                case "reprefill":
+                    other = views.exact
+                case "floor/pieces":
+                    other = views.in_pieces()
+                case "floor/bfloat16":
+                    other = rounded().exact
+                case "floor/bfloat16-pieces":
+                    reference, other = rounded().exact, rounded().in_pieces()
+                case _:
+                    served = _serve(views, name)
+                    other = views.read(served)
+            yield _sample(context, name, views.group(""), served, reference, other)
+
+
+def _serve(views: Views, name: str) -> Served:
+    history, text = split(name)
+    arm: Arm = BASES["recall"] if name == "recall/blind" else parse_arm(text)
+    served = arm.serve(views.group(history))[0]
+    if served is None:
+        raise ValueError(f"{name} has no meaning for {views.context.task}; leave it out of the arms")
+    return served
+
+
+def _sample(context: Context, name: str, group: Group, served: Served, reference: Tensor, other: Tensor) -> Sample:
+    target = torch.tensor(context.target)[:, None]
+    kl = (reference.exp() * (reference - other)).sum(-1).clamp_min(0)
+    tokens = group.context_tokens
+    return Sample(
+        task=context.task,
+        arm=name,
+        index=context.index,
+        doc_id=str(context.index),
+        cluster=str(context.index),
+        case=context.digest,
+        frames=context.placed,
+        tokens=group.system_prompt.tokens + tokens + len(context.query) + len(context.target),
+        placed=tokens,
+        question=group.decoder.engine.decode(context.query),
+        target=group.decoder.engine.decode(context.target),
+        meta={},
+        kl=float(kl.mean()),
+        stored=served.stored,
+        over=served.over,
+        computed=served.computed,
+        extra={
+            "flips": float((reference.argmax(-1) != other.argmax(-1)).float().mean()),
+            "loss": float((reference - other).gather(1, target).mean()),
+            "right": float((other.argmax(-1) == target[:, 0]).all()),
+            "recomputed": float(served.extra.get("recomputed", served.computed / tokens)),
+        },
+    )
+
+
+def run(
+    study: Study,
+    samples: Samples,
+    contexts: Sequence[Context],
+    names: Sequence[str],
+    deadline: float,
+    advance: Callable[[int], None] = lambda done: None,
+) -> bool:
+    """Serve the contexts in the arms that have no row yet; return False where the deadline (monotonic) ended it.
+
+    Raises ValueError where a row is of another context than the set has today.
+    """
+    for context in contexts:
+        missing = [name for name in names if not samples.has(context.task, name, context.index)]
+        for name in set(names) - {*missing}:
+            if samples.rows[context.task, name, context.index].case != context.digest:
+                raise ValueError(
+                    f"{samples.folder} must hold rows of today's texts, got others; choose another --output"
+                )
+        if missing and time.monotonic() >= deadline:
+            return False
+        if missing:
+            samples.add(study.rows(context, missing))
+        advance(1)
+    return True
+
+
+def summarise(samples: Samples) -> dict[str, Any]:
+    """Figures by set and arm, each with its n and 95 % interval over contexts; eta is over the contexts of both arms."""
+    by_set: dict[str, dict[str, dict[int, Sample]]] = {}
+    for (task, name, index), row in samples.rows.items():
+        by_set.setdefault(task, {}).setdefault(name, {})[index] = row
+    known = {name: i for i, name in enumerate((REPREFILL, *MAIN, *MORE))}
+    result: dict[str, Any] = {}
+    for task in sorted(by_set, reverse=True):
+        arms = by_set[task]
+        names = sorted(arms, key=lambda name: (known.get(name, len(known)), name))
+        result[task] = {
+            name: _figures(arms[name], arms.get(base_of(name)) if name != REPREFILL else None) for name in names
+        }
+        exact = result[task][REPREFILL]
+        exact["scored"] = not task.startswith("facts") or exact["right"] >= RIGHT
+    return result
+
+
+def _figures(rows: dict[int, Sample], base: dict[int, Sample] | None) -> dict[str, Any]:
+    indices = sorted(rows)  # so that a table does not depend on the order in which rows came
+    some, clusters = [rows[i] for i in indices], [str(i) for i in indices]
+    figures: dict[str, Any] = {"n": len(some)}
+    columns = {"kl": [row.kl for row in some]} | {key: [row.extra[key] for row in some] for key in ("flips", "loss")}
+    for key, values in columns.items():
+        figures[key], figures[f"{key}_ci95"] = sum(values) / len(values), bootstrap_mean(values, clusters)
+    right = [row.extra["right"] for row in some]
+    figures["right"], figures["right_ci95"] = sum(right) / len(right), share_interval(right, clusters)
+    over = sum(row.over for row in some)
+    figures["bytes_share"] = sum(row.stored for row in some) / over if over else 0.0
+    figures["computed_share"] = sum(row.extra["recomputed"] for row in some) / len(some)
+    both = [i for i in indices if base is not None and i in base]
+    if base is not None and both and (total := sum(base[i].kl for i in both)):
+        kls, under = [rows[i].kl for i in both], [base[i].kl for i in both]
+        interval = bootstrap_ratio(kls, under, [str(i) for i in both])
+        figures["eta"] = 1 - sum(kls) / total
+        figures["eta_ci95"] = None if interval is None else (1 - interval[1], 1 - interval[0])
+    return figures
+
+
+def tables(summary: dict[str, Any]) -> str:
+    """Return the figures for people, a table a set."""
+    lines = []
+    for task, arms in summary.items():
+        exact = arms[REPREFILL]
+        heading = f"{task}, n = {exact['n']}"
+        if task.startswith("facts"):
+            heading += f", right by re-prefill {exact['right']:.1%}" + ", too few to score" * (not exact["scored"])
+        scored = task.startswith("facts") and exact["scored"]
+        columns = ["arm", "n", "KL", "eta", "top-1 flips", "loss rise", *["right"] * scored, "bytes", "computed"]
+        lines += ["", heading, "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+        for name, f in list(arms.items())[1:]:
+            cells = [name, str(f["n"]), _cell(f, "kl", "{:.4f}"), _cell(f, "eta", "{:.2f}")]
+            cells += [_cell(f, "flips", "{:.1%}"), _cell(f, "loss", "{:+.3f}"), *[_cell(f, "right", "{:.1%}")] * scored]
+            shares = f["bytes_share"], f["computed_share"]
+            lines += [f"| {' | '.join([*cells, *(f'{share:.1%}' if share else '' for share in shares)])} |"]
+    return "\n".join(lines).strip()
+
+
+def _cell(figures: dict[str, Any], key: str, form: str) -> str:
+    if figures.get(key) is None:
+        return ""
+    interval = figures[f"{key}_ci95"]
+    bounds = "" if interval is None else f" [{form.format(interval[0])}, {form.format(interval[1])}]"
+    return form.format(figures[key]) + bounds
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Folder of a text model.")] = str(default_cache() / "smollm2"),
+    sets: Annotated[
+        str, typer.Option(help="text-PLACEDxTOKENS, facts-one, -cut, -pronoun, -comparison.")
+    ] = "text-6x64",
+    arms: Annotated[str, typer.Option(help="main, more, or arms, separated by commas.")] = "main",
+    n: Annotated[int, typer.Option(help="Contexts of each set.", min=1)] = 300,
+    minutes: Annotated[
+        float, typer.Option(help="End after so many minutes, with what is there; 0: no limit.", min=0)
+    ] = 0,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    output: Annotated[Path | None, typer.Option(help="Folder of the rows; one that exists is continued.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure reuse on released weights."""
+    with errors():
+        words = [word.strip() for word in arms.split(",") if word.strip()]
+        names = [name for word in words for name in {"main": MAIN, "more": MORE}.get(word, (word,))]
+        names = list(dict.fromkeys([REPREFILL, *names, *(base_of(name) for name in names)]))
+        begun = time.monotonic()
+        engine = open_model(model, "float32", "cpu", threads)
+        texts = Texts(engine, seed)
+        study = Study(Decoder(engine), lambda: Decoder(open_model(model, "bfloat16", "cpu", threads)))
+        folder = output or Path("eval-output") / f"released-{Path(model).name}-{seed}"
+        config = {"format": FORMAT, "study": "released", "model": engine.spec.identity, "seed": seed}
+        contexts = [texts.contexts(task.strip(), n) for task in sets.split(",")]
+        deadline = begun + 60 * minutes if minutes else float("inf")
+        with open_samples(folder, config) as samples:
+            with progress("contexts", n * len(contexts)) as advance:
+                whole = all(run(study, samples, some, names, deadline, advance) for some in contexts)
+            summary = summarise(samples)
+        result = {"model": Path(model).name, "seed": seed, "complete": whole, "output": str(folder), "sets": summary}
+        show(
+            result,
+            as_json,
+            tables(summary),
+            "" if whole else f"Ended after {minutes:g} minutes; run it again to go on.",
+        )
+
+
+if __name__ == "__main__":
+    typer.run(main)

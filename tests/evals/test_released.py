@@ -1,0 +1,140 @@
+"""The study on released weights, on the bundled model: what must hold on any model, and that a run can stop anywhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from ctxwin.engines.base import Segment
+from ctxwin_evals.arms import Served, parse_arm
+from ctxwin_evals.console import open_model
+from ctxwin_evals.decoder import Decoder
+from ctxwin_evals.patching import Patcher
+from ctxwin_evals.samples import open_samples
+from evals.studies import released, released_texts
+from evals.studies.released import Study, Views, main, run, split, summarise
+from evals.studies.released_texts import FORMS, Texts
+
+if TYPE_CHECKING:
+    from ctxwin.engines.hf.engine import HFEngine
+
+PROSE = "color of 07? red. shape of 31? square. number of blue circle? 4. left of 12? green. " * 80
+SET = "text-3x24"
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[HFEngine]:
+    opened = open_model("tiny", "float32", "cpu", 1)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(autouse=True)
+def short_documentation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(released_texts, "documentation", lambda: iter([PROSE]))
+
+
+def study_of(engine: HFEngine) -> Study:
+    return Study(Decoder(engine), lambda: Decoder(open_model("tiny", "bfloat16", "cpu", 1)))
+
+
+def test_what_must_hold_on_any_model(tiny: HFEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(released, "PIECE", 20)
+    names = [
+        "reprefill", "blind", "oracle", "patched:full", "mpic:all", "epic:all", "slide2/survivor", "slide2/removal:full",
+        "recall/blind", "recall/update:full", "floor/pieces", "floor/bfloat16", "floor/bfloat16-pieces",
+    ]  # fmt: skip
+    context, study = Texts(tiny, 0).contexts(SET, 1)[0], study_of(tiny)
+    rows = {row.arm: row for row in study.rows(context, names)}
+    assert list(rows) == names
+    blind = rows["blind"].kl
+    assert rows["reprefill"].kl == 0 == rows["reprefill"].extra["flips"]
+    assert blind > 1e-3 and rows["recall/blind"].kl > 1e-3
+    for exact in ("mpic:all", "epic:all", "floor/pieces"):  # every token, which is text, is computed in context
+        assert rows[exact].kl < 1e-5, exact
+    assert rows["patched:full"].kl < 0.02 * blind  # its factors are bfloat16
+    assert rows["recall/update:full"].kl < 0.02 * rows["recall/blind"].kl
+    assert rows["slide2/removal:full"].kl < 0.02 * rows["slide2/survivor"].kl
+    assert rows["floor/pieces"].kl < rows["floor/bfloat16"].kl < blind
+    assert rows["patched:full"].stored > 0 == rows["blind"].stored and rows["mpic:all"].extra["recomputed"] == 1
+
+
+def test_the_mask_oracle_is_every_chunk_alone_at_its_own_place(tiny: HFEngine) -> None:
+    """Behind the same system prompt, as far away as it stands: what blind reuse loses beyond that is that it was moved."""
+    context = Texts(tiny, 0).contexts(SET, 1)[0]
+    views = Views(Decoder(tiny), Patcher(tiny.spec.kv), context)
+    group = views.group("")
+    front = [Segment(group.system_prompt, 0, span=group.system_prompt_span)]
+    placed = zip(group.chunks[0][-context.placed :], group.places, strict=True)
+    alone = [tiny.prefill(front, chunk, place.start) for chunk, place in placed]
+    oracle = views.read(parse_arm("oracle").serve(group)[0])
+    torch.testing.assert_close(views.read(Served(alone)), oracle, atol=1e-4, rtol=0)
+    moved = views.read(Served(group.blind[0]))
+    assert (moved - oracle).abs().max() > 1e-2
+
+
+def test_a_run_that_stopped_gives_the_table_of_one_that_did_not(tmp_path: Path) -> None:
+    app = typer.Typer(add_completion=False)
+    app.command()(main)
+
+    def figures(folder: str, n: int, arms: str) -> dict[str, Any]:
+        options = ["--model", "tiny", "--sets", f"{SET},facts-one", "--threads", "1", "--json"]
+        result = CliRunner().invoke(app, [*options, "--n", str(n), "--arms", arms, "--output", str(tmp_path / folder)])
+        assert result.exit_code == 0, result.output
+        found: dict[str, Any] = json.loads(result.stdout)
+        assert found["complete"]
+        return dict(found["sets"])
+
+    whole = figures("whole", 2, "blind,patched:2,patched:4,slide1/removal:2")
+    first = figures("stopped", 1, "patched:4")
+    assert set(first[SET]) == {"reprefill", "blind", "patched:4"} and first[SET]["blind"]["n"] == 1
+    path = tmp_path / "stopped" / "samples.jsonl"
+    path.write_bytes(path.read_bytes()[:-9])  # killed while it wrote
+    assert figures("stopped", 2, "slide1/removal:2,patched:4,patched:2") == whole
+    arms = whole[SET]
+    assert arms["patched:4"]["eta"] == pytest.approx(1 - arms["patched:4"]["kl"] / arms["blind"]["kl"])
+    assert arms["slide1/removal:2"]["eta"] == pytest.approx(
+        1 - arms["slide1/removal:2"]["kl"] / arms["slide1/survivor"]["kl"]
+    )
+
+
+def test_nothing_begins_behind_the_deadline(tiny: HFEngine, tmp_path: Path) -> None:
+    contexts = Texts(tiny, 0).contexts(SET, 1)
+    with open_samples(tmp_path / "run", {"format": 3}) as samples:
+        assert not run(study_of(tiny), samples, contexts, ["reprefill"], 0.0)
+        assert not samples.rows and summarise(samples) == {}
+        assert run(study_of(tiny), samples, contexts, ["reprefill"], float("inf"))
+        assert run(study_of(tiny), samples, contexts, ["reprefill"], 0.0)  # all is there
+        with pytest.raises(ValueError, match="rows of today's texts"):
+            run(study_of(tiny), samples, Texts(tiny, 1).contexts(SET, 1), ["reprefill"], float("inf"))
+
+
+def test_contexts_depend_on_seed_and_number_alone(tiny: HFEngine) -> None:
+    for task in (SET, *(f"facts-{form}" for form in FORMS)):
+        few, many = (Texts(tiny, 0).contexts(task, n) for n in (2, 3))
+        assert few == many[:2] and few != Texts(tiny, 1).contexts(task, 2)
+        for context in many:
+            sizes = {len(chunk) for chunk in context.chunks}
+            assert len(sizes) == 1 and 1 <= context.asked < context.placed and context.target
+    with pytest.raises(ValueError, match="at most"):
+        Texts(tiny, 0).contexts(SET, 10_000)
+    with pytest.raises(ValueError, match="a set must be"):
+        Texts(tiny, 0).contexts("facts-none", 1)
+
+
+@pytest.mark.parametrize("name", ["slide0/survivor", "recall/patched:4", "floor/none", "survivor", "none"])
+def test_an_arm_without_meaning_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="an arm must be"):
+        split(name)
+
+
+def test_every_listed_arm_has_a_meaning() -> None:
+    for name in (*released.MAIN, *released.MORE):
+        assert split(name) and split(released.base_of(name))
