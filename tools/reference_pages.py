@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -148,6 +150,44 @@ def limits() -> str:
     return "\n".join(_table(("limit", "default", ""), rows))
 
 
+_SOURCES = "https://github.com/ctxwin/ctxwin/blob/main/"
+STATUSES = {"laboratory": "laboratory only", "study": "settled study"}
+
+
+def papers() -> str:
+    """Return a table for each paper of ``papers.toml``, behind a count of their rows by status."""
+    data = tomllib.loads((PAGES / "papers.toml").read_text(encoding="utf-8"))
+    counts = [(paper["name"], Counter(row["status"] for row in paper["rows"])) for paper in data.values()]
+    statuses = ("served", "harness", "laboratory", "study", "not built")
+    head = ("", *(STATUSES.get(status, status) for status in statuses))
+    lines = _table(head, [(name, *(str(count[status]) for status in statuses)) for name, count in counts])
+    for paper in data.values():
+        number = f" (arXiv {paper['arxiv']})" if paper["arxiv"] else ""
+        lines += [f"## {paper['name']}", "", f"{paper['title']}{number}.", ""]
+        if paper["background"]:
+            lines += [f"Background, without a mechanism: {', '.join(map(_short, paper['background']))}.", ""]
+        rows = [tuple(_paper_row(row)) for row in paper["rows"]]
+        lines += _table(("place", "mechanism", "status", "engines", "code", "tests or figures"), rows)
+    return "\n".join(lines)
+
+
+def _paper_row(row: dict[str, Any]) -> Iterable[str]:
+    yield "; ".join(map(_short, row["at"]))
+    yield row["what"] + (f"<br>*{row['note']}*" if "note" in row else "")
+    yield STATUSES.get(row["status"], row["status"])
+    yield ", ".join(row.get("engines", ()))
+    yield "<br>".join(f"`{name}`" for name in row.get("code", ()))
+    figures = [f"[{row['result'].partition('#')[0]}]({_SOURCES}{row['result']})"] if "result" in row else []
+    yield "<br>".join([*(f"`{name}`" for name in row.get("tests", ())), *figures])
+
+
+def _short(place: str) -> str:
+    """Return a place of a paper as its citations have it."""
+    for word, short in (("section ", "§ "), ("appendix ", "app. "), ("figure ", "fig. "), ("algorithm ", "alg. ")):
+        place = place.replace(word, short)
+    return place
+
+
 def _attributes(docstring: str) -> dict[str, str]:
     """Return the ``Attributes:`` of a Google docstring; several names may share one text."""
     texts: dict[str, str] = {}
@@ -176,6 +216,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "limits": limits,
     "metrics": metrics,
     "operations": operations,
+    "papers": papers,
 }
 
 

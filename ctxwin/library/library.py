@@ -1,6 +1,6 @@
 """`Library`: versioned files that outlive windows, with grants of access and expiry times.
 
-A static library (MPIC, section 4.1) is a user's own uploads, in the store of that user's tenant. A dynamic one (section 4.2) is
+MPIC, section 3.1, has two kinds. A static library is a user's own uploads, in the store of that user's tenant. A dynamic one is
 references that an administrator adds, replaces and removes while windows run: it has its own store, and tenants read it by
 `grant`. Both are this class; they differ only in the store.
 """

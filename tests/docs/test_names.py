@@ -47,7 +47,8 @@ def in_code(text: str) -> str:
     return "\n".join(pieces)
 
 
-@pytest.mark.parametrize("page", TOLD, ids=lambda p: name_of(p))
+# What the page about the papers names is looked up in the sources, since much of it needs vLLM: test_papers.py.
+@pytest.mark.parametrize("page", [page for page in TOLD if page.stem != "papers"], ids=lambda p: name_of(p))
 def test_dotted_names_exist(page: Path) -> None:
     code = in_code(page.read_text(encoding="utf-8"))
     for name in sorted(set(_NAME.findall(code)) - _NO_NAMES):

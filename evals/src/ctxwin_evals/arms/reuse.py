@@ -103,7 +103,7 @@ class Patched(
 class Toggled(Arm, form="toggled", source="Kamera, appendix E", settings=("window",), found=("exact",)):
     """Everything is exact except the asked chunk, which is toggled to its context-clean view: a copy of its canonical.
 
-    What it still answers right needed no context (the disposability test); see `ctxwin_evals.toggles` for windows.
+    What it still answers right needed no context (the disposability test); windows have `Window.disposable`.
     """
 
     def serve(self, group: Group) -> list[Served | None]:
