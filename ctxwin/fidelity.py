@@ -26,8 +26,8 @@ class AdvancedFidelity(BaseModel):
             beyond that the token 25 before the newest is dropped. On transformers only: vLLM keeps every token that it has
             computed, and a window with ``merge`` and this does not open there.
         reference: reference of audits: the ``stricter`` of both re-prefills, that of the placed chunks (``window``), that of all
-            chunks seen (``stream``), or the ``nearer`` one, if an answer may remember evicted chunks. An answer equal to that of
-            a re-prefill of the placed chunks counts as changed by ``stream`` only: exact serving would give the same.
+            chunks seen (``stream``), or the ``nearer`` one, if an answer may remember evicted chunks. While trust is earned both
+            are valid by default: where they disagree, nothing is lost (`ctxwin.audit`).
         forbid: lanes that must not be used.
     """
 

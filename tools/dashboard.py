@@ -77,10 +77,14 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         ("Patches", "ops", rates("patches_formed", "patches_served", "patches_dropped")),
     ],
     "Audits": [
-        ("Audits", "ops", rates("audits", "audit_trials", "audits_stopped", "audits_dropped", "audit_fallbacks")),
-        ("Changed answers", "percentunit", [(share("audits_changed", "audits"), "of the audited")]),
+        ("Audits", "ops", rates(
+            "audits", "audit_trials", "audits_stopped", "audits_dropped", "audit_fallbacks", "audits_undecided"
+        )),
+        ("Lost values", "percentunit", [(share("audits_lost", "audits"), "of the audited")]),
+        ("Nats beyond the floor", "short", [(share("audit_excess_nats", "audit_texts"), "a token of text")]),
         ("What audits cost", "short", rates("audit_tokens", "audit_seconds")),
         ("Promoted ways to serve", "short", [("max by (way) (ctxwin_way_promoted)", "{{way}}")]),
+        ("Ways whose trials stopped", "short", [("max by (way) (ctxwin_way_stopped)", "{{way}}")]),
     ],
     "Store": [
         ("Reads", "ops", by("store_reads", "tier", "result")),

@@ -18,11 +18,13 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.audit.evidence import STRATEGIES, Ledger, Trial
+from ctxwin.audit.harm import CAP, Floor, Part
 from ctxwin.audit.record import Decision
-from ctxwin.audit.replay import EXACT, UNREPLAYABLE, Exchange, Finding, Replay, diverge, judge, needs_stream, shadow
+from ctxwin.audit.replay import EXACT, UNREPLAYABLE, Exchange, Finding, References, Replay, remembers, shadow
 from ctxwin.audit.sampling import Sampler
 from ctxwin.errors import AnswerStopped, UnsupportedModel
 from ctxwin.hashing import digest
@@ -31,7 +33,7 @@ from ctxwin.window.lanes import ServedMemo, choose
 from ctxwin.window.state import Conditioning, State
 
 if TYPE_CHECKING:
-    from ctxwin.engines.base import Engine
+    from ctxwin.engines.base import Engine, Segment
     from ctxwin.fidelity import Fidelity, Reference
     from ctxwin.window.choice import Choice
 
@@ -56,8 +58,12 @@ class Options:
     """How an engine's windows earn trust.
 
     Attributes:
-        budget: largest share of harmed answers at which a strategy is promoted.
-        level: confidence level of the anytime-valid bound on that share.
+        budget: largest share of scored answers that may lose their value, in the mean over windows, at which a strategy is
+            promoted (`ctxwin.audit.harm`).
+        excess_budget: largest mean loss of text, in nats a token beyond what exact answers differ by among themselves.
+        level: confidence level of the anytime-valid bounds on both.
+        token_limit: tokens that trials of a strategy may compute. Where a promotion would take more, even if no further answer
+            is harmed, its trials stop until the mix of answers or these options change.
         rate: share of the answers of promoted strategies that are still audited, drawn at random: more of the first ones of
             each kind (`ctxwin.audit.sampling`), and all of them for a while after a harmed one.
         questions: maximum questions on each replayed layout of a trial: 1 is the one that was asked, more add recent ones of
@@ -73,7 +79,9 @@ class Options:
     """
 
     budget: float = 0.01
+    excess_budget: float = 0.01
     level: float = 0.95
+    token_limit: int = 20_000_000
     rate: float = 0.02
     questions: int = 1
     share: float = 0.25
@@ -85,12 +93,14 @@ class Options:
         for name in ("budget", "level"):
             if not 0 < getattr(self, name) < 1:
                 raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
+        if not 0 < self.excess_budget < CAP:
+            raise ValueError(f"excess_budget must be between 0 and {CAP} nats, got {self.excess_budget}")
         for name in ("rate", "share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
         if not 0 <= self.quiet_s < math.inf:
             raise ValueError(f"quiet_s must be >= 0 and finite, got {self.quiet_s}")
-        for name in ("questions", "queue"):
+        for name in ("questions", "queue", "token_limit"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(f"{name} must be an int >= 1, got {getattr(self, name)!r}")
 
@@ -101,7 +111,10 @@ class Counts:
 
     Attributes:
         audits: answers replayed.
-        harmed: answers served approximately that a re-prefill would have given differently.
+        lost: scored answers among them that lost their value.
+        undecided: scored answers about which exact answers disagree.
+        texts: text among them.
+        excess: sum of nats a token beyond the floor, over the text.
         trials: comparisons of strategies that are not promoted yet.
         stopped: replays interrupted by a request.
         dropped: answers that were never replayed.
@@ -110,7 +123,10 @@ class Counts:
     """
 
     audits: int = 0
-    harmed: int = 0
+    lost: int = 0
+    undecided: int = 0
+    texts: int = 0
+    excess: float = 0.0
     trials: int = 0
     stopped: int = 0
     dropped: int = 0
@@ -196,17 +212,14 @@ class Auditor:
         return self.by_tenant.setdefault(tenant, Counts())
 
     def ledger(self, engine: Engine, reference: Reference = "stricter") -> Ledger:
-        """Return the evidence of an engine's tenant for windows of ``reference``; ``stricter`` and ``window`` share one."""
-        by = "stricter" if reference == "window" else reference
+        """Return the evidence of an engine's tenant for windows of ``reference``."""
         with self._wake:
-            key = (
-                engine.tenant,
-                engine.spec.identity,
-                by,
-            )  # one vLLM has several identities: with and without an adapter
+            # One vLLM has several identities: with and without an adapter.
+            key = engine.tenant, engine.spec.identity, reference
             if key not in self._ledgers:
-                options = self.options
-                self._ledgers[key] = Ledger.of(engine, by, budget=options.budget, level=options.level)
+                names = "budget", "excess_budget", "level", "token_limit"
+                options = {name: getattr(self.options, name) for name in names}
+                self._ledgers[key] = Ledger.of(engine, reference, **options)
             return self._ledgers[key]
 
     def offer(self, job: Job) -> None:
@@ -357,15 +370,18 @@ class Auditor:
 
     def _audit(self, replay: Replay, job: Job) -> None:
         replay.use_memos(job.memos)
-        finding = replay.audit(job.state_after, job.fidelity, job.keys, job.exchange)
-        self.counted(job.engine.tenant).audits += 1
-        self.counted(job.engine.tenant).harmed += finding.strict.changed
+        floor = Floor() if job.ledger is None else job.ledger.record.floor
+        finding = replay.audit(job.state_after, job.fidelity, job.keys, job.exchange, floor)
+        counts, harm = self.counted(job.engine.tenant), finding.harm
+        counts.audits += 1
+        if harm.kind == "text":
+            counts.texts += 1
+            counts.excess += max(0.0, harm.amount)
+        else:
+            counts.lost += harm.amount > 0
+            counts.undecided += harm.undecided
         if job.ledger is not None and job.strategy is not None and finding.concerned:
-            stream = None if finding.stream is None else finding.stream.changed
-            strict, unit = finding.strict, job.state.unit
-            job.ledger.take(
-                [Trial(job.strategy, strict.harm, strict.kl, finding.window.changed, stream, is_audit=True, unit=unit)]
-            )
+            job.ledger.take([Trial(job.strategy, harm, finding.strict.kl, is_audit=True, unit=job.state.unit)])
         job.done(finding)
 
     def _try(self, replay: Replay, job: Job, ledger: Ledger) -> None:
@@ -373,7 +389,7 @@ class Auditor:
         trials: list[Trial] = []
         tokens_audited = replay.work.tokens
         exchanges: list[Exchange] = []
-        exact: tuple[Any, ...] = ()
+        references: list[References] = []
         shadows, is_stored = self._shadows_of(job), job.engine.repo.contains
         try:
             for name in ledger.candidates():
@@ -402,35 +418,40 @@ class Auditor:
                 if not exchanges:
                     exact = replay.fill(replay.build_layout(job.state_after, EXACT))
                     exchanges = self._exchanges(replay, job, exact)
-                    references = replay.score(exact, exchanges)
-                    stream_segments = None
-                scored, reference = replay.score(segments, exchanges), job.fidelity.advanced.reference
-                windows = [diverge(references[i], scored[i], e.ended) for i, e in enumerate(exchanges)]
-                streams = None
-                if strategy.lane == "survivor" and any(needs_stream(window, reference) for window in windows):
-                    stream_segments = stream_segments or replay.reprefill_stream(job.state_after)
-                    streams = replay.score(stream_segments, exchanges) if stream_segments else None
-                for i, exchange in enumerate(exchanges):
-                    window = windows[i]
-                    stream = None if streams is None else diverge(streams[i], scored[i], exchange.ended)
-                    strict = judge(window, stream, reference)
-                    trials.append(
-                        Trial(
-                            name,
-                            strict.harm,
-                            strict.kl,
-                            window.changed,
-                            None if stream is None else stream.changed,
-                            computed if not i else 0,
-                            job.computed if not i else 0,
-                            unit=job.state.unit,
-                        )
-                    )
+                    layouts: dict[str, Callable[[], Sequence[Segment] | None]] = {
+                        "cut": lambda: replay.reprefill(job.state_after),
+                        "stream": lambda: replay.reprefill_stream(job.state_after),
+                    }
+                    references = [
+                        References(replay, exchange, layouts, {"placed": rows}, own=True)
+                        for exchange, rows in zip(exchanges, replay.score(exact, exchanges), strict=True)
+                    ]
+                    self._measure(references[0], job, ledger)
+                reference = job.fidelity.advanced.reference if remembers(layout) else "window"
+                findings = [
+                    known.compare(rows, reference, ledger.record.floor, partial(known.value_over, segments))
+                    for known, rows in zip(references, replay.score(segments, exchanges), strict=True)
+                ]
+                first: dict[str, Any] = {
+                    "computed": computed,
+                    "exact_computed": job.computed,
+                    "tokens": replay.work.tokens - tokens_before,
+                }
+                for finding in findings:
+                    trials.append(Trial(name, finding.harm, finding.strict.kl, unit=job.state.unit, **first))
+                    first = {}
         finally:
             tenant = job.engine.tenant
             self._trial_tokens[tenant] = self._trial_tokens.get(tenant, 0.0) + tokens_audited - replay.work.tokens
             self.counted(tenant).trials += len(trials)
             ledger.take(trials)
+
+    def _measure(self, references: References, job: Job, ledger: Ledger) -> None:
+        """Measure how far exact answers are apart, on the first units."""
+        parts: tuple[tuple[Part, str], ...] = (("cut", "cut"), ("references", "stream"))
+        for part, name in parts[: 2 if job.fidelity.advanced.reference == "stricter" else 1]:
+            if ledger.lacks(part, job.state.unit) and (distance := references.distance(name)) is not None:
+                ledger.measure(part, job.state.unit, *distance)
 
     def _exchanges(self, replay: Replay, job: Job, exact: tuple[Any, ...]) -> list[Exchange]:
         """Return the question that was asked, and recent ones whose answer is unchanged.

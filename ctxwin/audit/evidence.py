@@ -7,7 +7,10 @@ asks easy ones on purpose must not decide how others are served.
 
 **Units.** Questions of one window share its pictures, order and history, so that often all are harmed or none. One observation
 is therefore a window, including its forks and all windows restored from a snapshot of it (`State.unit`): one conversation, one
-thread of a graph. Its harm is the mean over its trials, a number in [0, 1].
+thread of a graph. Its harm is the mean over its trials, apart for scored answers and for text (`ctxwin.audit.harm`), each a
+number in [0, 1]: the share of values lost, and the mean excess over the floor as a part of `CAP`, truncated. A strategy is
+promoted once every kind of answer that has occurred is shown to be within its budget. Each kind alone must pass at the full
+level, so the probability of a promotion against either budget is not larger (an intersection-union test).
 
 **When a unit counts.** Units are numbered in the order of their first trial and enter the evidence in that order: each once it
 has `UNIT_TRIALS` trials, or once `BEHIND` others have begun after it; its later trials are no evidence. It does not matter
@@ -15,7 +18,8 @@ whether a window was closed, as a ledger does not notice when a process dies. A 
 on counts of trials and on the beginning of other windows, never on a harm; a strategy on trial serves no answers, so its harms
 cannot influence these either. No unit is delayed until it looks better or omitted because it looks bad. The wealth of
 `ctxwin.audit.confidence` over units in this order is a supermartingale while a unit's expected harm, given those before, is at
-least the budget, and a promotion is a stopping time of it.
+least the budget, and a promotion is a stopping time of it. The floor that a unit's excess is taken over was measured on earlier
+units or on its own exact answers, so it does not depend on the strategy.
 
 **The probability of error** (1 - ``level``) is divided among strategies (`Strategy.share`) and, for each, among attempts
 (`attempt_share`); both sum to at most 1, so that the probability that any promotion of a record is wrong is at most that.
@@ -30,14 +34,16 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ctxwin.audit.confidence import Change, is_below
-from ctxwin.audit.record import SUFFIX, UNIT_PARTS, Decision, Evidence, Record, Verb
+from ctxwin.audit.confidence import Change, is_below, units_needed
+from ctxwin.audit.harm import CAP, Difference, Harm, Kind, Part, share_of
+from ctxwin.audit.record import SUFFIX, UNIT_PARTS, Decision, Evidence, Pending, Record, Tally, Verb
 from ctxwin.fidelity import LANES, AdvancedFidelity, Fidelity, Lane, Reference
 from ctxwin.files import atomic_write
 from ctxwin.hashing import digest
@@ -51,8 +57,10 @@ REREAD_S = 1.0
 """Seconds between reads of the record of other processes."""
 DECISIONS = 100
 """Maximum decisions that a record keeps, the newest."""
-PAUSE = 200
-"""Replays after which a strategy that did harm is tried again."""
+PAUSE, PAUSE_DOUBLINGS = 200, 6
+"""Replays after which a strategy that did harm is tried again, and how often that doubles from one attempt to the next."""
+RECENT_KINDS, FEW_KINDS = 64, 16
+"""Answers by which the mix of kinds is known, and the fewest that tell it."""
 UNIT_TRIALS = 8
 """Maximum trials of one unit that count: steps of 1/8 distinguish a rare harm from a frequent one well enough."""
 BEHIND = 16
@@ -114,28 +122,22 @@ class Trial:
 
     Attributes:
         strategy: a name of `STRATEGIES`.
-        harm: of the answer, a number in [0, 1] (`ctxwin.audit.replay.Divergence.harm`): 1 if the greedy answer differs from the
-            deciding reference.
+        harm: of the answer.
         kl: mean KL per token, in nats.
-        window, stream: True if the greedy answer differs from each reference; None if it was not computed.
         computed, exact_computed: prompt tokens, of the layout's first trial only.
+        tokens: prompt tokens that the trial itself computed.
         is_audit: the answer was served by the (promoted) strategy.
         unit: the independent unit that it belongs to (`State.unit`); trials without one form one unit.
     """
 
     strategy: str
-    harm: float
-    kl: float
-    window: bool | None = None
-    stream: bool | None = None
+    harm: Harm
+    kl: float = 0.0
     computed: int = 0
     exact_computed: int = 0
+    tokens: int = 0
     is_audit: bool = False
     unit: str = ""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.harm <= 1:
-            raise ValueError(f"harm must be in [0, 1], got {self.harm}")
 
 
 class Ledger:
@@ -144,13 +146,23 @@ class Ledger:
     Args:
         record: initial record if there is no file yet; its ``binding`` names the file.
         folder: folder of the file; None keeps the record in memory.
-        budget: largest share of harmed answers.
-        level: confidence level of the bound on it.
+        budget, excess_budget, level, token_limit: as in `ctxwin.audit.Options`.
     """
 
-    def __init__(self, record: Record, folder: Path | None, *, budget: float = 0.01, level: float = 0.95) -> None:
+    def __init__(
+        self,
+        record: Record,
+        folder: Path | None,
+        *,
+        budget: float = 0.01,
+        excess_budget: float = 0.01,
+        level: float = 0.95,
+        token_limit: int = 20_000_000,
+    ) -> None:
         self._path = None if folder is None else folder / f"{record.binding[:32]}{SUFFIX}"
-        self._budget, self._level = budget, level
+        self._budget, self._excess_budget, self._level, self._token_limit = budget, excess_budget, level, token_limit
+        self._limits: dict[Kind, float] = {"scored": budget, "text": excess_budget / CAP}
+        self._kinds: deque[Kind] = deque(maxlen=RECENT_KINDS)
         self._lock = threading.RLock()
         self._record = record
         self._looked = -REREAD_S
@@ -159,9 +171,7 @@ class Ledger:
         self._failed = False
 
     @classmethod
-    def of(
-        cls, engine: Engine, reference: Reference = "stricter", *, budget: float = 0.01, level: float = 0.95
-    ) -> Ledger:
+    def of(cls, engine: Engine, reference: Reference = "stricter", **options: Any) -> Ledger:
         """Return the ledger of an engine and its tenant. Cost: a digest of the weights, once per process."""
         spec = engine.spec
         folder: Path | None = None
@@ -182,7 +192,7 @@ class Ledger:
             tenant=tenant,
             reference=reference,
         )
-        return cls(record, folder, budget=budget, level=level)
+        return cls(record, folder, **options)
 
     @property
     def record(self) -> Record:
@@ -203,12 +213,20 @@ class Ledger:
         """Return the strategies to try now."""
         evidence, remember = self.record.ways, self._record.reference == "nearer"
         eligible = [name for name, strategy in STRATEGIES.items() if remember or not strategy.remembers]
-        return [n for n in eligible if not (e := evidence.get(n, Evidence())).promoted and not e.pause]
+        return [n for n in eligible if not ((e := evidence.get(n, Evidence())).promoted or e.pause or e.stopped)]
 
     def is_suspected(self, strategy: str) -> bool:
         """Return True if a promoted strategy did harm lately, so that every answer is audited until that is decided."""
         evidence = self._evidence(strategy)
-        return evidence.promoted and Change(self._budget, evidence.wealth).suspicious
+        changes = [Change(self._limits[kind], tally.wealth) for kind, tally in evidence.tallies().items()]
+        return evidence.promoted and any(change.suspicious for change in changes)
+
+    def units_needed(self, strategy: str) -> int:
+        """Return the number of further units that promote a strategy if none of them is harmed."""
+        evidence = self._evidence(strategy)
+        error = error_of(strategy, evidence.attempt, self._level)
+        tallies = evidence.tallies() or {"scored": evidence.scored}
+        return max(units_needed(self._limits[kind], error, t.harm_counts()) for kind, t in tallies.items())
 
     def since(self, strategy: str) -> str:
         """Return the date of the last decision on a strategy."""
@@ -217,6 +235,36 @@ class Ledger:
     def accepts_trial(self, strategy: str, unit: str) -> bool:
         """Return True if one more trial of a unit is evidence on a strategy that is not promoted."""
         return _accepts(self._evidence(strategy), unit)
+
+    def count_kind(self, kind: Kind) -> None:
+        """Count an answer of the windows that earn trust, for the mix of kinds."""
+        self._kinds.append(kind)
+
+    def circumstances(self, before: str = "") -> str:
+        """Return the mix of answers and the settings, as text: where they change, stopped trials are resumed.
+
+        ``before``: earlier ones, whose mix holds until enough answers were seen in this process.
+        """
+        kinds = list(self._kinds)
+        share = kinds.count("text") / max(1, len(kinds))
+        mix = "text" if share > 0.8 else "mixed" if share > 0.2 else "scored"
+        mix = before.partition(",")[0] or mix if len(kinds) < FEW_KINDS else mix
+        limits = f"{self._budget:g} lost, {self._excess_budget:g} nats, level {self._level:g}"
+        return f"{mix}, {limits}, {self._token_limit} tokens"
+
+    def lacks(self, part: Part, unit: str) -> bool:
+        """Return True if a part of the floor is to be measured on a unit."""
+        difference: Difference = getattr(self.record.floor, part)
+        return difference.lacks(_short(unit))
+
+    def measure(self, part: Part, unit: str, nats: float, disagrees: bool | None) -> None:
+        """Add a unit to a part of the floor; ``disagrees``: None if its answer is not scored. Cost: a small file is written."""
+        with self._lock, self._file_lock():
+            self._reread()
+            floor = self._record.floor
+            extended = getattr(floor, part).extended(_short(unit), nats, disagrees)
+            self._record = self._record.model_copy(update={"floor": floor.model_copy(update={part: extended})})
+            self._write()
 
     def count_answer(self, strategy: str) -> None:
         """Count an answer served by a strategy; it enters the record with the next trial."""
@@ -232,7 +280,7 @@ class Ledger:
         Every replay, also one without trials, shortens the pause of strategies that were given up.
         """
         trials = list(trials)
-        if not trials and not any(e.pause for e in self._record.ways.values()):
+        if not trials and not any(e.pause or e.stopped for e in self.record.ways.values()):
             return []
         with self._lock, self._file_lock():
             self._reread()
@@ -241,16 +289,20 @@ class Ledger:
                 old = ways.get(name, Evidence())
                 ways[name] = old.model_copy(update={"served": old.served + count})
             self._served.clear()
+            for name, old in ways.items():
+                if name in STRATEGIES and old.stopped and old.stopped != self.circumstances(old.stopped):
+                    ways[name] = old.model_copy(update={"stopped": "", "tokens": 0, "since": _now()})
+                    decisions.append(self._decision(name, "resumed", old))
             done: set[str] = set()  # given up: further trials of this replay are no evidence of the next attempt
             for trial in (t for t in trials if t.strategy not in done):
                 old = ways.get(trial.strategy, Evidence())
-                if trial.is_audit != old.promoted:
-                    continue  # promoted or given up meanwhile: the answer belongs to the other phase
+                if trial.is_audit != old.promoted or old.stopped:
+                    continue  # promoted, given up or stopped meanwhile: the answer belongs to the other phase
                 add = self._add_audit if old.promoted else self._add_trial
                 ways[trial.strategy], decision = add(old, trial)
                 if decision is not None:
                     decisions.append(decision)
-                    done |= {trial.strategy} if decision.what != "promoted" else set()
+                    done |= {trial.strategy} if decision.what in ("rejected", "demoted") else set()
             tested = {trial.strategy for trial in trials}
             for name, old in ways.items():
                 if old.pause and name not in tested:
@@ -259,67 +311,96 @@ class Ledger:
                 "ways": ways,
                 "decisions": (*self._record.decisions, *decisions)[-DECISIONS:],
                 "budget": self._budget,
+                "excess_budget": self._excess_budget,
                 "level": self._level,
             }
             self._record = self._record.model_copy(update=update)
             self._write()
         for decision in decisions:
-            (log.warning if decision.what == "demoted" else log.info)("%s: %s", self._record.model, decision)
+            level = logging.WARNING if decision.what in ("demoted", "stopped") else logging.INFO
+            log.log(level, "%s: %s", self._record.model, decision)
         return decisions
 
     def _add_trial(self, old: Evidence, trial: Trial) -> tuple[Evidence, Decision | None]:
         """Return the evidence on a strategy that is not promoted, with one more trial, and a decision if it makes one."""
         if not _accepts(old, trial.unit):
             return old, None
-        name, change = _short(trial.unit), Change(self._budget, old.wealth)
-        units, waiting, past = dict(old.units), dict(old.open), [*old.past]
-        count, harm = waiting.get(name, (0, 0.0))
-        waiting[name] = count + 1, harm + trial.harm
-        while waiting and (waiting[first := next(iter(waiting))][0] >= UNIT_TRIALS or len(waiting) > BEHIND):
-            mean = _mean(waiting.pop(first))
-            parts = math.ceil(mean * UNIT_PARTS - 1e-9)  # rounded up, so never more favourable
-            units[parts] = units.get(parts, 0) + 1
-            change.take(mean)
+        name = _short(trial.unit)
+        new = _with_counts(old, trial)
+        tallies: dict[Kind, Tally] = {"scored": new.scored, "text": new.text}
+        waiting, past = dict(old.open), [*old.past]
+        waiting[name] = _with_answer(waiting.get(name, _NO_ANSWERS), trial.harm)
+        while waiting and (_answers(waiting[first := next(iter(waiting))]) >= UNIT_TRIALS or len(waiting) > BEHIND):
+            for kind, share in _shares(waiting.pop(first)).items():
+                tallies[kind] = self._with_unit(kind, tallies[kind], share)
             past.append(first)
-        new = _with_counts(old, trial).model_copy(
-            update={"units": units, "open": waiting, "past": tuple(past[-PAST:]), "wealth": change.wealth}
+        new = new.model_copy(
+            update={"scored": tallies["scored"], "text": tallies["text"], "open": waiting, "past": tuple(past[-PAST:])}
         )
-        for trials in waiting.values():  # giving up requires no proof, so incomplete units count, too
-            change.take(_mean(trials))
-        if change.alarmed:
-            return self._next_attempt(new), self._decision(trial.strategy, "rejected", new)
+        for kind, tally in tallies.items():  # giving up requires no proof, so incomplete units count, too
+            change = Change(self._limits[kind], tally.wealth)
+            for shares in map(_shares, waiting.values()):
+                if kind in shares:
+                    change.take(shares[kind])
+            if change.alarmed:
+                return self._next_attempt(new), self._decision(trial.strategy, "rejected", new)
+        if len(past) == len(old.past):
+            return new, None
         error = error_of(trial.strategy, new.attempt, self._level)
-        if is_below(new.harm_counts(), self._budget, error):
-            fresh = {"promoted": True, "since": _now(), "served": 0, "audited": 0, "harmed": 0.0, "wealth": ()}
-            return new.model_copy(update=fresh), self._decision(trial.strategy, "promoted", new)
+        harms = {kind: tally.harm_counts() for kind, tally in new.tallies().items()}
+        if all(is_below(counts, self._limits[kind], error) for kind, counts in harms.items()):
+            promotion: dict[str, Any] = {"promoted": True, "since": _now(), "served": 0, "audited": 0, "harmed": 0.0}
+            for kind, tally in tallies.items():
+                promotion[kind] = tally.model_copy(update={"wealth": ()})
+            return new.model_copy(update=promotion), self._decision(trial.strategy, "promoted", new)
+        needed = max(units_needed(self._limits[kind], error, counts) for kind, counts in harms.items())
+        if new.tokens * (1 + needed / new.begun) > self._token_limit:
+            stop = {"stopped": self.circumstances(), "since": _now()}
+            return new.model_copy(update=stop), self._decision(trial.strategy, "stopped", new)
         return new, None
+
+    def _with_unit(self, kind: Kind, tally: Tally, share: float) -> Tally:
+        parts = math.ceil(share * UNIT_PARTS - 1e-9)  # rounded up, so never more favourable
+        change = Change(self._limits[kind], tally.wealth)
+        change.take(share)
+        units = {**tally.units, parts: tally.units.get(parts, 0) + 1}
+        return tally.model_copy(update={"units": units, "wealth": change.wealth})
 
     def _add_audit(self, old: Evidence, trial: Trial) -> tuple[Evidence, Decision | None]:
         """Return the evidence on a promoted strategy, with one more audit of an answer, and a decision if it makes one."""
-        change = Change(self._budget, old.wealth)
-        alarmed = change.take(trial.harm)
-        counts = {"wealth": change.wealth, "audited": old.audited + 1, "harmed": old.harmed + trial.harm}
-        new = old.model_copy(update=counts)
+        kind = trial.harm.kind
+        tally: Tally = getattr(old, kind)
+        change = Change(self._limits[kind], tally.wealth)
+        alarmed = change.take(trial.harm.share)
+        counts = {"audited": old.audited + 1, "harmed": old.harmed + trial.harm.share}
+        new = old.model_copy(update={**counts, kind: tally.model_copy(update={"wealth": change.wealth})})
         return (self._next_attempt(new), self._decision(trial.strategy, "demoted", new)) if alarmed else (new, None)
 
     def _next_attempt(self, old: Evidence) -> Evidence:
         """Return the evidence to begin the next attempt with: past trials no longer count."""
         past = (*old.past, *old.open)[-PAST:]
-        return Evidence(attempt=old.attempt + 1, since=_now(), pause=PAUSE, past=past)
+        pause = PAUSE * 2 ** min(old.attempt, PAUSE_DOUBLINGS)
+        return Evidence(attempt=old.attempt + 1, since=_now(), pause=pause, past=past)
 
     def _decision(self, strategy: str, what: Verb, evidence: Evidence) -> Decision:
         counts = (
             {name: getattr(evidence, name) for name in ("served", "audited", "harmed")} if what == "demoted" else {}
         )
-        upper = evidence.upper(error_of(strategy, evidence.attempt, self._level))
+        error = error_of(strategy, evidence.attempt, self._level)
         return Decision(
             date=_now(),
             way=strategy,
             what=what,
-            trials=evidence.trials,
-            harms=evidence.harms,
-            units=sum(evidence.units.values()),
-            upper=upper,
+            trials=evidence.scored.answers,
+            harms=evidence.scored.harm,
+            units=sum(evidence.scored.units.values()),
+            upper=evidence.scored.upper(error),
+            texts=evidence.text.answers,
+            excess=evidence.text.mean,
+            text_units=sum(evidence.text.units.values()),
+            excess_upper=CAP * evidence.text.upper(error),
+            floor=self._record.floor.nats(remembers=STRATEGIES[strategy].lane == "survivor"),
+            tokens=evidence.tokens,
             **counts,
         )
 
@@ -387,26 +468,47 @@ def _short(unit: str) -> str:
     return digest("unit", unit)[:10]
 
 
+_NO_ANSWERS: Pending = (0, 0.0, 0, 0.0)
+
+
+def _answers(unit: Pending) -> int:
+    return unit[0] + unit[2]
+
+
 def _accepts(evidence: Evidence, unit: str) -> bool:
     name = _short(unit)
-    return name not in evidence.past and evidence.open.get(name, (0, 0.0))[0] < UNIT_TRIALS
+    return name not in evidence.past and _answers(evidence.open.get(name, _NO_ANSWERS)) < UNIT_TRIALS
 
 
-def _mean(trials: tuple[int, float]) -> float:
-    count, harm = trials
-    return min(1.0, harm / count)
+def _with_answer(unit: Pending, harm: Harm) -> Pending:
+    scored, lost, texts, excess = unit
+    if harm.kind == "scored":
+        return scored + 1, lost + harm.amount, texts, excess
+    return scored, lost, texts + 1, excess + harm.amount
+
+
+def _shares(unit: Pending) -> dict[Kind, float]:
+    """Return the harm of a unit by the kinds of its answers: the mean of each, as a number in [0, 1]."""
+    scored, lost, texts, excess = unit
+    means: dict[Kind, tuple[float, int]] = {"scored": (lost, scored), "text": (excess, texts)}
+    return {kind: share_of(kind, total / count) for kind, (total, count) in means.items() if count}
 
 
 def _with_counts(old: Evidence, trial: Trial) -> Evidence:
+    kind = trial.harm.kind
+    tally: Tally = getattr(old, kind)
+    counts = {
+        "answers": tally.answers + 1,
+        "harm": tally.harm + trial.harm.amount,
+        "undecided": tally.undecided + trial.harm.undecided,
+    }
     return old.model_copy(
         update={
-            "trials": old.trials + 1,
-            "harms": old.harms + trial.harm,
-            "harms_window": old.harms_window + bool(trial.window),
-            "harms_stream": old.harms_stream + bool(trial.stream),
+            kind: tally.model_copy(update=counts),
             "kl_sum": old.kl_sum + trial.kl,
             "kl_max": max(old.kl_max, trial.kl),
             "computed": old.computed + trial.computed,
             "exact_computed": old.exact_computed + trial.exact_computed,
+            "tokens": old.tokens + trial.tokens,
         }
     )

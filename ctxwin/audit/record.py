@@ -1,7 +1,9 @@
 """`Record`: the file of a ledger, with its evidence and decisions.
 
-Format 1 counted questions without regard to their windows. Their dependence is no longer known, so all trials of a strategy in
-such a file form one unit; a strategy promoted on them is on trial again, its attempts stay spent, and a decision records that.
+Formats 1 and 2 counted answers whose text differs. As every lost value is a different text, they are read as evidence on scored
+answers that overstates the harm; on text they contain none. Format 1 counted without regard to windows. Their dependence is no
+longer known, so all trials of a strategy in such a file form one unit; a strategy promoted on them is on trial again, its
+attempts stay spent, and a decision records that.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, ValidationError
 
 from ctxwin.audit.confidence import upper_bound
+from ctxwin.audit.harm import CAP, Floor, Kind
 from ctxwin.fidelity import Reference
 from ctxwin.profiles import model_digest, profiles_folder
 
@@ -25,26 +28,57 @@ SUFFIX = ".trust.json"
 UNIT_PARTS = 840
 """Resolution of a unit's harm: every mean of up to eight harms of 0 or 1 is a multiple of 1/840."""
 Model = TypeVar("Model", bound=BaseModel)
+Pending = tuple[NonNegativeInt, NonNegativeFloat, NonNegativeInt, float]
 Parts = Annotated[int, Field(ge=0, le=UNIT_PARTS)]
-Verb = Literal["promoted", "demoted", "rejected", "withdrawn"]
+Verb = Literal["promoted", "demoted", "rejected", "withdrawn", "stopped", "resumed"]
+
+
+class Tally(BaseModel):
+    """Evidence on one kind of answer (`ctxwin.audit.harm`).
+
+    Attributes:
+        answers: trials of this attempt: one question after one layout in which the strategy's lane served something.
+        harm: sum over them: values lost, or nats a token beyond the floor.
+        undecided: answers about whose value the exact references disagree.
+        units: number of units by mean harm, in parts of `UNIT_PARTS`.
+        wealth: of `confidence.Change`, over units, and after a promotion over audited answers.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    answers: NonNegativeInt = 0
+    harm: float = 0.0
+    undecided: NonNegativeInt = 0
+    units: dict[Parts, NonNegativeInt] = Field(default_factory=dict)
+    wealth: tuple[float, ...] = ()
+
+    @property
+    def mean(self) -> float:
+        """Mean harm of an answer."""
+        return self.harm / self.answers if self.answers else 0.0
+
+    def harm_counts(self) -> dict[float, int]:
+        """Return the number of units by harm."""
+        return {parts / UNIT_PARTS: count for parts, count in self.units.items()}
+
+    def upper(self, error: float) -> float:
+        """Return the largest mean harm of a unit that is not refuted, from 0 to 1."""
+        return upper_bound(self.harm_counts(), error)
 
 
 class Evidence(BaseModel):
     """Evidence on one strategy.
 
     Attributes:
-        trials: comparisons with the exact answer in this attempt: one question after one layout in which the strategy's lane
-            served something.
-        harms: sum of the harms of these trials.
-        harms_window, harms_stream: answers that differ from a re-prefill of the placed chunks, and of all chunks seen.
+        scored, text: by kind of answer.
         kl_sum, kl_max: of KL(exact || strategy) per token along the exact answer, in nats.
         computed, exact_computed: prompt tokens that the strategy, and exact serving, computed for the layouts of these trials.
-        units: number of units by mean harm, in parts of `UNIT_PARTS`.
-        open: trials and sum of harms of the units that do not count yet, in the order of their first trial.
+        tokens: prompt tokens that the trials themselves computed, since they began or were resumed.
+        open: for each unit that does not count yet, in the order of their first trial: answers and sum of harms, scored and text.
         past: units that count, or that an earlier attempt has used, the oldest first.
-        wealth: of `confidence.Change`, over units, and after a promotion over audited answers.
         attempt: number of earlier attempts, all given up.
         promoted: windows are served so.
+        stopped: the mix of answers and the settings (`Ledger.circumstances`) under which trials stopped; "" where they go on.
         since: date of the last decision.
         served, audited, harmed: answers served so since the promotion, the audited ones among them, and the sum of their harms.
         pause: replays to wait before the next attempt.
@@ -52,20 +86,18 @@ class Evidence(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    trials: NonNegativeInt = 0
-    harms: NonNegativeFloat = 0.0
-    harms_window: NonNegativeInt = 0
-    harms_stream: NonNegativeInt = 0
+    scored: Tally = Tally()
+    text: Tally = Tally()
     kl_sum: float = 0.0
     kl_max: float = 0.0
     computed: NonNegativeInt = 0
     exact_computed: NonNegativeInt = 0
-    units: dict[Parts, NonNegativeInt] = Field(default_factory=dict)
-    open: dict[str, tuple[PositiveInt, NonNegativeFloat]] = Field(default_factory=dict)
+    tokens: NonNegativeInt = 0
+    open: dict[str, Pending] = Field(default_factory=dict)
     past: tuple[str, ...] = ()
-    wealth: tuple[float, ...] = ()
     attempt: NonNegativeInt = 0
     promoted: bool = False
+    stopped: str = ""
     since: str = ""
     served: NonNegativeInt = 0
     audited: NonNegativeInt = 0
@@ -73,17 +105,24 @@ class Evidence(BaseModel):
     pause: NonNegativeInt = 0
 
     @property
+    def trials(self) -> int:
+        """Number of trials of this attempt."""
+        return self.scored.answers + self.text.answers
+
+    @property
+    def units(self) -> int:
+        """Number of units that count."""
+        return max(sum(tally.units.values()) for tally in (self.scored, self.text))
+
+    @property
     def begun(self) -> int:
         """Number of units tried in this attempt."""
-        return sum(self.units.values()) + len(self.open)
+        return self.units + len(self.open)
 
-    def harm_counts(self) -> dict[float, int]:
-        """Return the number of units by harm."""
-        return {parts / UNIT_PARTS: count for parts, count in self.units.items()}
-
-    def upper(self, error: float) -> float:
-        """Return the largest mean harm of a unit that is not refuted."""
-        return upper_bound(self.harm_counts(), error)
+    def tallies(self) -> dict[Kind, Tally]:
+        """Return the tallies of the kinds of answers that have occurred."""
+        kinds: dict[Kind, Tally] = {"scored": self.scored, "text": self.text}
+        return {kind: tally for kind, tally in kinds.items() if tally.answers}
 
 
 class Decision(BaseModel):
@@ -92,9 +131,14 @@ class Decision(BaseModel):
     Attributes:
         way: name of the strategy.
         what: ``promoted``; ``demoted``: no longer promoted; ``rejected``: did harm too often on trial; ``withdrawn``: was
-            promoted by a rule that is no longer valid.
-        units: units of the trials that counted.
-        upper: bound on a unit's mean harm at that time.
+            promoted by a rule that is no longer valid; ``stopped``: cannot be promoted at a reasonable cost, so trials ended;
+            ``resumed``: they go on, as the mix of answers or the settings have changed.
+        trials, harms, units: scored answers on trial, the values lost among them, and the units that counted.
+        upper: bound on a unit's mean share of lost values at that time.
+        texts, excess, text_units, excess_upper: the same of text: answers, their mean nats a token beyond the floor, units, and
+            the bound on the mean of a unit.
+        floor: `Floor.nats` at that time.
+        tokens: prompt tokens computed by the trials.
         served, audited, harmed: answers served so until then, the audited ones among them, and the sum of their harms.
     """
 
@@ -107,6 +151,12 @@ class Decision(BaseModel):
     harms: float
     units: int = 0
     upper: float
+    texts: int = 0
+    excess: float = 0.0
+    text_units: int = 0
+    excess_upper: float = CAP
+    floor: float = 0.0
+    tokens: int = 0
     served: int = 0
     audited: int = 0
     harmed: float = 0.0
@@ -116,13 +166,22 @@ class Decision(BaseModel):
             return (
                 f"{self.way} withdrawn: it was promoted on {self.trials} answers of unknown windows, which count as one"
             )
-        within = f" in {self.units} windows" if self.units else ""
-        counts = f"{self.harms:g} of {self.trials} audited answers changed{within}"
-        text = f"{self.way} {self.what}: {counts} (at most {self.upper:.2%})"
-        if self.what != "demoted":
-            return text
-        share = f", {self.harmed:g} of {self.audited} audited ones changed" if self.audited else ""
-        return f"{text}; {self.served} answers were served so meanwhile{share}"
+        parts = []
+        if self.trials or not self.texts:
+            within = f" in {self.units} windows" if self.units else ""
+            parts.append(f"{self.harms:g} of {self.trials} scored answers lost{within} (at most {self.upper:.2%})")
+        if self.texts:
+            within = f" in {self.text_units} windows" if self.text_units else ""
+            parts.append(
+                f"text {self.excess:+.2g} nats a token beyond the floor of {self.floor:.2g}, {self.texts} answers{within} "
+                f"(at most {self.excess_upper:.2g})"
+            )
+        if self.what == "stopped":
+            parts.append(f"a promotion would take too long; trials computed {self.tokens:,} tokens")
+        if self.what == "demoted":
+            share = f", {self.harmed:g} of {self.audited} audited ones harmed" if self.audited else ""
+            parts.append(f"{self.served} answers were served so meanwhile{share}")
+        return f"{self.way} {self.what}: {'; '.join(parts)}"
 
 
 class Record(BaseModel):
@@ -132,13 +191,14 @@ class Record(BaseModel):
         binding: digest of weights, config, engine, precision, tenant and reference.
         weights: `ctxwin.profiles.model_digest`.
         model, engine, dtype: for display.
-        budget, level: of the last decisions.
+        budget, excess_budget, level: of the last decisions (`ctxwin.audit.Options`).
+        floor: differences of exact answers.
         ways: evidence by strategy.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format: Literal[2] = 2
+    format: Literal[3] = 3
     binding: str
     weights: str
     model: str
@@ -147,13 +207,15 @@ class Record(BaseModel):
     tenant: str = ""
     reference: Reference = "stricter"
     budget: float = Field(default=0.01, gt=0, lt=1)
+    excess_budget: float = Field(default=0.01, gt=0, lt=CAP)
     level: float = Field(default=0.95, gt=0, lt=1)
+    floor: Floor = Floor()
     ways: dict[str, Evidence] = Field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()
 
     @classmethod
     def read(cls, path: Path) -> Record:
-        """Read a record from its file, of this format or the previous one.
+        """Read a record from its file, of this format or a previous one.
 
         Unreadable entries are omitted with a warning. Raises ValueError if nothing can be read.
         """
@@ -162,6 +224,8 @@ class Record(BaseModel):
             raise ValueError(f"it must be a JSON object, got {type(data).__name__}")
         if data.get("format") == 1:
             data = _from_format_1(data)
+        if data.get("format") == 2:
+            data = _from_format_2(data)
         ways, decisions = data.get("ways") or {}, data.get("decisions") or []
         if not isinstance(ways, dict) or not isinstance(decisions, list):
             raise ValueError("its ways must be an object and its decisions a list")
@@ -179,7 +243,7 @@ def _entry(kind: type[Model], data: object, where: str) -> Model | None:
 
 
 def _from_format_1(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a record of format 1 to this format; see the module."""
+    """Convert a record of format 1 to format 2; see the module."""
     ways: dict[str, Any] = {}
     withdrawals: list[Decision] = []
     for name, old in dict(data.get("ways") or {}).items():
@@ -197,6 +261,21 @@ def _from_format_1(data: Mapping[str, Any]) -> dict[str, Any]:
             ways[name] = old  # not readable in any format
     decisions = [*(data.get("decisions") or []), *(decision.model_dump() for decision in withdrawals)]
     return {**data, "format": 2, "ways": ways, "decisions": decisions}
+
+
+def _from_format_2(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a record of format 2 to this format; see the module."""
+    ways: dict[str, Any] = {}
+    for name, old in dict(data.get("ways") or {}).items():
+        try:
+            new = {key: value for key, value in old.items() if key not in ("harms_window", "harms_stream")}
+            names = {"answers": "trials", "harm": "harms", "units": "units", "wealth": "wealth"}
+            scored = {to: new.pop(of) for to, of in names.items() if of in new}
+            pending = {unit: (*counts, 0, 0.0) for unit, counts in dict(new.get("open") or {}).items()}
+            ways[name] = {**new, "scored": scored, "open": pending}
+        except (AttributeError, KeyError, TypeError, ValueError):
+            ways[name] = old  # not readable in any format
+    return {**data, "format": 3, "ways": ways}
 
 
 def _today() -> str:

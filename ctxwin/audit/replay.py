@@ -6,12 +6,14 @@ its KV meanwhile. Everything here runs in the background, in prefix-cache namesp
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from ctxwin.audit.harm import Floor, Harm, Value, value_of
 from ctxwin.engines.base import Engine, Sampling, Segment
 from ctxwin.errors import AnswerStopped, ChunkUnavailable, EngineFailed
 from ctxwin.fidelity import Fidelity, Reference
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from ctxwin.kv.layout import SpanKV
 
 EXACT = Fidelity("exact")
+_NO_FLOOR = Floor()
 Rows = list[dict[int, float]]
 
 
@@ -35,12 +38,14 @@ class Exchange:
     Attributes:
         ended: the answer ended by itself, so that its end token is part of it.
         max_tokens: the requested maximum length.
+        greedy: the answer is of the likeliest tokens; one drawn at a temperature has no value to lose.
     """
 
     query: str
     ids: tuple[int, ...]
     ended: bool
     max_tokens: int = 32
+    greedy: bool = True
 
 
 @dataclass(frozen=True)
@@ -50,41 +55,44 @@ class Divergence:
     Attributes:
         kl: mean KL(reference || served) per token along the answer, in nats; over the tokens among the best of both, with all
             others taken as one, so never more than over the entire vocabulary.
-        changed: the greedy answers differ.
+        changed: the greedy tokens differ.
+        loss: mean log-probability per token that the reference's greedy tokens lose.
     """
 
     kl: float
     changed: bool
+    loss: float = 0.0
 
     @property
-    def harm(self) -> float:
-        """Harm to the answer, in [0, 1]. The only definition of harm."""
-        return float(self.changed)
+    def nats(self) -> float:
+        """What text loses, in nats a token: the greater of both."""
+        return max(self.kl, self.loss)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of an audit of a served answer.
+    """Comparison of an answer with exact ones.
 
     Attributes:
         window: against a re-prefill of the placed chunks.
         stream: against a re-prefill of all chunks seen, if a survivor remembers evicted ones.
         strict: the divergence that decides.
+        harm: of the answer.
         concerned: placement ids that were served approximately.
     """
 
     window: Divergence
     stream: Divergence | None
     strict: Divergence
-    concerned: tuple[str, ...]
+    harm: Harm
+    concerned: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        changed = ", another answer" if self.strict.changed else ""
-        return f"{self.strict.kl:.3g} nats a token from a re-prefill{changed}"
+        return f"{self.strict.kl:.3g} nats a token from a re-prefill, {self.harm}"
 
     def divergences(self) -> dict[str, float | bool]:
-        """Return the KL by reference, and whether the answer would be another one."""
-        kls: dict[str, float | bool] = {"window": self.window.kl, "changed": self.strict.changed}
+        """Return the KL by reference, and the harm as a number in [0, 1]."""
+        kls: dict[str, float | bool] = {"window": self.window.kl, "harm": self.harm.share}
         return kls if self.stream is None else {**kls, "stream": self.stream.kl}
 
 
@@ -95,35 +103,31 @@ class Stale(Exception):
 def diverge(reference: Rows, candidate: Rows, ended: bool) -> Divergence:
     """Compare the rows of one answer (`Engine.forced_logprobs`) from two layouts."""
     count = len(reference) if ended else len(reference) - 1
-    kls, changed = [], False
+    kls, losses, changed = [0.0], [0.0], False
     for p, q in zip(reference[:count], candidate[:count], strict=True):
-        changed = changed or likeliest(p) != likeliest(q)
+        token = likeliest(p)
+        changed = changed or token != likeliest(q)
         kls.append(kl_of_rows(p, q))
-    return Divergence(math.fsum(kls) / len(kls) if kls else 0.0, changed)
+        losses.append(min(_MAX_LOSS, p[token] - q.get(token, min(q.values()))))
+    return Divergence(math.fsum(kls) / max(1, count), changed, math.fsum(losses) / max(1, count))
 
 
 def judge(window: Divergence, stream: Divergence | None, reference: Reference) -> Divergence:
-    """Return the divergence that decides (`Fidelity`), from both re-prefills if that of all chunks seen was computed.
-
-    ``stricter`` takes the larger one. But if the two references answer differently, an answer equal to that of the placed
-    chunks counts as unchanged: exact serving gives it, and no strategy could match both.
-    """
+    """Return the divergence that decides (`Fidelity`), from both re-prefills if that of all chunks seen was computed."""
     if stream is None or reference == "window":
         return window
     if reference == "stream":
         return stream
-    near, far = sorted((window, stream), key=lambda divergence: (divergence.changed, divergence.kl))
-    return near if reference == "nearer" else replace(far, changed=window.changed)
-
-
-def needs_stream(window: Divergence, reference: Reference) -> bool:
-    """Return True if the re-prefill of all chunks seen affects the decision; it is the longest of all forwards."""
-    return reference == "stream" or (window.changed and reference != "window")
+    return (min if reference == "nearer" else max)(window, stream, key=lambda divergence: divergence.kl)
 
 
 def likeliest(row: dict[int, float]) -> int:
     """Return the token that greedy decoding takes; of equally likely ones the first."""
     return max(row, key=lambda token: (row[token], -token))
+
+
+_MAX_LOSS = 30.0
+"""Log-probability that a token can lose at most, which keeps sums finite."""
 
 
 def kl_of_rows(p: dict[int, float], q: dict[int, float]) -> float:
@@ -162,6 +166,7 @@ class Replay:
 
     def __post_init__(self) -> None:
         self._assembly = _FilteredAssembly(self.engine, salt=digest("audit", id(self)))
+        self._namespaces = itertools.count()
 
     def use_memos(self, memos: OrderedDict[str, ServedMemo]) -> None:
         """Set how the window's chunks were served before, so that its layout is built as it was."""
@@ -252,8 +257,20 @@ class Replay:
             at += encoded.advance
         return tuple(segments)
 
-    def answer(self, segments: Sequence[Segment], query: str, max_tokens: int) -> Exchange:
-        """Generate the greedy answer over a layout of exact KV."""
+    def in_pieces(self, segments: Sequence[Segment]) -> tuple[Segment, ...]:
+        """Return bare segments with KV, each computed by a forward of its own after the preceding ones; nothing is stored."""
+        filled: list[Segment] = []
+        for segment in segments:
+            self._check()
+            salt = self._new_namespace()
+            span = self.engine.prefill(
+                filled, segment.encoded, segment.start, salt=salt, background=True, tally=self.work
+            )
+            filled.append(replace(segment, span=span))
+        return tuple(filled)
+
+    def answer(self, segments: Sequence[Segment], query: str, max_tokens: int, at_most: int | None = None) -> Exchange:
+        """Generate the greedy answer over a layout; ``at_most``: stop, unfinished, after so many tokens."""
         ids: list[int] = []
 
         def collect(token: int, text: str) -> bool:
@@ -262,43 +279,160 @@ class Replay:
 
         self._check()
         bare = [replace(s, approximate=False, capture=False) for s in segments]
-        encoded, salt = self.engine.encode_query(query), digest("audit", id(self), "answers")
+        limit = max_tokens if at_most is None else min(max_tokens, at_most)
         generation = self.engine.generate(
-            bare, encoded, Sampling(max_tokens), salt=salt, on_token=collect, background=True
+            bare,
+            self.engine.encode_query(query),
+            Sampling(limit),
+            salt=self._new_namespace(),
+            on_token=collect,
+            background=True,
         )
         self.work.tokens += generation.computed_tokens
         self.work.forwards += generation.forwards
         if not generation.finished or self.stopped():
             raise AnswerStopped("the engine is needed for other work")
+        if generation.fallbacks:
+            raise EngineFailed("spans could not be loaded, so that what they serve could not be asked")
         return Exchange(
-            query, tuple(int(i) for i in generation.token_ids), len(generation.token_ids) < max_tokens, max_tokens
+            query, tuple(int(i) for i in generation.token_ids), len(generation.token_ids) < limit, max_tokens
         )
 
-    def audit(self, state: State, fidelity: Fidelity, keys: Sequence[str], exchange: Exchange) -> Finding:
+    def _new_namespace(self) -> str:
+        """Return a prefix-cache namespace of one request: layouts without marks must not share any."""
+        return digest("audit", id(self), next(self._namespaces))
+
+    def value(self, exchange: Exchange) -> Value | None:
+        """Return the value of an answer; None if it is text. One cut off has none, unless so little was requested."""
+        complete = exchange.ended or len(exchange.ids) == exchange.max_tokens <= _FEW_TOKENS
+        return value_of(self.engine.decode(exchange.ids), complete=complete) if exchange.greedy else None
+
+    def audit(
+        self, state: State, fidelity: Fidelity, keys: Sequence[str], exchange: Exchange, floor: Floor = _NO_FLOOR
+    ) -> Finding:
         """Compare a served answer with re-prefills; see `Finding`.
 
         Cost: a forward over the placed chunks, and one over all chunks seen if that decides, or if ``fidelity.audit`` requests
-        both.
+        both; for a greedy answer whose tokens differ also answers of these, until its value is known to be lost or not.
         """
         layout = self.build_layout(state, fidelity, keys)
         concerned = tuple(c.entry.id for c in layout.choices if not c.conditioning.exact)
         (served_rows,) = self.score(layout.segments, [exchange])
-        (window_rows,) = self.score(self.reprefill(state), [exchange])
-        window, stream = diverge(window_rows, served_rows, exchange.ended), None
-        remembers = any(c.lane == "survivor" or c.evicted_antecedents or c.conditioning.depth for c in layout.choices)
-        reference = fidelity.advanced.reference
-        compare_stream = needs_stream(window, reference) or (fidelity.audit > 0 and reference != "window")
-        stream_segments = self.reprefill_stream(state) if remembers and compare_stream else None
-        if stream_segments is not None:
-            (stream_rows,) = self.score(stream_segments, [exchange])
-            stream = diverge(stream_rows, served_rows, exchange.ended)
-        return Finding(window, stream, judge(window, stream, reference), concerned)
+        references = References(
+            self,
+            exchange,
+            {
+                "placed": lambda: self.reprefill(state),
+                "cut": lambda: self.in_pieces(self.reprefill(state)),
+                "stream": lambda: self.reprefill_stream(state),
+            },
+        )
+        reference = fidelity.advanced.reference if remembers(layout) else "window"
+        finding = references.compare(served_rows, reference, floor, lambda: self.value(exchange))
+        if fidelity.audit > 0 and reference == "stricter":
+            stream = references.divergence(served_rows, "stream")
+            finding = replace(finding, stream=stream, strict=judge(finding.window, stream, reference))
+        return replace(finding, concerned=concerned)
 
     def _check(self) -> None:
         if self.stopped():
             raise AnswerStopped("the engine is needed for other work")
         if not self.fresh():
             raise Stale("content was forgotten")
+
+
+@dataclass
+class References:
+    """Valid exact references of one answer, each computed when it is first needed.
+
+    Args:
+        exchange: the answer whose tokens all of them score.
+        layouts: segments of the chunks as they are ``placed``, of the same ``cut`` into other pieces, and of the ``stream`` of
+            what was seen lately; None if that is what is placed.
+        rows: by layout, along the answer.
+        own: ``exchange`` is the answer over the placed chunks.
+    """
+
+    replay: Replay
+    exchange: Exchange
+    layouts: dict[str, Callable[[], Sequence[Segment] | None]]
+    rows: dict[str, Rows | None] = field(default_factory=dict)
+    own: bool = False
+
+    def __post_init__(self) -> None:
+        self._segments: dict[str, Sequence[Segment] | None] = {}
+        self._values = {"placed": self.replay.value(self.exchange)} if self.own else {}
+
+    def segments_of(self, name: str) -> Sequence[Segment] | None:
+        """Return a layout."""
+        if name not in self._segments:
+            self._segments[name] = self.layouts[name]()
+        return self._segments[name]
+
+    def rows_of(self, name: str) -> Rows | None:
+        """Return the rows of a layout; None for a stream of what is placed."""
+        if name not in self.rows:
+            segments = self.segments_of(name)
+            self.rows[name] = None if segments is None else self.replay.score(segments, [self.exchange])[0]
+        return self.rows[name]
+
+    def value_of(self, name: str) -> Value | None:
+        """Return the value of the greedy answer over a layout."""
+        if name not in self._values:
+            segments = self.segments_of(name)
+            self._values[name] = self.value_of("placed") if segments is None else self.value_over(segments)
+        return self._values[name]
+
+    def value_over(self, segments: Sequence[Segment]) -> Value | None:
+        """Return the value of the greedy answer over any layout."""
+        # An answer that has a value ends soon, unless it is as long as the one at hand.
+        at_most = max(_SCORED_TOKENS, 2 * len(self.exchange.ids))
+        return self.replay.value(self.replay.answer(segments, self.exchange.query, self.exchange.max_tokens, at_most))
+
+    def divergence(self, rows: Rows, name: str = "placed") -> Divergence | None:
+        """Return how far an answer's rows are from those of a reference."""
+        known = self.rows_of(name)
+        return None if known is None else diverge(known, rows, self.exchange.ended)
+
+    def distance(self, name: str) -> tuple[float, bool | None] | None:
+        """Return how far a reference is from the placed chunks: nats a token, and whether the values differ, if scored."""
+        rows = self.rows_of(name)
+        divergence = None if rows is None else self.divergence(rows)
+        if divergence is None:
+            return None
+        value = self.value_of("placed")
+        return divergence.nats, None if value is None else divergence.changed and self.value_of(name) != value
+
+    def compare(self, rows: Rows, reference: Reference, floor: Floor, served: Callable[[], Value | None]) -> Finding:
+        """Compare an answer with the references.
+
+        Args:
+            rows: of its layout, along the exchange.
+            reference: which of them decide; ``window`` for KV that remembers nothing.
+            served: returns its value.
+        """
+        window = self.divergence(rows)
+        assert window is not None
+        stream = self.divergence(rows, "stream") if reference in ("stream", "nearer") else None
+        strict = judge(window, stream, reference)
+        harm = self._lost(strict.changed, reference, served) if self.exchange.greedy else None
+        if harm is None:
+            harm = Harm("text", strict.nats - floor.nats(remembers=reference == "stricter"))
+        return Finding(window, stream, strict, harm)
+
+    def _lost(self, changed: bool, reference: Reference, served: Callable[[], Value | None]) -> Harm | None:
+        """Return the harm to the value; None if the reference's answer has none."""
+        if not changed:
+            return None if (self.value_of("placed") if self.own else served()) is None else Harm("scored", 0.0)
+        first, *others = {"stream": ("stream",), "window": ("placed", "cut")}.get(
+            reference, ("placed", "cut", "stream")
+        )
+        if (value := self.value_of(first)) is None:
+            return None
+        if served() == value:
+            return Harm("scored", 0.0)
+        agree = all(self.value_of(name) == value for name in others)
+        return Harm("scored", float(agree), undecided=not agree)
 
 
 def shadow(state: State, conditionings: Mapping[str, Conditioning]) -> tuple[State, Callable[[str], bool]]:
@@ -316,10 +450,18 @@ def shadow(state: State, conditionings: Mapping[str, Conditioning]) -> tuple[Sta
     return shadow_state, lambda key: key in keys or key.startswith(("patch/", "orbit/"))
 
 
+_FEW_TOKENS, _SCORED_TOKENS = 2, 64
+"""Requested tokens up to which an answer is complete at its limit; tokens after which an answer is text unless the one at hand
+is as long."""
 _RESERVED_TOKENS = 512
 """Tokens reserved for a query and an answer after the chunks of a stream."""
 UNREPLAYABLE = (Stale, ChunkUnavailable, EngineFailed)
 """Errors that end a replay without a conclusion."""
+
+
+def remembers(layout: Layout) -> bool:
+    """Return True if chunks of a layout are served from KV that has seen others that have left."""
+    return any(c.lane == "survivor" or c.evicted_antecedents or c.conditioning.depth for c in layout.choices)
 
 
 def keys_of(layout: Layout) -> list[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 from ctxwin.audit.auditor import Auditor, Job, auditor_of, enabled, log
 from ctxwin.audit.evidence import STRATEGIES, Ledger
+from ctxwin.audit.harm import Kind, value_of
 from ctxwin.audit.replay import Exchange, Finding, keys_of
 from ctxwin.profiles import find_profile, with_overrides
 from ctxwin.window.answer import fill_audit
@@ -70,10 +71,17 @@ class WindowAudit(Unaudited):
         branch._recent.extend(self._recent)
         return branch
 
-    def _rate(self, strategy: str, served: ServedAnswer) -> float:
-        """Return the share of such answers to audit: by the number of answers of this strategy and shape; 1 if suspected."""
+    def _rate(self, strategy: str, served: ServedAnswer, form: Kind) -> float:
+        """Return the share of such answers to audit: by the number of answers of this strategy, shape and kind; 1 if
+        suspected."""
         lanes = frozenset(choice.lane for choice in served.layout.choices)
-        shape = lanes, len(served.layout.choices).bit_length(), len(served.query).bit_length(), served.temperature == 0
+        shape = (
+            lanes,
+            len(served.layout.choices).bit_length(),
+            len(served.query).bit_length(),
+            served.temperature == 0,
+            form,
+        )
         kind = self._ledger.record.binding, strategy, self._ledger.since(strategy), shape
         rate = self._auditor.sampler.rate(kind, self._auditor.options.rate)
         return 1.0 if rate and self._ledger.is_suspected(strategy) else rate
@@ -94,11 +102,14 @@ class WindowAudit(Unaudited):
         if strategy is not None:
             self._ledger.count_answer(strategy)
         rate = fidelity.audit
+        form: Kind = "scored" if greedy and value_of(answer.text, complete=ended) is not None else "text"
+        if self.earns:
+            self._ledger.count_kind(form)
         if strategy is not None and not exact:
-            rate = max(rate, self._rate(strategy, served))
+            rate = max(rate, self._rate(strategy, served, form))
         auditing = self._auditor.sampler.draw(rate)
         trying = self.earns and strategy is None and exact and greedy
-        exchange = Exchange(query, tuple(int(i) for i in answer.token_ids), ended, served.max_tokens)
+        exchange = Exchange(query, tuple(int(i) for i in answer.token_ids), ended, served.max_tokens, greedy)
         recent = tuple(reversed(self._recent))
         if greedy:
             self._recent.append(exchange)
@@ -111,14 +122,14 @@ class WindowAudit(Unaudited):
             fill_audit(answer, finding.strict.kl)
             above_budget = finding.strict.kl > fidelity.kl_budget if fidelity.kl_budget is not None else False
             fallbacks: tuple[str, ...] = ()
-            if above_budget or (strategy is not None and finding.strict.changed):
+            if above_budget or (strategy is not None and finding.harm.share >= 1):
                 fallbacks = finding.concerned
                 with self._lock:
                     self._exact |= set(fallbacks)
             if fallbacks:
                 log.warning(
-                    "window %s: an answer was %.3g nats a token from a re-prefill; chunks %s are served exactly from now on",
-                    served.window, finding.strict.kl, ", ".join(fallbacks),
+                    "window %s: an answer was %s; chunks %s are served exactly from now on",
+                    served.window, finding, ", ".join(fallbacks),
                 )  # fmt: skip
             self._on_finding(fallbacks, query, finding.divergences(), str(finding))
 

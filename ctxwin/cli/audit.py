@@ -33,20 +33,29 @@ def audit(
     for record in rows:
         tenant = f", tenant {record['tenant']}" if record["tenant"] else ""
         by = "" if record["reference"] == "stricter" else f", by the {record['reference']} reference"
+        budgets = f"{record['budget']:.1%} of scored answers lost, text {record['excess_budget']:g} nats a token beyond the floor"
         table = Table(
-            title=f"{record['model']} on {record['engine']} in {record['dtype']}{tenant}{by}: at most {record['budget']:.1%} "
-            f"of a window's answers may change, at {record['level']:.0%} for all strategies together",
+            title=f"{record['model']} on {record['engine']} in {record['dtype']}{tenant}{by}: at most {budgets}, at "
+            f"{record['level']:.0%} for all strategies together; {record['floor']['said']}",
             title_justify="left",
             box=None,
         )
-        columns = "strategy|standing|windows|trials|changed|at most|mean KL|tokens saved|served|since"
+        columns = "strategy|standing|windows|scored|lost|at most|text|excess|at most|mean KL|tokens saved|served|since"
         for name in columns.split("|"):
             table.add_column(name, justify="left" if name in ("strategy", "standing", "since") else "right")
         for strategy, row in record["ways"].items():
             saved = "" if row["saved"] is None else f"{row['saved']:.0%}"
             kl = "" if row["kl"] is None else f"{row['kl']:.2g}"
-            counts = row["windows"], row["trials"], f"{row['harms']:g}", f"{row['upper']:.2%}"
-            table.add_row(strategy, row["standing"], *map(str, counts), kl, saved, str(row["served"]), row["since"])
+            scored, text = row["scored"], row["text"]
+            counts = (
+                *(str(row["windows"]), str(scored["answers"]), f"{scored['harm']:g}", f"{scored['upper']:.2%}"),
+                *(
+                    (str(text["answers"]), f"{text['mean']:+.2g}", f"{text['upper']:.2g}")
+                    if text["answers"]
+                    else ("", "", "")
+                ),
+            )
+            table.add_row(strategy, row["standing"], *counts, kl, saved, str(row["served"]), row["since"])
         Console().print(table)
         for decision in record["decisions"]:
             typer.echo(f"{decision['date']}  {decision['said']}")
@@ -55,13 +64,30 @@ def audit(
 def _to_json(record: Any) -> dict[str, Any]:
     """Return a record as JSON, with figures derived from its counts."""
     from ctxwin.audit.evidence import error_of
+    from ctxwin.audit.harm import CAP
 
-    fields: dict[str, Any] = record.model_dump(exclude={"ways": {"__all__": {"open", "past"}}})
+    fields: dict[str, Any] = record.model_dump(
+        exclude={"ways": {"__all__": {"open", "past"}}, "floor": {"cut": {"units"}, "references": {"units"}}}
+    )
+    fields["floor"]["said"] = str(record.floor)
+    for part in ("cut", "references"):
+        difference = getattr(record.floor, part)
+        fields["floor"][part] |= {"windows": len(difference.units), "mean": difference.mean}
     for name, evidence in record.ways.items():
-        row = fields["ways"][name]
-        row["windows"] = sum(evidence.units.values())
-        row["upper"] = evidence.upper(error_of(name, evidence.attempt, record.level))
-        row["standing"] = "promoted" if evidence.promoted else "paused" if evidence.pause else "on trial"
+        row, error = fields["ways"][name], error_of(name, evidence.attempt, record.level)
+        row |= {"windows": evidence.units, "trials": evidence.trials}
+        for kind, unit in (("scored", 1.0), ("text", CAP)):
+            tally = getattr(evidence, kind)
+            row[kind] |= {"mean": tally.mean, "upper": unit * tally.upper(error)}
+        row["standing"] = (
+            "promoted"
+            if evidence.promoted
+            else "stopped"
+            if evidence.stopped
+            else "paused"
+            if evidence.pause
+            else "on trial"
+        )
         row["kl"] = evidence.kl_sum / evidence.trials if evidence.trials else None
         row["saved"] = 1 - evidence.computed / evidence.exact_computed if evidence.exact_computed else None
     for row, decision in zip(fields["decisions"], record.decisions, strict=True):

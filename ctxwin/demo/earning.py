@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctxwin.audit import Options, auditor_of
 from ctxwin.audit.auditor import VARIABLE, enabled
-from ctxwin.audit.confidence import units_needed
-from ctxwin.audit.evidence import BEHIND, error_of
+from ctxwin.audit.evidence import BEHIND
 from ctxwin.profiles import BASIS_NAME, PROFILE_NAME, PROFILES_VARIABLE, find_profile
 from ctxwin.tiny import checkpoint_dir
 
@@ -88,12 +87,11 @@ class Earning:
     def _note(self) -> str:
         """Return the progress of the evidence towards a promotion, as text."""
         auditor = auditor_of(self._engine)
-        ledger, options = auditor.ledger(self._engine), auditor.options
+        ledger = auditor.ledger(self._engine)
         if (strategy := ledger.promoted()) is not None:
             return f"{strategy} is promoted"
-        needed = {
-            name: units_needed(options.budget, error_of(name, e.attempt, options.level)) + BEHIND
+        windows = ", ".join(
+            f"{name} {e.begun} of {e.units + ledger.units_needed(name) + BEHIND}"
             for name, e in ledger.record.ways.items()
-        }
-        windows = ", ".join(f"{name} {ledger.record.ways[name].begun} of {n}" for name, n in needed.items())
+        )
         return f"nothing is promoted: each stream is one window, and without harm it takes so many: {windows or 'none tried'}"

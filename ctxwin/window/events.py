@@ -32,7 +32,7 @@ class Event:
         query, answer: of ``ask`` (``ids`` names what was remembered); ``disposable`` and ``audit`` have the query only.
         ended: of ``ask``: the model ended the answer; False where its limit, a stop text or its caller did.
         audit: of ``audit``, which comes in a thread of its own, later than the ask: KL by reference (``window``, ``stream``),
-            and whether the answer ``changed``; ``ids`` names the chunks that fell back to exact.
+            and the ``harm`` from 0 to 1 (`ctxwin.audit.harm`); ``ids`` names the chunks that fell back to exact.
         other: id of the other window of ``fork`` and ``adopt`` (the branch).
         note: a detail, in words for ``audit``: ``clean`` or ``conditioned`` of a toggle, ``pinned`` or ``free`` of a pin,
             ``disposable`` or ``needed``, the other system prompt of a fork, the slots of a merged chunk.

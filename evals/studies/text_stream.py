@@ -66,12 +66,15 @@ def run(engine: Engine, way: str, chunks: int, tokens: int, asks: int) -> dict[s
             with auditor.hold():
                 window.ask(QUESTION, ANSWER_TOKENS)
             auditor.drain()
+    record = auditor.ledger(engine).record
     return {
         "way": way,
         "chunks": chunks,
         "audited_tokens": auditor.counts.tokens - audited,
         "saved_by_a_mark": advice.saved if advice is not None else None,
-        "decisions": [str(decision) for decision in auditor.decisions(engine)],
+        "decisions": [str(decision) for decision in record.decisions],
+        "floor": str(record.floor),
+        "evidence": {name: e.model_dump(exclude={"open", "past"}) for name, e in record.ways.items()},
         **ledger.summary(),
     }
 

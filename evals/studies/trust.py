@@ -73,7 +73,7 @@ def turn(
     result: dict[str, Any] = {"first": first, "then": then, "options": vars(options)}
     way: str | None = None
     for kind, change in ((first, "promoted"), (then, "demoted")):
-        begun, audits, changed = len(auditor.decisions(engine)), auditor.counts.audits, auditor.counts.harmed
+        begun, audits, lost = len(auditor.decisions(engine)), auditor.counts.audits, auditor.counts.lost
         outcomes: Counter[str] = Counter()
         for index in range(most):
             drawn = 1000 * (kind == then) + index
@@ -97,7 +97,7 @@ def turn(
         result[kind] = {
             "asks": sum(outcomes.values()),
             "audited": auditor.counts.audits - audits,
-            "changed": auditor.counts.harmed - changed,
+            "lost": auditor.counts.lost - lost,
             "served": dict(outcomes),
             "decisions": [str(d) for d in auditor.decisions(engine)[begun:]],
             "ways": {n: e.model_dump() for n, e in auditor.ledger(engine).record.ways.items()},
@@ -205,7 +205,6 @@ def _row(step: Step, fresh: int, audited: int, way: str | None) -> dict[str, Any
 
 
 def _sums(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    from ctxwin.audit.confidence import upper_bound
     from ctxwin_evals.stats import wilson
 
     names = ("computed", "audited", "least", *POLICIES)
@@ -213,7 +212,7 @@ def _sums(rows: list[dict[str, Any]]) -> dict[str, Any]:
     approximate = [row for row in rows if row["way"]]
     for name, some in (("answers", rows), ("of_the_way", approximate)):
         changed = sum(row["changed"] for row in some)
-        sums[name] = {"n": len(some), "changed": changed, "upper": upper_bound(changed, len(some))}
+        sums[name] = {"n": len(some), "changed": changed}
         if some:
             sums[name]["ci95"] = wilson(changed, len(some))
             sums[name]["right"] = sum(row["right"] for row in some) / len(some)
@@ -233,6 +232,7 @@ def main() -> None:
     parser.add_argument("--reference", default="stricter", choices=("stricter", "window", "stream", "nearer"))
     parser.add_argument("--questions", type=int, default=Options().questions)
     parser.add_argument("--budget", type=float, default=Options().budget)
+    parser.add_argument("--excess-budget", type=float, default=Options().excess_budget, help="nats a token of text")
     parser.add_argument("--turn", nargs=2, metavar=("FIRST", "THEN"), help="kinds of questions, one after the other")
     parser.add_argument("--reordered", action="store_true", help="of --turn: behind orbit patches, in another order")
     parser.add_argument("--conflict", type=float, default=0.8, help="of --turn: share of items whose legends disagree")
@@ -258,6 +258,7 @@ def main() -> None:
             questions=arguments.questions,
             queue=64,
             budget=arguments.budget,
+            excess_budget=arguments.excess_budget,
             rate=arguments.rate,
         )
         with open_engine(str(model), engine=arguments.engine) as engine:

@@ -6,7 +6,9 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,8 @@ from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.audit import Options, attach_audits, auditor_of, records
 from ctxwin.audit import auditor as auditing
 from ctxwin.audit.evidence import BEHIND
-from ctxwin.audit.replay import Divergence, judge, needs_stream
+from ctxwin.audit.harm import Difference, Floor, Harm, Value, value_of
+from ctxwin.audit.replay import Divergence, Exchange, References, Rows, judge
 from ctxwin.audit.sampling import Sampler
 from ctxwin.engines.base import Segment
 from ctxwin.engines.hf.engine import HFEngine
@@ -165,28 +168,141 @@ def test_a_survivor_is_held_against_both_references(engine: HFEngine) -> None:
     auditor_of(engine).drain(LONG)
     found = [event.audit for event in told if event.op == "audit"][-1]
     assert found is not None
-    assert answer.audit == max(found["window"], found["stream"]) or found["changed"]
+    assert answer.audit == max(found["window"], found["stream"])
 
 
 @pytest.mark.parametrize(
-    ("reference", "placed", "seen", "changed", "kl"),
+    ("reference", "placed", "seen", "kl"),
     [
-        ("stricter", 0.0, 2.0, False, 2.0),  # what is placed says the same, so exact serving would not mend it
-        ("stricter", 2.0, 0.0, True, 2.0),  # it remembers
-        ("stricter", 2.0, 3.0, True, 3.0),
-        ("window", 0.0, 2.0, False, 0.0),
-        ("stream", 0.0, 2.0, True, 2.0),
-        ("nearer", 2.0, 0.0, False, 0.0),
-        ("nearer", 3.0, 2.0, True, 2.0),
+        ("stricter", 0.0, 2.0, 2.0),
+        ("stricter", 3.0, 2.0, 3.0),
+        ("window", 0.0, 2.0, 0.0),
+        ("stream", 0.0, 2.0, 2.0),
+        ("nearer", 2.0, 0.0, 0.0),
+        ("nearer", 3.0, 2.0, 2.0),
     ],
 )
-def test_what_an_answer_is_judged_by(
-    reference: Reference, placed: float, seen: float, changed: bool, kl: float
-) -> None:
+def test_which_reference_an_answer_is_measured_by(reference: Reference, placed: float, seen: float, kl: float) -> None:
     window, stream = (Divergence(far, far > 0) for far in (placed, seen))
-    assert judge(window, stream, reference) == Divergence(kl, changed)
+    assert judge(window, stream, reference) == Divergence(kl, kl > 0)
     assert judge(window, None, reference) == window
-    assert needs_stream(window, reference) or judge(window, stream, reference).changed == window.changed
+
+
+def test_harm_is_a_lost_value(engine: HFEngine) -> None:
+    """What the audit calls lost is another answer than exact serving gives, asked for itself."""
+    outcomes = []
+    for seed in range(12):
+        frames = stream(4, seed)
+        query = question(frames, seed)
+        with filled(engine, Fidelity("exact"), frames) as exact:
+            right = exact.ask(query, 4).text
+        window = filled(engine, Fidelity("blind", audit=1.0), frames)
+        told: list[Event] = []
+        window.observe(told.append)
+        answer = window.ask(query, 4)
+        assert auditor_of(engine, Options(share=1.0)).drain(LONG)
+        (found,) = [event.audit for event in told if event.op == "audit"]
+        assert found is not None
+        outcomes.append(answer.text != right)
+        assert found["harm"] == outcomes[-1]
+    assert True in outcomes and False in outcomes
+    assert auditor_of(engine).counts.lost == sum(outcomes)
+    assert auditor_of(engine).counts.texts == 0
+
+
+class Scripted:
+    """A replay whose layouts are names, and whose greedy answers are given."""
+
+    def __init__(self, **answers: str) -> None:
+        self.answers, self.asked = answers, list[str]()
+
+    def value(self, exchange: Exchange) -> Value | None:
+        return value_of(exchange.query, complete=exchange.ended) if exchange.greedy else None
+
+    def answer(self, layout: str, query: str, max_tokens: int, at_most: int) -> Exchange:
+        self.asked.append(layout)
+        return Exchange(self.answers[layout], (), True)
+
+    def score(self, layout: str, exchanges: list[Exchange]) -> list[Rows]:
+        return [[{0: -0.1, 1: -2.4}] * (len(exchanges[0].ids) + 1)]
+
+    def references(self, exchange: Exchange, rows: Rows, *, own: bool = True) -> References:
+        layouts: Any = {name: partial(str, name) for name in ("placed", "cut", "stream")}
+        return References(self, exchange, layouts, {"placed": rows}, own=own)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("served", "cut", "seen", "reference", "expected"),
+    [
+        ("The answer is 7.", "7", "7", "stricter", Harm("scored", 0.0)),  # another text, the same value
+        ("8", "7", "7", "stricter", Harm("scored", 1.0)),
+        (
+            "8",
+            "8",
+            "7",
+            "stricter",
+            Harm("scored", 0.0, undecided=True),
+        ),  # another cut of the prefill would say so, too
+        ("8", "9", "7", "stricter", Harm("scored", 0.0, undecided=True)),
+        ("8", "7", "8", "stricter", Harm("scored", 0.0, undecided=True)),  # it remembers
+        ("8", "7", "8", "window", Harm("scored", 1.0)),
+        ("8", "7", "8", "stream", Harm("scored", 0.0)),
+        ("7", "7", "8", "stream", Harm("scored", 1.0)),
+        ("eight, or so I would say if asked", "7", "7", "nearer", Harm("scored", 1.0)),
+    ],
+)
+def test_a_value_is_lost_where_every_exact_reference_gives_another(
+    served: str, cut: str, seen: str, reference: Reference, expected: Harm
+) -> None:
+    replay = Scripted(cut=cut, stream=seen)
+    exact, changed = Exchange("7", (5,), True), [{0: -2.4, 1: -0.1}] * 2
+    rows = replay.score("placed", [exact])[0]
+    references = replay.references(exact, rows)
+    finding = references.compare(changed, reference, Floor(), lambda: value_of(served))
+    assert finding.harm == expected
+    same = references.compare(
+        rows, reference, Floor(), lambda: pytest.fail("an answer of the same tokens was asked for")
+    )
+    assert same.harm == Harm("scored", 0.0)
+
+
+def test_text_is_held_against_the_floor() -> None:
+    replay = Scripted()
+    words = Exchange("It shows a red car in front of a house.", (5, 6), True)
+    floor = Floor(cut=Difference(units=("a",), nats=0.5), references=Difference(units=("a", "b"), nats=2.0))
+    rows = [{0: -0.1, 1: -2.4}] * 3
+    for reference, worth in (("window", 0.5), ("stricter", 1.0)):
+        references = replay.references(words, rows)
+        finding = references.compare([{0: -2.4, 1: -0.1}] * 3, reference, floor, lambda: None)  # type: ignore[arg-type]
+        assert finding.harm.kind == "text"
+        assert finding.harm.amount == pytest.approx(2.3 - worth)  # what the exact tokens lose is more than the KL
+    assert replay.asked == []  # nothing is generated for text
+
+
+def test_a_drawn_answer_has_no_value_to_lose() -> None:
+    drawn = Exchange("7", (5,), True, greedy=False)
+    rows = [{0: -0.1, 1: -2.4}] * 2
+    references = Scripted().references(drawn, rows, own=False)
+    assert references.compare(rows, "window", Floor(), lambda: ("number", "7")).harm == Harm("text", 0.0)
+
+
+def test_the_floor_of_the_engine_at_hand_is_measured_and_told(engine: HFEngine, model: Path) -> None:
+    """In float32 two cuts of one prefill hardly differ; what is placed and what was seen do."""
+    auditor = auditor_of(engine, Options(share=1.0, quiet_s=0.0))
+    for seed in range(3):
+        frames = stream(6, seed)
+        with Window(engine, SYSTEM) as window:
+            for at, frame in enumerate(frames):
+                window.append(Chunk.image(render(frame)))
+                if at >= 3:
+                    window.slide(1)
+                window.ask(question(frames[at - 1 : at + 1] if at else frames[:1]), 4)
+                assert auditor.drain(LONG)
+    (record,) = records(str(model))
+    assert len(record.floor.cut.units) == 3 and record.floor.cut.mean < 1e-5
+    assert record.floor.cut.disagreed == 0
+    assert record.floor.references.units and record.floor.references.mean > 1e-3
+    assert "by the cut of the prefill" in str(record.floor)
 
 
 def test_what_asks_whether_a_chunk_matters_is_no_answer_to_anybody(engine: HFEngine) -> None:
@@ -373,6 +489,8 @@ def test_audits_are_handed_to_an_engine(engine: HFEngine) -> None:
 def test_options_say_what_they_must_be() -> None:
     with pytest.raises(ValueError, match="budget must be between 0 and 1, got 0"):
         Options(budget=0)
+    with pytest.raises(ValueError, match=r"excess_budget must be between 0 and 0.25 nats, got 0.3"):
+        Options(excess_budget=0.3)
     with pytest.raises(ValueError, match="questions must be an int >= 1, got 0"):
         Options(questions=0)
     with pytest.raises(ValueError, match="share must be from 0 to 1, got 2"):

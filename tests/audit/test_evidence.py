@@ -15,10 +15,13 @@ import pytest
 from ctxwin.audit import evidence
 from ctxwin.audit.confidence import units_needed
 from ctxwin.audit.evidence import BEHIND, PAUSE, STRATEGIES, UNIT_TRIALS, Ledger, Trial, attempt_share, error_of
+from ctxwin.audit.harm import CAP, FLOOR_UNITS, Harm
 from ctxwin.audit.record import Decision, Evidence, Record, records
 
 NEEDED = units_needed(0.01, error_of("survivor", 0, 0.95))
 NUMBERS = itertools.count()
+KEPT, LOST = Harm("scored", 0.0), Harm("scored", 1.0)
+TEXT_NEEDED = units_needed(0.01 / CAP, error_of("survivor", 0, 0.95))
 
 
 def record(binding: str = "b" * 64, weights: str = "w") -> Record:
@@ -28,11 +31,16 @@ def record(binding: str = "b" * 64, weights: str = "w") -> Record:
 def good(count: int, way: str = "survivor", *, served: bool = False, unit: str | None = None) -> list[Trial]:
     """Trials without harm, each of a unit of its own unless one is named."""
     names = (f"window {next(NUMBERS)}" if unit is None else unit for _ in range(count))
-    return [Trial(way, 0.0, 1e-4, False, None, 10, 100, served, name) for name in names]
+    return [Trial(way, KEPT, 1e-4, 10, 100, is_audit=served, unit=name) for name in names]
 
 
 def bad(count: int, way: str = "survivor", *, served: bool = False, unit: str | None = None) -> list[Trial]:
-    return [replace(t, harm=1.0, kl=2.0, window=True) for t in good(count, way, served=served, unit=unit)]
+    return [replace(t, harm=LOST, kl=2.0) for t in good(count, way, served=served, unit=unit)]
+
+
+def text(count: int, excess: float, way: str = "survivor", *, served: bool = False) -> list[Trial]:
+    """Trials of text that exceeds the floor by so many nats a token, each of a unit of its own."""
+    return [replace(t, harm=Harm("text", excess)) for t in good(count, way, served=served)]
 
 
 def test_a_way_is_promoted_once_the_bound_is_under_the_budget_and_not_before(tmp_path: Path) -> None:
@@ -53,7 +61,7 @@ def test_one_window_is_one_unit_however_much_is_asked() -> None:
         assert ledger.take(good(1, unit="camera")) == []
     assert ledger.promoted() is None
     found = ledger.record.ways["survivor"]
-    assert (found.trials, sum(found.units.values())) == (UNIT_TRIALS, 1)
+    assert (found.trials, found.units) == (UNIT_TRIALS, 1)
     assert not ledger.accepts_trial("survivor", "camera")
     assert ledger.accepts_trial("survivor", "another")
 
@@ -61,20 +69,108 @@ def test_one_window_is_one_unit_however_much_is_asked() -> None:
 def test_a_units_harm_is_the_mean_of_its_trials_and_counts_in_the_order_of_its_beginning() -> None:
     ledger = Ledger(record(), None)
     ledger.take([*good(3, unit="one"), *bad(1, unit="one"), *good(UNIT_TRIALS, unit="two")])
-    assert ledger.record.ways["survivor"].units == {}  # the second is full, but the first may go on
+    assert ledger.record.ways["survivor"].scored.units == {}  # the second is full, but the first may go on
     ledger.take(good(BEHIND - 1))
-    assert ledger.record.ways["survivor"].units == {210: 1, 0: 1}  # of 840 parts
+    assert ledger.record.ways["survivor"].scored.units == {210: 1, 0: 1}  # of 840 parts
     ledger.take(bad(1, unit="one"))
-    assert ledger.record.ways["survivor"].units[210] == 1  # it is too late
-    assert ledger.record.ways["survivor"].harms == 1
+    assert ledger.record.ways["survivor"].scored.units[210] == 1  # it is too late
+    assert ledger.record.ways["survivor"].scored.harm == 1
 
 
-def test_a_harm_between_counts_as_what_it_is() -> None:
+def test_excess_counts_as_what_it_is_up_to_the_cap() -> None:
     ledger = Ledger(record(), None)
-    ledger.take([replace(t, harm=0.1) for t in good(UNIT_TRIALS, unit="one")])
-    assert ledger.record.ways["survivor"].units == {84: 1}
-    with pytest.raises(ValueError, match=r"harm must be in \[0, 1\], got 1.5"):
-        Trial("survivor", 1.5, 0.0)
+    for excess, parts in ((0.1 * CAP, 84), (-0.1, 0), (2 * CAP, 840)):
+        unit = f"exceeds by {excess}"
+        ledger.take([replace(t, harm=Harm("text", excess)) for t in good(UNIT_TRIALS, unit=unit)])
+        assert ledger.record.ways["survivor"].text.units[parts] == 1
+
+
+def test_text_is_judged_by_its_mean_excess_over_the_floor() -> None:
+    for excess, outcome in ((-0.002, "promoted"), (0.004, "promoted"), (0.015, "rejected"), (0.2, "rejected")):
+        ledger = Ledger(record(), None)
+        made = [d.what for _ in range(400) for d in ledger.take(text(1, excess))]
+        assert made[:1] == [outcome], excess
+    ledger = Ledger(record(), None)
+    assert ledger.take(text(TEXT_NEEDED + BEHIND - 1, -0.002)) == []
+    (decision,) = ledger.take(text(1, -0.002))
+    assert (decision.texts, decision.text_units, decision.trials) == (TEXT_NEEDED + BEHIND, TEXT_NEEDED, 0)
+    assert decision.excess_upper <= 0.01 and "-0.002 nats a token beyond the floor" in str(decision)
+
+
+def test_a_unit_may_exceed_here_and_fall_below_there() -> None:
+    ledger = Ledger(record(), None)
+    for excess in (0.05, -0.05) * 4:
+        ledger.take([replace(t, unit="one") for t in text(1, excess)])
+    assert ledger.record.ways["survivor"].text.units == {0: 1}
+
+
+def test_each_kind_of_answer_that_occurred_must_be_shown_harmless() -> None:
+    ledger = Ledger(record(), None)
+    ledger.take(text(1, 0.0))
+    assert ledger.take(good(NEEDED + BEHIND)) == []
+    assert [d.what for d in ledger.take(text(TEXT_NEEDED + BEHIND, 0.0))] == ["promoted"]
+    mixed = Ledger(record(), None)
+    for _ in range(NEEDED + BEHIND):
+        mixed.take([*good(1, unit=(unit := f"mixed {next(NUMBERS)}")), replace(text(1, 0.3)[0], unit=unit)])
+    assert "promoted" not in {d.what for d in mixed.record.decisions}
+
+
+def test_text_that_turns_is_demoted_though_values_are_kept() -> None:
+    ledger = Ledger(record(), None)
+    ledger.take(good(NEEDED + BEHIND))
+    made: list[Decision] = []
+    answers = 0
+    while not made:
+        made = ledger.take([*good(1, served=True), *text(1, 0.3, served=True)])
+        answers += 1
+    assert made[0].what == "demoted" and answers <= 5
+
+
+def test_the_floor_is_measured_on_few_units_and_kept(tmp_path: Path) -> None:
+    ledger = Ledger(record(), tmp_path)
+    for number in range(2 * FLOOR_UNITS):
+        unit = f"unit {number // 2}"
+        assert ledger.lacks("cut", unit) == (number % 2 == 0)
+        ledger.measure("cut", unit, 0.002 * (1 + number // 2 % 2), number // 2 % 4 == 0 if number % 4 < 2 else None)
+    assert not ledger.lacks("cut", "another") and ledger.lacks("references", "unit 0")
+    floor = Ledger(record(), tmp_path).record.floor
+    assert (len(floor.cut.units), floor.cut.mean) == (FLOOR_UNITS, pytest.approx(0.003))
+    assert (floor.cut.scored, floor.cut.disagreed) == (FLOOR_UNITS // 2, FLOOR_UNITS // 4)
+    assert floor.nats(remembers=True) == floor.nats(remembers=False) == pytest.approx(0.003)
+    ledger.measure("references", "unit 0", 0.02, None)
+    floor = Ledger(record(), tmp_path).record.floor
+    assert (floor.nats(remembers=True), floor.nats(remembers=False)) == (0.02, pytest.approx(0.003))
+    assert "0.003 nats a token, 4 of 8 values differ (16 windows) by the cut" in str(floor)
+
+
+def test_trials_stop_where_a_promotion_would_cost_too_much_and_go_on_when_something_changes(tmp_path: Path) -> None:
+    def dear(count: int) -> list[Trial]:
+        return [replace(t, tokens=1000) for t in good(count)]
+
+    ledger = Ledger(record(), tmp_path, token_limit=100_000)
+    made = ledger.take(dear(3 * BEHIND))
+    assert [d.what for d in made] == ["stopped"]
+    assert "17,000 tokens" in str(made[0])
+    assert "survivor" not in ledger.candidates() and "blind" in ledger.candidates()
+    assert ledger.take(dear(1)) == ledger.take([]) == []  # said once
+    again = Ledger(record(), tmp_path, token_limit=100_000)
+    assert again.take([]) == [] and "survivor" not in again.candidates()
+    richer = Ledger(record(), tmp_path, token_limit=10_000_000)
+    assert [d.what for d in richer.take([])] == ["resumed"]
+    assert "survivor" in richer.candidates()
+    promoted = richer.take(dear(NEEDED + BEHIND))
+    assert [d.what for d in promoted] == ["promoted"]
+
+
+def test_another_mix_of_answers_resumes_trials() -> None:
+    ledger = Ledger(record(), None, token_limit=1)
+    for _ in range(50):
+        ledger.count_kind("scored")
+    ledger.take([replace(t, tokens=10) for t in good(BEHIND + 1)])
+    assert ledger.take([]) == [] and "survivor" not in ledger.candidates()
+    for _ in range(20):
+        ledger.count_kind("text")
+    assert [d.what for d in ledger.take([])] == ["resumed"]
 
 
 def test_the_chance_of_error_is_spent_over_ways_and_attempts() -> None:
@@ -107,8 +203,8 @@ def test_a_file_of_the_format_before_is_read() -> None:
     found = Record.read(Path(__file__).parent / "records" / "format-1.trust.json")
     survivor, blind, patched = (found.ways[name] for name in ("survivor", "blind", "patched"))
     assert not survivor.promoted
-    assert (survivor.units, survivor.trials) == ({0: 1}, 806)  # of unknown windows: all of it is one
-    assert patched.units == {21: 1}
+    assert (survivor.scored.units, survivor.trials) == ({0: 1}, 806)  # of unknown windows: all of it is one
+    assert patched.scored.units == {21: 1}
     assert blind.attempt == 22
     last = found.decisions[-1]
     assert last.what == "withdrawn"
@@ -119,13 +215,27 @@ def test_a_file_of_the_format_before_is_read() -> None:
     assert [d.what for d in ledger.take(good(NEEDED + BEHIND))] == ["promoted"]
 
 
+def test_a_file_that_counted_texts_is_read_as_one_that_overstates_lost_values() -> None:
+    found = Record.read(Path(__file__).parent / "records" / "format-2.trust.json")
+    survivor, blind, patched = (found.ways[name] for name in ("survivor", "blind", "patched"))
+    assert survivor.promoted and survivor.scored.units == {0: 437} and survivor.trials == 453
+    assert (blind.attempt, blind.pause, len(blind.past)) == (1, 200, 2)
+    assert (patched.scored.harm, patched.scored.units, list(patched.open.values())) == (1, {}, [(4, 1, 0, 0)])
+    assert not found.floor.cut.units and not patched.text.answers
+    assert [d.what for d in found.decisions] == ["promoted", "rejected"]
+    assert Record.model_validate_json(found.model_dump_json()) == found
+    ledger = Ledger(found, None)
+    assert ledger.promoted() == "survivor"
+    assert [d.what for d in ledger.take(bad(9, served=True))] == ["demoted"]
+
+
 def test_odd_entries_are_left_out_and_the_rest_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ledger = Ledger(record(), tmp_path)
     ledger.take([*good(NEEDED + BEHIND), *good(3, "patched"), *good(3, "blind")])
     (path,) = tmp_path.glob("*.trust.json")
-    for way, name, value in (("patched", "trials", -1), ("blind", "wealth", ["x"]), ("blind", "units", {"900": 1})):
+    for way, name, value in (("patched", "answers", -1), ("blind", "wealth", ["x"]), ("blind", "units", {"900": 1})):
         odd = json.loads(ledger.record.model_dump_json())
-        odd["ways"][way][name] = value
+        odd["ways"][way]["scored"][name] = value
         odd["decisions"].append({"what": "?"})
         odd["ways"]["orbit"] = None
         path.write_text(json.dumps(odd))
@@ -134,8 +244,8 @@ def test_odd_entries_are_left_out_and_the_rest_counts(tmp_path: Path, caplog: py
         assert way not in found.ways
         assert [d.what for d in found.decisions] == ["promoted"]
         assert f"way {way} is left out" in caplog.text
-    for text in ("[]", "{", '{"format": 2, "ways": []}', "\0", '{"format": 1, "ways": {"blind": 7}}'):
-        path.write_text(text)
+    for odd_text in ("[]", "{", '{"format": 3, "ways": []}', "\0", '{"format": 1, "ways": {"blind": 7}}'):
+        path.write_text(odd_text)
         with pytest.raises(ValueError):  # whatever is wrong with it
             Record.read(path)
 
@@ -156,6 +266,8 @@ def test_a_way_that_does_harm_is_rejected_soon_and_tried_again_later() -> None:
         ledger.take(good(1, unit="other"))
     assert "blind" in ledger.candidates()
     assert ledger.record.ways["blind"].attempt == 1
+    ledger.take(bad(3, "blind"))
+    assert ledger.record.ways["blind"].pause == 2 * PAUSE
 
 
 def test_one_bad_window_rejects_nothing() -> None:

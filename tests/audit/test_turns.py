@@ -28,5 +28,5 @@ def test_order_behind_multi_hop_demotes_orbit_patches(tmp_path: Path, monkeypatc
     first, then = found["multi_hop"], found["order"]
     assert first["decisions"][-1].startswith("orbit promoted: 0 of")
     assert then["decisions"][-1].startswith("orbit demoted")
-    assert 0 < then["changed"] <= then["audited"] <= 50
+    assert 0 < then["lost"] <= then["audited"] <= 50
     assert f"{then['asks']} answers were served so meanwhile" in then["decisions"][-1]

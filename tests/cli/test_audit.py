@@ -9,8 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 from ctxwin.audit.evidence import Ledger, Trial
+from ctxwin.audit.harm import Harm
 from ctxwin.audit.record import Record
 from ctxwin.cli.main import app
+
+KEPT = Harm("scored", 0.0)
 
 
 @pytest.fixture
@@ -20,14 +23,16 @@ def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ledger:
 
 
 def test_json_says_who_when_and_why(ledger: Ledger) -> None:
-    ledger.take([Trial("survivor", 0.0, 1e-3, False, None, 10, 100, unit=str(i)) for i in range(500)])
-    ledger.take([Trial("blind", 1.0, 2.0, True, unit=str(i)) for i in range(3)])
+    ledger.measure("cut", "a", 0.0016, False)
+    ledger.take([Trial("survivor", KEPT, 1e-3, 10, 100, unit=str(i)) for i in range(500)])
+    ledger.take([Trial("blind", Harm("scored", 1.0), 2.0, unit=str(i)) for i in range(3)])
     told = json.loads(CliRunner().invoke(app, ["audit", "--json"]).stdout)
     (record,) = told["records"]
     survivor = record["ways"]["survivor"]
     assert (survivor["standing"], survivor["windows"], survivor["trials"]) == ("promoted", 437, 453)
     assert "past" not in survivor  # names of windows say nothing to anybody
-    assert survivor["upper"] < 0.01
+    assert survivor["scored"]["upper"] < 0.01
+    assert record["floor"]["cut"] == {"nats": 0.0016, "scored": 1, "disagreed": 0, "windows": 1, "mean": 0.0016}
     assert survivor["saved"] == pytest.approx(0.9)
     assert record["ways"]["blind"]["standing"] == "paused"
     assert [(d["way"], d["what"]) for d in record["decisions"]] == [("survivor", "promoted"), ("blind", "rejected")]
@@ -35,19 +40,21 @@ def test_json_says_who_when_and_why(ledger: Ledger) -> None:
 
 
 def test_people_get_a_table(ledger: Ledger) -> None:
-    ledger.take([Trial("survivor", 0.0, 1e-3, unit=str(i)) for i in range(500)])
-    shown = CliRunner().invoke(app, ["audit"]).stdout
+    ledger.take([Trial("survivor", KEPT, 1e-3, unit=str(i)) for i in range(500)])
+    ledger.take([Trial("partial", Harm("text", 0.003), 1e-3, unit=str(i)) for i in range(20)])
+    shown = CliRunner().invoke(app, ["audit"], env={"COLUMNS": "250"}).stdout
     assert "some-model on vllm in bfloat16" in shown
-    assert "survivor promoted: 0 of 453 audited answers changed in 437 windows" in shown
+    assert "survivor promoted: 0 of 453 scored answers lost in 437 windows" in shown
+    assert "text 0.01 nats a token beyond the floor" in " ".join(shown.split()) and "+0.003" in shown
 
 
 def test_what_is_known_is_printed_even_where_a_line_is_odd(ledger: Ledger, tmp_path: Path) -> None:
     """A file of the code before, with more rejections than that could read, and one with entries that nobody can."""
-    ledger.take([Trial("survivor", 0.0, 1e-3, unit=str(i)) for i in range(500)])
-    ledger.take([Trial("patched", 0.0, 1e-3)])
+    ledger.take([Trial("survivor", KEPT, 1e-3, unit=str(i)) for i in range(500)])
+    ledger.take([Trial("patched", KEPT, 1e-3)])
     (path,) = tmp_path.glob("*.trust.json")
     odd = json.loads(path.read_text())
-    odd["ways"]["patched"]["trials"] = "many"
+    odd["ways"]["patched"]["kl_sum"] = "many"
     odd["decisions"].insert(0, 7)
     path.write_text(json.dumps(odd))
     old = Path(__file__).parents[1] / "audit" / "records" / "format-1.trust.json"

@@ -14,6 +14,7 @@ import pytest
 from ctxwin.audit import auditor_of
 from ctxwin.audit.auditor import VARIABLE
 from ctxwin.audit.evidence import Trial
+from ctxwin.audit.harm import Harm
 from ctxwin.baselines import POLICIES
 from ctxwin.demo.earning import without_profile
 from ctxwin.demo.footage import VideoFootage, WorldFootage
@@ -164,7 +165,9 @@ def test_without_a_profile_lanes_earn_trust_between_asks(tmp_path: Path, monkeyp
         assert served[1]["computed_tokens"] == first["computed_tokens"] > served[1]["audit_tokens"] > 0
         assert "in lane survivor" not in served[1]
         ledger = auditor_of(engine).ledger(engine)
-        ledger.take([Trial("survivor", 0.0, 0.0, computed=1, exact_computed=10, unit=str(i)) for i in range(500)])
+        ledger.take(
+            [Trial("survivor", Harm("scored", 0.0), computed=1, exact_computed=10, unit=str(i)) for i in range(500)]
+        )
         options = replace(options, seeds=(1,))  # of frames seen before the exact KV is held, and served
         later = run(engine, options, prepare(options))["summary"]["trust"]
     assert list(later["served"]) == ["survivor"] and later["served"]["survivor"]["in lane survivor"] > 0

@@ -204,17 +204,21 @@ def test_the_same_answers_as_in_one_process(opened: Opened, reference: list[Answ
 
 
 def test_an_audit_says_what_it_says_on_transformers(opened: Opened) -> None:
-    (question,) = world.questions_for(FRAMES[:6], 1, 0, ("multi_hop",))
-    found = []
+    """How far an answer is from a re-prefill, and which ones lost their value."""
+    questions = world.questions_for(FRAMES[:6], 4, 0, ("multi_hop",))
+    found, lost = [], []
     with open_engine("tiny", engine="hf", dtype="float32") as other:
         for engine in (opened.engine, other):
             fidelity = Fidelity("blind", audit=1.0, advanced={"reference": "window"})
             with Window(engine, HEADER, fidelity=fidelity) as window:
                 window.extend([frame(i) for i in range(6)])
-                found.append(window.ask(question.text, max_tokens=4))
+                found.append([window.ask(question.text, max_tokens=4) for question in questions])
                 assert auditor_of(engine, Options(share=1.0)).drain(60)
-    assert found[0].token_ids == found[1].token_ids and found[1].audit and found[1].audit > 1e-3
-    assert found[0].audit == pytest.approx(found[1].audit, rel=1e-2, abs=1e-4)
+                lost.append(auditor_of(engine).counts.lost)
+    for one, two in zip(*found, strict=True):
+        assert one.token_ids == two.token_ids and one.audit == pytest.approx(two.audit, rel=1e-2, abs=1e-4)
+    assert found[1][0].audit and found[1][0].audit > 1e-3
+    assert lost[0] == lost[1] > 0
 
 
 def test_nothing_but_names_and_numbers_travels(opened: Opened) -> None:

@@ -66,7 +66,12 @@ class Metrics:
         )
         self.patches = counter("patches_formed", "Low-rank patches formed and stored")
         self.audits = counter("audits", "Answers that were held against a re-prefill in the background")
-        self.audits_changed = counter("audits_changed", "Audited answers that a re-prefill would have given otherwise")
+        self.audits_lost = counter(
+            "audits_lost", "Audited answers that lost the value that every exact reference gives"
+        )
+        self.audits_undecided = counter("audits_undecided", "Audited answers about whose value exact answers disagree")
+        self.audit_texts = counter("audit_texts", "Audited answers without a value, which are held against the floor")
+        self.audit_excess = counter("audit_excess_nats", "Nats a token beyond the floor, summed over these")
         self.audit_fallbacks = counter("audit_fallbacks", "Chunks that fell back to exact after an audit")
         self.audit_trials = counter("audit_trials", "Comparisons of ways to serve that are not promoted")
         self.audit_tokens = counter("audit_tokens", "Prompt tokens that audits ran through a forward")
@@ -74,6 +79,9 @@ class Metrics:
         self.audits_stopped = counter("audits_stopped", "Audits that gave way to a request")
         self.audits_dropped = counter("audits_dropped", "Answers that were due to be audited and were not")
         self.promoted = gauge("way_promoted", "1 for the ways to serve that audits have promoted", "way")
+        self.stopped = gauge(
+            "way_stopped", "1 for the ways to serve whose trials stopped, as a promotion would cost too much", "way"
+        )
         self.patches_served = counter("patches_served", "Patches that an answer was served with, each counted once")
         self.patches_dropped = counter("patches_dropped", "Patches removed for their bytes that had never served")
         self.store_reads = counter("store_reads", "Reads of the store by tier, the fastest first", "tier", "result")
@@ -209,11 +217,14 @@ class Metrics:
         with self._lock:
             self._rise(self.memory_refused, memory.refused, "")
 
-    def read_audits(self, tenant: str, counts: AuditCounts, standing: Mapping[str, bool]) -> None:
-        """Update the metrics of audits; ``standing`` maps each way to serve to whether it is promoted."""
+    def read_audits(self, tenant: str, counts: AuditCounts, standing: Mapping[str, tuple[bool, bool]]) -> None:
+        """Update the metrics of audits; ``standing``: for each way to serve whether it is promoted, and whether stopped."""
         totals = {
             self.audits: counts.audits,
-            self.audits_changed: counts.harmed,
+            self.audits_lost: counts.lost,
+            self.audits_undecided: counts.undecided,
+            self.audit_texts: counts.texts,
+            self.audit_excess: counts.excess,
             self.audit_trials: counts.trials,
             self.audit_tokens: counts.tokens,
             self.audit_seconds: counts.seconds,
@@ -223,8 +234,9 @@ class Metrics:
         with self._lock:
             for metric, total in totals.items():
                 self._rise(metric, total, tenant)
-            for way, is_promoted in standing.items():
+            for way, (is_promoted, is_stopped) in standing.items():
                 self.with_labels(self.promoted, tenant, way).set(is_promoted)
+                self.with_labels(self.stopped, tenant, way).set(is_stopped)
 
     def _rise(self, metric: Any, total: float, tenant: str, *values: str) -> None:
         key = (id(metric), tenant, *values)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from ctxwin.audit import attach_audits, auditor_of
+from ctxwin.audit import Evidence, attach_audits, auditor_of
 from ctxwin.audit.evidence import STRATEGIES
 from ctxwin.engines.base import Engine
 from ctxwin.errors import CtxwinError, EngineFailed
@@ -304,8 +304,9 @@ class Service:
             )
             auditor = auditor_of(tenant_state.engine)
             strategies = auditor.ledger(tenant_state.engine, self.limits.fidelity.advanced.reference).record.ways
-            promoted = {name: name in strategies and strategies[name].promoted for name in STRATEGIES}
-            self.metrics.read_audits(tenant_state.tenant, auditor.counted(tenant_state.tenant), promoted)
+            known = {name: strategies.get(name, Evidence()) for name in STRATEGIES}
+            standing = {name: (evidence.promoted, bool(evidence.stopped)) for name, evidence in known.items()}
+            self.metrics.read_audits(tenant_state.tenant, auditor.counted(tenant_state.tenant), standing)
 
     def _open(self, name: str, tenant: Tenant | None) -> TenantState:
         engine = self._open_engine(name, tenant)
