@@ -60,6 +60,7 @@ check: $(VENV)/.deps
 	$(BIN)/ruff check -q .
 	$(BIN)/ruff format --check -q .
 	$(BIN)/mypy
+	$(BIN)/bandit -q -ll -c pyproject.toml -r ctxwin adapters evals
 	PYTHONPATH=$(TREE) $(BIN)/python -m pytest -q -n $(JOBS) --quick tests $(PYTEST_ARGS)
 
 docs: $(VENV)/.deps

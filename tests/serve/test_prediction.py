@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctxwin_server.prediction import Foresight, Histories, Prediction, parse_prefill
+from ctxwin_server.prediction import Foresight, Histories, Prediction
+from ctxwin_server.prompt_options import AS_SENT
 from serve.test_lazy_drops import DIALECTS, TURNS, Group, body, chat, in_one
 
 KEEPS = st.integers(1, 4)
@@ -150,6 +151,6 @@ def test_a_prompt_that_is_not_in_the_body_is_not_predicted() -> None:
 
 
 def test_a_setting_is_idle_or_off() -> None:
-    assert parse_prefill("idle") and not parse_prefill("off")
+    assert AS_SENT.replace({"prefill": "idle"}).prefill and not AS_SENT.replace({"prefill": "off"}).prefill
     with pytest.raises(ValueError, match="prefill must be idle or off, got 'on'"):
-        parse_prefill("on")
+        AS_SENT.replace({"prefill": "on"})

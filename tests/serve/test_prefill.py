@@ -135,11 +135,12 @@ def test_the_queue_is_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
         for one in waiting:
             worker.submit("a", one, engine.send)
         assert not waiting[0].body and waiting[1].body
-        worker.submit("a", prediction(11), engine.send)  # larger than the queue: nothing waits
+        worker.submit("a", large := prediction(11), engine.send)  # larger than the queue: the others wait on
+        assert not large.body and waiting[1].body
         engine.busy = False
-        await asyncio.sleep(2 * prefill.QUIET_S)
+        await until(lambda: len(engine.results) == 2)
 
-    assert run(work).sent == []
+    assert run(work).sent == waiting[1:]
 
 
 def test_nothing_runs_behind_its_end() -> None:

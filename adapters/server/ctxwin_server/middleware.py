@@ -5,24 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ctxwin import tracing
 from ctxwin.hashing import digest
-from ctxwin.profiles import resolve
 from ctxwin_client.errors import MemoryShort, NotAllowed, TooLarge
-from ctxwin_server import compaction
 from ctxwin_server.authentication import OPEN, authenticate
-from ctxwin_server.compaction import CompactEdit, Compaction, read_summary, request_for, resume, take_compaction
-from ctxwin_server.context_management import Count, manage
+from ctxwin_server.compaction import MESSAGES
 from ctxwin_server.endpoints import (
     CHAT,
     COUNT,
@@ -36,22 +33,17 @@ from ctxwin_server.endpoints import (
 from ctxwin_server.error_shape import reshape_errors, to_body
 from ctxwin_server.expansion import expand
 from ctxwin_server.isolation import bind, check_options, check_scores, plain_salt
-from ctxwin_server.lazy_drops import Bounds, turns_field
 from ctxwin_server.limits import Malformed
-from ctxwin_server.prediction import Foresight
+from ctxwin_server.plain_chat import EarlyResponse, PlainChat, SubRequest, apply_edits
 from ctxwin_server.prefill import Ahead
-from ctxwin_server.request_options import REQUEST_OPTIONS, ROUTES, ReportingSend, RequestOptions, read_options
-from ctxwin_server.service import STATE, TENANT, Service, TenantState
+from ctxwin_server.request_options import REQUEST_OPTIONS, ROUTES, ReportingSend, RequestOptions
+from ctxwin_server.service import STATE, TENANT, Service
 from ctxwin_server.typed_tools import describe_tools
-from ctxwin_server.volatile import Late, put
 
 GATEWAY = "ctxwin_server.middleware.Gateway"
 """The middleware as vLLM's ``--middleware`` takes it."""
-SubRequest = Callable[[dict[str, Any]], Awaitable[tuple[int, Any]]]
-"""``body`` -> status and JSON of the response to a further request to the same route."""
 _FREE = ("GET", "HEAD", "DELETE", "OPTIONS")
 """Methods whose requests need hardly any memory, or free some."""
-_SUMMARY_TOKENS = 1024
 _FOLLOW = "ctxwin.follow"
 """Key of an ASGI scope whose request is served as it came."""
 _AHEAD = "ctxwin.ahead"
@@ -93,7 +85,7 @@ class Gateway:
                 if path == "/metrics":
                     await service.run_briefly("", service.refresh_metrics)
                 receive = await _route(service, scope, receive, path, stack, partial(self._sub_request, first, receive))
-            except _EarlyResponse as early:
+            except EarlyResponse as early:
                 await early.response(scope, receive, send)
                 return
             except Exception as error:
@@ -167,14 +159,6 @@ def _is_preflight(scope: Scope) -> bool:
         middleware.kwargs for middleware in scope["app"].user_middleware if middleware.cls is CORSMiddleware
     ]
     return any(options.get("allow_origins") or options.get("allow_origin_regex") for options in cors_options)
-
-
-class _EarlyResponse(Exception):
-    """Raised with the response to a request that needs no route."""
-
-    def __init__(self, response: Response) -> None:
-        super().__init__()
-        self.response = response
 
 
 @contextmanager
@@ -251,15 +235,19 @@ async def _check_body(
         changed, windows = True, windows and "auto"
     if isinstance(data, dict):
         check_stored(path, data, tenant)
-        if path in (compaction.MESSAGES, COUNT):
+        if path in (MESSAGES, COUNT):
             changed |= await service.run_briefly(tenant, describe_tools, data)
         if path == COUNT:
-            changed |= await service.run_briefly(tenant, _apply_edits, data, tenant_state.count)
-    if windows and path in ROUTES and isinstance(data, dict):
-        changed |= await _with_window(service, tenant_state, scope, headers, path, data, windows, sub_request)
-    options: RequestOptions | None = scope.get(REQUEST_OPTIONS)
-    if options is not None and any(rewrite["parts"] for rewrite in options.rewrites.values()):
-        options.resend = body.replay(raw)
+            changed |= await service.run_briefly(tenant, apply_edits, data, tenant_state.count)
+    if windows and path in ROUTES and isinstance(data, dict) and _AHEAD in scope:
+        scope[REQUEST_OPTIONS] = RequestOptions(tenant, off="it is computed ahead", ahead=scope[_AHEAD])
+    elif windows and path in ROUTES and isinstance(data, dict):
+        chat = PlainChat(service, tenant_state, path, data, sub_request, follows=_FOLLOW in scope)
+        changed |= await chat.rewrite(headers, windows)
+        if chat.options is not None:
+            scope[REQUEST_OPTIONS] = chat.options
+            if any(rewrite["parts"] for rewrite in chat.options.rewrites.values()):
+                chat.options.resend = body.replay(raw)
     name = await service.run_briefly(tenant, digest, "plain", tenant, path, raw)
     if bound:
         if not isinstance(data, dict):
@@ -280,126 +268,6 @@ async def _check_body(
     # Without tenants the server itself reports malformed JSON.
     await stack.enter_async_context(service.quarantine.running_async(name))
     return body.replay(raw)
-
-
-def _apply_edits(data: dict[str, Any], count: Count) -> bool:
-    """Apply the edits of an equal request before its tokens are counted; return whether the body changed."""
-    resumed = resume(compaction.MESSAGES, data)
-    take_compaction(compaction.MESSAGES, data)  # a compaction does not change the counted tokens
-    managed = manage(data, None, count)
-    return resumed or managed is not None
-
-
-async def _with_window(
-    service: Service,
-    tenant_state: TenantState,
-    scope: Scope,
-    headers: Headers,
-    path: str,
-    data: dict[str, Any],
-    windows: str,
-    sub_request: SubRequest,
-) -> bool:
-    """Mark a plain request to be served with a window, and apply the edits that it, or the policy, asks for.
-
-    ``windows`` is the mode of a request that names none. Returns whether the body changed.
-    """
-    if _AHEAD in scope:
-        scope[REQUEST_OPTIONS] = RequestOptions(tenant_state.tenant, off="it is computed ahead", ahead=scope[_AHEAD])
-        return False
-    changed = "ctxwin" in data
-    own_fields = {name: data.get(name) for name in ("ctxwin",) if name in data}
-    changed |= path != CHAT and await service.run_briefly(tenant_state.tenant, resume, path, data)
-    is_managed = data.get("context_management") is not None or data.get("compaction") is not None
-    defaults = service.lazy_drops, service.volatile, service.prefill
-    options = read_options(path, headers, data, tenant_state.tenant, windows, *defaults)
-    if options is None:
-        return changed
-    scope[REQUEST_OPTIONS] = options
-    compact = take_compaction(path, data)
-    applied = await service.run_briefly(tenant_state.tenant, manage, data, service.policy, tenant_state.count)
-    if applied is not None:
-        options.reports["context_management"] = {"applied_edits": applied}
-    late, as_system = Late(), service.late_system and data.get("chat_template") is None
-    if options.volatile and _FOLLOW not in scope:
-        take = partial(tenant_state.volatile.take, data, options.name, tenant_state.count)
-        late = await service.run_briefly(tenant_state.tenant, take)
-        options.rewrites["late"] = late.report(as_system=as_system)
-    turns, room = data.get(turns_field(data)), None  # as sent
-    if is_managed or options.lazy_drops is None:  # an explicit wish: nothing of what it drops is held back
-        tenant_state.lazy_drops.forget(options.name)
-    else:
-        bounds = Bounds(0, 0, 0) if _FOLLOW in scope else options.lazy_drops
-        context = tenant_state.engine.spec.max_tokens
-        work = partial(tenant_state.lazy_drops.serve, data, options.name, bounds, tenant_state.count, context)
-        kept = await service.run_briefly(tenant_state.tenant, work)
-        options.rewrites["kept"] = kept.report()
-        room = bounds.pictures - kept.pictures if kept.turns < bounds.turns else 0
-        if kept.parts or kept.followed:
-            result = "kept" if kept.parts else "followed"
-            service.metrics.count_rewrite(tenant_state.tenant, result, kept.tokens, kept.pictures)
-    if compact is not None:
-        await _compact(service, tenant_state, options, path, data, compact, lambda body: sub_request(body | own_fields))
-    elif options.prefill and _FOLLOW not in scope:
-        await _foresee(
-            service, tenant_state, options, partial(tenant_state.histories.follow, data, turns, options.name, room)
-        )
-    if late.parts:  # behind what lazy drops compare, and a summary replaces
-        put(data, late.text, as_system=as_system)
-        service.metrics.count_rewrite(tenant_state.tenant, "late", late.tokens)
-    return changed or applied is not None or compact is not None or bool(options.rewrites)
-
-
-async def _foresee(
-    service: Service, tenant_state: TenantState, options: RequestOptions, follow: Callable[[], Foresight]
-) -> None:
-    """Hold a request against its prediction, and note what is to be computed ahead of the next one.
-
-    Nothing is, where a window behind the chat reuses KV: its prompt does not find what vLLM's prefix cache holds.
-    """
-    tenant, fidelity = tenant_state.tenant, options.fidelity or service.limits.fidelity
-    if fidelity.mode == "auto":
-        fidelity = resolve(fidelity, tenant_state.engine.spec.model)
-    if not options.off and fidelity.mode != "exact":
-        return
-    foresight = await service.run_briefly(tenant, follow)
-    if foresight.ended is not None:
-        service.metrics.count_prefilled(tenant, foresight.ended.tokens, used=foresight.hit)
-        if foresight.hit:
-            service.chat_prefill.refund(tenant, foresight.ended)
-            options.prefilled = foresight.ended.tokens
-    if foresight.next is not None and foresight.next.body:
-        options.next_prompt = foresight.next
-
-
-async def _compact(
-    service: Service,
-    tenant_state: TenantState,
-    options: RequestOptions,
-    path: str,
-    data: dict[str, Any],
-    compact: CompactEdit,
-    sub_request: SubRequest,
-) -> None:
-    """Replace the turns of a body by their summary once they exceed the threshold."""
-    names = ("system", "instructions", "tools", "messages", "input")
-    tokens = await service.run_briefly(tenant_state.tenant, tenant_state.count, [data.get(name) for name in names])
-    if tokens <= compact.threshold:
-        return
-    summary_tokens = max(1, min(_SUMMARY_TOKENS, tenant_state.engine.spec.max_tokens // 8))
-    status, answer = await sub_request(request_for(path, data, compact, summary_tokens))
-    if status != 200:
-        _log.warning("a conversation was not compacted: its summary got status %d", status)
-    summary, usage = read_summary(path, answer) if status == 200 else (None, {})
-    options.compaction = outcome = Compaction(path, summary, usage)
-    if summary is not None:
-        compaction.replace_turns(path, data, summary)
-    if compact.pause_after_compaction:
-        model = data.get("model") or service.models[0]
-        if data.get("stream"):
-            events = b"".join(map(compaction.encode_event, outcome.paused_events(model)))
-            raise _EarlyResponse(Response(events, media_type="text/event-stream"))
-        raise _EarlyResponse(JSONResponse(outcome.paused_answer(model)))
 
 
 class _Body:

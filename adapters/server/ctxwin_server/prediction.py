@@ -27,13 +27,6 @@ Place = tuple[int, str, int]
 """Depth and kind of a part, and its number among the parts of a history that share both."""
 
 
-def parse_prefill(text: str) -> bool:
-    """Return whether a text allows prompts to be computed ahead. Raises ValueError."""
-    if text not in ("idle", "off"):
-        raise ValueError(f"prefill must be idle or off, got {text[:80]!r}")
-    return text == "idle"
-
-
 @dataclass(eq=False)
 class Prediction:
     """The prompt that the next request of a conversation is expected to begin with.
@@ -116,7 +109,7 @@ class Histories(Records[History]):
         sent = tuple(part.outline() for part in parts)
         key = digest("sent", field, name, json.dumps([data.get(keyed) for keyed in KEYED]))
         old, continuation = self._continued(key, sent)
-        ended, hit, right, expected = None, False, _TRUSTED, None
+        ended, hit, right, prediction = None, False, _TRUSTED, None
         if old is not None and continuation is not None:
             if [turn.digest for turn in old.turns] == [turn.digest for turn in sent]:  # the same request again
                 return Foresight()
@@ -126,12 +119,8 @@ class Histories(Records[History]):
                 right = right + 1 if hit else 0
             pictures = sum(leaf.kind == "picture" for part in continuation.kept for leaf in part.leaves())
             if room is None or pictures > room:
-                expected = _Change.repeated(old.turns, continuation.lost, sent, turns).apply()
-        prediction = None
-        if expected is not None:
-            body = {other: value for other, value in data.items() if other not in _NOT_AHEAD} | {field: expected.turns}
-            body = copy.deepcopy(body) if right >= _TRUSTED else {}  # what is done to the request must not reach it
-            prediction = Prediction(body, sum(part.size for part in parts), expected.leaves, expected.fresh)
+                change = _Change.repeated(old.turns, continuation.lost, sent, turns)
+                prediction = change.predict(data, sum(part.size for part in parts), computed=right >= _TRUSTED)
         size = sum(part.size for part in sent)
         self.keep(old, History(key=key, name=name, size=size, turns=sent, prediction=prediction, right=right))
         return Foresight(ended, hit, prediction)
@@ -149,15 +138,6 @@ class Histories(Records[History]):
             if one is not None and (found[1] is None or one.new >= found[1].new):
                 found = record, one
         return found
-
-
-@dataclass(frozen=True)
-class _Expected:
-    """Turns that are expected, the digests of their innermost parts, and the first of these that is new there."""
-
-    turns: list[Any]
-    leaves: tuple[str, ...]
-    fresh: int
 
 
 @dataclass
@@ -181,12 +161,18 @@ class _Change:
         values = {id(part): value for part, value in _valued(sent, turns)}
         return cls(sent, values, {id(part): happened[place] for part, place in _placed(sent) if place in happened})
 
-    def apply(self) -> _Expected | None:
-        """Return the turns that it leaves; None where nothing new is in them."""
+    def predict(self, data: Mapping[str, Any], size: int, *, computed: bool) -> Prediction | None:
+        """Return the prediction of the request behind a body of ``size`` bytes; None where nothing new is in it.
+
+        ``computed``: it is to be computed, and gets a body of its own, which what is done to ``data`` does not reach.
+        """
         leaves: list[str] = []
         turns = self._apply(self.sent, leaves)
         fresh = common_prefix(leaves, _leaves(self.sent))
-        return _Expected(turns, tuple(leaves), fresh) if fresh < len(leaves) else None
+        if fresh == len(leaves):
+            return None
+        body = {field: value for field, value in data.items() if field not in _NOT_AHEAD} | {turns_field(data): turns}
+        return Prediction(copy.deepcopy(body) if computed else {}, size, tuple(leaves), fresh)
 
     def _apply(self, parts: Sequence[Part], leaves: list[str]) -> list[Any]:
         values = []

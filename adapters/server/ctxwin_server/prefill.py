@@ -54,7 +54,13 @@ class ChatPrefill:
         self._task: asyncio.Task[None] | None = None
 
     def submit(self, tenant: str, prediction: Prediction, send: Callable[[Ahead], Awaitable[object]]) -> None:
-        """Queue a prediction; ``send`` sends its request through the server. The oldest are dropped from a full queue."""
+        """Queue a prediction; ``send`` sends its request through the server.
+
+        The oldest are dropped from a full queue; one that is larger than the queue is not taken.
+        """
+        if prediction.size > MOST_BYTES:
+            prediction.body = {}
+            return
         self._queue[prediction] = tenant, send
         self._queued += prediction.size
         while self._queued > MOST_BYTES:

@@ -20,23 +20,22 @@ from starlette.types import Message, Receive, Scope, Send
 from ctxwin.fidelity import Fidelity
 from ctxwin.validation import validate
 from ctxwin_server.compaction import Compaction, encode_event
-from ctxwin_server.lazy_drops import Bounds
-from ctxwin_server.prediction import Prediction, parse_prefill
+from ctxwin_server.prediction import Prediction
 from ctxwin_server.prefill import Ahead
-from ctxwin_server.volatile import parse_volatile
+from ctxwin_server.prompt_options import AS_SENT, PromptOptions
 
 ROUTES = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 REQUEST_OPTIONS = "ctxwin.request_options"
 """Key of a request's `RequestOptions` in its ASGI scope; absent if it may not use a window."""
 HEADER = "x-ctxwin-windows"
 """Of a request: ``auto`` or ``off``. Of an answer: ``auto``, or ``off`` and the reason."""
-LAZY_DROPS, VOLATILE, PREFILL = "x-ctxwin-lazy-drops", "x-ctxwin-volatile", "x-ctxwin-prefill"
-"""Of a request: see `Bounds.parse`, `parse_volatile` and `parse_prefill`."""
 SESSION = "x-session-id"
 _NAMES = ("prompt_cache_key", "conversation", "user")
 _MOST_NAME = 512
 _CARRIER, _MEMBER = "tracestate", "ctxwin="
-_FIELDS = {"windows": None, "fidelity": None, "lazy_drops": None, "volatile": None, "prefill": None}
+_PROMPT = tuple(PromptOptions.__dataclass_fields__)
+"""Fields of a request's ``ctxwin``, and as ``x-ctxwin-lazy-drops`` its headers."""
+_FIELDS = ("windows", "fidelity", *_PROMPT)
 _MANAGED = ("context_management", "compaction")
 
 
@@ -52,9 +51,7 @@ class RequestOptions:
         usage: reported in its answers, once known.
         reports: further entries of its answers, by name.
         compaction: the summary that replaced earlier turns.
-        lazy_drops: how much of what the client drops may stay in its prompt; None is nothing.
-        volatile: whether what changes in its system prompt may be served late.
-        prefill: whether the next prompt may be computed ahead.
+        prompt: how its prompt may differ from it, and if the next one is computed ahead.
         ahead: what it computes itself, where it is such a prompt; next_prompt: the one to compute once it is answered.
         prefilled: tokens of its own prompt that were computed ahead.
         rewrites: how the prompt may differ from what was sent, by kind (``kept``, ``late``), as ``usage`` says it.
@@ -69,9 +66,7 @@ class RequestOptions:
     usage: dict[str, Any] = field(default_factory=dict)
     reports: dict[str, Any] = field(default_factory=dict)
     compaction: Compaction | None = None
-    lazy_drops: Bounds | None = None
-    volatile: bool = False
-    prefill: bool = False
+    prompt: PromptOptions = AS_SENT
     ahead: Ahead | None = None
     next_prompt: Prediction | None = None
     prefilled: int = 0
@@ -137,21 +132,14 @@ def window_mode(headers: Headers, data: Any, default: str) -> str:
 
 
 def read_options(
-    path: str,
-    headers: Headers,
-    data: Any,
-    tenant: str,
-    default: str,
-    lazy_drops: Bounds | None = None,
-    volatile: bool = False,
-    prefill: bool = False,
+    path: str, headers: Headers, data: Any, tenant: str, default: str, prompt: PromptOptions = AS_SENT
 ) -> RequestOptions | None:
     """Read the options of a request; None if it uses neither a window nor anything else of ours.
 
     Removes our own field (``ctxwin``) from ``data``. Raises ValueError for an unknown mode or fidelity.
 
     Args:
-        default, lazy_drops, volatile, prefill: of requests that say nothing.
+        default, prompt: of requests that say nothing.
     """
     if path not in ROUTES or not isinstance(data, dict):
         return None
@@ -166,13 +154,9 @@ def read_options(
             f"audit must be 0 behind a chat, whose answers are not audited, got {options.fidelity.audit}; omit it, or ask a "
             "window (POST /v1/windows)"
         )
-    drops = extension.get("lazy_drops") or headers.get(LAZY_DROPS)
-    options.lazy_drops = lazy_drops if drops is None else Bounds.parse(str(drops))
-    late = extension.get("volatile") or headers.get(VOLATILE)
-    options.volatile = volatile if late is None else parse_volatile(str(late))
-    ahead = extension.get("prefill") or headers.get(PREFILL)
-    options.prefill = prefill if ahead is None else parse_prefill(str(ahead))
-    own = options.lazy_drops is not None or drops is not None or options.volatile or options.prefill
+    said = {name: extension.get(name) or headers.get(f"x-ctxwin-{name.replace('_', '-')}") for name in _PROMPT}
+    options.prompt = prompt.replace({name: str(value) for name, value in said.items() if value is not None})
+    own = bool(options.prompt) or said["lazy_drops"] is not None
     own = own or any(data.get(name) is not None for name in _MANAGED)
     if mode == "off" and not own:
         return None

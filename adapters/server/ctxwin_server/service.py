@@ -28,7 +28,7 @@ from ctxwin_server.draining import Draining
 from ctxwin_server.fair import BackgroundWork, FairPool, Put, Stopped
 from ctxwin_server.grammars import Grammars
 from ctxwin_server.idempotency import IdempotencyCache
-from ctxwin_server.lazy_drops import Bounds, LazyDrops
+from ctxwin_server.lazy_drops import LazyDrops
 from ctxwin_server.libraries import Libraries, Preparation
 from ctxwin_server.limits import BodyBytes, Limits, RequestCount
 from ctxwin_server.memory import Memory
@@ -36,6 +36,7 @@ from ctxwin_server.metrics import Metrics
 from ctxwin_server.operations import OperationContext
 from ctxwin_server.prediction import Histories, Prediction
 from ctxwin_server.prefill import ChatPrefill
+from ctxwin_server.prompt_options import AS_SENT, PromptOptions
 from ctxwin_server.quarantine import Quarantine
 from ctxwin_server.quotas import Rate
 from ctxwin_server.request_options import PendingRequests
@@ -95,10 +96,8 @@ class Service:
         fetches_media: whether tenants' plain requests may name media by URL, which the server then fetches.
         windows: whether plain chats use windows by default: ``auto``, ``off``, or "" where they never can.
         policy: edits of plain chats that have windows and send no ``context_management``.
-        lazy_drops: how much of what plain chats drop stays in their prompts by default; None is nothing.
-        volatile: whether what changes in their system prompts is served late by default.
-        prefill: whether what they are expected to send next is computed while the engine idles by default.
-        late_system: whether the chat templates take it as a system message there.
+        prompts: options of the prompts of plain chats that say nothing.
+        late_system: whether the chat templates take a system message in front of the last turn.
         quarantine: registers requests that run in the engine, and refuses those that end it.
         metrics_key: key of ``/metrics``, besides the server's own; "" is none.
         audit_log: see `ctxwin_server.audit_log`.
@@ -121,9 +120,7 @@ class Service:
         fetches_media: bool = False,
         windows: str = "",
         policy: Policy | None = None,
-        lazy_drops: Bounds | None = None,
-        volatile: bool = False,
-        prefill: bool = False,
+        prompts: PromptOptions = AS_SENT,
         late_system: bool = False,
         quarantine: Quarantine | None = None,
         metrics_key: str = "",
@@ -140,9 +137,7 @@ class Service:
         self.fetches_media = fetches_media
         self.windows = windows
         self.policy = policy
-        self.lazy_drops = lazy_drops
-        self.volatile = volatile
-        self.prefill = prefill
+        self.prompts = prompts
         self.late_system = late_system
         self.keys = keys or Keys()
         self.quarantine = quarantine or Quarantine()

@@ -10,11 +10,9 @@ from typing import Any, get_args, get_type_hints
 from ctxwin.fidelity import Fidelity, Mode
 from ctxwin.store import parse_bytes
 from ctxwin_server.context_management import Policy
-from ctxwin_server.lazy_drops import Bounds
 from ctxwin_server.limits import Limits
-from ctxwin_server.prediction import parse_prefill
+from ctxwin_server.prompt_options import AS_SENT
 from ctxwin_server.tenants import load_tenants
-from ctxwin_server.volatile import parse_volatile
 
 
 def _setting(default: Any, text: str, metavar: str = "") -> Any:
@@ -94,9 +92,7 @@ class Settings:
             "limits": limits,
             "tenants": load_tenants(self.tenants) if self.tenants else (),
             "policy": Policy.read(Path(self.context_policy)) if self.context_policy else None,
-            "lazy_drops": Bounds.parse(self.lazy_drops),
-            "volatile": parse_volatile(self.volatile),
-            "prefill": parse_prefill(self.prefill),
+            "prompts": AS_SENT.replace(vars(self)),
             "metrics_key": _key_in(self.metrics_key_file) if self.metrics_key_file else "",
             **{name: getattr(self, name) for name in ("private_metrics", "audit_log", "windows")},
         }

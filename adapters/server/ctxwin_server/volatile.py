@@ -35,13 +35,6 @@ _BILLING = "x-anthropic-billing-header"
 """Begins a text that vLLM takes out of system prompts, since it changes with every request."""
 
 
-def parse_volatile(text: str) -> bool:
-    """Return whether a text allows volatile parts to be late. Raises ValueError."""
-    if text not in ("late", "off"):
-        raise ValueError(f"volatile must be late or off, got {text[:80]!r}")
-    return text == "late"
-
-
 @dataclass(frozen=True)
 class Late:
     """What of a request's system prompt is served behind its last turn."""
