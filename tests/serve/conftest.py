@@ -1,14 +1,18 @@
-"""One server with vLLM and two tenants for all tests of a file that need none of their own.
+"""One server with vLLM for the tests of several files (`shared_servers`).
 
-``ctxwin serve`` runs it, and vLLM's own command with our plugin where the file says ``STOCK = True``.
+`tests/conftest.py` has them run in a row and in one process; the server ends behind the last of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from shared_servers import SERVER_OF
 
 if TYPE_CHECKING:
     from serve.test_vllm_server import Process
@@ -22,22 +26,61 @@ keys = ["key-acme"]
 name = "bolt"
 keys = ["key-bolt"]
 """
+_TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 
 
-@pytest.fixture(scope="module")
-def vllm_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    from serve.test_vllm_server import running_server
-
-    folder = tmp_path_factory.mktemp("server")
+def _arguments(name: str, folder: Path) -> list[str]:
+    if name == "open":
+        return ["--windows", "auto", "--enable-prompt-tokens-details", *_TOOLS]
+    ours = "--ctxwin-" if name == "stock" else "--"
     (folder / "tenants.toml").write_text(TENANTS)
-    stock = getattr(request.module, "STOCK", False)
-    ours = "--ctxwin-" if stock else "--"
-    with running_server(
-        folder, "--api-key", "key-own", f"{ours}tenants", str(folder / "tenants.toml"),
-        f"{ours}store", f"tiered:memory:,disk:{folder / 'kv'}", "--enable-auto-tool-choice",
-        "--tool-call-parser", "hermes", stock=stock,
-    ) as made:  # fmt: skip
-        yield made
+    stored = [f"{ours}tenants", str(folder / "tenants.toml"), f"{ours}store", f"tiered:memory:,disk:{folder / 'kv'}"]
+    kept = ["--lazy-drops", "pictures=4,turns=5", "--limit-mm-per-prompt", '{"image": 8}', "--max-frames", "7"]
+    return ["--api-key", "key-own", *stored, *_TOOLS, *(kept if name == "keys" else ())]
+
+
+class Servers:
+    """The server of the tests that run, one at a time."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        self.running: Process | None = None
+        self._stack = ExitStack()
+
+    def get(self, name: str, folder: Path) -> Process:
+        from serve.test_vllm_server import running_server
+
+        if name != self.name or self.running is None or self.running.process.poll() is not None:
+            self.close()
+            made = running_server(folder, *_arguments(name, folder), stock=name == "stock")
+            self.name, self.running = name, self._stack.enter_context(made)
+        return self.running
+
+    def close(self) -> None:
+        self.name, self.running = "", None
+        self._stack.close()
+
+
+_SERVERS = Servers()
+
+
+def _server_of(item: pytest.Item | None) -> str:
+    return "" if item is None else SERVER_OF.get(f"serve/{item.path.name}", "")
+
+
+@pytest.fixture
+def vllm_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Process:
+    """The server that the tests of the file share."""
+    return _SERVERS.get(_server_of(request.node), tmp_path_factory.mktemp("server"))
+
+
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    if _SERVERS.name and _server_of(nextitem) != _SERVERS.name:
+        _SERVERS.close()
+
+
+def pytest_sessionfinish() -> None:
+    _SERVERS.close()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -8,7 +8,7 @@ import http.client
 import io
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -20,7 +20,7 @@ from PIL import Image
 
 from ctxwin.tiny import world
 from ctxwin_server.context_management import manage
-from serve.test_vllm_server import FRAMES, HEADER, Process, question, running_server
+from serve.test_vllm_server import FRAMES, HEADER, Process, question
 
 pytestmark = pytest.mark.vllm
 
@@ -33,11 +33,9 @@ _PROMPT = ("prompt_tokens", "input_tokens", "cache_read_input_tokens", "cache_cr
 History = list[tuple[str, dict[str, Any]]]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    arguments = ("--windows", "auto", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    with running_server(tmp_path_factory.mktemp("server"), *arguments, "--enable-prompt-tokens-details") as running:
-        yield running
+@pytest.fixture
+def server(vllm_server: Process) -> Process:
+    return vllm_server
 
 
 @cache

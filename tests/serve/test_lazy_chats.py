@@ -6,7 +6,7 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -24,7 +24,6 @@ from serve.test_edited_chats import (
     picture,
     png,
     question,
-    running_server,
     system,
     user,
     words,
@@ -35,24 +34,9 @@ pytestmark = pytest.mark.vllm
 LAZY, OFF = {"lazy_drops": "on"}, {"lazy_drops": "off"}
 
 
-TENANTS = """
-[[tenant]]
-name = "acme"
-keys = ["key-acme"]
-[[tenant]]
-name = "bolt"
-keys = ["key-bolt"]
-"""
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    folder = tmp_path_factory.mktemp("server")
-    (folder / "tenants.toml").write_text(TENANTS)
-    arguments = ("--lazy-drops", "pictures=4,turns=5", "--limit-mm-per-prompt", '{"image": 8}', "--max-frames", "7")
-    tenants = ("--api-key", "key-own", "--tenants", str(folder / "tenants.toml"))
-    with running_server(folder, *arguments, *tenants) as running:
-        yield running
+@pytest.fixture
+def server(vllm_server: Process) -> Process:
+    return vllm_server
 
 
 def ask(

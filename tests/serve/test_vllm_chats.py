@@ -19,7 +19,6 @@ from ctxwin_client import LiveStream, RemoteWindow, chunk_part, upload
 from ctxwin_client.errors import UnknownWindow
 from serve.test_vllm_server import FRAMES, HEADER, Process, cached, plain_messages, question
 
-STOCK = True
 EXACT = {"windows": "auto", "fidelity": {"mode": "exact"}}
 OFF = {"windows": "off"}
 TOOL: Any = {"type": "function", "function": {"name": "click", "parameters": {"enum": ["left", "right"]}}}

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from serve.histories import Edit, History, Part, Step, histories
 from serve.history_runner import Figures, Runner
-from serve.test_vllm_server import Process, running_server
+from serve.test_vllm_server import Process
 
 BATCH = 50
 OPTIONS = settings(
@@ -78,14 +79,18 @@ NAMED = {
 """What clients do every day, one by one."""
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    arguments = ["--windows", "auto", "--enable-prompt-tokens-details", "--enable-auto-tool-choice"]
-    with running_server(tmp_path_factory.mktemp("histories"), *arguments, "--tool-call-parser", "hermes") as process:
-        every = replace(SHOW, parts=tuple(map(picture, range(8))))
-        for route in ("chat", "responses", "messages"):  # kernels are compiled at their first use, pictures read
-            Runner(process.url).run(asked(FIRST, every, route=route))
-        yield process
+@cache
+def warm_up(url: str) -> None:
+    """Kernels are compiled at their first use, pictures read."""
+    every = replace(SHOW, parts=tuple(map(picture, range(8))))
+    for route in ("chat", "responses", "messages"):
+        Runner(url).run(asked(FIRST, every, route=route))
+
+
+@pytest.fixture
+def server(vllm_server: Process) -> Process:
+    warm_up(vllm_server.url)
+    return vllm_server
 
 
 def explore(run: Callable[[History], object], *decorators: Callable[[Any], Any]) -> None:
