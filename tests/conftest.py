@@ -7,6 +7,7 @@ integration runs by turns (``--turn 2/8``: the third of eight).
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -155,6 +156,19 @@ def pytest_report_header() -> str:
         f"ctxwin: audits in the background {'off' if os.environ['CTXWIN_AUDITS'] == '0' else 'on'}, "
         "prices learned only where a module is marked learns_prices"
     )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen_imports(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Behind the first module with vLLM, what stays anyway is no longer searched for garbage.
+
+    vLLM has all objects of the process searched a dozen times per engine, a second each with a million of imports.
+    """
+    yield
+    if request.node.get_closest_marker("vllm") and not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()
+        gc.freeze = gc.unfreeze = lambda: None  # vLLM freezes its own objects with the rest, and then thaws all
 
 
 @pytest.fixture(autouse=True, scope="module")
