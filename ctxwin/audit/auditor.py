@@ -33,7 +33,8 @@ from ctxwin.window.lanes import ServedMemo, choose
 from ctxwin.window.state import Conditioning, State
 
 if TYPE_CHECKING:
-    from ctxwin.engines.base import Engine, Segment
+    from ctxwin.engines.base import Engine
+    from ctxwin.engines.segments import Segment
     from ctxwin.fidelity import Fidelity, Reference
     from ctxwin.window.choice import Choice
 

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ctxwin.audit.harm import Floor, Harm, Value, value_of
-from ctxwin.engines.base import Engine, Sampling, Segment
+from ctxwin.engines.base import Engine
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Segment
 from ctxwin.errors import AnswerStopped, ChunkUnavailable, EngineFailed
 from ctxwin.fidelity import Fidelity, Reference
 from ctxwin.hashing import digest

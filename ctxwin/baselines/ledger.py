@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 from ctxwin.baselines.policies import NAMES, POLICIES, Policy, PrefixUser
 from ctxwin.baselines.prefix_cache import PrefixCache, Prompt
 from ctxwin.baselines.reprefill import Reference
-from ctxwin.engines.base import Encoded, Engine, Sampling
+from ctxwin.engines.base import Engine
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Encoded
 from ctxwin.store.lru import LRUCache
 from ctxwin.window.events import Event
 from ctxwin.window.state import Placed, State

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ctxwin.store.lru import LRUCache
 
 if TYPE_CHECKING:
-    from ctxwin.engines.base import Encoded
+    from ctxwin.engines.segments import Encoded
 
 BLOCK = 16
 ENCODER_CACHE = 4096

@@ -9,7 +9,10 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment
+from ctxwin.engines.base import Engine
+from ctxwin.engines.results import Generation
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Encoded, Segment
 
 if TYPE_CHECKING:
     from ctxwin.kv.layout import SpanKV

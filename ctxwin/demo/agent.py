@@ -22,7 +22,9 @@ from ctxwin.baselines import Ledger, PrefixCache, PrefixUser, Prompt, Reference
 from ctxwin.baselines.policies import Policy
 from ctxwin.chunk import Chunk
 from ctxwin.demo.footage import SYSTEM_PROMPT, Footage, Query
-from ctxwin.engines.base import Encoded, Engine, Sampling
+from ctxwin.engines.base import Engine
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Encoded
 from ctxwin.fidelity import Fidelity
 from ctxwin.window.ask import kl
 from ctxwin.window.window import Window

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     import torch
 
     from ctxwin.chunk import Chunk
-    from ctxwin.engines.base import Engine, MediaSpan
+    from ctxwin.engines.base import Engine
+    from ctxwin.engines.segments import MediaSpan
     from ctxwin.policies.base import WindowView
 
 _log = logging.getLogger("ctxwin")

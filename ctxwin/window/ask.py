@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from ctxwin import tracing
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, SamplingOptions, Segment, check_sampling
+from ctxwin.engines.base import Engine
+from ctxwin.engines.results import Generation
+from ctxwin.engines.sampling import Sampling, SamplingOptions, check_sampling
+from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.errors import AnswerStopped, BudgetExceeded
 from ctxwin.hashing import digest
 from ctxwin.window import edits

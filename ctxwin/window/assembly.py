@@ -15,7 +15,10 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ctxwin import tracing
-from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment, partial_ranges
+from ctxwin.engines.base import Engine
+from ctxwin.engines.results import Generation
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Encoded, Segment, partial_ranges
 from ctxwin.errors import ChunkUnavailable
 from ctxwin.fidelity import Fidelity
 from ctxwin.profiles import compress_deficit, served_basis

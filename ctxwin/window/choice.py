@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ctxwin.engines.base import partial_ranges
+from ctxwin.engines.segments import partial_ranges
 from ctxwin.fidelity import Lane
 from ctxwin.window.state import Conditioning, Placed, Prefix
 

@@ -1,6 +1,6 @@
 """How an answer to a chat is decoded, by the names that OpenAI and vLLM give it.
 
-An engine refuses options it does not support by name (`ctxwin.engines.base.SamplingOptions`).
+An engine refuses options it does not support by name (`ctxwin.engines.sampling.SamplingOptions`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ctxwin.engines.base import Sampling, SamplingOptions, options_model
+from ctxwin.engines.sampling import Sampling, SamplingOptions, options_model
 
 MOST_CHOICES = 128
 _MOST_SCHEMA = 256 << 10

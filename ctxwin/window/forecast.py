@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ctxwin.engines.base import Call, Segment, partial_ranges
+from ctxwin.engines.segments import Call, Segment, partial_ranges
 from ctxwin.hashing import digest
 from ctxwin.window.lanes import system_prompt_key
 
 if TYPE_CHECKING:
-    from ctxwin.engines.base import Encoded, Engine
+    from ctxwin.engines.base import Engine
+    from ctxwin.engines.segments import Encoded
     from ctxwin.kv.layout import SpanKV
     from ctxwin.window.answer import Plan
     from ctxwin.window.choice import Choice

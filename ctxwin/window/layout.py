@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ctxwin.engines.base import Segment, Tally
+from ctxwin.engines.results import Tally
+from ctxwin.engines.segments import Segment
 from ctxwin.window.choice import Choice
 from ctxwin.window.state import ANYTHING, Prefix, State, content_name
 

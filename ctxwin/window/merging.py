@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ctxwin.engines.base import Encoded
+    from ctxwin.engines.segments import Encoded
     from ctxwin.kv.layout import SpanKV
 
 

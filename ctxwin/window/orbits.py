@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ctxwin.engines.base import Segment
+from ctxwin.engines.segments import Segment
 from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
 from ctxwin.profiles import compress_deficit

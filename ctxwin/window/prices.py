@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ctxwin.engines.cost import CostModel, Workload
 
 if TYPE_CHECKING:
-    from ctxwin.engines.base import Segment
+    from ctxwin.engines.segments import Segment
     from ctxwin.window.choice import Choice
 
 

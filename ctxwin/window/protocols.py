@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 if TYPE_CHECKING:
     from ctxwin.chunk import Chunk
-    from ctxwin.engines.base import Encoded, Engine, Segment
+    from ctxwin.engines.base import Engine
+    from ctxwin.engines.segments import Encoded, Segment
     from ctxwin.fidelity import Fidelity
     from ctxwin.kv.layout import SpanKV
     from ctxwin.store.spans import SpanRepository

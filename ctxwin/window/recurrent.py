@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ctxwin.engines.base import Segment
+from ctxwin.engines.segments import Segment
 from ctxwin.kv.states import States, compose_states, recondition_states
 from ctxwin.window.state import Placed, Prefix, State, provenance_of, span_key
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from ctxwin.engines.base import ScoredToken
+from ctxwin.engines.results import ScoredToken
 from ctxwin.window.answer import Answer, Disposability, Plan
 
 if TYPE_CHECKING:

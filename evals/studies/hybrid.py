@@ -18,7 +18,9 @@ import numpy as np
 import typer
 
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Encoded, Generation, Sampling, Segment
+from ctxwin.engines.results import Generation
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.fidelity import Fidelity
 from ctxwin.kv.patch import apply_patch, form_patch
 from ctxwin.kv.relocate import relocate

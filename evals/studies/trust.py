@@ -111,7 +111,8 @@ def beside(engine: Engine, pairs: int = 12, requests: int = 50, gap_s: float = 0
     Requests come at random, ``gap_s`` apart in the mean. Pairs of slices, in alternating order, each after the same window's
     asks, all of which are due to be audited: in one slice of a pair in the pauses, in the other after it.
     """
-    from ctxwin.engines.base import Sampling, Segment
+    from ctxwin.engines.sampling import Sampling
+    from ctxwin.engines.segments import Segment
     from ctxwin.tiny.world import make_stream, questions_for, render
 
     auditor = auditor_of(engine, Options(queue=64))

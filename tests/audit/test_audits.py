@@ -21,8 +21,8 @@ from ctxwin.audit.evidence import BEHIND
 from ctxwin.audit.harm import Difference, Floor, Harm, Value, value_of
 from ctxwin.audit.replay import Divergence, Exchange, References, Rows, judge
 from ctxwin.audit.sampling import Sampler
-from ctxwin.engines.base import Segment
 from ctxwin.engines.hf.engine import HFEngine
+from ctxwin.engines.segments import Segment
 from ctxwin.fidelity import Reference
 from ctxwin.profiles import BASIS_NAME, PROFILE_NAME
 from ctxwin.tiny import checkpoint_dir

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctxwin.baselines.prefix_cache import Media, PrefixCache, Prompt
-from ctxwin.engines.base import Encoded, MediaSpan
+from ctxwin.engines.segments import Encoded, MediaSpan
 
 
 def _naive_hit(prompt: list[str], history: list[list[str]], block: int) -> int:

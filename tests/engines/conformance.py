@@ -17,7 +17,10 @@ import pytest
 import torch
 
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, ScoredToken, Segment, Tally, partial_ranges
+from ctxwin.engines.base import Engine
+from ctxwin.engines.results import Generation, ScoredToken, Tally
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Encoded, Segment, partial_ranges
 from ctxwin.errors import AnswerStopped, ChunkUnavailable, EngineFailed, UnsupportedModel
 from ctxwin.fidelity import Fidelity
 from ctxwin.kv.layout import SpanKV

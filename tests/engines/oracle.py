@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ctxwin.engines.base import Encoded, Sampling, Segment
 from ctxwin.engines.hf.engine import HFEngine
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Encoded, Segment
 from engines.conformance import QUERY, laid
 
 

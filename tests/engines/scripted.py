@@ -7,8 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment, Tally
+from ctxwin.engines.base import Engine
 from ctxwin.engines.encoding.templates import Template
+from ctxwin.engines.results import Generation, Tally
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.kv.layout import SpanKV
 
 

@@ -16,12 +16,13 @@ import pytest
 import torch
 
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import EngineCounters, MediaSpan
 from ctxwin.engines.encoding import checkpoint as checkpoint_module
 from ctxwin.engines.encoding.checkpoint import Checkpoint, open_checkpoint, weights_digest
 from ctxwin.engines.encoding.encoder import Encoder
 from ctxwin.engines.encoding.tokens import Tokens
 from ctxwin.engines.hf.engine import HFEngine
+from ctxwin.engines.results import EngineCounters
+from ctxwin.engines.segments import MediaSpan
 from ctxwin.errors import BudgetExceeded, ChunkUnavailable, MissingExtra, UnsupportedModel
 from ctxwin.media import pack_frames
 from ctxwin.opening import open_engine

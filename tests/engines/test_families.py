@@ -14,9 +14,11 @@ from transformers import AutoConfig
 
 from ctxwin.chunk import Chunk
 from ctxwin.doctor.models import assess
-from ctxwin.engines.base import Encoded, Engine, Sampling, Segment
+from ctxwin.engines.base import Engine
 from ctxwin.engines.encoding.families import both_ways
 from ctxwin.engines.hf.engine import HFEngine
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.kv.config import sliding_window
 from ctxwin.opening import open_engine

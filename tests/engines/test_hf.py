@@ -10,9 +10,11 @@ import torch
 from PIL import Image
 
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Engine, Sampling, Segment
+from ctxwin.engines.base import Engine
 from ctxwin.engines.encoding.checkpoint import open_checkpoint
 from ctxwin.engines.hf.engine import HFEngine
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Segment
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.opening import open_engine
 from ctxwin.store import Store

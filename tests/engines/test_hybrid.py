@@ -12,8 +12,11 @@ import torch
 
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.audit import attach_audits
-from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment
+from ctxwin.engines.base import Engine
 from ctxwin.engines.hf.engine import HFEngine
+from ctxwin.engines.results import Generation
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.errors import UnsupportedModel
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.patch import Patch, form_patch

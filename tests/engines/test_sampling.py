@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ctxwin import Chunk, Window
-from ctxwin.engines.base import Sampling
 from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.engines.hf.model import filter_logits
+from ctxwin.engines.sampling import Sampling
 from ctxwin.tiny import checkpoint_dir
 from ctxwin.window.decoding import ChatDecoding
 

@@ -11,8 +11,9 @@ import torch
 from PIL import Image
 
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Encoded, Engine
+from ctxwin.engines.base import Engine
 from ctxwin.engines.hf.engine import HFEngine
+from ctxwin.engines.segments import Encoded
 from ctxwin.errors import BadMedia, UnsupportedModel
 from ctxwin.kv.config import text_backbone
 from ctxwin.store import Store, open_store

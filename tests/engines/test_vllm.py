@@ -18,7 +18,10 @@ import pytest
 import torch
 
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment
+from ctxwin.engines.base import Engine
+from ctxwin.engines.results import Generation
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.errors import BadMedia, ChunkUnavailable, EngineFailed, UnsupportedModel
 from ctxwin.kv.layout import SpanKV
 from ctxwin.store import Store

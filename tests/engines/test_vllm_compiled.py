@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 
 from ctxwin import Chunk, Fidelity, Window
-from ctxwin.engines.base import Engine, Sampling, Segment
+from ctxwin.engines.base import Engine
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Segment
 from engines import models
 
 pytestmark = pytest.mark.skipif(

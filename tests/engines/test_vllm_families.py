@@ -15,8 +15,11 @@ import torch
 
 from ctxwin.chunk import Chunk
 from ctxwin.doctor.models import assess
-from ctxwin.engines.base import Engine, Generation, Sampling, partial_ranges
+from ctxwin.engines.base import Engine
 from ctxwin.engines.hf.engine import HFEngine
+from ctxwin.engines.results import Generation
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import partial_ranges
 from ctxwin.errors import UnsupportedModel
 from ctxwin.kv.config import sliding_window
 from ctxwin.kv.merge import merge, merged_slots

@@ -20,7 +20,8 @@ import pytest
 import torch
 
 from ctxwin import Chunk, Fidelity, Window
-from ctxwin.engines.base import Engine, Segment
+from ctxwin.engines.base import Engine
+from ctxwin.engines.segments import Segment
 from ctxwin.errors import UnsupportedModel
 from ctxwin.store import open_store
 from engines.conformance import ALL, QUERY, laid, picture, with_spans

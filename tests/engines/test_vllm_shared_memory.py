@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from ctxwin.engines.base import Encoded, Segment
+from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.engines.vllm.lifecycle import folders
 from ctxwin.engines.vllm.transport import PARAM, RequestMeta, SharedMemoryTransport, Transfer
 from ctxwin.engines.vllm.transport import endpoint as endpoints

@@ -26,7 +26,8 @@ import numpy as np
 import pytest
 
 from ctxwin import Chunk, Fidelity, Window
-from ctxwin.engines.base import Sampling, Segment
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Segment
 from ctxwin.errors import ChunkUnavailable
 from ctxwin.store import open_store
 from engines import models

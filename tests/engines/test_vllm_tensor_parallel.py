@@ -18,7 +18,9 @@ import torch
 
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.audit import Options, attach_audits, auditor_of
-from ctxwin.engines.base import Encoded, Engine, Sampling, Segment
+from ctxwin.engines.base import Engine
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.kv.deficit import deficit
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.patch import form_patch

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from ctxwin.engines.base import Segment
+from ctxwin.engines.segments import Segment
 from ctxwin.kv.patch import compress
 from ctxwin.kv.pooling import fit_basis
 from ctxwin.kv.relocate import relocate

@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Segment
+from ctxwin.engines.segments import Segment
 from ctxwin.tiny.world import render
 from evals.studies.drift import Asked, DriftSettings, _Stream, _summary, main, measure
 

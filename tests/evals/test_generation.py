@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Sampling, Segment
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Segment
 from ctxwin.tiny.world import make_stream, render
 from ctxwin_evals.decoder import ROOM, Decoder, Held, Memory
 from ctxwin_evals.generation import Reading, forced_logits, generate

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Sampling, Segment
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Segment
 from ctxwin_evals.arms import parse_arms
 from ctxwin_evals.decoder import Decoder
 from ctxwin_evals.group import Group

@@ -12,7 +12,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from ctxwin.engines.base import Segment
+from ctxwin.engines.segments import Segment
 from ctxwin_evals.arms import Served, parse_arm
 from ctxwin_evals.console import open_model
 from ctxwin_evals.decoder import Decoder

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from ctxwin import Chunk, Fidelity, Window
-from ctxwin.engines.base import Encoded, Generation, Sampling, Segment
+from ctxwin.engines.results import Generation
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.errors import BudgetExceeded, EngineFailed, UnknownChunk
 from ctxwin.policies import ByDisposability, ByPriority, Eviction, LeastRecentlyRead, OldestFirst
 from window.fake import FakeEngine

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.baselines import PrefixCache, PrefixUser, Prompt
-from ctxwin.engines.base import Encoded, Engine
+from ctxwin.engines.base import Engine
+from ctxwin.engines.segments import Encoded
 from ctxwin.policies import ByPriority, LowWater
 from window.fake import FakeEngine
 

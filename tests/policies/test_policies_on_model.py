@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from ctxwin import Chunk, Fidelity, Window, open_engine
-from ctxwin.engines.base import Engine, Sampling, Segment
+from ctxwin.engines.base import Engine
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Segment
 from ctxwin.policies import ByDisposability, BySimilarity
 from ctxwin.tiny import world
 from ctxwin.tiny.world import Kind

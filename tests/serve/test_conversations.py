@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.audit import attach_audits
 from ctxwin.audit.evidence import Ledger
-from ctxwin.engines.base import Encoded, Generation, Segment
+from ctxwin.engines.results import Generation
+from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.errors import EngineFailed
 from ctxwin.kv.layout import SpanKV
 from ctxwin.store import open_store

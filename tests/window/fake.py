@@ -15,18 +15,10 @@ import numpy as np
 import torch
 
 from ctxwin.chunk import Chunk, MediaPart, TextPart, TokensPart
-from ctxwin.engines.base import (
-    AttendedKV,
-    Encoded,
-    Engine,
-    EngineCounters,
-    EngineSpec,
-    Generation,
-    MediaSpan,
-    Sampling,
-    Segment,
-    Tally,
-)
+from ctxwin.engines.base import Engine, EngineSpec
+from ctxwin.engines.results import AttendedKV, EngineCounters, Generation, Tally
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Encoded, MediaSpan, Segment
 from ctxwin.errors import AnswerStopped, ChunkUnavailable
 from ctxwin.hashing import digest
 from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV

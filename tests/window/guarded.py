@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ctxwin.engines.base import Generation
+from ctxwin.engines.results import Generation
 from ctxwin.store.memory import MemoryStore
 from store.wrappers import WrapperStore
 from window.fake import FakeEngine

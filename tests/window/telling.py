@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ctxwin.engines.base import Encoded, Generation, Sampling, Segment, Tally
+from ctxwin.engines.results import Generation, Tally
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.errors import ChunkUnavailable
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.patch import apply_patch

@@ -20,8 +20,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ctxwin import Chunk, Fidelity, Window
-from ctxwin.engines.base import Generation
 from ctxwin.engines.hf.engine import HFEngine
+from ctxwin.engines.results import Generation
 from ctxwin.errors import BudgetExceeded
 from ctxwin.store.memory import MemoryStore
 from engines.conformance import picture

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from ctxwin import Chunk, Fidelity, Window, open_engine
-from ctxwin.engines.base import Engine, Segment
+from ctxwin.engines.base import Engine
+from ctxwin.engines.segments import Segment
 from ctxwin.errors import EngineFailed, UnknownVersion
 from ctxwin.policies import ByPriority, LowWater, OldestFirst
 from ctxwin.window import idle as idling

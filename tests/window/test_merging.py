@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ctxwin import Chunk, Fidelity, Window, open_store
-from ctxwin.engines.base import Sampling
+from ctxwin.engines.sampling import Sampling
 from ctxwin.errors import UnknownChunk, UnsupportedModel
 from window.fake import KV, FakeEngine
 

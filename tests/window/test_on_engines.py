@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from ctxwin import Answer, Chunk, Fidelity, Window, open_engine, open_store
-from ctxwin.engines.base import Engine, Sampling, Segment
+from ctxwin.engines.base import Engine
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Segment
 from ctxwin.profiles import PROFILES_VARIABLE, ModelBasis, require_basis, user_profile, write_basis
 from ctxwin.tiny import checkpoint_dir, world
 from ctxwin.window.ask import kl

@@ -19,7 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ctxwin import Answer, Chunk, Fidelity, Plan, PlanRequest, Window, open_engine
-from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment
+from ctxwin.engines.base import Engine
+from ctxwin.engines.results import Generation
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.window import serialization
 from window.fake import FakeEngine
 

@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel
 
 from ctxwin import Window
-from ctxwin.engines.base import Sampling, SamplingOptions
+from ctxwin.engines.sampling import Sampling, SamplingOptions
 from ctxwin.window.ask import AskOptions
 from ctxwin.window.decoding import ChatDecoding
 from ctxwin_client import RemoteWindow
@@ -58,4 +58,4 @@ def test_tenants_may_send_them(path: str) -> None:
 def test_an_option_touches_at_most_three_files(name: str) -> None:
     sources = [path for folder in ("ctxwin", "adapters") for path in (ROOT / folder).rglob("*.py")]
     naming = [str(path.relative_to(ROOT)) for path in sources if re.search(rf"\b{name}\b", path.read_text())]
-    assert "ctxwin/engines/base.py" in naming and len(naming) <= 3, naming
+    assert "ctxwin/engines/sampling.py" in naming and len(naming) <= 3, naming

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ctxwin import Chunk, Fidelity, Window
-from ctxwin.engines.base import Segment
+from ctxwin.engines.segments import Segment
 from ctxwin.errors import ChunkUnavailable, ReadOnlyWindow, UnknownChunk, WindowBusy
 from ctxwin.kv.patch import apply_patch
 from ctxwin.window.lanes import canonical_key

@@ -218,7 +218,8 @@ def times(device: torch.device) -> Iterator[Row]:
 
 def reprefill(window: Window, question: str, space: str, tokens: int) -> Any:
     """The answer of the same engine to a window's prompt, nothing reused but what an earlier call in ``space`` computed."""
-    from ctxwin.engines.base import Sampling, Segment
+    from ctxwin.engines.sampling import Sampling
+    from ctxwin.engines.segments import Segment
 
     engine = window.engine
     head = engine.encode_system_prompt(HEADER)

@@ -97,7 +97,7 @@ def break_even(
     The transformers engine on random weights of the decoder's shape, cut to ``layers`` layers. ``away`` is the distance of
     the logits with the chunk loaded from those with it computed again, relative to their length.
     """
-    from ctxwin.engines.base import Segment
+    from ctxwin.engines.segments import Segment
     from ctxwin.kv.patch import form_patch
 
     engine = _engine(decoder, device, layers, dtype)
@@ -138,7 +138,7 @@ def scans(
     ``away`` is the distance of the logits with the chunk composed from those with it computed, relative to their length, and
     ``without`` that of the chunk alone: the effect of the preceding states.
     """
-    from ctxwin.engines.base import Segment
+    from ctxwin.engines.segments import Segment
 
     engine = _engine(decoder, device, layers, dtype, position_free=True)
     layer_count, query, prefix = (

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ctxwin.engines.base import Segment
+from ctxwin.engines.segments import Segment
 from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
 from ctxwin.profiles import resolve

@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from ctxwin.engines.base import SamplingOptions
+from ctxwin.engines.sampling import SamplingOptions
 from ctxwin.window.serialization import REFERENCE
 from ctxwin_client.errors import NotAllowed
 

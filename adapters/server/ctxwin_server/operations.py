@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, create_model
 
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import SEED, options_model
+from ctxwin.engines.sampling import SEED, options_model
 from ctxwin.fidelity import Fidelity
 from ctxwin.library import Library
 from ctxwin.validation import validate

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctxwin.audio import resample
 from ctxwin.chunk import Chunk, MediaPart, TextPart, TokensPart
-from ctxwin.engines.base import Encoded, Engine, EngineCounters, MediaSpan
+from ctxwin.engines.base import Engine
 from ctxwin.engines.encoding.checkpoint import Checkpoint
 from ctxwin.engines.encoding.embeddings import Embeddings
 from ctxwin.engines.encoding.families import (
@@ -31,6 +31,8 @@ from ctxwin.engines.encoding.families import (
     video_tokens,
 )
 from ctxwin.engines.encoding.tokens import Tokens
+from ctxwin.engines.results import EngineCounters
+from ctxwin.engines.segments import Encoded, MediaSpan
 from ctxwin.errors import BadMedia, ChunkUnavailable, UnsupportedModel
 from ctxwin.hashing import digest
 from ctxwin.store.lru import LRUCache

@@ -19,26 +19,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ctxwin.engines.base import (
-    BEST,
-    AttendedKV,
-    Encoded,
-    EngineCounters,
-    EngineSpec,
-    Generation,
-    MediaSpan,
-    Sampling,
-    Segment,
-    Tally,
-    check_sampling,
-    check_states,
-)
+from ctxwin.engines.base import BEST, EngineSpec
 from ctxwin.engines.encoding.checkpoint import open_checkpoint
 from ctxwin.engines.encoding.encoder import Encoder, EncodingEngine
 from ctxwin.engines.encoding.families import both_ways, run_tower
 from ctxwin.engines.hf import model as hf_model
 from ctxwin.engines.hf import recurrent
 from ctxwin.engines.outputs import concat_outputs, outputs_identity, rows_of
+from ctxwin.engines.results import AttendedKV, EngineCounters, Generation, Tally
+from ctxwin.engines.sampling import Sampling, check_sampling
+from ctxwin.engines.segments import Encoded, MediaSpan, Segment, check_states
 from ctxwin.errors import AnswerStopped, EngineFailed, UnsupportedModel
 from ctxwin.kv.config import attention_layers, kv_spec_from_config, sliding_window, with_maps
 from ctxwin.kv.kernels.staging import to_host

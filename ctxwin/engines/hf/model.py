@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ctxwin.engines.base import MediaSpan, Sampling, ScoredToken
 from ctxwin.engines.encoding.checkpoint import Checkpoint
+from ctxwin.engines.results import ScoredToken
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import MediaSpan
 from ctxwin.errors import AnswerStopped, EngineFailed, UnsupportedModel
 from ctxwin.kv.config import text_backbone
 from ctxwin.kv.merge import RECENT, attention_sums

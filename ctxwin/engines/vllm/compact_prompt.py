@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ctxwin.engines.base import Encoded, Segment
+from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.engines.vllm.cache_namespace import CacheNamespace
 from ctxwin.hashing import digest
 from ctxwin.kv.layout import KVSpec

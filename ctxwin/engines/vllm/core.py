@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from ctxwin.engines.base import check_sampling, check_states
 from ctxwin.engines.encoding.families import both_ways
 from ctxwin.engines.outputs import outputs_identity
+from ctxwin.engines.sampling import check_sampling
+from ctxwin.engines.segments import check_states
 from ctxwin.engines.vllm import requests
 from ctxwin.engines.vllm.draft_model import DraftModelKV, draft_model_spec, split
 from ctxwin.engines.vllm.drivers import Driver, LoopDriver, StepDriver
@@ -47,8 +48,9 @@ from ctxwin.progress import step
 if TYPE_CHECKING:
     import asyncio
 
-    from ctxwin.engines.base import Encoded, Sampling, Segment
     from ctxwin.engines.encoding.checkpoint import Checkpoint
+    from ctxwin.engines.sampling import Sampling
+    from ctxwin.engines.segments import Encoded, Segment
 
 REFUSED = {
     "DeepseekOcr2ForConditionalGeneration": "vLLM 0.32 knows it as DeepseekOCR2ForCausalLM, with the Hub's other files",

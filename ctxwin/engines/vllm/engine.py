@@ -21,21 +21,12 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import numpy as np
 import torch
 
-from ctxwin.engines.base import (
-    BEST,
-    AttendedKV,
-    Call,
-    Encoded,
-    EngineCounters,
-    EngineSpec,
-    Generation,
-    MediaSpan,
-    Sampling,
-    Segment,
-    Tally,
-)
+from ctxwin.engines.base import BEST, EngineSpec
 from ctxwin.engines.encoding.encoder import Encoder, EncodingEngine
 from ctxwin.engines.outputs import concat_outputs
+from ctxwin.engines.results import AttendedKV, EngineCounters, Generation, Tally
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Call, Encoded, MediaSpan, Segment
 from ctxwin.engines.vllm.compact_prompt import compact_prompt
 from ctxwin.engines.vllm.draft_model import unrotated_rows
 from ctxwin.engines.vllm.lifecycle.versions import requirement

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from ctxwin.engines.base import Call, Encoded, EngineSpec, Segment
+from ctxwin.engines.base import EngineSpec
+from ctxwin.engines.segments import Call, Encoded, Segment
 from ctxwin.engines.vllm.inputs import join
 from ctxwin.engines.vllm.transport.base import RequestMeta
 from ctxwin.hashing import digest

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ctxwin.engines.base import Encoded, MediaSpan, Segment
 from ctxwin.engines.hf.model import deep_layers
+from ctxwin.engines.segments import Encoded, MediaSpan, Segment
 from ctxwin.engines.vllm.internals import embeddings_item, media_items
 from ctxwin.engines.vllm.vision import takes_pixels_only
 from ctxwin.errors import EngineFailed, UnsupportedModel

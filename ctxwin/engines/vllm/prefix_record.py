@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ctxwin.hashing import digest
 
 if TYPE_CHECKING:
-    from ctxwin.engines.base import MediaSpan
+    from ctxwin.engines.segments import MediaSpan
 
 
 class PrefixRecord:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ctxwin.engines.base import Sampling, SamplingOptions, ScoredToken
+from ctxwin.engines.results import ScoredToken
+from ctxwin.engines.sampling import Sampling, SamplingOptions
 from ctxwin.engines.vllm.transport.base import PARAM, Transfer, Transport
 from ctxwin.errors import AnswerStopped, EngineFailed, UnsupportedModel
 

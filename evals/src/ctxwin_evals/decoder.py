@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ctxwin.engines.base import Encoded, Engine
+from ctxwin.engines.base import Engine
+from ctxwin.engines.segments import Encoded
 from ctxwin.errors import UnsupportedModel
 from ctxwin.kv.config import sliding_window
 from ctxwin.kv.layout import KVSpec, SpanKV

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ctxwin.engines.base import Encoded
+from ctxwin.engines.segments import Encoded
 from ctxwin_evals.decoder import Decoder, Held, Memory, concatenated
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ctxwin.engines.base import Encoded
+from ctxwin.engines.segments import Encoded
 from ctxwin.kv.deficit import Deficit, deficit
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.patch import Patch, apply_patch

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 from ctxwin.audit.replay import kl_of_rows, likeliest
-from ctxwin.engines.base import Sampling, Segment
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Segment
 from ctxwin_evals.group import Group
 from ctxwin_evals.measure import Measurer, Said
 

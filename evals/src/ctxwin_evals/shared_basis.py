@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Segment
+from ctxwin.engines.segments import Segment
 from ctxwin.kv.deficit import Deficit, deficit
 from ctxwin.kv.pooling import fit_basis
 from ctxwin.profiles import ModelBasis, model_digest

@@ -21,7 +21,9 @@ from PIL import Image
 
 from ctxwin import Chunk, Fidelity, open_engine
 from ctxwin.baselines.reprefill import Reference
-from ctxwin.engines.base import Encoded, Engine, Sampling
+from ctxwin.engines.base import Engine
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Encoded
 from ctxwin.errors import UnsupportedModel
 from ctxwin.tiny.world import Frame, make_stream, questions_for, render
 from ctxwin.window.events import Event

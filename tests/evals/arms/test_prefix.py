@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ctxwin.engines.base import Segment
+from ctxwin.engines.segments import Segment
 from ctxwin_evals.arms import BASES, parse_arm, parse_arms
 from ctxwin_evals.arms.prefix import Prefix
 from ctxwin_evals.run import Runner, Settings, plan_jobs

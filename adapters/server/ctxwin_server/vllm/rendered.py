@@ -18,7 +18,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Encoded, Engine, Generation, MediaSpan, Sampling, Segment
+from ctxwin.engines.base import Engine
+from ctxwin.engines.results import Generation
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Encoded, MediaSpan, Segment
 from ctxwin.engines.vllm.cache_namespace import CacheNamespace, namespace_of
 from ctxwin.engines.vllm.engine import Ask, VLLMEngine
 from ctxwin.errors import AnswerStopped

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
-from ctxwin.engines.base import Segment
+from ctxwin.engines.segments import Segment
 from ctxwin.kv.kernels import SpanSlice
 from ctxwin.kv.states import since_exact
 

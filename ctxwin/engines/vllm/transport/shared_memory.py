@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ctxwin.engines.base import Segment
+from ctxwin.engines.segments import Segment
 from ctxwin.engines.vllm.lifecycle import watchdog
 from ctxwin.engines.vllm.lifecycle.folders import (
     LOCK,

@@ -18,14 +18,17 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
-from ctxwin.engines.base import Sampling, Segment
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Segment
 from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
 from ctxwin_evals.bench.moves import MOVES, QUERY, Scene, ask, system_prompt_of
 from ctxwin_evals.bench.provenance import load, provenance
 
 if TYPE_CHECKING:
-    from ctxwin.engines.base import Encoded, Engine, Generation
+    from ctxwin.engines.base import Engine
+    from ctxwin.engines.results import Generation
+    from ctxwin.engines.segments import Encoded
     from ctxwin.window.events import Event
     from ctxwin.window.window import Window
     from ctxwin_evals.console import OnProgress

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ctxwin.engines.base import Encoded, Engine, Segment
+from ctxwin.engines.base import Engine
+from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.kv.deficit import deficit
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.patch import Layers, apply_patch, compress
