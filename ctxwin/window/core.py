@@ -155,8 +155,8 @@ class WindowCore:
         version before it out of the history that `at` reads.
         """
         applied: list[edits.Applied] = []
-        if op in EDITS and any(p.pending for p in state.placed) and edits.breaks_prefix(self.state, state):
-            state, applied = edits.apply_pending(state)
+        if op in EDITS:
+            state, applied = edits.apply_if_broken(self.state, state)
         if op != "adopt":
             state = edits.merge_versions(self.state, state)
         if remember and state.version != self.state.version:

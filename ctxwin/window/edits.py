@@ -171,6 +171,13 @@ def apply_pending(state: State) -> tuple[State, list[Applied]]:
     return state, done
 
 
+def apply_if_broken(before: State, after: State) -> tuple[State, list[Applied]]:
+    """Return ``after``, behind its lazy edits where it breaks the prefix of ``before``, and what they did."""
+    if any(p.pending for p in after.placed) and breaks_prefix(before, after):
+        return apply_pending(after)
+    return after, []
+
+
 def update_entry(state: State, placement: str, **changes: Any) -> State:
     """Return the state with fields of one placed chunk changed. Raises UnknownChunk if it is not placed."""
     i = state.index(placement)

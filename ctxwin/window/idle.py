@@ -132,6 +132,7 @@ class IdlePrefill:
         exact = fidelity.mode == "exact"  # else survivors may be served as they are
         if answered and exact:
             self.predictor.begin(state)
+        self.predictor.note_lazy(state)
         leaving = self.predictor.leaving(state) if exact else []
         unlikely = state.tokens + self.reserved > state.budget  # it is about to slide, none knows how
         wasteful = self.counts.missed + self.pending_tokens > state.budget + _SHARE * self.answered
@@ -139,8 +140,8 @@ class IdlePrefill:
         if wasteful or len(leaving) == len(state.placed) or (not leaving and (unlikely or answered)):
             prefiller.cancel(self)
         elif leaving:
-            slid = survivors(state, leaving)
-            prefiller.submit(_Job(self, edits.evict(state, leaving), fidelity, slid))
+            expected, _ = edits.apply_if_broken(state, edits.evict(state, leaving))
+            prefiller.submit(_Job(self, expected, fidelity, survivors(expected, ())))
         else:
             prefiller.submit(_Job(self, state, fidelity))
 

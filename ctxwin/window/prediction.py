@@ -86,6 +86,7 @@ class SlidePredictor:
     eviction: Eviction = field(default_factory=LeastRecentlyRead)
     places: tuple[int, ...] = ()
     _noted: bool = False
+    _lazy: set[str] = field(default_factory=set)  # chunks that an edit of this turn has leave with the next break
     _arrivals: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_TURNS))
     _early: dict[Rule, list[Placed]] = field(default_factory=dict)
     _scores: dict[tuple[Rule, bool], _Score] = field(
@@ -100,9 +101,13 @@ class SlidePredictor:
         """Note how the window has just made room, or found that it has enough."""
         self.reserved, self.mark, self._noted = reserved, mark, True
 
+    def note_lazy(self, state: State) -> None:
+        """Note which chunks leave with the next break of the prefix: no rule is to foresee them."""
+        self._lazy |= {p.id for p in edits.leaving_soon(state)}
+
     def forget(self) -> None:
         """Drop the turn's first state, which holds what is forgotten; the turn is not judged."""
-        self.base, self._early = None, {}
+        self.base, self._early, self._lazy = None, {}, set()
 
     def ranked(self, state: State) -> Iterable[str]:
         """Return ids in the order of the eviction where that follows from the state, else the oldest first, as most policies have
@@ -111,8 +116,8 @@ class SlidePredictor:
         return LeastRecentlyRead().ranked(state) if ranked is None else ranked
 
     def gone(self, state: State) -> tuple[int, ...]:
-        """Return the places in `base` of chunks that ``state`` does not have."""
-        ids = {p.id for p in state.placed}
+        """Return the places in `base` of chunks that ``state`` does not have, but for those that left by a lazy edit."""
+        ids = {p.id for p in state.placed} | self._lazy
         return tuple(i for i, p in enumerate(self.base.placed if self.base else ()) if p.id not in ids)
 
     def unchanged(self, state: State) -> bool:
@@ -129,7 +134,7 @@ class SlidePredictor:
 
     def begin(self, state: State) -> None:
         """Begin a turn behind an answer of ``state``."""
-        self.base = state
+        self.base, self._lazy = state, set()
         self._early = {rule: rule(self, state, self._remaining(state)[1]) for rule in _RULES}
 
     def end(self, asked: State, reserved: int) -> None:
@@ -142,11 +147,14 @@ class SlidePredictor:
         if base is not None and not self.unchanged(asked):
             known, gone = {p.id for p in base.placed}, self.gone(asked)
             arrived = [p for p in asked.placed if p.id not in known]
-            full = base.replace(placed=(*base.placed, *arrived))
+            shown = {p.id for p in asked.placed}
+            # No rule foresees what an edit had leave lazily: for an early one before the turn, for a late one until its end.
+            early_lazy, lazy = {p.id for p in edits.leaving_soon(base)} - shown, self._lazy - shown
+            full = base.replace(placed=tuple(p for p in (*base.placed, *arrived) if p.id not in lazy))
             for rule, early in self._early.items():
-                right = follows(asked, survivors(base, early)) and len(asked.placed) == (
-                    len(base.placed) - len(early) + len(arrived)
-                )
+                left = {p.id for p in early} | early_lazy
+                kept = [(p.id, p.conditioned) for p in base.placed if p.id not in left]
+                right = follows(asked, kept) and len(asked.placed) == len(kept) + len(arrived)
                 self._scores[rule, False].add(early, bool(gone), right=right)
                 late = rule(self, full, 0)
                 right = survivors(full, late) == survivors(asked, ())

@@ -400,7 +400,18 @@ def in_pairs(window: Window, i: int) -> None:
     window.slide(reserve_tokens=RESERVED)
 
 
-@pytest.mark.parametrize("turn", [by_budget, by_hand_first, by_hand_behind, second_oldest, in_pairs])
+def with_a_lazy_eviction(window: Window, i: int) -> None:
+    for k in range(2):
+        if len(window.ids) == 6:
+            window.slide(1)
+        window.append(chunk_of(2 * i + k, 4))
+    if len(window.ids) == 6:
+        window.evict(window.ids[2], lazy=True)
+
+
+@pytest.mark.parametrize(
+    "turn", [by_budget, by_hand_first, by_hand_behind, second_oldest, in_pairs, with_a_lazy_eviction]
+)
 @pytest.mark.parametrize("options", [{}, {"low_water": 0.7}, {"eviction": LowWater(0.6, OldestFirst())}])
 def test_a_window_that_slides_computes_its_new_chunk_and_question_alone(
     engine: FakeEngine, turn: Any, options: dict[str, Any]
