@@ -72,6 +72,33 @@ def test_an_agent_with_a_habit_is_foreseen_from_its_second_change_on(
     assert not missed
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(DIALECTS), st.sampled_from(["drop", "text", "gone"]), KEEPS, st.integers(2, 4), st.booleans())
+def test_changes_of_several_groups_at_once_are_foreseen_when_they_are_due(
+    dialect: str, habit: str, keep: int, batch: int, named: bool
+) -> None:
+    """Agents that let ``batch`` more groups come before they change as many: from their second batch on."""
+    keep += habit != "text"
+    histories, missed = memory()
+    groups: list[Group] = []
+    expected: list[Any] | None = None
+    predicted = []
+    for turn in range(keep + 4 * batch + 1):
+        groups.append(Group("user", turn))
+        changed = max(0, turn + 1 - keep) // batch * batch
+        sent = body(dialect, narrowed(groups, habit, turn + 1 - changed))
+        foresight = follow(histories, sent, "n" if named else "")
+        turns = sent[TURNS[dialect]]
+        assert foresight.hit == (expected is not None)
+        if expected is not None:
+            assert turns[: len(expected)] == expected
+        expected = None
+        if foresight.next is not None:
+            predicted.append(turn + 1)
+            expected = foresight.next.body[TURNS[dialect]]
+    assert predicted == [turn for turn in range(keep + 2 * batch - 1, keep + 4 * batch + 2, batch)] and not missed
+
+
 @pytest.mark.parametrize("ask", ["question {}", "What next?"])
 def test_pictures_in_one_message_are_foreseen_up_to_the_question(ask: str) -> None:
     histories, _ = memory()

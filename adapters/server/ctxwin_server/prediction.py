@@ -1,9 +1,10 @@
 """Prediction of a chat's next request: a client that has dropped its oldest screenshot will drop the next one, too.
 
 `Histories` holds each request against the one before it. What its client has dropped, or replaced by a placeholder, is expected
-to happen next to what stands at the same place among its kind: the first picture, the second turn of the user. The history
-without it is how the next prompt begins, which `ctxwin_server.prefill` computes while the engine idles. A wrong prediction costs
-time of an idle engine, and never changes an answer.
+to happen next to what stands at the same place among its kind (the first picture, the second turn of the user), once there are as
+many of that kind as there were before, or at once where it happens with every request. The history without it is how the next
+prompt begins, which `ctxwin_server.prefill` computes while the engine idles. A wrong prediction costs time of an idle engine, and
+never changes an answer.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ctxwin.hashing import digest
@@ -70,11 +71,42 @@ class Foresight:
     next: Prediction | None = None
 
 
+@dataclass(frozen=True)
+class Habit:
+    """What a client did to its history the last time that it changed it.
+
+    Attributes:
+        fates: the part that then stood there instead, or None for nothing, by place.
+        count: parts of these kinds that there were before.
+        period: requests since the time before that; 0 where there was none.
+        since: requests since.
+    """
+
+    fates: Mapping[Place, Part | None]
+    count: int
+    period: int = 0
+    since: int = 0
+
+    @classmethod
+    def after(cls, before: Habit | None, turns: Sequence[Part], lost: Sequence[Lost]) -> Habit | None:
+        """Return what is known of a habit once a history has lost some of its parts, or none; ``before``: until then."""
+        if not lost:
+            return before and replace(before, since=before.since + 1)
+        places = {id(part): place for part, place in _placed(turns)}
+        fates = {places[id(part)]: new for part, new in lost}
+        return cls(fates, _count(turns, fates), 0 if before is None else before.since + 1)
+
+    def is_due(self, turns: Sequence[Part]) -> bool:
+        """Return whether it is expected to happen to a history with the next request."""
+        return self.period == 1 or _count(turns, self.fates) >= self.count
+
+
 @dataclass(eq=False, kw_only=True)
 class History(Record):
     """The turns of a conversation's last request, in outline; ``right``: right predictions in a row."""
 
     turns: tuple[Part, ...]
+    habit: Habit | None = None
     prediction: Prediction | None = None
     right: int = _TRUSTED
 
@@ -109,7 +141,7 @@ class Histories(Records[History]):
         sent = tuple(part.outline() for part in parts)
         key = digest("sent", field, name, json.dumps([data.get(keyed) for keyed in KEYED]))
         old, continuation = self._continued(key, sent)
-        ended, hit, right, prediction = None, False, _TRUSTED, None
+        ended, hit, right, prediction, habit = None, False, _TRUSTED, None, None
         if old is not None and continuation is not None:
             if [turn.digest for turn in old.turns] == [turn.digest for turn in sent]:  # the same request again
                 return Foresight()
@@ -118,11 +150,13 @@ class Histories(Records[History]):
                 ended.cancelled, hit = True, ended.fits(_leaves(sent))
                 right = right + 1 if hit else 0
             pictures = sum(leaf.kind == "picture" for part in continuation.kept for leaf in part.leaves())
-            if room is None or pictures > room:
-                change = _Change.repeated(old.turns, continuation.lost, sent, turns)
-                prediction = change.predict(data, sum(part.size for part in parts), computed=right >= _TRUSTED)
+            habit = Habit.after(old.habit, old.turns, continuation.lost)
+            if habit is not None and habit.is_due(sent) and (room is None or pictures > room):
+                change = _Change.repeated(habit, sent, turns)
+                prediction = change and change.predict(data, sum(p.size for p in parts), computed=right >= _TRUSTED)
         size = sum(part.size for part in sent)
-        self.keep(old, History(key=key, name=name, size=size, turns=sent, prediction=prediction, right=right))
+        found = History(key=key, name=name, size=size, turns=sent, habit=habit, prediction=prediction, right=right)
+        self.keep(old, found)
         return Foresight(ended, hit, prediction)
 
     def forgotten(self, record: History) -> None:
@@ -154,12 +188,15 @@ class _Change:
     fates: dict[int, Part | None]
 
     @classmethod
-    def repeated(cls, old: Sequence[Part], lost: Sequence[Lost], sent: Sequence[Part], turns: Sequence[Any]) -> _Change:
-        """Return for ``sent`` what happened to ``old`` parts, at the same places."""
-        places = {id(part): place for part, place in _placed(old)}
-        happened = {places[id(part)]: new for part, new in lost}
-        values = {id(part): value for part, value in _valued(sent, turns)}
-        return cls(sent, values, {id(part): happened[place] for part, place in _placed(sent) if place in happened})
+    def repeated(cls, habit: Habit, sent: Sequence[Part], turns: Sequence[Any]) -> _Change | None:
+        """Return the change of ``sent`` by a habit; None where nothing in it shows what is to stand instead of a part."""
+        valued = list(_valued(sent, turns))
+        known = {part.digest: part for part, _ in valued}
+        fates = {id(part): habit.fates[place] for part, place in _placed(sent) if place in habit.fates}
+        if any(new is not None and new.digest not in known for new in fates.values()):
+            return None
+        shown = {part: new and known[new.digest] for part, new in fates.items()}
+        return cls(sent, {id(part): value for part, value in valued}, shown)
 
     def predict(self, data: Mapping[str, Any], size: int, *, computed: bool) -> Prediction | None:
         """Return the prediction of the request behind a body of ``size`` bytes; None where nothing new is in it.
@@ -204,6 +241,12 @@ def _placed(parts: Sequence[Part]) -> Iterator[tuple[Part, Place]]:
             yield from visit(part.parts, depth + 1)
 
     return visit(parts, 0)
+
+
+def _count(parts: Sequence[Part], places: Iterable[Place]) -> int:
+    """Return how many parts there are of the depths and kinds of some places."""
+    kinds = {place[:2] for place in places}
+    return sum(place[:2] in kinds for _, place in _placed(parts))
 
 
 def _valued(parts: Sequence[Part], values: Sequence[Any]) -> Iterator[tuple[Part, Any]]:
