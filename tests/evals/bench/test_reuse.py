@@ -101,6 +101,7 @@ def test_every_move_is_served_without_a_forward_by_the_lanes_it_is_about(hf: Any
     assert served(hf, "recall") == ({"front": "resident", "recalled": "patched", "A": "patched", "B": "patched"}, 0)
     assert served(hf, "reorder") == ({"P3": "resident", "P1": "orbit", "P2": "orbit", "T": "orbit"}, 0)
     assert served(hf, "toggle") == ({"front": "resident", "toggled": "canonical", "A": "survivor", "B": "survivor"}, 0)
+    assert served(hf, "ahead") == (dict.fromkeys("ABCD", "resident"), 0)
 
 
 def test_any_order_of_the_predecessors_needs_no_forward(hf: Any) -> None:

@@ -31,7 +31,7 @@ def reuse(
     engine: Annotated[str, typer.Option(metavar="vllm|hf", help="Engine to measure.")] = "vllm",
     model: Model = "",
     model_dir: ModelDir = None,
-    ops: Annotated[str, typer.Option(help="Edits, comma-separated.")] = "slide,recall,reorder,toggle",
+    ops: Annotated[str, typer.Option(help="Edits, comma-separated.")] = "slide,recall,reorder,toggle,ahead",
     tokens: Annotated[str, typer.Option(help="Reused tokens, comma-separated.")] = "256,512,1024,2048",
     rank: Annotated[int, typer.Option(help="Rank of the stored patches.")] = 32,
     runs: Annotated[int, typer.Option(help="Paired runs of each figure.")] = 5,
@@ -54,7 +54,8 @@ def reuse(
     """Time to the first token after an edit: a window, the engine's own prefix cache, and the floor.
 
     The floor is the same prompt as a full hit of the prefix cache. Edits: the oldest chunk leaves (slide), an evicted one comes
-    back with a stored patch (recall), one of three predecessors moves to the front (reorder), a chunk's clean view (toggle).
+    back with a stored patch (recall), one of three predecessors moves to the front (reorder), a chunk's clean view (toggle),
+    the oldest leaves an exact window while the engine idles (ahead).
     """
     quiet()
     disable_audits()

@@ -1,15 +1,16 @@
 """The edits that are timed, each in a window that has everything the edit needs.
 
-| move    | window                              | edit                                   | lanes of the ask behind it      |
-|---------|-------------------------------------|----------------------------------------|---------------------------------|
-| slide   | five equal chunks                   | the oldest leaves                      | survivors                       |
-| recall  | a short chunk and three equal ones  | the second, evicted before, comes back | patched, resident in front      |
-| reorder | three predecessors and a chunk      | the last predecessor moves to the front | orbit, resident in front       |
+| move    | window                              | edit                                     | lanes of the ask behind it     |
+|---------|-------------------------------------|------------------------------------------|--------------------------------|
+| slide   | five equal chunks                   | the oldest leaves                        | survivors                      |
+| recall  | a short chunk and three equal ones  | the second, evicted before, comes back   | patched, resident in front     |
+| reorder | three predecessors and a chunk      | the last predecessor moves to the front  | orbit, resident in front       |
 | toggle  | as for recall                       | the second is switched to its clean view | canonical, survivors behind it |
+| ahead   | as for a slide, in an exact window  | the oldest leaves, then the engine idles | resident                       |
 
-Everything that an edit could need is formed beforehand: canonicals, patches after the antecedents that a chunk was first
-conditioned on, and for a reorder an orbit patch for every chunk after every set of the others, so that no order needs a
-forward.
+An exact window whose engine does not idle computes what the prefix cache does. Everything that an edit could need is formed
+beforehand: canonicals, patches after the antecedents that a chunk was first conditioned on, and for a reorder an orbit patch
+for every chunk after every set of the others, so that no order needs a forward.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from ctxwin.chunk import Chunk, TokensPart
 from ctxwin.fidelity import Fidelity
+from ctxwin.window.idle import prefiller_of
 from ctxwin.window.window import Window
 
 if TYPE_CHECKING:
@@ -78,14 +80,19 @@ class Move:
 
 
 def _open(
-    engine: Engine, sizes: Sequence[int], labels: Sequence[str], fidelity: Fidelity, seed: int
+    engine: Engine,
+    sizes: Sequence[int],
+    labels: Sequence[str],
+    fidelity: Fidelity,
+    seed: int,
+    prefill: Literal["idle"] | None = None,
 ) -> tuple[Window, list[str], dict[str, str]]:
     """A window over chunks of these sizes whose KV is computed, stored and read; its placements, and their names."""
     chunks: list[Chunk] = [
         make_chunk(engine, n, seed * 100 + i).model_copy(update={"label": name})
         for i, (n, name) in enumerate(zip(sizes, labels, strict=True))
     ]
-    window = Window(engine, system_prompt=system_prompt_of(engine), fidelity=fidelity)
+    window = Window(engine, system_prompt=system_prompt_of(engine), fidelity=fidelity, prefill=prefill)
     ids = window.extend(chunks)
     ask(window)
     return window, ids, dict(zip(ids, labels, strict=True))
@@ -146,6 +153,18 @@ def _slide(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:
     return Scene(window, lambda w: w.slide(1), ids, names)
 
 
+def _ahead(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:
+    """As `_slide`, but exact whatever ``fidelity`` allows, and with time to compute before the ask."""
+    sizes, labels = [tokens // 4, *_shares(tokens, 4)], ["oldest", "A", "B", "C", "D"]
+    window, ids, names = _open(engine, sizes, labels, Fidelity("exact"), seed, "idle")
+
+    def edit(window: Window) -> None:
+        window.slide(1)
+        prefiller_of(window.engine).drain()
+
+    return Scene(window, edit, ids, names)
+
+
 def _recall(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:
     labels = ["front", "recalled", "A", "B"]
     window, ids, names = _open(engine, _behind_a_short_one(tokens), labels, fidelity, seed)
@@ -190,5 +209,6 @@ MOVES = {
     "recall": Move(_recall, patches=True),
     "reorder": Move(_reorder, patches=True),
     "toggle": Move(_toggle),
+    "ahead": Move(_ahead),
 }
 """The edits by their names in ``--ops``."""
