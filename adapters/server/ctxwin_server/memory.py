@@ -20,9 +20,11 @@ from ctxwin_client.errors import MemoryShort
 
 _SHARE = 0.8
 _POLL_S, _CHILDREN_S, _TRIM_S = 0.25, 5.0, 10.0
+"""Seconds between two measurements, two listings of processes, and two attempts to free memory."""
 _IDLE_TRIM_S = 150.0
 """The heap of a busy server frays: after 4,700 requests 710 of its 1,125 MB were free."""
-"""Seconds between two measurements, two listings of processes, and two attempts to free memory."""
+_ARENAS, _MAPPED_BYTES = 2, 1 << 18
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # of malloc.h
 _log = logging.getLogger("ctxwin.serve")
 
 
@@ -121,7 +123,8 @@ class Memory:
             )
 
     def start(self) -> None:
-        """Start a thread that measures four times a second."""
+        """Start a thread that measures four times a second; the allocator keeps this process's heap compact from now on."""
+        keep_compact()
         self._thread = threading.Thread(target=self._run, name="ctxwin-memory", daemon=True)
         self._thread.start()
 
@@ -137,6 +140,17 @@ class Memory:
                 self.look()
             except Exception:
                 _log.exception("the memory of the server could not be measured")
+
+
+def keep_compact() -> None:
+    """Have threads share `_ARENAS` heaps, and blocks of `_MAPPED_BYTES` stand apart, which return to the machine when freed.
+
+    By default there are eight heaps a core, and each thread frays its own.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(_M_ARENA_MAX, _ARENAS)
+        libc.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
 
 
 def give_back() -> None:

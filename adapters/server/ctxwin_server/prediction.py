@@ -153,7 +153,9 @@ class Histories(Records[History]):
             habit = Habit.after(old.habit, old.turns, continuation.lost)
             if habit is not None and habit.is_due(sent) and (room is None or pictures > room):
                 change = _Change.repeated(habit, sent, turns)
-                prediction = change and change.predict(data, sum(p.size for p in parts), computed=right >= _TRUSTED)
+                if change is not None:
+                    size = sum(part.size for part in parts)
+                    prediction = change.predict(data, size, computed=right >= _TRUSTED)
         size = sum(part.size for part in sent)
         found = History(key=key, name=name, size=size, turns=sent, habit=habit, prediction=prediction, right=right)
         self.keep(old, found)
