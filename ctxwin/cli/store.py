@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from contextlib import closing
 from dataclasses import asdict
@@ -149,14 +150,13 @@ def show(as_json: bool, value: dict[str, Any], *lines: str) -> None:
 def open_existing(url: str, tenant: str, *, create: bool = False) -> Store:
     """Open an existing store; reading must not create one, writing may."""
     from ctxwin.hashing import digest
-    from ctxwin.store import open_store
+    from ctxwin.store import open_store, tiers_of
 
-    kind, colon, _ = url.partition(":")
-    if not colon or kind not in ("disk", "tiered", "memory", "redis", "rediss"):
+    if not re.match("[a-z]+:", url):
         url = f"disk:{url}"
     if url.startswith("memory:"):
         raise ValueError(f"a store in memory ends with its process, so there is nothing to look into; got {url!r}")
-    for part in url.removeprefix("tiered:").split(",") if url.startswith("tiered:") else [url]:
+    for part in tiers_of(url):
         if create or not part.startswith("disk:"):
             continue
         folder = Path(part.removeprefix("disk:")).expanduser()

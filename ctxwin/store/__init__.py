@@ -72,18 +72,23 @@ def open_store(
     return store
 
 
+def tiers_of(url: str) -> list[str]:
+    """Return the stores that a ``tiered:`` store consists of, or the one that it is."""
+    # A comma may stand in a path; only one in front of a kind of store separates.
+    kind, _, rest = url.partition(":")
+    return [name for name in re.split(r",(?=[a-z]+:)", rest) if name] if kind == "tiered" else [url]
+
+
 def archive_secret(key: str | bytes) -> bytes:
     """The secret that a store opened with ``key`` seals archives with; the same for all tenants, which archives pass between."""
     return hmac.digest(_key_bytes(key), digest("archive").encode(), "sha256")
 
 
 def _opened(url: str, limit: int | None, ttl: float | None, tenant: str, secret: bytes | None) -> Store:
-    kind, _, rest = url.partition(":")
-    if kind == "tiered":
+    if url.startswith("tiered:"):
         from ctxwin.store.tiered import TieredStore
 
-        # A comma may stand in a path; only one in front of a kind of store separates.
-        names = [name for name in re.split(r",(?=[a-z]+:)", rest) if name]
+        names = tiers_of(url)
         if len(names) < 2 or any(name.startswith("tiered:") for name in names):
             raise ValueError(f"a tiered store must be like 'tiered:memory:,disk:PATH', got {url!r}")
         limits = [min(limit, _default(name)) if limit else None for name in names[:-1]] + [limit]

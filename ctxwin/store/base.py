@@ -122,7 +122,8 @@ class Store(ABC):
 
     Thread-safe. A blob that fails its checks is a miss: deleted, counted in ``stats().corrupt``, logged. One that was
     sealed with another key is a miss as well, but stays, and is counted in ``stats().foreign``. Leased keys are never
-    evicted by the store's own size limit; leases are counted, so each ``lease`` needs a ``release``.
+    evicted by the store's own size limit; leases are counted, so each ``lease`` needs a ``release``. A store outside this
+    process does these checks with `ctxwin.store.codec.Seal`; it may have ``gc(min_age) -> (files, bytes)``, for the command.
     ``get``, ``contains`` and ``lease`` count as a use for the order of eviction.
 
     Beside blobs it holds fenced records, which do change: `claim`, `commit`, `retire`. A record belongs to its latest claimant,

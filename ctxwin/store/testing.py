@@ -1,8 +1,10 @@
 """Conformance suite of `Store`, for the stores here and for third-party ones (needs pytest and Hypothesis).
 
-class TestMyStore(StoreConformance):
-    def make_store(self, path, *, max_bytes=None, ttl=None):
-        return MyStore(path, max_bytes=max_bytes, ttl=ttl)
+Without ``max_bytes`` there is room for everything::
+
+    class TestMyStore(StoreConformance):
+        def make_store(self, path, *, max_bytes=None, ttl=None):
+            return MyStore(path, max_bytes=max_bytes or 1 << 30, ttl=ttl)
 """
 
 from __future__ import annotations

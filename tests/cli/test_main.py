@@ -259,6 +259,16 @@ def test_looking_into_a_store_makes_none(command: str, tmp_path: Path, folder: P
     refused(invoke("store", command, "memory:"), "memory")
     refused(invoke("store", command, folder, "--tenant", "else"), "no store of tenant 'else'")
     refused(invoke("store", command, "redis://host"), "redis")
+    refused(invoke("store", command, "mooncake://host"), "mooncake")
+    refused(invoke("store", command, "s3://bucket"), "a store must be 'memory:'")
+
+
+def test_a_comma_in_a_path_is_part_of_it(tmp_path: Path) -> None:
+    store = open_store(f"disk:{tmp_path / 'a,b'}")
+    store.put(f"span/{1:064x}", b"x")
+    store.close()
+    shown = invoke("store", "stats", f"tiered:memory:,disk:{tmp_path / 'a,b'}", "--json")
+    assert json.loads(shown.stdout)["items"] == 1
 
 
 def test_eval_passes_its_arguments_and_exit_code_on(monkeypatch: pytest.MonkeyPatch) -> None:
