@@ -231,12 +231,14 @@ def write_hybrid(folder: Path, kind: str = "Qwen3_5Text", **changes: object) -> 
     return folder
 
 
-def write_internvl(folder: Path) -> Path:
-    """A random InternVL: tiles of 56 px make 4 tokens each; 84x84 pictures have 4 tiles and a thumbnail."""
+def write_internvl(folder: Path, qianfan: bool = False) -> Path:
+    """A random InternVL or Qianfan-OCR: tiles of 56 px make 4 tokens each; 84x84 pictures have 4 tiles and a thumbnail."""
     import torch
     import transformers
 
-    template = CHATML.replace("<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>\n")
+    template = CHATML.replace(
+        "<|vision_start|><|image_pad|><|vision_end|>", "<image>\n" if qianfan else "<IMG_CONTEXT>\n"
+    )
     tokenizer = build_tokenizer(
         template, start_image_token="<img>", end_image_token="</img>", context_image_token="<IMG_CONTEXT>",
         video_token="<video>",
@@ -247,17 +249,22 @@ def write_internvl(folder: Path) -> Path:
         patch_size=[14, 14], initializer_range=0.15,
     )  # fmt: skip
     rope = {"rope_type": "default", "rope_theta": 1e4}
-    config = transformers.InternVLConfig(
-        text_config={**_text_fields(len(tokenizer)), "model_type": "qwen2", "rope_parameters": rope},
+    name = "QianfanOCR" if qianfan else "InternVL"
+    text = {"model_type": "qwen3", "head_dim": 16} if qianfan else {"model_type": "qwen2"}
+    config = getattr(transformers, f"{name}Config")(
+        text_config={**_text_fields(len(tokenizer)), **text, "rope_parameters": rope},
         vision_config=vision, image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"), image_seq_length=4,
         tie_word_embeddings=True,
     )  # fmt: skip
-    _save(transformers.InternVLForConditionalGeneration(config), folder)
-    processor = transformers.InternVLProcessor(
-        image_processor=transformers.GotOcr2ImageProcessor(size={"height": 56, "width": 56}, max_patches=4),
-        video_processor=transformers.InternVLVideoProcessor(size={"height": 56, "width": 56}),
-        tokenizer=tokenizer, image_seq_length=4, chat_template=template,
-    )  # fmt: skip
+    _save(getattr(transformers, f"{name}ForConditionalGeneration")(config), folder)
+    parts: dict[str, Any] = {
+        "image_processor": transformers.GotOcr2ImageProcessor(size={"height": 56, "width": 56}, max_patches=4)
+    }
+    if not qianfan:  # which takes no videos
+        parts["video_processor"] = transformers.InternVLVideoProcessor(size={"height": 56, "width": 56})
+    processor = getattr(transformers, f"{name}Processor")(
+        **parts, tokenizer=tokenizer, image_seq_length=4, chat_template=template
+    )
     processor.save_pretrained(folder)
     return folder
 

@@ -56,6 +56,7 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "qwen3_vl": lambda folder: write_vision_model(folder, "qwen3_vl"),
     "qwen3_vl_moe": lambda folder: write_vision_model(folder, "qwen3_vl_moe"),
     "internvl": write_internvl,
+    "qianfan_ocr": lambda folder: write_internvl(folder, qianfan=True),
     "kimi": write_kimi,
     "kimi_over_v2": lambda folder: write_kimi(folder, "deepseek_v2"),
     "glm4v": write_glm4v,
@@ -122,6 +123,17 @@ class TestInternVL(OnTransformers):
     @classmethod
     def model_dir(cls, folders: Callable[[str], Path]) -> Path:
         return folders("internvl")
+
+
+class TestQianfanOCR(OnTransformers):
+    """InternVL's tiles over Qwen3; what the template writes for a picture is no token."""
+
+    picture_tokens = (20, 4)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
+        return folders("qianfan_ocr")
 
 
 class TestGLM4V(OnTransformers):

@@ -403,6 +403,13 @@ def test_other_vision_models_are_refused_by_name(tmp_path: Path) -> None:
         open_engine(f"vllm:{folder}")
 
 
+def test_a_config_class_of_vllms_own_is_refused(tmp_path: Path) -> None:
+    folder = models.write_internvl(tmp_path / "model", qianfan=True)
+    with pytest.raises(UnsupportedModel, match=r"'qianfan_ocr' cannot be served on vLLM: .*; open it as hf:"):
+        open_engine(f"vllm:{folder}")
+    assert assess(folder).engines == ("hf",)
+
+
 def test_a_model_whose_layers_all_slide_is_refused(tmp_path: Path) -> None:
     folder = models.wide(lambda f: models.write_decoder(f, "Starcoder2", sliding_window=8), tmp_path / "model")
     with pytest.raises(UnsupportedModel, match="layers all slide"):

@@ -156,7 +156,8 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
         )
         # Gemma 3's template writes the token that opens a picture, its processor all the others.
         image_token = str(getattr(processor, "image_token", image)) if family is not None and family.marks else image
-        picture = (start, image_token, end)
+        # What Qianfan-OCR's template writes for a picture is plain text; its processor replaces it by all the tokens.
+        picture = (start, str(getattr(processor, "image_placeholder_token", image_token)), end)
     parts = [image_processor, video_processor]
     if family is not None and family.sound:
         parts.append(getattr(processor, "feature_extractor", None))

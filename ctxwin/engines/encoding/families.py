@@ -63,6 +63,7 @@ FAMILIES = {
     "qwen3_5": Family(video=True, stamps=True),
     "qwen3_5_moe": Family(video=True, stamps=True),
     "internvl": Family(tiles=True),
+    "qianfan_ocr": Family(tiles=True),
     "kimi_k25": Family(),
     "glm4v": Family(),
     "glm4v_moe": Family(),

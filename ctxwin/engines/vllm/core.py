@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 REFUSED = {
     "DeepseekOcr2ForConditionalGeneration": "vLLM 0.32 knows it as DeepseekOCR2ForCausalLM, with the Hub's other files",
     "Kimi_K25ForConditionalGeneration": "vLLM 0.32 knows it as KimiK25ForConditionalGeneration, with the Hub's other files",
+    "QianfanOCRForConditionalGeneration": "vLLM's class of its config takes the place of transformers', and has other fields",
     "Qwen2_5OmniThinkerForConditionalGeneration": "vLLM opens the whole model's folder only",
     "Qwen3OmniMoeThinkerForConditionalGeneration": "vLLM opens the whole model's folder only",
 }
