@@ -152,7 +152,7 @@ def open_existing(url: str, tenant: str, *, create: bool = False) -> Store:
     from ctxwin.hashing import digest
     from ctxwin.store import open_store, tiers_of
 
-    if not re.match("[a-z]+:", url):
+    if not re.match("[a-z0-9]+:", url):
         url = f"disk:{url}"
     if url.startswith("memory:"):
         raise ValueError(f"a store in memory ends with its process, so there is nothing to look into; got {url!r}")

@@ -25,6 +25,7 @@ from ctxwin_server.volatile import Late, put
 
 SubRequest = Callable[[dict[str, Any]], Awaitable[tuple[int, Any]]]
 """``body`` -> status and JSON of the response to a further request to the same route."""
+_EDITS = ("context_management", "compaction")
 _SUMMARY_TOKENS = 1024
 _log = logging.getLogger("ctxwin.serve")
 T = TypeVar("T")
@@ -81,51 +82,54 @@ class PlainChat:
         data, path = self._data, self._path
         own = {"ctxwin": data["ctxwin"]} if "ctxwin" in data else {}
         resumed = path != CHAT and await self._run(resume, path, data)
-        is_managed = data.get("context_management") is not None or data.get("compaction") is not None
+        is_managed = any(data.get(field) is not None for field in _EDITS)
         options = read_options(path, headers, data, self._tenant, windows, self._service.prompts)
         if options is None:
             return bool(own) or resumed
         self.options = options
-        compact = take_compaction(path, data)
-        applied = await self._run(manage, data, self._service.policy, self._count)
-        if applied is not None:
-            options.reports["context_management"] = {"applied_edits": applied}
-        late, as_system = await self._take_volatile(options)
-        turns = data.get(turns_field(data))  # as sent
-        room = await self._keep_drops(options, is_managed=is_managed)
+        compact, applied, late, room = None, None, Late(), None
+        if not data.keys().isdisjoint(_EDITS) or self._service.policy is not None:
+            compact = take_compaction(path, data)
+            applied = await self._run(manage, data, self._service.policy, self._count)
+            if applied is not None:
+                options.reports["context_management"] = {"applied_edits": applied}
+        if options.prompt.volatile and not self._follows:
+            late = await self._take_volatile(options)
+        turns = data.get(turns_field(data)) if options.prompt.prefill else None  # as sent
+        if is_managed or options.prompt.lazy_drops is None:  # an explicit wish: nothing of what it drops is held back
+            self._tenant_state.lazy_drops.forget(options.name)
+        else:
+            room = await self._keep_drops(options, options.prompt.lazy_drops)
         if compact is not None:
             await self._compact(options, compact, own)
         elif options.prompt.prefill and not self._follows:
             await self._foresee(options, turns, room)
         if late.parts:  # behind what lazy drops compare, and a summary replaces
-            put(data, late.text, as_system=as_system)
+            put(data, late.text, as_system=self._late_as_system)
             self._service.metrics.count_rewrite(self._tenant, "late", late.tokens)
         return bool(own or resumed or options.rewrites) or applied is not None or compact is not None
 
     async def _run(self, work: Callable[..., T], *args: Any) -> T:
         return await self._service.run_briefly(self._tenant, work, *args)
 
-    async def _take_volatile(self, options: RequestOptions) -> tuple[Late, bool]:
-        """Take out what is volatile; return it, and whether it returns as a system message."""
-        as_system = self._service.late_system and self._data.get("chat_template") is None
-        if self._follows or not options.prompt.volatile:
-            return Late(), as_system
+    @property
+    def _late_as_system(self) -> bool:
+        return self._service.late_system and self._data.get("chat_template") is None
+
+    async def _take_volatile(self, options: RequestOptions) -> Late:
+        """Take out what is volatile."""
         late = await self._run(self._tenant_state.volatile.take, self._data, options.name, self._count)
-        options.rewrites["late"] = late.report(as_system=as_system)
-        return late, as_system
+        options.rewrites["late"] = late.report(as_system=self._late_as_system)
+        return late
 
-    async def _keep_drops(self, options: RequestOptions, *, is_managed: bool) -> int | None:
-        """Put back what the client dropped, within the bounds.
-
-        Returns how many more pictures may be dropped before the prompt follows, None where it follows at once.
-        """
-        drops, asked = self._tenant_state.lazy_drops, options.prompt.lazy_drops
-        if is_managed or asked is None:  # an explicit wish: nothing of what it drops is held back
-            drops.forget(options.name)
-            return None
-        bounds = Bounds(0, 0, 0) if self._follows else asked
+    async def _keep_drops(self, options: RequestOptions, bounds: Bounds) -> int:
+        """Put back what the client dropped, within the bounds; return how many more pictures may be dropped until it follows."""
+        if self._follows:
+            bounds = Bounds(0, 0, 0)
         context = self._tenant_state.engine.spec.max_tokens
-        kept = await self._run(drops.serve, self._data, options.name, bounds, self._count, context)
+        kept = await self._run(
+            self._tenant_state.lazy_drops.serve, self._data, options.name, bounds, self._count, context
+        )
         options.rewrites["kept"] = kept.report()
         if kept.parts or kept.followed:
             result = "kept" if kept.parts else "followed"

@@ -110,7 +110,7 @@ def test_the_table_has_a_line_a_row() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--ops", "slide,fly"], "ops must be some of slide, recall, reorder, toggle, got fly"),
+        (["--ops", "slide,fly"], "ops must be some of slide, recall, reorder, toggle, ahead, got fly"),
         (["--ops", ","], "ops must be some of"),
         (["--tokens", "8"], "tokens must be numbers of at least 16, got [8]"),
         (["--tokens", "many"], "numbers must be a comma-separated list"),
@@ -134,7 +134,7 @@ def test_a_folder_for_the_generated_model_goes_with_no_model(tmp_path: Path) -> 
 
 def test_settings_are_plain() -> None:
     """They go into the result as they are."""
-    assert json.loads(json.dumps(Settings().ops)) == ["slide", "recall", "reorder", "toggle"]
+    assert json.loads(json.dumps(Settings().ops)) == ["slide", "recall", "reorder", "toggle", "ahead"]
     assert Settings().tokens == (256, 512, 1024, 2048) and Settings().runs >= 5
 
 

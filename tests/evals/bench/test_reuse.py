@@ -189,13 +189,14 @@ def test_the_command_on_vllm(folder: Path, tmp_path: Path) -> None:
     result = json.loads((tmp_path / "out.json").read_text())
     check_rows(result, runs=2)
     for r in result["rows"]:
-        assert r["bytes_loaded"] >= (r["tokens"] - 16) * result["meta"]["model"]["kv_bytes_per_token"]
+        if r["op"] != "ahead":  # whose chunks vLLM's own prefix cache may have, from the time before the ask
+            assert r["bytes_loaded"] >= (r["tokens"] - 16) * result["meta"]["model"]["kv_bytes_per_token"]
         system_prompt, query = result["meta"]["system_prompt_tokens"], result["meta"]["query_tokens"]
         # The floor is the lowest there is: everything but the query is a hit.
         assert system_prompt % moves.BLOCK == 0 and r["floor_computed_tokens"] == query
         assert r["local_hit_tokens"] == system_prompt + r["tokens"]
         # The timed ask must not find the blocks of an earlier repetition.
-        assert r["cached_tokens"] <= system_prompt + 16
+        assert r["cached_tokens"] <= system_prompt + 16 or r["op"] == "ahead"
         # Before the edit nothing but the system prompt and what stands in front of the edit is the same.
         assert r["prefix_hit_tokens"] <= system_prompt + 16
-    assert "medians of 2 paired runs" in told.stdout and told.stdout.count("at 128 tokens") == 4 + len(result["checks"])
+    assert "medians of 2 paired runs" in told.stdout and told.stdout.count("at 128 tokens") == 5 + len(result["checks"])

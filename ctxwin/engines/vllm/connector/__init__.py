@@ -26,14 +26,14 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.model_executor.model_loader.utils import get_model_cls
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from ctxwin.engines.vllm import internals
-from ctxwin.engines.vllm.connector.scheduler import SchedulerHalf, Step
+from ctxwin.engines.vllm.connector.scheduler import SchedulerHalf
 from ctxwin.engines.vllm.connector.worker import WorkerHalf
 from ctxwin.engines.vllm.lifecycle.folders import owner_of
 from ctxwin.engines.vllm.lifecycle.leaving import leave_when_shut_down
@@ -45,7 +45,6 @@ from ctxwin.kv.config import text_backbone
 if TYPE_CHECKING:
     import torch
     from vllm.config import KVTransferConfig, VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
@@ -99,13 +98,3 @@ class CtxwinConnector(SchedulerHalf, WorkerHalf, KVConnectorBase_V1, SupportsHMA
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         layers = self._vllm_config.compilation_config.static_forward_context
         self.endpoint.open_cache(layers, self.block_size, self._groups, self._vllm_config.speculative_config)
-
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        KVConnectorBase_V1.bind_connector_metadata(self, connector_metadata)
-        assert isinstance(connector_metadata, Step)
-        self.begin_captures(connector_metadata)
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        step = self._get_connector_metadata()
-        assert isinstance(step, Step)
-        self.work(step)

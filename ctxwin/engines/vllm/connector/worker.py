@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
+from ctxwin.engines.vllm.connector.scheduler import Step
 from ctxwin.engines.vllm.transport import Endpoint, LoadSpec, connect
 
 if TYPE_CHECKING:
     import torch
-
-    from ctxwin.engines.vllm.connector.scheduler import Step
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 _log = logging.getLogger("ctxwin.engines")
 
@@ -28,14 +28,19 @@ class WorkerHalf:
         self._failed: set[str] = set()  # requests of a hybrid, for which vLLM takes no block ids
         self._received: set[str] = set()
         self._sent: set[str] = set()
+        self._work = Step()
 
-    def begin_captures(self, step: Step) -> None:
-        """Begin the captures of a step; called before every forward, with or without loads."""
-        for capture in step.captures:
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Take the work of a step, and begin its captures; called before every forward, with or without loads."""
+        super().bind_connector_metadata(connector_metadata)  # type: ignore[misc]  # of the connector's base
+        assert isinstance(connector_metadata, Step)
+        self._work = connector_metadata
+        for capture in connector_metadata.captures:
             connect(capture.source).capture(capture)
 
-    def work(self, step: Step) -> None:
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Run the saves and loads that the scheduler planned for this step."""
+        step = self._work
         for save in step.saves:
             connect(save.source).save(save)
             self._sent.add(save.request)
