@@ -4,7 +4,8 @@ One ``ctxwin serve --windows auto``; agents that send their history again with a
 messages, the oldest screenshots dropped or replaced by a text), and cameras that append to a window, slide and ask. No picture
 comes twice and every conversation ends after a while, so whatever is kept for one grows without end unless it is bounded.
 
-Once a minute the memory of every process and all counters are written down. The run ends with a verdict over its last third:
+The memory of every process is averaged over each minute, since the heap of a busy server frays and is given back by turns, and
+written down with all counters. The run ends with a verdict over its last third:
 memory has a plateau where it grows by no more than `PLATEAU` of itself in that time. Slopes are Theil and Sen's, the median
 of those between all pairs of samples, which a single spike does not move.
 """
@@ -41,6 +42,8 @@ CHAT_TURNS, WINDOW_TURNS = 30, 60
 """Turns of one conversation, frames of one window."""
 KEEP = 4
 """Screenshots in a chat, frames in a window."""
+_LOOK_S = 5.0
+"""Seconds between two looks at a process's memory."""
 
 
 @dataclass
@@ -49,7 +52,7 @@ class Sample:
 
     Attributes:
         minute: since the load began.
-        processes: proportional resident bytes (shared pages are divided among those that map them), by process.
+        processes: proportional resident bytes (shared pages are divided among those that map them), by process, on average.
         counters: the server's own metrics by name, histograms left out.
         requests: answered so far, by kind.
     """
@@ -73,6 +76,17 @@ def resident(pid: int) -> dict[str, int]:
             name = process.name() if process.pid != pid else "server"
             sizes[f"{name} {process.pid}"] = process.memory_full_info().pss
     return sizes
+
+
+def mean_resident(pid: int, until: float, ended: threading.Event) -> dict[str, int]:
+    """Average `resident` over the time until then, or until the event."""
+    looks = [resident(pid)]
+    while not ended.wait(max(0.0, min(_LOOK_S, until - time.monotonic()))) and time.monotonic() < until:
+        looks.append(resident(pid))
+    looks.append(resident(pid))
+    return {
+        name: sum(look.get(name, 0) for look in looks) // len(looks) for name in dict.fromkeys(itertools.chain(*looks))
+    }
 
 
 def counters(url: str) -> dict[str, float]:
@@ -228,9 +242,9 @@ def measure(
         for thread in threads:
             thread.start()
         for number in itertools.count():
-            load.stopped.wait(max(0.0, begin + number * interval - time.monotonic()))
+            processes = mean_resident(pid, begin + number * interval, load.stopped)
             minute = (time.monotonic() - begin) / 60
-            samples.append(Sample(round(minute, 2), resident(pid), counters(url), dict(load.requests)))
+            samples.append(Sample(round(minute, 2), processes, counters(url), dict(load.requests)))
             on_sample(samples[-1])
             if load.stopped.is_set() or minute >= minutes:
                 break

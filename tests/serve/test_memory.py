@@ -120,7 +120,7 @@ def test_a_heap_is_trimmed_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None
     for second in range(1000):
         now = float(second)
         memory.look()
-    assert len(trims) == 7 and all(b - a > 150 for a, b in itertools.pairwise(trims))
+    assert len(trims) == 17 and all(b - a > 60 for a, b in itertools.pairwise(trims))
 
 
 @pytest.mark.parametrize(

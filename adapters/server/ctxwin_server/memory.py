@@ -21,7 +21,7 @@ from ctxwin_client.errors import MemoryShort
 _SHARE = 0.8
 _POLL_S, _CHILDREN_S, _TRIM_S = 0.25, 5.0, 10.0
 """Seconds between two measurements, two listings of processes, and two attempts to free memory."""
-_IDLE_TRIM_S = 150.0
+_IDLE_TRIM_S = 60.0
 """The heap of a busy server frays: after 4,700 requests 710 of its 1,125 MB were free."""
 _ARENAS, _MAPPED_BYTES = 2, 1 << 18
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # of malloc.h
