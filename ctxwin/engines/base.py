@@ -68,6 +68,8 @@ class Engine(ABC):
     counters: EngineCounters
     auditing: Callable[..., Any] | None = None
     """Opens the audits of a window (`ctxwin.window.protocols.Auditing`); None: its answers are not audited."""
+    window_prefix = ""
+    """Beginning of new windows' ids, by which a router finds the process that opened them."""
     forecasts = (
         False  # True where a request may compute other tokens than those without KV; `forecast` then counts them
     )

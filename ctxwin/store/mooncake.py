@@ -149,16 +149,19 @@ class MooncakeStore(Store):
         with self._lock:
             self._expire()
             old = self._put.get(key)
-            leased = self._tally.leased() - {key}
-            if len(blob) + sum(self._put[k].size for k in leased if k in self._put) > self.max_bytes:
-                return False
             excess = self._bytes - (old.size if old else 0) + len(blob) - self.max_bytes
-            for victim in [k for k in self._put if k not in leased and k != key] if excess > 0 else ():
-                excess -= self._put[victim].size
+            victims = []
+            for victim in self._put if excess > 0 else ():
+                if victim != key and not self._tally.holds(victim):
+                    victims.append(victim)
+                    excess -= self._put[victim].size
+                    if excess <= 0:
+                        break
+            if excess > 0:
+                return False
+            for victim in victims:
                 self._remove(victim)
                 self._tally.count("evictions")
-                if excess <= 0:
-                    break
             # Mooncake has no value while one is replaced, and the same one is put again and again.
             same = old is not None and old.sum == code and self._client.is_exist(self._space + key) == 1
             if not same and (answer := self._client.upsert(self._space + key, blob)):

@@ -5,9 +5,11 @@ changes in the same transaction as the value, by Lua scripts that run as a whole
 a store is opened.
 
 The index: ``used`` (sorted set: key by last use), ``sizes`` (hash: bytes by key), ``expires`` (sorted set: key by time,
-ms), ``tokens`` (hash: fencing token by key) and ``holders`` (sorted set: who holds leases, by the time in ms at which they
-end; each has a set of keys of its own). Two fields of ``sizes`` count for the whole: their names hold a blank, which no key
-may. All names share a hash tag, so that they stay in one slot. Every time is the server's, so machines' clocks may differ.
+ms), ``tokens`` (hash: fencing token by key), ``holders`` (sorted set: who holds leases, by the time in ms at which they end;
+each has a set of keys of its own) and ``leases`` (hash: their number by key). A leased key stands behind all others in
+``used``, so that a put into a full store meets only what may leave. Two fields of ``sizes`` count for the whole: their names
+hold a blank, which no key may. All names share a hash tag, so that they stay in one slot. Every time is the server's, so
+machines' clocks may differ.
 """
 
 from __future__ import annotations
@@ -102,7 +104,7 @@ class RedisStore(Store):
             from redis.retry import Retry  # type: ignore[import-not-found, unused-ignore]
         self._errors = (redis.RedisError, OSError)
         self._gone = (redis.ConnectionError, redis.TimeoutError, OSError)
-        self._refused = redis.ResponseError
+        self._refused, self._no_script = redis.ResponseError, redis.exceptions.NoScriptError
         # One try: the pool opens connections that went stale again, and a server that hangs must not be waited for twice.
         self._client: Any = redis.Redis.from_url(
             url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=Retry(NoBackoff(), 0)
@@ -141,7 +143,10 @@ class RedisStore(Store):
             with client.pipeline(transaction=True) as pipe:
                 pipe.get(self._values + key)
                 self._eval(pipe, scripts.TOUCH, key)
-                return pipe.execute(raise_on_error=False)
+                got = pipe.execute(raise_on_error=False)
+                if isinstance(got[1], self._no_script):
+                    raise got[1]
+                return got
 
         got = self._try("read", key, both)
         if got is None:
@@ -217,14 +222,8 @@ class RedisStore(Store):
             with client.pipeline(transaction=True) as pipe:
                 # A script that fails half-way is not undone: a value without an index entry must expire.
                 pipe.set(passing, blob, px=_UNINDEXED_MS)
-                pipe.eval(
-                    scripts.COMMON + scripts.PUT,
-                    len(scripts.INDEX) + 1,
-                    *self._index,
-                    passing,
-                    self._values,
-                    *arguments,
-                )
+                names = (*self._index, passing)
+                pipe.evalsha(scripts.sha(scripts.PUT), len(names), *names, self._values, *arguments)
                 return pipe.execute()[1]
 
         stored, evicted = self._try("write", key, both) or (None, 0)
@@ -270,23 +269,21 @@ class RedisStore(Store):
 
     def _release_leases(self) -> None:
         released = tuple(self._released)
-        if released and self._try("release", "leases", lambda client: client.srem(self._holder, *released)) is not None:
+        arguments = (self._holder, *released)
+        if released and self._try("release", "leases", lambda client: self._eval(client, scripts.RELEASE, *arguments)):
             self._released.difference_update(released)
 
     def renew(self) -> None:
-        """Renew all leases of this process on the server for another `lease_s` seconds."""
-
-        def everything(client: Any) -> Any:
-            with client.pipeline(transaction=True) as pipe:
-                pipe.delete(self._holder)
-                if leased := self._tally.leased():
-                    pipe.sadd(self._holder, *leased)
-                self._eval(pipe, scripts.RENEW, self._holder, self._lease_ms)
-                return pipe.execute()
-
+        """Renew all leases of this process on the server for another `lease_s` seconds. O(1), unless the server lost some."""
         with self._leasing:
-            if not self._closed and self._try("renew", "leases", everything) is not None:
-                self._released.clear()
+            if self._closed:
+                return
+            self._release_leases()
+            arguments, leased = (self._holder, self._lease_ms), self._tally.leased() | self._released
+            known = self._try("renew", "leases", lambda client: self._eval(client, scripts.RENEW, *arguments))
+            if known is not None and known != len(leased):
+                restored = (self._holder, *self._tally.leased())
+                self._try("restore", "leases", lambda client: self._eval(client, scripts.RESTORE, *restored))
 
     def claim(self, key: str) -> tuple[int, bytes] | None:
         """Take over a fenced record. Cost: a round trip with the value, as one script."""
@@ -368,12 +365,12 @@ class RedisStore(Store):
         if not self._closed:
             if self._renewal is not None:
                 self._renewal.set()
-                self._try("release", "leases", lambda client: client.unlink(self._holder))
+                self._try("release", "leases", lambda client: self._eval(client, scripts.RESTORE, self._holder))
             self._closed = True
             self._client.close()
 
     def _eval(self, client: Any, script: str, *arguments: Any) -> Any:
-        return client.eval(scripts.COMMON + script, len(scripts.INDEX), *self._index, self._values, *arguments)
+        return client.evalsha(scripts.sha(script), len(scripts.INDEX), *self._index, self._values, *arguments)
 
     def _try(self, action: str, key: str, call: Callable[[Any], Any]) -> Any:
         """Return ``call(client)``; None where the server does not answer or refuses, or during the pause after a failure."""
@@ -383,7 +380,12 @@ class RedisStore(Store):
                 self.failures += 1
                 return None
         try:
-            result = call(self._client)
+            try:
+                result = call(self._client)
+            except self._no_script:  # a server that has just started; nothing but a passing value was written
+                for script in scripts.ALL:
+                    self._client.script_load(scripts.COMMON + script)
+                result = call(self._client)
         except self._errors as error:
             self._log_failure(action, key, error)
             return None

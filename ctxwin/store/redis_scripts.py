@@ -5,14 +5,16 @@ KEYS of every script are the index, in the order of `INDEX`; ARGV[1] is what sta
 
 from __future__ import annotations
 
+import hashlib
+from functools import cache
 from typing import Final
 
-INDEX: Final = ("used", "sizes", "expires", "tokens", "holders")
+INDEX: Final = ("used", "sizes", "expires", "tokens", "holders", "leases")
 
 COMMON: Final = """
-local used, sizes, expires, tokens, holders = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local used, sizes, expires, tokens, holders, leases = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
 local values = ARGV[1]
-local TOTAL, CLOCK = ' total', ' clock'
+local TOTAL, CLOCK, LEASED, REAPED = ' total', ' clock', 2 ^ 52, 1000
 
 local function account(key, size)
   local old = tonumber(redis.call('HGET', sizes, key) or 0)
@@ -32,7 +34,9 @@ local function drop(key)
 end
 
 local function use(key)
-  redis.call('ZADD', used, redis.call('HINCRBY', sizes, CLOCK, 1), key)
+  local score = redis.call('HINCRBY', sizes, CLOCK, 1)
+  if redis.call('HEXISTS', leases, key) == 1 then score = score + LEASED end
+  redis.call('ZADD', used, score, key)
 end
 
 local function touch(key)
@@ -50,9 +54,28 @@ local function expire()
   return now
 end
 
-local function hold(holder, now, ms)
-  redis.call('PEXPIRE', holder, ms)
-  redis.call('ZADD', holders, now + ms, holder)
+local function lease(holder, key)
+  local added = redis.call('SADD', holder, key)
+  if added == 1 or redis.call('HEXISTS', leases, key) == 0 then redis.call('HINCRBY', leases, key, 1) end
+  return touch(key)
+end
+
+local function end_lease(key)
+  if redis.call('HINCRBY', leases, key, -1) > 0 then return end
+  redis.call('HDEL', leases, key)
+  if redis.call('ZSCORE', used, key) then use(key) end
+end
+
+local function end_leases(holder, most)
+  for _, key in ipairs(redis.call('SPOP', holder, most)) do end_lease(key) end
+end
+
+-- Ends leases of a process that ended without giving them back, so many at a time.
+local function reap(now)
+  local dead = redis.call('ZRANGEBYSCORE', holders, '-inf', now, 'LIMIT', 0, 1)[1]
+  if not dead then return end
+  end_leases(dead, REAPED)
+  if redis.call('EXISTS', dead) == 0 then redis.call('ZREM', holders, dead) end
 end
 """
 
@@ -68,14 +91,31 @@ return 0
 LEASE: Final = """
 local now = expire()
 if not touch(ARGV[2]) then return 0 end
-redis.call('SADD', ARGV[3], ARGV[2])
-hold(ARGV[3], now, ARGV[4])
+lease(ARGV[3], ARGV[2])
+redis.call('ZADD', holders, now + ARGV[4], ARGV[3])
 return 1
 """
 
-# ARGV: values, holder, ms. Renews the leases of a holder.
+# ARGV: values, holder, keys. Ends leases of a holder.
+RELEASE: Final = """
+for i = 3, #ARGV do
+  if redis.call('SREM', ARGV[2], ARGV[i]) == 1 then end_lease(ARGV[i]) end
+end
+return 1
+"""
+
+# ARGV: values, holder, ms. Renews the leases of a holder, and returns how many there are.
 RENEW: Final = """
-hold(ARGV[2], expire(), ARGV[3])
+local now = expire()
+redis.call('ZADD', holders, now + ARGV[3], ARGV[2])
+reap(now)
+return redis.call('SCARD', ARGV[2])
+"""
+
+# ARGV: values, holder, keys. Makes these the leases of a holder; what is not stored is leased from its next put on.
+RESTORE: Final = """
+end_leases(ARGV[2], redis.call('SCARD', ARGV[2]))
+for i = 3, #ARGV do lease(ARGV[2], ARGV[i]) end
 return 1
 """
 
@@ -102,10 +142,10 @@ if standing == ARGV[3] then redis.call('SET', ARGV[2], standing, 'PX', ARGV[4]) 
 return standing
 """
 
-# KEYS[6]: the value under a passing name and with a short time to live, taken off last. ARGV: values, key, bytes, limit, ttl in
+# KEYS[7]: the value under a passing name and with a short time to live, taken off last. ARGV: values, key, bytes, limit, ttl in
 # ms (0: none), token (0: not fenced), mark of a retired one. Returns {1 stored | 0 refused | -1 another's, evictions}.
 PUT: Final = """
-local passing, key, token = KEYS[6], ARGV[2], tonumber(ARGV[6])
+local passing, key, token = KEYS[7], ARGV[2], tonumber(ARGV[6])
 local size, limit, ttl = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local now = expire()
 local evicted = 0
@@ -116,29 +156,22 @@ end
 local total = tonumber(redis.call('HGET', sizes, TOTAL) or 0)
 local excess = total - tonumber(redis.call('HGET', sizes, key) or 0) + size - limit
 if excess > 0 then
-  local leased, kept = {}, size
-  redis.call('ZREMRANGEBYSCORE', holders, '-inf', now)
-  for _, holder in ipairs(redis.call('ZRANGE', holders, 0, -1)) do
-    for _, held in ipairs(redis.call('SMEMBERS', holder)) do
-      if held ~= key and not leased[held] then kept = kept + tonumber(redis.call('HGET', sizes, held) or 0) end
-      leased[held] = true
-    end
-  end
-  if kept > limit then
-    redis.call('UNLINK', passing)
-    return {0, 0}
-  end
-  local at = 0
+  reap(now)
+  local victims, at = {}, 0
   while excess > 0 do
     local victim = redis.call('ZRANGE', used, at, at)[1]
-    if not victim then break end
-    if leased[victim] or victim == key then
-      at = at + 1
-    else
-      excess = excess - drop(victim)
-      evicted = evicted + 1
+    if not victim or victim ~= key and redis.call('HEXISTS', leases, victim) == 1 then  -- leased ones come last
+      redis.call('UNLINK', passing)
+      return {0, 0}
     end
+    if victim ~= key then
+      victims[#victims + 1] = victim
+      excess = excess - tonumber(redis.call('HGET', sizes, victim) or 0)
+    end
+    at = at + 1
   end
+  for _, victim in ipairs(victims) do drop(victim) end
+  evicted = #victims
 end
 redis.call('RENAME', passing, values .. key)
 account(key, size)
@@ -179,3 +212,11 @@ STATS: Final = """
 expire()
 return {redis.call('ZCARD', used), tonumber(redis.call('HGET', sizes, TOTAL) or 0)}
 """
+
+ALL: Final = (TOUCH, LEASE, RELEASE, RENEW, RESTORE, CLAIM, RETIRE, HOLD, PUT, DELETE, REJECT, LIST, STATS)
+
+
+@cache
+def sha(script: str) -> str:
+    """Return the name under which a server knows one of the scripts, once it is loaded."""
+    return hashlib.sha1((COMMON + script).encode(), usedforsecurity=False).hexdigest()

@@ -139,11 +139,11 @@ class TieredStore(Store):
         return self.tiers[-1].retire(key)
 
     def stats(self) -> StoreStats:
-        """Items are distinct keys, bytes are summed over the tiers. Cost: a listing of every tier."""
+        """Items are those of the tier that holds most, bytes are summed over the tiers."""
         parts = [tier.stats() for tier in self.tiers]
         with self._lock:
             leased = len(self._leases)
-        mine = self._tally.stats(sum(1 for _ in self.list()), sum(part.bytes for part in parts))
+        mine = self._tally.stats(max(part.items for part in parts), sum(part.bytes for part in parts))
         lost = {name: sum(getattr(part, name) for part in parts) for name in ("evictions", "corrupt", "foreign")}
         return replace(mine, leased=leased, **lost)
 

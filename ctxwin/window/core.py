@@ -307,7 +307,7 @@ class WindowCore:
         if system_prompt is not None and system_prompt != state.system_prompt:
             state = placement.with_system_prompt(self.engine, state, system_prompt)
         seed = digest("fork", self.seed, self.id, self._count())
-        state = state.replace(window=seed[:12], root=state.unit)
+        state = state.replace(window=new_id(self.engine, seed), root=state.unit)
         if budget is not None:  # a test of what one question answers; nothing is predicted of it
             state = state.replace(budget=budget, prefill=None)
         branch = WindowCore(self.engine, state, seed=seed, observers=self.observers, parent=self.id)
@@ -418,6 +418,11 @@ def _emit_audit(
         core.emit(core.event("audit", fallen, query=query, audit=audit, note=note))
 
 
+def new_id(engine: Engine, seed: str) -> str:
+    """Return the id of a new window, from a random seed or that of a fork."""
+    return engine.window_prefix + seed[:12]
+
+
 def open_windows(store: Store) -> list[WindowCore]:
     """Return the windows that this process has open on ``store``."""
     with _opening:
@@ -444,6 +449,6 @@ def restore_core(engine: Engine, state: State | dict[str, Any] | str, seed: str 
     if state.format != 1:
         raise ValueError(f"snapshot format must be 1, got {state.format}; use the ctxwin version that wrote it")
     if not state.window:
-        state = state.replace(window=uuid.uuid4().hex[:12])
+        state = state.replace(window=new_id(engine, uuid.uuid4().hex))
     name = Unaudited(engine, state.fidelity).fidelity.patch_name
     return WindowCore(engine, placement.rebind(engine, state, name), seed=seed)

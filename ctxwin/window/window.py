@@ -23,7 +23,7 @@ from ctxwin.window import edits
 from ctxwin.window import placement as placing
 from ctxwin.window.answer import Answer, Disposability, Plan, PlanEntry
 from ctxwin.window.ask import AskOptions, OnToken, Question, ask, disposable, exchange, not_stopped, split_choices
-from ctxwin.window.core import WindowCore, restore_core
+from ctxwin.window.core import WindowCore, new_id, restore_core
 from ctxwin.window.defaults import ById, LeastRecentlyRead
 from ctxwin.window.events import Observer
 from ctxwin.window.maintenance import Maintenance
@@ -89,7 +89,7 @@ class Window:
         if prefill not in (None, "idle"):
             raise ValueError(f"prefill must be 'idle' or None, got {prefill!r}")
         state = state.replace(prefill=prefill)
-        self._bind(WindowCore(engine, state.replace(window=uuid.uuid4().hex[:12])), eviction, retrieval)
+        self._bind(WindowCore(engine, state.replace(window=new_id(engine, uuid.uuid4().hex))), eviction, retrieval)
 
     @classmethod
     def over(cls, core: WindowCore, eviction: Eviction | None = None, retrieval: Retrieval | None = None) -> Self:

@@ -6,20 +6,24 @@ import json
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ctxwin import Chunk
+from ctxwin import Chunk, Window
 from ctxwin.errors import StaleOwner, StoreUnavailable
 from ctxwin.store import STORE_KEY
 from ctxwin_client import RemoteWindow
 from ctxwin_client.errors import UnknownWindow
+from ctxwin_server.limits import Limits
+from ctxwin_server.windows import OpenWindows, WindowRegistry
 from serve.serving import Server, serving
 from serve.test_routes import call
 from store.redis_server import Server as Redis
+from store.test_memory import steps
+from window.fake import FakeEngine
 
 CHUNKS = [Chunk.text(f"The door of room {i} is open. ") for i in range(6)]
 QUESTION = "Which door is open?"
@@ -155,3 +159,17 @@ def test_a_version_of_a_stranger_is_checked(redis: Redis, servers: list[Server])
     assert records.commit(f"window/{window.id}", json.dumps(record).encode(), token)
     with pytest.raises(UnknownWindow):
         on(servers[1], window)
+
+
+def test_opening_one_more_window_costs_the_same_however_many_are_open() -> None:
+    def cost(most: int) -> int:
+        with closing(FakeEngine()) as engine:
+            registry = WindowRegistry(engine, most, Limits(), OpenWindows(2 * most))
+            for _ in range(most):
+                registry.add(Window(engine, "h", 100))
+            more = [Window(engine, "h", 100) for _ in range(2)]
+            registry.add(more[0])
+            assert len(registry) == most
+            return steps(lambda: registry.add(more[1]))
+
+    assert cost(200) == pytest.approx(cost(20), rel=0.02)

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -258,6 +258,57 @@ def test_leases_of_a_killed_process_end_and_those_of_an_idle_one_do_not(store: R
         fill(other, "y")
         assert not other.contains("span/killed") and other.contains("span/idle")
         killed.close()
+
+
+def commands(client: Any, call: Callable[[], Any]) -> int:
+    """Count the commands that the server runs for a call, those of scripts among them."""
+
+    def total() -> int:
+        return sum(row["calls"] for row in client.info("commandstats").values())
+
+    before = total()
+    call()
+    return total() - before
+
+
+def test_a_put_into_a_full_store_costs_the_same_however_much_is_leased(server: Server, client: Any) -> None:
+    costs = []
+    for leased in (3, 300):
+        with closing(RedisStore(server.url, 1000 * (leased + 10), tenant=uuid.uuid4().hex)) as store:
+            for i in range(leased):
+                assert store.put(f"span/leased{i}", bytes(500)) and store.lease(f"span/leased{i}")
+            for i in range(2 * leased + 20):
+                assert store.put(f"span/{i}", bytes(500))
+            assert store.stats().evictions > 0
+            evictions = store.stats().evictions
+            costs.append(commands(client, lambda store=store: store.put("span/new", bytes(500))))
+            assert store.stats().evictions == evictions + 1
+            assert all(store.contains(f"span/leased{i}") for i in range(leased))
+    assert costs[0] == costs[1]
+
+
+def test_renewing_leases_costs_the_same_however_many_there_are(store: RedisStore, client: Any) -> None:
+    costs = []
+    for i in range(200):
+        store.put(f"span/{i}", b"x")
+        store.lease(f"span/{i}")
+        if i in (2, 199):
+            costs.append(commands(client, store.renew))
+    assert costs[0] == costs[1]
+
+
+def test_leases_that_the_server_lost_are_restored(store: RedisStore, server: Server, client: Any) -> None:
+    with closing(twin(store, server, max_bytes=5000)) as other, closing(twin(store, server, max_bytes=5000)) as mine:
+        mine.put("span/a", bytes(1000))
+        mine.put("span/b", bytes(1000))
+        assert mine.lease("span/a") and mine.lease("span/b")
+        mine.release("span/b")
+        client.flushdb()
+        other.put("span/a", bytes(1000))
+        other.put("span/b", bytes(1000))
+        mine.renew()
+        fill(other, "x")
+        assert other.contains("span/a") and not other.contains("span/b")
 
 
 def test_a_record_that_was_retired_is_not_brought_back(store: RedisStore) -> None:

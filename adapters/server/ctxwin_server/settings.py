@@ -26,6 +26,7 @@ class Settings:
     store: str = _setting("memory:", "KV and uploads: memory:, disk:PATH, redis://..., tiered:...")
     store_bytes: str = _setting("", "Limit of each tenant's store, e.g. 50GB.")
     registry: str = _setting("", "Store of windows' versions, e.g. redis://...; default: the store.")
+    registry_bytes: str = _setting("", "Limit of each tenant's registry; default: 2GiB.")
     libraries: str = _setting("", "Store of libraries that tenants are granted: disk:PATH, redis://...")
     tenants: str = _setting("", "TOML or JSON: API keys, tenants, quotas.", "FILE")
     fidelity: str = _setting("auto", "Default fidelity: auto, exact, patched or blind.")

@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from ctxwin.engines.base import Engine
@@ -295,8 +296,8 @@ class WindowRegistry:
     def give_way(self) -> bool:
         """Save and close the least recently used idle window that the store accepts; return False if there is none."""
         with self._lock:
-            idle = [i for i, entry in self._entries.items() if entry.users == 0]
-            return any(self._put_aside(window_id) for window_id in idle[:_TRIES])
+            idle = list(islice((i for i, entry in self._entries.items() if entry.users == 0), _TRIES))
+            return any(map(self._put_aside, idle))
 
     def _take(self, window_id: str) -> _Entry:
         entry = self._entries.get(window_id)

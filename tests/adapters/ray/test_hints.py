@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed; run pip install 'ctxwin[ray]'")
 
+from ray.serve._private.common import DeploymentID, ReplicaID
 from starlette.datastructures import Headers
 from starlette.requests import Request as HttpRequest
 
 from ctxwin_server.limits import Limits
 from ctxwin_server.ray import FleetArguments, fleet
 from ctxwin_server.ray.front import Front
-from ctxwin_server.ray.hints import Candidate, Head, Hint, hint_of, rank
+from ctxwin_server.ray.hints import TRIED, Head, Hint, Places, Request, hint_of, window_prefix
+from ctxwin_server.ray.router import WindowRouter
 
 PARSE = Limits().parse
 A, B = "a" * 64, "b" * 64
@@ -27,8 +31,12 @@ def hint(path: str, body: Any = None, **headers: str) -> Hint:
     return hint_of(path, Headers(headers), json.dumps(body).encode() if body is not None else b"", PARSE)
 
 
-def names(asked: Hint, *candidates: Candidate, **owners: str) -> list[str]:
-    return [candidate.name for candidate in rank(asked, candidates, owners)]
+def idle(_: str) -> int:
+    return 0
+
+
+def busy(name: str, running: int = 999) -> Callable[[str], int]:
+    return lambda other: running if other == name else 0
 
 
 @pytest.mark.parametrize(
@@ -53,25 +61,85 @@ def test_a_session_by_its_header_and_a_body_that_is_no_json() -> None:
     assert hint_of("/v1/chat/completions", Headers(), b"[" + b"[]," * 1_000_000 + b"[]]", PARSE) == Hint()
 
 
-def test_the_owner_comes_first_then_chunks_then_load() -> None:
-    idle, busy = Candidate("idle"), Candidate("busy", frozenset({"w"}), {A: 10}, running=9)
-    rich = Candidate("rich", frozenset(), {A: 10, B: 5}, running=5)
-    assert names(Hint(window="w"), idle, rich, busy)[0] == "busy"
-    assert names(Hint(window="w"), idle, rich, busy, w="idle")[:2] == ["idle", "busy"], (
-        "an answer is newer than a report"
-    )
-    assert names(Hint(chunks=frozenset({A, B})), idle, busy, rich) == ["rich", "busy", "idle"]
-    assert names(Hint(), busy, rich, idle) == ["idle", "rich", "busy"]
-    assert names(Hint(), Candidate("x", frozenset({"1", "2"})), Candidate("y", frozenset({"3"}))) == ["y", "x"]
+REPLICAS = [f"r{i}" for i in range(20)]
 
 
-def test_what_nobody_holds_falls_on_one_replica_and_few_move() -> None:
-    four = [Candidate(f"r{i}", running=i) for i in range(4)]
-    places = {i: names(Hint(window=f"w{i}"), *four)[0] for i in range(400)}
-    assert places == {i: names(Hint(window=f"w{i}"), *reversed(four))[0] for i in range(400)}
-    assert min(list(places.values()).count(c.name) for c in four) > 60
-    fewer = {i: names(Hint(window=f"w{i}"), *four[:3])[0] for i in range(400)}
-    assert all(fewer[i] == places[i] for i in places if places[i] != "r3")
+def opened_by(replica: str, number: int) -> Hint:
+    return Hint(window=f"{window_prefix(replica)}{number:012x}")
+
+
+def test_a_window_goes_to_the_replica_that_opened_it_however_busy_it_is() -> None:
+    places = Places(REPLICAS)
+    for replica in REPLICAS:
+        assert places.order(opened_by(replica, 1), busy(replica))[0] == replica
+
+
+def test_without_its_replica_a_window_falls_on_one_and_few_move() -> None:
+    """Every front finds the same place, whatever order it heard of the replicas in."""
+    hints = [opened_by("gone", i) for i in range(4000)]
+    places = [Places(REPLICAS).order(hint, idle)[0] for hint in hints]
+    assert places == [Places(reversed(REPLICAS)).order(hint, busy("r0"))[0] for hint in hints]
+    counts = Counter(places)
+    assert len(counts) == 20 and max(counts.values()) < 1.35 * 200
+    for known, others in ((REPLICAS[:-1], "r19"), ([*REPLICAS, "new"], "new")):
+        moved = [Places(known).order(hint, idle)[0] for hint in hints]
+        assert all(old == new or others in (old, new) for old, new in zip(places, moved, strict=True))
+    assert 100 < Counter(moved)["new"] < 300
+
+
+def test_a_conversation_stays_and_a_chunk_leaves_a_place_that_is_much_busier() -> None:
+    places = Places(REPLICAS)
+    for kind in (Hint(session="s", chunks=frozenset({A})), Hint(chunks=frozenset({A, B}))):
+        first = places.order(kind, idle)[0]
+        assert places.order(kind, busy(first, 8))[0] == first
+        assert (places.order(kind, busy(first, 9))[0] == first) is bool(kind.session)
+    assert places.order(Hint(chunks=frozenset({A, B})), idle)[0] == places.order(Hint(chunks=frozenset({A})), idle)[0]
+
+
+def test_what_names_nothing_goes_to_the_least_busy() -> None:
+    few = Places(["x", "y", "z"])
+    assert few.order(Hint(), {"x": 2, "y": 0, "z": 1}.__getitem__) == ["y", "z", "x"]
+    assert Places([]).order(Hint(window="w"), idle) == []
+
+
+def test_a_decision_looks_at_as_many_replicas_of_a_thousand_as_of_twenty() -> None:
+    def looks(count: int, hint: Hint) -> int:
+        looked: list[str] = []
+
+        def running(name: str) -> int:
+            looked.append(name)
+            return 0
+
+        order = Places(f"r{i}" for i in range(count)).order(hint, running)
+        assert len(order) == len(set(order)) == TRIED
+        return len(looked)
+
+    for hint in (Hint(), Hint(window="w"), Hint(session="s"), Hint(chunks=frozenset({A}))):
+        assert looks(1000, hint) == looks(20, hint) <= 2 * TRIED + 1
+
+
+def test_the_router_places_replicas_anew_only_where_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Places] = []
+
+    def places(names: Any) -> Places:
+        made.append(Places(names))
+        return made[-1]
+
+    monkeypatch.setattr("ctxwin_server.ray.router.Places", places)
+    router = WindowRouter.__new__(WindowRouter)  # a live one needs Ray's event loop
+    router._replica_queue_len_cache = {}
+    router.initialize_state()
+    replicas = [SimpleNamespace(replica_id=ReplicaID(name, DeploymentID("replica"))) for name in REPLICAS]
+    request = Request(opened_by("r3", 1), "POST", "/v1/windows", b"", (), b"")
+
+    def first(listed: list[Any]) -> str:
+        pending = SimpleNamespace(args=[request], routing_context=SimpleNamespace(should_backoff=False))
+        ((replica,), *_) = asyncio.run(router.choose_replicas(listed, pending))
+        assert pending.routing_context.should_backoff
+        return str(replica.replica_id.unique_id)
+
+    assert [first(replicas) for _ in range(3)] == ["r3"] * 3 and len(made) == 2
+    assert first([r for r in replicas if r.replica_id.unique_id != "r3"]) != "r3" and len(made) == 3
 
 
 @pytest.mark.parametrize(
@@ -106,7 +174,7 @@ class Replicas:
 
     async def remote(self, asked: Any) -> AsyncIterator[Any]:
         await self.ready.wait()
-        yield Head(200, (), "one")
+        yield Head(200, ())
 
 
 def test_bodies_in_hand_are_bounded_before_anybody_has_shown_a_key() -> None:

@@ -1,4 +1,4 @@
-"""The application: a front, and replicas behind a router that knows their windows and chunks."""
+"""The application: fronts, and replicas behind a router that finds the places of windows and chunks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from ctxwin_server.ray.front import Front
 from ctxwin_server.ray.replica import Replica
 from ctxwin_server.settings import Settings
 
-_STATS_S = 1.0
 _HEALTH_S = 5.0
 
 
@@ -32,6 +31,7 @@ class FleetArguments(BaseModel):
         ongoing: ongoing requests of a replica, of which it answers ``max_concurrency`` at once.
         target: ongoing requests of each replica that scaling aims at.
         router: import path of a request router.
+        fronts: processes that read requests and route them; one passes on some hundreds a second.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -46,6 +46,7 @@ class FleetArguments(BaseModel):
     ongoing: int = Field(default=1024, gt=0)
     target: float = Field(default=16, gt=0)
     router: str = "ctxwin_server.ray.router.WindowRouter"
+    fronts: int = Field(default=1, gt=0)
 
 
 def fleet(args: FleetArguments | dict[str, Any]) -> Any:
@@ -82,7 +83,7 @@ def fleet(args: FleetArguments | dict[str, Any]) -> Any:
     if most > least:
         autoscaling = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": arguments.target}
         scaling = {"autoscaling_config": autoscaling}
-    routing = RequestRouterConfig(request_router_class=arguments.router, request_routing_stats_period_s=_STATS_S)
+    routing = RequestRouterConfig(request_router_class=arguments.router)
     replicas = serve.deployment(Replica, name="replica").options(
         ray_actor_options={"num_cpus": arguments.cpus, "num_gpus": arguments.gpus},
         max_ongoing_requests=arguments.ongoing,
@@ -95,7 +96,7 @@ def fleet(args: FleetArguments | dict[str, Any]) -> Any:
     )
     name = arguments.name or f"ctxwin@{ray.get_runtime_context().gcs_address}"
     front = serve.deployment(Front, name="front").options(
-        ray_actor_options={"num_cpus": 0}, max_ongoing_requests=16 * arguments.ongoing
+        num_replicas=arguments.fronts, ray_actor_options={"num_cpus": 0}, max_ongoing_requests=16 * arguments.ongoing
     )
     bound = replicas.bind(arguments.model, arguments.vllm, arguments.settings, name)
     return front.bind(bound, limits)

@@ -16,13 +16,12 @@ from ctxwin_client.errors import TooLarge, TooManyRequests
 from ctxwin_server.error_shape import to_body
 from ctxwin_server.limits import BodyBytes, Limits
 from ctxwin_server.ray.hints import Request, hint_of
-from ctxwin_server.ray.owners import learn
 
 _CONNECTION_HEADERS = {b"connection", b"content-length", b"host", b"keep-alive", b"transfer-encoding", b"upgrade"}
 
 
 class Front:
-    """The ingress of a fleet, one per machine; it holds no state that a request depends on."""
+    """The ingress of a fleet, as often as `FleetArguments.fronts` says; it holds no state that a request depends on."""
 
     def __init__(self, replicas: Any, limits: Limits) -> None:
         self._replicas = replicas.options(stream=True, method_name="answer")
@@ -48,7 +47,6 @@ class Front:
             return _error_response(error)
         finally:
             self._body_bytes.give_back(_sender(request), len(body))
-        learn(head)
         response_headers = [(k, v) for k, v in head.headers if k.lower() not in _CONNECTION_HEADERS]
         response = StreamingResponse(_remaining(answers), head.status)
         response.raw_headers = response_headers

@@ -1,12 +1,13 @@
-"""Routing hints of requests, and the order in which replicas are tried for them. Pure functions; no Ray."""
+"""Routing hints of requests, and the replicas that are tried for them. No Ray."""
 
 from __future__ import annotations
 
+import random
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final
 
 from starlette.datastructures import Headers
 
@@ -16,7 +17,14 @@ from ctxwin_server.request_options import ROUTES, conversation_name
 
 _WINDOW = re.compile(r"/v1/windows/([0-9a-z]{1,64})(?:/|$)")
 _CHUNK = re.compile(rb'"chunk(?:_id)?"\s*:\s*"([0-9a-f]{64})"')
-_MAX_CHUNKS = 4096
+_MAX_CHUNKS: Final = 4096
+TRIED: Final = 8
+"""Replicas that are tried for a request before the router backs off and tries again."""
+_PREFIX: Final = 8
+_PROBES: Final = 21
+_RING: Final = 1 << 64
+_SLACK: Final = 8
+"""Ongoing requests by which the place of a chunk may exceed another replica's."""
 
 
 @dataclass(frozen=True)
@@ -49,34 +57,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Head:
-    """Head of a replica's answer; the body follows in pieces.
-
-    Attributes:
-        replica: the replica that answers.
-        windows: the windows that it used last.
-    """
+    """Head of a replica's answer; the body follows in pieces."""
 
     status: int
     headers: tuple[tuple[bytes, bytes], ...]
-    replica: str
-    windows: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """The router's view of a replica.
-
-    Attributes:
-        name: unique in the fleet.
-        windows: its open windows.
-        chunks: its KV bytes by chunk.
-        running: its ongoing requests.
-    """
-
-    name: str
-    windows: frozenset[str] = frozenset()
-    chunks: Mapping[str, int] = field(default_factory=dict)
-    running: int = 0
 
 
 def hint_of(path: str, headers: Headers, body: bytes, parse: Callable[[bytes], Any]) -> Hint:
@@ -103,32 +87,62 @@ def hint_of(path: str, headers: Headers, body: bytes, parse: Callable[[bytes], A
     return Hint(session=session, chunks=frozenset(chunks))
 
 
-def rank(hint: Hint, candidates: Sequence[Candidate], owners: Mapping[str, str]) -> list[Candidate]:
-    """Sort the candidates, best first: the window's owner, then the most bytes of the chunks, then the fewest requests.
+def window_prefix(replica: str) -> str:
+    """Return the beginning of the ids of the windows that a replica opens, by which `Places` finds it again."""
+    return digest("window", replica)[:_PREFIX]
 
-    A window or session without a known owner goes to the replica that its name hashes to (rendezvous hashing, Thaler and
-    Ravishankar 1998), so that every front chooses the same one, and few move when replicas are added or removed.
 
-    Args:
-        owners: replicas by window, from answers seen in this process; newer than the candidates' own reports.
+class Places:
+    """The places of requests among replicas, by their names alone: every front finds the same ones, and keeps nothing of a name.
+
+    A window belongs to the replica that opened it, which its id tells; once that one is gone, as any other name to the nearest
+    replica on a ring. By multi-probe consistent hashing (Appleton and O'Reilly 2015) the nearest is that of several probes, so
+    that one point for each replica suffices: the largest share is about 1.1 of the mean, and only names of replicas that come
+    or go move. Memory: O(replicas).
     """
-    name = hint.window or hint.session
-    owner = owners.get(hint.window, "")
 
-    def key(candidate: Candidate) -> tuple[bool, bool, int, str, int, int, str]:
-        chunk_bytes = sum(candidate.chunks.get(chunk, 0) for chunk in hint.chunks)
-        place = digest("place", name, candidate.name) if name else ""
-        listed = hint.window in candidate.windows
-        load = candidate.running, len(candidate.windows)
-        return candidate.name != owner, not listed, -chunk_bytes, place, *load, candidate.name
+    def __init__(self, replicas: Iterable[str]) -> None:
+        self.replicas = sorted(set(replicas))
+        self._by_prefix = {window_prefix(replica): replica for replica in self.replicas}
+        ring = sorted((_point("replica", replica)[0], replica) for replica in self.replicas)
+        self._points = [point for point, _ in ring]
+        self._at = [replica for _, replica in ring]
 
-    return sorted(candidates, key=key)
+    def order(self, hint: Hint, running: Callable[[str], int]) -> list[str]:
+        """Return the replicas to try for a request, best first: at most `TRIED`, filled up with a random sample.
+
+        A window or conversation stays at its place. A chunk leaves it for the next one while that has many more requests than
+        the least busy of a random sample: what is asked for by all is then served by many. Other requests go to the least busy.
+
+        Args:
+            running: ongoing requests of a replica.
+
+        Cost: O(probes x log replicas), and at most 2 x `TRIED` + 1 calls of ``running``.
+        """
+        name = hint.window or hint.session
+        near = [self._by_prefix[prefix]] if (prefix := hint.window[:_PREFIX]) in self._by_prefix else []
+        if name or hint.chunks:
+            near += self._near(name or min(hint.chunks))
+        if name and len(near) >= TRIED:
+            return list(dict.fromkeys(near))[:TRIED]
+        sample = sorted(random.sample(self.replicas, min(TRIED, len(self.replicas))), key=running)
+        if not name and near:
+            most = running(sample[0]) + _SLACK
+            near = [replica for replica in near if running(replica) <= most]
+        return list(dict.fromkeys((*near, *sample)))[:TRIED]
+
+    def _near(self, name: str) -> list[str]:
+        """Return replicas by the distance of their point behind the nearest probe of ``name``."""
+        begin, step = _point("name", name)
+        probes: list[tuple[int, str]] = []
+        for _ in range(_PROBES if self._at else 0):
+            at = bisect_left(self._points, begin) % len(self._points)
+            probes.append(((self._points[at] - begin) % _RING, self._at[at]))
+            begin = (begin + step) % _RING
+        return list(dict.fromkeys(replica for _, replica in sorted(probes)))[:TRIED]
 
 
-def held_chunks(windows: Iterable[Any], token_bytes: int, limit: int = _MAX_CHUNKS) -> dict[str, int]:
-    """Return the KV bytes of each chunk placed in ``windows``: the ``limit`` largest, the largest first."""
-    sizes: Counter[str] = Counter()
-    for window in windows:
-        for entry in window.core.state.placed:
-            sizes[entry.chunk_id] = max(sizes[entry.chunk_id], entry.tokens * token_bytes)
-    return dict(sizes.most_common(limit))
+def _point(kind: str, name: str) -> tuple[int, int]:
+    """Return a point of the ring, and an odd step to further ones."""
+    hashed = digest(kind, name)
+    return int(hashed[:16], 16), int(hashed[16:32], 16) | 1

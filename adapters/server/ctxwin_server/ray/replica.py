@@ -19,7 +19,7 @@ from ray import serve
 from ctxwin.errors import EngineFailed
 from ctxwin.hashing import digest
 from ctxwin.store import STORE_KEY
-from ctxwin_server.ray.hints import Head, Request, held_chunks
+from ctxwin_server.ray.hints import Head, Request, window_prefix
 from ctxwin_server.settings import Settings
 
 MEMBER_S = 15.0
@@ -58,6 +58,8 @@ class Replica:
         self._app, self._service = await self._running.enter_async_context(
             serving_app(self._model, self._arguments, self._settings, journal(self._fleet))
         )
+        for tenant_state in self._service.tenant_states():
+            tenant_state.engine.window_prefix = window_prefix(self._name)
         tenant_state = self._service.tenant_state("")
         self._records, self._identity = tenant_state.windows.records, tenant_state.engine.spec.identity
         until = time.monotonic() + 2 * MEMBER_S
@@ -87,7 +89,7 @@ class Replica:
             while (message := await pieces.get()) is not None:
                 if message["type"] == "http.response.start":
                     headers = tuple((bytes(k), bytes(v)) for k, v in message["headers"])
-                    yield Head(message["status"], headers, self._name, self._latest())
+                    yield Head(message["status"], headers)
                 elif message.get("body"):
                     yield bytes(message["body"])
             await task
@@ -96,16 +98,6 @@ class Replica:
             while not task.done():
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(pieces.get(), 0.1)
-
-    def record_routing_stats(self) -> dict[str, Any]:
-        """Return the statistics for the router: ids of the open windows, and the KV bytes of their chunks."""
-        if self._service is None:
-            return {}
-        windows = [
-            window for tenant_state in self._service.tenant_states() for window in tenant_state.windows.open_windows()
-        ]
-        token_bytes = self._service.tenant_state("").engine.spec.kv.token_bytes
-        return {"windows": [window.id for window in windows], "chunks": held_chunks(windows, token_bytes)}
 
     async def check_health(self) -> None:
         """Raise if the engine has died or another fleet has taken the registry; Ray then starts another replica."""
@@ -118,13 +110,6 @@ class Replica:
     async def __del__(self) -> None:
         """Suspend every window and end the engine once the ongoing requests are answered."""
         await self._running.aclose()
-
-    def _latest(self) -> tuple[str, ...]:
-        return tuple(
-            window.id
-            for tenant_state in self._service.tenant_states()
-            for window in tenant_state.windows.open_windows()[:8]
-        )
 
     def _other_member(self) -> str:
         """Return the registry's entry if it is not this replica's, else an empty string."""

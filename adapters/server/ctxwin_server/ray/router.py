@@ -1,7 +1,4 @@
-"""The request router, which runs with every handle of the replicas, that is, in the front's processes.
-
-Ray sends this module there as a value, so it holds no state; `ctxwin_server.ray.owners` does.
-"""
+"""The request router, which runs with every handle of the replicas, that is, in the front's processes."""
 
 from __future__ import annotations
 
@@ -9,12 +6,17 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter
 
-from ctxwin_server.ray import owners
-from ctxwin_server.ray.hints import Candidate, Hint, Request, rank
+from ctxwin_server.ray.hints import Hint, Places, Request
 
 
 class WindowRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is untyped here
-    """Sends requests to the replicas that hold their windows and chunks; see `ctxwin_server.ray.hints.rank`."""
+    """Sends requests to the places of their windows, conversations and chunks; see `ctxwin_server.ray.hints.Places`."""
+
+    def initialize_state(self, **_: Any) -> None:
+        """Begin without replicas; Ray calls it once."""
+        self._candidates: list[Any] = []
+        self._places = Places(())
+        self._by_name: dict[str, Any] = {}
 
     async def choose_replicas(
         self, candidate_replicas: list[Any], pending_request: PendingRequest | None = None
@@ -24,12 +26,11 @@ class WindowRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is untyp
         hint = request.hint if isinstance(request, Request) else Hint()
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
-        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        owned = {hint.window: owner} if (owner := owners.LATEST.get(hint.window)) else {}
-        return [[by_name[c.name]] for c in rank(hint, [self._candidate(r) for r in candidate_replicas], owned)]
+        if candidate_replicas is not self._candidates:  # Ray makes a new list where replicas come or go
+            self._candidates = candidate_replicas
+            self._by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+            self._places = Places(self._by_name)
+        return [[self._by_name[name]] for name in self._places.order(hint, self._running)]
 
-    def _candidate(self, replica: Any) -> Candidate:
-        stats = replica.routing_stats or {}
-        running = self._replica_queue_len_cache.get(replica.replica_id) or 0
-        windows = frozenset(stats.get("windows", ()))
-        return Candidate(replica.replica_id.unique_id, windows, stats.get("chunks", {}), running)
+    def _running(self, name: str) -> int:
+        return self._replica_queue_len_cache.get(self._by_name[name].replica_id) or 0

@@ -220,7 +220,7 @@ class Windows:
         _log.info("ctxwin serves windows beside vLLM's own endpoints")
 
     def _open_records(self, tenant: str) -> Store:
-        return open_store(self._settings.registry, tenant=tenant)
+        return open_store(self._settings.registry, tenant=tenant, max_bytes=self._settings.registry_bytes or None)
 
     def _follow_shutdown(self, client: Any, state: Any, seconds: float) -> None:
         """Drain before vLLM shuts down, and record whether it died, since both look alike afterwards.
