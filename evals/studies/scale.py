@@ -27,7 +27,9 @@ from typing import Any
 import numpy as np
 
 from ctxwin import Chunk, Fidelity, Window
-from ctxwin.engines.base import Encoded, Engine, EngineCounters, EngineSpec
+from ctxwin.engines.base import Engine, EngineSpec
+from ctxwin.engines.results import EngineCounters
+from ctxwin.engines.segments import Encoded
 from ctxwin.errors import StaleOwner
 from ctxwin.hashing import digest
 from ctxwin.kv.layout import KVSpec, RopeSpec
