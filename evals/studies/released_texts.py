@@ -136,11 +136,11 @@ def pronoun(rng: np.random.Generator, chunks: int, asked: int) -> Fact:
     """Every chunk ends with a person of whom the next one says what they own."""
     people = [str(name) for name in rng.permutation(WOMEN + MEN)[:chunks]]
     objects = rng.permutation(OBJECTS)[:chunks]
-    pieces = []
+    owners, pieces = ["She" if name in WOMEN else "He" for name in people], []
     for i, name in enumerate(people):
-        owner = "She" if i and people[i - 1] in WOMEN else "He"
-        pieces.append((f" {owner} owns the {objects[i - 1]}." if i else "", "", f" This is {name}."))
-    return Fact(pieces, f"\n{people[asked - 1]} owns the", f" {objects[asked - 1]}")
+        pieces.append((f" {owners[i - 1]} owns the {objects[i - 1]}." if i else "", "", f" This is {name}."))
+    question = f"\nThis is {people[asked - 1]}. {owners[asked - 1]} owns the"
+    return Fact(pieces, question, f" {objects[asked - 1]}")
 
 
 def comparison(rng: np.random.Generator, chunks: int, asked: int) -> Fact:
