@@ -235,7 +235,8 @@ class Replay:
         return self._bare(state, state.placed)
 
     def reprefill_stream(self, state: State) -> tuple[Segment, ...] | None:
-        """Return segments of the recently seen chunks, in the order of arrival; None if these are the placed ones.
+        """Return segments of the recently seen chunks, in the order of arrival; None if these are the placed ones, or if the
+        placed ones stand in another order, which a re-prefill in the order of arrival would not be valid for.
 
         Recently: twice as many chunks as are placed, as in `ctxwin eval probe`, and no more than the engine takes. A model is
         not generation for streams of any length, and would be a poor reference beyond.
@@ -249,7 +250,10 @@ class Replay:
                 break
             recent.append(p)
         recent.reverse()
-        return None if [p.id for p in recent] == [p.id for p in state.placed] else self._bare(state, recent)
+        ids = [p.id for p in state.placed]
+        if len(recent) == len(ids) or [p.id for p in recent if p.id in ids] != ids:
+            return None
+        return self._bare(state, recent)
 
     def _bare(self, state: State, entries: Sequence[Placed]) -> tuple[Segment, ...]:
         segments, at = [Segment(self.engine.encode_system_prompt(state.system_prompt), 0)], state.system_prompt_advance

@@ -19,7 +19,7 @@ from ctxwin.audit import Options, attach_audits, auditor_of, records
 from ctxwin.audit import auditor as auditing
 from ctxwin.audit.evidence import BEHIND
 from ctxwin.audit.harm import Difference, Floor, Harm, Value, value_of
-from ctxwin.audit.replay import Divergence, Exchange, References, Rows, judge
+from ctxwin.audit.replay import Divergence, Exchange, References, Replay, Rows, judge
 from ctxwin.audit.sampling import Sampler
 from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.engines.segments import Segment
@@ -169,6 +169,18 @@ def test_a_survivor_is_held_against_both_references(engine: HFEngine) -> None:
     found = [event.audit for event in told if event.op == "audit"][-1]
     assert found is not None
     assert answer.audit == max(found["window"], found["stream"])
+
+
+def test_the_order_of_arrival_is_no_reference_for_chunks_in_another_order(engine: HFEngine) -> None:
+    frames = stream(5)
+    with filled(engine, Fidelity("exact"), frames) as window:
+        assert (
+            Replay(engine, lambda: False).reprefill_stream(window.core.state) is None
+        )  # what is placed is all that was seen
+        window.slide(2)
+        assert Replay(engine, lambda: False).reprefill_stream(window.core.state) is not None
+        window.reorder([*reversed(window.ids)])
+        assert Replay(engine, lambda: False).reprefill_stream(window.core.state) is None
 
 
 @pytest.mark.parametrize(
