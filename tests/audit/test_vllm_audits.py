@@ -75,12 +75,15 @@ def test_a_tenants_evidence_is_its_own(engine: Engine, tmp_path: Path, monkeypat
     monkeypatch.setenv("CTXWIN_PROFILES", str(tmp_path))
     monkeypatch.setenv("CTXWIN_AUDITS", "1")
     from ctxwin.audit.evidence import Trial
+    from ctxwin.audit.harm import Harm
     from ctxwin.engines.vllm.engine import VLLMEngine
 
     assert isinstance(engine, VLLMEngine)
     with engine.view("one") as one, engine.view("two") as two:
         auditor = auditor_of(one)
         assert auditor is auditor_of(two)
-        auditor.ledger(one).take([Trial("blind", 0.0, 0.0, exact_computed=1, unit=str(i)) for i in range(600)])
+        auditor.ledger(one).take(
+            [Trial("blind", Harm("scored", 0.0), exact_computed=1, unit=str(i)) for i in range(600)]
+        )
         assert Window(one, SYSTEM).fidelity.mode == "blind"
         assert Window(two, SYSTEM).fidelity.mode == "exact"

