@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self, TypeVar
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
+SCREENSHOTS = 8
+"""Screenshots at most until two in a row are the same."""
 _T = TypeVar("_T")
 
 
@@ -20,7 +22,10 @@ def find_chromium() -> str:
 
 
 _DRAWN = """async () => {
-    await Promise.all([...document.images].map(image => image.decode().catch(() => null)));
+    const sheets = [...document.querySelectorAll('*')].flatMap(
+        element => [...getComputedStyle(element).backgroundImage.matchAll(/url\\("(.+?)"\\)/g)].map(found => found[1]));
+    const pictures = [...document.images, ...[...new Set(sheets)].map(url => Object.assign(new Image(), {src: url}))];
+    await Promise.all(pictures.map(picture => picture.decode().catch(() => null)));
     await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
 }"""
 
@@ -48,7 +53,10 @@ class Browser:
     def _start(self, playwright: Callable[[], Any], chromium: str) -> None:
         self._playwright = playwright().start()
         try:
-            self._browser = self._playwright.chromium.launch(executable_path=chromium)
+            self._browser = self._playwright.chromium.launch(
+                executable_path=chromium,
+                args=["--disable-checker-imaging"],  # draws no picture before it is decoded
+            )
             self._page = self._browser.new_page(viewport=self._size, device_scale_factor=1)
         except BaseException:
             self._playwright.stop()
@@ -87,11 +95,19 @@ class Browser:
         self._do(click)
 
     def screenshot(self) -> bytes:
-        """Return the viewport as PNG, once its pictures are decoded and drawn: a busy browser loads a page before it has."""
+        """Return the viewport as PNG, once its pictures are decoded and two in a row are the same.
+
+        A busy browser has loaded a page before it has drawn it. A page that never stands still is taken as it is.
+        """
 
         def screenshot() -> bytes:
             self._page.evaluate(_DRAWN)
-            return bytes(self._page.screenshot())
+            newest = bytes(self._page.screenshot(animations="disabled"))
+            for _ in range(SCREENSHOTS):
+                previous, newest = newest, bytes(self._page.screenshot(animations="disabled"))
+                if newest == previous:
+                    break
+            return newest
 
         return self._do(screenshot)
 
