@@ -8,7 +8,8 @@ when it does harm. `open_engine` hands all this to its engines (`attach_audits`)
 `ctxwin.window.protocols.Auditing`.
 """
 
-from ctxwin.audit.auditor import Auditor, Options, auditor_of
+from ctxwin.audit.auditor import Auditor, auditor_of
+from ctxwin.audit.options import Options
 from ctxwin.audit.record import Decision, Evidence, Record, records
 from ctxwin.audit.window_audit import attach_audits
 

@@ -21,11 +21,13 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ctxwin.audit.evidence import STRATEGIES, Ledger, Trial
-from ctxwin.audit.harm import CAP, Floor, Part
+from ctxwin.audit.evidence import Ledger, Trial
+from ctxwin.audit.harm import Floor, Part
+from ctxwin.audit.options import Options
 from ctxwin.audit.record import Decision
 from ctxwin.audit.replay import EXACT, UNREPLAYABLE, Exchange, Finding, References, Replay, remembers, shadow
 from ctxwin.audit.sampling import Sampler
+from ctxwin.audit.strategies import STRATEGIES
 from ctxwin.errors import AnswerStopped, UnsupportedModel
 from ctxwin.hashing import digest
 from ctxwin.store.lru import LRUCache
@@ -34,7 +36,6 @@ from ctxwin.window.state import Conditioning, State
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
-    from ctxwin.engines.segments import Segment
     from ctxwin.fidelity import Fidelity, Reference
     from ctxwin.window.choice import Choice
 
@@ -52,58 +53,6 @@ _POLL_S = 0.02
 """Each poll of a serving engine costs a concurrent request half a millisecond of processor time."""
 _INTERRUPTED_SHARE, _PAUSE_S = 1 / 1000, 2.0
 """Share of the requests that may find a replay in progress, while answers wait to be audited; the pause beyond it."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """How an engine's windows earn trust.
-
-    Attributes:
-        budget: largest share of scored answers that may lose their value, in the mean over windows, at which a strategy is
-            promoted (`ctxwin.audit.harm`).
-        excess_budget: largest mean loss of text, in nats a token beyond what exact answers differ by among themselves.
-        level: confidence level of the anytime-valid bounds on both.
-        token_limit: tokens that trials of a strategy may compute. Where a promotion would take more, even if no further answer
-            is harmed, its trials stop until the mix of answers or these options change.
-        rate: share of the answers of promoted strategies that are still audited, drawn at random: more of the first ones of
-            each kind (`ctxwin.audit.sampling`), and all of them for a while after a harmed one.
-        questions: maximum questions on each replayed layout of a trial: 1 is the one that was asked, more add recent ones of
-            the same window whose exact answer is unchanged. All belong to one unit, so more of them distinguish a rare harm
-            from a frequent one sooner, but do not reduce the number of windows that a promotion takes.
-        share: maximum share of the engine's time that audits take, over minutes, and of the tokens computed again where reuse
-            would have saved them that trials compute. A window is followed by trials from its first answer, or not at all, so
-            the first windows have none. 1: no bound.
-        quiet_s: seconds that the engine must be idle before an audit begins, so that none begins between requests in close
-            succession.
-        queue: maximum answers of a tenant that wait to be audited; the oldest are dropped.
-        seed: of the draws, one generator for each auditor; None: chosen by the system.
-    """
-
-    budget: float = 0.01
-    excess_budget: float = 0.01
-    level: float = 0.95
-    token_limit: int = 20_000_000
-    rate: float = 0.02
-    questions: int = 1
-    share: float = 0.25
-    quiet_s: float = 0.05
-    queue: int = 8
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("budget", "level"):
-            if not 0 < getattr(self, name) < 1:
-                raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
-        if not 0 < self.excess_budget < CAP:
-            raise ValueError(f"excess_budget must be between 0 and {CAP} nats, got {self.excess_budget}")
-        for name in ("rate", "share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
-        if not 0 <= self.quiet_s < math.inf:
-            raise ValueError(f"quiet_s must be >= 0 and finite, got {self.quiet_s}")
-        for name in ("questions", "queue", "token_limit"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ValueError(f"{name} must be an int >= 1, got {getattr(self, name)!r}")
 
 
 @dataclass
@@ -419,10 +368,7 @@ class Auditor:
                 if not exchanges:
                     exact = replay.fill(replay.build_layout(job.state_after, EXACT))
                     exchanges = self._exchanges(replay, job, exact)
-                    layouts: dict[str, Callable[[], Sequence[Segment] | None]] = {
-                        "cut": lambda: replay.reprefill(job.state_after),
-                        "stream": lambda: replay.reprefill_stream(job.state_after),
-                    }
+                    layouts = replay.exact_layouts(job.state_after, pieces="placed")
                     references = [
                         References(replay, exchange, layouts, {"placed": rows}, own=True)
                         for exchange, rows in zip(exchanges, replay.score(exact, exchanges), strict=True)
@@ -491,23 +437,11 @@ def auditor_of(engine: Engine, options: Options | None = None) -> Auditor:
     with _opening:
         auditor = _auditors.get(engine.shared)
         if auditor is None:
-            auditor = _auditors[engine.shared] = Auditor(options or _from_environment())
+            auditor = _auditors[engine.shared] = Auditor(options or Options.from_environment())
         elif options is not None:
             auditor.options, auditor.sampler = options, Sampler(options.seed)
             auditor._ledgers.clear()
         return auditor
-
-
-def _from_environment() -> Options:
-    options: dict[str, Any] = {}
-    for name, variable in (("share", "CTXWIN_AUDIT_SHARE"), ("rate", "CTXWIN_AUDIT_RATE")):
-        if text := os.environ.get(variable):
-            try:
-                options[name] = float(text)
-                Options(**options)
-            except ValueError:
-                raise ValueError(f"{variable} must be a number from 0 to 1, got {text!r}") from None
-    return Options(**options)
 
 
 @atexit.register

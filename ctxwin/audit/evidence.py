@@ -21,8 +21,8 @@ cannot influence these either. No unit is delayed until it looks better or omitt
 least the budget, and a promotion is a stopping time of it. The floor that a unit's excess is taken over was measured on earlier
 units or on its own exact answers, so it does not depend on the strategy.
 
-**The probability of error** (1 - ``level``) is divided among strategies (`Strategy.share`) and, for each, among attempts
-(`attempt_share`); both sum to at most 1, so that the probability that any promotion of a record is wrong is at most that.
+**The probability of error** (1 - ``level``) is divided among strategies and, for each, attempts (`ctxwin.audit.strategies`);
+both shares sum to at most 1, so that the probability that any promotion of a record is wrong is at most that.
 
 A promoted strategy is monitored answer by answer instead (`confidence.Change`): demoting it requires speed, not proof.
 """
@@ -44,7 +44,8 @@ from typing import TYPE_CHECKING, Any
 from ctxwin.audit.confidence import Change, is_below, units_needed
 from ctxwin.audit.harm import CAP, Difference, Harm, Kind, Part, share_of
 from ctxwin.audit.record import SUFFIX, UNIT_PARTS, Decision, Evidence, Pending, Record, Tally, Verb
-from ctxwin.fidelity import LANES, AdvancedFidelity, Fidelity, Lane, Reference
+from ctxwin.audit.strategies import STRATEGIES, error_of
+from ctxwin.fidelity import Reference
 from ctxwin.files import atomic_write
 from ctxwin.hashing import digest
 from ctxwin.profiles import model_digest, profiles_folder
@@ -67,53 +68,6 @@ BEHIND = 16
 """Number of later units after which a unit counts with the trials it has."""
 PAST = 2048
 """Units that a record remembers of each strategy so that none counts twice: several times those of a promotion."""
-
-
-def attempt_share(attempt: int) -> float:
-    """Return the part of a strategy's probability of error that an attempt may spend; over all attempts they sum to 1."""
-    return 0.8 if not attempt else 0.2 * 6 / (math.pi * attempt) ** 2
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """A fidelity that may be promoted.
-
-    Attributes:
-        lane: a layout is a trial of the strategy if this lane serves something in it.
-        share: its part of the probability of error; those of all strategies sum to 1.
-        remembers: only for windows that shall remember evicted chunks (``reference="nearer"``).
-    """
-
-    lane: Lane
-    fidelity: Fidelity
-    share: float
-    remembers: bool = False
-
-
-def _with(*lanes: Lane) -> Fidelity:
-    """Return a fidelity of the exact lanes and ``lanes``.
-
-    Survivors of slides only: those that lost a chunk from their midst do more harm (`evals/studies/trust.py`) and are rare.
-    """
-    forbidden = tuple(lane for lane in LANES if lane not in {"computed", "formed", "resident", *lanes})
-    return Fidelity("patched", orbit="orbit" in lanes, survivors="slid", advanced=AdvancedFidelity(forbid=forbidden))
-
-
-STRATEGIES: dict[str, Strategy] = {
-    "survivor": Strategy("survivor", _with("survivor"), 0.4),
-    "patched": Strategy("patched", _with("survivor", "patched"), 0.15),
-    "orbit": Strategy("orbit", _with("survivor", "patched", "orbit"), 0.05),
-    "kept": Strategy("survivor", _with("survivor").model_copy(update={"survivors": "keep"}), 0.1, remembers=True),
-    "partial": Strategy("partial", _with("partial").model_copy(update={"recompute": 32}), 0.15),
-    "blind": Strategy("canonical", Fidelity("blind"), 0.15),
-}
-"""Strategies to try, by name."""
-
-
-def error_of(strategy: str, attempt: int, level: float) -> float:
-    """Return the error of the bound that decides on an attempt of a strategy; > 0 after any number of attempts."""
-    share = STRATEGIES[strategy].share if strategy in STRATEGIES else 0.0
-    return max((1 - level) * share * attempt_share(attempt), 1e-300)
 
 
 @dataclass(frozen=True)

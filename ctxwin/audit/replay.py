@@ -11,7 +11,8 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
 from ctxwin.audit.harm import Floor, Harm, Value, value_of
 from ctxwin.engines.base import Engine
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 EXACT = Fidelity("exact")
 _NO_FLOOR = Floor()
 Rows = list[dict[int, float]]
+Layouts = dict[str, Callable[[], Sequence[Segment] | None]]
+"""Segments by layout, each built when it is needed; None where there is no such layout."""
 
 
 @dataclass(frozen=True)
@@ -263,6 +266,15 @@ class Replay:
             at += encoded.advance
         return tuple(segments)
 
+    def exact_layouts(self, state: State, *, pieces: Literal["placed", "cut"] = "cut") -> Layouts:
+        """Return the layouts of `References`; ``pieces``: which of the placed chunks' two is computed a chunk at a time."""
+
+        def in_pieces() -> tuple[Segment, ...]:
+            return self.in_pieces(self.reprefill(state))
+
+        whole: Layouts = {name: partial(self.reprefill, state) for name in ("placed", "cut")}
+        return {**whole, pieces: in_pieces, "stream": partial(self.reprefill_stream, state)}
+
     def in_pieces(self, segments: Sequence[Segment]) -> tuple[Segment, ...]:
         """Return bare segments with KV, each computed by a forward of its own after the preceding ones; nothing is stored."""
         filled: list[Segment] = []
@@ -324,15 +336,7 @@ class Replay:
         layout = self.build_layout(state, fidelity, keys)
         concerned = tuple(c.entry.id for c in layout.choices if not c.conditioning.exact)
         (served_rows,) = self.score(layout.segments, [exchange])
-        references = References(
-            self,
-            exchange,
-            {
-                "placed": lambda: self.reprefill(state),
-                "cut": lambda: self.in_pieces(self.reprefill(state)),
-                "stream": lambda: self.reprefill_stream(state),
-            },
-        )
+        references = References(self, exchange, self.exact_layouts(state))
         reference = fidelity.advanced.reference if remembers(layout) else "window"
         finding = references.compare(served_rows, reference, floor, lambda: self.value(exchange))
         if fidelity.audit > 0 and reference == "stricter":
@@ -361,7 +365,7 @@ class References:
 
     replay: Replay
     exchange: Exchange
-    layouts: dict[str, Callable[[], Sequence[Segment] | None]]
+    layouts: Layouts
     rows: dict[str, Rows | None] = field(default_factory=dict)
     own: bool = False
 

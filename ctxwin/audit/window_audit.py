@@ -7,9 +7,10 @@ from collections import deque
 from typing import TYPE_CHECKING, Self
 
 from ctxwin.audit.auditor import Auditor, Job, auditor_of, enabled, log
-from ctxwin.audit.evidence import STRATEGIES, Ledger
+from ctxwin.audit.evidence import Ledger
 from ctxwin.audit.harm import Kind, value_of
 from ctxwin.audit.replay import Exchange, Finding, keys_of
+from ctxwin.audit.strategies import STRATEGIES
 from ctxwin.profiles import find_profile, with_overrides
 from ctxwin.window.answer import fill_audit
 from ctxwin.window.unaudited import Unaudited

@@ -63,8 +63,8 @@ def audit(
 
 def _to_json(record: Any) -> dict[str, Any]:
     """Return a record as JSON, with figures derived from its counts."""
-    from ctxwin.audit.evidence import error_of
     from ctxwin.audit.harm import CAP
+    from ctxwin.audit.strategies import error_of
 
     fields: dict[str, Any] = record.model_dump(
         exclude={"ways": {"__all__": {"open", "past"}}, "floor": {"cut": {"units"}, "references": {"units"}}}

@@ -39,7 +39,9 @@ from ctxwin.store.records import (
     RefusedRowError,
     Row,
     Written,
+    check_index,
     describe_record,
+    is_damage,
     is_record,
     read_record,
     remove_old,
@@ -403,7 +405,7 @@ class DiskStore(Store):
         with self._lock:
             self.failures += 1
         log.warning("store %s could not %s %s: %s: %s", self.path, action, key, type(error).__name__, error)
-        if _is_damage(error):
+        if is_damage(error):
             self._repair()
 
     def _open_index(self) -> Any:
@@ -411,7 +413,7 @@ class DiskStore(Store):
             return self._open_or_rebuild()
         except (OSError, sqlite3.OperationalError) as error:
             reserve = self.path / _RESERVE_FILE
-            if _is_damage(error) or not reserve.exists():
+            if is_damage(error) or not reserve.exists():
                 raise _open_error(self.path, error) from None
             log.warning(
                 "the index of the store %s cannot be opened (%s); its reserve file is deleted", self.path, error
@@ -430,10 +432,10 @@ class DiskStore(Store):
             index = self.path / _INDEX
             try:
                 if index.exists() and not damaged:
-                    _check_index(index)
+                    check_index(index)
                     return self._new_index()
             except (sqlite3.DatabaseError, AttributeError, TypeError, ValueError) as error:
-                if isinstance(error, sqlite3.OperationalError) and not _is_damage(error):
+                if isinstance(error, sqlite3.OperationalError) and not is_damage(error):
                     raise
                 log.warning("the index of the store %s is damaged (%s); it is made again", self.path, error)
                 self._tally.count("corrupt")
@@ -491,25 +493,6 @@ class DiskStore(Store):
 
     def _clean_temp(self, min_age: float) -> tuple[int, int]:
         return remove_old((self.path / TEMP).glob("*.tmp"), min_age)
-
-
-def _check_index(path: Path) -> None:
-    """Raise sqlite3.DatabaseError where the file is damaged or no index. Cost: a read of the index."""
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        ((verdict,), *_) = connection.execute("PRAGMA quick_check(1)").fetchall()
-        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        if verdict != "ok" or not {"Cache", "Settings"} <= tables:
-            raise sqlite3.DatabaseError(verdict if verdict != "ok" else f"it has the tables {sorted(tables)}")
-        totals = dict(connection.execute("SELECT key, value FROM Settings WHERE key IN ('count', 'size')"))
-    if len(totals) != 2 or any(type(value) is not int or value < 0 for value in totals.values()):
-        raise sqlite3.DatabaseError(f"its totals are {totals}"[:200])
-
-
-def _is_damage(error: BaseException) -> bool:
-    """Return True if the index itself is damaged, instead of the disk, the permissions or another process being at fault."""
-    if isinstance(error, sqlite3.OperationalError):
-        return any(sign in str(error) for sign in ("no such table", "no such column", "malformed", "disk I/O error"))
-    return isinstance(error, sqlite3.DatabaseError)
 
 
 def _open_error(path: Path, error: BaseException) -> OSError:

@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import secrets
+import sqlite3
 import stat
 import time
 from collections.abc import Iterable, Iterator
@@ -177,3 +178,22 @@ def remove_old(paths: Iterable[Path], min_age: float) -> tuple[int, int]:
 
 def _is_ours(file: Any) -> bool:
     return isinstance(file, str) and _FILE.fullmatch(file) is not None
+
+
+def check_index(path: Path) -> None:
+    """Raise sqlite3.DatabaseError where the file is damaged or no index. Cost: a read of the index."""
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        ((verdict,), *_) = connection.execute("PRAGMA quick_check(1)").fetchall()
+        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        if verdict != "ok" or not {"Cache", "Settings"} <= tables:
+            raise sqlite3.DatabaseError(verdict if verdict != "ok" else f"it has the tables {sorted(tables)}")
+        totals = dict(connection.execute("SELECT key, value FROM Settings WHERE key IN ('count', 'size')"))
+    if len(totals) != 2 or any(type(value) is not int or value < 0 for value in totals.values()):
+        raise sqlite3.DatabaseError(f"its totals are {totals}"[:200])
+
+
+def is_damage(error: BaseException) -> bool:
+    """Return True if the index itself is damaged, instead of the disk, the permissions or another process being at fault."""
+    if isinstance(error, sqlite3.OperationalError):
+        return any(sign in str(error) for sign in ("no such table", "no such column", "malformed", "disk I/O error"))
+    return isinstance(error, sqlite3.DatabaseError)

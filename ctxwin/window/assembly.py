@@ -87,9 +87,8 @@ class Assembly:
         encoded_query = None if query is None else self.engine.encode_query(query)
         if encoded_query is not None:
             *preceding, answer = plan.steps
-            answer = replace(
-                answer, tokens=answer.tokens + encoded_query.tokens, computed=answer.computed + encoded_query.tokens
-            )
+            more = encoded_query.tokens
+            answer = replace(answer, tokens=answer.tokens + more, computed=answer.computed + more)
             plan = replace(plan, steps=(*preceding, answer))
         if not self.engine.forecasts:
             return plan
@@ -139,12 +138,8 @@ class Assembly:
             if not choice.compute and not choice.form_canonical:
                 source = choice.partial_base or choice.conditioning
                 reads.begin(source.span, choice.slots, self._span_read(source, encoded, choice.entry.chunk_id))
-                if choice.conditioning.patch is not None:
-                    reads.begin(
-                        choice.conditioning.patch,
-                        encoded.tokens,
-                        partial(self.repo.get_patch, choice.conditioning.patch),
-                    )
+                if (key := choice.conditioning.patch) is not None:
+                    reads.begin(key, encoded.tokens, partial(self.repo.get_patch, key))
         system_prompt = self.system_prompt(state, work, reads)
         segments = [system_prompt]
         contents: dict[str, None] = {}  # in order, each once
@@ -171,10 +166,10 @@ class Assembly:
                     return None
                 for record in (patch.meta if patch else {}, {} if conditioning.exact else stored[1]):
                     contents.update(dict.fromkeys(record.get("absorbed", ())))
-                segment = replace(segment, span=stored[0], approximate=not choice.in_place)
                 segment = replace(
-                    segment, patch=patch, patch_key=conditioning.patch or "", merged=conditioning.slots is not None
-                )
+                    segment, span=stored[0], approximate=not choice.in_place, patch=patch,
+                    patch_key=conditioning.patch or "", merged=conditioning.slots is not None,
+                )  # fmt: skip
                 if linked is not None:
                     segment = replace(
                         segment, recompute=partial_ranges(encoded.media_ranges, choice.recompute, encoded.tokens)
@@ -283,6 +278,12 @@ class Assembly:
         record = {"chunk": encoded.chunk_id, "provenance": "", "exact": True, "absorbed": [], **fields}
         self.repo.put_span(key, span, {"token_ids": list(encoded.token_ids), **record})
 
+    def _put_chunk(self, layout: Layout, index: int, span: SpanKV, conditioning: Conditioning) -> None:
+        """Store KV of the chunk at ``index``, computed in its place, under ``conditioning``."""
+        record = {"provenance": conditioning.provenance, "exact": conditioning.exact}
+        encoded, absorbed = layout.segments[index + 1].encoded, layout.absorbed(index)
+        self.put(conditioning.span, span, encoded, absorbed=absorbed, **record)
+
     def canonical(
         self, state: State, entry: Placed, system_prompt: Segment | None, work: Work
     ) -> tuple[str, SpanKV | None]:
@@ -377,12 +378,7 @@ class Assembly:
                     if i not in captured:
                         entries.append(p)
                         continue
-                    record = {
-                        "provenance": choice.conditioning.provenance,
-                        "exact": False,
-                        "absorbed": layout.absorbed(i - 1),
-                    }
-                    self.put(choice.conditioning.span, captured[i], layout.segments[i].encoded, **record)
+                    self._put_chunk(layout, i - 1, captured[i], choice.conditioning)
                     choice = replace(choice, lane="resident", partial_base=None)
                 p = p.replace(kv=choice.conditioning, seen=True, unseen=())
             entries.append(p)
@@ -427,14 +423,7 @@ class Assembly:
                 key = self.form(span, base, conditioning.provenance, encoded, fidelity, absorbed, front)
                 if key is not None:
                     return patched_conditioning(conditioning, "patched", base, key)
-        self.put(
-            conditioning.span,
-            span,
-            encoded,
-            provenance=conditioning.provenance,
-            exact=conditioning.exact,
-            absorbed=absorbed,
-        )
+        self._put_chunk(layout, index, span, conditioning)
         if conditioning.exact and fidelity.allows("orbit") and fidelity.mode == "patched":
             observe_order(self, state, index, span, fidelity)
         return conditioning.model_copy(update={"base": None})
@@ -488,8 +477,7 @@ class Assembly:
         span = layout.ahead.get(index + 1)
         if span is None:
             span, _ = self._in_place(state, index, layout, work)
-        record = {"provenance": conditioning.provenance, "exact": True, "absorbed": layout.absorbed(index)}
-        self.put(conditioning.span, span, segment.encoded, **record)
+        self._put_chunk(layout, index, span, conditioning)
         segments = list(layout.segments)
         segments[index + 1] = replace(segment, span=span, capture=False)
         return replace(layout, segments=tuple(segments))
@@ -504,16 +492,8 @@ class Assembly:
     def reform(self, state: State, index: int, layout: Layout, fidelity: Fidelity, work: Work) -> State:
         """Re-form one placed chunk in its present context: one forward, no vision encode."""
         span, layout = self._in_place(state, index, layout, work)
-        segment, choice = layout.segments[index + 1], layout.choices[index]
+        choice = layout.choices[index]
         conditioning = choice.front.computed(choice.entry.chunk_id, "formed")
-        absorbed = layout.absorbed(index)  # in full: a patch would be another approximation
-        self.put(
-            conditioning.span,
-            span,
-            segment.encoded,
-            provenance=conditioning.provenance,
-            exact=conditioning.exact,
-            absorbed=absorbed,
-        )
+        self._put_chunk(layout, index, span, conditioning)  # in full: a patch would be another approximation
         formed = choice.entry.replace(kv=conditioning, seen=True, unseen=())
         return state.replace(placed=(*state.placed[:index], formed, *state.placed[index + 1 :]))

@@ -10,8 +10,6 @@ of agent, all written against the official clients and unchanged between the way
   client, Anthropic's, and LangChain's ordinary chat model (``pip install langchain-openai``);
 - ``habits``: that loop with OpenAI's client in each of `HABITS`, how agents keep their old screenshots out of a prompt. The ways
   take turns here, so that their times are of the same minutes;
-- ``beside``: short chats of others, at random times, beside that loop, whose next prompt is computed ahead in every second block
-  of twenty seconds (``--turns`` blocks): how long they take, with and without;
 - ``clock``: that loop with its whole history, 30 turns at most, with and without a clock in the system prompt, which is served
   as sent or late, behind the history.
 
@@ -28,7 +26,6 @@ import contextlib
 import http.client
 import importlib
 import io
-import itertools
 import json
 import math
 import re
@@ -37,13 +34,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from random import Random
 from typing import Annotated, Any
 
 import numpy as np
@@ -67,8 +62,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "profile": {"windows": "auto"},
 }
 BY_HAND: dict[str, Any] = {"mode": "patched", "rank": 11, "layers": "deep"}
-AGENTS = ("sliding", "openai", "anthropic", "langchain", "habits", "beside", "clock")
-BLOCK_S, PAUSE_S = 20.0, 0.15
+AGENTS = ("sliding", "openai", "anthropic", "langchain", "habits", "clock")
 SYSTEM, KEEP, FRAMES, ASKS = "You watch a camera.", 4, 5, 16
 LOG = "The door is shut. Nobody is there. All is quiet. Two boats pass.\n"
 RULES = "Name what is asked for, in one word."
@@ -130,7 +124,8 @@ def median_interval(values: list[float]) -> tuple[float, float, float]:
 
 @contextlib.contextmanager
 def running_server(model: str, arguments: list[str]) -> Iterator[tuple[str, int]]:
-    """``ctxwin serve MODEL``, until the block ends: its address and its process."""
+    """``ctxwin serve MODEL``, until the block ends: its address and its process. ``random``: the benchmark's random model."""
+    model = str(ensure_model(Sizes(), 0)[0]) if model == "random" else model
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -153,6 +148,18 @@ def running_server(model: str, arguments: list[str]) -> Iterator[tuple[str, int]
         finally:
             process.terminate()
             process.wait(60)
+
+
+def connect(url: str) -> tuple[OpenAI, str]:
+    """A client of a server, and the name of its model."""
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
+    return client, client.models.list().data[0].id
+
+
+def screens(seed: int, scale: int) -> list[str]:
+    """A hundred pictures of the bundled world, ``scale`` times as large as its own, as base64."""
+    frames = [frame for s in range(5) for frame in world.make_stream(seed=seed + 1 + s, n_frames=20)]
+    return [png(np.asarray(world.render(f)).repeat(scale, 0).repeat(scale, 1)) for f in frames]
 
 
 def png(pixels: np.ndarray) -> str:
@@ -241,7 +248,7 @@ def langchain_asker(url: str, model: str, agent: str, way: str) -> Ask:
 ASKERS: dict[str, Callable[[str, str, str, str], Ask]] = {"anthropic": anthropic_asker, "langchain": langchain_asker}
 
 
-def _step(turn: int, pictures: list[str]) -> list[dict[str, Any]]:
+def step(turn: int, pictures: list[str]) -> list[dict[str, Any]]:
     data = {"url": "data:image/png;base64," + pictures[turn % len(pictures)]}
     return [
         {"type": "text", "text": f"step {turn}\n"},
@@ -254,7 +261,7 @@ def computer(ask: Ask, row: Row, turns: int, pictures: list[str]) -> None:
     """A loop that keeps the last four screenshots, each with its question and its answer."""
     history: list[list[Any]] = []
     for turn in range(turns):
-        history = [*history, [{"role": "user", "content": _step(turn, pictures)}]][-KEEP:]
+        history = [*history, [{"role": "user", "content": step(turn, pictures)}]][-KEEP:]
         answer, *cost = ask([{"role": "system", "content": SYSTEM}, *(m for one in history for m in one)])
         row.add(answer, *cost)  # type: ignore[arg-type]
         history[-1].append({"role": "assistant", "content": answer})
@@ -326,7 +333,7 @@ def habits(client: OpenAI, model: str, turns: int, pictures: list[str], think: f
                 history = histories[way]
                 if len(history) == LONGEST:
                     del history[: LONGEST // 2]
-                history.append([{"role": "user", "content": _step(turn, pictures)}])
+                history.append([{"role": "user", "content": step(turn, pictures)}])
                 sent_turns = (sent_alone if way == "off" else sent)(history)
                 messages = [{"role": "system", "content": SYSTEM}, *(message for one in sent_turns for message in one)]
                 begin = time.perf_counter()
@@ -342,59 +349,6 @@ def habits(client: OpenAI, model: str, turns: int, pictures: list[str], think: f
             yield row.described(results["off"]) | (counted if "prefill" in WAYS[way] else {})
 
 
-def beside(client: OpenAI, model: str, blocks: int, pictures: list[str], think: float, seed: int) -> dict[str, Any]:
-    """Seconds of short chats beside the loop, which thinks for ``think`` seconds a turn, in blocks with and without prefill."""
-    rng, seconds = Random(seed), {"off": list[list[float]](), "idle": list[list[float]]()}
-    before = prefilled(client)
-    for block in range(blocks):
-        mode = ("off", "idle")[block % 2]
-        extra, ended = {"windows": "off", "prefill": mode}, threading.Event()
-        ask = openai_asker(client, model, f"beside {block}", "off", ctxwin=extra)
-
-        def work(ask: Ask = ask, ended: threading.Event = ended) -> None:
-            history: History = []
-            for turn in itertools.count():
-                history = [*history, [{"role": "user", "content": _step(turn, pictures)}]][-KEEP:]
-                answer, *_ = ask([{"role": "system", "content": SYSTEM}, *(m for one in history for m in one)])
-                history[-1].append({"role": "assistant", "content": answer or "-"})
-                if ended.wait(think):
-                    return
-
-        agent = threading.Thread(target=work)
-        agent.start()
-        took, end = [], time.monotonic() + BLOCK_S
-        while time.monotonic() < end:
-            time.sleep(rng.expovariate(1 / PAUSE_S))
-            message = {"role": "user", "content": f"{rng.randrange(10**6)} {LOG} Is it shut?"}
-            began = time.perf_counter()
-            client.chat.completions.create(model=model, messages=[message], max_tokens=4, temperature=0)  # type: ignore[list-item]
-            took.append(time.perf_counter() - began)
-        ended.set()
-        agent.join()
-        seconds[mode].append(took)
-    counted = {result: tokens - before.get(result, 0) for result, tokens in prefilled(client).items()}
-    return {"agent": "beside", "prefilled": counted, **_quantiles(seconds["off"], seconds["idle"], seed)}
-
-
-def _quantiles(off: list[list[float]], idle: list[list[float]], seed: int) -> dict[str, Any]:
-    """Median and 99th percentile without and with prefill, and the ratios with 95 % intervals, by drawing blocks again."""
-    draws, found = np.random.default_rng(seed), dict[str, Any]()
-    for name, q in (("p50", 0.5), ("p99", 0.99)):
-
-        def at(blocks: list[list[float]], q: float = q) -> float:
-            return float(np.quantile(np.concatenate(blocks), q))
-
-        ratios = [
-            at([idle[i] for i in draws.integers(len(idle), size=len(idle))])
-            / at([off[i] for i in draws.integers(len(off), size=len(off))])
-            for _ in range(2000)
-        ]
-        low, high = np.quantile(ratios, [0.025, 0.975])
-        found[f"{name}_ms"] = [round(1e3 * at(off), 2), round(1e3 * at(idle), 2)]
-        found[f"{name}_ratio"] = [round(value, 3) for value in (at(idle) / at(off), float(low), float(high))]
-    return {"asks": [sum(map(len, off)), sum(map(len, idle))], **found}
-
-
 def clock(client: OpenAI, model: str, turns: int, pictures: list[str]) -> Iterator[dict[str, Any]]:
     """A loop that keeps its whole history behind a system prompt that tells the time."""
     reference: Row | None = None
@@ -404,7 +358,7 @@ def clock(client: OpenAI, model: str, turns: int, pictures: list[str]) -> Iterat
         history: list[dict[str, Any]] = []
         for turn in range(turns):
             time_of_day = "" if way == "no clock" else f"\nIt is 12:{turn:02}."
-            caption, *shown = _step(turn, pictures)
+            caption, *shown = step(turn, pictures)
             seen = {**caption, "text": caption["text"] + LOG}
             history.append({"role": "user", "content": [seen, *shown]})
             answer, *cost = ask([{"role": "system", "content": f"{SYSTEM}{time_of_day}\n{RULES}"}, *history])
@@ -457,20 +411,14 @@ def run(
     ``output`` has the rows of the habits as soon as they are there.
     """
     if model == "random":
-        model = str(ensure_model(Sizes(), 0)[0])
         WAYS.get("profile", {})["fidelity"] = BY_HAND
     stream = world.make_stream(seed=seed, n_frames=ASKS)
     frames = [np.asarray(world.render(frame)) for frame in stream]
     questions = [f"{'shape' if i % 2 else 'color'} of {frame.marks[0]:02d}?" for i, frame in enumerate(stream)]
-    screens = [
-        png(np.asarray(world.render(f)).repeat(scale, 0).repeat(scale, 1))
-        for s in range(5)
-        for f in world.make_stream(seed=seed + 1 + s, n_frames=20)
-    ]
+    pictures = screens(seed, scale)
     rows_of_all: list[dict[str, Any]] = []
     with running_server(model, arguments) as (url, _):
-        client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
-        name = client.models.list().data[0].id
+        client, name = connect(url)
         if "sliding" in agents:
             reference = sliding(client, name, "pictures", "off", frames, questions)
             rows_of_all.append(reference.described(reference))
@@ -482,21 +430,19 @@ def run(
             ]:
                 rows_of_all.append(sliding(client, name, kind, way, frames, questions).described(reference))
         if "habits" in agents:
-            for described in habits(client, name, turns, screens, think):
+            for described in habits(client, name, turns, pictures, think):
                 rows_of_all.append(described)
                 if output is not None:
                     output.write_text(json.dumps(rows_of_all, indent=1))
-        if "beside" in agents:
-            rows_of_all.append(beside(client, name, turns, screens, think, seed))
         if "clock" in agents:
-            rows_of_all += clock(client, name, min(turns, 30), screens)
+            rows_of_all += clock(client, name, min(turns, 30), pictures)
         for agent in agents:
-            rows = {way: Row(agent, way) for way in WAYS if agent not in ("sliding", "habits", "beside", "clock")}
+            rows = {way: Row(agent, way) for way in WAYS if agent not in ("sliding", "habits", "clock")}
             for way, row in rows.items():
                 ask = (
                     ASKERS[agent](url, name, agent, way) if agent in ASKERS else openai_asker(client, name, agent, way)
                 )
-                computer(ask, row, turns, screens)
+                computer(ask, row, turns, pictures)
                 rows_of_all.append(row.described(rows["off"]))
     return rows_of_all
 
@@ -531,9 +477,6 @@ def main(
         left=(0, 1),
     )
     for row in rows:
-        if row["agent"] == "beside":
-            typer.echo(json.dumps(row), err=True)
-            continue
         same = f"{row['same']:.2f} [{row['same_low']:.2f}, {row['same_high']:.2f}]"
         computed = f"{row['computed']:.1%}", f"{row['computed_alone']:.3f}"
         cells = row["asks"], row["prompt_tokens"], *computed, same, row["first_token_ms"]

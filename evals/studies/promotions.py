@@ -30,10 +30,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ctxwin.audit.confidence import ALARM, BETS, HIGHER, SUSPICION, Change, ratio
-from ctxwin.audit.evidence import BEHIND, PAUSE, PAUSE_DOUBLINGS, UNIT_TRIALS, error_of
+from ctxwin.audit.evidence import BEHIND, PAUSE, PAUSE_DOUBLINGS, UNIT_TRIALS
 from ctxwin.audit.harm import CAP
 from ctxwin.audit.record import UNIT_PARTS
 from ctxwin.audit.sampling import FIRST, SPARSE
+from ctxwin.audit.strategies import error_of
 
 Array = NDArray[np.float64]
 Windows = Iterator[tuple[Array, NDArray[np.bool_]]]

@@ -14,9 +14,10 @@ import pytest
 
 from ctxwin.audit import evidence
 from ctxwin.audit.confidence import units_needed
-from ctxwin.audit.evidence import BEHIND, PAUSE, STRATEGIES, UNIT_TRIALS, Ledger, Trial, attempt_share, error_of
+from ctxwin.audit.evidence import BEHIND, PAUSE, UNIT_TRIALS, Ledger, Trial
 from ctxwin.audit.harm import CAP, FLOOR_UNITS, Harm
 from ctxwin.audit.record import Decision, Evidence, Record, records
+from ctxwin.audit.strategies import STRATEGIES, attempt_share, error_of
 
 NEEDED = units_needed(0.01, error_of("survivor", 0, 0.95))
 NUMBERS = itertools.count()

@@ -19,13 +19,12 @@ from ctxwin_server.compaction import CompactEdit, Compaction, read_summary, requ
 from ctxwin_server.context_management import Count, manage
 from ctxwin_server.endpoints import CHAT
 from ctxwin_server.lazy_drops import Bounds, turns_field
-from ctxwin_server.request_options import RequestOptions, read_options
+from ctxwin_server.request_options import EDIT_FIELDS, RequestOptions, read_options
 from ctxwin_server.service import Service, TenantState
 from ctxwin_server.volatile import Late, put
 
 SubRequest = Callable[[dict[str, Any]], Awaitable[tuple[int, Any]]]
 """``body`` -> status and JSON of the response to a further request to the same route."""
-_EDITS = ("context_management", "compaction")
 _SUMMARY_TOKENS = 1024
 _log = logging.getLogger("ctxwin.serve")
 T = TypeVar("T")
@@ -82,13 +81,13 @@ class PlainChat:
         data, path = self._data, self._path
         own = {"ctxwin": data["ctxwin"]} if "ctxwin" in data else {}
         resumed = path != CHAT and await self._run(resume, path, data)
-        is_managed = any(data.get(field) is not None for field in _EDITS)
+        is_managed = any(data.get(field) is not None for field in EDIT_FIELDS)
         options = read_options(path, headers, data, self._tenant, windows, self._service.prompts)
         if options is None:
             return bool(own) or resumed
         self.options = options
         compact, applied, late, room = None, None, Late(), None
-        if not data.keys().isdisjoint(_EDITS) or self._service.policy is not None:
+        if not data.keys().isdisjoint(EDIT_FIELDS) or self._service.policy is not None:
             compact = take_compaction(path, data)
             applied = await self._run(manage, data, self._service.policy, self._count)
             if applied is not None:

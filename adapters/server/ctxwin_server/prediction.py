@@ -76,13 +76,13 @@ class Habit:
     """What a client did to its history the last time that it changed it.
 
     Attributes:
-        fates: the part that then stood there instead, or None for nothing, by place.
+        replacements: the part that then stood there instead, or None for nothing, by place.
         count: parts of these kinds that there were before.
         period: requests since the time before that; 0 where there was none.
         since: requests since.
     """
 
-    fates: Mapping[Place, Part | None]
+    replacements: Mapping[Place, Part | None]
     count: int
     period: int = 0
     since: int = 0
@@ -93,12 +93,12 @@ class Habit:
         if not lost:
             return before and replace(before, since=before.since + 1)
         places = {id(part): place for part, place in _placed(turns)}
-        fates = {places[id(part)]: new for part, new in lost}
-        return cls(fates, _count(turns, fates), 0 if before is None else before.since + 1)
+        replacements = {places[id(part)]: new for part, new in lost}
+        return cls(replacements, _count(turns, replacements), 0 if before is None else before.since + 1)
 
     def is_due(self, turns: Sequence[Part]) -> bool:
         """Return whether it is expected to happen to a history with the next request."""
-        return self.period == 1 or _count(turns, self.fates) >= self.count
+        return self.period == 1 or _count(turns, self.replacements) >= self.count
 
 
 @dataclass(eq=False, kw_only=True)
@@ -182,22 +182,24 @@ class _Change:
 
     Attributes:
         sent: its turns, in outline; values: JSON of each part, by identity.
-        fates: the part to stand there instead, or None for nothing, by identity.
+        replacements: the part to stand there instead, or None for nothing, by identity.
     """
 
     sent: Sequence[Part]
     values: dict[int, Any]
-    fates: dict[int, Part | None]
+    replacements: dict[int, Part | None]
 
     @classmethod
     def repeated(cls, habit: Habit, sent: Sequence[Part], turns: Sequence[Any]) -> _Change | None:
         """Return the change of ``sent`` by a habit; None where nothing in it shows what is to stand instead of a part."""
         valued = list(_valued(sent, turns))
         known = {part.digest: part for part, _ in valued}
-        fates = {id(part): habit.fates[place] for part, place in _placed(sent) if place in habit.fates}
-        if any(new is not None and new.digest not in known for new in fates.values()):
+        replacements = {
+            id(part): habit.replacements[place] for part, place in _placed(sent) if place in habit.replacements
+        }
+        if any(new is not None and new.digest not in known for new in replacements.values()):
             return None
-        shown = {part: new and known[new.digest] for part, new in fates.items()}
+        shown = {part: new and known[new.digest] for part, new in replacements.items()}
         return cls(sent, {id(part): value for part, value in valued}, shown)
 
     def predict(self, data: Mapping[str, Any], size: int, *, computed: bool) -> Prediction | None:
@@ -217,13 +219,13 @@ class _Change:
         values = []
         for part in parts:
             value = self.values[id(part)]
-            if id(part) not in self.fates:
+            if id(part) not in self.replacements:
                 if part.parts and not part.is_text:
                     value = {**value, part.field: self._apply(part.parts, leaves)}
                 else:
                     leaves += _leaves([part])
                 values.append(value)
-            elif (new := self.fates[id(part)]) is not None:
+            elif (new := self.replacements[id(part)]) is not None:
                 instead = self.values[id(new)]
                 # A result keeps its own head, which names its call.
                 values.append({**value, part.field: instead[new.field]} if part.kind == "result" else instead)

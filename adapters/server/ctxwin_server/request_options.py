@@ -36,7 +36,8 @@ _CARRIER, _MEMBER = "tracestate", "ctxwin="
 _PROMPT = tuple(PromptOptions.__dataclass_fields__)
 """Fields of a request's ``ctxwin``, and as ``x-ctxwin-lazy-drops`` its headers."""
 _FIELDS = ("windows", "fidelity", *_PROMPT)
-_MANAGED = ("context_management", "compaction")
+EDIT_FIELDS = ("context_management", "compaction")
+"""Fields of a request that have its history edited."""
 
 
 @dataclass
@@ -157,7 +158,7 @@ def read_options(
     said = {name: extension.get(name) or headers.get(f"x-ctxwin-{name.replace('_', '-')}") for name in _PROMPT}
     options.prompt = prompt.replace({name: str(value) for name, value in said.items() if value is not None})
     own = bool(options.prompt) or said["lazy_drops"] is not None
-    own = own or any(data.get(name) is not None for name in _MANAGED)
+    own = own or any(data.get(name) is not None for name in EDIT_FIELDS)
     if mode == "off" and not own:
         return None
     if mode == "off":

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ctxwin.audit import Evidence, attach_audits, auditor_of
-from ctxwin.audit.evidence import STRATEGIES
+from ctxwin.audit.strategies import STRATEGIES
 from ctxwin.engines.base import Engine
 from ctxwin.errors import CtxwinError, EngineFailed
 from ctxwin.store import parse_bytes
