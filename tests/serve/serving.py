@@ -19,13 +19,14 @@ from ctxwin.engines.base import Engine
 from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.store import Store, open_store
 from ctxwin.tiny import checkpoint_dir
+from ctxwin_server.authentication import Keys
 from ctxwin_server.connections import BoundedProtocol, ConnectionLimits, bounded_protocol
 from ctxwin_server.limits import Limits
 from ctxwin_server.metrics import Metrics
 from ctxwin_server.middleware import Gateway
 from ctxwin_server.routes import install
 from ctxwin_server.service import STATE, OpenEngine, Service
-from ctxwin_server.tenants import Keys, Tenant
+from ctxwin_server.tenants import Tenant
 
 
 @dataclass

@@ -19,8 +19,8 @@ from core.videos import write_sound
 from ctxwin.errors import BadMedia
 from ctxwin_client.errors import NotAllowed, TooLarge
 from ctxwin_server.content import EMBEDDINGS, MEDIA, TEXTS, ContentReader
+from ctxwin_server.decode_pool import VideoHeaders
 from ctxwin_server.limits import Allowance, Limits
-from ctxwin_server.video_header import VideoHeaders
 
 
 def picture(width: int = 2, height: int = 2) -> str:
@@ -222,12 +222,12 @@ def test_the_size_of_a_video_is_read_in_a_process_that_may_end() -> None:
                 headers.size(raw)
         with pytest.raises(BadMedia, match="which is truncated"):
             headers.size(video(64, 48)[:400])
-        process = headers._helper._popen
-        assert process is not None
-        process.kill()
+        (helper,) = headers._idle.queue
+        assert helper._popen is not None
+        helper._popen.kill()
         with pytest.raises(BadMedia, match="within bounds"):
             headers.size(video(64, 48))
         assert headers.size(video(32, 16)) == (32, 16)
     finally:
         headers.close()
-    assert headers._helper._popen is None
+    assert helper._popen is None

@@ -21,7 +21,8 @@ from ctxwin.errors import EngineFailed
 from ctxwin.kv.layout import SpanKV
 from ctxwin.store import open_store
 from ctxwin.store.base import Store
-from ctxwin_server.conversations import KEPT, PER_NAME, Conversations, Turn, WriteBackPending
+from ctxwin_server.conversations import KEPT, Conversations, Turn, WriteBackPending
+from ctxwin_server.records import PER_NAME
 from ctxwin_server.request_options import read_options
 from window.fake import FakeEngine
 

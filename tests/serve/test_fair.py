@@ -192,12 +192,12 @@ def test_a_client_that_leaves_the_line_takes_nobodys_turn(monkeypatch: pytest.Mo
         asked = {"query": "?", "max_tokens": 1, "stream": stream}
         connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
         connection.request("POST", f"/v1/windows/{window}/ask", json.dumps(asked))
-        wait_for(lambda: service._pool.waiting("") == 1)
+        wait_for(lambda: service.pool.waiting("") == 1)
         connection.close()
-        wait_for(lambda: service._pool.waiting("") == 0)
+        wait_for(lambda: service.pool.waiting("") == 0)
         go.set()
         assert first.result(30)[0] == 201
-    assert not service._pool._running[""]
+    assert not service.pool._running[""]
 
 
 def test_one_tenants_requests_do_not_keep_another_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,10 +215,10 @@ def test_one_tenants_requests_do_not_keep_another_waiting(monkeypatch: pytest.Mo
 
         monkeypatch.setattr(server.engines["acme"], "encode", slow)
         many = [pool.submit(call, server, "/v1/chunks", body, authorization="Bearer key-a") for _ in range(4)]
-        wait_for(lambda: len(inside) == 1 and server.service._pool.waiting("acme") == 3)
+        wait_for(lambda: len(inside) == 1 and server.service.pool.waiting("acme") == 3)
         assert read_metrics(server)['ctxwin_requests_waiting{tenant="acme"}'] == 3
         other = pool.submit(call, server, "/v1/chunks", body, authorization="Bearer key-b")
-        wait_for(lambda: server.service._pool.waiting("bolt") == 1)
+        wait_for(lambda: server.service.pool.waiting("bolt") == 1)
         turn.release()
         assert other.result(30)[0] == 201
         assert sum(future.done() for future in many) <= 1
@@ -241,7 +241,7 @@ def test_a_quarter_of_the_places_stays_free_of_any_one_tenant(monkeypatch: pytes
         monkeypatch.setattr(server.engines["acme"], "encode", slow)
         many = [pool.submit(call, server, "/v1/chunks", body, authorization="Bearer key-a") for _ in range(6)]
         try:
-            wait_for(lambda: server.service._pool._running["acme"] == 3 and server.service._pool.waiting("acme") == 3)
+            wait_for(lambda: server.service.pool._running["acme"] == 3 and server.service.pool.waiting("acme") == 3)
             assert pool.submit(call, server, "/v1/chunks", body, authorization="Bearer key-b").result(30)[0] == 201
         finally:
             go.set()
@@ -268,7 +268,7 @@ def test_plain_requests_that_generate_wait_for_their_tenants_turn_and_others_do_
             short = pool.submit(call, server, "/tokenize", {"messages": []}, **tenant)
             assert short.result(10)[0] == 200
             assert "ctxwin_windows_open" in str(pool.submit(read_metrics, server).result(10))
-            assert not plain.done() and server.service._pool.waiting("acme") == 1
+            assert not plain.done() and server.service.pool.waiting("acme") == 1
         finally:
             go.set()
             busy.result()

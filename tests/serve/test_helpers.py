@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ctxwin.errors import BadMedia, EngineFailed
-from ctxwin_server import scratch
+from ctxwin_server import helper
 from ctxwin_server.decode_pool import ProcessPool
 
 PROGRAM = """
@@ -113,18 +113,18 @@ def test_files_of_a_job_go_with_it_and_a_killed_process_leaves_none(folder: Path
 def test_what_a_killed_server_left_goes_when_the_next_one_starts(folder: Path) -> None:
     program = (
         "import os, signal, sys, tempfile; tempfile.tempdir = sys.argv[1]\n"
-        "from ctxwin_server.scratch import Scratch\n"
+        "from ctxwin_server.helper import Scratch\n"
         "made = Scratch(); (made.path / 'upload').write_bytes(b'x')\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", program, str(folder)], check=False)
     assert done.returncode == -signal.SIGKILL and list(folder.glob("*/files/upload"))
-    ours = scratch.Scratch()
+    ours = helper.Scratch()
     other = folder.parent / "other"
     (other / "files").mkdir(parents=True)
     (folder / "ctxwin-scratch-link").symlink_to(other)
     (folder / "ctxwin-scratch-young").mkdir()  # its owner is about to lock it
-    assert scratch.sweep() == 1
+    assert helper.sweep() == 1
     assert sorted(p.name for p in folder.iterdir()) == sorted(
         [ours._folder.name, "ctxwin-scratch-link", "ctxwin-scratch-young"]
     )

@@ -23,9 +23,8 @@ from ctxwin.store import open_store
 from ctxwin_client import RemoteWindow, upload
 from ctxwin_client.errors import TooManyRequests
 from ctxwin_server.audit_log import AuditLog
-from ctxwin_server.draining import Draining
 from ctxwin_server.info import store_fault
-from ctxwin_server.quotas import Rate
+from ctxwin_server.limits import Rate, RunningRequests
 from ctxwin_server.tenants import Tenant, load_tenants
 from serve.serving import serving
 from serve.test_authentication import status
@@ -69,14 +68,14 @@ def test_a_server_that_drains_finishes_what_runs_and_takes_nothing_new() -> None
         draining.join(30)
         asking.join(30)
         assert answers[0].usage.prompt_tokens > 0
-        server.service.draining.begun = False  # the window's end is a request, too
+        server.service.requests.draining = False  # the window's end is a request, too
 
 
 def test_draining_gives_up_after_its_time() -> None:
-    draining = Draining()
-    with draining.request():
-        assert draining.drain(0.01) == 1
-        with pytest.raises(Exception, match="shutting down"), draining.request():
+    requests = RunningRequests(8)
+    with requests.one(""):
+        assert requests.drain(0.01) == 1
+        with pytest.raises(Exception, match="shutting down"), requests.one(""):
             pass
 
 
@@ -188,10 +187,10 @@ def test_the_doctor_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
         found = {finding.name: finding for finding in examine(server.url, "a")}
         assert found["store"].status == "broken" and "takes no new value" in found["store"].what
         monkeypatch.undo()
-        server.service.draining.begun = True
+        server.service.requests.draining = True
         done = CliRunner().invoke(app, ["doctor", server.url, "--json"], env={"CTXWIN_API_KEY": "a"})
         assert done.exit_code == 1 and "draining" in done.output
-        server.service.draining.begun = False
+        server.service.requests.draining = False
     assert [f.status for f in examine(server.url)] == ["broken"]
 
 

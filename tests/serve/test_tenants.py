@@ -20,8 +20,9 @@ from ctxwin import Chunk
 from ctxwin.window.idle import prefiller_of
 from ctxwin_client import RemoteWindow, chunk_part, upload
 from ctxwin_client.errors import NotAllowed, TooLarge, TooManyWindows, UnknownUpload, UnknownWindow
+from ctxwin_server.authentication import Keys
 from ctxwin_server.limits import Limits
-from ctxwin_server.tenants import Keys, Tenant, load_tenants
+from ctxwin_server.tenants import Tenant, load_tenants
 from serve.serving import Server, serving
 from serve.test_routes import call, png, read_metrics
 

@@ -27,6 +27,7 @@ from ctxwin.window.layout import Layout, Work
 from ctxwin.window.placement import placement
 from ctxwin.window.state import Placed, State
 from ctxwin.window.sync import sync_steps
+from ctxwin_server.records import Record, Records
 
 if TYPE_CHECKING:
     from ctxwin.kv.layout import SpanKV
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 
 KEPT, SERVED = 256, 1024
 """For each conversation: evicted segments that may come back, and segments whose way of being served is remembered."""
-PER_NAME = 8
-"""Most conversations of one name: a client's other tasks, and branches."""
 _log = logging.getLogger("ctxwin.serve")
 
 
@@ -47,20 +46,17 @@ class WriteBackPending(Exception):
         self.pending = pending
 
 
-@dataclass(eq=False)
-class Conversation:
+@dataclass(eq=False, kw_only=True)
+class Conversation(Record):
     """One conversation. Its state is immutable and replaced as a whole.
 
     Attributes:
-        name: the client's name of it; "" for none.
         memo: how chunks were served before, see `Assembly`.
         write_backs: of answered requests whose KV is not written back yet; each is done once it is.
     """
 
     state: State
     seed: str
-    name: str
-    used: float
     memo: OrderedDict[str, ServedMemo] = field(default_factory=OrderedDict)
     write_backs: set[Future[None]] = field(default_factory=set)
 
@@ -91,22 +87,12 @@ class Turn:
         return self.submitted.generation.computed_tokens + self.work.tokens
 
 
-class Conversations:
-    """The conversations of one tenant. Thread-safe; `prepare` and `finish` block.
-
-    Args:
-        most: conversations that are kept; the one idle longest is dropped first.
-        ttl: seconds until an idle one is dropped.
-    """
+class Conversations(Records[Conversation]):
+    """The conversations of one tenant, and branches. Thread-safe; `prepare` and `finish` block."""
 
     def __init__(self, most: int, ttl: float) -> None:
-        self._most = most
-        self._ttl = ttl
-        self._known: OrderedDict[str, Conversation] = OrderedDict()  # the least recently used first
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._known)
+        super().__init__(most, ttl)
+        self._update_lock = threading.Lock()
 
     def prepare(self, engine: RenderedRequest, name: str, fidelity: Fidelity, *, patient: bool = True) -> Turn:
         """Update a conversation's window to a prompt, and submit its KV to the engine.
@@ -140,7 +126,7 @@ class Conversations:
 
     def expect_write_back(self, turn: Turn) -> None:
         """Announce a call of `finish`: the next request of the conversation waits for this one's KV."""
-        with self._lock:
+        with self._update_lock:
             turn.conversation.write_backs.add(turn.written_back)
 
     def finish(self, turn: Turn, *, finished: bool) -> None:
@@ -149,11 +135,11 @@ class Conversations:
             captured = turn.engine.collect(turn.submitted, finished=finished)
             state = self._write_back(turn, captured) if captured else None
             if state is not None:
-                with self._lock:
+                with self._update_lock:
                     self._merge(turn, state)
         finally:
             turn.engine.close()
-            with self._lock:
+            with self._update_lock:
                 turn.conversation.write_backs.discard(turn.written_back)
             turn.written_back.set_result(None)
 
@@ -199,12 +185,8 @@ class Conversations:
             budget=engine.spec.max_tokens,
             fidelity=fidelity,
         )
-        with self._lock:
-            self._sweep()
-            conversation = self._find(engine, opened, name)
-            if patient and conversation.write_backs:
-                raise WriteBackPending([*conversation.write_backs])
-            conversation = self._branch(conversation, engine)
+        with self._update_lock:
+            conversation = self._continued(engine, opened, name, patient)
             state, edits = conversation.state, Counter[str]()
             steps = sync_steps(
                 state,
@@ -217,46 +199,28 @@ class Conversations:
                 state = new
                 edits[edit.op] += len(ids)
             conversation.state = state = state.replace(evicted=state.evicted[-KEPT:])
-            self._keep(conversation)
+            conversation.used = time.monotonic()
+            self.keep(conversation, conversation)
         return conversation, state, edits
 
-    def _find(self, engine: RenderedRequest, opened: State, name: str) -> Conversation:
-        """Return the conversation that shares the most with a prompt; a new one where none shares anything."""
-        ids = [chunk.id for chunk in engine.chunks]
+    def _continued(self, engine: RenderedRequest, opened: State, name: str, patient: bool) -> Conversation:
+        """Return the conversation that shares the most with a prompt, or a branch of it where that is less than half of it.
+
+        A new one where none shares anything.
+        """
+        ids, key = [chunk.id for chunk in engine.chunks], digest("conversation", name, opened.system_prompt_key)
         best, best_score = None, (0, 0)
-        for candidate in self._known.values():  # among equals the most recently used wins
-            if candidate.name == name and candidate.state.system_prompt_key == opened.system_prompt_key:
-                score = _common(candidate.state, ids)
-                if score[1] and score >= best_score:
-                    best, best_score = candidate, score
-        return best or Conversation(opened, _new_seed(opened.system_prompt_key), name, 0.0)
-
-    def _branch(self, conversation: Conversation, engine: RenderedRequest) -> Conversation:
-        """Return ``conversation``, or a branch of it where the prompt shares less than half of it."""
-        state = conversation.state
-        _, common = _common(state, [chunk.id for chunk in engine.chunks])
-        if 2 * common >= sum(entry.tokens for entry in state.placed):
-            return conversation
-        return Conversation(state, _new_seed(conversation.seed), conversation.name, 0.0)
-
-    def _keep(self, conversation: Conversation) -> None:
-        """Mark a conversation as the most recently used, and drop old ones, of its own name first."""
-        conversation.used = time.monotonic()
-        self._known[conversation.seed] = conversation
-        self._known.move_to_end(conversation.seed)
-        alike = [seed for seed, other in self._known.items() if conversation.name and other.name == conversation.name]
-        for seed in alike[:-PER_NAME]:
-            del self._known[seed]
-        while len(self._known) > self._most:
-            self._known.popitem(last=False)
-
-    def _sweep(self) -> None:
-        now = time.monotonic()
-        while self._known:
-            key, oldest = next(iter(self._known.items()))
-            if now - oldest.used <= self._ttl:
-                return
-            del self._known[key]
+        for candidate in self.find(key):  # among equals the most recently used wins
+            score = _common(candidate.state, ids)
+            if score[1] and score >= best_score:
+                best, best_score = candidate, score
+        if best is None:
+            return Conversation(key=key, name=name, size=0, state=opened, seed=_new_seed(opened.system_prompt_key))
+        if patient and best.write_backs:
+            raise WriteBackPending([*best.write_backs])
+        if 2 * best_score[1] >= sum(entry.tokens for entry in best.state.placed):
+            return best
+        return Conversation(key=key, name=name, size=0, state=best.state, seed=_new_seed(best.seed))
 
 
 def _new_seed(base: str) -> str:

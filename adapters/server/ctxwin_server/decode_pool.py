@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import queue
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING
 
+from ctxwin.chunk import Chunk
 from ctxwin.errors import BadMedia, EngineFailed
-from ctxwin_server import file_splitter
+from ctxwin.media import unpack_frames
 from ctxwin_server.fair import FairPool
-from ctxwin_server.helper import DONE, Helper, OutOfBounds
-from ctxwin_server.media_decoder import SIZE
+from ctxwin_server.helper import DONE, Helper, OutOfBounds, pack, unpack
 from ctxwin_server.schemas import FORMATS
 
 if TYPE_CHECKING:
     import numpy as np
 
     from ctxwin.library.records import Passage
+
+_PROGRAMS = "ctxwin_server.decoders"
+_HEADER_BYTES = 512 << 20
 
 
 class ProcessPool:
@@ -87,7 +89,7 @@ class MediaDecoders(ProcessPool):
     def __init__(
         self, seconds: float, most_bytes: int, count: int = 2, formats: Sequence[str] = FORMATS, *, shared: bool = False
     ) -> None:
-        super().__init__("ctxwin_server.media_decoder", [str(most_bytes), *formats], seconds, count, shared)
+        super().__init__(_PROGRAMS, ["picture", str(most_bytes), *formats], seconds, count, shared)
 
     def decode(self, raw: bytes, width: int, height: int, *, tenant: str = "") -> np.ndarray:
         """Return the pixels ``[H, W, 3]`` uint8 of an encoded picture, upright; raise BadMedia if it cannot be decoded in bounds.
@@ -96,25 +98,51 @@ class MediaDecoders(ProcessPool):
         """
         import numpy as np
 
-        status, payload = self.ask(SIZE.pack(width, height), raw, tenant=tenant)
+        status, answer = self.ask(*pack((width, height), raw), tenant=tenant)
         if status != DONE:
-            raise BadMedia(f"an image must be decodable, got {len(raw)} bytes: {payload.decode('utf-8', 'replace')}")
-        width, height = SIZE.unpack_from(payload)
-        return np.frombuffer(payload, np.uint8, offset=SIZE.size).reshape(height, width, 3)
+            raise BadMedia(f"an image must be decodable, got {len(raw)} bytes: {answer.decode('utf-8', 'replace')}")
+        (width, height), (pixels,) = unpack(answer)
+        return np.frombuffer(pixels, np.uint8).reshape(height, width, 3)
 
 
 class FileSplitters(ProcessPool):
     """Splits files of libraries into passages (`ctxwin.library.files`); arguments as for `MediaDecoders`."""
 
     def __init__(self, seconds: float, most_bytes: int, count: int = 2, *, shared: bool = False) -> None:
-        super().__init__("ctxwin_server.file_splitter", [str(most_bytes)], seconds, count, shared)
+        super().__init__(_PROGRAMS, ["file", str(most_bytes)], seconds, count, shared)
 
     def split(
         self, name: str, raw: bytes, caption: str = "", most_pixels: int = 64 << 20, *, tenant: str = ""
     ) -> list[Passage]:
         """Return the passages of a file, with their pixels; raise BadMedia if it cannot be split in bounds."""
-        header = json.dumps({"name": name, "caption": caption, "most_pixels": most_pixels}).encode()
-        status, payload = self.ask(file_splitter.HEADER.pack(len(header)), header, raw, tenant=tenant)
+        from ctxwin.library.records import Passage
+
+        status, answer = self.ask(*pack((name, caption, most_pixels), raw), tenant=tenant)
         if status != DONE:
-            raise BadMedia(payload.decode("utf-8", "replace"))
-        return file_splitter.unpack(payload)
+            raise BadMedia(answer.decode("utf-8", "replace"))
+        head, blobs = unpack(answer)
+        frames, passages = iter(blobs), [Passage.model_validate(one) for one in head]
+
+        def with_pixels(chunk: Chunk) -> Chunk:
+            return chunk.holding({part.content: unpack_frames(next(frames)) for part in chunk.media})
+
+        return [one.model_copy(update={"chunk": with_pixels(one.chunk)}) for one in passages]
+
+
+class VideoHeaders(ProcessPool):
+    """Reads the size of videos; each may take ``seconds``."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(_PROGRAMS, ["video", str(_HEADER_BYTES)], seconds, 1, False)
+
+    def size(self, raw: bytes) -> tuple[int, int]:
+        """Return width and height; raises BadMedia, with the reason, where vLLM's reader finds no video stream."""
+        status, answer = self.ask(*pack(None, raw))
+        if status != DONE:
+            raise BadMedia(answer.decode("utf-8", "replace"))
+        (width, height, reason), _ = unpack(answer)
+        if min(width, height) <= 0:
+            raise BadMedia(
+                reason or f"a video must have a stream that this server can read, got {len(raw)} bytes without one"
+            )
+        return width, height

@@ -8,6 +8,8 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -83,12 +85,30 @@ class FairPool:
         """
         return self._enqueue(_Job(tenant, partial(work, *args)))
 
+    async def run(self, tenant: str, work: Callable[..., T], *args: Any) -> T:
+        """Return ``work(*args)``, run in a thread, in the caller's context, when it is the tenant's turn. Raises as `submit`."""
+        return await asyncio.wrap_future(self.submit(tenant, copy_context().run, work, *args))
+
     def reserve(self, tenant: str) -> Future[Callable[[], None]]:
         """Reserve a slot for work that needs no thread of this pool; the future's result frees the slot.
 
         Raises as `submit`. Cancelling the future before it is done withdraws the request.
         """
         return self._enqueue(_Job(tenant, None))
+
+    @asynccontextmanager
+    async def slot(self, tenant: str) -> AsyncIterator[None]:
+        """Hold a slot within the block, which begins when it is the tenant's turn. Raises as `submit`."""
+        future = self.reserve(tenant)
+        try:
+            give_back = await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            future.add_done_callback(lambda late: late.cancelled() or late.result()())
+            raise
+        try:
+            yield
+        finally:
+            give_back()
 
     def _enqueue(self, job: _Job) -> Future[Any]:
         with self._changed:

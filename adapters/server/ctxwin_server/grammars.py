@@ -19,8 +19,7 @@ from ctxwin.errors import EngineFailed
 from ctxwin.hashing import digest
 from ctxwin_server.fair import FairPool
 from ctxwin_server.grammar_trial import ANSWER, COSTLY, INVALID
-from ctxwin_server.helper import DONE, Helper, OutOfBounds
-from ctxwin_server.scratch import Scratch
+from ctxwin_server.helper import DONE, Helper, OutOfBounds, Scratch
 
 Constraint = tuple[str, str]
 """``json``, ``regex``, ``grammar`` or ``structural_tag``, and its text."""

@@ -1,23 +1,29 @@
 """Helper processes that read client input: one that takes too long or too much memory is killed, not the server.
 
-A request is its size (``<Q``) and its bytes; an answer a status byte and a size (``<BQ``), then that many bytes.
+A request is its size (``<Q``) and its bytes; an answer a status byte and a size (``<BQ``), then that many bytes. Temporary files
+of a helper stand in a folder of its parent's (`Scratch`), so that a killed one leaves none.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import itertools
+import json
 import os
 import resource
+import shutil
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from ctxwin.errors import CtxwinError, EngineFailed
-from ctxwin_server.scratch import Scratch
 
 REQUEST = struct.Struct("<Q")
 ANSWER = struct.Struct("<BQ")
@@ -26,8 +32,86 @@ _START_S = 60.0
 """Longest start: a busy machine imports for half a minute."""
 
 
+_PREFIX = "ctxwin-scratch-"
+_LOCK = "lock"
+_YOUNG_S = 60.0
+"""A younger folder may not have its lock yet."""
+
+
+def pack(head: Any, *blobs: bytes) -> list[bytes]:
+    """Return JSON and bytes as parts of one request or answer."""
+    return [json.dumps([head, *map(len, blobs)]).encode() + b"\n", *blobs]
+
+
+def unpack(raw: bytes) -> tuple[Any, list[bytes]]:
+    """Return what `pack` was given."""
+    at = raw.index(b"\n") + 1
+    head, *sizes = json.loads(raw[:at])
+    ends = [*itertools.accumulate(sizes, initial=at)]
+    return head, [raw[begin:end] for begin, end in itertools.pairwise(ends)]
+
+
 class OutOfBounds(Exception):
     """A helper that was killed, or that ended, during one request."""
+
+
+class Scratch:
+    """A folder for the files of one helper process; its ``TMPDIR`` is `path`.
+
+    It is locked while its owner lives, so that `sweep` can tell it from those of killed owners, in any container.
+    """
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self._lock = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.path = self._folder / "files"
+        self.path.mkdir(mode=0o700)
+
+    def empty(self) -> None:
+        """Remove the files that a job has left. Cost if there are none: listing the folder."""
+        for entry in os.scandir(self.path):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):
+                    Path(entry.path).unlink()
+
+    def remove(self) -> None:
+        """Remove the folder. Idempotent."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.close(self._lock)
+        self._lock = -1
+
+
+def sweep() -> int:
+    """Remove this user's folders whose owners were killed; return how many."""
+    count = 0
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            about = folder.lstat()
+            if folder.is_symlink() or not folder.is_dir() or about.st_uid != os.geteuid():
+                continue
+            if _is_locked(folder, time.time() - about.st_mtime):
+                continue
+            shutil.rmtree(folder, ignore_errors=True)
+            count += 1
+    return count
+
+
+def _is_locked(folder: Path, age: float) -> bool:
+    try:
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return age < _YOUNG_S
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
 
 
 class Helper:

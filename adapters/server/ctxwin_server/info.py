@@ -43,9 +43,9 @@ def describe_server(service: Service, tenant_state: TenantState) -> dict[str, An
         },
         "windows": service.windows,
         "tenant": tenant_state.tenant,
-        "tenants": service.keys.tenants,
-        "keys": bool(service.keys.by_hash),
-        "metrics_open": not (service.private_metrics and service.keys.by_hash) and not service.metrics_keys.by_hash,
+        "tenants": service.authentication.keys.tenants,
+        "keys": bool(service.authentication.keys.by_hash),
+        "metrics_open": service.authentication.metrics_open,
     }
 
 

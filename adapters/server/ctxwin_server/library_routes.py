@@ -9,7 +9,6 @@ from ctxwin.extras import optional_imports
 
 with optional_imports():
     from fastapi import APIRouter, Response
-    from fastapi.responses import JSONResponse
 
 from pydantic import Field
 
@@ -27,18 +26,6 @@ from ctxwin_server.schemas import Body
 
 libraries = APIRouter(route_class=Route, tags=["libraries"])
 _FILES = LIBRARIES + "/{library}/files"
-_FORM = {
-    "type": "object",
-    "required": ["file"],
-    "properties": {
-        "file": {"type": "string", "format": "binary"},
-        "name": {"type": "string"},
-        "caption": {"type": "string"},
-        "expires_after": {"type": "number", "description": "seconds after its last use"},
-        "replace": {"type": "boolean"},
-        "purpose": {"type": "string"},
-    },
-}
 
 
 class NewLibrary(Body):
@@ -49,13 +36,17 @@ class NewLibrary(Body):
 
 
 class NewFile(Body):
-    """The fields beside ``file``; ``purpose`` is OpenAI's and changes nothing."""
+    """The fields beside ``file``: ``expires_after`` in seconds after its last use; ``purpose`` is OpenAI's, changes nothing."""
 
     name: str = ""
     caption: str = Field(default="", max_length=10_000)
     expires_after: float | None = Field(default=None, gt=0, le=10**10)
     replace: bool = False
     purpose: str = ""
+
+
+_FORM = NewFile.model_json_schema()
+_FORM |= {"required": ["file"], "properties": {"file": {"type": "string", "format": "binary"}, **_FORM["properties"]}}
 
 
 class Search(Body):
@@ -68,7 +59,7 @@ class Search(Body):
 @libraries.get(LIBRARIES)
 async def list_libraries(context: CurrentRequest) -> Response:
     """List the libraries that this key can read."""
-    return await context.run(
+    return await context.respond(
         lambda: {"object": "list", "data": context.tenant_state.libraries.describe_all(), "has_more": False}
     )
 
@@ -89,9 +80,8 @@ async def create(context: CurrentRequest) -> Response:
 @libraries.get(LIBRARIES + "/{library}")
 async def describe(library: str, context: CurrentRequest) -> Response:
     """Describe a library."""
-    return await context.run(
-        lambda: context.tenant_state.libraries.describe(context.tenant_state.libraries.find(library))
-    )
+    libraries = context.tenant_state.libraries
+    return await context.respond(lambda: libraries.describe(libraries.find(library)))
 
 
 @libraries.delete(LIBRARIES + "/{library}")
@@ -108,7 +98,7 @@ async def list_files(library: str, context: CurrentRequest) -> Response:
         rows = context.tenant_state.libraries.find(library).files()
         return {"object": "list", "data": [_file(row) for row in rows], "has_more": False}
 
-    return await context.run(work)
+    return await context.respond(work)
 
 
 @libraries.post(
@@ -117,8 +107,8 @@ async def list_files(library: str, context: CurrentRequest) -> Response:
 async def add_file(library: str, context: CurrentRequest) -> Response:
     """Add or replace a file. Its KV is computed when the engine is idle."""
     raw, kind = await context.request.body(), context.request.headers.get("content-type", "")
-    form = await context.service.run_briefly(context.tenant_state.tenant, read_form, kind, context.service.limits, raw)
-    name, data, fields = await context.service.run_briefly(context.tenant_state.tenant, _read_upload, form)
+    form = await context.run_briefly(read_form, kind, context.service.limits, raw)
+    name, data, fields = await context.run_briefly(_read_upload, form)
 
     def work() -> dict[str, Any]:
         row = context.tenant_state.libraries.add(
@@ -142,19 +132,17 @@ async def describe_file(library: str, file: str, context: CurrentRequest) -> Res
             raise UnknownFile(f"a file must be one of library {library}, got {file[:300]!r}; it may have expired")
         return _file(match)
 
-    return await context.run(work)
+    return await context.respond(work)
 
 
 @libraries.delete(_FILES + "/{file}")
 async def delete_file(library: str, file: str, context: CurrentRequest) -> Response:
     """Delete a file and everything stored for it; windows keep placed chunks until they are evicted."""
 
-    def work() -> None:
+    def remove(file: str) -> None:
         context.tenant_state.libraries.find_own(library).remove(file)
 
-    await context.service.run(context.tenant_state.tenant, work)
-    context.record("delete", object="file", id=file, library=library)
-    return JSONResponse({"object": "file", "id": file, "deleted": True})
+    return await context.delete("file", file, remove, library=library)
 
 
 @libraries.post(LIBRARIES + "/{library}/search", openapi_extra=openapi_body(Search.model_json_schema()))
@@ -162,7 +150,7 @@ async def search(library: str, context: CurrentRequest) -> Response:
     """Find passages for words, best first."""
     body: Search = await context.validate(Search.model_validate)
     find = partial(context.tenant_state.libraries.search, library, body.query, body.max_num_results)
-    return await context.run(
+    return await context.respond(
         lambda: {
             "object": "vector_store.search_results.page",
             "search_query": [body.query],

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import math
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ctxwin.errors import BudgetExceeded
+from ctxwin.errors import BudgetExceeded, EngineFailed
 from ctxwin.fidelity import Fidelity
 from ctxwin_client.errors import TooLarge, TooManyRequests
+
+if TYPE_CHECKING:
+    from starlette.types import Message, Receive
 
 _TEXT_PER_TOKEN = 16
 """Characters that a context window must hold for each of its tokens, by default: prose has 4 to 5, indented code 10."""
@@ -235,25 +239,149 @@ class BodyBytes:
                 del self._held[tenant]
 
 
-class RequestCount:
-    """Number of requests of each tenant in progress, including those whose bodies are still being received."""
+class RunningRequests:
+    """The requests in progress, those included whose bodies are still being received. Thread-safe.
+
+    Args:
+        most: requests of one tenant.
+
+    Attributes:
+        draining: whether new requests are refused, since the server shuts down.
+    """
 
     def __init__(self, most: int) -> None:
+        self.draining = False
         self._most = most
-        self._running: Counter[str] = Counter()
+        self._by_tenant: Counter[str] = Counter()
+        self._awaited = 0
+        self._changed = threading.Condition()
 
     @contextmanager
-    def one(self, tenant: str) -> Iterator[None]:
-        """Count a request within the block; raise TooManyRequests beyond the limit. On the event loop only."""
-        if self._running[tenant] >= self._most:
-            raise TooManyRequests(
-                f"at most {self._most} requests of a tenant may be under way (--max-concurrency and --max-waiting); try again "
-                "when some have ended"
-            )
-        self._running[tenant] += 1
+    def one(self, tenant: str, *, awaited: bool = True) -> Iterator[None]:
+        """Count a request within the block; raise TooManyRequests beyond the limit, EngineFailed while draining.
+
+        ``awaited``: whether `drain` waits for it; false for sockets, which may stay open forever.
+        """
+        with self._changed:
+            if self.draining:
+                raise EngineFailed("the server is shutting down; try another one")
+            if self._by_tenant[tenant] >= self._most:
+                raise TooManyRequests(
+                    f"at most {self._most} requests of a tenant may be under way (--max-concurrency and --max-waiting); try "
+                    "again when some have ended"
+                )
+            self._by_tenant[tenant] += 1
+            self._awaited += awaited
         try:
             yield
         finally:
-            self._running[tenant] -= 1
-            if not self._running[tenant]:
-                del self._running[tenant]
+            with self._changed:
+                self._by_tenant[tenant] -= 1
+                if not self._by_tenant[tenant]:
+                    del self._by_tenant[tenant]
+                self._awaited -= awaited
+                self._changed.notify_all()
+
+    def drain(self, seconds: float) -> int:
+        """Refuse new requests and wait for running ones; return how many still run after ``seconds``. Blocks."""
+        with self._changed:
+            self.draining = True
+            self._changed.wait_for(lambda: not self._awaited, max(0.0, seconds))
+            return self._awaited
+
+
+class Rate:
+    """A token bucket of ``most`` a minute, which is full after a minute of rest. Thread-safe.
+
+    An amount larger than the bucket is accepted once it is full, and paid off afterwards.
+    """
+
+    def __init__(self, most: float, unit: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most, self._what, self._clock = most, unit, clock
+        self._left, self._at = most, clock()
+        self._lock = threading.Lock()
+
+    def take(self, amount: float) -> None:
+        """Count ``amount``; raise TooManyRequests, with the seconds to wait, if the bucket does not hold it."""
+        with self._lock:
+            self._refill()
+            lacks = min(amount, self._most) - self._left
+            if lacks > 0:
+                wait = math.ceil(lacks * 60 / self._most)
+                raise TooManyRequests(
+                    f"a tenant may send {self._most:g} {self._what} a minute (tenants file); try again in {wait} s",
+                    after=wait,
+                )
+            self._left -= amount
+
+    def charge(self, amount: float) -> None:
+        """Count ``amount`` of a request that was accepted already."""
+        with self._lock:
+            self._refill()
+            self._left -= amount
+
+    def _refill(self) -> None:
+        now = self._clock()
+        self._left = min(self._most, self._left + (now - self._at) * self._most / 60)
+        self._at = now
+
+
+class BodyReader:
+    """One request's body while it is received: within a limit, and counted among all bodies in memory.
+
+    Args:
+        limit: bytes of the body.
+        held: the bodies of all requests; ``tenant``'s are counted.
+        quota: charged with every byte.
+
+    Attributes:
+        cut_off: whether the client disconnected before the end.
+    """
+
+    def __init__(self, limit: int, held: BodyBytes, tenant: str, receive: Receive, quota: Rate | None = None) -> None:
+        self._limit, self._held, self._tenant, self._receive, self._quota = limit, held, tenant, receive, quota
+        self._size = 0
+        self.cut_off = False
+
+    def check_announced(self, length: str) -> None:
+        """Raise TooLarge for the length of a body that is too long, which is then not read at all."""
+        if length.isdecimal() and (len(length) > 18 or int(length) > self._limit):
+            self._refuse(length[:20])
+
+    async def receive(self) -> Message:
+        """Return the next message; raise TooLarge or TooManyRequests."""
+        message = await self._receive()
+        size = len(message.get("body", b""))
+        if self._size + size > self._limit:
+            self._refuse("more")
+        self._held.take(self._tenant, size)
+        self._size += size
+        if self._quota is not None:
+            self._quota.charge(size)
+        return message
+
+    async def read(self) -> bytes:
+        """Return the whole body, or what a client had sent when it disconnected."""
+        parts: list[bytes] = []
+        while True:
+            message = await self.receive()
+            parts.append(message.get("body", b""))
+            self.cut_off = message["type"] != "http.request"
+            if self.cut_off or not message.get("more_body", False):
+                return b"".join(parts)
+
+    def replay(self, raw: bytes) -> Receive:
+        """Return a ``receive`` that returns ``raw`` as the whole body, then the messages that follow it."""
+        messages: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
+
+        async def receive() -> Message:
+            return messages.pop() if messages else await self._receive()
+
+        return receive
+
+    def give_back(self) -> None:
+        """Count the body as no longer in memory."""
+        self._held.give_back(self._tenant, self._size)
+
+    def _refuse(self, got: str) -> None:
+        raise TooLarge(f"a body must have at most {self._limit} bytes (--max-upload-bytes), got {got}")

@@ -79,7 +79,7 @@ class LiveSession:
         work: Callable[[], Awaitable[dict[str, Any]]] | None = None
         try:
             read = partial(read_message, limits.parse, raw, is_picture, self._max_text)
-            message, files = await self._service.run_briefly(self._tenant, read)
+            message, files = await self._service.brief_pool.run(self._tenant, read)
             if isinstance(message, Push):
                 self._frames += not numbered
                 done = live.push(message, files, self._options)
@@ -121,7 +121,7 @@ class LiveSession:
     ) -> dict[str, Any]:
         if preceding:
             await asyncio.wait(preceding)
-        return await self._service.run(self._tenant, work)
+        return await self._service.pool.run(self._tenant, work)
 
     async def _answer(self, preceding: list[asyncio.Future[Any]], question: LiveAsk) -> dict[str, Any]:
         try:

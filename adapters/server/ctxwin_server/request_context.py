@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from ctxwin.extras import optional_imports
 
@@ -18,6 +18,8 @@ from ctxwin.window.window import Window
 from ctxwin_server.responses import encode_json, json_response
 from ctxwin_server.service import STATE, TENANT, Service, TenantState
 
+T = TypeVar("T")
+
 
 class RequestContext:
     """One request to a route of ours, with its tenant's state."""
@@ -26,23 +28,29 @@ class RequestContext:
         self.request = request
         self.service: Service = getattr(request.app.state, STATE)
         self.tenant_state: TenantState = self.service.tenant_state(request.scope.get(TENANT) or "")
+        self.tenant = self.tenant_state.tenant
+
+    async def run(self, work: Callable[..., T], *args: Any) -> T:
+        """Return ``work(*args)``, run in a worker thread when it is the tenant's turn."""
+        return await self.service.pool.run(self.tenant, work, *args)
+
+    async def run_briefly(self, work: Callable[..., T], *args: Any) -> T:
+        """Do as `run`, for work without the engine, which does not wait for requests that use it."""
+        return await self.service.brief_pool.run(self.tenant, work, *args)
 
     async def json(self) -> Any:
         """Return the body, parsed within the server's limits, off the event loop."""
-        raw = await self.request.body()
-        parse, tenant = self.service.limits.parse, self.tenant_state.tenant
-        data = await self.service.run_briefly(tenant, parse, raw, self.tenant_state.max_text)
-        await self.service.grammars.check(tenant, data)
+        data = await self.run_briefly(self.service.limits.parse, await self.request.body(), self.tenant_state.max_text)
+        await self.service.grammars.check(self.tenant, data)
         return data
 
     async def validate(self, validator: Callable[[Any], Any]) -> Any:
         """Parse the body and validate it."""
-        data = await self.json()
-        return await self.service.run_briefly(self.tenant_state.tenant, validate, validator, data)
+        return await self.run_briefly(validate, validator, await self.json())
 
-    async def run(self, work: Callable[[], Any]) -> Response:
-        """Return the result of ``work`` as JSON; it runs in a worker thread when it is the tenant's turn."""
-        return json_response(await self.service.run(self.tenant_state.tenant, lambda: encode_json(work())))
+    async def respond(self, work: Callable[[], Any]) -> Response:
+        """Return the result of ``work`` as JSON; see `run`."""
+        return json_response(await self.run(lambda: encode_json(work())))
 
     async def read_window(self, window_id: str, read: Callable[[Window], Any]) -> Response:
         """Return ``read(window)`` as JSON."""
@@ -51,35 +59,28 @@ class RequestContext:
             with self.tenant_state.windows.using(window_id) as window:
                 return read(window)
 
-        return await self.run(work)
+        return await self.respond(work)
 
     def record(self, action: str, **details: Any) -> None:
         """Write a line to the audit log."""
         client = self.request.client.host if self.request.client else ""
-        self.service.audit.record(self.tenant_state.tenant, client, action, **details)
+        self.service.audit.record(self.tenant, client, action, **details)
 
-    async def delete(self, kind: str, name: str, remove: Callable[[str], None]) -> Response:
-        """Delete an object by name, and confirm it."""
-        await self.service.run(self.tenant_state.tenant, remove, name)
-        self.record("delete", object=kind, id=name)
+    async def delete(self, kind: str, name: str, remove: Callable[[str], None], **details: Any) -> Response:
+        """Delete an object by name, and confirm it; ``details``: for the audit log."""
+        await self.run(remove, name)
+        self.record("delete", object=kind, id=name, **details)
         return JSONResponse({"object": kind, "id": name, "deleted": True})
 
     async def once(self, work: Callable[[], Any], content: bytes | None = None) -> Response:
-        """Do as `run`, or return the answer of an earlier request with the same Idempotency-Key.
+        """Do as `respond`, or return the answer of an earlier request with the same Idempotency-Key.
 
         ``content`` identifies equal requests; the body by default.
         """
         path, key = self.request.url.path, self.idempotency_key
         content = await self.request.body() if content is None else content
-        answer = await self.service.run(
-            self.tenant_state.tenant,
-            self.tenant_state.idempotency.once,
-            path,
-            key,
-            content,
-            lambda: encode_json(work()),
-        )
-        return json_response(answer)
+        once = self.tenant_state.idempotency.once
+        return json_response(await self.run(once, path, key, content, lambda: encode_json(work())))
 
     def in_window_once(
         self, window_id: str, path: str, key: str | None, raw: bytes, work: Callable[[Window], bytes]
@@ -95,7 +96,7 @@ class RequestContext:
     def running(self, operation: str, raw: bytes, window: Window | None = None) -> AbstractContextManager[None]:
         """Register this request as running in the engine within the block; see `Quarantine`."""
         content = () if window is None else (window.system_prompt, *(p.chunk_id for p in window.core.state.placed))
-        return self.service.quarantine.running(digest("request", self.tenant_state.tenant, operation, raw, content))
+        return self.service.quarantine.running(digest("request", self.tenant, operation, raw, content))
 
     @property
     def idempotency_key(self) -> str | None:

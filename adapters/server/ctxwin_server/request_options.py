@@ -235,15 +235,9 @@ class ReportingSend:
                 await self._send(self._start)
                 ready, self._body, self._start = self._body, b"", None
             else:
-                end = (
-                    self._body.rfind(b"\n\n") + 2
-                    if has_more and b"\n\n" in self._body
-                    else 0
-                    if has_more
-                    else len(self._body)
-                )
-                complete, self._body = self._body[:end], self._body[end:]
-                ready = b"".join(self._events_of(frame) for frame in _frames(complete))
+                complete, end, rest = self._body.rpartition(b"\n\n") if has_more else (self._body, b"", b"")
+                self._body = rest
+                ready = b"".join(self._events_of(frame) for frame in _frames(complete + end))
             message = {**message, "body": ready}
         await self._send(message)
 

@@ -47,7 +47,7 @@ async def upload(context: CurrentRequest) -> Response:
     raw, kind = await context.request.body(), context.request.headers.get("content-type", "")
     read = (context.service.limits, raw, context.tenant_state.max_text)
     if kind.startswith("multipart/form-data"):
-        chunk, files = await context.service.run_briefly(context.tenant_state.tenant, _chunk_in, kind, *read)
+        chunk, files = await context.run_briefly(_chunk_in, kind, *read)
     else:
         chunk, files = await context.json(), {}
 
@@ -55,7 +55,7 @@ async def upload(context: CurrentRequest) -> Response:
         with context.running("upload", raw):
             return context.tenant_state.uploads.put(chunk, files)
 
-    described, new = await context.service.run(context.tenant_state.tenant, work)
+    described, new = await context.run(work)
     context.record("store", object="ctxwin.chunk", id=described["id"], bytes=len(raw), new=new)
     return JSONResponse(described, status_code=201 if new else 200)
 
@@ -63,7 +63,7 @@ async def upload(context: CurrentRequest) -> Response:
 @router.get(CHUNKS + "/{chunk_id}")
 async def describe(chunk_id: str, context: CurrentRequest) -> Response:
     """Describe an uploaded chunk."""
-    return await context.run(lambda: context.tenant_state.uploads.describe(chunk_id))
+    return await context.respond(lambda: context.tenant_state.uploads.describe(chunk_id))
 
 
 @router.delete(CHUNKS + "/{chunk_id}")
@@ -86,7 +86,7 @@ async def ready(request: Request) -> Response:
 @router.get(ABOUT)
 async def tell(context: CurrentRequest) -> Response:
     """Describe the server, its configuration and its state."""
-    return await context.run(lambda: describe_server(context.service, context.tenant_state))
+    return await context.respond(lambda: describe_server(context.service, context.tenant_state))
 
 
 @router.post(WINDOWS, openapi_extra=openapi_body(OpenWindow.model_json_schema()))
@@ -161,15 +161,13 @@ async def ask(window_id: str, context: CurrentRequest) -> Response:
             while answer.audit is None and time.monotonic() < until and not context.service.closing.is_set():
                 await asyncio.sleep(_POLL_S)
             if answer.audit is not None:
-                raw_answer = await context.service.run_briefly(
-                    context.tenant_state.tenant, encode_json, serialization.answer_to(answer)
-                )
+                raw_answer = await context.run_briefly(encode_json, serialization.answer_to(answer))
         return raw_answer
 
     async def final_events(raw_answer: bytes) -> list[bytes]:
         return [b'{"answer": %s}' % await wait_for_audit(raw_answer)]
 
-    running = context.service.begin(context.tenant_state.tenant, work)
+    running = context.service.begin(context.tenant, work)
     if not body.stream:
         return json_response(await wait_for_audit(await wait_result(running, context.request)))
     return await stream_events(running, context.request, final_events)
@@ -181,18 +179,15 @@ LIVE = WINDOWS + "/{window_id}/live"
 @router.post(LIVE, openapi_extra=openapi_body(MESSAGE.json_schema()))
 async def push(window_id: str, context: CurrentRequest) -> Response:
     """Push a frame into a live stream, as a picture or as a message of the socket, and return what became of it."""
-    tenant_state, options = (
-        context.tenant_state,
-        validate(LiveOptions.model_validate, dict(context.request.query_params)),
-    )
+    options = validate(LiveOptions.model_validate, dict(context.request.query_params))
     picture = context.request.headers.get("content-type", "").startswith(("image/", "application/octet-stream"))
-    read = (context.service.limits.parse, await context.request.body(), picture, tenant_state.max_text)
-    message, files = await context.service.run_briefly(tenant_state.tenant, read_message, *read)
-    with tenant_state.streams.open(context.service, tenant_state, window_id) as stream:
+    read = (context.service.limits.parse, await context.request.body(), picture, context.tenant_state.max_text)
+    message, files = await context.run_briefly(read_message, *read)
+    with context.tenant_state.streams.open(window_id) as stream:
         if isinstance(message, Push):
             return JSONResponse(await stream.push(message, files, options))
         if isinstance(message, Recall):
-            return await context.run(lambda: stream.recall(message, options))
+            return await context.respond(lambda: stream.recall(message, options))
     raise ValueError("a message by HTTP must be a push or a recall; ask with /ask")
 
 
@@ -208,8 +203,8 @@ async def stream(socket: WebSocket, window_id: str) -> None:
 
     try:
         options = validate(LiveOptions.model_validate, dict(socket.query_params))
-        opened = await service.run(tenant_state.tenant, summary)
-        with tenant_state.streams.open(service, tenant_state, window_id) as live:
+        opened = await service.pool.run(tenant_state.tenant, summary)
+        with tenant_state.streams.open(window_id) as live:
             await LiveSession(socket, service, tenant_state, live, options).run(opened)
     except (CtxwinError, ValueError) as error:
         status, body = to_body(service.to_client_error(error))
@@ -229,7 +224,7 @@ def _operate(name: str, operation: Operation) -> Callable[[str, RequestContext],
             return response
 
         once = partial(context.in_window_once, window_id, context.request.url.path, context.idempotency_key, raw, work)
-        return json_response(await context.service.run(context.tenant_state.tenant, once))
+        return json_response(await context.run(once))
 
     operate.__name__ = name
     return operate

@@ -6,12 +6,11 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Collection, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ctxwin.audit import Evidence, attach_audits, auditor_of
 from ctxwin.audit.strategies import STRATEGIES
@@ -21,16 +20,17 @@ from ctxwin.store import parse_bytes
 from ctxwin.store.base import Store
 from ctxwin.window.window import Window
 from ctxwin_server.audit_log import AuditLog
+from ctxwin_server.authentication import Authentication, Keys
 from ctxwin_server.context_management import Count, Policy, counter
 from ctxwin_server.conversations import Conversations
-from ctxwin_server.decode_pool import FileSplitters, MediaDecoders
-from ctxwin_server.draining import Draining
+from ctxwin_server.decode_pool import FileSplitters, MediaDecoders, VideoHeaders
 from ctxwin_server.fair import BackgroundWork, FairPool, Put, Stopped
 from ctxwin_server.grammars import Grammars
+from ctxwin_server.helper import sweep
 from ctxwin_server.idempotency import IdempotencyCache
 from ctxwin_server.lazy_drops import LazyDrops
 from ctxwin_server.libraries import Libraries, Preparation
-from ctxwin_server.limits import BodyBytes, Limits, RequestCount
+from ctxwin_server.limits import BodyBytes, Limits, Rate, RunningRequests
 from ctxwin_server.memory import Memory
 from ctxwin_server.metrics import Metrics
 from ctxwin_server.operations import OperationContext
@@ -38,14 +38,11 @@ from ctxwin_server.prediction import Histories, Prediction
 from ctxwin_server.prefill import ChatPrefill
 from ctxwin_server.prompt_options import AS_SENT, PromptOptions
 from ctxwin_server.quarantine import Quarantine
-from ctxwin_server.quotas import Rate
 from ctxwin_server.request_options import PendingRequests
-from ctxwin_server.scratch import sweep
 from ctxwin_server.streams import Streams
 from ctxwin_server.template_arguments import TemplateArguments
-from ctxwin_server.tenants import Keys, Tenant
+from ctxwin_server.tenants import Tenant
 from ctxwin_server.uploads import Uploads
-from ctxwin_server.video_header import VideoHeaders
 from ctxwin_server.volatile import VolatilePrompts
 from ctxwin_server.windows import OpenWindows, WindowRegistry
 
@@ -63,7 +60,7 @@ _log = logging.getLogger("ctxwin.serve")
 
 @dataclass(frozen=True)
 class TenantState:
-    """Engine, windows, uploads and other state of one tenant."""
+    """Engine, windows, uploads and other state of one tenant; ``context`` returns that of one call of an operation."""
 
     tenant: str
     engine: Engine
@@ -78,10 +75,7 @@ class TenantState:
     streams: Streams
     count: Count
     max_text: int
-
-    def context(self) -> OperationContext:
-        """Return the context of one call of an operation, besides its window."""
-        return OperationContext(self.windows, self.uploads, self.libraries, self.uploads.allowance())
+    context: Callable[[], OperationContext]
 
 
 class Service:
@@ -105,6 +99,11 @@ class Service:
         references: the store of libraries that tenants are granted, which the service closes.
         template_variables: names that the chat templates of plain chats read.
         grammar_vocabulary, grammars_compiled: see `Grammars`.
+
+    Attributes:
+        pool: of work that uses the engine; the event loop never waits for one.
+        brief_pool: of work of milliseconds without the engine, which must not wait for long answers.
+        chat_pool: of windows behind plain chats, which hold a slot already: in one pool they could wait for each other.
     """
 
     def __init__(
@@ -133,17 +132,15 @@ class Service:
     ) -> None:
         self.limits = limits or Limits()
         self.models = tuple(models)
-        self.private_metrics = private_metrics
         self.fetches_media = fetches_media
         self.windows = windows
         self.policy = policy
         self.prompts = prompts
         self.late_system = late_system
-        self.keys = keys or Keys()
+        metrics_keys = Keys.of([metrics_key] if metrics_key else [], ())
+        self.authentication = Authentication(keys or Keys(), metrics_keys, private_metrics)
         self.quarantine = quarantine or Quarantine()
-        self.metrics_keys = Keys.of([metrics_key] if metrics_key else [], ())
         self.audit = AuditLog(audit_log)
-        self.draining = Draining()
         self.pending_requests = PendingRequests()
         self.memory = Memory(self.limits.max_memory)
         self.quotas = {
@@ -161,15 +158,13 @@ class Service:
         self._tenant_states: dict[str, TenantState] = {}
         total = self.limits.max_body_bytes
         self.body_bytes = BodyBytes(total, max(total // 2, self.limits.max_upload_bytes) if tenants else total)
-        self.requests = RequestCount(self.limits.threads + self.limits.max_waiting)
+        self.requests = RunningRequests(self.limits.threads + self.limits.max_waiting)
         caps = {t.name: t.max_concurrency for t in tenants if t.max_concurrency is not None}
         # No tenant may use the last quarter: another one's first request must not wait for the end of a long answer.
         each = self.limits.threads - (self.limits.threads // 4 if len(tenants) > 1 else 0)
-        self._pool = FairPool(self.limits.threads, caps, each=each, waiting=self.limits.max_waiting)
-        # Work of milliseconds must not wait for long answers.
-        self._brief = FairPool(_BRIEF_THREADS, waiting=self.limits.max_waiting, name="ctxwin-brief")
-        # Requests that already hold a slot use a pool of their own: in one pool they could wait for each other.
-        self._chats = FairPool(self.limits.threads, waiting=self.limits.max_waiting, name="ctxwin-chats")
+        self.pool = FairPool(self.limits.threads, caps, each=each, waiting=self.limits.max_waiting)
+        self.brief_pool = FairPool(_BRIEF_THREADS, waiting=self.limits.max_waiting, name="ctxwin-brief")
+        self.chat_pool = FairPool(self.limits.threads, waiting=self.limits.max_waiting, name="ctxwin-chats")
         self._decoders = MediaDecoders(self.limits.decode_seconds, self.limits.decode_bytes, shared=bool(tenants))
         self._file_splitters = FileSplitters(self.limits.decode_seconds, self.limits.decode_bytes, shared=bool(tenants))
         self.template_arguments = TemplateArguments(template_variables)
@@ -207,35 +202,9 @@ class Service:
         """Return the states of all tenants."""
         return list(self._tenant_states.values())
 
-    async def run(self, tenant: str, work: Callable[..., T], *args: Any) -> T:
-        """Run ``work(*args)`` in a worker thread when it is the tenant's turn; the event loop never waits for an engine."""
-        return await asyncio.wrap_future(self._pool.submit(tenant, copy_context().run, work, *args))
-
-    async def run_briefly(self, tenant: str, work: Callable[..., T], *args: Any) -> T:
-        """Do as `run`, for work without the engine, which does not wait for requests that use it."""
-        return await asyncio.wrap_future(self._brief.submit(tenant, work, *args))
-
-    async def run_chat(self, tenant: str, work: Callable[[], T]) -> T:
-        """Do as `run`, for the windows of plain chats."""
-        return await asyncio.wrap_future(self._chats.submit(tenant, copy_context().run, work))
-
     def begin(self, tenant: str, work: Callable[[Put, Stopped], T]) -> BackgroundWork[T]:
-        """Start work as `run` does, if it yields items before its end."""
-        return BackgroundWork(partial(self._pool.submit, tenant, copy_context().run), work, self.closing)
-
-    @asynccontextmanager
-    async def place(self, tenant: str) -> AsyncIterator[None]:
-        """Hold a slot among running requests within the block, for one that vLLM's routes answer. Waits for the tenant's turn."""
-        future = self._pool.reserve(tenant)
-        try:
-            give_back = await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            future.add_done_callback(lambda late: late.cancelled() or late.result()())
-            raise
-        try:
-            yield
-        finally:
-            give_back()
+        """Start work that yields items before its end, in a thread of `pool` when it is the tenant's turn."""
+        return BackgroundWork(partial(self.pool.submit, tenant, copy_context().run), work, self.closing)
 
     def to_client_error(self, error: Exception) -> Exception:
         """Return the error to report to the client: unexpected ones during shutdown become EngineFailed."""
@@ -245,7 +214,7 @@ class Service:
 
     def drain(self, seconds: float) -> None:
         """Refuse new requests, give running ones ``seconds`` to finish, and tell the others to stop. Blocks."""
-        running = self.draining.drain(seconds)
+        running = self.requests.drain(seconds)
         if running:
             _log.warning(
                 "%d requests had not finished after %g s and are stopped (--shutdown-timeout)", running, seconds
@@ -257,7 +226,7 @@ class Service:
 
         Blocks. Cost: a round trip to a shared store, once a second at most.
         """
-        if self.draining.begun:
+        if self.requests.draining:
             return "draining"
         if self.quarantine.died():
             return "engine has ended"
@@ -283,7 +252,7 @@ class Service:
     def busy(self, *, apart_from: int = 0) -> bool:
         """Return whether requests wait for the engine, of plain chats more than ``apart_from``, or it is to stop."""
         shared = self._tenant_states.get("")
-        if shared is None or self.draining.begun:
+        if shared is None or self.requests.draining:
             return True
         return len(self.pending_requests) > apart_from or shared.engine.busy
 
@@ -295,7 +264,7 @@ class Service:
                 tenant_state.tenant,
                 tenant_state.engine,
                 len(tenant_state.windows),
-                self._pool.waiting(tenant_state.tenant),
+                self.pool.waiting(tenant_state.tenant),
             )
             auditor = auditor_of(tenant_state.engine)
             strategies = auditor.ledger(tenant_state.engine, self.limits.fidelity.advanced.reference).record.ways
@@ -317,20 +286,27 @@ class Service:
         records = self._open_records(name) if self._open_records else None
         uploads = Uploads(engine, self.limits, partial(self._decoders.decode, tenant=name))
         split = partial(self._file_splitters.split, tenant=name)
+        windows = WindowRegistry(engine, most, self.limits, self._open_windows, watch=watch, records=records)
+        libraries = Libraries(name, engine, self._references, self.limits, split, self.preparation.due)
+
+        def context() -> OperationContext:
+            return OperationContext(windows, uploads, libraries, uploads.allowance())
+
         return TenantState(
             tenant=name,
             engine=engine,
-            windows=WindowRegistry(engine, most, self.limits, self._open_windows, watch=watch, records=records),
+            windows=windows,
             uploads=uploads,
-            libraries=Libraries(name, engine, self._references, self.limits, split, self.preparation.due),
+            libraries=libraries,
             idempotency=IdempotencyCache(),
             conversations=Conversations(most, self.limits.window_ttl_s),
             lazy_drops=LazyDrops(most, self.limits.window_ttl_s),
             volatile=VolatilePrompts(most, self.limits.window_ttl_s),
             histories=Histories(most, self.limits.window_ttl_s, missed),
-            streams=Streams(most),
+            streams=Streams(name, most, context, self.pool, self.metrics, self.quarantine),
             count=counter(engine),
             max_text=self.limits.text(engine.spec.max_tokens),
+            context=context,
         )
 
     async def _sweep(self) -> None:
@@ -338,9 +314,9 @@ class Service:
             await asyncio.sleep(min(30.0, self.limits.window_ttl_s / 4))
             for tenant_state in list(self._tenant_states.values()):
                 try:
-                    closed = await self.run(tenant_state.tenant, tenant_state.windows.sweep)
-                    freed = await self.run(tenant_state.tenant, tenant_state.windows.economise)
-                    await self.run(tenant_state.tenant, tenant_state.libraries.sweep)
+                    closed = await self.pool.run(tenant_state.tenant, tenant_state.windows.sweep)
+                    freed = await self.pool.run(tenant_state.tenant, tenant_state.windows.economise)
+                    await self.pool.run(tenant_state.tenant, tenant_state.libraries.sweep)
                 except Exception:
                     _log.exception("idle windows of tenant %r could not be kept up", tenant_state.tenant)
                     continue
@@ -350,9 +326,9 @@ class Service:
     def _close(self) -> None:
         # New work is refused; running work has been told to stop.
         self.memory.close()
-        self._pool.shutdown()
-        self._brief.shutdown()
-        self._chats.shutdown()
+        self.pool.shutdown()
+        self.brief_pool.shutdown()
+        self.chat_pool.shutdown()
         self._decoders.close()
         self._file_splitters.close()
         self.video_headers.close()

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
@@ -29,18 +29,12 @@ from ctxwin.window.ask import Question
 from ctxwin.window.stream import TextDelta
 from ctxwin.window.window import Window
 from ctxwin_client.errors import TooManyRequests
-from ctxwin_server.fair import Put, Stopped
+from ctxwin_server.fair import FairPool, Put, Stopped
+from ctxwin_server.metrics import Metrics
 from ctxwin_server.operations import Ask, ChunkData, OperationContext
+from ctxwin_server.quarantine import Quarantine
 from ctxwin_server.schemas import Body
 
-if TYPE_CHECKING:
-    from ctxwin_server.libraries import Libraries
-    from ctxwin_server.metrics import Metrics
-    from ctxwin_server.quarantine import Quarantine
-    from ctxwin_server.uploads import Uploads
-    from ctxwin_server.windows import WindowRegistry
-
-T = TypeVar("T")
 _BUSY_S = 10.0
 """Seconds for which a frame waits for the window while another request edits it."""
 _TIME = "t="
@@ -97,45 +91,6 @@ class Stop(Body):
 MESSAGE: TypeAdapter[Any] = TypeAdapter(Annotated[Push | Recall | LiveAsk | Stop, Field(discriminator="type")])
 
 
-class StreamService(Protocol):
-    """Members of a `Service` that streams use."""
-
-    metrics: Metrics
-    quarantine: Quarantine
-
-    async def run(self, tenant: str, work: Callable[..., T], *args: Any) -> T:
-        """Run ``work(*args)`` in a worker thread when it is the tenant's turn."""
-        ...
-
-
-class StreamTenant(Protocol):
-    """Members of a `TenantState` that streams use."""
-
-    @property
-    def tenant(self) -> str:
-        """Name of the tenant."""
-        ...
-
-    @property
-    def windows(self) -> WindowRegistry:
-        """Windows of the tenant."""
-        ...
-
-    @property
-    def uploads(self) -> Uploads:
-        """Uploads of the tenant, and what decodes its media."""
-        ...
-
-    @property
-    def libraries(self) -> Libraries:
-        """Libraries that the tenant may read."""
-        ...
-
-    def context(self) -> OperationContext:
-        """Return the context of one call of an operation."""
-        ...
-
-
 @dataclass(eq=False)
 class Frame:
     """A pushed chunk; ``done`` gets the reply to its sender."""
@@ -156,15 +111,12 @@ class LiveStream:
     """The stream of one window, shared by its connections. For the event loop only, except ``turn``.
 
     Attributes:
-        on_idle: called once no frame waits.
         turn: lock of the window's edits, one frame at a time.
         dropped: frames dropped so far.
     """
 
-    service: StreamService
-    tenant_state: StreamTenant
+    streams: Streams
     window_id: str
-    on_idle: Callable[[LiveStream], None]
     users: int = 0
     dropped: int = 0
     waiting: deque[Frame] = field(default_factory=deque)
@@ -197,7 +149,7 @@ class LiveStream:
             self._placing = frame = self.waiting.popleft()
             result = "failed"
             try:
-                placement = await self.service.run(self.tenant_state.tenant, self._place, frame)
+                placement = await self.streams.pool.run(self.streams.tenant, self._place, frame)
                 result = "placed"
                 frame.done.set_result({**placement, "waiting": len(self.waiting), "dropped": self.dropped})
             except asyncio.CancelledError:  # the server shuts down
@@ -206,21 +158,21 @@ class LiveStream:
                 frame.done.set_exception(error)
             self._placing = None
             self._count(result)
-        self.on_idle(self)
+        self.streams.drop(self)
 
     def _count(self, result: str) -> None:
-        metrics = self.service.metrics
-        metrics.with_labels(metrics.live_frames, self.tenant_state.tenant, result).inc()
+        metrics = self.streams.metrics
+        metrics.with_labels(metrics.live_frames, self.streams.tenant, result).inc()
 
     def _place(self, frame: Frame) -> dict[str, Any]:
         """Decode a frame, make room for it, place and prefill it. All or nothing, except for the prefill."""
-        push, uploads, options = frame.push, self.tenant_state.uploads, frame.options
-        chunk = uploads.build(push.chunk, frame.files)
+        push, options = frame.push, frame.options
+        chunk = self.streams.context().uploads.build(push.chunk, frame.files)
         if push.time is not None and not chunk.label:
             chunk = chunk.model_copy(update={"label": f"{_TIME}{push.time!r}"})
         with self.editing() as window:
             begin = time.perf_counter()
-            with self.service.quarantine.running(digest("frame", self.tenant_state.tenant, chunk.id)):
+            with self.streams.quarantine.running(digest("frame", self.streams.tenant, chunk.id)):
                 placement = window.append(chunk)
                 try:
                     evicted = window.slide(reserve_tokens=options.reserve_tokens)
@@ -244,7 +196,7 @@ class LiveStream:
     @contextmanager
     def editing(self) -> Iterator[Window]:
         """Lend the window to one thread that edits it, after waiting for plain requests that do."""
-        with self.turn, self.tenant_state.windows.using(self.window_id) as window:
+        with self.turn, self.streams.context().windows.using(self.window_id) as window:
             until = time.monotonic() + _BUSY_S
             while True:
                 try:
@@ -275,51 +227,54 @@ class LiveStream:
 
     def answer(self, request: LiveAsk, put: Put, stopped: Stopped) -> dict[str, Any]:
         """Answer a question on a fork of the window, or on the window itself if the answer is to be remembered."""
-        question = request.question(self.tenant_state.libraries.find)
+        context, running = self.streams.context(), self.streams.quarantine.running
+        question = request.question(context.libraries.find)
         with self.editing() as window:
-            name = digest(
-                "ask",
-                self.tenant_state.tenant,
-                request.model_dump_json(),
-                [p.chunk_id for p in window.core.state.placed],
-            )
+            chunks = [p.chunk_id for p in window.core.state.placed]
+            name = digest("ask", self.streams.tenant, request.model_dump_json(), chunks)
             if request.remember:
-                self.tenant_state.context().check_room(window, request.most_placed)
-                with self.service.quarantine.running(name):
-                    return {
-                        "type": "answer",
-                        "answer": serialization.answer_to(stream_answer(window, question, put, stopped)),
-                    }
+                context.check_room(window, request.most_placed)
+                with running(name):
+                    answer = stream_answer(window, question, put, stopped)
+                return {"type": "answer", "answer": serialization.answer_to(answer)}
             branch = window.fork()
-        with closing(branch), self.service.quarantine.running(name):
+        with closing(branch), running(name):
             return {"type": "answer", "answer": serialization.answer_to(stream_answer(branch, question, put, stopped))}
 
 
+@dataclass(frozen=True)
 class Streams:
     """The streams of one tenant.
 
-    Args:
+    Attributes:
         most: connections that may be open.
+        context: returns the context of one call of an operation.
+        pool, metrics, quarantine: of the server.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._known: dict[str, LiveStream] = {}
+    tenant: str
+    most: int
+    context: Callable[[], OperationContext]
+    pool: FairPool
+    metrics: Metrics
+    quarantine: Quarantine
+    _known: dict[str, LiveStream] = field(default_factory=dict, init=False, repr=False)
 
     @contextmanager
-    def open(self, service: StreamService, tenant_state: StreamTenant, window_id: str) -> Iterator[LiveStream]:
+    def open(self, window_id: str) -> Iterator[LiveStream]:
         """Open the stream of a window within the block. Raises TooManyRequests. On the event loop only."""
-        if sum(live.users for live in self._known.values()) >= self._most:
-            raise TooManyRequests(f"at most {self._most} live connections may be open (--max-windows); close some")
-        live = self._known.setdefault(window_id, LiveStream(service, tenant_state, window_id, self._drop))
+        if sum(live.users for live in self._known.values()) >= self.most:
+            raise TooManyRequests(f"at most {self.most} live connections may be open (--max-windows); close some")
+        live = self._known.setdefault(window_id, LiveStream(self, window_id))
         live.users += 1
         try:
             yield live
         finally:
             live.users -= 1
-            self._drop(live)
+            self.drop(live)
 
-    def _drop(self, live: LiveStream) -> None:
+    def drop(self, live: LiveStream) -> None:
+        """Forget a stream without connections and frames."""
         if not live.users and not live.pending():
             self._known.pop(live.window_id, None)
 

@@ -16,12 +16,8 @@ The same as JSON: ``{"tenant": [{"name": ..., "keys": [...]}]}``.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,42 +70,3 @@ def load_tenants(path: str | Path) -> list[Tenant]:
             if size is not None:
                 parse_bytes(size)
     return tenants
-
-
-@dataclass(frozen=True)
-class Keys:
-    """API keys, hashed, with the tenant each belongs to; "" is the unnamed tenant of the server's own keys.
-
-    Attributes:
-        tenants: whether there are tenants; a key is then required.
-    """
-
-    by_hash: Mapping[bytes, str] = field(default_factory=dict)
-    tenants: bool = False
-
-    @classmethod
-    def of(cls, server_keys: Sequence[str], tenants: Sequence[Tenant]) -> Keys:
-        """Return a table of ``server_keys`` and those of ``tenants``; raise ValueError if a key is both."""
-        table = {_hash(key): "" for key in server_keys}
-        for tenant in tenants:
-            for key in tenant.keys:
-                if table.setdefault(_hash(key), tenant.name) != tenant.name:
-                    raise ValueError(f"a key of tenant {tenant.name!r} is the server's own --api-key, too; remove it")
-        return cls(table, bool(tenants))
-
-    def tenant(self, authorization: str | None) -> str | None:
-        """Return the tenant of an Authorization header; None for an unknown key. Compares in constant time."""
-        if not self.by_hash:
-            return ""
-        scheme, _, key = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer":
-            return None
-        match, key_hash = None, _hash(key)
-        for known_hash, tenant in self.by_hash.items():
-            if hmac.compare_digest(known_hash, key_hash):
-                match = tenant
-        return match
-
-
-def _hash(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8")).digest()

@@ -54,49 +54,40 @@ def _bash(tool: Mapping[str, Any], date: str) -> tuple[str, Schema]:
     return "Runs a command in a bash shell that stays open between calls.", schema
 
 
-_LINES = _integers("First and last line to show; -1 is the last line of the file.", 2)
-
-
-def _text_editor(tool: Mapping[str, Any], date: str) -> tuple[str, Schema]:
-    commands = ["view", "create", "str_replace", "insert", *(["undo_edit"] if date < "20250429" else [])]
-    schema = _object(
-        ["command", "path"],
+def _file_commands(place: str, commands: list[str], new_text: str, **more: Schema) -> Schema:
+    return _object(
+        ["command"],
         command=_text("What to do.", enum=commands),
-        path=_text("Absolute path of a file or a folder."),
+        path=_text(place),
         file_text=_text("Of create: the content of the file."),
         old_str=_text("Of str_replace: the text to replace, which must stand in the file once."),
-        new_str=_text(
-            "Of str_replace: the text in its place" + ("." if date >= "20250728" else "; of insert: the text.")
-        ),
+        new_str=_text(f"Of str_replace: the text in its place{new_text}."),
         insert_line={
             "type": "integer",
             "description": "Of insert: the line behind which to insert; 0 is the beginning.",
         },
-        **({"insert_text": _text("Of insert: the text.")} if date >= "20250728" else {}),
-        view_range=_LINES,
+        view_range=_integers("First and last line to show; -1 is the last line of the file.", 2),
+        **more,
     )
+
+
+_INSERTED = {"insert_text": _text("Of insert: the text.")}
+
+
+def _text_editor(tool: Mapping[str, Any], date: str) -> tuple[str, Schema]:
+    commands = ["view", "create", "str_replace", "insert", *(["undo_edit"] if date < "20250429" else [])]
+    new_text, more = ("", _INSERTED) if date >= "20250728" else ("; of insert: the text", {})
+    schema = _file_commands("Absolute path of a file or a folder.", commands, new_text, **more)
+    schema["required"] = ["command", "path"]
     max_characters = tool.get("max_characters")
     limit = f" It shows at most {max_characters} characters of a file." if isinstance(max_characters, int) else ""
     return f"Shows, creates and edits files.{limit}", schema
 
 
 def _memory(tool: Mapping[str, Any], date: str) -> tuple[str, Schema]:
-    schema = _object(
-        ["command"],
-        command=_text("What to do.", enum=["view", "create", "str_replace", "insert", "delete", "rename"]),
-        path=_text("Path of a file or a folder below /memories."),
-        file_text=_text("Of create: the content of the file."),
-        old_str=_text("Of str_replace: the text to replace."),
-        new_str=_text("Of str_replace: the text in its place."),
-        insert_line={
-            "type": "integer",
-            "description": "Of insert: the line behind which to insert; 0 is the beginning.",
-        },
-        insert_text=_text("Of insert: the text."),
-        old_path=_text("Of rename: the path now."),
-        new_path=_text("Of rename: the path from now on."),
-        view_range=_LINES,
-    )
+    commands = ["view", "create", "str_replace", "insert", "delete", "rename"]
+    moved = {"old_path": _text("Of rename: the path now."), "new_path": _text("Of rename: the path from now on.")}
+    schema = _file_commands("Path of a file or a folder below /memories.", commands, "", **_INSERTED, **moved)
     return "Keeps notes in files below /memories, which outlive this conversation.", schema
 
 

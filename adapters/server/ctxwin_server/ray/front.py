@@ -8,13 +8,14 @@ from typing import Any
 
 from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from ctxwin.errors import EngineFailed
-from ctxwin_client.errors import TooLarge, TooManyRequests
+from ctxwin_client.errors import TooManyRequests
 from ctxwin_server.error_shape import to_body
-from ctxwin_server.limits import BodyBytes, Limits
+from ctxwin_server.limits import BodyBytes, BodyReader, Limits
 from ctxwin_server.ray.hints import Request, hint_of
 
 _CONNECTION_HEADERS = {b"connection", b"content-length", b"host", b"keep-alive", b"transfer-encoding", b"upgrade"}
@@ -30,11 +31,13 @@ class Front:
 
     async def __call__(self, request: HttpRequest) -> Response:
         """Answer an HTTP request."""
+        sender = request.client.host if request.client else ""
+        # Its bytes count against the limit until the replica answers, as its key is not checked yet.
+        reader = BodyReader(self._limits.max_upload_bytes, self._body_bytes, sender, request.receive)
         try:
-            body = await self._body(request)
-        except Exception as error:
-            return _error_response(error)
-        try:
+            body = await reader.read()
+            if reader.cut_off:
+                raise ClientDisconnect
             headers = tuple((k, v) for k, v in request.headers.raw if k.lower() not in _CONNECTION_HEADERS)
             headers = (*headers, (b"host", b"fleet"), (b"content-length", str(len(body)).encode()))
             path = request.scope["path"]
@@ -46,26 +49,11 @@ class Front:
         except Exception as error:
             return _error_response(error)
         finally:
-            self._body_bytes.give_back(_sender(request), len(body))
+            reader.give_back()
         response_headers = [(k, v) for k, v in head.headers if k.lower() not in _CONNECTION_HEADERS]
         response = StreamingResponse(_remaining(answers), head.status)
         response.raw_headers = response_headers
         return response
-
-    async def _body(self, request: HttpRequest) -> bytes:
-        """Return the body; its bytes count against the limit until the replica answers, as its key is not checked yet."""
-        parts, size, limit = [], 0, self._limits.max_upload_bytes
-        try:
-            async for part in request.stream():
-                if size + len(part) > limit:
-                    raise TooLarge(f"a body must have at most {limit} bytes (--max-upload-bytes), got more")
-                self._body_bytes.take(_sender(request), len(part))
-                size += len(part)
-                parts.append(part)
-        except BaseException:
-            self._body_bytes.give_back(_sender(request), size)
-            raise
-        return b"".join(parts)
 
 
 async def _remaining(answers: Any) -> AsyncIterator[bytes]:
@@ -74,10 +62,6 @@ async def _remaining(answers: Any) -> AsyncIterator[bytes]:
             yield piece
     finally:
         answers.cancel()
-
-
-def _sender(request: HttpRequest) -> str:
-    return request.client.host if request.client else ""
 
 
 def _error_response(error: Exception) -> Response:

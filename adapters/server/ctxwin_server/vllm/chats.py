@@ -189,10 +189,10 @@ class ChatClient:
 
         async def prepare() -> Turn:
             try:
-                return await self._service.run_chat(request.tenant, partial(work, True))
+                return await self._service.chat_pool.run(request.tenant, partial(work, True))
             except WriteBackPending as error:  # awaited here, without a worker thread that writing back may need
                 await asyncio.wait(map(asyncio.wrap_future, error.pending))
-            return await self._service.run_chat(request.tenant, partial(work, False))
+            return await self._service.chat_pool.run(request.tenant, partial(work, False))
 
         preparing = asyncio.ensure_future(prepare())
         try:
@@ -242,7 +242,7 @@ class ChatClient:
 
         async def settle() -> None:
             try:
-                await self._service.run_chat(request.tenant, lambda: conversations.finish(turn, finished=finished))
+                await self._service.chat_pool.run(request.tenant, lambda: conversations.finish(turn, finished=finished))
             except Exception as error:
                 _log.warning("KV of a chat was not read back (%s); it is computed again", error)
                 if not turn.written_back.done():  # it was not accepted: the queue is full, or the server shuts down

@@ -23,6 +23,7 @@ from ctxwin.engines.vllm import internals
 from ctxwin.engines.vllm.engine import VLLMEngine
 from ctxwin.engines.vllm.lifecycle.leaving import abandon
 from ctxwin.store import Store, open_store
+from ctxwin_server.authentication import Keys
 from ctxwin_server.connections import bound_connections
 from ctxwin_server.isolation import most_scores
 from ctxwin_server.middleware import GATEWAY
@@ -31,11 +32,10 @@ from ctxwin_server.routes import install
 from ctxwin_server.service import STATE, OpenEngine, Service
 from ctxwin_server.settings import Settings
 from ctxwin_server.supervisor import EngineDied, journal, serves
-from ctxwin_server.tenants import Keys, Tenant
+from ctxwin_server.tenants import Tenant
 from ctxwin_server.vllm.arguments import SERVED, parse, prepare, server_keys
 from ctxwin_server.vllm.chats import install_chat_client
-from ctxwin_server.vllm.grammars import compiles_with_xgrammar, grammar_vocabulary
-from ctxwin_server.vllm.templates import ChatTemplates
+from ctxwin_server.vllm.renderer import ChatTemplates, compiles_with_xgrammar, grammar_vocabulary
 
 _ABORT_S, _ENGINE_S, _CONNECTIONS_S, _WINDOWS_S = 0.2, 0.9, 0.4, 0.6
 """Seconds for each step of a shutdown after draining: stopped requests send their end, vLLM's processes end, connections close,
@@ -253,7 +253,7 @@ class Windows:
         async def stop() -> None:
             await internals.abort_all(client)
             if self.service is not None:
-                await asyncio.to_thread(self.service.draining.drain, _ABORT_S)
+                await asyncio.to_thread(self.service.requests.drain, _ABORT_S)
             internals.stop_listening(client)
 
         stopping = asyncio.run_coroutine_threadsafe(stop(), loop)
