@@ -84,7 +84,7 @@ GUARDS = (
     "window/test_fidelity_table.py::",
     "audit/test_turns.py::",
 )
-"""Whose slow tests nothing else stands for: families, adapters and settings on vLLM, ranks, kills, turns."""
+"""Files and classes whose slow tests are guards, beside those that are marked so (`twins.guard`)."""
 
 _NEEDS = ("vllm", "browser", "redis")
 
@@ -106,7 +106,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if name in LONG or collection_path.name.startswith("test_vllm") else None
 
 
-def _name(item: pytest.Item) -> str:
+def _name(item: pytest.Item | pytest.File) -> str:
     return item.path.relative_to(ROOT).as_posix()
 
 
@@ -158,17 +158,25 @@ def pytest_report_header() -> str:
     )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _frozen_imports(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Behind the first module with vLLM, what stays anyway is no longer searched for garbage.
+_FREEZE = gc.freeze
 
-    vLLM has all objects of the process searched a dozen times per engine, a second each with a million of imports.
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen_imports(request: pytest.FixtureRequest) -> None:
+    """What is there in front of a module stays: it is no longer searched for garbage.
+
+    vLLM has all objects of the process searched a dozen times per engine, a second each with the million that it imports.
     """
-    yield
-    if request.node.get_closest_marker("vllm") and not gc.get_freeze_count():
-        gc.collect()
-        gc.freeze()
-        gc.freeze = gc.unfreeze = lambda: None  # vLLM freezes its own objects with the rest, and then thaws all
+    gc.freeze = gc.unfreeze = lambda: None  # vLLM freezes its own objects with the rest, and then thaws all
+    if _name(request.node).startswith("engines/test_vllm"):
+        from ctxwin.engines.torchvision_repair import repair
+
+        repair()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # as an engine imports it
+            import vllm.entrypoints.llm  # noqa: F401
+    gc.collect()
+    _FREEZE()
 
 
 @pytest.fixture(autouse=True, scope="module")

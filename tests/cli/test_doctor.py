@@ -18,6 +18,7 @@ from ctxwin.cli.main import app
 from ctxwin.doctor import Finding, checks, diagnose
 from ctxwin.engines import torchvision_repair
 from ctxwin.errors import EngineFailed
+from twins import guard
 
 
 @pytest.fixture
@@ -35,6 +36,7 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return installed
 
 
+@guard
 def test_this_environment_is_healthy_and_was_really_looked_at() -> None:
     """The environment that the tests run in serves both engines, so nothing may be called broken."""
     found = {finding.name: finding for finding in diagnose()}

@@ -24,6 +24,7 @@ import pytest
 import typer
 
 from doc_pages import PAGES, ROOT, Block, blocks, name_of
+from twins import guard
 
 SERVED = "needs a server"
 TITLES = {SERVED, "needs a GPU", "needs Redis", "your model"}
@@ -165,7 +166,9 @@ def test_make_targets_extras_and_scripts_on_pages_exist() -> None:
                 ).is_dir(), f"{name_of(page)}: {words[2]}"
 
 
+@guard
 def test_the_generated_parts_of_the_reference_are_what_the_code_says() -> None:
+    """As `make docs` compares them in every run of continuous integration."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "reference_pages.py"), "--check"], capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}, check=False,

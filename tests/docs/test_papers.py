@@ -56,7 +56,8 @@ def members(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
             case ast.AnnAssign(target=ast.Name(id=name)):
                 yield name, child
             case ast.Assign(targets=targets):
-                yield from ((target.id, child) for target in targets if isinstance(target, ast.Name))
+                names = (name for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
+                yield from ((name.id, child) for name in names)
 
 
 def defined(node: ast.AST, names: list[str]) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ctxwin.tiny import world
 from doc_pages import ROOT, blocks
+from twins import guard
 
 README = (ROOT / "README.md").read_text()
 
@@ -51,6 +52,7 @@ def test_the_lines_of_the_readme_answer_as_the_world_does(tmp_path: Path) -> Non
     assert lines[-1].startswith("look back: ")
 
 
+@guard
 def test_an_agent_reuses_what_was_said_before(tmp_path: Path) -> None:
     asked = [line for line in lines_of(ROOT / "examples" / "langchain_agent.py", tmp_path) if line.startswith("t=")]
     assert len(asked) == 10

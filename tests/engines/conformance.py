@@ -1,5 +1,7 @@
 """What every engine must do; a test module subclasses `EngineConformance` and says how to open its engine.
 
+A model family is held to `EngineConformance`, an engine on one model of each kind to `WholeEngineConformance`.
+
 Everything runs in float32, on random weights: agreement is then a matter of arithmetic, not of what a model learned.
 Tolerances: KV relative to its largest element, a few float32 roundings through three layers; log-probabilities 1e-5.
 """
@@ -436,12 +438,14 @@ class EngineConformance:
         (exact,) = engine.forced_logprobs(laid(encoded), [(query, [])], best=8)
         assert exact[0] != pytest.approx(got.logprobs, abs=1e-4)
 
+
+class WholeEngineConformance(EngineConformance):
+    """And what an engine does alike for every family: sampling, streams, threads, refusals, the end."""
+
     def test_forced_logprobs_give_way(self, engine: Engine, encoded: list[Encoded], query: Encoded) -> None:
         with pytest.raises(AnswerStopped):
             engine.forced_logprobs(laid(encoded), [(query, [1])], stopped=lambda: True)
         assert not engine.busy
-
-    # decoding
 
     def test_first_token_logprobs(self, engine: Engine, encoded: list[Encoded], query: Encoded) -> None:
         every = engine.generate(laid(encoded), query, ALL).logprobs
@@ -479,8 +483,6 @@ class EngineConformance:
 
         assert drawn(1) == drawn(1)
         assert len({tuple(drawn(seed)) for seed in (1, 2, 3)}) > 1
-
-    # failure and threads
 
     def test_a_prompt_that_does_not_fit(self, engine: Engine, encoded: list[Encoded], query: Encoded) -> None:
         long = engine.encode(Chunk.tokens([70] * (engine.spec.max_tokens - query.tokens)))

@@ -1,4 +1,7 @@
-"""Model families on the transformers engine: the conformance suite on each, and transformers' own path as an oracle."""
+"""Model families on the transformers engine: transformers' own path as an oracle, and the conformance suite.
+
+Every run has the suite on one family of each kind of attention and positions; the others are guards.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +49,7 @@ from engines.models import (
     write_vision_model,
 )
 from engines.oracle import assert_answers, real_answer
+from twins import guard
 
 LLAMA3 = dict(
     rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
@@ -125,6 +129,7 @@ class TestInternVL(OnTransformers):
         return folders("internvl")
 
 
+@guard
 class TestQianfanOCR(OnTransformers):
     """InternVL's tiles over Qwen3; what the template writes for a picture is no token."""
 
@@ -145,6 +150,7 @@ class TestGLM4V(OnTransformers):
         return folders("glm4v")
 
 
+@guard
 class TestMistral3(OnTransformers):
     """Row breaks within a picture, no marks around it."""
 
@@ -157,6 +163,7 @@ class TestMistral3(OnTransformers):
         return folders("mistral3")
 
 
+@guard
 class TestSmolVLM(OnTransformers):
     """Tiles with their places as words, a template that takes lists only."""
 
@@ -168,6 +175,7 @@ class TestSmolVLM(OnTransformers):
         return folders("smolvlm")
 
 
+@guard
 class TestLlavaOnevision(OnTransformers):
     """Pictures taken whole, each as one of several; a template that puts them in front of a message's text."""
 
@@ -191,6 +199,7 @@ class TestLlamaGQA(OnTransformers):
         return folders("llama_gqa")
 
 
+@guard
 class TestLlamaMHA(OnTransformers):
     """As many KV heads as query heads, as in Llama 2."""
 
@@ -202,6 +211,7 @@ class TestLlamaMHA(OnTransformers):
         return folders("llama_mha")
 
 
+@guard
 class TestGemma2(OnTransformers):
     """Every other layer sees the last eight tokens only."""
 
@@ -226,6 +236,7 @@ class TestGemma3(OnTransformers):
         return folders("gemma3")
 
 
+@guard
 class TestGemma3Text(OnTransformers):
     """Layers that turn by frequencies of their own."""
 
@@ -237,6 +248,7 @@ class TestGemma3Text(OnTransformers):
         return folders("gemma3_text")
 
 
+@guard
 class TestGemma4(OnTransformers):
     """Pictures that keep their form, whose tokens see each other both ways where layers slide."""
 
@@ -248,6 +260,7 @@ class TestGemma4(OnTransformers):
         return folders("gemma4")
 
 
+@guard
 class TestGemma4Text(OnTransformers):
     """Layers of two shapes."""
 
@@ -281,6 +294,7 @@ class TestDeepseekV2(OnTransformers):
         return folders("deepseek_v2")
 
 
+@guard
 class TestKimi(OnTransformers):
     """Latent attention that sees."""
 
@@ -649,8 +663,7 @@ def test_decoders_turn_in_half_precision(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_doctor_says_what_opening_does(name: str, folders: Callable[[str], Path]) -> None:
-    found = assess(folders(name))
-    opened(folders(name)).close()
+    found = assess(folders(name))  # which other tests here open
     assert found.standing == "tested" and "hf" in found.engines, found
     sees = name in ("gemma3", "gemma4", "gemma4_experts")
     if sees and both_ways(AutoConfig.from_pretrained(folders(name))):

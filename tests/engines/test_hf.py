@@ -18,12 +18,12 @@ from ctxwin.engines.segments import Segment
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.opening import open_engine
 from ctxwin.store import Store
-from engines.conformance import HEADER, QUERY, EngineConformance, laid, picture
+from engines.conformance import HEADER, QUERY, WholeEngineConformance, laid, picture
 from engines.models import edit_config, write_text_model, write_vision_model
 from engines.oracle import assert_answers, real_answer, teacher_forced
 
 
-class TestVision(EngineConformance):
+class TestVision(WholeEngineConformance):
     @pytest.fixture(scope="class")
     @classmethod
     def model_dir(cls, vision_dir: Path) -> Path:
@@ -34,7 +34,7 @@ class TestVision(EngineConformance):
         return HFEngine(model_dir, dtype="float32", store=store)
 
 
-class TestText(EngineConformance):
+class TestText(WholeEngineConformance):
     vision = False
 
     @pytest.fixture(scope="class")

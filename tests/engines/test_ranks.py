@@ -1,13 +1,9 @@
-"""KV heads of tensor parallel ranks: pure shares, and two processes around one store that knows nothing of ranks."""
+"""KV heads of tensor parallel ranks: pure shares, and two ranks around one store that knows nothing of them."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -23,7 +19,6 @@ from ctxwin.kv.relocate import canonicalise, relocate
 from ctxwin.store import codec, open_store
 from ctxwin.store.spans import SpanRepository
 
-ROOT = Path(__file__).resolve().parents[2]
 LAYERS, TOKENS = 3, 17
 
 
@@ -110,63 +105,28 @@ class TestShares:
                 gather(parts, 2)
 
 
-RANK = """
-import json, sys
-from pathlib import Path
-import torch
-from ctxwin.engines.vllm.ranks import own_heads
-from ctxwin.kv.layout import KVSpec, RopeSpec
-from ctxwin.kv.relocate import relocate
-from ctxwin.store import codec, open_store
-from ctxwin.store.spans import SpanRepository
-from dataclasses import replace
-
-jobs, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
-for job in jobs:
-    rope = job["kv"].pop("rope")
-    kv = KVSpec(**job["kv"], rope=RopeSpec(**rope | {"inv_freq": tuple(rope["inv_freq"])}))
-    repo = SpanRepository(open_store(job["store"]), "test")
+def run_rank(kv: KVSpec, folder: Path, rank: int) -> None:
+    """What a process of one of two ranks makes of the spans: loaded, cut to its heads, placed, and handed back."""
     own = own_heads(kv.heads, rank, 2)
     share = replace(kv, heads=own.stop - own.start)
-    for name, start in job["spans"].items():
-        whole, _ = repo.get_span(f"span/{name}")
-        mine = replace(whole, k=whole.k[:, :, own], v=whole.v[:, :, own])
-        mine.validate(share)
-        placed = relocate(mine, share, start)
-        # What a rank's paged cache holds: its own heads, nothing of the others.
-        k, v = torch.empty_like(placed.k), torch.empty_like(placed.v)
-        k.copy_(placed.k)
-        v.copy_(placed.v)
-        Path(job["out"], f"{name}.{rank}").write_bytes(codec.encode_tensors({"k": k, "v": v}))
-"""
+    with closing(open_store(f"disk:{folder / 'store'}")) as store:
+        repo = SpanRepository(store, "test")
+        for name, start in STARTS.items():
+            found = repo.get_span(f"span/{name}")
+            assert found is not None
+            whole = found[0]
+            mine = replace(whole, k=whole.k[:, :, own], v=whole.v[:, :, own])
+            mine.validate(share)
+            placed = relocate(mine, share, start)
+            # What a rank's paged cache holds: its own heads, nothing of the others.
+            k, v = torch.empty_like(placed.k), torch.empty_like(placed.v)
+            k.copy_(placed.k)
+            v.copy_(placed.v)
+            (folder / f"{name}.{rank}").write_bytes(codec.encode_tensors({"k": k, "v": v}))
 
 
 LAYOUTS = [("gqa", 4), ("gqa", 2), ("gqa", 1), ("mla", 1)]
 STARTS = {"canonical": 123, "conditioned": 123}
-
-
-@pytest.fixture(scope="module")
-def captured(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Path]:
-    """What two processes, rank 0 and rank 1, made of the spans of each layout: a folder with their captures."""
-    folders, jobs = {}, []
-    for family, heads in LAYOUTS:
-        kv = layout(family, heads)
-        folder = folders[family, heads] = tmp_path_factory.mktemp(f"{family}{heads}")
-        store = f"disk:{folder / 'store'}"
-        with closing(open_store(store)) as opened:
-            repo = SpanRepository(opened, "test")
-            for name, made in spans_of(kv).items():
-                assert repo.put_span(f"span/{name}", made, {"token_ids": list(range(TOKENS))})
-        jobs.append({"kv": asdict(kv), "store": store, "spans": STARTS, "out": str(folder)})
-    job = tmp_path_factory.mktemp("job") / "job.json"
-    job.write_text(json.dumps(jobs))
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-c", RANK, str(job)]
-    ranks = [subprocess.Popen([*command, str(rank)], env=env, stderr=subprocess.PIPE, text=True) for rank in range(2)]
-    for process in ranks:
-        _, said = process.communicate(timeout=240)
-        assert process.returncode == 0, said[-2000:]
-    return folders
 
 
 def spans_of(kv: KVSpec) -> dict[str, SpanKV]:
@@ -174,10 +134,15 @@ def spans_of(kv: KVSpec) -> dict[str, SpanKV]:
 
 
 @pytest.mark.parametrize(("family", "heads"), LAYOUTS)
-def test_two_processes_around_one_store(captured: dict[tuple[str, int], Path], family: str, heads: int) -> None:
+def test_two_ranks_around_one_store(tmp_path: Path, family: str, heads: int) -> None:
     """Each rank slices at load and hands its share back; joined, nothing tells that there were two."""
-    kv = layout(family, heads)
-    folder = captured[family, heads]
+    kv, folder = layout(family, heads), tmp_path
+    with closing(open_store(f"disk:{folder / 'store'}")) as opened:
+        repo = SpanRepository(opened, "test")
+        for name, made in spans_of(kv).items():
+            assert repo.put_span(f"span/{name}", made, {"token_ids": list(range(TOKENS))})
+    for rank in range(2):
+        run_rank(kv, folder, rank)
     canonical = spans_of(kv)["canonical"]
 
     def joined(name: str) -> SpanKV:

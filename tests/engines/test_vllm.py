@@ -26,7 +26,8 @@ from ctxwin.errors import BadMedia, ChunkUnavailable, EngineFailed, UnsupportedM
 from ctxwin.kv.layout import SpanKV
 from ctxwin.store import Store
 from engines import models
-from engines.conformance import EngineConformance
+from engines.conformance import WholeEngineConformance
+from twins import guard
 
 ALL = Sampling(max_tokens=4, logprobs=-1)
 # Float32 logprobs of two implementations of the same 3 layers: sums in another order, a few ulp each.
@@ -98,17 +99,22 @@ def open_engine(model_dir: Path, store: Store) -> Engine:
     return VLLMEngine(model_dir, dtype="float32", store=store)
 
 
-class TestVision(EngineConformance):
+class OnVLLM(WholeEngineConformance):
     make_engine = staticmethod(open_engine)
 
-
-class TestText(EngineConformance):
-    vision = False
-    make_engine = staticmethod(open_engine)
-
-    @pytest.mark.slow
+    @guard
     def test_a_closed_engine_says_so(self, model_dir: Path) -> None:
         super().test_a_closed_engine_says_so(model_dir)
+
+
+class TestVision(OnVLLM):
+    @guard
+    def test_the_vision_tower_runs_once(self, model_dir: Path, tmp_path: Path) -> None:
+        super().test_the_vision_tower_runs_once(model_dir, tmp_path)
+
+
+class TestText(OnVLLM):
+    vision = False
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -211,6 +217,7 @@ json.dump({"ids": ids, "prompt": out.prompt_token_ids,
 """
 
 
+@guard
 def test_exact_window_equals_plain_vllm(engine: Any, model_dir: Path, tmp_path: Path) -> None:
     """Same ids, pixels through vLLM's own processor and tower, no connector, another process."""
     seeds = [1, 2, 3]

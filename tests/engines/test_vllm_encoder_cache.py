@@ -264,8 +264,14 @@ class TestScheduler:
         assert scheduler.ready(request("a", Feature("one", 2)), 0) and scheduler.holds("one")
 
 
+GUARD = [pytest.mark.slow, pytest.mark.guard]
+
+
 # The second one costs three more processes; `test_vllm_ec_windows` has an engine in processes of its own as well.
-@pytest.fixture(scope="module", params=["in process, deepstack", pytest.param("multiprocess", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("in process, deepstack", marks=GUARD), pytest.param("multiprocess", marks=pytest.mark.slow)],
+)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What became of the requests of `ec_driver.scenarios`."""
     place = tmp_path_factory.mktemp("encoder-cache")

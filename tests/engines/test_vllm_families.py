@@ -27,6 +27,7 @@ from ctxwin.opening import open_engine
 from ctxwin.store import Store, open_store
 from engines import models
 from engines.conformance import HEADER, QUERY, EngineConformance, difference, laid, picture, with_spans
+from twins import guard
 
 ALL = Sampling(max_tokens=4, logprobs=-1)
 # Float32 logprobs of two implementations of the same 3 layers: sums in another order, a few ulp each.
@@ -58,10 +59,6 @@ class OnVLLM(EngineConformance):
     @pytest.mark.slow
     def test_the_vision_tower_runs_once(self, model_dir: Path, tmp_path: Path) -> None:
         super().test_the_vision_tower_runs_once(model_dir, tmp_path)
-
-    @pytest.mark.slow
-    def test_a_closed_engine_says_so(self, model_dir: Path) -> None:
-        super().test_a_closed_engine_says_so(model_dir)
 
     def test_doctor_says_that_it_is_served(self, engine: Engine, model_dir: Path) -> None:
         found = assess(model_dir)
@@ -124,6 +121,7 @@ class OnVLLM(EngineConformance):
         return got
 
 
+@guard
 class TestQwen3VL(OnVLLM):
     @pytest.fixture(scope="class")
     @classmethod

@@ -41,7 +41,8 @@ def write(kind: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (i > 0)) for i, k in enumerate(REFUSED)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", REFUSED)
 def test_a_model_is_refused_by_measurement(kind: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=REFUSED[kind][2]):
         open_engine(f"vllm:{write(kind, tmp_path)}", dtype="float32", kv_cache_memory_bytes=1 << 26)

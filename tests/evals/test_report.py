@@ -229,12 +229,15 @@ def test_a_run_with_little_to_show_is_a_report_too(tmp_path: Path) -> None:
 
 def test_figures_of_an_earlier_report_do_not_stand_beside_this_ones(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    for name, rows in (("rich", sweep(8)), ("poor", [row("blind", 0)])):
+    poor = [row("blind", 0)]
+    for name, rows in (("rich", [*poor, row("patched:1", 0, by_layer=[0.0, 0.5, 1.0])]), ("poor", poor)):
         with open_samples(tmp_path / name, CONFIG) as samples:
             samples.add(rows)
         write_report([tmp_path / name], out, task_of=Words)
+        figures = {path.name for path in (out / "figures").iterdir()}
+        assert ("01-made-words-layers.png" in figures) == (name == "rich")
         (out / "figures" / "mine.png").write_bytes(b"")
-    assert {path.name for path in (out / "figures").iterdir()} == {"01-made-words-arms.png", "mine.png"}
+    assert figures == {"01-made-words-arms.png", "mine.png"}
 
 
 def test_the_line_of_reprefill_stands_on_as_many_items_as_there_are(tmp_path: Path) -> None:
@@ -254,9 +257,8 @@ def test_the_line_of_reprefill_stands_on_as_many_items_as_there_are(tmp_path: Pa
 
 def test_the_command_prints_paths_as_they_are(tmp_path: Path) -> None:
     folder = tmp_path / "[bold]run[/]"
-    rows = sweep(4, "tiny/multi_hop")
     with open_samples(folder, CONFIG) as samples:
-        samples.add(rows)
+        samples.add([row("blind", 0, task="tiny/multi_hop")])
     made = CliRunner().invoke(app, ["report", str(folder)])
     assert made.exit_code == 0, made.output
     assert f"wrote {folder / 'report.html'}" in made.stdout

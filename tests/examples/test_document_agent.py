@@ -15,6 +15,7 @@ import pytest
 from ctxwin.tiny import world
 from ctxwin.view.trace import read_trace
 from examples.agent_runs import EXAMPLES, check_figures, figures_of, run_example
+from twins import guard
 
 pytest.importorskip("pypdfium2", reason="pypdfium2 is not installed; run pip install 'ctxwin[pdf]'")
 
@@ -84,6 +85,7 @@ def test_the_model_names_candidates(agent: ModuleType) -> None:
     assert ask("none") == [[0], [1], [2]]
 
 
+@guard
 def test_a_pdf_of_the_users_is_read_with_their_questions(agent: ModuleType, tmp_path: Path) -> None:
     pdf = tmp_path / "mine.pdf"
     agent.write_pdf(pdf, [world.render(frame)[:, :150] for frame in world.make_stream(2, 4)])

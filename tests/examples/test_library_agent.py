@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from examples.agent_runs import EXAMPLES, figures_of
+from twins import guard
 
 for module, extra in (("pypdfium2", "pdf"), ("matplotlib", "evals"), ("bm25s", "library")):
     pytest.importorskip(module, reason=f"{module} is not installed; run pip install 'ctxwin[{extra}]'")
@@ -26,6 +27,7 @@ def test_what_is_linked_answers_and_costs_less_than_with_a_prefix_cache(tmp_path
         assert picture.width > 600 and picture.height > 600
 
 
+@guard
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken.pdf").write_bytes(b"no pdf")
     command = [sys.executable, str(EXAMPLES / "library_agent.py"), "--model", "tiny:hf"]

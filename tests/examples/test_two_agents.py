@@ -11,8 +11,10 @@ from ctxwin.tiny import world
 from ctxwin.tiny.clip import write_clip
 from ctxwin.view.trace import read_trace
 from examples.agent_runs import check_figures, figures_of, run_example
+from twins import guard
 
 
+@guard
 def test_they_answer_like_a_re_prefill_and_share_every_encode(tmp_path: Path) -> None:
     trace = tmp_path / "run.jsonl"
     figures = figures_of("two_agents", "--trace", str(trace))

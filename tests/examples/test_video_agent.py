@@ -18,6 +18,7 @@ from ctxwin.errors import BadMedia
 from ctxwin.tiny import world
 from ctxwin.tiny.clip import write_clip
 from examples.agent_runs import EXAMPLES, check_figures, figures_of
+from twins import guard
 
 
 @pytest.fixture
@@ -40,6 +41,7 @@ def test_it_answers_like_a_re_prefill_and_computes_a_fraction() -> None:
     assert figures["vision_encodes"] == 30  # a frame each, none for a look-back
 
 
+@guard
 def test_a_video_is_asked_the_users_questions(tmp_path: Path) -> None:
     clip = tmp_path / "clip.mp4"
     write_clip(clip, world.make_stream(3, 5))

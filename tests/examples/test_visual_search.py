@@ -16,6 +16,7 @@ from PIL import Image
 from ctxwin.tiny import world
 from ctxwin.view.trace import read_trace
 from examples.agent_runs import EXAMPLES, check_figures, figures_of, run_example
+from twins import guard
 
 
 @pytest.fixture
@@ -24,6 +25,7 @@ def search(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("visual_search")
 
 
+@guard
 def test_it_answers_like_a_re_prefill_for_a_quarter_of_the_tokens(tmp_path: Path) -> None:
     figures = figures_of("visual_search", "--trace", str(tmp_path / "run.jsonl"))
     # Crops that do not show what is asked for have no truth; they are compared with a re-prefill.

@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from ctxwin.tiny import world
+from twins import guard
 
 pytestmark = pytest.mark.browser
 
@@ -63,6 +64,7 @@ def test_screenshots_are_the_worlds_frames(chromium):
         assert browser.url.endswith("/4")
 
 
+@guard
 def test_the_agent_answers_as_a_reprefill_and_computes_a_quarter(chromium, tmp_path):
     trace = tmp_path / "trace.jsonl"
     done = run("--json", "--trace", str(trace))

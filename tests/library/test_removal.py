@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,16 @@ def independent(keys: set[str], engine: FakeEngine) -> set[str]:
     return {key for key in keys if engine.repo.record_of(key).get("provenance") == "system_prompt"}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    "place", ["memory:", "disk:{}/own", "tiered:memory:,disk:{}/tiers", pytest.param("redis", marks=pytest.mark.redis)]
-)
-@pytest.mark.parametrize("shared", [True, False], ids=["one store", "a store of its own"])
+def ways_out() -> Iterator[Any]:
+    """Each way out of each store, of a store that is the reader's or is not; both of each way."""
+    places = ["memory:", "disk:{}/own", "tiered:memory:,disk:{}/tiers", "redis"]
+    for i, (place, way) in enumerate(product(places, WAYS)):
+        shared = i % 2 == 0
+        name = f"{'one store' if shared else 'a store of its own'}-{place}-{way}"
+        yield pytest.param(way, place, shared, id=name, marks=[pytest.mark.redis] * (place == "redis"))
+
+
+@pytest.mark.parametrize(("way", "place", "shared"), list(ways_out()))
 def test_nothing_of_a_file_stays(way: str, place: str, shared: bool, clock: Clock, tmp_path: Path) -> None:
     """Records, pixels, embeddings, vectors, what was prepared and KV, in every tier, in the reader's store, too."""
     with ExitStack() as held:

@@ -13,6 +13,7 @@ from ctxwin.baselines import PrefixCache, PrefixUser, Prompt
 from ctxwin.engines.base import Engine
 from ctxwin.engines.segments import Encoded
 from ctxwin.policies import ByPriority, LowWater
+from twins import twins
 from window.fake import FakeEngine
 
 BUDGET, QUERY, SYSTEM = 120, "q?", "sys"
@@ -48,11 +49,7 @@ class Opponent:
 STEPS = st.lists(st.tuples(st.integers(3, 14), st.none() | st.none() | st.integers(0, 30)), min_size=40, max_size=60)
 
 
-@settings(max_examples=20, deadline=None)
-@given(STEPS, st.sampled_from([0.35, 0.5, 0.7]), st.booleans())
-def test_an_exact_window_costs_no_more_than_the_best_user_of_a_prefix_cache(
-    steps: list[tuple[int, int | None]], mark: float, policy: bool
-) -> None:
+def check_cost(steps: list[tuple[int, int | None]], mark: float, policy: bool) -> None:
     with FakeEngine() as engine:
         reserve = engine.encode_query(QUERY).tokens + 1
         marks = {"low_water": None, "eviction": LowWater(mark)} if policy else {"low_water": mark}
@@ -84,6 +81,11 @@ def test_an_exact_window_costs_no_more_than_the_best_user_of_a_prefix_cache(
             best = min(opponent.tokens for opponent in opponents)
             assert tokens <= 1.05 * best
             assert shown >= 0.9 * opponents[-1].shown
+
+
+test_an_exact_window_costs_no_more_than_the_best_user_of_a_prefix_cache, test_many_windows_cost_no_more = twins(
+    check_cost, 4, 20, STEPS, st.sampled_from([0.35, 0.5, 0.7]), st.booleans()
+)
 
 
 @settings(max_examples=60, deadline=None)

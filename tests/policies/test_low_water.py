@@ -15,6 +15,7 @@ from ctxwin import Chunk, Fidelity, Window
 from ctxwin.errors import BudgetExceeded
 from ctxwin.policies import Batching, ByPriority, LowWater, Placement, best_low_water, sliding_cost
 from ctxwin.window.serialization import plan_from, plan_to
+from twins import twins
 from window.fake import FakeEngine
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=30)
@@ -87,9 +88,7 @@ def trimmed(lengths: Sequence[int], system: int, budget: int, query: int, mark: 
     return costs
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(6, 30), min_size=12, max_size=40), st.sampled_from([0.25, 0.5, 0.75]))
-def test_an_exact_window_with_a_mark_computes_what_trimming_by_hand_does(lengths: list[int], mark: float) -> None:
+def check_trimming(lengths: list[int], mark: float) -> None:
     budget, answer = 160, 1
     with FakeEngine() as engine, Window(engine, "watch", budget, Fidelity("exact"), low_water=mark) as window:
         query = engine.encode_query("what?").tokens
@@ -101,6 +100,12 @@ def test_an_exact_window_with_a_mark_computes_what_trimming_by_hand_does(lengths
             costs.append(window.ask("what?", answer).usage.computed_tokens)
         system = window.snapshot().system_prompt_tokens
         assert costs == trimmed(sizes, system, budget - answer, query, int(mark * budget) - answer)
+
+
+STREAMS = st.lists(st.integers(6, 30), min_size=12, max_size=40), st.sampled_from([0.25, 0.5, 0.75])
+test_an_exact_window_with_a_mark_computes_what_trimming_by_hand_does, test_many_streams_are_trimmed_as_by_hand = twins(
+    check_trimming, 5, 25, *STREAMS
+)
 
 
 @settings(deadline=None)

@@ -110,7 +110,7 @@ GUARD = [pytest.mark.slow, pytest.mark.guard]
     ("written", "number"),
     [
         (PARENT, "SIGINT"),
-        (IMPORTS, "SIGTERM"),
+        pytest.param(IMPORTS, "SIGTERM", marks=GUARD),
         pytest.param(PARENT, "SIGTERM", marks=GUARD),
         pytest.param(IMPORTS, "SIGINT", marks=GUARD),
         pytest.param(LOADS, "SIGTERM", marks=GUARD),

@@ -10,6 +10,7 @@ from ctxwin.engines.base import Engine
 from ctxwin.tiny import checkpoint_dir
 from ctxwin.tiny.world import Task, make_item, render
 from train_tiny.check import HELD_OUT
+from twins import guard
 
 CHAINING = Path(__file__).parents[1] / "models" / "chaining"
 FRAMES = (2, 3, 4)
@@ -36,6 +37,7 @@ def chaining() -> Iterator[Engine]:
         yield engine
 
 
+@guard
 @pytest.mark.parametrize("task", ["single_hop", "multi_hop"])
 def test_a_model_that_chains_loses_nothing_when_frames_are_reused_blindly(chaining: Engine, task: Task) -> None:
     right = right_answers(chaining, task, 42)

@@ -14,6 +14,7 @@ from train_tiny.check import Reader, check, patched
 from train_tiny.data import PICTURE
 from train_tiny.forward import encode_pictures, patchify, rotate_span
 from train_tiny.tokenizer import LABELS, build_tokenizer, exchange_text, header_text, query_text, transformers
+from twins import guard
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +104,7 @@ def test_bundle_is_small_and_holds_no_pickle() -> None:
     assert {path.suffix for path in files} <= {".json", ".jinja", ".safetensors", ".st"}
 
 
+@guard
 def test_bundled_model_binds_at_prefill(reader: Reader) -> None:
     figures = check(reader, 20, frames=(2, 4, 6))
     for task in ("single_hop", "multi_hop"):

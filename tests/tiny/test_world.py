@@ -15,7 +15,7 @@ from ctxwin.tiny.world import Frame, Role
 
 ROLES = st.lists(st.sampled_from(["legend", "scene"]), min_size=1, max_size=6)
 SEEDS = st.integers(0, 2**32 - 1)
-quick = settings(max_examples=40, deadline=None)
+quick = settings(max_examples=20, deadline=None)
 
 
 def truth(frames: tuple[Frame, ...] | list[Frame], index: int, row: int, column: int) -> str | None:

@@ -12,13 +12,13 @@ import contextlib
 from typing import Any
 
 import numpy as np
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.window.answer import Usage
 from ctxwin.window.state import State
+from twins import machines
 from window.telling import TellingEngine
 
 FIDELITIES = {
@@ -210,10 +210,4 @@ class ExactBit(RuleBasedStateMachine):
         assert self.engine.store.stats().leased == 0
 
 
-ExactBit.TestCase.settings = settings(
-    max_examples=120,
-    stateful_step_count=20,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
-TestExactBit = ExactBit.TestCase
+TestExactBit, TestExactBitAtLength = machines(ExactBit, 20, 120, stateful_step_count=20)

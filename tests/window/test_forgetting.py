@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.window.ask import Question
+from twins import twins
 from window.fake import FakeEngine
 
 KV = ("span/", "patch/", "orbit/")
@@ -89,17 +89,21 @@ OPS = st.sampled_from(
 )
 
 
-@given(
-    program=st.lists(st.tuples(OPS, st.integers(0, 9)), max_size=14),
-    survivors=st.sampled_from(["keep", "removal", "refresh"]),
-    mode=st.sampled_from(["patched", "patched", "blind", "exact"]),
-)
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_nothing_stored_carries_a_forgotten_chunk(program: list[tuple[str, int]], survivors: Any, mode: Any) -> None:
+def check_forgotten(program: list[tuple[str, int]], survivors: Any, mode: Any) -> None:
     one, other = both(Fidelity(mode, rank=2, survivors=survivors, orbit=True), program)
     assert one.stored() == other.stored()
     assert one.ask() == other.ask()
     assert one.stored() == other.stored()
+
+
+test_nothing_stored_carries_a_forgotten_chunk, test_nothing_of_many_stores_carries_a_forgotten_chunk = twins(
+    check_forgotten,
+    25,
+    150,
+    program=st.lists(st.tuples(OPS, st.integers(0, 9)), max_size=14),
+    survivors=st.sampled_from(["keep", "removal", "refresh"]),
+    mode=st.sampled_from(["patched", "patched", "blind", "exact"]),
+)
 
 
 @pytest.mark.parametrize("cleaned", [[("refresh", 0)], [("toggle", 0), ("ask", 0), ("toggle", 0), ("ask", 0)]])

@@ -7,7 +7,7 @@ import time
 from ctxwin import Chunk, Fidelity, Window
 from window.fake import FakeEngine
 
-N = 16_000
+N = 6_000
 
 
 def test_a_plan_of_many_chunks_takes_seconds() -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ctxwin import Answer, Chunk, Fidelity, Plan, PlanRequest, Window, open_engine
@@ -24,6 +23,7 @@ from ctxwin.engines.results import Generation
 from ctxwin.engines.sampling import Sampling
 from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.window import serialization
+from twins import twins
 from window.fake import FakeEngine
 
 HEADER = "You watch a camera."
@@ -166,9 +166,7 @@ def test_nothing_to_compute_takes_no_request(engine: Any) -> None:
     assert max(abs(again.logprobs[t] - whole.logprobs[t]) for t in whole.logprobs) < 1e-4
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_every_plan_is_what_the_engine_does(engine: Any, data: st.DataObject) -> None:
+def check_plans(engine: Any, data: st.DataObject) -> None:
     """Random programs of edits, losses in the store among them."""
     mode = data.draw(st.sampled_from(["patched", "patched", "exact", "blind"]))
     with filled(engine, data.draw(st.lists(st.integers(0, 11), min_size=2, max_size=4)), mode) as window:
@@ -208,6 +206,9 @@ def test_every_plan_is_what_the_engine_does(engine: Any, data: st.DataObject) ->
         spend(window, plan)
         for branch in branches:
             branch.close()
+
+
+test_every_plan_is_what_the_engine_does, test_every_plan_of_many_is = twins(check_plans, 25, 150, data=st.data())
 
 
 class TestConcurrently:

@@ -19,6 +19,7 @@ from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.baselines import PrefixCache, Prompt
 from ctxwin.engines.base import Engine
 from ctxwin.window import lanes
+from twins import twins
 from window.fake import FakeEngine
 
 FIDELITIES = [
@@ -115,13 +116,16 @@ def account(engine: Engine, fidelity: Fidelity) -> Iterator[Account]:
 
 
 @pytest.mark.parametrize("fidelity", FIDELITIES, ids=lambda f: f"{f.mode}-{f.survivors}-{f.orbit}")
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
-@given(program=PROGRAMS)
-def test_no_ask_computes_more_than_a_prefix_cache(fidelity: Fidelity, program: list[tuple[str, int]]) -> None:
+def check_bound(fidelity: Fidelity, program: list[tuple[str, int]]) -> None:
     with account(FakeEngine(), fidelity) as made:
         for op, number in [("append", 0), ("append", 1), ("append", 2), ("ask", 0), *program, ("ask", 0)]:
             made.run(op, number)
             made.window.check()
+
+
+test_no_ask_computes_more_than_a_prefix_cache, test_no_ask_of_many_computes_more = twins(
+    check_bound, 5, 20, program=PROGRAMS
+)
 
 
 @pytest.fixture(scope="module")

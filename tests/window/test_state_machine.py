@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ctxwin import Chunk, Fidelity, Window, open_store
 from ctxwin.errors import BudgetExceeded
 from ctxwin.policies import ByPriority, Eviction, LeastRecentlyRead, OldestFirst
+from twins import machines
 from window.fake import DIM, LAYERS, FakeEngine, own_rows
 
 HEADER = "h"
@@ -290,8 +290,4 @@ class Programs(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-Programs.TestCase.settings = settings(
-    max_examples=300, stateful_step_count=20, deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)  # fmt: skip
-TestPrograms = Programs.TestCase
+TestPrograms, TestManyPrograms = machines(Programs, 25, 300, stateful_step_count=20)

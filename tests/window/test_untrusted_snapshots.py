@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctxwin import Chunk, Fidelity, Window
+from twins import twins
 from window.fake import FakeEngine
 
 TEXTS = ("aa", "bb", "cc", "dd")
@@ -53,9 +53,7 @@ def test_kv_of_another_place_is_not_taken_for_exact(mode: Any) -> None:
     assert right(engine, ("aa", "bb")) and right(engine, ("aa", "bb", "cc"))
 
 
-@settings(max_examples=150, deadline=None)
-@given(data=st.data())
-def test_no_forgery_reaches_a_bystander(data: st.DataObject) -> None:
+def check_no_forgery(data: st.DataObject) -> None:
     """Fields of KV are exchanged between snapshots at random; exact windows over the same store stay right."""
     engine = FakeEngine()
     orders = [("aa", "bb", "cc"), ("xx", "bb", "cc"), ("cc", "bb"), ("bb", "aa", "xx", "cc")]
@@ -82,6 +80,11 @@ def test_no_forgery_reaches_a_bystander(data: st.DataObject) -> None:
             window.ask("q")
     for n in range(1, len(texts) + 1):
         assert right(engine, tuple(texts[:n])) and right(engine, (*texts[:n], "ee"))
+
+
+test_no_forgery_reaches_a_bystander, test_no_forgery_of_many_reaches_a_bystander = twins(
+    check_no_forgery, 25, 150, data=st.data()
+)
 
 
 def test_a_record_of_another_chunk_is_a_miss(engine: FakeEngine) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from langgraph._internal import _serde
 from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.checkpoint.serde import _msgpack
 from langgraph.checkpoint.sqlite import SqliteSaver
 
 from ctxwin import Chunk, Fidelity, Window
@@ -33,13 +35,21 @@ def engine() -> Iterator[CountingEngine]:
 
 
 @pytest.fixture(params=["memory", "sqlite"])
-def saver(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+def saver(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Iterator[Any]:
+    """In memory as LangGraph comes; in SQLite as with LANGGRAPH_STRICT_MSGPACK: nothing in a state is of a type of ours."""
     if request.param == "memory":
         yield InMemorySaver()
         return
+    for module in (_msgpack, _serde):  # which read it once
+        monkeypatch.setattr(module, "STRICT_MSGPACK_ENABLED", True)
     connection = sqlite3.connect(tmp_path / "threads.sqlite", check_same_thread=False)
     yield SqliteSaver(connection)
     connection.close()
+    # A blocked type does not fail, it comes back as something else, and a warning says so.
+    logged = [record.getMessage() for stage in ("setup", "call") for record in caplog.get_records(stage)]
+    assert not any("Blocked deserialization" in message for message in logged)
 
 
 @pytest.fixture

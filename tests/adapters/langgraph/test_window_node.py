@@ -23,6 +23,7 @@ from ctxwin.policies import ById, LeastRecentlyRead
 from ctxwin.tiny import world
 from langchain_ctxwin.langgraph import WindowContext, WindowNode, WindowState, load, merge_windows, open_window
 from node_graphs import CONFIG, EXACT, Chatty, Turn, content, frame, fresh_answer, graph_of, placed, shown
+from twins import guard
 
 ROOT = Path(__file__).parents[3]
 
@@ -260,6 +261,7 @@ def test_bad_input(engine: Chatty) -> None:
         app.invoke({"messages": [HumanMessage("x")]}, CONFIG)
 
 
+@pytest.mark.parametrize("saver", ["sqlite"], indirect=True)
 def test_turns_on_the_model_equal_a_re_prefill(saver: Any) -> None:
     """Over more turns than fit: the same token ids as a window made from nothing out of the same content."""
     stream = world.make_stream(seed=5, n_frames=9)
@@ -288,6 +290,7 @@ def test_turns_on_the_model_equal_a_re_prefill(saver: Any) -> None:
         assert state["window"]["evicted"] > 4 and engine.counters.vision_encodes == len(stream)
 
 
+@guard
 def test_the_ten_lines_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = (ROOT / "examples" / "langgraph_ten_lines.py").read_text()
     graph = [line for line in script.splitlines() if "graph" in line or "app" in line]

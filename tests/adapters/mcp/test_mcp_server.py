@@ -21,6 +21,7 @@ from ctxwin.tiny import world
 from ctxwin_client import RemoteWindow
 from ctxwin_client.mcp import WindowTools, mcp_server
 from serve.serving import serving
+from twins import guard
 from window.fake import FakeEngine
 
 FRAMES = world.make_stream(seed=5, n_frames=6)
@@ -49,6 +50,7 @@ def with_host(use: Callable[[Call], Awaitable[None]], *args: str, **env: str) ->
     asyncio.run(asyncio.wait_for(host(), 120))
 
 
+@guard
 def test_a_window_in_process_is_looked_back_in_forked_and_forgotten() -> None:
     async def use(call: Call) -> None:
         plan = await call("plan")

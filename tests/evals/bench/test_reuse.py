@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ctxwin_evals.bench import model, moves, reuse
+from twins import guard
 
 SMALL = model.Sizes(
     hidden=128, layers=3, heads=2, kv_heads=1, intermediate=192, vocabulary=0, max_tokens=1024, vision_depth=1,
@@ -181,6 +182,7 @@ def test_the_command_on_transformers(folder: Path) -> None:
     check_rows(json.loads(told.stdout), runs=2)
 
 
+@guard
 @pytest.mark.vllm
 def test_the_command_on_vllm(folder: Path, tmp_path: Path) -> None:
     """Prints a table and writes the object; the prefix cache is vLLM's own, and a full hit is one."""
