@@ -1,4 +1,4 @@
-"""``python tests/benchmark_data {mm-niah,video-mme,milebench} --out DIR --n N --seed S``."""
+"""``python tests/benchmark_data {mm-niah,video-mme,egoschema,milebench,musique} --out DIR --n N --seed S``."""
 
 from __future__ import annotations
 
@@ -70,6 +70,30 @@ def milebench(
     with errors():
         made = write_milebench(out, n, seed, steps, image_size)
         _say(out, sum(len(part["data"]) for part in made.values()))
+
+
+@app.command("egoschema")
+def egoschema(
+    out: Out,
+    n: Annotated[int, typer.Option(help="Questions, a video each.")] = 12,
+    seed: Seed = 0,
+    hub: Annotated[bool, typer.Option(help="The parquet files of the hub instead of the repository's JSON.")] = False,
+    image_size: Size = 224,
+) -> None:
+    """Videos of moving shapes with five-way questions, every other one of the public subset."""
+    from benchmark_data import write_egoschema
+
+    with errors():
+        _say(out, len(write_egoschema(out, n, seed, hub, image_size)))
+
+
+@app.command("musique")
+def musique(out: Out, n: Annotated[int, typer.Option(help="Questions of each split.")] = 12, seed: Seed = 0) -> None:
+    """Questions of two to four hops over twenty paragraphs."""
+    from benchmark_data import write_musique
+
+    with errors():
+        _say(out, sum(map(len, write_musique(out, n, seed).values())))
 
 
 def _numbers(text: str, kind: Callable[[str], T]) -> list[T]:

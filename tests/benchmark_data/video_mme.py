@@ -70,7 +70,7 @@ def _video(out: Path, video: int, seed: int, seconds: float, size: int) -> list[
     name = "".join(rng.choice(list(string.ascii_letters + string.digits), 11))
     things = drawing.draw_things(rng, min(8, max(3, round(seconds / 2))))
     scenes = [Scene(t, list(MOVES)[int(rng.integers(len(MOVES)))]) for t in things]
-    frames = _frames(scenes, max(len(scenes), round(seconds * _FPS)), size)
+    frames = frames_of(scenes, max(len(scenes), round(seconds * _FPS)), size)
     path = out / "video" / f"{name}.mp4"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_clip(path, frames, fps=_FPS, seconds_per_frame=1 / _FPS)
@@ -93,7 +93,7 @@ def _video(out: Path, video: int, seed: int, seconds: float, size: int) -> list[
     ]
 
 
-def _frames(scenes: Sequence[Scene], count: int, size: int) -> list[Pixels]:
+def frames_of(scenes: Sequence[Scene], count: int, size: int) -> list[Pixels]:
     made = []
     side = size // 3
     for i in range(count):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,22 @@ from openai import OpenAI
 from typer.testing import CliRunner
 
 from ctxwin_evals.cli import app
-from ctxwin_evals.judge import FILE, Judge, judged
+from ctxwin_evals.judge import DIMENSIONS, FILE, Judge, judged
 from ctxwin_evals.samples import open_samples, read_samples
 from eval_rows import CONFIG, row
 
 
+def rate(prompt: str) -> str:
+    """Rates by what stands between "[Answer]" and the end."""
+    answer = prompt.partition("[Answer]\n")[2].partition("\n\n")[0]
+    return {"red": "It fits.\nRating: 10", "blue": "Rating: [[2]]", "odd": "Rating: 11"}.get(answer, "I cannot say")
+
+
 class Server:
-    """Rates by what it finds between "[Answer]" and the end; counts."""
+    """Replies as ``say`` does; counts."""
 
     def __init__(self) -> None:
+        self.say: Callable[[str], str] = rate
         self.asked: list[str] = []
         self.fail_after: int | None = None
         outer = self
@@ -35,10 +42,7 @@ class Server:
                     self.send_response(400)
                     self.end_headers()
                     return
-                answer = outer.asked[-1].partition("[Answer]\n")[2].partition("\n\n")[0]
-                said = {"red": "It fits.\nRating: 10", "blue": "Rating: [[2]]", "odd": "Rating: 11"}.get(
-                    answer, "I cannot say"
-                )
+                said = outer.say(outer.asked[-1])
                 message = {"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": "stop"}
                 made = {
                     "id": "1",
@@ -117,7 +121,7 @@ def test_the_command_goes_on_where_it_was_stopped(server: Server, run: Path) -> 
     assert len(server.asked) == before + 4
     assert [r["n"] for r in json.loads(made.stdout)["rows"]] == [2, 4]
     shown = CliRunner().invoke(app, command[:-1])
-    assert "rated by a-judge" in shown.output and "8.00" in shown.output
+    assert "judged by a-judge" in shown.output and "8.00" in shown.output
 
 
 def test_a_run_without_texts_is_refused(server: Server, tmp_path: Path) -> None:
@@ -125,3 +129,65 @@ def test_a_run_without_texts_is_refused(server: Server, tmp_path: Path) -> None:
         samples.add([row("blind", 0, target={"answer": "A"})])
     made = CliRunner().invoke(app, ["judge", str(tmp_path / "run"), "--model", "m", "--url", server.url])
     assert made.exit_code == 2 and "a text as reference" in made.output and not server.asked
+
+
+def test_mmdus_dimensions_are_all_marked_or_none(server: Server, run: Path) -> None:
+    def mark(prompt: str) -> str:
+        assert all(f"- {name}: " in prompt for name in DIMENSIONS) and "[Reference answer]\nred" in prompt
+        answer = prompt.partition("[Answer]\n")[2].partition("\n\n")[0]
+        marks = {name: i + (3 if answer == "red" else 1) for i, name in enumerate(DIMENSIONS)}
+        if answer == "odd":
+            return "\n".join(f"{name}: {mark}" for name, mark in marks.items() if name != "overall")
+        if answer == "green":
+            marks["richness"] = 11
+        if answer == "red":  # as the paper asks for them
+            said = str({name.title(): mark for name, mark in marks.items()}).replace("Overall", "Overall Score")
+            return f"Creativity: it has 2.\n{said}"
+        return "\n".join(f"**{name}**: {mark}" for name, mark in marks.items())
+
+    server.say = mark
+    with OpenAI(base_url=server.url, api_key="x") as client:
+        blind, patched = judged(read_samples(run), Judge(client, "a-judge", run), "dimensions")["rows"]
+        assert (blind["n"], blind["unrated"], patched["n"]) == (2, 2, 4)
+        assert {name: blind[name] for name in DIMENSIONS} == {name: i + 2.0 for i, name in enumerate(DIMENSIONS)}
+        assert patched["overall"] == pytest.approx((9 * 3 + 7) / 4)
+        assert patched["ci95"][0] <= patched["overall"] <= patched["ci95"][1]
+        assert len(server.asked) == 7
+    shown = CliRunner().invoke(
+        app, ["judge", str(run), "--model", "a-judge", "--url", server.url, "--by", "dimensions"]
+    )
+    assert shown.exit_code == 0 and "image" in shown.output and len(server.asked) == 7
+
+
+@pytest.mark.parametrize(
+    ("better", "shares"),
+    [
+        (lambda first, second: "1" if first < second else "2", (0.75, 0.25, 0.0)),  # one taste, whatever the order
+        (lambda first, second: "1", (0.0, 1.0, 0.0)),  # always the first
+        (lambda first, second: "tie" if "blue" in (first, second) else "2" if first == "red" else "1", (0.5, 0.5, 0.0)),
+        (lambda first, second: "1" if first == "red" else "2", (0.0, 0.25, 0.75)),  # re-prefill's
+    ],
+)
+def test_a_win_is_preferred_in_both_orders(
+    server: Server, run: Path, better: Callable[[str, str], str], shares: tuple[float, ...]
+) -> None:
+    def compare(prompt: str) -> str:
+        first, second = (prompt.partition(f"[Answer {i}]\n")[2].partition("\n\n")[0] for i in (1, 2))
+        return f"Better: {better(first, second)}"
+
+    server.say = compare
+    with OpenAI(base_url=server.url, api_key="x") as client:
+        blind, patched = judged(read_samples(run), Judge(client, "a-judge", run), "wins")["rows"]
+    assert (blind["wins"], blind["ties"], blind["losses"]) == shares
+    assert blind["ci95"][0] <= blind["wins"] <= blind["ci95"][1] and blind["ci95"][0] < blind["ci95"][1]
+    assert patched["ties"] >= 0.75, "three of its answers are re-prefill's"
+    assert len(server.asked) == 2 * 4, "answers that are re-prefill's are not asked about"
+
+
+def test_a_comparison_without_a_verdict_is_unrated(server: Server, run: Path) -> None:
+    server.say = lambda prompt: "Both are fine."
+    made = CliRunner().invoke(app, ["judge", str(run), "--model", "m", "--url", server.url, "--by", "wins", "--json"])
+    blind, patched = json.loads(made.stdout)["rows"]
+    assert (blind["n"], blind["unrated"], patched["n"], patched["unrated"]) == (1, 3, 3, 1) and patched["ties"] == 1
+    made = CliRunner().invoke(app, ["judge", str(run), "--model", "m", "--url", server.url, "--by", "taste"])
+    assert made.exit_code == 2 and "must be one of rating, dimensions, wins" in made.output

@@ -74,7 +74,8 @@ def test_requests_to_an_engine_give_the_figures_of_the_decoder(tmp_path: Path) -
     from ctxwin.engines.hf.engine import HFEngine
 
     arms = (
-        "reprefill,blind,patched:1,patched:2@shared,orbit:2,survivor,removal:2,stale:2,update:2,prefix:trim,lowrank-k:2"
+        "reprefill,blind,patched:1,patched:2@shared,orbit:2,survivor,removal:2,stale:2,update:2,prefix:trim,lowrank-k:2,"
+        "mpic:5,first_k:2,cacheblend-oracle:0.3,merged:0.5"
     )
     runs = {}
     with HFEngine(checkpoint_dir(), dtype="float32") as tiny:
@@ -83,8 +84,8 @@ def test_requests_to_an_engine_give_the_figures_of_the_decoder(tmp_path: Path) -
             runs[name].run(plan_jobs(parse_arms(arms), TASKS), 2)
         same_figures(runs["inside"], runs["served"])
         assert {arm for _, arm, _ in runs["served"].samples.rows} == set(arms.split(","))
-        with pytest.raises(ValueError, match=r"got first_k:2, oracle, which read inside the model; leave them out"):
-            runs["served"].run(plan_jobs(parse_arms("blind,first_k:2,oracle"), WINDOW), 1)
+        with pytest.raises(ValueError, match=r"got quest:0.5, oracle, which read inside the model; leave them out"):
+            runs["served"].run(plan_jobs(parse_arms("blind,quest:0.5,oracle"), WINDOW), 1)
         with pytest.raises(ValueError, match="timed must be 0"):
             Runner(tiny, Settings(timed=1), tmp_path / "timed", TASKS, inside=False)
 

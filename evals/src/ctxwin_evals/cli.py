@@ -159,20 +159,21 @@ def score(
 
 @app.command()
 def judge(
-    folder: Annotated[Path, typer.Argument(help="Folder of a run whose references are texts (mmdu, sparkles).")],
+    folder: Annotated[Path, typer.Argument(help="Folder of a run.")],
     model: Annotated[str, typer.Option(help="The judge, as its server calls it.")],
     url: Annotated[str, typer.Option(help="Its OpenAI-compatible address, as http://host:8000/v1.")],
+    by: Annotated[str, typer.Option(help="rating, dimensions (MMDU's) or wins (over re-prefill's answer).")] = "rating",
     as_json: Json = False,
 ) -> None:
-    """Have a model rate the answers of a run against their references, 1 to 10; the key is OPENAI_API_KEY.
+    """Have a model judge a run's answers: against texts as references (mmdu, sparkles), or against re-prefill's answers.
 
-    It does not see the arm. What it has said is kept in the folder, so that the same command goes on.
+    The key is OPENAI_API_KEY. The judge does not see the arm. Its replies are kept, so that the same command goes on.
     """
     with errors():
         import os
 
         from ctxwin.extras import optional_imports
-        from ctxwin_evals.judge import Judge, judged, to_judge
+        from ctxwin_evals.judge import RULES, Judge, judged, to_judge
         from ctxwin_evals.samples import read_samples
 
         with optional_imports():
@@ -180,10 +181,10 @@ def judge(
 
         samples = read_samples(folder)
         with OpenAI(base_url=url, api_key=os.environ.get("OPENAI_API_KEY") or "EMPTY") as client:
-            rater, total = Judge(client, model, folder), len(to_judge(samples))
+            rater, total = Judge(client, model, folder), len(to_judge(samples, by))
             try:
                 with progress("answers", total) as advance:
-                    result = judged(samples, rater, advance)
+                    result = judged(samples, rater, by, advance)
             except OpenAIError as error:
                 raise ValueError(
                     f"the judge must answer at {url}, got {error}; what it has said is kept, run again"
@@ -191,12 +192,17 @@ def judge(
         if as_json:
             print_json(result)
             return
-        table = new_table(f"rated by {model}", "task|arm|n|rating|95 %|unrated|as re-prefill", left=(0, 1))
-        for row in result["rows"]:
-            low, high = row["ci95"] or (float("nan"), float("nan"))
-            rating = "-" if row["rating"] is None else f"{row['rating']:.2f}"
-            cells = (str(row["n"]), rating, f"[{low:.2f}, {high:.2f}]", str(row["unrated"]), f"{row['equal']:.1%}")
-            table.add_row(row["task"], row["arm"], *cells)
+        main, rows = RULES[by][1], result["rows"]
+        others = [
+            name for name in max(rows, key=len) if name not in (main, "task", "arm", "n", "unrated", "ci95", "equal")
+        ]
+        columns = ["task", "arm", "n", main, "95 %", *others, "unrated", "as re-prefill"]
+        table = new_table(f"judged by {model}", "|".join(columns), left=(0, 1))
+        for row in rows:
+            means = ["-" if row.get(name) is None else f"{row[name]:.2f}" for name in (main, *others)]
+            span = "-" if row["ci95"] is None else "[{:.2f}, {:.2f}]".format(*row["ci95"])
+            counts = str(row["unrated"]), f"{row['equal']:.1%}"
+            table.add_row(row["task"], row["arm"], str(row["n"]), means[0], span, *means[1:], *counts)
         terminal().print(table)
 
 

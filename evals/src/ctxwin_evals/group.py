@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ctxwin.engines.segments import Encoded
+from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.kv.deficit import Deficit, deficit
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.patch import Patch, apply_patch
@@ -156,6 +156,27 @@ class Group:
     def behind_system_prompt(self, count: int) -> Memory:
         """The system prompt's KV, ``count`` times."""
         return self.decoder.memory([[self.system_prompt_span]] * count)
+
+    def segments(
+        self,
+        b: int,
+        order: Sequence[int],
+        spans: Sequence[SpanKV] | None,
+        recompute: Sequence[tuple[tuple[int, int], ...]] = (),
+    ) -> list[Segment]:
+        """System prompt and chunks of an item in order for a request: with their spans, or all to be computed.
+
+        ``recompute`` are ranges of each span that the request computes in place.
+        """
+        segments = [Segment(self.system_prompt, 0, span=None if spans is None else self.system_prompt_span)]
+        for i, (frame, place) in enumerate(zip(order, self.layout(order), strict=True)):
+            encoded, ranges = self.chunks[b][frame], recompute[i] if recompute else ()
+            if spans is None or ranges == ((0, encoded.tokens),):
+                segments.append(Segment(encoded, place.start))
+            else:
+                fewer = spans[i].tokens < encoded.tokens
+                segments.append(Segment(encoded, place.start, span=spans[i], recompute=ranges, merged=fewer))
+        return segments
 
     def prefilled(
         self, orders: Sequence[Sequence[int]], items: Sequence[int] | None = None

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict, cast
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
+from scipy.special import log_softmax
 
 from ctxwin_evals.items import Scored
 from ctxwin_evals.samples import Sample
@@ -125,18 +126,11 @@ def kl_divergence(reference: ArrayLike, other: ArrayLike) -> float:
 
     Computed in float64. Raises ValueError for different shapes or an empty vocabulary.
     """
-    p, q = _log_softmax(reference), _log_softmax(other)
-    if p.shape != q.shape:
-        raise ValueError(f"both distributions must cover the same vocabulary, got {p.shape} and {q.shape}")
+    x, y = (np.asarray(logits, dtype=np.float64) for logits in (reference, other))
+    if x.shape != y.shape or x.ndim != 1 or not x.size:
+        raise ValueError(f"both must be logits of the same vocabulary, not empty, got shapes {x.shape} and {y.shape}")
+    p, q = log_softmax(x), log_softmax(y)
     return max(0.0, float(np.sum(np.exp(p) * (p - q))))
-
-
-def _log_softmax(logits: ArrayLike) -> NDArray[np.float64]:
-    x = np.asarray(logits, dtype=np.float64)
-    if x.ndim != 1 or not x.size:
-        raise ValueError(f"logits must be a non-empty vector, got shape {x.shape}")
-    x = x - x.max()
-    return np.asarray(x - np.log(np.exp(x).sum()))
 
 
 def eta(kls: Sequence[float], base_kls: Sequence[float]) -> float | None:

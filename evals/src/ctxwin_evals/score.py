@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -313,7 +312,6 @@ def _grid(rows: Sequence[Sample], scores: Sequence[float | None]) -> list[dict[s
     for row, score in zip(rows, scores, strict=True):
         length, depth = row.meta.get("context_length"), row.meta.get("placed_depth")
         if length is not None and depth is not None and depth != []:
-            # Divided, not multiplied, so that edges fall as they do in the official figure.
-            at = int(min(float(np.mean(depth)), 0.99) / DEPTH)
-            by_cell[LENGTHS[bisect_right(LENGTHS, length) - 1], at].append(score)
+            bin_of_length, at = mm_niah.cell_of(length, depth)
+            by_cell[LENGTHS[bin_of_length], at].append(score)
     return [{"length": length, "depth": depth, **_accuracy(some)} for (length, depth), some in sorted(by_cell.items())]

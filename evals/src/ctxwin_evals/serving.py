@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 from ctxwin.audit.replay import kl_of_rows, likeliest
 from ctxwin.engines.sampling import Sampling
-from ctxwin.engines.segments import Segment
 from ctxwin_evals.group import Group
 from ctxwin_evals.measure import Measurer, Said
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
+    from ctxwin.engines.segments import Segment
     from ctxwin.kv.layout import SpanKV
     from ctxwin_evals.arms import Served
     from ctxwin_evals.items import Item
@@ -65,13 +65,6 @@ class ServedGroup(Group):
         engine: Engine = self.decoder.engine
         return engine.prefill(segments, target, start, salt=unshared_salt(), background=True)
 
-    def segments(self, b: int, order: Sequence[int], spans: Sequence[SpanKV] | None) -> list[Segment]:
-        """System prompt and chunks in order, with their spans in place, or all to be computed."""
-        segments = [Segment(self.system_prompt, 0, span=None if spans is None else self.system_prompt_span)]
-        for i, (frame, place) in enumerate(zip(order, self.layout(order), strict=True)):
-            segments.append(Segment(self.chunks[b][frame], place.start, span=None if spans is None else spans[i]))
-        return segments
-
     def prefilled(self, orders: Sequence[Sequence[int]], items: Sequence[int] | None = None) -> Sequence[Fresh]:
         rows = range(len(self)) if items is None else items
         return [Fresh(self, b, tuple(order)) for b, order in zip(rows, orders, strict=True)]
@@ -107,7 +100,8 @@ class ServedMeasurer(Measurer):
             assert one is not None
             fresh = one.spans if isinstance(one.spans, Fresh) else None
             order = item.placed if fresh is None else fresh.order
-            segments = group.segments(rows[item.context or item.index], order, one.spans if fresh is None else None)
+            b, spans = rows[item.context or item.index], one.spans if fresh is None else None
+            segments = group.segments(b, order, spans, one.recompute)
             references = None if first is None else [first[i] for i in indices]
             for i, answer in zip(
                 indices, self._read_answers(segments, [items[i] for i in indices], references), strict=True

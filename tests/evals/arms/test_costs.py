@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 WINDOW = (
     "reprefill", "blind", "patched:2", "orbit:2", "toggled", "first_k:2", "epic:3", "mpic:2", "full-reuse",
-    "cacheblend-oracle:0.3", "vlcache:0.5", "layers:0.5", "lowrank-k:2", "elastic:0.5", "h2o:0.5@prompt",
+    "cacheblend-oracle:0.3", "layers:0.5", "lowrank-k:2", "elastic:0.5", "h2o:0.5@prompt",
+    "merged:0.5",
 )  # fmt: skip
 SLIDE = ("reprefill", "blind", "survivor", "removal:2", "prefix:naive", "prefix:trim", "mpic:2")
 RECALL = (

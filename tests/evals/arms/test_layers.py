@@ -9,8 +9,8 @@ import torch
 
 from ctxwin.kv.rope import angles, turn
 from ctxwin_evals.arms import parse_arm
-from ctxwin_evals.arms.layers import VlCache, filled, low_rank_keys
-from ctxwin_evals.arms.tokens import highest, recompute
+from ctxwin_evals.arms.layers import low_rank_keys
+from ctxwin_evals.arms.tokens import highest
 from ctxwin_evals.items import Item
 from ctxwin_evals.tasks import open_task
 
@@ -20,17 +20,13 @@ if TYPE_CHECKING:
 
 def test_limits_on_every_family(family: Bench) -> None:
     for group in family.any():
-        for arm in ("layers:0", "vlcache:1"):
-            family.same(group, arm, "reprefill")
-        for arm in ("layers:1", "vlcache:0"):
-            family.same(group, arm, "blind", atol=0.0)
-            assert family.serve(group, arm)[0].computed == 0
-        first, rest = group.places[0].tokens, group.context_tokens - group.places[0].tokens
-        assert family.serve(group, "layers:0")[0].computed == rest
-        assert family.serve(group, "vlcache:1")[0].extra["recomputed"] == pytest.approx(rest / (first + rest))
+        family.same(group, "layers:0", "reprefill")
+        family.same(group, "layers:1", "blind", atol=0.0)
+        assert family.serve(group, "layers:1")[0].computed == 0
+        assert family.serve(group, "layers:0")[0].computed == group.context_tokens - group.places[0].tokens
 
 
-@pytest.mark.parametrize("arm", ["layers:0.34", "vlcache:0.3", "cacheblend:0.6", "lowrank-k:2"])
+@pytest.mark.parametrize("arm", ["layers:0.34", "cacheblend:0.6", "lowrank-k:2"])
 def test_a_batch_is_its_items(bench: Bench, arm: str) -> None:
     group = bench.tiny(count=3)
     whole = bench.serve(group, arm)
@@ -122,39 +118,6 @@ def test_cacheblend_chooses_at_layer_one(bench: Bench) -> None:
     assert one.extra["recomputed"] == pytest.approx((replaced + group.context_tokens) / 3 / group.context_tokens)
 
 
-def test_vlcache_computes_heads_that_shrink_with_depth(bench: Bench) -> None:
-    group = bench.tiny(frames=3)
-    arm = VlCache("", 0.4)
-    shares = filled(arm._profile(group, 0), 0.4)
-    one = bench.serve(group, "vlcache:0.4")[0]
-    for i, place in enumerate(group.places[1:], start=1):
-        counts = []
-        for layer in (1, 2):
-            changed = (one.spans[i].v[layer] != group.blind[0][i].v[layer]).flatten(1).any(dim=1)
-            counts.append(int(changed.sum()))
-            assert changed[: counts[-1]].all()  # the first ones
-        assert counts == [int(s * place.tokens + 0.5) for s in shares[1:]]
-        assert counts[0] > counts[1] > 0
-    # What goes into the last layer is what came out of the one before, of the same tokens.
-    chosen = torch.zeros(len(group), group.context_tokens, dtype=torch.bool)
-    for place in group.places[1:]:
-        chosen[:, place.slot : place.slot + int(shares[1] * place.tokens + 0.5)] = True
-    for x, whole in zip(one.spans[1:], recompute(group, group.blind, chosen)[0][1:], strict=True):
-        count = int(shares[2] * x.tokens + 0.5)
-        torch.testing.assert_close(x.v[2, :count], whole.v[2, :count], atol=1e-5, rtol=0)
-
-
-def test_shares_fill_up_to_one() -> None:
-    assert filled([1, 1, 1], 0.0) == [0.0, 0.0, 0.0]
-    assert filled([1, 1, 1], 1.0) == [1.0, 1.0, 1.0]
-    assert filled([0, 0, 0], 0.3) == [0.3, 0.3, 0.3]
-    assert filled([0.0, 1.0, 1.0], 0.5) == pytest.approx([0.6, 0.6, 0.3])
-    some = filled([0.0, 0.1, 0.2, 0.9], 0.9)
-    assert sum(some) / 4 == pytest.approx(0.9)
-    assert some == sorted(some, reverse=True)
-    assert max(some) <= 1
-
-
 def test_low_rank_keys_are_the_best_of_their_rank(family: Bench) -> None:
     group = family.any()[0]
     spec = group.spec
@@ -178,7 +141,7 @@ def test_low_rank_keys_are_the_best_of_their_rank(family: Bench) -> None:
     assert errors == sorted(errors, reverse=True)
 
 
-@pytest.mark.parametrize("text", ["layers", "layers:2", "layers:all", "vlcache:", "cacheblend:1.1", "lowrank-k:0.5"])
+@pytest.mark.parametrize("text", ["layers", "layers:2", "layers:all", "cacheblend:1.1", "lowrank-k:0.5"])
 def test_bad_spellings_are_named(text: str) -> None:
     with pytest.raises(ValueError, match="an arm must be one of"):
         parse_arm(text)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmark_data import write_milebench, write_mm_niah, write_video_mme
+from benchmark_data import write_egoschema, write_milebench, write_mm_niah, write_musique, write_video_mme
 from benchmark_data.prose import PICTURE, Needle, write_document
 from benchmark_data.reading import as_text
 from ctxwin_evals.benchmarks import BENCHMARKS, DataOptions, benchmark
@@ -178,6 +178,8 @@ def write_all(root: Path, seed: int) -> None:
     write_mm_niah(root, 2, seed, lengths=(200,), image_size=SIZE)
     write_video_mme(root, 3, seed, (2, 2, 2), SIZE)
     write_milebench(root, 1, seed, 2, SIZE)
+    write_egoschema(root / "ego", 2, seed, image_size=SIZE)
+    write_musique(root / "musique", 2, seed)
 
 
 def test_generators_depend_on_their_seed_only(tmp_path: Path) -> None:
@@ -236,6 +238,8 @@ def test_pictures_are_scaled_down_to_the_budget(niah: tuple[Path, Any]) -> None:
         (lambda p: write_mm_niah(p, 1, split="train"), "split val or test"),
         (lambda p: write_video_mme(p, 1, seconds=(1, 1)), "three numbers"),
         (lambda p: write_milebench(p, 1, steps=1), "steps >= 2"),
+        (lambda p: write_egoschema(p, 0), "n must be"),
+        (lambda p: write_musique(p, 0), "n must be"),
     ],
 )
 def test_bad_numbers_write_nothing(tmp_path: Path, write: Any, message: str) -> None:
@@ -254,6 +258,9 @@ def test_command_line(tmp_path: Path) -> None:
     for args in (["mm-niah", "--lengths", "200"], ["video-mme", "--seconds", "2,2,2"], ["milebench", "--steps", "2"]):
         result = run(app, [*args, *out])
         assert result.exit_code == 0, result.output
-    assert len(benchmark("milebench/StateChange", DataOptions(data=str(tmp_path))).items()) == 1
+    for args in (["egoschema", "--hub", *out], ["musique", *out[:4]]):
+        assert run(app, args).exit_code == 0
+    for name in ("milebench/StateChange", "egoschema", "musique/supporting"):
+        assert len(benchmark(name, DataOptions(data=str(tmp_path))).items()) == 1
     result = run(app, ["mm-niah", "--lengths", "many", *out])
     assert result.exit_code == 2 and "must be numbers" in result.stderr

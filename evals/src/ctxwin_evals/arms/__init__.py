@@ -12,8 +12,8 @@ ARMS: dict[str, type[Arm]] = {
         reuse.Reprefill, reuse.Blind, reuse.Patched, reuse.Orbit, reuse.Transfer, reuse.Survivor, reuse.Removal,
         recall.Stale, recall.Update, recall.Recall, recall.Refresh, reuse.Toggled,
         tokens.FirstK, tokens.Epic, tokens.Mpic, tokens.FullReuse, layers.Cacheblend, tokens.CacheblendOracle, tokens.Quest,
-        layers.VlCache, layers.ShallowReuse, layers.LowRankKeys, prefix.Prefix,
-        compress.ElasticCache, compress.HeavyHitters, compress.MostRecent, reuse.Oracle, reuse.Stepwise,
+        layers.ShallowReuse, layers.LowRankKeys, prefix.Prefix, compress.ElasticCache, compress.HeavyHitters,
+        compress.MostRecent, compress.Merged, reuse.Oracle, reuse.Stepwise,
     )
 }  # fmt: skip
 ARM_FORMS = ", ".join(kind.form for kind in ARMS.values()) + (

@@ -30,6 +30,7 @@ class Served:
         forwards: decoder passes for them.
         encodes: pictures that go through the vision tower then.
         begin: position of the question, where an arm places other chunks than the item says; None: after the placed ones.
+        recompute: token ranges of each span that the request which asks computes in place, where the engine is only asked.
         policy: drops KV while an answer is generated; None keeps everything.
         extra: further figures of this sample.
     """
@@ -41,6 +42,7 @@ class Served:
     forwards: int = 0
     encodes: int = 0
     begin: int | None = None
+    recompute: Sequence[tuple[tuple[int, int], ...]] = ()
     policy: Policy | None = None
     extra: dict[str, float] = field(default_factory=dict)
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ctxwin.errors import UnsupportedModel
-from ctxwin_evals.arms.base import SHARE, Served, SharedArm
+from ctxwin.kv.merge import merge, merged_slots
+from ctxwin_evals.arms.base import SHARE, Arm, Served, SharedArm
 from ctxwin_evals.decoder import Memory, concatenated
 from ctxwin_evals.elastic import H2O, Attended, Elastic, Local, Policy, Window
 
@@ -28,7 +29,7 @@ WEIGHTS_AT_ONCE = 1 << 26
 
 _ATTENTION: WeakKeyDictionary[Group, dict[type[Attended], Tensor]] = WeakKeyDictionary()
 """See `attention_of`; computed once for all arms."""
-_HELD: WeakKeyDictionary[Group, dict[_Compressed, list[Served | None]]] = WeakKeyDictionary()
+_HELD: WeakKeyDictionary[Group, dict[Arm, list[Served | None]]] = WeakKeyDictionary()
 """Chunks thinned out before the question came; they are stored in that form, so an ask finds them."""
 
 
@@ -89,6 +90,30 @@ class MostRecent(_Compressed, form="local:B", source="Elastic Cache, section 4.1
     """Only the KV of the last tokens is kept; the oldest are dropped while generating too. No first tokens are kept as sinks."""
 
     policy: ClassVar[type[Policy]] = Local
+
+
+class Merged(SharedArm, form="merged:B", source="Elastic Cache, section 3.3, a chunk at a time", settings=("window",)):
+    """Each chunk's exact KV merged by itself, by the attention its own tokens give each other: a window's lane ``merged``.
+
+    Unlike `ElasticCache` it is asked of any engine that shows a chunk's attention (`Engine.attended`).
+    """
+
+    def serve(self, group: Group) -> list[Served | None]:
+        cache = _HELD.setdefault(group, {})
+        if self not in cache:
+            cache[self] = [self._merged_row(group, b) for b in range(len(group))]
+        return cache[self]
+
+    def _merged_row(self, group: Group, b: int) -> Served:
+        order, spans = group.items[b].placed, list(group.exact[b])
+        engine, row = group.decoder.engine, []
+        for i, (frame, place) in enumerate(zip(order, group.places, strict=True)):
+            front = group.segments(b, order[:i], spans[:i])
+            sums = engine.attended(front, group.chunks[b][frame], place.start).sums
+            row.append(merge(spans[i], sums, merged_slots(self.share, place.tokens)))
+        slots = sum(span.tokens for span in row)
+        extra = {"kv_share": slots / group.context_tokens}
+        return Served(row, group.spec.span_bytes(slots), group.kv_bytes(), extra=extra)
 
 
 def thinned(kind: type[Policy], share: float, group: Group) -> tuple[Memory, Policy]:

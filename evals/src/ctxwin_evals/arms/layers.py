@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -68,57 +67,6 @@ class Cacheblend(
             replace(one, extra=one.extra | renewed)
             for one in (serving(group, row, work) for row in group.spans(memory))
         ]
-
-
-class VlCache(
-    SharedArm,
-    form="vlcache:R",
-    source="VLCache (Qin et al. 2025, arXiv 2512.12977), abstract; the layers' ratios are a stand-in",
-    inside=True,
-):
-    """The first tokens of every chunk but the first are computed, as many as each layer is given.
-
-    From the paper: errors of reused tokens add up along the sequence, so the first ones are computed; layers matter unequally,
-    so each has a ratio of its own. The paper measures its ratios on the model; we do not have them, so **a stand-in** takes
-    their place. A token can only be computed at a layer if it was at all layers before, so computing it up to layer l
-    restores what is missing in layers >= l. The ratio of layer l is therefore proportional to the sum over layers >= l of the
-    chunks' relative deficits (the item's own: an oracle of the depth profile), R on average, at most 1. Ratios fall with
-    depth; R is a share of the tokens after the first chunk.
-    """
-
-    def serve(self, group: Group) -> list[Served | None]:
-        rows, work = [], []
-        for b in range(len(group)):
-            row, layers = self._one(group, b)
-            rows.append(row)
-            work.append(layers / group.decoder.layers)
-        return serve_rows(group, rows, work)
-
-    def _one(self, group: Group, b: int) -> tuple[list[SpanKV], int]:
-        """One item's spans, and its token-layers."""
-        shares, lead = filled(self._profile(group, b), self.share), group.system_prompt_span.tokens
-        memory, done = group.memory([group.blind[b]]), 0
-        context, hidden, previous = group.context.of([b]), None, torch.arange(0)
-        for layer, share in enumerate(shares):
-            heads = [torch.arange(p.slot, p.slot + quota(share, p.tokens)) for p in group.places[1:]]
-            at = torch.cat([torch.arange(0), *heads])
-            if not at.numel():
-                break
-            if hidden is not None:
-                hidden = hidden[:, torch.isin(previous, at).to(hidden.device)]
-            some = context.pick(at[None].to(context.embeds.device))
-            hidden = group.decoder.run(some, memory, at + lead, layers=range(layer, layer + 1), hidden=hidden)
-            previous, done = at, done + at.numel()
-        return spans_of(group, memory, [b])[0], done
-
-    def _profile(self, group: Group, b: int) -> list[float]:
-        """Relative deficit of all chunks but the first, by layer (Kamera, section 4, 'Deep')."""
-        lost = [group.deficit(b, i) for i in range(1, len(group.places))]
-        if not lost:
-            return [1.0] * group.decoder.layers
-        energy, base = (torch.stack(x).sum(dim=0) for x in ([d.energy for d in lost], [d.reference for d in lost]))
-        relative: list[float] = (energy / base).sqrt().tolist()
-        return relative
 
 
 @dataclass(frozen=True)
@@ -232,23 +180,6 @@ def low_rank_keys(span: SpanKV, spec: KVSpec, rank: int | None, dtype: torch.dty
         keys, size = left_factor.double() @ right_factor.double(), left_factor.numel() + right_factor.numel()
     k = turn(spec.rope, keys.double().view(span.k.shape), turns).to(span.k.dtype)
     return k, size * dtype.itemsize
-
-
-def filled(weights: Sequence[float], share: float) -> list[float]:
-    """Shares 0..1 with mean ``share``, proportional to the sum of the weights from each on, cut at 1 (water filling).
-
-    They fall. Weights without any sum give ``share`` everywhere.
-    """
-    tails = [sum(weights[i:]) for i in range(len(weights))]
-    total = share * len(weights)
-    for full in range(len(weights)):
-        rest = sum(tails[full:])
-        if rest <= 0:
-            return [share] * len(weights) if not full else [*[1.0] * full, *[0.0] * (len(weights) - full)]
-        scale = (total - full) / rest
-        if scale * tails[full] <= 1:
-            return [*[1.0] * full, *[max(0.0, scale) * tail for tail in tails[full:]]]
-    return [1.0] * len(weights)
 
 
 def falling(share: float, steps: int) -> list[float]:

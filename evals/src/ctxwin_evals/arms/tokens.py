@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -27,8 +28,11 @@ if TYPE_CHECKING:
     from ctxwin_evals.group import Group
 
 
-class _Recomputing(Arm, inside=True):
-    """Chosen tokens are computed in context in a single step, the rest is blind."""
+class _Recomputing(Arm):
+    """Chosen tokens are computed in context in a single step, the rest is blind.
+
+    An engine that is only asked computes them in the request that asks, as a window's lane ``partial`` does.
+    """
 
     @abstractmethod
     def chosen(self, group: Group) -> Tensor:
@@ -39,8 +43,15 @@ class _Recomputing(Arm, inside=True):
         return group.blind
 
     def serve(self, group: Group) -> list[Served | None]:
-        chosen = self.chosen(group)
-        return serve_rows(group, recompute(group, self.base(group), chosen), chosen.sum(dim=1).tolist())
+        chosen, rows = self.chosen(group), self.base(group)
+        if group.embeds:
+            return serve_rows(group, recompute(group, rows, chosen), chosen.sum(dim=1).tolist())
+        return [
+            replace(
+                serving(group, row, int(mask.sum())), recompute=[runs_of(mask[p.slot : p.end]) for p in group.places]
+            )
+            for row, mask in zip(rows, chosen, strict=True)
+        ]
 
 
 class FirstK(CountedArm, _Recomputing, form="first_k:K", source="Kamera, section 4 and appendix C.3 (first-k carve)"):
@@ -131,6 +142,7 @@ class Quest(
     form="quest:R",
     source="Kamera, appendix C.3, table 6 (oracle query-aware recompute, Quest-style)",
     found=("exact",),
+    inside=True,
 ):
     """The share of placed tokens that the question attends to most, in the exact context; no answer is read.
 
@@ -156,6 +168,12 @@ def heads_of_pictures(group: Group, count: int | None) -> Tensor:
                 begin = place.slot + media.offset
                 chosen[b, begin : begin + (media.tokens if count is None else min(media.tokens, count))] = True
     return chosen
+
+
+def runs_of(mask: Tensor) -> tuple[tuple[int, int], ...]:
+    """The ranges of consecutive True places of a mask ``[T]``."""
+    edges = torch.nn.functional.pad(mask.int(), (1, 1)).diff().nonzero()[:, 0].tolist()
+    return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
 def quota(share: float, tokens: int) -> int:

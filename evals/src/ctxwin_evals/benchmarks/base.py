@@ -34,7 +34,8 @@ class DataOptions:
     Attributes:
         data: a folder in the data set's official layout, or ``hub:OWNER/NAME`` to download that from the Hugging Face
             hub; None where answers are only scored.
-        split: ``val`` or ``test`` (MM-NIAH), ``test`` or ``adv`` (MileBench), ``test`` (the others); empty takes the first.
+        split: ``val`` or ``test`` (MM-NIAH), ``test`` or ``adv`` (MileBench), ``subset`` or ``full`` (EgoSchema), ``dev`` or
+            ``train`` (MuSiQue), ``test`` (the others); empty takes the first.
         frames: frames sampled from a video.
         frame_rule: which ones; see `ctxwin_evals.benchmarks.frames.FRAME_RULES`.
         max_pixels: larger pictures and frames are scaled down to this area, keeping their proportions; None leaves them.
@@ -69,15 +70,19 @@ class DataOptions:
 
 
 class Missing(ValueError):
-    """A medium that an item needs is missing; the message names the item and the file."""
+    """A medium that the item ``doc_id`` needs is missing; the message names the item and the file."""
+
+    def __init__(self, message: str, doc_id: str) -> None:
+        super().__init__(message)
+        self.doc_id = doc_id
 
     @classmethod
-    def among(cls, paths: Iterable[Path], where: str) -> Missing | None:
-        """The error for the first path that is no file; None where all exist."""
-        missing_path = next((path for path in paths if not path.is_file()), None)
-        if missing_path is None:
-            return None
-        return cls(f"{where} must find its media, got no file {str(missing_path)!r}; unpack the data set's media there")
+    def check(cls, paths: Iterable[Path], where: str, doc_id: str) -> None:
+        """Raise the error for the first path that is no file."""
+        for path in paths:
+            if not path.is_file():
+                text = f"{where} must find its media, got no file {str(path)!r}; unpack the data set's media there"
+                raise cls(text, doc_id)
 
 
 class DataTask(Task):
@@ -106,8 +111,12 @@ class DataTask(Task):
         """Files of the hub's data set that this task needs, as globs."""
 
     @abstractmethod
-    def read(self, root: Path) -> Iterator[tuple[str, str, Item | ValueError]]:
-        """(place for messages, doc_id, item) in file order; an error for an odd row, or one without its media. Reads no media."""
+    def rows(self, root: Path) -> Iterator[tuple[str, Any]]:
+        """(place for messages, row) in file order. Reads no media."""
+
+    @abstractmethod
+    def parse(self, row: Any, where: str) -> Item:
+        """The item of a row, but for its index. Raises ValueError for an odd one, `Missing` for one without its media."""
 
     @abstractmethod
     def exported(self, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -166,19 +175,28 @@ class DataTask(Task):
 
     def _present(self, skipped: list[str], odd: list[ValueError]) -> Iterator[Item]:
         names: set[str] = set()
-        for where, name, entry in self.read(self.root):
-            if isinstance(entry, ValueError) and not isinstance(entry, Missing):
-                odd.append(entry)
+        for index, (where, row) in enumerate(self.rows(self.root)):
+            try:
+                entry: Item | Missing = self.parse(row, where)
+            except Missing as error:
+                entry = error
+            except ValueError as error:
+                odd.append(error)
                 continue
-            if name in names:
-                raise ValueError(f"{where}: ids must be unique in a file, got {name} twice")
-            names.add(name)
+            if entry.doc_id in names:
+                raise ValueError(f"{where}: ids must be unique in a file, got {entry.doc_id} twice")
+            names.add(entry.doc_id)
             if isinstance(entry, Item):
-                yield replace(entry, system_prompt="")  # the official prompts have no system turn of their own
+                yield replace(entry, index=index)
             elif self.options.skip_missing:
-                skipped.append(name)
+                skipped.append(entry.doc_id)
             else:
                 raise entry
+
+    def item(self, count: int, **fields: Any) -> Item:
+        """Return an item of which all ``count`` chunks are placed in order. Official prompts have no system turn."""
+        same: dict[str, Any] = {"task": self.name, "index": 0, "max_tokens": self.max_tokens, "system_prompt": ""}
+        return Item(count=count, placed=tuple(range(count)), **same | fields)
 
     def annotations(self, path: Path) -> Path:
         """The path of an annotation file; ValueError where there is none."""
@@ -197,10 +215,9 @@ class PromptTask(DataTask):
     def config(self) -> dict[str, Any]:
         return {**super().config(), "text_words": self.options.text_words}
 
-    def item_of(self, prompt: Prompt, **more: Any) -> Item:
-        """Return an item of a prompt, whose pieces are the chunks in order; ``more`` are further fields."""
-        n, limit = len(prompt.pieces), self.max_tokens
-        return Item(task=self.name, query=prompt.query, count=n, placed=tuple(range(n)), max_tokens=limit, **more)
+    def item_of(self, prompt: Prompt, **fields: Any) -> Item:
+        """Return an item of a prompt, whose pieces are the chunks in order; ``fields`` are further ones."""
+        return self.item(len(prompt.pieces), query=prompt.query, **fields)
 
 
 def inside(folder: Path, name: Any, where: str) -> Path:

@@ -87,8 +87,8 @@ class Dialogues(DataTask):
     def patterns(self) -> list[str]:
         return [self.file, f"{self.pictures}/**"]
 
-    def read(self, root: Path) -> Iterator[tuple[str, str, Item | ValueError]]:
-        path, index = self.annotations(root / self.file), 0
+    def rows(self, root: Path) -> Iterator[tuple[str, Any]]:
+        path = self.annotations(root / self.file)
         rows = read_json(path)
         if not isinstance(rows, list):
             raise ValueError(f"{path} must be a list of dialogues, got {type(rows).__name__}")
@@ -97,31 +97,28 @@ class Dialogues(DataTask):
             try:
                 name, turns = self.dialogue(row, root / self.pictures, where)
             except ValueError as error:
-                yield where, where, error
+                yield where, error
                 continue
-            for last, turn in enumerate(turns):
-                pieces = [piece for t in turns[: last + 1] for piece in t.asked]
-                missing = Missing.among([p.path for p in pieces if isinstance(p, Picture)], where)
-                yield where, f"{name}/{last}", missing or self._item(index, name, turns[: last + 1], turn)
-                index += 1
+            yield from ((where, (name, turns[: last + 1])) for last in range(len(turns)))
 
-    def _item(self, index: int, name: str, turns: Sequence[Turn], turn: Turn) -> Item:
-        options, pictures = self.options, [p.path for t in turns for p in t.asked if isinstance(p, Picture)]
+    def parse(self, row: Any, where: str) -> Item:
+        if isinstance(row, ValueError):
+            raise row
+        name, turns = row
+        options, turn = self.options, turns[-1]
+        pictures = [p.path for t in turns for p in t.asked if isinstance(p, Picture)]
+        Missing.check(pictures, where, f"{name}/{len(turns) - 1}")
         count = sum(len(t.asked) + 2 for t in turns[:-1]) + len(turn.asked)
         texts = [[*(p if isinstance(p, str) else None for p in t.asked), t.query, t.answer] for t in turns]
         media = [[path.name, path.stat().st_size] for path in pictures]
-        return Item(
-            task=self.name,
-            index=index,
+        return self.item(
+            count,
             load=partial(_chunks, tuple(turns), options.max_pixels),
-            count=count,
-            placed=tuple(range(count)),
             query=turn.query,
             target=turn.answer,
             doc_id=f"{name}/{len(turns) - 1}",
             cluster=f"{self.name}/{name}",
             digest=digest(self.name, texts, media, options.max_pixels),
-            max_tokens=self.max_tokens,
             meta={"turn": len(turns), "num_images": len(pictures), "images": [path.name for path in pictures]},
         )
 

@@ -98,35 +98,23 @@ class MileBench(PromptTask):
     def patterns(self) -> list[str]:
         return [f"{self.set}/**", "MileBench_part*.tar.gz"]
 
-    def read(self, root: Path) -> Iterator[tuple[str, str, Item | ValueError]]:
-        base = root / self.set
-        path = self.annotations(base / (f"{self.set}-adv.json" if self.split == "adv" else f"{self.set}.json"))
-        whole = checked(_File, read_json(path), str(path))
+    def rows(self, root: Path) -> Iterator[tuple[str, Any]]:
+        path = root / self.set / (f"{self.set}-adv.json" if self.split == "adv" else f"{self.set}.json")
+        whole = checked(_File, read_json(self.annotations(path)), str(path))
         for index, row in enumerate(whole.data):
-            where = f"{path} sample {row.get('sample_id', f'at index {index}')}"
-            try:
-                sample = checked(Sample, row, where)
-                name, response = str(sample.sample_id), str(sample.response)
-                prompt = compose(
-                    sample, whole.meta_data.task_instruction, base / "images", where, self.options.text_words
-                )
-                choices = sample.task_instance.choice_list
-                if process(response) not in [process(c) for c in choices]:
-                    raise ValueError(f"{where}: response must be one of the choices, got {response!r} and {choices!r}")
-            except ValueError as error:
-                yield where, where, error
-                continue
-            missing = Missing.among(prompt.pictures, where)
-            yield where, name, missing or self._item(index, name, sample, prompt, response)
+            yield f"{path} sample {row.get('sample_id', f'at index {index}')}", (row, whole.meta_data.task_instruction)
 
-    def _item(self, index: int, name: str, sample: Sample, prompt: Prompt, response: str) -> Item:
-        task, paths, max_pixels = sample.task_instance, prompt.pictures, self.options.max_pixels
-        texts = [p if isinstance(p, str) else None for p in prompt.pieces]
+    def parse(self, row: Any, where: str) -> Item:
+        sample, folder = checked(Sample, row[0], where), self.root / self.set / "images"
+        name, response, task = str(sample.sample_id), str(sample.response), sample.task_instance
+        prompt = compose(sample, row[1], folder, where, self.options.text_words)
+        if process(response) not in [process(c) for c in task.choice_list]:
+            raise ValueError(f"{where}: response must be one of the choices, got {response!r} and {task.choice_list!r}")
+        Missing.check(paths := prompt.pictures, where, name)
+        texts, max_pixels = [p if isinstance(p, str) else None for p in prompt.pieces], self.options.max_pixels
         media = [[n, p.stat().st_size] for n, p in zip(task.images_path, paths, strict=True)]
-
         return self.item_of(
             prompt,
-            index=index,
             load=partial(prompt.chunks, max_pixels),
             target={"response": response, "choice_list": task.choice_list},
             doc_id=name,

@@ -115,22 +115,18 @@ class MMNiah(PromptTask):
         folder = f"mm_niah_{self.split}"
         return [f"{folder}/annotations/{self.kind}.jsonl", f"{folder}/images.tar.gz", f"{folder}/images/**"]
 
-    def read(self, root: Path) -> Iterator[tuple[str, str, Item | ValueError]]:
+    def rows(self, root: Path) -> Iterator[tuple[str, Any]]:
         base = root if root.name == f"mm_niah_{self.split}" else root / f"mm_niah_{self.split}"
-        path, folder = self.annotations(base / "annotations" / f"{self.kind}.jsonl"), base / "images"
-        for index, (where, offset, line) in enumerate(read_lines(path)):
-            try:
-                row = parse_row(line, where, self.kind.startswith("counting"))
-                prompt = compose(row, folder, where, self.options.text_words)
-            except ValueError as error:
-                yield where, where, error
-                continue
-            missing = Missing.among(prompt.pictures, where)
-            yield where, str(row.id), missing or self._item(index, row, prompt, path, offset, folder)
+        path = self.annotations(base / "annotations" / f"{self.kind}.jsonl")
+        return ((where, (path, offset, line)) for where, offset, line in read_lines(path))
 
-    def _item(self, index: int, row: Row, prompt: Prompt, path: Path, offset: int, folder: Path) -> Item:
-        counting, options, row_digest = self.kind.startswith("counting"), self.options, _digest(row)
-        name = row.id  # not the row, which holds the document
+    def parse(self, row: Any, where: str) -> Item:
+        path, offset, line = row
+        counting, options, folder = self.kind.startswith("counting"), self.options, path.parents[1] / "images"
+        row = parse_row(line, where, counting)
+        prompt = compose(row, folder, where, options.text_words)
+        Missing.check(prompt.pictures, where, str(row.id))
+        name, row_digest = row.id, _digest(row)  # not the row, which holds the document
 
         def load() -> list[Chunk]:
             # Read again: the documents of a whole data set are not kept in memory.
@@ -142,7 +138,6 @@ class MMNiah(PromptTask):
         needles = needle_pieces(row, prompt.pieces, folder)
         return self.item_of(
             prompt,
-            index=index,
             load=load,
             target=row.answer,
             doc_id=str(row.id),

@@ -56,23 +56,15 @@ class MuirBench(DataTask):
     def config(self) -> dict[str, Any]:
         return {**super().config(), "text_words": self.options.text_words}
 
-    def read(self, root: Path) -> Iterator[tuple[str, str, Item | ValueError]]:
-        index = -1
+    def rows(self, root: Path) -> Iterator[tuple[str, Any]]:
         paths = sorted(root.glob("data/test*.parquet")) or [self.annotations(root / "data" / "test.parquet")]
         for path in paths:
-            for where, group, number, values in read_parquet(
-                path, "MuirBench", list(Row.model_fields), ("image_list",)
-            ):
-                index += 1
-                try:
-                    row = checked(Row, {name: value for name, value in values.items() if value is not None}, where)
-                    item = self._item(index, row, path, group, number, where)
-                except ValueError as error:
-                    yield where, where, error
-                    continue
-                yield where, row.idx, item
+            for where, *at, values in read_parquet(path, "MuirBench", list(Row.model_fields), ("image_list",)):
+                yield where, (path, *at, values)
 
-    def _item(self, index: int, row: Row, path: Path, group: int, number: int, where: str) -> Item:
+    def parse(self, row: Any, where: str) -> Item:
+        path, group, number, values = row
+        row = checked(Row, {name: value for name, value in values.items() if value is not None}, where)
         if row.answer not in letters(row.options):
             raise ValueError(f"{where}: answer must be a letter of {len(row.options)} options, got {row.answer!r}")
         options = self.options
@@ -80,18 +72,14 @@ class MuirBench(DataTask):
         parts = [cut_text(text, options.text_words) for text in texts]
         count = sum(map(len, parts)) + len(texts)
         labels = {key: getattr(row, key) for key in ("task", "image_relation", "image_type", "counterpart_idx")}
-        return Item(
-            task=self.name,
-            index=index,
+        return self.item(
+            count,
             load=partial(_chunks, path, group, number, where, parts, options.max_pixels),
-            count=count,
-            placed=tuple(range(count)),
             query=query,
             target={"answer": row.answer, "options": row.options},
             doc_id=row.idx,
             cluster=f"{self.name}/{row.idx}",
             digest=digest(self.name, row.model_dump(), path.name, path.stat().st_size, options.max_pixels),
-            max_tokens=self.max_tokens,
             meta={**labels, "num_images": len(texts)},
         )
 

@@ -57,7 +57,7 @@ def shown_data(data: str | None) -> str | None:
 
 
 def unpack_all(root: Path) -> None:
-    """Unpack the archives of the three data sets where they belong, each once.
+    """Unpack the archives of the data sets where they belong, each once.
 
     ``mm_niah_*/images.tar.gz`` gives ``mm_niah_*/images``; ``MileBench_part*.tar.gz`` give the sets' folders, which hold a
     JSON file of their own name; ``videos_chunked_*.zip`` and ``subtitle.zip`` give ``video`` and ``subtitle``. An archive
@@ -114,7 +114,7 @@ def _unpack_all(root: Path) -> None:
             done = archive.with_name(archive.name + ".unpacked")
             if _is_unpacked(archive):
                 continue
-            if folder and _holds(root / folder, archive):  # unpacked by hand
+            if folder and any(_holds(root / name, archive) for name in (folder, f"{folder}s")):  # unpacked by hand
                 done.touch()
                 continue
             with _content(archive) as content:

@@ -13,22 +13,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, model_validator
 
 from ctxwin.chunk import Chunk
-from ctxwin.hashing import digest
-from ctxwin_evals.benchmarks.base import DataOptions, DataTask, Missing, checked, read_parquet
-from ctxwin_evals.benchmarks.frames import frames_taken, sample_frames
+from ctxwin_evals.benchmarks.base import DataOptions, checked, read_parquet
+from ctxwin_evals.benchmarks.frames import Sampled
+from ctxwin_evals.benchmarks.videos import VideoTask
 from ctxwin_evals.items import Item, Scored
 
 NAME = "video-mme"
 PARQUET = "videomme/test-00000-of-00001.parquet"
-MEDIA = ("video/{}.mp4", "data/{}.mp4", "data/{}.MP4", "data/{}.mkv")
-"""Where a video may lie: VLMEvalKit's place, then lmms-eval's."""
 INSTRUCTION = (
     "Select the best answer to the following multiple-choice question based on the video. Respond with only the letter "
     "(A, B, C, or D) of the correct option.\n"
@@ -64,15 +61,11 @@ class Row(BaseModel, strict=True):
 COLUMNS = tuple(Row.model_fields)
 
 
-class VideoMME(DataTask):
-    """All questions of Video-MME.
-
-    Frames are decoded when an item is loaded, and only then known: ``load`` adds ``frame_indices``, ``frame_times``,
-    ``video_frames`` and ``fps`` to the item's ``meta``.
-    """
+class VideoMME(VideoTask):
+    """All questions of Video-MME."""
 
     splits = ("test",)
-    answer_tokens = 16
+    places = ("video/{}.mp4", "data/{}.mp4", "data/{}.MP4", "data/{}.mkv")  # VLMEvalKit's place, then lmms-eval's
 
     def __init__(self, options: DataOptions) -> None:
         super().__init__(NAME, "multiple-choice questions about videos", options)
@@ -81,91 +74,37 @@ class VideoMME(DataTask):
         return ["videomme/*.parquet", "videos_chunked_*.zip", "subtitle.zip"]
 
     def config(self) -> dict[str, Any]:
-        o = self.options
-        return {
-            **super().config(),
-            "form": "video" if o.as_video else "images",
-            "frames": frames_taken(o.frame_rule, o.frames),
-            "frame_rule": o.frame_rule,
-            "subtitles": o.subtitles,
-            "times": o.times and not o.as_video,
-        }
+        return {**super().config(), "subtitles": self.options.subtitles}
 
-    def read(self, root: Path) -> Iterator[tuple[str, str, Item | ValueError]]:
+    def rows(self, root: Path) -> Iterator[tuple[str, Any]]:
         if self.options.subtitles and not (root / "subtitle").is_dir():
             raise ValueError(f"{self.name} with subtitles must find them, got no folder {str(root / 'subtitle')!r}")
-        for index, (where, row) in enumerate(self._rows(self.annotations(root / PARQUET))):
-            if isinstance(row, ValueError):
-                yield where, where, row
-                continue
-            places = [p.format(row.videoID) for p in MEDIA]
-            video = next((root / p for p in places if (root / p).is_file()), None)
-            if video is None:
-                entry: Item | ValueError = Missing(
-                    f"{where} must find its video, got none of {', '.join(places)} in {str(root)!r}; pass skip_missing to "
-                    "leave such questions out"
-                )
-            else:
-                entry = self._item(index, row, video, root / "subtitle" / f"{row.videoID}.srt")
-            yield where, row.question_id, entry
+        rows = read_parquet(self.annotations(root / PARQUET), "Video-MME", COLUMNS)
+        return ((where, values) for where, _, _, values in rows)
 
-    def _rows(self, path: Path) -> Iterator[tuple[str, Row | ValueError]]:
-        for where, _, _, row in read_parquet(path, "Video-MME", COLUMNS):
-            try:
-                yield where, checked(Row, row, where)
-            except ValueError as error:
-                yield where, error
-
-    def _item(self, index: int, row: Row, video: Path, subtitles: Path) -> Item:
-        o = self.options
+    def parse(self, row: Any, where: str) -> Item:
+        row = checked(Row, row, where)
+        video = self.find_video(row.videoID, where, row.question_id)
+        path = _subtitles_of(video)
         # 156 of the 900 videos have no subtitle file; they are asked without.
-        used = o.subtitles and subtitles.is_file()
-        frames = frames_taken(o.frame_rule, o.frames)
-        count = (1 if o.as_video else frames) + used
-        meta = {
-            **row.model_dump(exclude={"url", "answer"}),
-            "subtitles": "used" if used else "missing" if o.subtitles else "off",
-            "form": "video" if o.as_video else "images",
-            "frames": frames,
-            "frame_rule": o.frame_rule,
-            "max_pixels": o.max_pixels,
-        }
-        media = [video.stat().st_size, subtitles.stat().st_size if used else None]
-
-        return Item(
-            task=self.name,
-            index=index,
-            load=partial(self._chunks, video, subtitles if used else None, meta),
-            count=count,
-            placed=tuple(range(count)),
+        used = self.options.subtitles and path.is_file()
+        subtitles = "used" if used else "missing" if self.options.subtitles else "off"
+        return self.item_of(
+            video,
+            [*row.model_dump().values(), path.stat().st_size if used else None],
+            {**row.model_dump(exclude={"url", "answer"}), "subtitles": subtitles},
+            more=int(used),
             query=query_of(row),
             target=row.answer,
             doc_id=row.question_id,
             cluster=row.videoID,
-            digest=digest(
-                NAME, [*row.model_dump().values()], media, frames, o.frame_rule, o.max_pixels, o.as_video, o.times
-            ),
-            max_tokens=self.max_tokens,
-            meta=meta,
         )
 
-    def _chunks(self, video: Path, subtitles: Path | None, meta: dict[str, Any]) -> list[Chunk]:
-        o = self.options
-        sampled = sample_frames(video, o.frame_rule, o.frames, o.max_pixels)
-        if o.as_video:
-            chunks = [Chunk.video(list(sampled.pixels), fps=sampled.fps)]
-        else:
-            lines = [f"t={t:.1f} s" if o.times else "" for t in sampled.times]
-            chunks = [Chunk.image(f, text=line) for f, line in zip(sampled.pixels, lines, strict=True)]
-        if subtitles is not None:
-            cues = "\n".join(cues_at(subtitles, sampled.times))
-            chunks.append(Chunk.text(f"{SUBTITLES}{cues}\n"))
-        meta["frame_indices"] = list(sampled.indices)
-        meta["frame_times"] = [round(t, 3) for t in sampled.times]
-        meta["video_frames"] = sampled.total
-        meta["fps"] = sampled.fps
-        meta["frame_size"] = list(sampled.pixels.shape[1:3])
-        return chunks
+    def chunks_after(self, video: Path, sampled: Sampled, meta: Mapping[str, Any]) -> list[Chunk]:
+        if meta["subtitles"] != "used":
+            return []
+        cues = "\n".join(cues_at(_subtitles_of(video), sampled.times))
+        return [Chunk.text(f"{SUBTITLES}{cues}\n")]
 
     def score(self, answer: str, target: Any, meta: Mapping[str, Any]) -> Scored:
         """Official rule; None for an answer without a letter. ``metrics``: lmms-eval's score of the same answer."""
@@ -187,6 +126,10 @@ class VideoMME(DataTask):
             question = {k: meta[k] for k in ("question_id", "task_type", "question", "options")}
             video["questions"].append({**question, "answer": row["target"], "response": row["answer"]})
         return json.dumps(list(videos.values()), ensure_ascii=False, indent=1) + "\n"
+
+
+def _subtitles_of(video: Path) -> Path:
+    return video.parents[1] / "subtitle" / f"{video.stem}.srt"
 
 
 def query_of(row: Row) -> str:

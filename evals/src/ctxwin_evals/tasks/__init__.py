@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ctxwin_evals.benchmarks.base import DataOptions
+from ctxwin_evals.benchmarks import BENCHMARKS, DataOptions, benchmark, milebench, mm_niah
 from ctxwin_evals.items import Task
 from ctxwin_evals.tasks import pages
 from ctxwin_evals.tasks.tiny import TASKS, WORLD_TASKS, TinyOptions, TinyTask
@@ -29,12 +29,8 @@ SUITES: dict[str, tuple[str, ...]] = {
     "tiny-reorder": _tiny("reorder"),
     "tiny-drift": _tiny(*(f"divergent-{kind}" for kind in _DIVERGENT), "excess", "superset", "changed"),
     "tiny-all": _tiny(*TASKS),
-    "mm-niah": tuple(
-        f"mm-niah/{kind}-{medium}" for kind in ("retrieval", "counting", "reasoning") for medium in ("text", "image")
-    ),
-    "milebench": tuple(
-        f"milebench/{name}" for name in ("ActionSequence", "ActionPrediction", "ObjectShuffle", "StateChange")
-    ),
+    "mm-niah": tuple(mm_niah.TASKS),
+    "milebench": tuple(milebench.TASKS),
 }
 """Names that stand for several tasks."""
 
@@ -57,7 +53,6 @@ def open_task(name: str, options: TaskOptions | None = None) -> Task:
 
     ``PROTOCOL:TASK`` is a protocol of `ctxwin_evals.tasks.protocols` on another task's items.
     """
-    from ctxwin_evals.benchmarks import BENCHMARKS, benchmark
     from ctxwin_evals.tasks.protocols import ProtocolTask
 
     options = TaskOptions() if options is None else options
@@ -75,8 +70,6 @@ def open_task(name: str, options: TaskOptions | None = None) -> Task:
 
 def task_names() -> list[str]:
     """Every task, at each amount it lists; protocols on other tasks' items are not listed (see `open_task`)."""
-    from ctxwin_evals.benchmarks import BENCHMARKS
-
     return [*_tiny(*TASKS), *pages.NAMES, *BENCHMARKS]
 
 

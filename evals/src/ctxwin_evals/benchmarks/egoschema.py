@@ -1,0 +1,131 @@
+"""EgoSchema (arXiv 2308.09126): five-way questions about videos of three minutes; Kamera's section 6 is measured on it.
+
+Layouts: the official repository (commit c7a639f: ``questions.json``, ``subset_answers.json``, ``videos/UID.mp4``), and the
+hub's ``lmms-lab/egoschema`` (``Subset`` and ``MC``, parquet). Prompt and reading of answers follow lmms-eval (commit 147ad5c:
+``tasks/egoschema/utils.py``) but for one thing: full stops, brackets and letters' case do not matter here.
+
+The answers of 500 questions are public, the split ``subset``. The others of ``full`` are known to the official server alone,
+which takes the file that ``export`` writes; here they are unscored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
+
+from ctxwin_evals.benchmarks.base import DataOptions, checked, read_json, read_parquet
+from ctxwin_evals.benchmarks.videos import VideoTask
+from ctxwin_evals.items import Item, Scored
+
+NAME = "egoschema"
+LETTERS = "ABCDE"
+OPTIONS = tuple(f"option {i}" for i in range(len(LETTERS)))
+INSTRUCTION = "\nAnswer with the option's letter from the given choices directly."
+COLUMNS = ("video_idx", "question", "option", "answer")
+
+
+def _number(value: Any) -> Any:
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+class Row(BaseModel, strict=True):
+    """One question; ``answer`` is the index of its choice, None where it is not public."""
+
+    q_uid: str
+    question: str
+    options: Annotated[list[str], Field(min_length=len(LETTERS), max_length=len(LETTERS))]
+    answer: Annotated[int | None, Field(ge=0, lt=len(LETTERS)), BeforeValidator(_number)] = None
+
+    @model_validator(mode="after")
+    def _plain(self) -> Self:
+        if not self.q_uid or Path(self.q_uid).name != self.q_uid:
+            raise ValueError(f"q_uid must be a plain name, got {self.q_uid!r}")
+        return self
+
+
+class EgoSchema(VideoTask):
+    """All questions of a split."""
+
+    splits = ("subset", "full")
+    places = (
+        "videos/{}.mp4",
+        "video/{}.mp4",
+        "videos/{}.MP4",
+        "video/{}.MP4",
+    )  # official, then as the hub's archives unpack
+
+    def __init__(self, options: DataOptions) -> None:
+        super().__init__(NAME, "five-way questions about videos of three minutes", options)
+
+    def patterns(self) -> list[str]:
+        return [f"{self._folder}/test*.parquet", "videos_chunked_*.zip"]
+
+    @property
+    def _folder(self) -> str:
+        return "Subset" if self.split == "subset" else "MC"
+
+    def rows(self, root: Path) -> Iterator[tuple[str, Any]]:
+        """Questions in the hub's layout or the official one, by the names of `Row`."""
+        if tables := sorted(root.glob(f"{self._folder}/test*.parquet")):
+            for path in tables:
+                for where, _, _, row in read_parquet(path, "EgoSchema", COLUMNS):
+                    lettered = enumerate(row["option"] or ())
+                    options = [str(text).removeprefix(f"{LETTERS[i % 5]}. ") for i, text in lettered]
+                    yield where, {**row, "q_uid": row["video_idx"], "options": options}
+            return
+        path, public = (self.annotations(root / name) for name in ("questions.json", "subset_answers.json"))
+        rows, answers = read_json(path), read_json(public)
+        if not isinstance(rows, list) or not isinstance(answers, dict):
+            raise ValueError(f"{path} must be a list of questions, and {public} answers by uid")
+        for number, row in enumerate(rows):
+            where = f"{path} question {number}"
+            uid = row.get("q_uid") if isinstance(row, dict) else None
+            if not isinstance(uid, str):
+                yield where, row
+            elif self.split == "full" or uid in answers:
+                options = [row[name] for name in OPTIONS if name in row]
+                yield where, {**row, "options": options, "answer": answers.get(uid)}
+
+    def parse(self, row: Any, where: str) -> Item:
+        row = checked(Row, row, where)
+        if self.split == "subset" and row.answer is None:
+            raise ValueError(f"{where} must have its answer in the split subset, got none")
+        choices = "".join(f"\n{letter}. {text}" for letter, text in zip(LETTERS, row.options, strict=True))
+        return self.item_of(
+            self.find_video(row.q_uid, where, row.q_uid),
+            [*row.model_dump().values()],
+            {"options": row.options},
+            query=row.question + choices + INSTRUCTION,
+            target=row.answer,
+            doc_id=row.q_uid,
+            cluster=row.q_uid,
+        )
+
+    def score(self, answer: str, target: Any, meta: Mapping[str, Any]) -> Scored:
+        read = read_answer(answer, meta["options"])
+        return Scored(None if target is None else float(read == target), LETTERS[read] if read >= 0 else "")
+
+    def official(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """Accuracy over the questions whose answer is known; an answer that names no choice is wrong."""
+        scores = [row["score"] for row in rows if row["score"] is not None]
+        unread = float(sum(not row["prediction"] for row in rows))
+        return {"accuracy": sum(scores) / len(scores), "n": float(len(scores)), "unread": unread} if scores else {}
+
+    def exported(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        """The file that the official server takes: index of the choice by uid, -1 for none."""
+        indices = {row["doc_id"]: read_answer(row["answer"], row["meta"]["options"]) for row in rows}
+        return json.dumps(indices, indent=1) + "\n"
+
+
+def read_answer(answer: str, options: Sequence[str]) -> int:
+    """The choice that an answer is: a letter, a choice, or both as they were shown; -1 for none of these."""
+    text = answer.strip().rstrip(".").lower()
+    for i, (letter, option) in enumerate(zip(LETTERS.lower(), options, strict=True)):
+        choice = option.strip().rstrip(".").lower()
+        if text in (letter, f"({letter})", choice, f"{letter}. {choice}"):
+            return i
+    return -1
