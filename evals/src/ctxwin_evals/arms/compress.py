@@ -92,7 +92,7 @@ class MostRecent(_Compressed, form="local:B", source="Elastic Cache, section 4.1
     policy: ClassVar[type[Policy]] = Local
 
 
-class Merged(SharedArm, form="merged:B", source="Elastic Cache, section 3.3, a chunk at a time", settings=("window",)):
+class Merged(SharedArm, form="merged:B", source="Elastic Cache, section 3.3 (chunk by chunk)", settings=("window",)):
     """Each chunk's exact KV merged by itself, by the attention its own tokens give each other: a window's lane ``merged``.
 
     Unlike `ElasticCache` it is asked of any engine that shows a chunk's attention (`Engine.attended`).
