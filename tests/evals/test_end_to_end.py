@@ -27,7 +27,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", list(WRITERS))
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("kimi", marks=[pytest.mark.slow, pytest.mark.guard])])
 def test_benchmarks_run_from_files_to_a_report(family: str, data: Path, tmp_path: Path) -> None:
     model = WRITERS[family](tmp_path / "model")
     edit_config(model, max_position_embeddings=16384)

@@ -16,6 +16,7 @@ from ctxwin_evals.measure import BATCH, Measurer
 from ctxwin_evals.run import BLOCK, Runner, Settings, batches, plan_jobs
 from ctxwin_evals.tasks import TaskOptions, open_task
 from ctxwin_evals.tasks.tiny import TinyOptions
+from twins import guard
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
@@ -46,13 +47,13 @@ def run(
 
 
 def test_a_killed_run_ends_as_an_undisturbed_one(engine: HFEngine, tmp_path: Path) -> None:
-    whole = run(engine, tmp_path / "whole").samples
+    whole = run(engine, tmp_path / "whole", n=2).samples
     with pytest.raises(KeyboardInterrupt):
-        run(engine, tmp_path / "killed", stop_after=3)
+        run(engine, tmp_path / "killed", n=2, stop_after=3)
     torn = tmp_path / "killed" / "samples.jsonl"
     assert 0 < torn.read_text().count("\n") < len(whole.rows)
     torn.write_bytes(torn.read_bytes()[:-40])
-    resumed = run(engine, tmp_path / "killed").samples
+    resumed = run(engine, tmp_path / "killed", n=2).samples
     assert resumed.rows == whole.rows
     lines = torn.read_text().splitlines()
     assert len(lines) == len(whole.rows) == len({(r["task"], r["arm"], r["index"]) for r in map(json.loads, lines)})
@@ -109,7 +110,7 @@ def test_a_run_on_vllm_is_the_run_on_transformers(tmp_path: Path) -> None:
 
 
 def test_what_is_there_is_not_computed_again(engine: HFEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(engine, tmp_path, "blind,patched:1")
+    run(engine, tmp_path, "blind,patched:1", n=2)
     before = (tmp_path / "samples.jsonl").read_bytes()
     asked: list[list[str]] = []
     samples = Measurer.samples
@@ -119,9 +120,9 @@ def test_what_is_there_is_not_computed_again(engine: HFEngine, tmp_path: Path, m
         return samples(self, items, arms, **more)
 
     monkeypatch.setattr(Measurer, "samples", spy)
-    run(engine, tmp_path, "blind,patched:1")
+    run(engine, tmp_path, "blind,patched:1", n=2)
     assert not asked
-    run(engine, tmp_path, "blind,patched:1,patched:3")
+    run(engine, tmp_path, "blind,patched:1,patched:3", n=2)
     assert asked and all(names == ["patched:3"] for names in asked)
     assert (tmp_path / "samples.jsonl").read_bytes().startswith(before)
 
@@ -173,6 +174,7 @@ def invoke(*args: str) -> Any:
     return CliRunner().invoke(app, [*args])
 
 
+@guard
 def test_the_command_line(model_dir: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     common = ["--model", str(model_dir), "--frames", "2-3", "--n", "3", "--output", str(folder)]

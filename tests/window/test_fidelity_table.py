@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ctxwin import Chunk, Fidelity, Window, open_engine
@@ -16,6 +15,7 @@ from ctxwin.engines.base import Engine
 from ctxwin.errors import UnsupportedModel
 from ctxwin.fidelity import AdvancedFidelity
 from engines import models
+from twins import twins
 
 QUERY = "what color?"
 ON_VLLM = [
@@ -99,9 +99,7 @@ def use(window: Window) -> None:
     window.ask(QUERY, max_tokens=2)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(fidelity=FIDELITIES)
-def test_it_answers_or_does_not_open(engine: Engine, fidelity: Fidelity) -> None:
+def check_fidelity(engine: Engine, fidelity: Fidelity) -> None:
     try:
         window = Window(engine, "watch", fidelity=fidelity)
     except (UnsupportedModel, ValueError) as refusal:
@@ -109,6 +107,11 @@ def test_it_answers_or_does_not_open(engine: Engine, fidelity: Fidelity) -> None
         return
     with window:
         use(window)
+
+
+test_it_answers_or_does_not_open, test_it_answers_or_does_not_open_at_length = twins(
+    check_fidelity, 5, 25, fidelity=FIDELITIES
+)
 
 
 def test_tokens_are_dropped_where_the_engine_can(engine: Engine) -> None:

@@ -96,7 +96,12 @@ def bench(engine: HFEngine) -> Bench:
     return Bench(engine)
 
 
-@pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen3_vl", "mla", "kimi"])
+GUARD = [pytest.mark.slow, pytest.mark.guard]
+
+
+@pytest.fixture(
+    scope="session", params=["qwen2_5_vl", "mla", *(pytest.param(name, marks=GUARD) for name in ("qwen3_vl", "kimi"))]
+)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """A random model of each family: what holds on all of them holds by definition."""
     from ctxwin.engines.hf.engine import HFEngine
