@@ -22,9 +22,9 @@ BIN := $(VENV)/bin
 comma := ,
 EXTRAS := video,audio,evals,langgraph,library,mcp,openai,serve,redis,ray,mooncake,web,pdf,docs,dev$(if $(filter-out none,$(ENGINE)),$(comma)$(ENGINE))
 # The distributions, each a folder with a pyproject.toml; `.` is ctxwin itself.
-PACKAGES := . ./adapters/client ./adapters/langchain ./adapters/server ./evals
+PACKAGES := . ./adapters/client ./adapters/langchain ./adapters/server ./adapters/vllm ./evals
 SOURCES := $(shell find ctxwin adapters evals -type f -not -path '*/__pycache__/*' 2>/dev/null) pyproject.toml README.md
-TREE := .:adapters/client:adapters/langchain:adapters/server:evals/src
+TREE := .:adapters/client:adapters/langchain:adapters/server:adapters/vllm:evals/src
 
 # Chromium, a font for its pages, a Redis server, and a library of Mooncake's; only what is missing.
 MISSING = $(strip $(shell command -v chromium >/dev/null || echo chromium; fc-list 2>/dev/null | grep -q . || echo fonts-dejavu-core; \
@@ -34,7 +34,7 @@ APT_INSTALL = apt-get install -y --no-install-recommends
 # A vLLM newer than the newest CPU build, and what is tested on it: whatever touches vLLM, in a few minutes.
 NEXT_VLLM := 0.33.0
 NEXT := .vllm-next
-NEXT_TESTS ?= tests/engines/test_vllm_versions.py tests/engines/test_vllm.py tests/engines/test_vllm_requests.py \
+NEXT_TESTS ?= tests/engines/test_vllm_support.py tests/engines/test_vllm.py tests/engines/test_vllm_requests.py \
 	tests/window/test_on_engines.py tests/serve/test_vllm_chats.py
 
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)

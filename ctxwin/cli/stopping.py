@@ -14,6 +14,8 @@ import sys
 import time
 from typing import Any, NoReturn
 
+from ctxwin.process_exit import abandon, leave
+
 INTERRUPTED = 130
 _PATIENCE_S = 3.0
 _STOPPED = b"\nstopped\n"
@@ -58,8 +60,6 @@ def note_reported() -> None:
 
 def end() -> NoReturn:
     """End this process in order, and report the stop if that has not been done. Main thread only."""
-    from ctxwin.engines.vllm.lifecycle.leaving import leave
-
     sys.stderr.flush()
     if not _reported:
         os.write(2, _STOPPED)
@@ -85,6 +85,4 @@ def _watch() -> None:
 def _end_by_force() -> NoReturn:
     if not _reported:
         os.write(2, _STOPPED)
-    from ctxwin.engines.vllm.lifecycle.leaving import abandon
-
     abandon(INTERRUPTED)

@@ -15,8 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from ctxwin.engines import vllm_support as versions
 from ctxwin.engines.torchvision_repair import HOOK
-from ctxwin.engines.vllm.lifecycle import versions
 
 Status = Literal["ok", "note", "broken"]
 

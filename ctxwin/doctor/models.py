@@ -85,7 +85,7 @@ def assess(name: str | Path) -> Assessment:
 def assess_config(config: Any, name: str = "", processor: bool | None = None) -> Assessment:
     """Assess a transformers config; see `assess`. ``processor``: vLLM would run on a CPU; None: decided by this machine."""
     from ctxwin.engines.encoding.families import family_of
-    from ctxwin.engines.vllm.core import refused
+    from ctxwin.engines.vllm_support import refused
     from ctxwin.kv.config import all_slide, kv_spec_from_config, sliding_window
     from ctxwin.kv.rows import layer_kinds
 

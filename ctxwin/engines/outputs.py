@@ -20,7 +20,7 @@ from ctxwin.hashing import digest
 HIDDEN = "hidden_states"
 """Name of the output that a model returns unnamed: its last hidden states, after the final norm."""
 DRAFTER = "drafter."
-"""Prefix of the names of a draft model's rows, which are not outputs (`ctxwin.engines.vllm.draft_model`)."""
+"""Prefix of the names of a draft model's rows, which are not outputs (`ctxwin_vllm.draft_model`)."""
 _CACHES = ("past_key_values",)
 
 

@@ -76,7 +76,7 @@ def test_a_tenants_evidence_is_its_own(engine: Engine, tmp_path: Path, monkeypat
     monkeypatch.setenv("CTXWIN_AUDITS", "1")
     from ctxwin.audit.evidence import Trial
     from ctxwin.audit.harm import Harm
-    from ctxwin.engines.vllm.engine import VLLMEngine
+    from ctxwin_vllm.engine import VLLMEngine
 
     assert isinstance(engine, VLLMEngine)
     with engine.view("one") as one, engine.view("two") as two:

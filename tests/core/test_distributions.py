@@ -24,13 +24,15 @@ FOLDERS = {
     "ctxwin": ROOT,
     "ctxwin_client": ROOT / "adapters" / "client",
     "ctxwin_server": ROOT / "adapters" / "server",
+    "ctxwin_vllm": ROOT / "adapters" / "vllm",
     "langchain_ctxwin": ROOT / "adapters" / "langchain",
     "ctxwin_evals": ROOT / "evals",
 }
 NEEDS = {
     "ctxwin": set(),
     "ctxwin_client": {"ctxwin"},
-    "ctxwin_server": {"ctxwin", "ctxwin_client"},
+    "ctxwin_server": {"ctxwin", "ctxwin_client", "ctxwin_vllm"},
+    "ctxwin_vllm": {"ctxwin"},
     "langchain_ctxwin": {"ctxwin"},
     "ctxwin_evals": {"ctxwin"},
 }
@@ -42,7 +44,7 @@ sys.modules.update(dict.fromkeys(blocked))
 package = importlib.import_module(name)
 lacking = {}
 for module in pkgutil.walk_packages(package.__path__, name + ".", onerror=lambda _: None):
-    moved = ("ctxwin.adapters", "ctxwin.evals", "ctxwin.serve", "ctxwin.trust")
+    moved = ("ctxwin.adapters", "ctxwin.engines.vllm", "ctxwin.evals", "ctxwin.serve", "ctxwin.trust")
     if module.name.endswith("__main__") or module.name in moved:
         continue
     try:
@@ -107,7 +109,9 @@ def test_every_command_of_another_distribution_is_found_and_has_an_extra() -> No
     assert named == points and set(COMMAND_EXTRAS.values()) <= set(extras)
 
 
-@pytest.mark.parametrize("module", ["adapters.langgraph", "adapters", "serve.routes", "evals.cli"])
+@pytest.mark.parametrize(
+    "module", ["adapters.langgraph", "adapters", "engines.vllm.engine", "serve.routes", "evals.cli"]
+)
 def test_old_names_tell_the_new_one(module: str) -> None:
     with pytest.raises(ImportError, match=r"has become .*pip install 'ctxwin\["):
         __import__(f"ctxwin.{module}")

@@ -18,10 +18,11 @@ import ctxwin
 import ctxwin_client
 import ctxwin_evals
 import ctxwin_server
+import ctxwin_vllm
 import langchain_ctxwin
 
 LAYERS: list[set[str]] = [
-    {"errors", "extras", "files", "hashing", "fidelity", "progress", "tracing", "validation"},
+    {"errors", "extras", "files", "hashing", "fidelity", "process_exit", "progress", "tracing", "validation"},
     {"audio", "media", "video", "video_container", "kv"},
     {"chunk"},
     {"store"},
@@ -34,7 +35,7 @@ LAYERS: list[set[str]] = [
     {"demo", "doctor"},
     {"cli"},
     {"__main__", "adapters", "evals", "serve", "trust"},  # the last four only say where their contents have gone
-    {"ctxwin_client"},
+    {"ctxwin_client", "ctxwin_vllm"},
     {"ctxwin_evals", "ctxwin_server", "langchain_ctxwin"},
 ]
 """The parts of `ctxwin` from the bottom up, and the other distributions.
@@ -45,7 +46,7 @@ Parts of one layer may use each other, single modules never in a circle."""
 def _modules() -> dict[str, Path]:
     """Every module of all distributions by dotted name, without ``ctxwin.``; ``ctxwin`` itself left out."""
     named = {}
-    for package in (ctxwin, ctxwin_client, ctxwin_evals, ctxwin_server, langchain_ctxwin):
+    for package in (ctxwin, ctxwin_client, ctxwin_evals, ctxwin_server, ctxwin_vllm, langchain_ctxwin):
         root = Path(str(package.__file__)).parent
         for path in root.rglob("*.py"):
             parts = path.relative_to(root).with_suffix("").parts

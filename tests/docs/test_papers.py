@@ -21,7 +21,11 @@ PAPERS: dict[str, dict[str, Any]] = tomllib.loads((ROOT / "docs" / "reference" /
 ROWS = [(paper, row) for paper in PAPERS.values() for row in paper["rows"]]
 ENGINES = {"transformers", "vllm"}
 FIELDS = {"at", "what", "status", "engines", "code", "tests", "result", "note"}
-SOURCES = [ROOT, *(ROOT / "adapters" / name for name in ("client", "langchain", "server")), ROOT / "evals" / "src"]
+SOURCES = [
+    ROOT,
+    *(ROOT / "adapters" / name for name in ("client", "langchain", "server", "vllm")),
+    ROOT / "evals" / "src",
+]
 
 NAMES = {"Kamera": "kamera", "MPIC": "mpic", "Elastic Cache": "elastic"}
 NAMES |= {paper["arxiv"]: key for key, paper in PAPERS.items() if paper["arxiv"]}

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 
-from ctxwin.engines.vllm.connector.encoder_cache import EncoderCacheConnector
-from ctxwin.engines.vllm.lifecycle.folders import write_file
-from ctxwin.engines.vllm.transport import embeddings
+from ctxwin_vllm.connector.encoder_cache import EncoderCacheConnector
+from ctxwin_vllm.lifecycle.folders import write_file
+from ctxwin_vllm.transport import embeddings
 
 HEAD = [10, 11]
 QUESTION = list(range(20, 40))

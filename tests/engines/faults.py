@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ctxwin.engines.vllm import requests
-from ctxwin.engines.vllm.lifecycle.folders import shared_memory
-from ctxwin.engines.vllm.transport import LocalTransport, SharedMemoryTransport, base
+from ctxwin_vllm import requests
+from ctxwin_vllm.lifecycle.folders import shared_memory
+from ctxwin_vllm.transport import LocalTransport, SharedMemoryTransport, base
 
 KINDS = {LocalTransport: ("refused", "torn"), SharedMemoryTransport: ("gone", "cut", "turned")}
 """What can happen to a load. In process: the write raises, before or after it has written garbage. Elsewhere: a file that

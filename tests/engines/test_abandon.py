@@ -13,7 +13,8 @@ pytest.importorskip("psutil")
 ABANDONED = """
 import subprocess, sys, time
 import psutil
-from ctxwin.engines.vllm.lifecycle.leaving import abandon
+import ctxwin_vllm.lifecycle.descendants
+from ctxwin.process_exit import abandon
 
 kill = psutil.Process.kill
 psutil.Process.kill = lambda process: (kill(process), time.sleep(0.5))  # as slow as a busy machine makes it

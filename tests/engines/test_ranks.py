@@ -12,12 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctxwin.engines.vllm.ranks import gather, gather_stages, own_heads
 from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
 from ctxwin.kv.patch import apply_patch, form_patch
 from ctxwin.kv.relocate import canonicalise, relocate
 from ctxwin.store import codec, open_store
 from ctxwin.store.spans import SpanRepository
+from ctxwin_vllm.ranks import gather, gather_stages, own_heads
 
 LAYERS, TOKENS = 3, 17
 

@@ -47,7 +47,7 @@ def wide_text_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model_dir: Path) -> Iterator[Any]:
-    from ctxwin.engines.vllm.engine import VLLMEngine
+    from ctxwin_vllm.engine import VLLMEngine
 
     opened = VLLMEngine(model_dir, dtype="float32")
     yield opened
@@ -94,7 +94,7 @@ def spans_of(engine: Engine, seeds: Sequence[int], salt: str) -> list[SpanKV]:
 
 
 def open_engine(model_dir: Path, store: Store) -> Engine:
-    from ctxwin.engines.vllm.engine import VLLMEngine
+    from ctxwin_vllm.engine import VLLMEngine
 
     return VLLMEngine(model_dir, dtype="float32", store=store)
 
@@ -449,7 +449,7 @@ class TestSampling:
 
 class TestFaults:
     def test_a_load_that_fails_is_computed_instead(self, engine: Any) -> None:
-        from ctxwin.engines.vllm.transport import base
+        from ctxwin_vllm.transport import base
 
         parts, query = encoded(engine, [1, 2, 3]), engine.encode_query("what color")
         spans = spans_of(engine, [1, 2, 3], "fault-1")
@@ -470,7 +470,7 @@ class TestFaults:
         assert healthy.fallbacks == 0 and healthy.cached_tokens == 0 and gap(right, healthy) < 1e-5
 
     def test_a_load_that_never_happens_is_noticed(self, engine: Any) -> None:
-        from ctxwin.engines.vllm.connector import CtxwinConnector
+        from ctxwin_vllm.connector import CtxwinConnector
 
         parts, query = encoded(engine, [1, 2]), engine.encode_query("what color")
         spans = spans_of(engine, [1, 2], "fault-4")
@@ -523,8 +523,8 @@ class TestFaults:
         assert engine.generate(laid(parts), query, ALL).token_ids
 
     def test_options_that_spans_cannot_follow_are_refused(self, model_dir: Path) -> None:
-        from ctxwin.engines.vllm.engine import VLLMEngine
-        from ctxwin.engines.vllm.transport.local import find
+        from ctxwin_vllm.engine import VLLMEngine
+        from ctxwin_vllm.transport.local import find
 
         with pytest.raises(UnsupportedModel, match="data_parallel_size must be 1, got 2"):
             VLLMEngine(model_dir, data_parallel_size=2)
@@ -542,7 +542,7 @@ class TestFaults:
 class TestLifeCycle:
     def test_two_engines_at_once(self, engine: Any, model_dir: Path) -> None:
         """The second prefills in small steps; both work, and the first survives the second's end."""
-        from ctxwin.engines.vllm.engine import VLLMEngine
+        from ctxwin_vllm.engine import VLLMEngine
 
         parts, query = encoded(engine, [1, 2, 3, 4]), engine.encode_query("what color")
         whole = engine.generate(laid(parts), query, ALL, salt="two-1")
@@ -575,7 +575,7 @@ class TestLifeCycle:
 
 class TestPaging:
     def test_a_packing_that_loses_numbers_is_refused(self, engine: Any) -> None:
-        from ctxwin.engines.vllm.paged import PagedKV
+        from ctxwin_vllm.paged import PagedKV
 
         paged = engine._core.transport.paged
         layers = {f"layers.{i}.attn": layer for i, layer in enumerate(paged.layers)}

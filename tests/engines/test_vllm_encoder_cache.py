@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from ctxwin.engines.vllm.lifecycle.folders import write_file
-from ctxwin.engines.vllm.transport import embeddings as embedding_files
-from ctxwin.engines.vllm.transport.embeddings import EmbeddingCache, EmbeddingFiles
 from ctxwin.errors import StoreCorrupt
+from ctxwin_vllm.lifecycle.folders import write_file
+from ctxwin_vllm.transport import embeddings as embedding_files
+from ctxwin_vllm.transport.embeddings import EmbeddingCache, EmbeddingFiles
 from engines import models
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -154,7 +154,7 @@ def request(name: str, *features: Feature) -> Any:
 class TestScheduler:
     @pytest.fixture
     def scheduler(self, tmp_path: Path) -> Iterator[Any]:
-        from ctxwin.engines.vllm.connector.encoder_cache import Scheduler
+        from ctxwin_vllm.connector.encoder_cache import Scheduler
 
         opened = Scheduler(EmbeddingFiles(tmp_path), 64, torch.float32, step=96)
         yield opened
@@ -208,7 +208,7 @@ class TestScheduler:
         """Between the check and the load the file is written into and goes away, with all the others."""
         import cloudpickle  # vLLM's own, as it sends its workers what to do
 
-        from ctxwin.engines.vllm.connector.encoder_cache import EmbeddingMetadata, EncoderCacheConnector, Scheduler
+        from ctxwin_vllm.connector.encoder_cache import EmbeddingMetadata, EncoderCacheConnector, Scheduler
 
         files = EmbeddingFiles(tmp_path / "embed")
         files.folder.mkdir()

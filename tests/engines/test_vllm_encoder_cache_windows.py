@@ -30,7 +30,7 @@ CLOSE = 1e-4
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """An encoder cache of 96 embeddings: ten pictures of 9."""
-    from ctxwin.engines.vllm.engine import VLLMEngine
+    from ctxwin_vllm.engine import VLLMEngine
 
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
     folder = models.wide(
@@ -115,9 +115,7 @@ def test_a_synchronous_load_that_fails_cold(engine: Any) -> None:
     whole = ask(engine, laid(parts), "cold")
     spans = [whole.captured[i] for i in range(3)]
     encodes = flood(engine)
-    with mock.patch(
-        "ctxwin.engines.vllm.transport.shared_memory.encode_span", return_value=b"nothing that anybody can read"
-    ):
+    with mock.patch("ctxwin_vllm.transport.shared_memory.encode_span", return_value=b"nothing that anybody can read"):
         found = ask(engine, laid(parts, spans), "cold load")
     assert found.fallbacks == 1 and far(found, whole) < CLOSE
     assert engine.counters.vision_encodes == encodes

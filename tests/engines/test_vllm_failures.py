@@ -57,7 +57,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_engine(model_dir: Path, processes: str) -> Any:
-    from ctxwin.engines.vllm.engine import VLLMEngine
+    from ctxwin_vllm.engine import VLLMEngine
 
     return VLLMEngine(
         model_dir, dtype="float32", processes=processes, num_gpu_blocks_override=BLOCKS, disable_log_stats=False
@@ -223,8 +223,8 @@ class TestLoads:
         """Its media are blank: computed, their embeddings would be zeros under the picture's name, for all who follow."""
         from vllm import SamplingParams
 
-        from ctxwin.engines.vllm.inputs import join
-        from ctxwin.engines.vllm.transport.base import PARAM, new_handle
+        from ctxwin_vllm.inputs import join
+        from ctxwin_vllm.transport.base import PARAM, new_handle
 
         core, parts = engine._core, encoded(engine, [picture(1), picture(2)])
         query = engine.encode_query("what color")
@@ -498,7 +498,7 @@ class TestKilled:
             from pathlib import Path
             from ctxwin.engines.torchvision_repair import repair
             repair()
-            from ctxwin.engines.vllm.engine import VLLMEngine
+            from ctxwin_vllm.engine import VLLMEngine
             if __name__ == "__main__":
                 engine = VLLMEngine(Path({str(model_dir)!r}), dtype="float32", processes={processes!r})
                 print("up", flush=True)
@@ -569,7 +569,7 @@ def assert_killed_well(engine: Any, name: str) -> None:
 
 def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
     """By the next engine, also while nobody has asked for the end of the killed one."""
-    from ctxwin.engines.vllm.lifecycle.folders import sweep
+    from ctxwin_vllm.lifecycle.folders import sweep
 
     script = "import os, sys, time; open(os.path.join(sys.argv[1], f'ctxwin-{os.getpid()}-x', 'a'), 'w') if os.mkdir("
     script += (
@@ -590,7 +590,7 @@ def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
 
 def test_segments_of_a_killed_process_are_removed() -> None:
     """Shared memory that vLLM's processes would have removed themselves; not while one of them still uses it."""
-    from ctxwin.engines.vllm.lifecycle import folders
+    from ctxwin_vllm.lifecycle import folders
 
     script = """
         import time

@@ -46,7 +46,7 @@ class OnVLLM(EngineConformance):
 
     @classmethod
     def make_engine(cls, model_dir: Path, store: Store) -> Engine:
-        from ctxwin.engines.vllm.engine import VLLMEngine
+        from ctxwin_vllm.engine import VLLMEngine
 
         return VLLMEngine(model_dir, dtype="float32", store=store)
 
@@ -290,7 +290,7 @@ class TestKimi(OnVLLM):
 @pytest.mark.parametrize("name", ["mistral3", "smolvlm", "internvl", "llava", "paddleocr", "gemma4_sharing"])
 def test_pictures_between_processes(name: str, tmp_path: Path) -> None:
     """Embeddings reach another process as files: also those that vLLM's model would not take in a request."""
-    from ctxwin.engines.vllm.engine import VLLMEngine
+    from ctxwin_vllm.engine import VLLMEngine
 
     folder = models.wide(getattr(models, f"write_{name}"), tmp_path / "model")
     with (
@@ -382,7 +382,7 @@ def test_multi_head_attention_against_transformers(tmp_path: Path) -> None:
 class TestOptions:
     def test_rotation_on_a_cpu_stays_with_torch(self) -> None:
         """vLLM's CPU kernel turns the strided view of latent attention wrongly; its own setting avoids it."""
-        from ctxwin.engines.vllm.lifecycle.startup import _correct_rotation
+        from ctxwin_vllm.lifecycle.startup import _correct_rotation
 
         arguments: dict[str, object] = {"compilation_config": {"custom_ops": ["+rms_norm"], "level": 0}}
         _correct_rotation(arguments)

@@ -29,7 +29,7 @@ from engines.hybrids import WRITERS, edited, gap
 from engines.models import edit_config, write_hybrid
 
 if TYPE_CHECKING:
-    from ctxwin.engines.vllm.engine import VLLMEngine
+    from ctxwin_vllm.engine import VLLMEngine
 
 pytestmark = [pytest.mark.slow]
 PROGRAMS = int(os.environ.get("CTXWIN_PROGRAMS", "6"))
@@ -40,7 +40,7 @@ HEADER = "watch a camera"
 
 
 def opened(folder: Path, **options: object) -> VLLMEngine:
-    from ctxwin.engines.vllm.engine import VLLMEngine
+    from ctxwin_vllm.engine import VLLMEngine
 
     return VLLMEngine(folder, dtype="bfloat16", **{"store": open_store("memory:"), **options})  # type: ignore[arg-type]
 
@@ -190,7 +190,7 @@ def test_in_processes_of_their_own(processes: str, tmp_path: Path) -> None:
 
 def test_what_a_start_refuses(tmp_path: Path) -> None:
     folder = write_hybrid(tmp_path / "model")
-    from ctxwin.engines.vllm.engine import VLLMEngine
+    from ctxwin_vllm.engine import VLLMEngine
 
     with pytest.raises(UnsupportedModel, match="take bfloat16 only, got float32"):
         VLLMEngine(folder, dtype="float32")

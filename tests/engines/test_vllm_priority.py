@@ -23,7 +23,7 @@ LONG = Sampling(max_tokens=40, logprobs=-1)
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A paged cache that holds one long request, not two."""
-    from ctxwin.engines.vllm.engine import VLLMEngine
+    from ctxwin_vllm.engine import VLLMEngine
 
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
     folder = models.wide(models.write_vision_model, tmp_path_factory.mktemp("low") / "model", rope_parameters=rope)
@@ -94,8 +94,8 @@ def drain(ticket: Any) -> Any:
 
 @pytest.mark.parametrize("salt", ["a window's own space", ""], ids=["loaded at once", "loaded in the background"])
 def test_a_preempted_background_request(engine: Any, asked: dict[str, Counter[str]], salt: str) -> None:
-    from ctxwin.engines.vllm.engine import Ask
-    from ctxwin.engines.vllm.requests import StreamGuard
+    from ctxwin_vllm.engine import Ask
+    from ctxwin_vllm.requests import StreamGuard
 
     parts = [engine.encode_system_prompt("watch a camera"), *(engine.encode(picture(seed)) for seed in (1, 2, 3))]
     query = engine.encode_query("what color")
@@ -131,7 +131,7 @@ def test_a_preempted_background_request(engine: Any, asked: dict[str, Counter[st
 
 def test_submitted_last_and_answered_first(engine: Any) -> None:
     """One runs, and there is no room for a second: of those that wait, the background request is the last."""
-    from ctxwin.engines.vllm.requests import BACKGROUND
+    from ctxwin_vllm.requests import BACKGROUND
 
     order: list[str] = []
 

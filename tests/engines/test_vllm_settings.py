@@ -110,7 +110,7 @@ def quantise(folder: Path) -> Path:
 @pytest.mark.parametrize("name", [*SETTINGS, "lora", "int8 weights"])
 def test_exact_windows_answer_as_plain_vllm(name: str, tmp_path: Path) -> None:
     """A vLLM that never heard of ctxwin computes each prompt whole, under the same setting."""
-    from ctxwin.engines.vllm.engine import VLLMEngine
+    from ctxwin_vllm.engine import VLLMEngine
 
     if name == "int8 weights" and torch.cpu._is_amx_tile_supported():
         pytest.skip("vLLM's kernel for int8 weights on processors with AMX takes no float32")
@@ -164,7 +164,7 @@ def test_exact_windows_answer_as_plain_vllm(name: str, tmp_path: Path) -> None:
 
 def test_adapters_share_nothing(tmp_path: Path) -> None:
     """Two adapters and none, in one vLLM over one store: each answers as alone, none is served the others' KV."""
-    from ctxwin.engines.vllm.engine import VLLMEngine
+    from ctxwin_vllm.engine import VLLMEngine
 
     folder = models.wide(models.write_text_model, tmp_path / "model")
     loras = [write_lora(tmp_path / f"lora{i}", folder, i) for i in range(2)]
@@ -198,7 +198,7 @@ def test_adapters_share_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_spans_come_back_to_the_bit(name: str, tmp_path: Path) -> None:
     """Captured, loaded where they were: the same numbers in the cache, so the same log-probabilities."""
-    from ctxwin.engines.vllm.engine import VLLMEngine
+    from ctxwin_vllm.engine import VLLMEngine
 
     if name in FP8:
         need_fp8()
@@ -219,7 +219,7 @@ def test_spans_come_back_to_the_bit(name: str, tmp_path: Path) -> None:
 def test_a_moved_span_is_rounded_once_more(name: str, step: float, tmp_path: Path) -> None:
     """First-layer keys, which depend on token and place alone, against those vLLM computes and rounds at the new place."""
     need_fp8()
-    from ctxwin.engines.vllm.engine import VLLMEngine
+    from ctxwin_vllm.engine import VLLMEngine
 
     folder = models.wide(models.write_text_model, tmp_path / "model")
     with VLLMEngine(folder, dtype="float32", store=open_store("memory:"), **SETTINGS[name]) as engine:
@@ -242,7 +242,7 @@ def test_a_moved_span_is_rounded_once_more(name: str, step: float, tmp_path: Pat
 def test_stored_in_eight_bits(processes: str, tmp_path: Path) -> None:
     """What a quantised cache says takes a byte a number in the store, and answers as it did when it was computed."""
     need_fp8()
-    from ctxwin.engines.vllm.engine import VLLMEngine
+    from ctxwin_vllm.engine import VLLMEngine
 
     folder, sizes, found = models.wide(models.write_text_model, tmp_path / "model"), {}, []
     for cache in ("fp8_e4m3", "auto"):
@@ -263,7 +263,7 @@ def test_stored_in_eight_bits(processes: str, tmp_path: Path) -> None:
 
 def test_other_names_in_the_store(tmp_path: Path) -> None:
     """KV that a quantised cache rounded is never served by an engine that keeps it whole."""
-    from ctxwin.engines.vllm.core import read_model
+    from ctxwin_vllm.core import read_model
 
     folder = models.write_text_model(tmp_path / "model")
     kinds = {cache: read_model(folder, "bfloat16", cache)[1].identity for cache in ("auto", "fp8_e4m3", "fp8_e5m2")}

@@ -18,13 +18,6 @@ import pytest
 import torch
 
 from ctxwin.engines.segments import Encoded, Segment
-from ctxwin.engines.vllm.lifecycle import folders
-from ctxwin.engines.vllm.transport import PARAM, RequestMeta, SharedMemoryTransport, Transfer
-from ctxwin.engines.vllm.transport import endpoint as endpoints
-from ctxwin.engines.vllm.transport.base import new_handle
-from ctxwin.engines.vllm.transport.endpoint import SharedMemoryEndpoint
-from ctxwin.engines.vllm.transport.shared_memory import STEPS
-from ctxwin.engines.vllm.vision import WorkerExtension
 from ctxwin.errors import StoreCorrupt
 from ctxwin.kv.basis import SharedBasis
 from ctxwin.kv.deficit import deficit
@@ -33,6 +26,13 @@ from ctxwin.kv.patch import form_patch
 from ctxwin.kv.pooling import fit_basis, project
 from ctxwin.store import codec, open_store
 from ctxwin.store.spans import SpanRepository
+from ctxwin_vllm.lifecycle import folders
+from ctxwin_vllm.transport import PARAM, RequestMeta, SharedMemoryTransport, Transfer
+from ctxwin_vllm.transport import endpoint as endpoints
+from ctxwin_vllm.transport.base import new_handle
+from ctxwin_vllm.transport.endpoint import SharedMemoryEndpoint
+from ctxwin_vllm.transport.shared_memory import STEPS
+from ctxwin_vllm.vision import WorkerExtension
 
 KV = KVSpec(
     identity="m", family="gqa", layers=2, heads=2, k_dim=4, v_dim=4, dtype="float32",

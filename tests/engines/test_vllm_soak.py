@@ -288,7 +288,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def opened(model_dir: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     """An engine, and nothing of it left in the system once it is closed."""
-    from ctxwin.engines.vllm.engine import VLLMEngine
+    from ctxwin_vllm.engine import VLLMEngine
 
     children = set(faults.descendants(os.getpid()))
     engine = VLLMEngine(model_dir, dtype="float32", processes=request.param, num_gpu_blocks_override=BLOCKS)

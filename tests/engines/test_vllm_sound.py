@@ -76,7 +76,7 @@ class TestQwen3Omni(OnVLLMHeard):
 @pytest.mark.parametrize("kind", KINDS)
 def test_sounds_between_processes(kind: str, tmp_path: Path) -> None:
     """Embeddings reach another process as files, and its model pairs videos with their sounds, too."""
-    from ctxwin.engines.vllm.engine import VLLMEngine
+    from ctxwin_vllm.engine import VLLMEngine
 
     folder = models.wide(lambda f: models.write_omni(f, kind), tmp_path / "model")
     with VLLMEngine(folder, dtype="float32", processes="multi") as engine, reference_of(engine, folder) as reference:

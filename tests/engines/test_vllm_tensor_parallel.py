@@ -62,7 +62,7 @@ CASES = {
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
     """The model in one process, and on two ranks."""
-    from ctxwin.engines.vllm.engine import VLLMEngine
+    from ctxwin_vllm.engine import VLLMEngine
 
     write, kind = request.param
     folder = write(tmp_path_factory.mktemp("ranks") / "model")
@@ -206,9 +206,7 @@ def test_a_corrupt_file_of_one_span(engines: tuple[Any, Any]) -> None:
     whole, spans = computed(two, [9, 10], "corrupt")
     layout = laid(parts_of(two, [9, 10]), spans)
     query = two.encode_query(QUERY)
-    with mock.patch(
-        "ctxwin.engines.vllm.transport.shared_memory.encode_span", return_value=b"nothing that anybody can read"
-    ):
+    with mock.patch("ctxwin_vllm.transport.shared_memory.encode_span", return_value=b"nothing that anybody can read"):
         found = two.generate(layout, query, FIRST, salt="corrupt load")
     assert found.fallbacks == 1 and far(found.logprobs, whole.logprobs) < CLOSE
     assert two.generate(layout, query, FIRST, salt="sound load").fallbacks == 0

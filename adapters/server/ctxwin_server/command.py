@@ -70,7 +70,7 @@ def serve(
         if status == INTERRUPTED:
             typer.echo("\nstopped; windows are kept where --store is durable", err=True)
         raise typer.Exit(status)
-    from ctxwin.engines.vllm.lifecycle.leaving import leave
+    from ctxwin.process_exit import leave
     from ctxwin_server.vllm.server import run
 
     try:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctxwin import __version__
 from ctxwin.audit.auditor import auditor_of
-from ctxwin.engines.vllm.lifecycle import versions
+from ctxwin.engines import vllm_support as versions
 from ctxwin.fidelity import LANES
 from ctxwin.profiles import find_profile, resolve
 from ctxwin.store.base import Store

@@ -10,12 +10,12 @@ from collections.abc import Sequence, Set
 from dataclasses import fields
 from typing import Any
 
-from ctxwin.engines.vllm.core import engine_arguments
-from ctxwin.engines.vllm.lifecycle import startup
 from ctxwin.errors import UnsupportedModel
 from ctxwin.tiny import checkpoint_dir
 from ctxwin_server.settings import Settings
 from ctxwin_server.vllm import launchers
+from ctxwin_vllm.core import engine_arguments
+from ctxwin_vllm.lifecycle import startup
 
 _SHUTDOWN_S = 2
 """Seconds for running requests to finish at shutdown."""

@@ -15,9 +15,6 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from ctxwin.engines.vllm.engine import VLLMEngine
-from ctxwin.engines.vllm.media_cache import ReceivedMedia, confirm_media, names_of, names_sent
-from ctxwin.engines.vllm.transport import PARAM
 from ctxwin.errors import EngineFailed
 from ctxwin_server.conversations import Turn, WriteBackPending
 from ctxwin_server.prediction import common_prefix
@@ -25,6 +22,9 @@ from ctxwin_server.prefill import SLICE_S, Ahead
 from ctxwin_server.request_options import RequestOptions
 from ctxwin_server.service import Service
 from ctxwin_server.vllm.rendered import NotAWindow, Pictures, RenderedPrompt, RenderedRequest
+from ctxwin_vllm.engine import VLLMEngine
+from ctxwin_vllm.media_cache import ReceivedMedia, confirm_media, names_of, names_sent
+from ctxwin_vllm.transport import PARAM
 
 _SERVING = ("openai_serving_chat", "openai_serving_responses", "anthropic_serving_messages")
 """Handlers of `request_options.ROUTES` in the state of vLLM's app."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ctxwin.engines.vllm.lifecycle import versions
+from ctxwin.engines import vllm_support as versions
 
 
 def _before_0_33() -> bool:

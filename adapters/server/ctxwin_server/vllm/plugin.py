@@ -36,7 +36,7 @@ def register() -> None:
     if _registered or not switched_on():
         return
     _registered = True
-    from ctxwin.engines.vllm.lifecycle import versions
+    from ctxwin.engines import vllm_support as versions
 
     versions.check()
     from vllm import AsyncEngineArgs

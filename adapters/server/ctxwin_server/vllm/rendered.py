@@ -22,18 +22,18 @@ from ctxwin.engines.base import Engine
 from ctxwin.engines.results import Generation
 from ctxwin.engines.sampling import Sampling
 from ctxwin.engines.segments import Encoded, MediaSpan, Segment
-from ctxwin.engines.vllm.cache_namespace import CacheNamespace, namespace_of
-from ctxwin.engines.vllm.engine import Ask, VLLMEngine
 from ctxwin.errors import AnswerStopped
 from ctxwin.hashing import digest
 from ctxwin.kv.layout import SpanKV
 from ctxwin.store.lru import LRUCache
+from ctxwin_vllm.cache_namespace import CacheNamespace, namespace_of
+from ctxwin_vllm.engine import Ask, VLLMEngine
 
 if TYPE_CHECKING:
     import torch
 
     from ctxwin.engines.cost import CostModel
-    from ctxwin.engines.vllm.transport import Transfer
+    from ctxwin_vllm.transport import Transfer
 
 HEADER = 16
 """Most tokens between the mark of a turn and the end of its header."""

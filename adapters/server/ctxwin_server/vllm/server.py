@@ -19,9 +19,7 @@ from typing import Any
 from ctxwin import tracing
 from ctxwin.engines.base import Engine
 from ctxwin.engines.torchvision_repair import require_fit
-from ctxwin.engines.vllm import internals
-from ctxwin.engines.vllm.engine import VLLMEngine
-from ctxwin.engines.vllm.lifecycle.leaving import abandon
+from ctxwin.process_exit import abandon
 from ctxwin.store import Store, open_store
 from ctxwin_server.authentication import Keys
 from ctxwin_server.connections import bound_connections
@@ -36,6 +34,8 @@ from ctxwin_server.tenants import Tenant
 from ctxwin_server.vllm.arguments import SERVED, parse, prepare, server_keys
 from ctxwin_server.vllm.chats import install_chat_client
 from ctxwin_server.vllm.renderer import ChatTemplates, compiles_with_xgrammar, grammar_vocabulary
+from ctxwin_vllm import internals
+from ctxwin_vllm.engine import VLLMEngine
 
 _ABORT_S, _ENGINE_S, _CONNECTIONS_S, _WINDOWS_S = 0.2, 0.9, 0.4, 0.6
 """Seconds for each step of a shutdown after draining: stopped requests send their end, vLLM's processes end, connections close,

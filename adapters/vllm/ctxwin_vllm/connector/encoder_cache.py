@@ -1,0 +1,239 @@
+"""The encoder-cache connector: stored vision embeddings go into vLLM's encoder cache, so no request runs the tower for them.
+
+For each medium whose tokens must be computed, vLLM's scheduler asks whether the connector has it. If so, the workers load
+it right before the forward; it takes nothing of the encoder's compute budget, and the request need not carry its data: the
+grid, from which positions are counted, is enough. So the KV of an image can be formed by any later request, long after
+vLLM's encoder cache has evicted it, and a load of KV that fails leaves a request that can still be computed.
+
+Media are found by the name in their multimodal identifier (`embeddings.name_of`), as files in a folder that every process
+of the engine sees and only the engine writes. The scheduler reads a file and checks it (checksum, model, shape, dtype)
+before it reports it to vLLM, and sends the workers the content that it has read: no load can meet a missing or damaged file,
+to which vLLM's only answer would be to exit. A request without data of its own whose file is useless fails alone, with
+vLLM's finish reason ``error``: an encoder that ran on nothing would stop the engine.
+
+Extra config: ``folder``, and ``identity`` of the model. One instance serves the scheduler, one each worker.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
+
+from ctxwin.engines.hf.model import deep_layers
+from ctxwin_vllm.transport.embeddings import EmbeddingCache, EmbeddingFiles, name_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+_LARGE = 1 << 20
+"""Bytes from which a thread checks a file, while the scheduler serves other requests."""
+_ROOM = 64 << 20
+"""Bytes of embeddings that are kept for the next request about the same media."""
+_SLACK = 64
+"""Tokens by which vLLM's count of computed tokens may lag behind its next schedule."""
+_log = logging.getLogger("ctxwin.engines")
+
+
+@dataclass(frozen=True)
+class Content:
+    """Embeddings in transfer to a worker.
+
+    Attributes:
+        data: their bytes, which vLLM passes to another process without a further copy.
+    """
+
+    data: np.ndarray[Any, np.dtype[np.uint8]] = field(repr=False)
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, embeddings: torch.Tensor) -> Content:
+        """Return the content of embeddings on the CPU, not copied."""
+        return cls(embeddings.view(torch.uint8).numpy().reshape(-1), tuple(embeddings.shape), embeddings.dtype)
+
+    def to(self, device: Any) -> torch.Tensor:
+        """Return a copy on ``device``; the received bytes may be read-only."""
+        copy = torch.empty(self.shape, dtype=self.dtype)
+        copy.view(torch.uint8).numpy().reshape(-1)[:] = self.data
+        return copy.to(device)
+
+
+@dataclass
+class EmbeddingMetadata(ECConnectorMetadata):  # type: ignore[misc]  # mypy sees vLLM as untyped
+    """Embeddings that the workers load in one step, by multimodal identifier."""
+
+    loads: dict[str, Content] = field(default_factory=dict, repr=False)
+
+
+class EncoderCacheConnector(ECConnectorBase):  # type: ignore[misc]  # mypy sees vLLM as untyped
+    """Serves media whose embeddings are in the folder; vLLM encodes all others.
+
+    Raises:
+        ValueError: no ``folder`` in the extra config.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
+        super().__init__(vllm_config=vllm_config, role=role)
+        config = vllm_config.ec_transfer_config
+        folder = config.get_from_extra_config("folder", "")
+        if not folder:
+            raise ValueError("ec_connector_extra_config must name the folder of the embeddings; add 'folder'")
+        if role is ECConnectorRole.SCHEDULER:
+            files = EmbeddingFiles(Path(folder), str(config.get_from_extra_config("identity", "")))
+            model = vllm_config.model_config
+            width, step = int(model.get_inputs_embeds_size()), vllm_config.scheduler_config.max_num_batched_tokens
+            self.scheduler = Scheduler(files, width * (1 + deep_layers(model.hf_config)), model.dtype, step, width)
+
+    def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
+        """Return False while files are being checked, and always where a medium can be neither loaded nor computed."""
+        return self.scheduler.ready(request, num_computed_tokens)
+
+    def take_unavailable_requests(self) -> set[str]:
+        """Return the requests that cannot be served, once."""
+        unavailable, self.scheduler.unavailable = self.scheduler.unavailable, set()
+        return unavailable
+
+    def has_cache_item(self, identifier: str) -> bool:
+        """Return True for embeddings that `ensure_cache_available`, called right before, found for its request."""
+        return self.scheduler.holds(name_of(identifier))
+
+    def update_state_after_alloc(self, request: Request, index: int) -> None:
+        """Plan the load of a medium that gets room in the encoder cache."""
+        self.scheduler.plan(request, request.mm_features[index].identifier)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> EmbeddingMetadata:
+        """Return the loads of the coming step."""
+        planned = EmbeddingMetadata()
+        if scheduler_output.total_num_scheduled_tokens:  # else the workers read no metadata
+            planned.loads, self.scheduler.loads = self.scheduler.loads, {}
+        return planned
+
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """Release the embeddings of a request."""
+        self.scheduler.forget(request.request_id)
+        return False, None
+
+    def shutdown(self) -> None:
+        """End the scheduler's reads."""
+        if self.role is ECConnectorRole.SCHEDULER:
+            self.scheduler.cache.close()
+
+    def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
+        """Load the embeddings that the scheduler planned; called on a worker."""
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, EmbeddingMetadata)
+        for identifier, content in metadata.loads.items():
+            if identifier not in encoder_cache:
+                encoder_cache[identifier] = content.to(_device())
+
+    def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
+        """Do nothing: clients choose the names of their media, and only the engine writes embeddings."""
+
+
+class Scheduler:
+    """Scheduler's side: which embeddings of a folder can be loaded, and when.
+
+    Args:
+        files: the folder.
+        width: width of the embeddings.
+        dtype: dtype of the embeddings.
+        step: most tokens that vLLM schedules at once.
+        audio_width: width of audio embeddings, which have no deepstack part; None is ``width``.
+
+    Attributes:
+        cache: embeddings that running requests need.
+        loads: embeddings that the workers load in the next step, by multimodal identifier.
+        unavailable: requests that cannot be served.
+    """
+
+    def __init__(
+        self, files: EmbeddingFiles, width: int, dtype: torch.dtype, step: int, audio_width: int | None = None
+    ) -> None:
+        self.cache = EmbeddingCache(files, _LARGE, _ROOM)
+        self.loads: dict[str, Content] = {}
+        self.unavailable: set[str] = set()
+        self._width = width
+        self._audio_width = width if audio_width is None else audio_width
+        self._dtype = dtype
+        self._step = step + _SLACK
+        self._current = ""  # the request that vLLM is about to schedule
+        self._names: dict[str, set[str]] = {}  # names of embeddings that a request holds or waits for
+
+    def ready(self, request: Request, computed: int) -> bool:
+        """Take the embeddings that the next two steps after ``computed`` tokens may need; return False while some are being read.
+
+        Cost: O(1) after the last medium, else O(media).
+        """
+        self._current = name = request.request_id
+        waiting, needed = False, set()
+        # In the order of the prompt.
+        last = max(map(_end, request.mm_features[-2:]), default=0)  # a video ends after its sound
+        features = request.mm_features if computed < last else ()
+        for feature in features:
+            begin = feature.mm_position.offset
+            if _end(feature) <= computed or begin >= computed + 2 * self._step:
+                continue  # its KV is there, or its turn comes later
+            embeddings_name = name_of(feature.identifier)
+            width = self._audio_width if feature.modality == "audio" else self._width
+            shape = feature.mm_position.get_num_embeds(), width
+            embeddings = self.cache.take(embeddings_name, name, shape, self._dtype)
+            if embeddings is not False:
+                self._names.setdefault(name, set()).add(embeddings_name)
+                needed.add(embeddings_name)
+                waiting |= embeddings is None and begin < computed + self._step
+            elif _bare(feature):
+                message = "request %s carries no data for %r, and its stored vision embeddings are missing"
+                _log.warning(message, name, feature.identifier)
+                self.unavailable.add(name)
+                return False
+        self._keep(name, needed)
+        return not waiting
+
+    def holds(self, name: str) -> bool:
+        """Return True if the request that vLLM is about to schedule holds those embeddings."""
+        return self.cache.find(name, self._current) is not None
+
+    def plan(self, request: Request, identifier: str) -> None:
+        """Load a medium that gets room in the encoder cache if its embeddings are held; else vLLM encodes it."""
+        embeddings = self.cache.find(name_of(identifier), request.request_id)
+        if embeddings is not None:
+            self.loads[identifier] = Content.of(embeddings)
+
+    def forget(self, request: str) -> None:
+        """Release all embeddings that a request holds or waits for."""
+        self._keep(request, set())
+        self.unavailable.discard(request)
+
+    def _keep(self, request: str, needed: set[str]) -> None:
+        """Release the embeddings that a request holds and does not need."""
+        names = self._names.pop(request, set())
+        for name in names - needed:
+            self.cache.release(name, request)
+        if needed:
+            self._names[request] = names & needed
+
+
+def _end(feature: MultiModalFeatureSpec) -> int:
+    return int(feature.mm_position.offset + feature.mm_position.length)
+
+
+def _bare(feature: MultiModalFeatureSpec) -> bool:
+    """Return True if a medium carries neither pixels nor embeddings, only the fields that determine positions."""
+    return feature.data is None or all(element.field.keep_on_cpu for element in feature.data.values())
+
+
+def _device() -> Any:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return "cpu"
+    return f"{current_platform.device_type}:{current_platform.current_device()}"

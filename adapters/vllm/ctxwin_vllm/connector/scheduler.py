@@ -1,0 +1,193 @@
+"""The scheduler's half of the connector: it plans loads, and when other requests may find their blocks."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.v1.request import RequestStatus
+
+from ctxwin_vllm.transport import PARAM, CaptureSpec, Endpoint, LoadSpec, RequestMeta, SaveSpec, is_handle
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+ABORT_S = 30.0
+"""How long a request whose transfer is gone waits for its abort. Then it is served without spans: a server's client may have
+invented its handle."""
+STEPS = 8
+"""Steps within which a failed synchronous load is reported; more than vLLM has in flight at once."""
+
+
+@dataclass
+class _Unproven:
+    """Blocks that vLLM's prefix cache has published since a synchronous load was planned: the load's and all later ones."""
+
+    step: int
+    request: str
+    first: int
+    blocks: set[int]
+
+
+@dataclass
+class Step(KVConnectorMetadata):  # type: ignore[misc]  # mypy sees vLLM as untyped
+    """Loads, saves and captures of the workers in one step."""
+
+    captures: list[CaptureSpec] = field(default_factory=list)
+    loads: list[LoadSpec] = field(default_factory=list)
+    saves: list[SaveSpec] = field(default_factory=list)
+
+
+_IDLE = Step()  # shared by the many steps with nothing to do; never written to
+
+
+class SchedulerHalf:
+    """Methods that vLLM's scheduler calls; names and arguments are vLLM's."""
+
+    def __init__(self, endpoint: Endpoint, source: str, block_size: int, attention: int = 0) -> None:
+        self.endpoint = endpoint
+        self._attention = (
+            attention  # the group of layers whose blocks hold KV; the other groups of a hybrid hold states
+        )
+        self.source = source
+        self.block_size = block_size
+        self._step = Step()
+        self._capturing: dict[str, tuple[int, ...]] = {}  # blocks of the states of requests whose chunk is captured
+        # local hit, handle and metadata of requests that may load
+        self._planned: dict[str, tuple[int, str, RequestMeta]] = {}
+        self._orphans: dict[str, float] = {}  # requests whose transfer is gone, and since when
+        self._pool: BlockPool | None = None
+        self._steps = 0
+        self._unproven: deque[_Unproven] = deque()  # loads of the last `STEPS` steps
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens the spans cover beyond vLLM's own prefix hit, and whether they are loaded in the background.
+
+        Called again after a preemption. A request whose transfer was removed waits for its abort: computed in place it would
+        leave KV and embeddings of placeholder media under the names of real ones.
+        """
+        entry = self._meta(request)
+        if entry is None:
+            return (None if self._orphaned(request) else 0), False
+        handle, meta = entry
+        count = meta.tokens_to_load(num_computed_tokens, request.num_prompt_tokens, self.block_size)
+        planned = num_computed_tokens, handle, meta
+        if self._planned.get(request.request_id) != planned:  # vLLM calls this in every step for a waiting request
+            self._planned[request.request_id] = planned
+            self.endpoint.report_hit(handle, num_computed_tokens, count)
+        return count, count > 0 and self._background(meta, num_computed_tokens)
+
+    def _background(self, meta: RequestMeta, hit: int) -> bool:
+        """Return True if a load runs outside the steps; for a hybrid vLLM fails single requests only then."""
+        return self.endpoint.kv.recurrent or meta.background(hit)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Plan the load; called a second time, with no tokens, when a background load is done."""
+        planned = self._planned.pop(request.request_id, None)
+        if planned is None:
+            return
+        begin, handle, meta = planned
+        ids, states = self._split(blocks.get_block_ids())
+        if self.endpoint.kv.maps and (tokens := meta.capture_after(begin + num_external_tokens)):
+            self._capturing[request.request_id] = states
+            self._step.captures.append(CaptureSpec(self.source, states, tokens))
+        if not num_external_tokens:
+            return
+        end, background = begin + num_external_tokens, self._background(meta, begin)
+        self._step.loads.append(
+            LoadSpec(self.source, handle, request.request_id, tuple(ids), begin, end, background, states)
+        )
+        if not background:
+            first = begin // self.block_size
+            self._unproven.append(_Unproven(self._steps, request.request_id, first, set(ids[first:])))
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
+        """Return the work of the coming step."""
+        self._steps += 1
+        while self._unproven and self._unproven[0].step <= self._steps - STEPS:
+            self._unproven.popleft()
+        if not (self._step.loads or self._step.saves or self._step.captures):
+            return _IDLE
+        step, self._step = self._step, Step()
+        return step
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Keep vLLM's block pool."""
+        self._pool = gpu_block_pool
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Evict blocks of failed loads from the prefix cache.
+
+        vLLM does so for running requests only. Blocks of a request that was aborted or preempted in that same step would stay,
+        and the next request would hit whatever the memory held.
+        """
+        failed = connector_output.invalid_block_ids
+        if not failed or self._pool is None:
+            return
+        for load in self._unproven:
+            if not load.blocks.isdisjoint(failed):
+                self._pool.evict_blocks(load.blocks)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished_all_groups`, of a model that has one group."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, groups: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Read the captures back, or have vLLM keep the blocks until the workers have read them."""
+        block_ids, states = self._split(groups)
+        keep_blocks = self._read_back(request, block_ids, states)
+        # A preempted request has lost its blocks, where another request may be captured by now.
+        if self._capturing.pop(request.request_id, None) == states and not keep_blocks:
+            self._step.captures.append(CaptureSpec(self.source, states, 0))
+        return keep_blocks, None
+
+    def _read_back(self, request: Request, block_ids: list[int], states: tuple[int, ...]) -> bool:
+        """Read the captures of a request that has ended; return True if the workers do so in the next step."""
+        self._planned.pop(request.request_id, None)
+        self._orphans.pop(request.request_id, None)
+        for load in self._unproven:
+            if load.request == request.request_id:
+                load.blocks.update(block_ids[load.first :])
+        entry = self._meta(request)
+        if entry is None or not entry[1].captures or request.status == RequestStatus.FINISHED_ERROR:
+            return False
+        handle, meta = entry
+        # Asynchronous scheduling counts tokens of a step that is still running.
+        computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
+        ranges = {n: (begin, computed if end is None else end) for n, (begin, end) in meta.captures.items()}
+        ranges = {name: r for name, r in ranges.items() if r[0] < r[1] <= computed}
+        save = SaveSpec(self.source, handle, request.request_id, tuple(block_ids), ranges, states, computed)
+        if self.endpoint.read_now(save, meta):
+            return False
+        self._step.saves.append(save)
+        return True
+
+    def _split(self, groups: Sequence[list[int]]) -> tuple[list[int], tuple[int, ...]]:
+        """Return a request's blocks of KV and, for a hybrid, its block in each group (the states' in recurrent ones)."""
+        states = tuple(ids[0] if ids else -1 for ids in groups) if len(groups) > 1 else ()
+        return groups[self._attention], states
+
+    def _meta(self, request: Request) -> tuple[str, RequestMeta] | None:
+        handle = (request.kv_transfer_params or {}).get(PARAM)
+        if not is_handle(handle):
+            return None
+        meta = self.endpoint.request_meta(handle)
+        # None: the caller gave up on this request; it is about to be aborted and must not load.
+        return None if meta is None else (handle, meta)
+
+    def _orphaned(self, request: Request) -> bool:
+        """Return True if a request's transfer is gone and its abort may still be under way."""
+        if not is_handle((request.kv_transfer_params or {}).get(PARAM)):
+            return False
+        now = time.monotonic()
+        return now - self._orphans.setdefault(request.request_id, now) < ABORT_S

@@ -1,0 +1,361 @@
+"""One running vLLM and the state its engines share: checkpoint, driver, transport, inputs."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+
+from ctxwin.engines.outputs import outputs_identity
+from ctxwin.engines.sampling import check_sampling
+from ctxwin.engines.segments import check_states
+from ctxwin.engines.vllm_support import on_a_processor, refused
+from ctxwin.errors import EngineFailed, UnsupportedModel
+from ctxwin.hashing import digest
+from ctxwin.kv.config import kv_spec_from_config, with_maps
+from ctxwin.kv.layout import KVSpec
+from ctxwin.progress import step
+from ctxwin_vllm import requests
+from ctxwin_vllm.draft_model import DraftModelKV, draft_model_spec, split
+from ctxwin_vllm.drivers import Driver, LoopDriver, StepDriver
+from ctxwin_vllm.inputs import Inputs, join
+from ctxwin_vllm.internals import (
+    bare_model,
+    layer_groups,
+    pass_embeddings,
+    share_item_entry,
+    worker_draft_model,
+    worker_model,
+)
+from ctxwin_vllm.lifecycle import folders, startup
+from ctxwin_vllm.lora import Adapter, options_for
+from ctxwin_vllm.paged import FP8, PagedKV
+from ctxwin_vllm.paged_states import PagedStates
+from ctxwin_vllm.prefix_record import PrefixRecord
+from ctxwin_vllm.relocation import refusal
+from ctxwin_vllm.stage_outputs import StageOutputs
+from ctxwin_vllm.transport import PARAM, LocalTransport, SharedMemoryTransport, Transport
+from ctxwin_vllm.vision import Vision, remote, see
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from ctxwin.engines.encoding.checkpoint import Checkpoint
+    from ctxwin.engines.sampling import Sampling
+    from ctxwin.engines.segments import Encoded, Segment
+
+_BLOCKS = 1 << 16  # where vLLM does not say how many it has
+_prepared: weakref.WeakValueDictionary[str, SharedMemoryTransport] = weakref.WeakValueDictionary()
+
+
+def read_model(
+    model: str | Path, dtype: Any = "auto", cache: Any = "auto", position_free: bool = False
+) -> tuple[Checkpoint, KVSpec]:
+    """Return a checkpoint and the layout of its KV as vLLM serves it in one dtype. Weights are read only for their digest.
+
+    KV of a quantised ``cache`` (vLLM's ``kv_cache_dtype``) counts as another model's KV: its name is part of the identity. So is
+    whether a hybrid's maps are kept (``position_free``).
+
+    Raises UnsupportedModel for a model whose config says that KV cannot be moved, ValueError for an unknown dtype.
+    """
+    from transformers import AutoConfig
+
+    from ctxwin.engines.encoding.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(model)
+    config = AutoConfig.from_pretrained(checkpoint.path)  # the checkpoint's own may be a part of it
+    if reason := refused(config):
+        raise UnsupportedModel(f"{config.model_type!r} cannot be served on vLLM: {reason}; open it as hf:MODEL")
+    name = checkpoint.dtype(None if dtype == "auto" else dtype, "bfloat16")
+    rounded = f" in {'fp8_e4m3' if cache == 'fp8' else cache}" if cache in FP8 else ""
+    kv = kv_spec_from_config(checkpoint.config, checkpoint.identity(name, f"vllm{rounded}"), name, "vllm")
+    if kv.recurrent:
+        kv = _of_hybrid(kv)
+        kv = with_maps(kv, checkpoint.config) if position_free else kv
+    return checkpoint, kv
+
+
+def _of_hybrid(kv: KVSpec) -> KVSpec:
+    """Return a hybrid's layout as vLLM serves it here: CPUs and GPUs lay states out differently and share none."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and kv.dtype != "bfloat16":
+        raise UnsupportedModel(
+            f"vLLM's CPU kernels for recurrent layers take bfloat16 only, got {kv.dtype}; open it with dtype='bfloat16', "
+            "or as hf:MODEL"
+        )
+    return replace(kv, identity=digest("states", current_platform.device_type, kv.identity))
+
+
+def engine_arguments(model: str | Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Return ``options`` with the engine arguments that ctxwin needs, for vLLM.
+
+    For programs that start vLLM themselves, a server for example, and then call ``VLLMEngine.attach`` in the same process.
+
+    Raises:
+        ValueError, UnsupportedModel: options that ctxwin cannot work with; the message says what to do.
+    """
+    if options.get("enable_lora"):
+        raise ValueError(
+            "enable_lora must not be set under ctxwin, got True: a server's plain requests would name adapters"
+        )
+    options = dict(options)
+    free = bool(options.pop("position_free", False))
+    checkpoint, kv = read_model(model, options.get("dtype") or "auto", options.get("kv_cache_dtype"), free)
+    transport = SharedMemoryTransport(kv)
+    try:
+        arguments = startup.with_connector(str(checkpoint.path), {**options, "dtype": kv.dtype}, transport)
+    except BaseException:
+        transport.close()
+        raise
+    _prepared[transport.source] = transport
+    _unattached.append(transport)
+    return arguments
+
+
+_unattached: list[SharedMemoryTransport] = []  # prepared, but not attached yet
+
+
+class Core:
+    """A running vLLM with a count of its engines; the last `release` ends what `start` began.
+
+    Attributes:
+        model: the path or hub name it was opened with.
+        inputs: renders prompts and counts positions.
+        see: one run of the vision tower.
+        vision: whether it sees images.
+        longest: tokens that a prompt and its answer may have.
+        block: tokens of a block of its paged cache; caches: whether it has a prefix cache; prefixes: what was left there.
+        positions: how many positions the model can rotate to; a video's may run ahead of its tokens.
+        on_gpu: whether it computes on GPUs.
+        outputs: whether what forwards give for each token is kept beside its KV.
+        draft_model: layout of the speculative draft model's KV, which spans hold beside their own; None where it keeps none.
+    """
+
+    def __init__(
+        self, model: str | Path, checkpoint: Checkpoint, driver: Driver, transport: Transport, outputs: bool = False
+    ) -> None:
+        self.model, self.checkpoint = str(model), checkpoint
+        self.driver, self.transport, self.kv = driver, transport, transport.kv
+        cache = driver.config.cache_config
+        self.block, self.caches = int(cache.block_size), bool(cache.enable_prefix_caching)
+        self.prefixes = PrefixRecord(self.block, int(getattr(cache, "num_gpu_blocks", None) or _BLOCKS))
+        config = driver.config.model_config
+        self.longest = int(config.max_model_len)
+        self.positions = max(self.longest, int(getattr(checkpoint.text_config, "max_position_embeddings", 0) or 0))
+        self.outputs = outputs
+        self.on_gpu = not on_a_processor()
+        self.draft_model = draft_model_spec(driver.config.speculative_config, self.kv)
+        self._users = 0
+        self._segments: set[str] = set()  # shared memory of processes that it started
+        self._lock = threading.Lock()
+        self.see: Vision = self._see_here
+        if isinstance(transport, LocalTransport):
+            model_here = worker_model(cast("StepDriver", driver).llm)
+            self.inputs = Inputs(config, driver.renderer, model_here)
+            if self.inputs.takes_pixels_only or self.inputs.takes_audio:
+                pass_embeddings(model_here)
+            layers = driver.config.compilation_config.static_forward_context
+            if self.draft_model is not None:
+                if outputs:
+                    raise UnsupportedModel(
+                        "outputs=True needs a vLLM whose drafter keeps no KV; leave out speculative_config"
+                    )
+                layers, draft_layers = split(layers, self.kv.layers)
+                transport.draft_model = DraftModelKV(draft_layers, self.draft_model, self.block, alone=True)
+            transport.paged = PagedKV(layers, self.kv, self.block, alone=True)
+            if self.kv.recurrent:
+                groups = layer_groups(cast("StepDriver", driver).llm)
+                transport.states = PagedStates(layers, groups, self.kv.maps)
+            if outputs:
+                if not config.enforce_eager:
+                    raise UnsupportedModel("outputs=True needs enforce_eager=True: a recorded graph hands nothing on")
+                slots = int(transport.paged.layers[0].kv_cache.shape[0]) * self.block
+                transport.outputs = StageOutputs(model_here, slots)
+        elif isinstance(transport, SharedMemoryTransport):
+            transport.alive = lambda: driver.dead is None
+            transport.step = lambda: driver.rpc("ctxwin_step")
+            transport.remember_segments(folders.segments())
+            parallel = driver.config.parallel_config
+            transport.ranks = int(parallel.tensor_parallel_size) * int(parallel.pipeline_parallel_size)
+            transport.stages = int(parallel.pipeline_parallel_size)
+            transport.draft_model = self.draft_model
+            self.inputs = Inputs(config, driver.renderer, bare_model(config), files=True)
+            self.see = remote(driver.rpc, transport.path)
+        self.vision = self.inputs.multimodal and checkpoint.media is not None
+        if self.inputs.multimodal:
+            share_item_entry(driver.engine, self.inputs.prefix)
+
+    @classmethod
+    def start(
+        cls,
+        model: str | Path,
+        processes: str | None,
+        options: dict[str, Any],
+        connector: bool = True,
+        lora: Adapter | None = None,
+    ) -> Core:
+        """See `VLLMEngine`; ``connector``: as for `startup.start`; ``lora``: an adapter that has to be servable."""
+        options = dict(options)
+        if options.get("enable_lora") and lora is None:
+            raise ValueError("enable_lora must not be set under ctxwin, got True; name the adapter: lora=FOLDER")
+        options |= {} if lora is None else {**options_for(lora), **options}
+        free = bool(options.pop("position_free", False))
+        checkpoint, kv = read_model(model, options.pop("dtype", "auto"), options.get("kv_cache_dtype"), free)
+        if processes is None:
+            processes = "multi" if startup.ranks(options) > 1 else "single"
+        outputs = bool(options.pop("outputs", False))
+        if outputs and processes != "single":
+            raise UnsupportedModel("outputs=True needs vLLM in this process: processes='single', one worker")
+        kv = replace(kv, identity=outputs_identity(kv.identity, outputs))
+        transport: Transport
+        transport = LocalTransport(kv) if processes == "single" else SharedMemoryTransport(kv)
+        driver, previous = None, folders.segments()
+        try:
+            options = {"dtype": kv.dtype, **options}
+            driver = startup.start(str(checkpoint.path), transport, options, cast("Any", processes), connector)
+            step("reading how vLLM lays KV out")
+            core = cls(model, checkpoint, driver, transport, outputs)
+            if connector:
+                core.check_relocation()
+            core._segments = set() if driver.local else folders.segments() - previous
+            return core
+        except BaseException:
+            if driver is not None:
+                driver.close()
+            transport.close()
+            raise
+
+    @classmethod
+    def attach(cls, llm: Any, model: str | Path, loop: asyncio.AbstractEventLoop | None) -> Core:
+        """See `VLLMEngine.attach`."""
+        engine = getattr(llm, "llm_engine", llm)
+        config = engine.vllm_config
+        extra = getattr(config.kv_transfer_config, "kv_connector_extra_config", None) or {}
+        transport = _prepared.get(str(extra.get(PARAM, "")))
+        if transport is None:
+            raise ValueError(
+                "vLLM must have been started in this process with the arguments of "
+                "ctxwin_vllm.core.engine_arguments(model, options)"
+            )
+        if not transport.path.exists():
+            raise ValueError("vLLM's last ctxwin engine was closed; start vLLM anew with new engine_arguments")
+        if engine is llm and loop is None:
+            raise ValueError("an AsyncLLM needs loop=, the running event loop that it was started on")
+        dtype, cache = str(config.model_config.dtype), config.cache_config.cache_dtype
+        checkpoint, kv = read_model(model, dtype, cache, transport.kv.maps)
+        transport.kv = kv
+        driver: Driver
+        driver = StepDriver(llm, lambda _: None) if engine is not llm else LoopDriver(llm, cast("Any", loop))
+        try:
+            core = cls(model, checkpoint, driver, transport)
+            core.check_relocation()
+        except BaseException:
+            driver.close()
+            raise
+        _unattached[:] = [t for t in _unattached if t is not transport]
+        return core
+
+    def retain(self) -> None:
+        """Add one engine. Raises EngineFailed once the last is released."""
+        with self._lock:
+            if self._users < 0:
+                raise EngineFailed("the engine is closed; open a new one")
+            self._users += 1
+
+    def release(self) -> None:
+        """Release one engine; the last one ends what `start` began."""
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            self._users = -1
+        try:
+            self.driver.close()
+        finally:
+            folders.remove_segments(self._segments)
+            self.inputs.close()
+            self.transport.close()
+
+    def check(self, layout: Sequence[Segment], tail: Sequence[Encoded], sampling: Sampling) -> int:
+        """Validate a request before it is submitted; return the position that its first token is shifted by.
+
+        Positions within a prompt are vLLM's, so the segments must stand where vLLM puts them. Only the whole prompt may
+        be shifted: attention sees differences of positions.
+
+        Args:
+            layout: as of `Engine.generate`.
+            tail: the query, where there is one.
+            sampling: how to decode.
+
+        Raises:
+            ValueError, EngineFailed, UnsupportedModel: a request that vLLM would answer wrongly, or that would end it.
+        """
+        check_sampling(sampling)
+        requests.check(self.driver, sampling)
+        if self.kv.recurrent:
+            check_states(self.model, layout, self.kv.maps)
+        at = base = layout[0].start if layout else 0
+        for i, segment in enumerate(layout):
+            span, encoded = segment.span, segment.encoded
+            if segment.start != at:
+                raise ValueError(
+                    f"segment {i} must start at position {at}, behind the one before it, got {segment.start}"
+                )
+            at += encoded.advance
+            if span is None:
+                continue
+            segment.parts()  # raises for ranges that are none
+            span.validate(self.kv)
+            if span.tokens != segment.slots or span.tokens > encoded.tokens:
+                raise ValueError(f"the span of segment {i} must have {encoded.tokens} tokens, got {span.tokens}")
+            if not np.array_equal(span.positions.numpy(), segment.places):
+                raise ValueError(
+                    f"the span of segment {i} must have the positions of its tokens; it is another chunk's"
+                )
+        parts = [*(segment.encoded for segment in layout), *tail]
+        ids, media = join(parts)
+        longest = self.longest
+        if not 0 < len(ids) <= longest - sampling.max_tokens:
+            raise EngineFailed(
+                f"the prompt must have 1 to {longest - sampling.max_tokens} tokens (the model takes {longest}, "
+                f"{sampling.max_tokens} of them for the answer), got {len(ids)}"
+            )
+        starts = [0, *itertools.accumulate(part.advance for part in parts)]
+        positions = np.concatenate([part.positions + start for part, start in zip(parts, starts, strict=False)], axis=1)
+        last, limit = max(starts[-1] - 1, int(positions.max())) + sampling.max_tokens, self.positions
+        if int(positions.min()) < 0 or last >= limit:  # beyond its table of angles vLLM would end for everybody
+            raise EngineFailed(
+                f"positions must be in [0, {limit}), the answer's included, got up to {last}; drop chunks, or give videos "
+                "a rate and a length that the model was made for"
+            )
+        if not np.array_equal(positions, self.inputs.positions(ids, media)[0]):
+            raise UnsupportedModel(
+                f"{self.model} places a chunk by what stands before it; its KV cannot be put together from chunks"
+            )
+        return base
+
+    def check_relocation(self) -> None:
+        """Raise UnsupportedModel where keys do not rotate as the config says, as measured by every worker."""
+        driver, transport = self.driver, self.transport
+        if isinstance(driver, StepDriver) and isinstance(transport, LocalTransport):
+            paged = transport.paged
+            assert paged is not None
+            draft_model, draft_kv = worker_draft_model(driver.llm), transport.draft_model
+            reasons = [driver.call(lambda: refusal(self.inputs.model, driver.config, paged, {}, draft_model, draft_kv))]
+        else:
+            reasons = driver.rpc("ctxwin_relocation")
+        for reason in filter(None, reasons):
+            raise UnsupportedModel(f"{self.model} cannot be served: {reason}")
+
+    def _see_here(self, pixels: torch.Tensor, grids: torch.Tensor, heard: bool = False) -> torch.Tensor:
+        driver = self.driver
+        assert isinstance(driver, StepDriver)
+        return driver.call(lambda: see(self.inputs.model, driver.config.model_config.hf_config, pixels, grids, heard))

@@ -1,0 +1,104 @@
+"""Forecasts of the tokens that each request of a call would compute; see `Engine.forecast`.
+
+Follows `VLLMEngine` and its connector: which requests a layout takes, the loaded prefix of each, the blocks in vLLM's prefix
+cache, and the part of a block that is computed again rather than loaded.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+from ctxwin.engines.base import EngineSpec
+from ctxwin.engines.segments import Call, Encoded, Segment
+from ctxwin.hashing import digest
+from ctxwin_vllm.inputs import join
+from ctxwin_vllm.transport.base import RequestMeta
+
+if TYPE_CHECKING:
+    from ctxwin_vllm.cache_namespace import CacheNamespace
+    from ctxwin_vllm.core import Core
+
+
+class ForecastEngine(Protocol):
+    """Members of a `VLLMEngine` that a forecast reads."""
+
+    spec: EngineSpec
+
+    @property
+    def core(self) -> Core:
+        """State that all engines of one vLLM share."""
+        ...
+
+    def namespace(self, segments: Sequence[Segment], salt: str) -> CacheNamespace:
+        """Return the namespace of a layout's blocks in vLLM's prefix cache."""
+        ...
+
+    def record_salt(self, salt: str) -> str:
+        """Return the salt that separates a namespace's blocks from other tenants' and adapters' in `Core.prefixes`."""
+        ...
+
+    def has_embeddings(self, key: str) -> bool:
+        """Return True if the vision embeddings of a medium are in memory."""
+        ...
+
+
+def forecast(engine: ForecastEngine, calls: Sequence[Call]) -> list[int] | None:
+    """See `Engine.forecast`."""
+    if engine.spec.kv.recurrent or any(segment.merged for call in calls for segment in call.layout):
+        return None
+    blocks: set[str] = set()  # blocks that earlier requests of these calls leave in the prefix cache
+    return [computed for call in calls for computed in _requests(engine, call, blocks)]
+
+
+def _requests(engine: ForecastEngine, call: Call, blocks: set[str]) -> Iterator[int]:
+    """Yield the computed tokens of each request, as `VLLMEngine.fill_layout` and its callers would make them."""
+    layout = itertools.chain.from_iterable(segment.parts() for segment in call.layout)
+    segments = [
+        replace(s, span=call.placeholder) if s.span is None and not s.encoded.tokens else s for s in layout
+    ]  # of an empty system prompt nothing is computed
+    namespace = engine.namespace(segments, call.salt)
+    last = max((i for i, segment in enumerate(segments) if segment.span is not None), default=0)
+    for i in range(last):
+        if segments[i].span is None and segments[i + 1].span is not None:
+            prefix, rest = engine.core.inputs.end_at(segments, i + 1)
+            run_namespace = namespace
+            if rest is not None and any(s.approximate for s in segments):
+                run_namespace = engine.namespace(prefix, digest(call.salt, "rest", i))
+            yield _computed_tokens(engine, prefix, rest, run_namespace, blocks)
+            segments[: i + 1] = [replace(s, span=call.placeholder) if s.span is None else s for s in segments[: i + 1]]
+    yield _computed_tokens(engine, segments, call.query, namespace, blocks, extra=call.query is None and call.has_query)
+
+
+def _computed_tokens(
+    engine: ForecastEngine,
+    segments: Sequence[Segment],
+    tail: Encoded | None,
+    namespace: CacheNamespace,
+    blocks: set[str],
+    extra: bool = False,
+) -> int:
+    """Return the tokens that one request computes; ``extra``: a query of unknown tokens follows, which is not counted."""
+    core, block = engine.core, engine.core.block
+    ids, media = join([*(s.encoded for s in segments), *([tail] if tail is not None else ())])
+    names = core.prefixes.names(ids, media, namespace.marks, engine.record_salt(namespace.salt)) if core.caches else []
+    total = len(ids) + extra
+    hit = min(core.prefixes.hit(names, blocks), (total - 1) // block * block)
+    covered = sum(s.tokens for s in itertools.takewhile(lambda s: s.span is not None, segments))
+    loadable = min(covered, total - 1)
+    loaded = covered // block * block if namespace.exact else None
+    placeholder_tokens = 0
+    for medium in media:
+        end = medium.offset + medium.tokens
+        if end <= loadable and (loaded is None or end <= loaded or not engine.has_embeddings(medium.key)):
+            placeholder_tokens = max(placeholder_tokens, end)
+    meta = RequestMeta(
+        covered=covered,
+        placeholder_tokens=placeholder_tokens,
+        private_from=namespace.private_from,
+        exact=namespace.exact,
+    )
+    blocks.update(names)
+    return total - hit - meta.tokens_to_load(hit, total, block) - extra

@@ -1,0 +1,319 @@
+"""All uses of vLLM beyond its official interfaces, in one place.
+
+Official are the connector classes (KV and encoder cache), ``kv_transfer_params``, ``worker_extension_cls``, ``LLM`` and
+``AsyncLLM``, the renderer's engine inputs and the models' ``get_mrope_input_positions``. What is here, the attributes of
+attention layers that `paged` reads (``kv_cache``, ``kv_cache_dtype``, ``impl.do_kv_cache_update``,
+``compilation_config.static_forward_context``) and the forward that `relocation` runs (``set_forward_context``, the layers'
+``forward``) and the rules of recurrent layers that `transitions` hooks may change with any minor version of vLLM: when `CHECKED`
+gets another one, read each of them in that version first. The tests of the versions named there run all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from concurrent.futures import InvalidStateError
+from typing import Any
+
+import torch
+
+from ctxwin.engines.vllm_support import TESTED
+from ctxwin.kv.config import text_backbone
+
+CHECKED = TESTED
+"""The minor versions of vLLM on which every function here was read and run."""
+
+
+def in_process(engine: Any) -> bool:
+    """Return True if an ``LLMEngine`` runs its core in this process: its client then has the core itself."""
+    return hasattr(engine.engine_core, "engine_core")
+
+
+async def abort_all(client: Any) -> None:
+    """Abort every request of an ``AsyncLLM``; its caller gets a last output."""
+    await client.abort(list(client.output_processor.request_states), internal=True)
+
+
+def stop_listening(client: Any) -> None:
+    """Stop reading outputs of an ``AsyncLLM``, so that its engine's orderly end is not logged as a death. Call in its loop."""
+    if client.output_handler is not None:
+        client.output_handler.cancel()
+
+
+def worker_model(llm: Any) -> Any:
+    """Return the model of an ``LLM`` that runs in this process, which is reachable through vLLM's worker only."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.get_model()
+
+
+def worker_draft_model(llm: Any) -> Any:
+    """Return `draft_model_of` the worker of an ``LLM`` that runs in this process."""
+    return draft_model_of(llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker)
+
+
+def draft_model_of(worker: Any) -> Any:
+    """Return the proposer of drafts in a worker, of either model runner; a draft model has ``model`` and ``hidden_size``."""
+    runner = worker.model_runner
+    return getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+
+
+def layer_groups(llm: Any) -> list[list[str]]:
+    """Return the names of the layers of an ``LLM`` in this process, in groups that share a block table."""
+    config = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+    return [list(group.layer_names) for group in config.kv_cache_groups]
+
+
+def release_core(engine: Any) -> None:
+    """Shut down the parts that belong to one in-process engine alone.
+
+    ``EngineCore.shutdown`` would also destroy the process groups and the worker-side connector, which the other engines of
+    this process share.
+    """
+    engine.engine_core._finalizer.detach()
+    core = engine.engine_core.engine_core
+    core.structured_output_manager.clear_backend()
+    core.scheduler.shutdown()
+    core.model_executor.driver_worker.worker.model_runner.shutdown()
+    gc.unfreeze()
+
+
+def tear_down_groups() -> None:
+    """Destroy the process groups that a failed start has left."""
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    ensure_kv_transfer_shutdown()
+    cleanup_dist_env_and_memory()
+
+
+def core_died(engine: Any) -> bool:
+    """Return True if the process of an ``LLM``'s engine has ended."""
+    return bool(engine.engine_core.resources.engine_dead)
+
+
+def unfinished(llm: Any) -> int:
+    """Return the number of requests under way in an ``AsyncLLM``, whoever sent them."""
+    return int(llm.output_processor.get_num_unfinished_requests())
+
+
+def replace_media_cache(renderer: Any, cache: Any) -> None:
+    """Make a renderer keep its processed media in ``cache``; see `media_cache`. vLLM builds its own from its config alone."""
+    renderer._mm_processor_cache = cache
+
+
+def wake_waiting(engine: Any, error: Exception) -> None:
+    """Give ``error`` to all callers that wait for an engine that died: vLLM notices its death, but leaves them waiting."""
+    client = engine.engine_core
+    for future in list(client.utility_results.values()):
+        with contextlib.suppress(InvalidStateError):
+            future.set_exception(error)
+    client.outputs_queue.put_nowait(error)
+
+
+def tensor_parallel() -> tuple[int, int]:
+    """Return rank and size of this worker's tensor-parallel group."""
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+
+
+def pipeline() -> tuple[int, int]:
+    """Return rank and size of this worker's pipeline."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    return get_pp_group().rank_in_group, get_pp_group().world_size
+
+
+def stage_layers(layers: int, stage: int, stages: int) -> range:
+    """Return the decoder layers of one stage of a pipeline, as vLLM assigns them."""
+    from vllm.distributed.utils import get_pp_indices
+
+    return range(*get_pp_indices(layers, stage, stages))
+
+
+def stage_inputs(runner: Any, tokens: int) -> dict[str, Any]:
+    """Return random inputs of a pipeline stage for ``tokens`` tokens, as arguments of its model; none for the first stage.
+
+    Where vLLM makes no trial run (on a CPU, uncompiled) its runner lacks the buffer for the previous stage's outputs, and would
+    end with the first request. The buffer is allocated here.
+    """
+    if pipeline()[0] == 0:
+        return {}
+    if getattr(runner, "intermediate_tensors", False) is None:
+        options = {"batch_size": runner.max_num_tokens, "dtype": runner.model_config.dtype, "device": runner.device}
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(**options)
+    config = runner.model_config
+    intermediate = runner.model.make_empty_intermediate_tensors(
+        batch_size=tokens, dtype=config.dtype, device=runner.device
+    )
+    for name, tensor in intermediate.tensors.items():
+        noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name)))
+        tensor.copy_(noise)
+    return {"intermediate_tensors": intermediate}
+
+
+def use_no_adapter(model: Any, tokens: int) -> None:
+    """Make the layers of a model that takes LoRA adapters compute the next ``tokens`` tokens without one.
+
+    vLLM sets this mapping before each of its own forwards.
+    """
+    from vllm.lora.layers import LoRAMapping
+
+    model.lora_manager.set_adapter_mapping(LoRAMapping((0,) * tokens, (0,), is_prefill=True))
+
+
+def import_model_classes(architectures: Any) -> None:
+    """Import models' classes here, so that vLLM does not start a Python process just to inspect them.
+
+    That process costs seconds, and would need every repair of the environment that this process has had.
+    """
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for name in architectures or ():
+        entry = ModelRegistry.models.get(name)
+        if entry is not None and not hasattr(entry, "model_cls"):
+            ModelRegistry.register_model(name, entry.load_model_cls())
+
+
+def let_numba_be_scanned() -> None:
+    """Keep vLLM's start on a CPU from failing on numba, which library search imports, and many host programs.
+
+    As it registers its kernels it calls ``vars(value).get`` on whatever any module holds. llvmlite's library answers every
+    name, ``__dict__`` as well, with a wrapped C function, which has no ``get``; from here on it answers that name with a dict.
+    """
+    ffi = sys.modules.get("llvmlite.binding.ffi")
+    functions = getattr(getattr(ffi, "lib", None), "_fntab", None)
+    if isinstance(functions, dict):
+        functions["__dict__"] = {}
+
+
+_RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.attn_utils")
+_JOIN = "add_kv_sharing_layers_to_kv_cache_groups"
+
+
+def name_sharing_layers() -> None:
+    """Give layers that read another layer's cache that layer's cache spec, in this process, where layers differ in shape.
+
+    A runner puts such layers into the group of the layer that they read. Where the layers of a group have specs of their own,
+    vLLM would find none for them.
+    """
+    for runner in map(sys.modules.get, _RUNNERS):
+        join = getattr(runner, _JOIN, None)
+        if join is not None and not hasattr(join, "names_sharing_layers"):
+            setattr(runner, _JOIN, _with_specs(join))
+
+
+def _with_specs(join: Any) -> Any:
+    def add(shared: Any, groups: Any, *rest: Any) -> None:
+        join(shared, groups, *rest)
+        for specs in (getattr(group.kv_cache_spec, "kv_cache_specs", {}) for group in groups):
+            specs.update({name: specs[target] for name, target in shared.items() if target in specs})
+
+    add.names_sharing_layers = True  # type: ignore[attr-defined]
+    return add
+
+
+def bare_model(config: Any) -> Any:
+    """Return an instance of the model's class with its config only, to count positions where the model is in another process."""
+    from torch import nn
+    from vllm.model_executor.model_loader.utils import get_model_cls
+
+    kind = get_model_cls(config)
+    model = kind.__new__(kind)
+    nn.Module.__init__(model)
+    model.config = text_backbone(config.hf_config)
+    model.model_config = config
+    pair_sound(kind)
+    return model
+
+
+def pair_sound(kind: Any) -> None:
+    """Make a class of models find a video's sound by its place in the prompt; classes without such sound stay as they are.
+
+    vLLM takes the first sound for that of the first video with one, even where it is a separate sound before the video.
+    """
+    if not hasattr(kind, "_get_audio_for_video_mapping"):
+        return
+
+    def paired(self: Any, features: list[Any]) -> tuple[dict[int, int], set[int]]:
+        lengths: dict[int, int] = {}
+        paired_sounds: set[int] = set()
+        sounds = {f.mm_position.offset: f.data for f in features if f.modality == "audio"}
+        for feature in features:
+            has_sound = feature.data.get("use_audio_in_video") if feature.modality == "video" else None
+            if has_sound is not None and bool(has_sound.data):
+                at = feature.mm_position.offset
+                sound = min(offset for offset in sounds if offset >= at)
+                lengths[at] = int(sounds[sound]["audio_feature_lengths"].data)
+                paired_sounds.add(sound)
+        return lengths, paired_sounds
+
+    kind._get_audio_for_video_mapping = paired
+
+
+def media_items(processor: Any, data: dict[str, torch.Tensor]) -> Any:
+    """Return media fields as vLLM's own multimodal processor of the model would lay them out."""
+    from transformers import BatchFeature
+    from vllm.multimodal.inputs import MultiModalKwargsItems
+
+    batch = BatchFeature(data)
+    return MultiModalKwargsItems.from_hf_inputs(batch, processor._get_mm_fields_config(batch, {}))
+
+
+_EMBEDDINGS = "ctxwin_embeddings"
+
+
+def embeddings_item(modality: str, embeddings: torch.Tensor | None, **fields: torch.Tensor) -> Any:
+    """Return one media item that consists of its embeddings ``[tokens, width]``, for a model prepared by `pass_embeddings`.
+
+    Args:
+        modality: modality of the item.
+        embeddings: None only where they come through the encoder cache.
+        fields: fields that determine the positions of its tokens, ``[1, ...]`` each.
+    """
+    from transformers import BatchFeature
+    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
+
+    configs = {name: MultiModalFieldConfig.batched(modality, keep_on_cpu=True) for name in fields}
+    configs[_EMBEDDINGS] = MultiModalFieldConfig.batched(modality)
+    data = fields if embeddings is None else {**fields, _EMBEDDINGS: embeddings[None]}
+    return MultiModalKwargsItems.from_hf_inputs(BatchFeature(data), configs)[modality][0]
+
+
+def share_item_entry(llm: Any, prefix: str) -> None:
+    """Make all media whose names begin with ``prefix`` share one entry of the engine's cache of processed media.
+
+    Such media always come with their data, so a cached one is never looked up. They hold next to nothing, and that cache counts
+    the bytes of tensors alone, so it would keep every one of them: some 2 KB of objects for each that it counts as 24 bytes.
+
+    Args:
+        llm: an ``LLMEngine`` or ``AsyncLLM``.
+    """
+    processor = llm.input_processor
+
+    def shared(request: Any) -> Any:
+        for feature in request.mm_features or ():
+            if feature.identifier.startswith(prefix):
+                feature.mm_hash = prefix
+        return request
+
+    process = processor.process_inputs
+    processor.process_inputs = lambda *args, **options: shared(process(*args, **options))
+    process_later = getattr(processor, "process_inputs_async", None)
+    if process_later is not None:
+
+        async def processed(*args: Any, **options: Any) -> Any:
+            return shared(await process_later(*args, **options))
+
+        processor.process_inputs_async = processed
+
+
+def pass_embeddings(model: Any) -> None:
+    """Make a model pass on the embeddings of an `embeddings_item`; it still embeds media with pixels itself."""
+    plain = model.embed_multimodal
+
+    def embed(**fields: Any) -> Any:
+        embeddings = fields.pop(_EMBEDDINGS, None)
+        return plain(**fields) if embeddings is None else list(embeddings)
+
+    model.embed_multimodal = embed

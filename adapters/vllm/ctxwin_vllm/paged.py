@@ -1,0 +1,338 @@
+"""Writing and reading token slots of vLLM's paged KV cache, whatever its packing.
+
+Attention backends pack a block as their kernels need it (transposed keys, tiles, keys and values in one tensor), and the
+packing depends on the instruction set. Writing therefore goes through the backend's own ``do_kv_cache_update``, which every
+backend has. There is no reading counterpart, so `PagedKV` learns the packing once: it writes the index of each number into a
+scratch block, in digits that the cache dtype represents exactly, and inverts the permutation.
+
+A load kernel that can write slots itself (Triton's) does so where the packing has constant strides, as in FlashAttention,
+FlashInfer and Triton: keys and values then go straight from where they are computed to where they stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ctxwin.errors import UnsupportedModel
+from ctxwin.kv.kernels import CacheStrides, Kernel, LoadPlan, SpanSlice, choose
+from ctxwin.kv.kernels.choice import report, trial
+from ctxwin.kv.kernels.resident import ResidentSpans, resident_bytes
+from ctxwin.kv.layout import KVSpec, SpanKV
+from ctxwin.kv.rows import from_rows, layer_kinds, to_rows
+from ctxwin_vllm import load_thread
+
+Shape = tuple[int, int, int]
+"""KV heads of a layer, numbers of a key and of a value."""
+_BASE = 128  # digits 0..127 are exact in bfloat16 (8 bits of mantissa) as in every wider dtype
+FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""Quantised caches that spans follow, by vLLM's ``kv_cache_dtype``: one scale a layer for keys and one for values, from
+the checkpoint. A span holds the dequantised numbers in the model's dtype, so KV that is loaded where it was computed is equal to
+the bit; keys that move are rotated in that dtype and rounded once more."""
+
+
+class PagedKV:
+    """The paged cache of one engine.
+
+    Args:
+        layers: attention layers by name, as in ``compilation_config.static_forward_context``.
+        kv: layout of the model's KV.
+        block_size: tokens in a block, as the scheduler counts them.
+        kernel: the load kernel; None is what `choose` takes for the cache's device.
+        alone: whether a CPU's loads are computed by a thread of their own; see `load_thread`.
+        first: number of layers that earlier stages of a pipeline cache.
+        keeps_spans: whether spans that are loaded stay in a GPU's memory for later loads, as far as there is room.
+
+    Attributes:
+        kv: layout of the KV that is cached here; of a rank, its own layers and heads only.
+        layers: the attention layers that have a cache, in order.
+        sharing_layers: layers that read the cache of another layer.
+        shapes: shape of each layer's KV.
+        kernel: the load kernel.
+        resident: copies of spans in the device's memory, by the bound `resident_bytes`; None until the first load or read-back
+            that could keep one.
+
+    Raises:
+        UnsupportedModel: a cache that cannot be read back exactly; the message names the property. Cost: on a GPU some
+        seconds, in which load kernels are compiled and tried.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, Any],
+        kv: KVSpec,
+        block_size: int,
+        kernel: Kernel | None = None,
+        alone: bool = False,
+        first: int = 0,
+        keeps_spans: bool = True,
+    ) -> None:
+        self.kv = kv
+        self._first = first
+        self.resident: ResidentSpans | None = None
+        self._keeps_spans = keeps_spans
+        self.sharing_layers = [
+            layer for layer in layers.values() if getattr(layer, "kv_sharing_target_layer_name", None)
+        ]
+        self.layers = _attention_layers(layers, kv.recurrent)
+        self.block_size = block_size
+        kinds = layer_kinds(kv) if kv.in_rows else []
+        shape = (kv.heads, kv.k_dim, kv.v_dim)
+        self.shapes: list[Shape] = [(k.heads, k.head_dim, k.head_dim) for k in kinds] or [shape] * kv.layers
+        if len(self.layers) != len(self.shapes):
+            raise UnsupportedModel(
+                f"the cache must have one attention layer per decoder layer ({len(self.shapes)}), got {len(self.layers)}; "
+                "models with layers of other kinds cannot be served from spans"
+            )
+        for layer, shape in zip(self.layers, self.shapes, strict=True):
+            self._check_layer(layer, shape)
+        self.dtype: torch.dtype = getattr(torch, kv.dtype)
+        self._fp8 = FP8.get(self.layers[0].kv_cache_dtype)
+        self._base = _BASE if self._fp8 is None else 8  # 0..7 are exact in E5M2, too
+        self.device: torch.device = self.layers[0].kv_cache.device
+        self._gathers: dict[Shape, torch.Tensor] = {}
+        for layer, shape in zip(self.layers, self.shapes, strict=True):
+            if shape not in self._gathers:
+                self._gathers[shape] = self._probe(layer, shape)
+        self.kernel = choose(kv, self.dtype, self.device, kernel=kernel)
+        self._alone = alone and self.device.type == "cpu"
+        self._strides = self._find_strides() if self.kernel == "triton" and self._fp8 is None else None
+
+    @property
+    def direct(self) -> bool:
+        """True if the load kernel itself writes spans into their slots."""
+        return self._strides is not None
+
+    def _check_layer(self, layer: Any, shape: Shape) -> None:
+        cache = layer.kv_cache
+        per_token = shape[0] * (shape[1] + shape[2])
+        unquantised = cache.dtype == getattr(torch, self.kv.dtype) and layer.kv_cache_dtype in ("auto", self.kv.dtype)
+        if not unquantised and not (layer.kv_cache_dtype in FP8 and cache.itemsize == 1):
+            raise UnsupportedModel(
+                f"kv_cache_dtype must be the model's own dtype ({self.kv.dtype}) or {', '.join(FP8)}, got "
+                f"{layer.kv_cache_dtype!r} ({cache.dtype})"
+            )
+        if cache[0].numel() != self.block_size * per_token:
+            raise UnsupportedModel(
+                f"a cache block must hold {self.block_size} tokens of {per_token} numbers, got {tuple(cache.shape)}"
+            )
+
+    def slots(self, blocks: Sequence[int], begin: int, end: int) -> torch.Tensor:
+        """Return the slot of each token ``[begin, end)`` of a request that owns ``blocks``: int64 ``[end - begin]``."""
+        tokens = torch.arange(begin, end)
+        owned = torch.tensor(blocks, dtype=torch.int64)
+        return owned[tokens // self.block_size] * self.block_size + tokens % self.block_size
+
+    def write(self, plan: LoadPlan, slots: torch.Tensor) -> int:
+        """Write spans layer by layer, so that each layer's work stays in the CPU's cache; return the bytes written.
+
+        Args:
+            plan: as many tokens as there are slots, in the cache's dtype, on its device; else ValueError. Only the layers
+                that are cached here are written.
+            slots: int64 ``[T]``.
+        """
+        end = self._first + self.kv.layers
+        if plan.tokens != len(slots) or plan.layers < end:
+            raise ValueError(
+                f"spans must fill {len(slots)} slots of {end} layers, got {plan.tokens} tokens of {plan.layers}"
+            )
+        slots = slots.to(self.device)
+        if self._strides is not None and plan.stores:
+            caches = [layer.kv_cache for layer in self.layers]
+            for strides, alike in groupby(range(len(caches)), self._strides.__getitem__):
+                numbers = list(alike)
+                plan.store(self._first + numbers[0], [caches[i] for i in numbers], strides, slots)
+            return plan.nbytes
+        cached = range(self._first, end)
+        rows = load_thread.layers_of(plan) if self._alone else (plan.layer(i) for i in cached)
+        for layer, (k, v) in zip(self.layers, from_rows(self.kv, lambda _: next(rows)), strict=True):
+            _update(layer, k, v, layer.kv_cache, slots)
+        return plan.nbytes
+
+    def clear(self, block: int) -> None:
+        """Zero one block."""
+        for layer in self.layers:
+            layer.kv_cache[block].zero_()
+
+    def plan(self, parts: Sequence[SpanSlice], kv: KVSpec, heads: slice | None) -> LoadPlan:
+        """Return the argument of `write` for parts of the whole model's layout ``kv``, of which this cache has ``heads``."""
+        if self._keeps_spans and self.kernel == "triton":
+            parts = self._resident_spans(heads or slice(None)).attach(parts)
+        make = partial(LoadPlan, parts, kv, dtype=self.dtype, device=self.device, heads=heads, kernel=self.kernel)
+        return load_thread.alone(make) if self._alone else make()
+
+    def keep(self, span: SpanKV, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Keep what was `read` of all layers and heads of ``span`` on the device, for later loads, where spans are kept there."""
+        if self._keeps_spans and self.kernel == "triton":
+            self._resident_spans(slice(None)).keep(span, k, v)
+
+    def _resident_spans(self, heads: slice) -> ResidentSpans:
+        if self.resident is None:
+            # Only now, when vLLM has taken what it needs, CUDA graphs included.
+            cached = range(self._first, self._first + self.kv.layers)
+            self.resident = ResidentSpans(resident_bytes(self.device), self.device, heads, cached)
+        return self.resident
+
+    def read(self, blocks: Sequence[int], begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return KV of the tokens ``[begin, end)`` of a request that owns ``blocks``.
+
+        Returns:
+            ``(k, v)``, each ``[layers, end - begin, heads, dim]``, new tensors on the cache's device, complete: other
+            threads may read them on streams of their own. Cost: one gather of the blocks per layer, on a GPU waited for.
+        """
+        first, last = begin // self.block_size, -(-end // self.block_size)
+        if not 0 <= begin < end or last > len(blocks):
+            raise ValueError(f"tokens [{begin}, {end}) must be non-empty and lie in {len(blocks)} blocks")
+        index = torch.tensor(blocks[first:last], dtype=torch.int64, device=self.device)
+        tokens = slice(begin - first * self.block_size, end - first * self.block_size)
+        pairs = [
+            self._dequantise(layer, *self._unpack(layer.kv_cache[index], shape))
+            for layer, shape in zip(self.layers, self.shapes, strict=True)
+        ]
+        rows = to_rows(self.kv, [(k[tokens], v[tokens]) for k, v in pairs])
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return rows
+
+    def _unpack(self, raw: torch.Tensor, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cached ``[blocks, ...]`` as ``k [blocks * block_size, H, k_dim]`` and ``v``."""
+        count, size, (heads, k_dim, v_dim) = raw.shape[0], self.block_size, shape
+        numbers = raw.reshape(count, -1)[:, self._gathers[shape]]
+        cut = size * heads * k_dim
+        k = numbers[:, :cut].reshape(count * size, heads, k_dim)
+        v = numbers[:, cut:].reshape(count * size, heads, v_dim)
+        return k, v
+
+    def _dequantise(self, layer: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the numbers of a cache in the model's dtype; those of an unquantised one unchanged."""
+        if self._fp8 is None:
+            return k, v
+        scales = (layer._k_scale_float, layer._v_scale_float)
+        return tuple((x.view(self._fp8).float() * s).to(self.dtype) for x, s in zip((k, v), scales, strict=True))
+
+    def _probe(self, layer: Any, shape: Shape) -> torch.Tensor:
+        """Return the place of each number of (k, v) within a block: int64 ``[block_size * heads * (k_dim + v_dim)]``.
+
+        Raises UnsupportedModel where the packing is not the same permutation for every block.
+        """
+        (heads, k_dim, v_dim), size = shape, self.block_size
+        scratch = torch.zeros_like(layer.kv_cache[:2])
+        keys, total = size * heads * k_dim, scratch[0].numel()
+        digits, base = 1, self._base
+        while base**digits < total:
+            digits += 1
+        indices = torch.zeros(2, total, dtype=torch.int64, device=scratch.device)
+        numbers = torch.arange(total, device=scratch.device)
+        for digit in range(digits):
+            value = (numbers // base**digit % base).to(self.dtype)
+            k = value[:keys].reshape(size, heads, k_dim)
+            v = value[keys:].reshape(size, heads, v_dim)
+            if self._fp8 is not None:
+                k, v = k * layer._k_scale_float, v * layer._v_scale_float
+            for block in range(2):
+                slots = torch.arange(size, device=scratch.device) + block * size
+                _update(layer, k, v, scratch, slots)
+            digits_read = scratch if self._fp8 is None else scratch.view(self._fp8).float()
+            indices += digits_read.reshape(2, total).to(torch.int64) * base**digit
+        if not torch.equal(indices[0], indices[1]) or not torch.equal(indices[0].sort().values, numbers):
+            raise UnsupportedModel(
+                f"the cache packing of attention backend {type(layer.impl).__name__} is not a permutation within a "
+                "block; spans cannot be read back from it: choose another attention backend"
+            )
+        gather = torch.empty_like(numbers)
+        gather[indices[0]] = numbers
+        self._gathers[shape] = gather
+        self._round_trip(layer, scratch, shape)
+        return gather
+
+    def _round_trip(self, layer: Any, scratch: torch.Tensor, shape: Shape) -> None:
+        """Write tokens at scattered slots, as real loads do, and check that they are read back bit for bit."""
+        (heads, k_dim, v_dim), size = shape, self.block_size
+        noise = torch.Generator().manual_seed(0)
+        scratch.zero_()
+        slots = torch.randperm(2 * size, generator=noise)
+        k = torch.randn(2 * size, heads, k_dim, generator=noise).to(self.device, self.dtype)
+        v = torch.randn(2 * size, heads, v_dim, generator=noise).to(self.device, self.dtype)
+        if self._fp8 is not None:  # only numbers that the cache can represent come back to the bit
+            k, v = ((x.float() / s).to(self._fp8) for x, s in ((k, layer._k_scale_float), (v, layer._v_scale_float)))
+            k, v = self._dequantise(layer, k.view(torch.uint8), v.view(torch.uint8))
+        step = 2 * size // 3
+        for at in range(0, 2 * size, step):
+            part = slots[at : at + step]
+            _update(layer, k[part], v[part], scratch, part.to(scratch.device))
+        got_k, got_v = self._dequantise(layer, *self._unpack(scratch, shape))
+        if not (torch.equal(got_k, k) and torch.equal(got_v, v)):
+            raise UnsupportedModel(
+                f"attention backend {type(layer.impl).__name__} does not return the KV that was written into its cache"
+            )
+
+    def _find_strides(self) -> list[CacheStrides] | None:
+        """Return each layer's packing as constant strides; None unless all have them and the load kernel writes by them."""
+        per_layer = [self._strides_of(layer.kv_cache) for layer in self.layers]
+        strides = [layer for layer in per_layer if layer is not None]
+        if len(strides) < len(per_layer) or self.block_size < 8:
+            return None
+        try:
+            # All in a block and a half, so that two blocks of the scratch cache hold it.
+            tokens = (self.block_size, self.block_size // 4 + 1, self.block_size // 4 + 1)
+            fault = trial(self._scratch_kernel, self.kv, self.dtype, self.device, tokens)
+        except Exception as error:  # anything that a compiler or a driver may raise
+            fault = f"{type(error).__name__}: {error}"
+        if fault is not None:
+            report(f"the Triton load kernel does not write the paged cache itself on {self.device}: {fault}")
+            return None
+        return strides
+
+    def _strides_of(self, cache: torch.Tensor) -> CacheStrides | None:
+        gather = self._gathers[self.shapes[0]]  # all layers have one shape where a kernel writes by strides
+        return CacheStrides.find(cache, gather, self.block_size, self.kv.heads, (self.kv.k_dim, self.kv.v_dim))
+
+    def _scratch_kernel(self, parts: Sequence[SpanSlice], spec: KVSpec, **options: Any) -> Any:
+        """Return a kernel whose layers go through scattered slots of a scratch cache, packed like the first layer's."""
+        plan = LoadPlan(parts, spec, dtype=options["dtype"], device=options["device"], kernel="triton")
+        slots = torch.randperm(2 * self.block_size, generator=torch.Generator().manual_seed(0))[: plan.tokens]
+
+        def layer(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+            scratch = torch.zeros_like(self.layers[0].kv_cache[:2])
+            strides = self._strides_of(scratch)
+            assert strides is not None
+            plan.store(i, [scratch], strides, slots.to(self.device))
+            k, v = self._unpack(scratch, self.shapes[0])
+            return k[slots], v[slots]
+
+        return SimpleNamespace(layer=layer)
+
+
+def _update(layer: Any, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    if hasattr(layer, "kv_lora_rank"):  # latent attention: c_KV is our content channel, k_pe the rope channel
+        layer.impl.do_kv_cache_update(v[:, 0], k, cache, slots, layer.kv_cache_dtype, layer._k_scale)
+    else:
+        layer.impl.do_kv_cache_update(layer, k, v, cache, slots)
+
+
+def _attention_layers(layers: Mapping[str, Any], hybrid: bool) -> list[Any]:
+    """Return the decoder attention layers that have a cache, by index; a hybrid's other layers have states."""
+    indexed = []
+    for name, layer in layers.items():
+        cache = getattr(layer, "kv_cache", None)
+        if getattr(layer, "kv_sharing_target_layer_name", None):
+            continue  # its cache is another layer's
+        if cache is None or (isinstance(cache, torch.Tensor) and cache.numel() == 0):
+            continue  # an encoder's layer
+        if hybrid and isinstance(cache, tuple):
+            continue  # see `paged_states`
+        if not isinstance(cache, torch.Tensor) or not hasattr(getattr(layer, "impl", None), "do_kv_cache_update"):
+            # A recurrent state, a sparse indexer's keys: they would not move with the KV.
+            raise UnsupportedModel(
+                f"all of a model's caches must be attention KV, got {type(layer).__name__} at {name!r}; it would not move"
+            )
+        numbers = [int(part) for part in name.split(".") if part.isdigit()]
+        if len(numbers) != 1:
+            raise UnsupportedModel(f"an attention layer's name must hold its index once, got {name!r}")
+        indexed.append((numbers[0], layer))
+    return [layer for _, layer in sorted(indexed, key=lambda item: item[0])]

@@ -1,0 +1,308 @@
+"""One request on vLLM: submit its loads, read its outputs, collect its captures."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ctxwin.engines.results import ScoredToken
+from ctxwin.engines.sampling import Sampling, SamplingOptions
+from ctxwin.errors import AnswerStopped, EngineFailed, UnsupportedModel
+from ctxwin_vllm.transport.base import PARAM, Transfer, Transport
+
+if TYPE_CHECKING:
+    import torch
+
+    from ctxwin_vllm.drivers import Driver, Ticket
+
+POLL_S = 0.01
+"""How often background work checks whether it must give way."""
+BACKGROUND = 10
+"""Priority of background work; vLLM serves lower numbers first, and other requests have 0."""
+
+
+_SAME = ("max_tokens", *SamplingOptions.__annotations__)  # the same fields in vLLM's parameters
+
+
+class LoadError(Exception):
+    """The connector could not load or read back a span; no result of the request may be used."""
+
+
+class CallerError(Exception):
+    """The caller's ``on_token`` raised; its exception is the cause."""
+
+
+@dataclass
+class Outcome:
+    """Result of one request.
+
+    Attributes:
+        token_ids: generated ids, the ending token excluded.
+        logprobs: first-token log-probabilities by token id.
+        first_token_at: `time.perf_counter` at the first token.
+        finished: False where ``on_token`` stopped it.
+        forced: log-probabilities by token id before each of the scored last prompt tokens, then after them.
+        queries: rotated queries of the requested chunk, ``[tokens, layers, heads, dim]``.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: dict[int, float] = field(default_factory=dict)
+    first_token_at: float = 0.0
+    finished: bool = True
+    forced: list[dict[int, float]] = field(default_factory=list)
+    queries: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Forced:
+    """Request for the ``best`` log-probabilities before each of the last ``tokens`` of a prompt, and after them.
+
+    ``stopped`` is polled; once it is true the request is cancelled and AnswerStopped raised.
+    """
+
+    tokens: int
+    best: int
+    stopped: Callable[[], bool]
+
+
+class StreamGuard:
+    """Passes each token of a stream to a caller once.
+
+    A request that was preempted and whose load then fails is served again from the beginning. Tokens that the caller has
+    received cannot be taken back, so the new answer has to begin with them.
+
+    Args:
+        on_token: see `Engine.generate`.
+        decode: text of ids.
+    """
+
+    def __init__(self, on_token: Callable[[int, str], bool], decode: Callable[[list[int]], str]) -> None:
+        self._on_token = on_token
+        self._decode = decode
+        self._ids: list[int] = []
+        self._continue = True
+
+    def __call__(self, ids: list[int]) -> bool:
+        """Pass on the last of all ``ids`` generated so far; return False once the caller stops.
+
+        Raises EngineFailed if a token that was passed on has changed.
+        """
+        at = len(ids) - 1
+        if at >= len(self._ids):
+            self._ids.append(ids[at])
+            self._continue = self._on_token(ids[at], self._decode(ids)) is not False
+        elif ids[at] != self._ids[at]:
+            raise self._changed()
+        return self._continue or len(ids) < len(self._ids)
+
+    def check(self, ids: list[int]) -> None:
+        """Raise EngineFailed for a complete answer that is shorter than what was streamed of it."""
+        if len(ids) < len(self._ids):
+            raise self._changed()
+
+    def _changed(self) -> EngineFailed:
+        return EngineFailed(
+            "KV of the answer was lost while it was streamed, and computed anew the answer is another one; ask again"
+        )
+
+
+def run(
+    driver: Driver,
+    transport: Transport,
+    prompt: dict[str, Any],
+    transfer: Transfer,
+    sampling: Sampling,
+    ending: Sequence[int] = (),
+    on_token: Callable[[list[int]], bool] | None = None,
+    background: bool = False,
+    forced: Forced | None = None,
+    lora: Any = None,
+) -> Outcome:
+    """Run one request to its end, batched with vLLM's other requests.
+
+    Args:
+        driver: driver of a started engine.
+        transport: the transport of its connector.
+        prompt: a rendered engine input.
+        transfer: what to load and capture. On return it holds the outcome, up to where ``on_token`` stopped the request.
+        sampling: how to decode.
+        ending: token ids that end the answer.
+        on_token: called in this thread with all ids after each token that does not end the answer; returning False stops.
+        background: True for background work; other requests go first.
+        forced: scores of the prompt's last tokens to read.
+        lora: the adapter to compute it with, vLLM's ``LoRARequest``.
+
+    Raises:
+        LoadError, CallerError: see there. vLLM's own errors pass through. The request is cancelled in each case.
+    """
+    try:
+        handle = transport.add(transfer)
+    except OSError as error:
+        raise LoadError(f"no room to submit what the request loads: {error}") from error
+    outcome = Outcome()
+    try:
+        parameters = _parameters(sampling, ending, handle, forced)
+        with driver.counted(background):
+            ticket = driver.submit(prompt, parameters, BACKGROUND if background else 0, lora)
+            reason = _follow(driver, ticket, outcome, sampling, on_token, forced)
+        transport.collect(handle, transfer, reason != "error")
+    except Exception:
+        transport.collect(handle, transfer, False)  # its cost counts all the same
+        raise
+    finally:
+        transport.remove(handle)
+    cached = transfer.local_tokens + transfer.planned_tokens
+    if forced is not None and forced.tokens and cached >= len(prompt["prompt_token_ids"]) - forced.tokens:
+        raise EngineFailed("places of the answer were not computed, so that it could not be scored")
+    if not outcome.finished and cached >= transfer.placeholder_tokens:
+        # The tokens so far came from sound KV. A later failed or pending load, after a preemption for example, does not
+        # matter: served again, the caller would receive once more what it has stopped.
+        if transfer.error is not None or transfer.loaded_tokens != transfer.planned_tokens:
+            transfer.captured.clear()
+        return outcome
+    if transfer.error is not None or reason == "error":
+        raise LoadError(str(transfer.error or "vLLM reported a failed load")) from transfer.error
+    if transfer.loaded_tokens != transfer.planned_tokens:
+        # The scheduler expected tokens that were not written: their blocks hold garbage under the hashes of real ones.
+        driver.reset_prefix_cache()
+        raise LoadError(f"{transfer.planned_tokens} tokens were to be loaded, got {transfer.loaded_tokens}")
+    if cached < transfer.placeholder_tokens:
+        # vLLM did not query the connector, or not for all tokens: zeros were computed in place of media.
+        driver.reset_prefix_cache()
+        raise LoadError(f"{transfer.placeholder_tokens} tokens were to come from the cache or from spans, got fewer")
+    return outcome
+
+
+def _follow(
+    driver: Driver,
+    ticket: Ticket,
+    outcome: Outcome,
+    sampling: Sampling,
+    on_token: Callable[[list[int]], bool] | None,
+    forced: Forced | None,
+) -> str:
+    """Read outputs until the request ends; return vLLM's finish reason."""
+    ended = False
+    try:
+        while not ended:
+            output = _next(driver, ticket.outputs, forced)
+            if isinstance(output, BaseException):
+                ended = True
+                raise output
+            ended = output.finished
+            (part,) = output.outputs
+            fresh = _fresh(part, len(outcome.token_ids), sampling.token_logprobs)
+            if forced is not None and fresh and not outcome.forced:
+                outcome.forced = _forced(output, part, forced)
+            if fresh and not outcome.first_token_at:
+                outcome.first_token_at = time.perf_counter()
+                if part.logprobs and sampling.logprobs:
+                    outcome.logprobs = _best(part.logprobs[0], sampling.logprobs)
+            if part.finish_reason == "stop" and fresh:
+                fresh.pop()
+            for token in fresh:
+                outcome.token_ids.append(token)
+                try:
+                    outcome.finished = on_token is None or on_token(outcome.token_ids)
+                except Exception as error:
+                    raise CallerError from error
+                if not outcome.finished:
+                    return str(part.finish_reason) if ended else "abort"
+        return str(part.finish_reason)
+    finally:
+        if not ended:
+            driver.cancel(ticket)
+
+
+def _forced(output: Any, part: Any, forced: Forced) -> list[dict[int, float]]:
+    """Return the scores of a request with `Forced`. Raises EngineFailed where vLLM did not compute those positions."""
+    ids, rows = list(output.prompt_token_ids or ()), output.prompt_logprobs
+    scores = []
+    for at in range(len(ids) - forced.tokens, len(ids)):
+        entries = rows[at] if rows is not None and len(rows) == len(ids) else None
+        if not entries or ids[at] not in entries:
+            raise EngineFailed(f"vLLM gave no log-probabilities for token {at} of {len(ids)} of a prompt")
+        scores.append(_best(entries, forced.best) | {ids[at]: float(entries[ids[at]].logprob)})
+    return [*scores, _best(part.logprobs[0], forced.best)]
+
+
+def _next(driver: Driver, outputs: queue.SimpleQueue[Any], forced: Forced | None) -> Any:
+    """Return the next output; check every few seconds that vLLM still runs, in case it died silently."""
+    while True:
+        try:
+            return outputs.get(timeout=5.0 if forced is None else POLL_S)
+        except queue.Empty:
+            if forced is not None and forced.stopped():
+                raise AnswerStopped("the engine is wanted for other work") from None
+            dead = driver.dead
+            if dead is not None and outputs.empty():
+                raise dead from None
+
+
+def _parameters(sampling: Sampling, ending: Sequence[int], handle: str, forced: Forced | None = None) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    schema, logprobs = sampling.json_schema, sampling.logprobs
+    if logprobs >= 0 and sampling.token_logprobs is not None:
+        logprobs = max(logprobs, sampling.token_logprobs)  # vLLM adds the token's own
+    prompt: dict[str, Any] = {}
+    if forced is not None:
+        logprobs = forced.best
+        if forced.tokens:
+            # Without the last option vLLM would neither load nor hit. Positions that it did not compute hold garbage, which is
+            # never read: the tokens of an answer are in no block that another request could have left.
+            prompt = {"prompt_logprobs": forced.best, "flat_logprobs": True, "skip_reading_prefix_cache": False}
+    return SamplingParams(
+        **prompt,
+        **{name: getattr(sampling, name) for name in _SAME},
+        logprobs=None if not logprobs and sampling.token_logprobs is None else logprobs,
+        structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
+        # The ending ids come from the tokenizer and the generation config, collected once for every engine.
+        ignore_eos=True,
+        stop_token_ids=[*ending, *sampling.stop_ids],
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args={"kv_transfer_params": {PARAM: handle}},
+    )
+
+
+def check(driver: Driver, sampling: Sampling) -> None:
+    """Check that vLLM accepts ``sampling``. Cost: compiling the schema, which is cheap compared with an answer.
+
+    Raises:
+        ValueError: ids and counts beyond the vocabulary, a schema that vLLM cannot enforce.
+        UnsupportedModel: an answer that drops tokens it has computed.
+    """
+    if sampling.hold < 1:
+        raise UnsupportedModel("vLLM keeps every token that it has computed; eliminate them on transformers (hf:MODEL)")
+    if sampling.json_schema is None and sampling.logprobs <= 0 and not sampling.stop_ids:
+        return
+    config = driver.config
+    options = "logprobs and stop_ids" if sampling.json_schema is None else "the JSON schema"
+    try:
+        _parameters(sampling, (), "").verify(
+            config.model_config, config.speculative_config, config.structured_outputs_config, driver.renderer.tokenizer
+        )
+    except Exception as error:  # any error of the libraries that read schemas
+        raise ValueError(f"{options} must be what vLLM takes: {error}") from error
+
+
+def _fresh(part: Any, index: int, best: int | None) -> list[int]:
+    """Return the ids of an output; as `ScoredToken` with the ``best`` alternatives if ``best`` is not None."""
+    if best is None or not part.token_ids:
+        return list(part.token_ids)
+    return [
+        ScoredToken(token, index + i, float(entries[token].logprob), _best(entries, best))
+        for i, (token, entries) in enumerate(zip(part.token_ids, part.logprobs, strict=True))
+    ]
+
+
+def _best(entries: Any, count: int) -> dict[int, float]:
+    """Return the ``count`` best log-probabilities of a position by token, all for -1; vLLM adds the sampled token to them."""
+    logprobs = {token: float(entry.logprob) for token, entry in entries.items()}
+    best = logprobs if count < 0 else sorted(logprobs, key=lambda token: (-logprobs[token], token))[:count]
+    return {token: logprobs[token] for token in best}

@@ -1,0 +1,39 @@
+"""How KV gets from an engine to the connector and back: within a process, or to others through shared memory."""
+
+from __future__ import annotations
+
+from ctxwin_vllm.transport.base import (
+    PARAM,
+    CaptureSpec,
+    Endpoint,
+    LoadSpec,
+    RequestMeta,
+    SaveSpec,
+    Transfer,
+    Transport,
+    is_handle,
+)
+from ctxwin_vllm.transport.endpoint import SharedMemoryEndpoint, open_endpoint
+from ctxwin_vllm.transport.local import LocalTransport, find
+from ctxwin_vllm.transport.shared_memory import SharedMemoryTransport
+
+__all__ = [
+    "PARAM",
+    "CaptureSpec",
+    "Endpoint",
+    "LoadSpec",
+    "LocalTransport",
+    "RequestMeta",
+    "SaveSpec",
+    "SharedMemoryEndpoint",
+    "SharedMemoryTransport",
+    "Transfer",
+    "Transport",
+    "connect",
+    "is_handle",
+]
+
+
+def connect(source: str) -> Endpoint:
+    """vLLM's end of the transport whose `Transport.source` this is. Raises RuntimeError where there is none."""
+    return open_endpoint(source) if source.startswith("/") else find(source)

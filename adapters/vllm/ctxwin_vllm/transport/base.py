@@ -1,0 +1,314 @@
+"""The contract between an engine and its connector: what one vLLM request has to load and capture.
+
+vLLM carries only a small string from the caller to the connector (``kv_transfer_params``), a handle under which everything else
+waits. An engine has a `Transport`, and each process of vLLM that runs the connector an `Endpoint` of it.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+
+from ctxwin.engines.segments import Segment
+from ctxwin.kv.kernels import SpanSlice
+from ctxwin.kv.states import since_exact
+
+if TYPE_CHECKING:
+    from ctxwin.kv.layout import KVSpec
+    from ctxwin_vllm.draft_model import DraftModelKV
+    from ctxwin_vllm.paged import PagedKV
+    from ctxwin_vllm.paged_states import PagedStates
+
+PARAM = "ctxwin"
+"""Key of the handle in ``kv_transfer_params``, and of the transport's source in the connector's extra config."""
+_HANDLE = re.compile(r"[0-9a-f]{32}")
+
+
+def new_handle() -> str:
+    """A name for one transfer that no client of a server can guess."""
+    return secrets.token_hex(16)
+
+
+def is_handle(name: object) -> TypeGuard[str]:
+    """Return True if ``name`` has the form of a handle; over HTTP anything may arrive."""
+    return isinstance(name, str) and _HANDLE.fullmatch(name) is not None
+
+
+@dataclass
+class RequestMeta:
+    """Metadata of one request for vLLM's scheduler.
+
+    Attributes:
+        covered: prompt tokens that the loads cover.
+        placeholder_tokens: prompt tokens up to the end of the last medium that carries no embeddings because its KV will be
+            loaded; these cannot be computed.
+        captures: token ranges ``[begin, end)`` to read back when the request finishes, by name; an ``end`` of None is
+            the last token whose KV was computed.
+        private_from: prompt token from which on no other request finds the blocks; earlier blocks may be hit by requests
+            without a handle. See `cache_namespace.CacheNamespace`.
+        exact: True if the loaded KV is what a forward would compute.
+    """
+
+    covered: int = 0
+    placeholder_tokens: int = 0
+    captures: dict[str, tuple[int, int | None]] = field(default_factory=dict)
+    private_from: int = 0
+    exact: bool = False
+
+    def tokens_to_load(self, hit: int, prompt: int, block: int) -> int:
+        """Return the number of tokens to load after a prefix hit of ``hit`` tokens; vLLM always computes the last prompt token.
+
+        Exact KV that would fill less than a block is computed together with the new tokens: that costs less than a background
+        load, and an append to a warm window reloads nothing.
+        """
+        count = max(0, min(self.covered, prompt - 1) - hit)
+        if self.exact and 0 < count < block and hit >= max(1, self.placeholder_tokens):
+            return 0
+        return count
+
+    def capture_after(self, loaded: int) -> int:
+        """Return the length of the capture that begins right after ``loaded`` tokens, whose map can be captured; 0 for none."""
+        ranges = self.captures.values()
+        return next((end - begin for begin, end in ranges if begin == loaded and end is not None), 0)
+
+    def background(self, hit: int) -> bool:
+        """Return True if a load after a prefix hit of ``hit`` tokens must be complete before its blocks can be found."""
+        return hit < self.private_from
+
+
+@dataclass(eq=False, kw_only=True)
+class Transfer(RequestMeta):
+    """One request: its instructions and their outcome.
+
+    Attributes:
+        loads: segments with spans that cover one contiguous prefix of the prompt, in order; positions count from its
+            begin.
+        tenant: owner of the loads; the same key names other KV for another tenant.
+        embeddings: vision embeddings ``[tokens, width]`` for the encoder cache, by multimodal identifier.
+        local_tokens: prompt tokens that vLLM's own prefix cache served.
+        planned_tokens: prompt tokens that vLLM's scheduler expects the connector to write.
+        loaded_tokens: prompt tokens that the connector wrote.
+        bytes_loaded: bytes of KV that the connector wrote.
+        captured: ``(k, v)`` of each capture, ``[layers, tokens, heads, dim]``, keys as they lie in the cache.
+        states: states of a hybrid's recurrent layers after the captures that its request ended with.
+        outputs: stage outputs for the tokens of each capture, where the engine keeps them.
+        drafted: the draft model's ``(k, v)`` of each capture, as `captured`, where it keeps KV.
+        queries_of: the capture whose queries are read as well; "" for none.
+        queries: those queries, ``[tokens, layers, heads, dim]``.
+        error: why a load or a capture failed; the request's answer must then be discarded.
+    """
+
+    loads: tuple[Segment, ...] = ()
+    tenant: str = ""
+    embeddings: dict[str, torch.Tensor] = field(default_factory=dict)
+    local_tokens: int = 0
+    planned_tokens: int = 0
+    loaded_tokens: int = 0
+    bytes_loaded: int = 0
+    captured: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    states: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    outputs: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    drafted: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    queries_of: str = ""
+    queries: torch.Tensor | None = None
+    error: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self.covered = sum(segment.tokens for segment in self.loads)
+
+
+@dataclass(frozen=True)
+class LoadSpec:
+    """Tokens ``[begin, end)`` of one request, to be written into its blocks.
+
+    Attributes:
+        source: the transport that knows ``handle``; engines of one process share vLLM's worker-side connector.
+        background: True if the request waits for the load outside the steps.
+        states: the request's block in each group of layers, for a hybrid.
+    """
+
+    source: str
+    handle: str
+    request: str
+    blocks: tuple[int, ...]
+    begin: int
+    end: int
+    background: bool
+    states: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class SaveSpec:
+    """Token ranges of one ended request, to be read out of its blocks, by name.
+
+    Attributes:
+        states: the request's block in each group of layers, for a hybrid.
+        computed: tokens of the request that are computed; its states are those after them.
+    """
+
+    source: str
+    handle: str
+    request: str
+    blocks: tuple[int, ...]
+    ranges: dict[str, tuple[int, int]]
+    states: tuple[int, ...] = ()
+    computed: int = 0
+
+
+@dataclass(frozen=True)
+class CaptureSpec:
+    """A chunk that one request is about to compute, whose map on the recurrent states is captured.
+
+    Attributes:
+        states: the request's block in each group of layers.
+        tokens: tokens of the chunk, which come next in the request; 0 drops the capture of a request that has ended unread.
+    """
+
+    source: str
+    states: tuple[int, ...]
+    tokens: int
+
+
+class Transport(ABC):
+    """The engine's side; thread-safe.
+
+    Attributes:
+        kv: layout of the model's KV (all heads).
+        source: what the connector's extra config holds under `PARAM`.
+    """
+
+    kv: KVSpec
+    source: str
+
+    @abstractmethod
+    def add(self, transfer: Transfer) -> str:
+        """Submit a transfer and return its handle. Raises OSError where there is no room for it."""
+
+    @abstractmethod
+    def collect(self, handle: str, transfer: Transfer, finished: bool) -> None:
+        """Copy the connector's reports into ``transfer``; wait for its captures if the request ``finished`` without an error."""
+
+    @abstractmethod
+    def remove(self, handle: str) -> None:
+        """Remove a transfer."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of transfers that have not been removed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Remove all transfers. Idempotent."""
+
+
+class Endpoint(ABC):
+    """vLLM's side: the scheduler reads request metadata and reports hits, workers load and save.
+
+    Attributes:
+        kv: layout of the model's KV (all heads).
+        paged: the worker's paged cache, once it is allocated.
+        states: states of a hybrid's recurrent layers.
+        draft_model: layers of the speculative draft model, where they keep KV.
+        heads: the KV heads that the worker has; None is all of them.
+    """
+
+    kv: KVSpec
+    paged: PagedKV | None = None
+    states: PagedStates | None = None
+    draft_model: DraftModelKV | None = None
+    heads: slice | None = None
+
+    @abstractmethod
+    def request_meta(self, handle: str) -> RequestMeta | None:
+        """Return a request's metadata; None for a handle that is not (or no longer) known."""
+
+    @abstractmethod
+    def report_hit(self, handle: str, local: int, planned: int) -> None:
+        """Report how many tokens the scheduler found in its own cache, and how many it expects to be loaded."""
+
+    @abstractmethod
+    def read_now(self, save: SaveSpec, meta: RequestMeta) -> bool:
+        """Read the captures of a request that has ended; return False if the workers must read them in the next step."""
+
+    @abstractmethod
+    def fail(self, handle: str, error: BaseException) -> None:
+        """Report to the engine why a load or a capture failed."""
+
+    def refuse(self, error: BaseException) -> None:  # noqa: B027  # in one process the engine sees the error itself
+        """Report to the engine why this process cannot serve its model, before it ends with ``error``."""
+
+    def open_cache(  # noqa: B027  # see `LocalTransport.paged`
+        self, layers: Mapping[str, Any], block_size: int, groups: Sequence[Sequence[str]], speculative: Any = None
+    ) -> None:
+        """Learn the packing of the worker's cache. Raises UnsupportedModel.
+
+        Args:
+            layers: by name, as in ``compilation_config.static_forward_context``.
+            block_size: tokens in a block of KV.
+            groups: the names of the layers that share a block table, each.
+            speculative: vLLM's ``SpeculativeConfig``, or None.
+        """
+
+    @abstractmethod
+    def parts(self, handle: str, begin: int, end: int) -> list[SpanSlice]:
+        """Return KV of the prompt tokens ``[begin, end)``. Raises LookupError, OSError or StoreCorrupt where it is gone."""
+
+    def load(self, load: LoadSpec) -> None:
+        """Write a load into the paged cache. Any failure raises."""
+        if self.paged is None:
+            raise RuntimeError("the engine is not up yet")
+        parts = self.parts(load.handle, load.begin, load.end)
+        # States first: a missing one raises before anything is written.
+        nbytes = 0
+        if self.states is not None:
+            self.states.write(load.states, self.states.states_after(parts))
+            nbytes = state_bytes(since_exact(parts))
+        if self.states is not None and load.end % self.paged.block_size:
+            # The pages of a hybrid also hold states: the rest of the last block, read as KV, could be NaN.
+            self.paged.clear(load.blocks[load.end // self.paged.block_size])
+        if self.draft_model is not None:
+            draft = self.draft_model
+            write(draft.paged, draft.slices(parts), draft.kv, load, draft.heads)
+        self.finish_load(load, nbytes + write(self.paged, parts, self.kv, load, self.heads))
+
+    def capture(self, capture: CaptureSpec) -> None:
+        """Capture the map of a chunk; `read_now` or `save` reads it with the states."""
+        if self.states is not None:
+            self.states.capture(capture.states, capture.tokens)
+
+    def finish_load(self, load: LoadSpec, nbytes: int) -> None:  # noqa: B027  # the other processes' engine counts by itself
+        """Account for a load that is written."""
+
+    def save(self, save: SaveSpec) -> None:
+        """Read captures out of the paged cache for the engine."""
+        raise NotImplementedError
+
+
+def state_bytes(parts: Iterable[SpanSlice | Segment]) -> int:
+    """Return the bytes of the states and maps of spans."""
+    return sum(s.nbytes for part in parts if part.span is not None for s in part.span.states.values())
+
+
+def overlaps(tokens: Iterable[int], begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield ``(index, first, last)`` of the runs of ``tokens`` that overlap ``[begin, end)``; bounds count within each run."""
+    at = 0
+    for i, count in enumerate(tokens):
+        first, last = max(0, begin - at), min(count, end - at)
+        if first < last:
+            yield i, first, last
+        at += count
+
+
+@torch.inference_mode()
+def write(paged: PagedKV, parts: Sequence[SpanSlice], kv: KVSpec, load: LoadSpec, heads: slice | None = None) -> int:
+    """Write slices into a request's blocks; return the bytes. Raises RuntimeError where they do not cover the load."""
+    plan = paged.plan(parts, kv, heads)
+    if plan.tokens != load.end - load.begin:
+        raise RuntimeError(f"spans must cover all {load.end - load.begin} tokens of the load, got {plan.tokens}")
+    return paged.write(plan, paged.slots(load.blocks, load.begin, load.end))

