@@ -18,7 +18,12 @@ _NAME = re.compile(
 _FILE = re.compile(r"(?<![\w/.:-])((?:adapters|ctxwin|docs|evals|examples|tests|tools)/[\w./-]*[\w/])")
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 _SPANS = {f"ctxwin.{name}" for name in ("request", "ask", "lay_out", "read", "run", "settle")}
-_GONE = {"ctxwin.adapters", "ctxwin.serve", "ctxwin.evals"}  # importing one says where its contents have gone
+_GONE = {
+    "ctxwin.adapters",
+    "ctxwin.engines.vllm",
+    "ctxwin.serve",
+    "ctxwin.evals",
+}  # importing one says where its contents have gone
 _NO_NAMES = {"ctxwin.git", "ctxwin.readthedocs.io", "ctxwin.commands", *_SPANS, *_GONE}
 
 

