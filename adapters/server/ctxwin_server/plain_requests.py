@@ -149,7 +149,9 @@ class PlainRequest:
         """
         self._follows, self._data = follows, await self._run(self._parse)
         await self._service.grammars.check(self._tenant, self._data)
-        is_expanded, windows = await self._run(self._adapt), self._service.windows
+        takes_long = self._path in (compaction.MESSAGES, COUNT) or names_chunks(self._data)
+        is_expanded = await self._run(self._adapt) if takes_long else self._adapt()
+        windows = self._service.windows
         if not windows or self._path not in ROUTES or not isinstance(self._data, dict):
             return
         if ahead is not None:
