@@ -177,7 +177,7 @@ class PlanRequest:
     @property
     def reused(self) -> int:
         """Prompt tokens that are loaded, or found in the engine's own prefix cache: earlier requests leave them there.
-        vLLM computes less than a block of them again where that is cheaper than a load."""
+        On a GPU vLLM computes less than a block of them again, which is cheaper than a load."""
         return self.tokens - self.computed
 
 
@@ -223,8 +223,8 @@ class Plan:
         """Tokens of system prompt and chunks that would run a forward.
 
         On vLLM that is less than the entries say where its own prefix cache holds what has no KV in the store, and more where
-        less than a block is computed again instead of loaded. What cannot be known ahead: blocks that plain requests and
-        other processes leave there or that vLLM drops meanwhile, what of a question that was asked before it still holds
+        less than a block is computed again instead of loaded, on a GPU. What cannot be known ahead: blocks that plain requests
+        and other processes leave there or that vLLM drops meanwhile, what of a question that was asked before it still holds
         (unless the plan was made for that question), and the few tokens that end an exchange which is remembered.
         """
         if self.steps:

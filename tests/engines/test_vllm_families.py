@@ -42,8 +42,6 @@ def gap(a: Generation, b: Generation) -> float:
 
 
 class OnVLLM(EngineConformance):
-    block = 32
-
     @classmethod
     def make_engine(cls, model_dir: Path, store: Store) -> Engine:
         from ctxwin_vllm.engine import VLLMEngine

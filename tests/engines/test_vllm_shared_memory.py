@@ -223,7 +223,7 @@ def test_a_job_is_read_once(tmp_path: Path) -> None:
     transport = SharedMemoryTransport(KV, folder=tmp_path)
     endpoint, transfer = (
         SharedMemoryEndpoint(transport.source),
-        Transfer(captures={"0": (0, 4)}, placeholder_tokens=3, private_from=2, exact=True),
+        Transfer(captures={"0": (0, 4)}, placeholder_tokens=3, private_from=2, min_load=4),
     )
     handle = transport.add(transfer)
     with mock.patch.object(endpoints, "read_json", side_effect=endpoints.read_json) as reads:

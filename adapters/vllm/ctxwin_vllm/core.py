@@ -135,6 +135,7 @@ class Core:
         block: tokens of a block of its paged cache; caches: whether it has a prefix cache; prefixes: what was left there.
         positions: how many positions the model can rotate to; a video's may run ahead of its tokens.
         on_gpu: whether it computes on GPUs.
+        min_load: `RequestMeta.min_load` of exact KV: on a GPU a background load costs more than to compute less than a block.
         outputs: whether what forwards give for each token is kept beside its KV.
         draft_model: layout of the speculative draft model's KV, which spans hold beside their own; None where it keeps none.
     """
@@ -152,6 +153,7 @@ class Core:
         self.positions = max(self.longest, int(getattr(checkpoint.text_config, "max_position_embeddings", 0) or 0))
         self.outputs = outputs
         self.on_gpu = not on_a_processor()
+        self.min_load = self.block if self.on_gpu else 0
         self.draft_model = draft_model_spec(driver.config.speculative_config, self.kv)
         self._users = 0
         self._segments: set[str] = set()  # shared memory of processes that it started

@@ -637,7 +637,7 @@ class VLLMEngine(EncodingEngine):
             tenant=self._tenant,
             captures=captures,
             private_from=namespace.private_from,
-            exact=namespace.exact,
+            min_load=self._core.min_load if namespace.exact else 0,
             queries_of=ask.queries_of,
         )
         return (ask.builder or self).prompt(ids, media, namespace, transfer), transfer
@@ -655,7 +655,7 @@ class VLLMEngine(EncodingEngine):
             transfer.covered,
             tenant=self._tenant,
             marks=namespace.marks,
-            tail=transfer.covered // core.block * core.block if namespace.exact else None,
+            tail=transfer.covered // core.block * core.block if transfer.min_load else None,
             cached_embedding=self._embeddings.get,
         )
         transfer.placeholder_tokens, transfer.embeddings = rendered.placeholder_tokens, rendered.embeddings

@@ -88,17 +88,15 @@ def _computed_tokens(
     hit = min(core.prefixes.hit(names, blocks), (total - 1) // block * block)
     covered = sum(s.tokens for s in itertools.takewhile(lambda s: s.span is not None, segments))
     loadable = min(covered, total - 1)
-    loaded = covered // block * block if namespace.exact else None
+    min_load = core.min_load if namespace.exact else 0
+    loaded = covered // block * block if min_load else None
     placeholder_tokens = 0
     for medium in media:
         end = medium.offset + medium.tokens
         if end <= loadable and (loaded is None or end <= loaded or not engine.has_embeddings(medium.key)):
             placeholder_tokens = max(placeholder_tokens, end)
     meta = RequestMeta(
-        covered=covered,
-        placeholder_tokens=placeholder_tokens,
-        private_from=namespace.private_from,
-        exact=namespace.exact,
+        covered=covered, placeholder_tokens=placeholder_tokens, private_from=namespace.private_from, min_load=min_load
     )
     blocks.update(names)
-    return total - hit - meta.tokens_to_load(hit, total, block) - extra
+    return total - hit - meta.tokens_to_load(hit, total) - extra

@@ -78,7 +78,7 @@ class SchedulerHalf:
         if entry is None:
             return (None if self._orphaned(request) else 0), False
         handle, meta = entry
-        count = meta.tokens_to_load(num_computed_tokens, request.num_prompt_tokens, self.block_size)
+        count = meta.tokens_to_load(num_computed_tokens, request.num_prompt_tokens)
         planned = num_computed_tokens, handle, meta
         if self._planned.get(request.request_id) != planned:  # vLLM calls this in every step for a waiting request
             self._planned[request.request_id] = planned

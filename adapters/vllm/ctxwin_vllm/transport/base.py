@@ -52,25 +52,23 @@ class RequestMeta:
             the last token whose KV was computed.
         private_from: prompt token from which on no other request finds the blocks; earlier blocks may be hit by requests
             without a handle. See `cache_namespace.CacheNamespace`.
-        exact: True if the loaded KV is what a forward would compute.
+        min_load: fewest tokens to load behind a prefix hit; fewer are computed with the new ones. 0 where the
+            loaded KV is not what a forward would compute.
     """
 
     covered: int = 0
     placeholder_tokens: int = 0
     captures: dict[str, tuple[int, int | None]] = field(default_factory=dict)
     private_from: int = 0
-    exact: bool = False
+    min_load: int = 0
 
-    def tokens_to_load(self, hit: int, prompt: int, block: int) -> int:
+    def tokens_to_load(self, hit: int, prompt: int) -> int:
         """Return the number of tokens to load after a prefix hit of ``hit`` tokens; vLLM always computes the last prompt token.
 
-        Exact KV that would fill less than a block is computed together with the new tokens: that costs less than a background
-        load, and an append to a warm window reloads nothing.
+        vLLM's hits are whole blocks, but a load may end, and so begin to be continued, anywhere in one.
         """
         count = max(0, min(self.covered, prompt - 1) - hit)
-        if self.exact and 0 < count < block and hit >= max(1, self.placeholder_tokens):
-            return 0
-        return count
+        return 0 if count < self.min_load and hit >= max(1, self.placeholder_tokens) else count
 
     def capture_after(self, loaded: int) -> int:
         """Return the length of the capture that begins right after ``loaded`` tokens, whose map can be captured; 0 for none."""
