@@ -31,6 +31,7 @@ from ctxwin.store.base import Store
 from ctxwin.store.spans import SpanRepository
 
 _TRIES = 100
+_SPREAD = 16
 _log = logging.getLogger("ctxwin.library")
 M = TypeVar("M", bound=BaseModel)
 
@@ -153,8 +154,11 @@ class Fenced:
 
         Cost: a read and two small writes. Raises StoreUnavailable, and StoreFull where the store refuses it.
         """
+        took = 0.0
         for tried in range(_TRIES):
-            time.sleep(random.uniform(0, min(0.0005 * tried, 0.05)))  # nosec B311: so that those who collide do not go on to
+            # Those who collide try again within several times what a try takes, however slow the store is now.
+            time.sleep(random.uniform(0, min(tried, _SPREAD) * took))  # nosec B311
+            began = time.monotonic()
             try:
                 claimed = self.store.claim(self.key)
                 token, raw = claimed or (1, None)
@@ -165,6 +169,7 @@ class Fenced:
                 self._commit(updated.model_dump_json().encode(), token)
                 return updated
             except StaleOwner:
+                took = time.monotonic() - began
                 continue
         raise StoreUnavailable(f"{self.key[:20]} must be free for a moment to be changed; try again later")
 

@@ -76,6 +76,7 @@ def ask(
     rendered = SimpleNamespace(prompt={}, placeholder_tokens=0, embeddings={})
     engine._core = SimpleNamespace(  # type: ignore[assignment]
         block=32,
+        min_load=0,
         inputs=SimpleNamespace(prompt=lambda *_, **__: rendered),
         driver=Scripted(script),
         transport=transport,
@@ -174,6 +175,7 @@ def test_a_request_that_is_stopped_while_it_is_preempted_is_not_asked_again() ->
     driver = Preempting(transport)
     engine._core = SimpleNamespace(  # type: ignore[assignment]
         block=32,
+        min_load=0,
         inputs=SimpleNamespace(prompt=lambda *_, **__: rendered),
         driver=driver,
         transport=transport,

@@ -65,12 +65,12 @@ class Seam:
             fallback=lambda *_: self.counted.append("fallback"),
         )
 
-        async def run_chat(tenant: str, work: Any) -> Any:
+        async def run(tenant: str, work: Any) -> Any:
             return await asyncio.to_thread(work)
 
         service: Any = SimpleNamespace(
             tenant_state=lambda _: tenant_state,
-            run_chat=run_chat,
+            chat_pool=SimpleNamespace(run=run),
             metrics=metrics,
             limits=SimpleNamespace(fidelity=Fidelity("exact")),
             pending_requests=self.asked,

@@ -69,11 +69,6 @@ def spend(window: Window, plan: Plan) -> None:
     assert repeated == 0 or (engine.spec.name == "vllm" and 0 < repeated <= query + BLOCK)
 
 
-def again(plan: Plan, window: Window) -> int:
-    """Tokens of a block that vLLM computes again in front of an appended chunk."""
-    return (plan.tokens - window.chunks[-1].tokens) % BLOCK if window.engine.spec.name == "vllm" else 0
-
-
 def check_steps(plan: Plan) -> None:
     """What holds of every plan."""
     *before, answer = plan.steps
@@ -99,12 +94,10 @@ class TestWhatIsPlanned:
             spend(window, plan)
             window.append(chunk(103))
             plan = window.plan()
-            assert plan.steps == (PlanRequest("answer", plan.tokens, window.chunks[-1].tokens + again(plan, window)),)
+            assert plan.steps == (PlanRequest("answer", plan.tokens, window.chunks[-1].tokens),)
             spend(window, plan)
             plan = window.plan()
-            assert plan.steps == (
-                PlanRequest("answer", plan.tokens, plan.tokens % BLOCK if engine.spec.name == "vllm" else 0),
-            )
+            assert plan.steps == (PlanRequest("answer", plan.tokens, 0),)
 
     def test_insertions_take_a_request_each(self, engine: Any) -> None:
         with filled(engine, range(110, 115)) as window:
