@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctxwin_server.vllm.rendered import HEADER, LONG, NotAWindow, Pictures, split
+from ctxwin_vllm.rendered import HEADER, LONG, NotAWindow, Pictures, split
 
 OPEN, CLOSE, LINE, START, PAD, END = 90, 91, 10, 92, 93, 94
 SPECIAL = frozenset((OPEN, CLOSE, START, PAD, END))

@@ -163,7 +163,7 @@ def test_requests_side_by_side(engine: VLLMEngine) -> None:
 
 
 def test_what_a_hybrid_does_not_do(engine: VLLMEngine) -> None:
-    from ctxwin_server.vllm.rendered import NotAWindow, RenderedRequest
+    from ctxwin_vllm.rendered import NotAWindow, RenderedRequest
 
     with pytest.raises(UnsupportedModel, match="mode must be 'exact' or 'auto', got 'patched'"):
         Window(engine, HEADER, fidelity=Fidelity("patched"))

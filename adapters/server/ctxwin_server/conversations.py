@@ -31,7 +31,7 @@ from ctxwin_server.records import Record, Records
 
 if TYPE_CHECKING:
     from ctxwin.kv.layout import SpanKV
-    from ctxwin_server.vllm.rendered import RenderedRequest, SubmittedRequest
+    from ctxwin_vllm.rendered import RenderedRequest, SubmittedRequest
 
 KEPT, SERVED = 256, 1024
 """For each conversation: evicted segments that may come back, and segments whose way of being served is remembered."""

@@ -3,6 +3,7 @@
 Modules:
     engine: `VLLMEngine`, an engine on a running vLLM (`core`), driven from any thread (`drivers`).
     requests, inputs, cache_namespace: one request, its prompt, and which blocks of the prefix cache it may share.
+    rendered: a prompt that vLLM's own server rendered, as the segments of a window.
     connector: what vLLM loads by module path, in every process that it runs: scheduler and worker halves, encoder cache.
     transport: how KV gets to the connector and back, within a process or through shared memory.
     paged, load_thread, ranks: the cache's packing; loads in a process that computes; KV heads of tensor-parallel ranks.

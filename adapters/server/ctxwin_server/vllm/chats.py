@@ -21,9 +21,9 @@ from ctxwin_server.prediction import common_prefix
 from ctxwin_server.prefill import SLICE_S, Ahead
 from ctxwin_server.request_options import RequestOptions
 from ctxwin_server.service import Service
-from ctxwin_server.vllm.rendered import NotAWindow, Pictures, RenderedPrompt, RenderedRequest
 from ctxwin_vllm.engine import VLLMEngine
 from ctxwin_vllm.media_cache import ReceivedMedia, confirm_media, names_of, names_sent
+from ctxwin_vllm.rendered import NotAWindow, Pictures, RenderedPrompt, RenderedRequest
 from ctxwin_vllm.transport import PARAM
 
 _SERVING = ("openai_serving_chat", "openai_serving_responses", "anthropic_serving_messages")
