@@ -2,6 +2,6 @@
 
 raise ImportError(
     "ctxwin.adapters has become langchain_ctxwin (with langchain_ctxwin.langgraph), ctxwin_client (was openai and mcp) and "
-    "ctxwin_server.ray; pip install 'ctxwin[langgraph]', 'ctxwin[openai]' or 'ctxwin[ray]'",
+    "ctxwin_ray; pip install 'ctxwin[langgraph]', 'ctxwin[openai]' or 'ctxwin[ray]'",
     name=__name__,
 )

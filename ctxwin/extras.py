@@ -16,7 +16,7 @@ _MODULES = {
     "mooncake": ("mooncake",),
     "openai": ("openai"),
     "pdf": ("pypdfium2",),
-    "ray": ("ray",),
+    "ray": ("ctxwin_ray", "ray"),
     "redis": ("redis",),
     "serve": ("fastapi", "httptools", "prometheus_client", "sse_starlette", "uvicorn"),
     "video": ("av", "cv2"),

@@ -20,8 +20,8 @@ from openai import OpenAI
 
 from ctxwin import Chunk
 from ctxwin_client import RemoteWindow
-from ctxwin_server.ray import FleetArguments
-from ctxwin_server.ray.run import running
+from ctxwin_ray import FleetArguments
+from ctxwin_ray.run import running
 
 REDIS, PORT = 6398, 8398
 

@@ -34,15 +34,15 @@ from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.errors import CtxwinError
 from ctxwin.tiny import world
 from ctxwin_client import RemoteWindow
-from ctxwin_server.ray import FleetArguments
-from ctxwin_server.ray.fleet import fleet
-from ctxwin_server.ray.run import APPLICATION, running
+from ctxwin_ray import FleetArguments
+from ctxwin_ray.application import fleet
+from ctxwin_ray.run import APPLICATION, running
 
 REDIS, PORT = 6397, 8397
 SYSTEM = "You watch a camera."
 VLLM = ["--max-model-len", "2048", "--dtype", "float32"]
 ROUTERS = {
-    "ctxwin": "ctxwin_server.ray.router.WindowRouter",
+    "ctxwin": "ctxwin_ray.router.WindowRouter",
     "two choices (Ray's own)": "ray.serve._private.request_router.pow_2_router.PowerOfTwoChoicesRequestRouter",
     "round robin": "evals.studies.fleet_routers.RoundRobin",
 }

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = {
     "ctxwin": ROOT,
     "ctxwin_client": ROOT / "adapters" / "client",
+    "ctxwin_ray": ROOT / "adapters" / "ray",
     "ctxwin_server": ROOT / "adapters" / "server",
     "ctxwin_vllm": ROOT / "adapters" / "vllm",
     "langchain_ctxwin": ROOT / "adapters" / "langchain",
@@ -31,6 +32,7 @@ FOLDERS = {
 NEEDS = {
     "ctxwin": set(),
     "ctxwin_client": {"ctxwin"},
+    "ctxwin_ray": {"ctxwin", "ctxwin_client", "ctxwin_server"},
     "ctxwin_server": {"ctxwin", "ctxwin_client", "ctxwin_vllm"},
     "ctxwin_vllm": {"ctxwin"},
     "langchain_ctxwin": {"ctxwin"},
@@ -44,7 +46,7 @@ sys.modules.update(dict.fromkeys(blocked))
 package = importlib.import_module(name)
 lacking = {}
 for module in pkgutil.walk_packages(package.__path__, name + ".", onerror=lambda _: None):
-    moved = ("ctxwin.adapters", "ctxwin.engines.vllm", "ctxwin.evals", "ctxwin.serve", "ctxwin.trust")
+    moved = ("ctxwin.adapters", "ctxwin.engines.vllm", "ctxwin.evals", "ctxwin.serve", "ctxwin.trust", "ctxwin_server.ray")
     if module.name.endswith("__main__") or module.name in moved:
         continue
     try:
@@ -115,6 +117,12 @@ def test_every_command_of_another_distribution_is_found_and_has_an_extra() -> No
 def test_old_names_tell_the_new_one(module: str) -> None:
     with pytest.raises(ImportError, match=r"has become .*pip install 'ctxwin\["):
         __import__(f"ctxwin.{module}")
+
+
+@pytest.mark.parametrize("module", ["ray", "ray.hints"])
+def test_the_old_name_of_the_fleet_tells_the_new_one(module: str) -> None:
+    with pytest.raises(ImportError, match=r"has become ctxwin_ray; pip install 'ctxwin\[ray\]'"):
+        __import__(f"ctxwin_server.{module}")
 
 
 @pytest.mark.parametrize("module", ["trust", "trust.simulate"])

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed; run pip install 'ctxwin[ray]'")
 
-from ctxwin_server.ray.hints import TRIED
+from ctxwin_ray.hints import TRIED
 from evals.studies import scale
 
 

@@ -29,7 +29,7 @@ FILE = """
 http_options: {{port: {port}}}
 applications:
   - name: ctxwin
-    import_path: ctxwin_server.ray:fleet
+    import_path: ctxwin_ray:fleet
     args:
       model: tiny
       replicas: 2

@@ -17,11 +17,11 @@ from ray.serve._private.common import DeploymentID, ReplicaID
 from starlette.datastructures import Headers
 from starlette.requests import Request as HttpRequest
 
+from ctxwin_ray import FleetArguments, fleet
+from ctxwin_ray.front import Front
+from ctxwin_ray.hints import TRIED, Head, Hint, Places, Request, hint_of, window_prefix
+from ctxwin_ray.router import WindowRouter
 from ctxwin_server.limits import Limits
-from ctxwin_server.ray import FleetArguments, fleet
-from ctxwin_server.ray.front import Front
-from ctxwin_server.ray.hints import TRIED, Head, Hint, Places, Request, hint_of, window_prefix
-from ctxwin_server.ray.router import WindowRouter
 
 PARSE = Limits().parse
 A, B = "a" * 64, "b" * 64
@@ -125,7 +125,7 @@ def test_the_router_places_replicas_anew_only_where_they_change(monkeypatch: pyt
         made.append(Places(names))
         return made[-1]
 
-    monkeypatch.setattr("ctxwin_server.ray.router.Places", places)
+    monkeypatch.setattr("ctxwin_ray.router.Places", places)
     router = WindowRouter.__new__(WindowRouter)  # a live one needs Ray's event loop
     router._replica_queue_len_cache = {}
     router.initialize_state()

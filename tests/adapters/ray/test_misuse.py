@@ -15,10 +15,10 @@ from ctxwin import Chunk
 from ctxwin.errors import CtxwinError
 from ctxwin.store import STORE_KEY, Store, open_store
 from ctxwin_client import RemoteWindow
-from ctxwin_server.ray import FleetArguments
-from ctxwin_server.ray import run as runs
-from ctxwin_server.ray.fleet import fleet
-from ctxwin_server.ray.replica import Replica, journal
+from ctxwin_ray import FleetArguments
+from ctxwin_ray import run as runs
+from ctxwin_ray.application import fleet
+from ctxwin_ray.replica import Replica, journal
 from serve.serving import serving
 from store.redis_server import Server as Redis
 

@@ -17,7 +17,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import RequestRouterConfig
 
-from ctxwin_server.ray.hints import Hint, Request, window_prefix
+from ctxwin_ray.hints import Hint, Request, window_prefix
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,7 @@ def ask() -> Iterator[Any]:
     ray.init(address="local", include_dashboard=False, num_cpus=1, log_to_driver=False)
     try:
         serve.start(proxy_location="Disabled")
-        routing = RequestRouterConfig(request_router_class="ctxwin_server.ray.router.WindowRouter")
+        routing = RequestRouterConfig(request_router_class="ctxwin_ray.router.WindowRouter")
         options = {"num_replicas": 3, "ray_actor_options": {"num_cpus": 0.1}, "request_router_config": routing}
         echo = serve.deployment(Echo, name="replica").options(**options)
         handle = serve.run(echo.bind(), name="echo", route_prefix=None).options(method_name="answer")

@@ -13,7 +13,7 @@ import ray
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
-from ctxwin_server.ray.fleet import FleetArguments, fleet
+from ctxwin_ray.application import FleetArguments, fleet
 
 APPLICATION = "ctxwin"
 _log = logging.getLogger("ctxwin.serve")

@@ -6,11 +6,11 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter
 
-from ctxwin_server.ray.hints import Hint, Places, Request
+from ctxwin_ray.hints import Hint, Places, Request
 
 
 class WindowRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is untyped here
-    """Sends requests to the places of their windows, conversations and chunks; see `ctxwin_server.ray.hints.Places`."""
+    """Sends requests to the places of their windows, conversations and chunks; see `ctxwin_ray.hints.Places`."""
 
     def initialize_state(self, **_: Any) -> None:
         """Begin without replicas; Ray calls it once."""

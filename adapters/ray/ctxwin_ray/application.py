@@ -12,8 +12,8 @@ from ray.serve.config import RequestRouterConfig
 
 from ctxwin.store import open_store
 from ctxwin.validation import validate
-from ctxwin_server.ray.front import Front
-from ctxwin_server.ray.replica import Replica
+from ctxwin_ray.front import Front
+from ctxwin_ray.replica import Replica
 from ctxwin_server.settings import Settings
 
 _HEALTH_S = 5.0
@@ -45,7 +45,7 @@ class FleetArguments(BaseModel):
     cpus: float = 1
     ongoing: int = Field(default=1024, gt=0)
     target: float = Field(default=16, gt=0)
-    router: str = "ctxwin_server.ray.router.WindowRouter"
+    router: str = "ctxwin_ray.router.WindowRouter"
     fronts: int = Field(default=1, gt=0)
 
 

@@ -19,7 +19,7 @@ from ray import serve
 from ctxwin.errors import EngineFailed
 from ctxwin.hashing import digest
 from ctxwin.store import STORE_KEY
-from ctxwin_server.ray.hints import Head, Request, window_prefix
+from ctxwin_ray.hints import Head, Request, window_prefix
 from ctxwin_server.settings import Settings
 
 MEMBER_S = 15.0

@@ -14,9 +14,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from ctxwin.errors import EngineFailed
 from ctxwin_client.errors import TooManyRequests
+from ctxwin_ray.hints import Request, hint_of
 from ctxwin_server.error_shape import to_body
 from ctxwin_server.limits import BodyBytes, BodyReader, Limits
-from ctxwin_server.ray.hints import Request, hint_of
 
 _CONNECTION_HEADERS = {b"connection", b"content-length", b"host", b"keep-alive", b"transfer-encoding", b"upgrade"}
 

@@ -34,8 +34,8 @@ def fleet(
     match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", replicas)
     if match is None:
         raise ValueError(f"--replicas must be a number, or MIN-MAX, got {replicas!r}")
-    from ctxwin_server.ray import FleetArguments
-    from ctxwin_server.ray.run import run
+    from ctxwin_ray.application import FleetArguments
+    from ctxwin_ray.run import run
 
     changed = {name: settings[name] for name, _, default, *_ in Settings.options() if settings[name] != default}
     count = int(match[1]) if match[2] is None else (int(match[1]), int(match[2]))
