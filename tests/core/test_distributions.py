@@ -22,6 +22,7 @@ from ctxwin.extras import COMMAND_EXTRAS, EXTRA_OF
 ROOT = Path(__file__).parents[2]
 FOLDERS = {
     "ctxwin": ROOT,
+    "ctxwin_chats": ROOT / "adapters" / "chats",
     "ctxwin_client": ROOT / "adapters" / "client",
     "ctxwin_ray": ROOT / "adapters" / "ray",
     "ctxwin_server": ROOT / "adapters" / "server",
@@ -31,9 +32,10 @@ FOLDERS = {
 }
 NEEDS = {
     "ctxwin": set(),
+    "ctxwin_chats": {"ctxwin"},
     "ctxwin_client": {"ctxwin"},
-    "ctxwin_ray": {"ctxwin", "ctxwin_client", "ctxwin_server"},
-    "ctxwin_server": {"ctxwin", "ctxwin_client", "ctxwin_vllm"},
+    "ctxwin_ray": {"ctxwin", "ctxwin_chats", "ctxwin_client", "ctxwin_server"},
+    "ctxwin_server": {"ctxwin", "ctxwin_chats", "ctxwin_client", "ctxwin_vllm"},
     "ctxwin_vllm": {"ctxwin"},
     "langchain_ctxwin": {"ctxwin"},
     "ctxwin_evals": {"ctxwin"},

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ctxwin
+import ctxwin_chats
 import ctxwin_client
 import ctxwin_evals
 import ctxwin_ray
@@ -36,7 +37,7 @@ LAYERS: list[set[str]] = [
     {"demo", "doctor"},
     {"cli"},
     {"__main__", "adapters", "evals", "serve", "trust"},  # the last four only say where their contents have gone
-    {"ctxwin_client", "ctxwin_vllm"},
+    {"ctxwin_chats", "ctxwin_client", "ctxwin_vllm"},
     {"ctxwin_evals", "ctxwin_server", "langchain_ctxwin"},
     {"ctxwin_ray"},
 ]
@@ -48,7 +49,16 @@ Parts of one layer may use each other, single modules never in a circle."""
 def _modules() -> dict[str, Path]:
     """Every module of all distributions by dotted name, without ``ctxwin.``; ``ctxwin`` itself left out."""
     named = {}
-    for package in (ctxwin, ctxwin_client, ctxwin_evals, ctxwin_ray, ctxwin_server, ctxwin_vllm, langchain_ctxwin):
+    for package in (
+        ctxwin,
+        ctxwin_chats,
+        ctxwin_client,
+        ctxwin_evals,
+        ctxwin_ray,
+        ctxwin_server,
+        ctxwin_vllm,
+        langchain_ctxwin,
+    ):
         root = Path(str(package.__file__)).parent
         for path in root.rglob("*.py"):
             parts = path.relative_to(root).with_suffix("").parts

@@ -18,7 +18,7 @@ from core.pictures import MODES, broken, corpus, encoded, oriented, picture
 from ctxwin import Chunk
 from ctxwin.errors import BadMedia
 from ctxwin.media import as_rgb, open_picture, to_rgb
-from ctxwin_server.schemas import FORMATS, picture_size
+from ctxwin_chats.bodies import FORMATS, picture_size
 from langchain_ctxwin.messages import parts
 
 pytest.importorskip("vllm")

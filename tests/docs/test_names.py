@@ -13,7 +13,7 @@ from doc_pages import PAGES, ROOT, name_of
 
 TOLD = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "llms.txt", ROOT / "ctxwin" / "tiny" / "MODEL_CARD.md"]
 _NAME = re.compile(
-    r"(?<![\w./-])((?:ctxwin|langchain_ctxwin|ctxwin_client|ctxwin_ray|ctxwin_server|ctxwin_vllm|ctxwin_evals|evals|tools)(?:\.[A-Za-z_]\w*)+)(?!\w*\()"
+    r"(?<![\w./-])((?:ctxwin|langchain_ctxwin|ctxwin_chats|ctxwin_client|ctxwin_ray|ctxwin_server|ctxwin_vllm|ctxwin_evals|evals|tools)(?:\.[A-Za-z_]\w*)+)(?!\w*\()"
 )
 _FILE = re.compile(r"(?<![\w/.:-])((?:adapters|ctxwin|docs|evals|examples|tests|tools)/[\w./-]*[\w/])")
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")

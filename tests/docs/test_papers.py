@@ -23,7 +23,7 @@ ENGINES = {"transformers", "vllm"}
 FIELDS = {"at", "what", "status", "engines", "code", "tests", "result", "note"}
 SOURCES = [
     ROOT,
-    *(ROOT / "adapters" / name for name in ("client", "langchain", "server", "vllm")),
+    *(ROOT / "adapters" / name for name in ("chats", "client", "langchain", "ray", "server", "vllm")),
     ROOT / "evals" / "src",
 ]
 

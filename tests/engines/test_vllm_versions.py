@@ -23,6 +23,7 @@ import pytest
 import torch
 
 import ctxwin
+import ctxwin_chats
 import ctxwin_client
 import ctxwin_evals
 import ctxwin_ray
@@ -115,7 +116,16 @@ class TestVersions:
 
 def used_names() -> Iterator[tuple[str, str]]:
     """(module of vLLM, name taken from it) of all imports in ctxwin, those for type checkers among them."""
-    packages = (ctxwin, ctxwin_client, ctxwin_evals, ctxwin_ray, ctxwin_server, ctxwin_vllm, langchain_ctxwin)
+    packages = (
+        ctxwin,
+        ctxwin_chats,
+        ctxwin_client,
+        ctxwin_evals,
+        ctxwin_ray,
+        ctxwin_server,
+        ctxwin_vllm,
+        langchain_ctxwin,
+    )
     for folder in (Path(str(package.__file__)).parent for package in packages):
         for path in folder.rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from ctxwin.tiny import world
-from ctxwin_server.compaction import INSTRUCTIONS
-from ctxwin_server.context_management import CLEARED
+from ctxwin_chats.compaction import INSTRUCTIONS
+from ctxwin_chats.context_management import CLEARED
 
 Route = Literal["chat", "responses", "messages"]
 PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages"}

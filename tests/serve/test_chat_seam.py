@@ -127,18 +127,18 @@ def seam(monkeypatch: pytest.MonkeyPatch) -> Seam:
 def test_a_window_stands_behind_a_chat_that_has_one_alone(seam: Seam) -> None:
     seam.script = [[output("a")], [output("a"), output("b", "stop")], [output("c", "stop", 3)]]
     assert asyncio.run(seam.ask(None)) == ["a"] and seam.calls[0][0] is PROMPT and not seam.counted
-    asked = RequestOptions("", "s")
+    asked = RequestOptions(name="s")
     assert asyncio.run(seam.ask(asked)) == ["a", "b"]
     assert seam.calls[1][0] == {"windowed": True} and "kv_transfer_params" in seam.calls[1][1].extra_args
     assert asked.usage["computed_tokens"] == 3 and seam.prompts[0].taken == [True] and seam.counted == ["window"]
-    again = RequestOptions("", "s")
+    again = RequestOptions(name="s")
     asyncio.run(seam.ask(again))
     assert again.usage["computed_tokens"] == 0 and again.usage["lanes"]["resident"] == len("sysaa")
 
 
 def test_a_load_that_fails_is_computed_and_counted(seam: Seam) -> None:
     seam.script = [[output("", "error")], [output("whole", "stop")]]
-    asked = RequestOptions("", "s")
+    asked = RequestOptions(name="s")
     assert asyncio.run(seam.ask(asked)) == ["whole"]
     assert seam.calls[1][0] is PROMPT and seam.calls[1][1].extra_args is None
     assert seam.counted == ["fallback", "failed: its KV could not be loaded"] and asked.off
@@ -147,23 +147,23 @@ def test_a_load_that_fails_is_computed_and_counted(seam: Seam) -> None:
 
 def test_an_error_behind_the_first_token_is_vllms_to_tell(seam: Seam) -> None:
     seam.script = [[output("a"), output("", "error")]]
-    assert asyncio.run(seam.ask(RequestOptions("", "s"))) == ["a", ""] and len(seam.calls) == 1
+    assert asyncio.run(seam.ask(RequestOptions(name="s"))) == ["a", ""] and len(seam.calls) == 1
 
 
 def test_a_window_that_cannot_be_prepared_leaves_the_chat_alone(seam: Seam) -> None:
     seam.script = [[output("whole", "stop")], [output("whole", "stop")]]
     seam.fail = EngineFailed("down")  # type: ignore[attr-defined]
-    asked = RequestOptions("", "s")
+    asked = RequestOptions(name="s")
     assert asyncio.run(seam.ask(asked)) == ["whole"] and seam.calls[0][0] is PROMPT
     assert asked.off == "its window failed" and seam.counted == ["failed: its window failed"]
-    unfit = RequestOptions("", "s")
+    unfit = RequestOptions(name="s")
     assert asyncio.run(seam.ask(unfit, Sampling(prompt_logprobs=1))) == ["whole"]
     assert "log-probabilities" in unfit.off and seam.counted[1:] == [f"none: {unfit.off}"]
 
 
 def test_a_client_that_leaves_takes_its_request_along(seam: Seam) -> None:
     seam.script = [[output("a"), output("b"), output("c", "stop")]]
-    assert asyncio.run(seam.ask(RequestOptions("", "s"), take=1)) == ["a"]
+    assert asyncio.run(seam.ask(RequestOptions(name="s"), take=1)) == ["a"]
     assert seam.closed == 1 and seam.prompts[0].taken == [False] and seam.counted == []
 
 
@@ -180,7 +180,7 @@ def test_a_client_that_leaves_while_its_window_is_prepared_leaves_nothing(
     monkeypatch.setattr(FakePrompt, "submit", slow)
 
     async def leave() -> None:
-        asking = asyncio.create_task(seam.ask(RequestOptions("", "s")))
+        asking = asyncio.create_task(seam.ask(RequestOptions(name="s")))
         await asyncio.to_thread(inside.wait, 30)
         asking.cancel()
         await asyncio.wait([asking])
@@ -191,4 +191,4 @@ def test_a_client_that_leaves_while_its_window_is_prepared_leaves_nothing(
     assert not seam.calls and seam.prompts[0].taken == [False] and not seam.counted and not seam.asked
     monkeypatch.setattr(FakePrompt, "submit", submit)
     seam.script = [[output("a", "stop")]]
-    assert asyncio.run(seam.ask(RequestOptions("", "s"))) == ["a"] and seam.counted == ["window"]
+    assert asyncio.run(seam.ask(RequestOptions(name="s"))) == ["a"] and seam.counted == ["window"]

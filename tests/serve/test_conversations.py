@@ -21,9 +21,9 @@ from ctxwin.errors import EngineFailed
 from ctxwin.kv.layout import SpanKV
 from ctxwin.store import open_store
 from ctxwin.store.base import Store
+from ctxwin_chats.options import read_options
+from ctxwin_chats.records import PER_NAME
 from ctxwin_server.conversations import KEPT, Conversations, Turn, WriteBackPending
-from ctxwin_server.records import PER_NAME
-from ctxwin_server.request_options import read_options
 from window.fake import FakeEngine
 
 EXACT, PATCHED = Fidelity("exact"), Fidelity("patched", rank=4)
@@ -156,7 +156,7 @@ def test_no_promoted_strategy_serves_a_chat(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_chat_that_asks_for_audits_is_refused() -> None:
     body = {"ctxwin": {"fidelity": {"mode": "blind", "audit": 0.05}}}
     with pytest.raises(ValueError, match=r"audit must be 0 behind a chat.*got 0\.05; omit it"):
-        read_options("/v1/chat/completions", {}, body, "", "auto")
+        read_options("/v1/chat/completions", {}, body, "auto")
 
 
 def test_texts_that_stand_at_many_places_are_not_moved() -> None:

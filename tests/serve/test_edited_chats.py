@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 from ctxwin.tiny import world
-from ctxwin_server.context_management import manage
+from ctxwin_chats.context_management import manage
 from serve.test_vllm_server import FRAMES, HEADER, Process, question
 
 pytestmark = pytest.mark.vllm

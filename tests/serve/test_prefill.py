@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from ctxwin_chats.prediction import Prediction
 from ctxwin_server import prefill
-from ctxwin_server.prediction import Prediction
 from ctxwin_server.prefill import Ahead, ChatPrefill
 
 

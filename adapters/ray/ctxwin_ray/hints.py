@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 
 from ctxwin.errors import CtxwinError
 from ctxwin.hashing import digest
-from ctxwin_server.request_options import ROUTES, conversation_name
+from ctxwin_chats.options import ROUTES, conversation_name
 
 _WINDOW = re.compile(r"/v1/windows/([0-9a-z]{1,64})(?:/|$)")
 _CHUNK = re.compile(rb'"chunk(?:_id)?"\s*:\s*"([0-9a-f]{64})"')

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ctxwin.hashing import digest
+from ctxwin_chats.bodies import decode_data, picture_size
 from ctxwin_client.errors import NotAllowed
 from ctxwin_server.limits import Allowance
-from ctxwin_server.schemas import decode_data, picture_size
 
 TEXTS = frozenset(
     {

@@ -27,7 +27,7 @@ from ctxwin.window.layout import Layout, Work
 from ctxwin.window.placement import placement
 from ctxwin.window.state import Placed, State
 from ctxwin.window.sync import sync_steps
-from ctxwin_server.records import Record, Records
+from ctxwin_chats.records import Record, Records
 
 if TYPE_CHECKING:
     from ctxwin.kv.layout import SpanKV

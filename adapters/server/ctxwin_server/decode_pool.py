@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from ctxwin.chunk import Chunk
 from ctxwin.errors import BadMedia, EngineFailed
 from ctxwin.media import unpack_frames
+from ctxwin_chats.bodies import FORMATS
 from ctxwin_server.fair import FairPool
 from ctxwin_server.helper import DONE, Helper, OutOfBounds, pack, unpack
-from ctxwin_server.schemas import FORMATS
 
 if TYPE_CHECKING:
     import numpy as np

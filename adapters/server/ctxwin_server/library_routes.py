@@ -17,12 +17,12 @@ from ctxwin.hashing import digest
 from ctxwin.library.library import Hit
 from ctxwin.library.records import Row
 from ctxwin.validation import validate
+from ctxwin_chats.bodies import Body
 from ctxwin_server.endpoints import LIBRARIES
 from ctxwin_server.multipart import Form, read_form
 from ctxwin_server.operations import Hits
 from ctxwin_server.request_context import CurrentRequest, openapi_body
 from ctxwin_server.responses import Route
-from ctxwin_server.schemas import Body
 
 libraries = APIRouter(route_class=Route, tags=["libraries"])
 _FILES = LIBRARIES + "/{library}/files"

@@ -20,9 +20,10 @@ from ctxwin.window.decoding import schema_text
 from ctxwin.window.lookups import HITS, MOST
 from ctxwin.window.maintenance import Maintenance
 from ctxwin.window.window import Window
+from ctxwin_chats.bodies import Body
 from ctxwin_server.libraries import Libraries
 from ctxwin_server.limits import Allowance
-from ctxwin_server.schemas import COUNT, TOKEN, Body
+from ctxwin_server.schemas import COUNT, TOKEN
 from ctxwin_server.uploads import Uploads
 from ctxwin_server.windows import WindowRegistry
 

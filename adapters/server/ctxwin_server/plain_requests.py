@@ -19,10 +19,14 @@ from starlette.types import Receive, Scope
 
 from ctxwin.hashing import digest
 from ctxwin.profiles import resolve
+from ctxwin_chats import compaction
+from ctxwin_chats.compaction import CompactEdit, Compaction, read_summary, request_for, resume, take_compaction
+from ctxwin_chats.context_management import Count, manage
+from ctxwin_chats.lazy_drops import Bounds, turns_field
+from ctxwin_chats.options import EDIT_FIELDS, ROUTES, read_options
+from ctxwin_chats.typed_tools import describe_tools
+from ctxwin_chats.volatile import Late, put
 from ctxwin_client.errors import NotAllowed, TooLarge
-from ctxwin_server import compaction
-from ctxwin_server.compaction import CompactEdit, Compaction, read_summary, request_for, resume, take_compaction
-from ctxwin_server.context_management import Count, manage
 from ctxwin_server.endpoints import (
     CHAT,
     COUNT,
@@ -35,13 +39,10 @@ from ctxwin_server.endpoints import (
 )
 from ctxwin_server.expansion import expand
 from ctxwin_server.isolation import bind, check_options, check_scores, plain_salt
-from ctxwin_server.lazy_drops import Bounds, turns_field
 from ctxwin_server.limits import BodyReader, Malformed
 from ctxwin_server.prefill import Ahead
-from ctxwin_server.request_options import EDIT_FIELDS, REQUEST_OPTIONS, ROUTES, RequestOptions, read_options
+from ctxwin_server.request_options import REQUEST_OPTIONS, RequestOptions
 from ctxwin_server.service import TENANT, Service
-from ctxwin_server.typed_tools import describe_tools
-from ctxwin_server.volatile import Late, put
 
 SubRequest = Callable[[dict[str, Any]], Awaitable[tuple[int, Any]]]
 """``body`` -> status and JSON of the response to a further request to the same route."""
@@ -155,7 +156,7 @@ class PlainRequest:
         if not windows or self._path not in ROUTES or not isinstance(self._data, dict):
             return
         if ahead is not None:
-            self.options = RequestOptions(self._tenant, off="it is computed ahead", ahead=ahead)
+            self.options = RequestOptions(tenant=self._tenant, off="it is computed ahead", ahead=ahead)
         else:
             self._changed |= await self._rewrite_chat(headers, "auto" if is_expanded else windows)
 
@@ -213,10 +214,10 @@ class PlainRequest:
         own = {"ctxwin": data["ctxwin"]} if "ctxwin" in data else {}
         resumed = path != CHAT and await self._run(resume, path, data)
         is_managed = any(data.get(field) is not None for field in EDIT_FIELDS)
-        options = read_options(path, headers, data, self._tenant, windows, self._service.prompts)
-        if options is None:
+        chat = read_options(path, headers, data, windows, self._service.prompts)
+        if chat is None:
             return bool(own) or resumed
-        self.options = options
+        self.options = options = RequestOptions(**vars(chat), tenant=self._tenant)
         compact, applied, late, room = None, None, Late(), None
         if not data.keys().isdisjoint(EDIT_FIELDS) or self._service.policy is not None:
             compact = take_compaction(path, data)

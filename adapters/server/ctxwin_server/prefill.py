@@ -1,6 +1,6 @@
 """Prefill while the engine idles: the prompts that chats are expected to send next are computed ahead of them.
 
-A predicted request (`ctxwin_server.prediction`) goes the way of its client's own, so that it is checked, rendered and kept apart
+A predicted request (`ctxwin_chats.prediction`) goes the way of its client's own, so that it is checked, rendered and kept apart
 from other tenants as that is. Only the engine's client treats it otherwise: it runs the prompt a slice at a time, and begins none
 while another request is under way. What it leaves is vLLM's own prefix cache, where the next request finds it.
 """
@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from ctxwin.window.idle import Allowance
-from ctxwin_server.prediction import Prediction
+from ctxwin_chats.prediction import Prediction
 
 QUIET_S, POLL_S = 0.05, 0.02
 """Seconds that the engine must have been idle before a prompt is begun, and between two looks at it."""

@@ -1,8 +1,9 @@
-"""Window options of a plain request, and the report about its window in the answer.
+"""Options of a plain request on its way through the server, and the report about its window in the answer.
 
-The gateway reads the `RequestOptions` of every request to one of `ROUTES` and puts them into its ASGI scope. vLLM's server passes
-only headers to the engine, so a header of the request carries a key to its options (`PendingRequests`); this server's client of
-the engine looks them up and records the usage. The answer gets a header (`HEADER`), and its ``usage`` an entry ``ctxwin``.
+The gateway reads the `RequestOptions` of every chat (`ctxwin_chats.options`) and puts them into its ASGI scope. vLLM's server
+passes only headers to the engine, so a header of the request carries a key to its options (`PendingRequests`); this server's
+client of the engine looks them up and records the usage. The answer gets a header (`HEADER`), and its ``usage`` an entry
+``ctxwin``.
 """
 
 from __future__ import annotations
@@ -17,42 +18,25 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Message, Receive, Scope, Send
 
-from ctxwin.fidelity import Fidelity
-from ctxwin.validation import validate
-from ctxwin_server.compaction import Compaction, encode_event
-from ctxwin_server.prediction import Prediction
+from ctxwin_chats.compaction import Compaction, encode_event
+from ctxwin_chats.options import HEADER, ChatOptions
+from ctxwin_chats.prediction import Prediction
 from ctxwin_server.prefill import Ahead
-from ctxwin_server.prompt_options import AS_SENT, PromptOptions
 
-ROUTES = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 REQUEST_OPTIONS = "ctxwin.request_options"
 """Key of a request's `RequestOptions` in its ASGI scope; absent if it may not use a window."""
-HEADER = "x-ctxwin-windows"
-"""Of a request: ``auto`` or ``off``. Of an answer: ``auto``, or ``off`` and the reason."""
-SESSION = "x-session-id"
-_NAMES = ("prompt_cache_key", "conversation", "user")
-_MOST_NAME = 512
 _CARRIER, _MEMBER = "tracestate", "ctxwin="
-_PROMPT = tuple(PromptOptions.__dataclass_fields__)
-"""Fields of a request's ``ctxwin``, and as ``x-ctxwin-lazy-drops`` its headers."""
-_FIELDS = ("windows", "fidelity", *_PROMPT)
-EDIT_FIELDS = ("context_management", "compaction")
-"""Fields of a request that have its history edited."""
 
 
 @dataclass
-class RequestOptions:
-    """Window options of one plain request, and its results.
+class RequestOptions(ChatOptions):
+    """Options of one plain request, and its results.
 
     Attributes:
         tenant: the tenant that sent it.
-        name: the client's name of the conversation; "" for none.
-        fidelity: of its window; None is the server's default.
-        off: why it is served without a window; "" if it has one.
         usage: reported in its answers, once known.
         reports: further entries of its answers, by name.
         compaction: the summary that replaced earlier turns.
-        prompt: how its prompt may differ from it, and if the next one is computed ahead.
         ahead: what it computes itself, where it is such a prompt; next_prompt: the one to compute once it is answered.
         prefilled: tokens of its own prompt that were computed ahead.
         rewrites: how the prompt may differ from what was sent, by kind (``kept``, ``late``), as ``usage`` says it.
@@ -60,14 +44,10 @@ class RequestOptions:
         refused: it was refused with that prompt, which is not answered: it is served again as it came.
     """
 
-    tenant: str
-    name: str = ""
-    fidelity: Fidelity | None = None
-    off: str = ""
+    tenant: str = ""
     usage: dict[str, Any] = field(default_factory=dict)
     reports: dict[str, Any] = field(default_factory=dict)
     compaction: Compaction | None = None
-    prompt: PromptOptions = AS_SENT
     ahead: Ahead | None = None
     next_prompt: Prediction | None = None
     prefilled: int = 0
@@ -121,83 +101,6 @@ def _split_tracestate(state: str) -> tuple[str, str]:
     members = [member.strip() for member in state.split(",")]
     keys = [member.removeprefix(_MEMBER) for member in members if member.startswith(_MEMBER)]
     return keys[0] if keys else "", ",".join(m for m in members if m and not m.startswith(_MEMBER))
-
-
-def window_mode(headers: Headers, data: Any, default: str) -> str:
-    """Return ``auto`` or ``off``: whether a request may use a window. Raises ValueError for anything else."""
-    extension = data.get("ctxwin") if isinstance(data, dict) else None
-    mode = (extension.get("windows") if isinstance(extension, dict) else None) or headers.get(HEADER) or default
-    if mode not in ("auto", "off"):
-        raise ValueError(f"windows must be auto or off, got {str(mode)[:60]!r}")
-    return str(mode)
-
-
-def read_options(
-    path: str, headers: Headers, data: Any, tenant: str, default: str, prompt: PromptOptions = AS_SENT
-) -> RequestOptions | None:
-    """Read the options of a request; None if it uses neither a window nor anything else of ours.
-
-    Removes our own field (``ctxwin``) from ``data``. Raises ValueError for an unknown mode or fidelity.
-
-    Args:
-        default, prompt: of requests that say nothing.
-    """
-    if path not in ROUTES or not isinstance(data, dict):
-        return None
-    mode, extension = window_mode(headers, data, default), data.pop("ctxwin", None)
-    extension = {} if extension is None else extension
-    if not isinstance(extension, dict) or extension.keys() - _FIELDS:
-        raise ValueError(f"ctxwin must be an object with {', '.join(_FIELDS)}; leave out what else it has")
-    fidelity = extension.get("fidelity")
-    options = RequestOptions(tenant, fidelity=None if fidelity is None else validate(Fidelity.model_validate, fidelity))
-    if options.fidelity is not None and options.fidelity.audit:
-        raise ValueError(
-            f"audit must be 0 behind a chat, whose answers are not audited, got {options.fidelity.audit}; omit it, or ask a "
-            "window (POST /v1/windows)"
-        )
-    said = {name: extension.get(name) or headers.get(f"x-ctxwin-{name.replace('_', '-')}") for name in _PROMPT}
-    options.prompt = prompt.replace({name: str(value) for name, value in said.items() if value is not None})
-    own = bool(options.prompt) or said["lazy_drops"] is not None
-    own = own or any(data.get(name) is not None for name in EDIT_FIELDS)
-    if mode == "off" and not own:
-        return None
-    if mode == "off":
-        options.off = "windows are off"  # edits of the request are applied without windows, too
-    options.name = conversation_name(headers, data)
-    if options.off:
-        return options
-    if _has_named_media(data):
-        options.off = "media are named by the client"
-    elif data.get("use_beam_search"):
-        options.off = "beam search asks the engine anew for every token"
-    elif data.get("background"):
-        options.off = "the answer outlives its request"
-    return options
-
-
-def conversation_name(headers: Headers, data: Mapping[str, Any]) -> str:
-    """Return the conversation's name, prefixed with its kind, so that a user never equals a session."""
-    conversation = data.get("conversation")
-    fields = {**data, "conversation": conversation.get("id") if isinstance(conversation, dict) else conversation}
-    names = [("session", headers.get(SESSION)), *((name, fields.get(name)) for name in _NAMES)]
-    for kind, name in names:
-        if isinstance(name, str) and name:
-            return f"{kind}:{name[:_MOST_NAME]}"
-    return ""
-
-
-def _has_named_media(data: Any) -> bool:
-    """Return whether a request names media by ``uuid``: the content under a name may change."""
-    waiting = [data.get("messages"), data.get("input")] if isinstance(data, dict) else []
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, list):
-            waiting += value
-        elif isinstance(value, dict):
-            if value.get("uuid") is not None:
-                return True
-            waiting += [value.get("content"), value.get("output")]
-    return False
 
 
 class ReportingSend:

@@ -6,24 +6,19 @@ is referenced by ``{"type": "ctxwin_chunk", "chunk": ID}``.
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model, model_validator
+from pydantic import Field, TypeAdapter, create_model, model_validator
 
 from ctxwin.chunk import Chunk, MediaPart, Role, TextPart, TokensPart
-from ctxwin.errors import BadMedia
-from ctxwin.media import open_picture, pixels_digest, stack_frames
+from ctxwin.media import pixels_digest, stack_frames
+from ctxwin_chats.bodies import Body, decode_data, picture_size
 from ctxwin_server.limits import Allowance
 
 if TYPE_CHECKING:
     import numpy as np
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "AVIF")
-"""Formats whose header tells the cost of decoding. Others do not (tiles of a TIFF may be larger than the picture, icons are
-decoded on opening), or run programs."""
 FPS = 0.01, 1000.0
 """Frames per second that a video may have."""
 _LONGEST_VIDEO = 24 * 3600.0
@@ -33,12 +28,6 @@ Decode = Callable[[bytes, int, int], "np.ndarray"]
 TOKEN = Annotated[int, Field(ge=0, lt=2**31)]
 COUNT = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 """A count or an index; operations check its range."""
-
-
-class Body(BaseModel):
-    """A JSON body; unknown fields are refused, so that a misspelt option is not ignored."""
-
-    model_config = ConfigDict(extra="forbid")
 
 
 class File(Body):
@@ -208,25 +197,6 @@ def build_chunk(spec: Any, files: Mapping[str, bytes], allowance: Allowance, fin
     if spec.id is not None and spec.id != chunk.id:
         raise ValueError(f"the content must have the id it is sent with, {spec.id}, got {chunk.id}; send it again")
     return chunk
-
-
-def picture_size(raw: bytes) -> tuple[int, int]:
-    """Return width and height of an encoded picture by its header; raise BadMedia for an unsupported format."""
-    with open_picture(raw, FORMATS) as picture:  # reads the header only
-        return picture.size
-
-
-def decode_data(text: str) -> bytes:
-    """Decode base64 or a ``data:`` URL; raise BadMedia otherwise. Other URLs are not fetched."""
-    head, comma, rest = text.partition(",") if text.startswith("data:") else ("", ",", text)
-    if not comma or (head and not head.endswith(";base64")):
-        raise BadMedia(f"a data URL must be base64, like data:image/png;base64,..., got {text[:40]!r}")
-    if not head and "://" in text[:16]:
-        raise BadMedia(f"media must be sent as data, got the URL {text[:60]!r}; fetch it yourself and send its bytes")
-    try:
-        return base64.b64decode(rest, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise BadMedia(f"media must be base64, got {len(rest)} characters that are not: {error}") from None
 
 
 def without_sources(parts: Sequence[Any]) -> tuple[Any, ...]:

@@ -19,31 +19,31 @@ from ctxwin.errors import CtxwinError, EngineFailed
 from ctxwin.store import parse_bytes
 from ctxwin.store.base import Store
 from ctxwin.window.window import Window
+from ctxwin_chats.context_management import Count, Policy, counter
+from ctxwin_chats.lazy_drops import LazyDrops
+from ctxwin_chats.options import AS_SENT, PromptOptions
+from ctxwin_chats.prediction import Histories, Prediction
+from ctxwin_chats.template_arguments import TemplateArguments
+from ctxwin_chats.volatile import VolatilePrompts
 from ctxwin_server.audit_log import AuditLog
 from ctxwin_server.authentication import Authentication, Keys
-from ctxwin_server.context_management import Count, Policy, counter
 from ctxwin_server.conversations import Conversations
 from ctxwin_server.decode_pool import FileSplitters, MediaDecoders, VideoHeaders
 from ctxwin_server.fair import BackgroundWork, FairPool, Put, Stopped
 from ctxwin_server.grammars import Grammars
 from ctxwin_server.helper import sweep
 from ctxwin_server.idempotency import IdempotencyCache
-from ctxwin_server.lazy_drops import LazyDrops
 from ctxwin_server.libraries import Libraries, Preparation
 from ctxwin_server.limits import BodyBytes, Limits, Rate, RunningRequests
 from ctxwin_server.memory import Memory
 from ctxwin_server.metrics import Metrics
 from ctxwin_server.operations import OperationContext
-from ctxwin_server.prediction import Histories, Prediction
 from ctxwin_server.prefill import ChatPrefill
-from ctxwin_server.prompt_options import AS_SENT, PromptOptions
 from ctxwin_server.quarantine import Quarantine
 from ctxwin_server.request_options import PendingRequests
 from ctxwin_server.streams import Streams
-from ctxwin_server.template_arguments import TemplateArguments
 from ctxwin_server.tenants import Tenant
 from ctxwin_server.uploads import Uploads
-from ctxwin_server.volatile import VolatilePrompts
 from ctxwin_server.windows import OpenWindows, WindowRegistry
 
 T = TypeVar("T")

@@ -9,9 +9,9 @@ from typing import Any, get_args, get_type_hints
 
 from ctxwin.fidelity import Fidelity, Mode
 from ctxwin.store import parse_bytes
-from ctxwin_server.context_management import Policy
+from ctxwin_chats.context_management import Policy
+from ctxwin_chats.options import AS_SENT
 from ctxwin_server.limits import Limits
-from ctxwin_server.prompt_options import AS_SENT
 from ctxwin_server.tenants import load_tenants
 
 

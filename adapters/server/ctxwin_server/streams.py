@@ -28,12 +28,12 @@ from ctxwin.window.answer import Answer
 from ctxwin.window.ask import Question
 from ctxwin.window.stream import TextDelta
 from ctxwin.window.window import Window
+from ctxwin_chats.bodies import Body
 from ctxwin_client.errors import TooManyRequests
 from ctxwin_server.fair import FairPool, Put, Stopped
 from ctxwin_server.metrics import Metrics
 from ctxwin_server.operations import Ask, ChunkData, OperationContext
 from ctxwin_server.quarantine import Quarantine
-from ctxwin_server.schemas import Body
 
 _BUSY_S = 10.0
 """Seconds for which a frame waits for the window while another request edits it."""

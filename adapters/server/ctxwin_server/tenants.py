@@ -25,7 +25,7 @@ from pydantic import Field
 
 from ctxwin.store import parse_bytes
 from ctxwin.validation import validate
-from ctxwin_server.schemas import Body
+from ctxwin_chats.bodies import Body
 
 
 class Tenant(Body):

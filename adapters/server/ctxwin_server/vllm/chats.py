@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 
 from ctxwin.errors import EngineFailed
+from ctxwin_chats.prediction import common_prefix
 from ctxwin_server.conversations import Turn, WriteBackPending
-from ctxwin_server.prediction import common_prefix
 from ctxwin_server.prefill import SLICE_S, Ahead
 from ctxwin_server.request_options import RequestOptions
 from ctxwin_server.service import Service

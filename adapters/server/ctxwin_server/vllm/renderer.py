@@ -6,8 +6,8 @@ from argparse import Namespace
 from functools import partial
 from typing import Any
 
-from ctxwin_server.template_arguments import template_variables
-from ctxwin_server.volatile import takes_late_system
+from ctxwin_chats.template_arguments import template_variables
+from ctxwin_chats.volatile import takes_late_system
 
 
 class ChatTemplates:

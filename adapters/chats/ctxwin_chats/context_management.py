@@ -25,7 +25,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from ctxwin.errors import BadMedia, BudgetExceeded
 from ctxwin.validation import validate
-from ctxwin_server.schemas import Body, decode_data, picture_size
+from ctxwin_chats.bodies import Body, decode_data, picture_size
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine

@@ -20,9 +20,9 @@ from itertools import pairwise, takewhile
 from typing import Any
 
 from ctxwin.hashing import digest
-from ctxwin_server.context_management import Count
-from ctxwin_server.lazy_drops import CUTS, Part, turns_field
-from ctxwin_server.records import Record, Records
+from ctxwin_chats.context_management import Count
+from ctxwin_chats.lazy_drops import CUTS, Part, turns_field
+from ctxwin_chats.records import Record, Records
 
 SETTLED = 8
 """Requests in a row after which a late line counts as one that does not change."""

@@ -13,8 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from ctxwin_server.lazy_drops import Bounds, Kept, LazyDrops, Part
-from ctxwin_server.records import PER_NAME
+from ctxwin_chats.lazy_drops import Bounds, Kept, LazyDrops, Part
+from ctxwin_chats.records import PER_NAME
 
 CONTEXT = 10**6
 DIALECTS = ("chat", "messages", "responses")
@@ -415,7 +415,7 @@ def test_the_memory_is_bounded_by_number_name_bytes_and_age() -> None:
 
 @pytest.mark.parametrize("same", [True, False])
 def test_the_work_is_linear_however_much_repeats(same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ctxwin_server import lazy_drops
+    from ctxwin_chats import lazy_drops
 
     calls, inner = 0, lazy_drops._lacking
 

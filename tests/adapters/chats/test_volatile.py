@@ -12,13 +12,11 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from starlette.datastructures import Headers
 
-from ctxwin_server.lazy_drops import Bounds, LazyDrops
-from ctxwin_server.prompt_options import PromptOptions
-from ctxwin_server.records import PER_NAME
-from ctxwin_server.request_options import read_options
-from ctxwin_server.volatile import SETTLED, SHORT, Late, VolatilePrompts, put, takes_late_system
+from ctxwin_chats.lazy_drops import Bounds, LazyDrops
+from ctxwin_chats.options import PromptOptions, read_options
+from ctxwin_chats.records import PER_NAME
+from ctxwin_chats.volatile import SETTLED, SHORT, Late, VolatilePrompts, put, takes_late_system
 
 DIALECTS = ("chat", "parts", "turns", "messages", "blocks", "responses", "text")
 NAMES = {"messages": "system", "blocks": "system", "responses": "instructions", "text": "instructions"}
@@ -336,8 +334,8 @@ def test_a_template_takes_a_late_system_message_or_not(template: str) -> None:
 def test_a_request_chooses_by_field_or_header() -> None:
     def allows(default: bool, own: Any = None, header: str = "") -> bool:
         data = clocked(1) | ({} if own is None else {"ctxwin": {"volatile": own}})
-        headers = Headers({"x-ctxwin-volatile": header} if header else {})
-        options = read_options("/v1/chat/completions", headers, data, "", "off", PromptOptions(volatile=default))
+        headers = {"x-ctxwin-volatile": header} if header else {}
+        options = read_options("/v1/chat/completions", headers, data, "off", PromptOptions(volatile=default))
         return options is not None and options.prompt.volatile
 
     assert [allows(False), allows(True), allows(False, "late"), allows(True, "off")] == [False, True, True, False]

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from pydantic import Field, TypeAdapter
 
 from ctxwin.validation import validate
-from ctxwin_server.schemas import Body
+from ctxwin_chats.bodies import Body
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 INSTRUCTIONS = (

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctxwin_server.prediction import Foresight, Histories, Prediction
-from ctxwin_server.prompt_options import AS_SENT
-from serve.test_lazy_drops import DIALECTS, TURNS, Group, body, chat, in_one
+from adapters.chats.test_lazy_drops import DIALECTS, TURNS, Group, body, chat, in_one
+from ctxwin_chats.options import AS_SENT
+from ctxwin_chats.prediction import Foresight, Histories, Prediction
 
 KEEPS = st.integers(1, 4)
 

@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from ctxwin.hashing import digest
-from ctxwin_server.context_management import PICTURES, Count
-from ctxwin_server.records import Record, Records
+from ctxwin_chats.context_management import PICTURES, Count
+from ctxwin_chats.records import Record, Records
 
 _TURN_TOKENS = 16
 """Tokens that a template adds to a turn, at most, by estimate; a prompt that vLLM refuses all the same is served as it came."""

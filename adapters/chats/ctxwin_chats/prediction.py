@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ctxwin.hashing import digest
-from ctxwin_server.lazy_drops import CUTS, KEYED, Continuation, Lost, Part, continue_history, is_cleared, turns_field
-from ctxwin_server.records import Record, Records
+from ctxwin_chats.lazy_drops import CUTS, KEYED, Continuation, Lost, Part, continue_history, is_cleared, turns_field
+from ctxwin_chats.records import Record, Records
 
 _TRUSTED = 2
 """Right predictions in a row from which on those of a conversation are computed again, behind a wrong one."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from anthropic.types.beta import BetaToolUnionParam
 
-from ctxwin_server.typed_tools import describe_tools
+from ctxwin_chats.typed_tools import describe_tools
 
 SIZE = {"display_width_px": 1024, "display_height_px": 768}
 

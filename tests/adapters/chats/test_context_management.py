@@ -15,8 +15,8 @@ import typing_extensions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctxwin_server.compaction import take_compaction
-from ctxwin_server.context_management import CLEARED, Policy, manage
+from ctxwin_chats.compaction import take_compaction
+from ctxwin_chats.context_management import CLEARED, Policy, manage
 
 NAMES = ["look", "read", "look", "keep", "look"]
 

@@ -1,0 +1,10 @@
+"""Edits of chats before a model sees them: pure functions and records over the bodies of chat, responses and messages requests.
+
+Modules:
+    options: what a chat names for its window and its prompt.
+    context_management, compaction: the edits of Anthropic's and OpenAI's APIs: old results cleared, a summary for old turns.
+    lazy_drops, volatile, prediction: what keeps a prefix cache useful while clients edit their histories.
+    records: what conversations were served last.
+    typed_tools, template_arguments: what chat templates know of tools and variables.
+    bodies: the base of all schemas, and media as data.
+"""
