@@ -87,8 +87,6 @@ def test_requests_to_an_engine_give_the_figures_of_the_decoder(tmp_path: Path) -
         assert {arm for _, arm, _ in runs["served"].samples.rows} == set(arms.split(","))
         with pytest.raises(ValueError, match=r"got quest:0.5, oracle, which read inside the model; leave them out"):
             runs["served"].run(plan_jobs(parse_arms("blind,quest:0.5,oracle"), WINDOW), 1)
-        with pytest.raises(ValueError, match="timed must be 0"):
-            Runner(tiny, Settings(timed=1), tmp_path / "timed", TASKS, inside=False)
 
 
 @pytest.mark.slow
@@ -136,7 +134,7 @@ def test_samples_of_another_generator_are_refused(engine: HFEngine, tmp_path: Pa
 
 
 def test_bad_settings_are_refused() -> None:
-    for bad in ({"layout": "diagonal"}, {"dtype": "int8"}, {"layers": "few"}, {"weight": "heavy"}, {"timed": -1}):
+    for bad in ({"layout": "diagonal"}, {"dtype": "int8"}, {"layers": "few"}, {"weight": "heavy"}):
         with pytest.raises(ValueError, match="must be"):
             Settings(**bad)  # type: ignore[arg-type]
     for options in ({"seed": -1}, {"frames": (1,)}, {"frames": ()}):
@@ -180,7 +178,7 @@ def test_the_command_line(model_dir: Path, tmp_path: Path) -> None:
     common = ["--model", str(model_dir), "--frames", "2-3", "--n", "3", "--output", str(folder)]
     tasks = "tiny,tiny-slide,tiny/recall@0.6"
     arms = "reprefill,blind,patched:1,patched:3,patched:3@deep,first_k:1,orbit:2,survivor,removal:2,stale:2,update:2"
-    made = invoke("run", tasks, *common, "--seed", "1", "--arms", arms, "--timed", "1", "--json")
+    made = invoke("run", tasks, *common, "--seed", "1", "--arms", arms, "--json")
     assert made.exit_code == 0, made.output
     result = json.loads(made.stdout)
     assert list(result["arms"]) == arms.split(",")
@@ -221,15 +219,6 @@ def test_arms_of_slides_and_recalls_bring_their_tasks(model_dir: Path, tmp_path:
         "stale:2@0.5": {"recall"}, "recall:2@0.5": {"recall"},
     }  # fmt: skip
     assert json.loads((tmp_path / "results.json").read_text())["arms"].keys() == found.keys()
-
-
-def test_only_the_first_items_are_timed(engine: HFEngine, tmp_path: Path) -> None:
-    task = TASKS[0]
-    runner = Runner(engine, Settings(timed=2), tmp_path, [task])
-    runner.run(plan_jobs(parse_arms("reprefill,blind,patched:2,first_k:2"), [task]), 4)
-    for row in runner.samples.rows.values():
-        assert (row.ttft_s is not None) == (row.index < 2)
-        assert row.ttft_s is None or row.ttft_s > 0
 
 
 def test_a_shared_basis_is_kept_and_counted_apart(model_dir: Path, tmp_path: Path) -> None:

@@ -51,12 +51,8 @@ def test_figures_of_an_arm_are_averaged_whatever_their_name() -> None:
     assert (made["tokens"], made["computed"], made["forwards"]) == (100, 0, 0)
 
 
-def test_times_layers_and_grid() -> None:
-    rows = sweep(10)
-    rows[0] = rows[0].model_copy(update={"ttft_s": 0.2})
-    made = Table(rows, Scorer(Words)).arms()
-    assert made["reprefill"]["made/words"]["ttft_s"] == {"median": 0.2, "n": 1}
-    assert "ttft_s" not in made["blind"]["made/words"]
+def test_layers_and_grid() -> None:
+    made = Table(sweep(10), Scorer(Words)).arms()
     assert made["patched:1"]["made/words"]["by_layer"] == pytest.approx([0.0, 0.45, 1.0])
     grid = made["blind"]["made/words"]["grid"]
     assert sum(cell["n"] for cell in grid) == 10

@@ -79,7 +79,6 @@ def run(
     layers: Annotated[str, typer.Option(help="Patched layers: all or deep.")] = "all",
     weight: Annotated[str, typer.Option(help="How truncation is measured: none, balanced or output.")] = "none",
     patch_dtype: Annotated[str, typer.Option(help="Stored factors: bfloat16, float16 or float32.")] = "bfloat16",
-    timed: Annotated[int, typer.Option(help="Time the first so many items of a task, each alone.", min=0)] = 0,
     engine: Engine = "hf",
     engine_options: EngineOptions = "{}",
     dtype: Dtype = "float32",
@@ -120,7 +119,7 @@ def run(
         jobs = plan_jobs(chosen, opened)
         # Reads annotations, so that missing data shows before a model is opened.
         total = sum(len(job.arms) * (n if job.task.endless else len(job.task.items(n or None))) for job in jobs)
-        settings = Settings(system_prompt, layout, layers, weight, patch_dtype, timed=timed)  # type: ignore[arg-type]
+        settings = Settings(system_prompt, layout, layers, weight, patch_dtype)  # type: ignore[arg-type]
         with open_model_on(engine, engine_options, model, dtype, device, threads) as served:
             folder = output or _default_folder(settings.config(served) | {t.name: t.config() for t in opened})
             runner = Runner(served, settings, folder, opened)

@@ -5,7 +5,7 @@ Each forward runs once for the whole group, when the first arm needs it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -82,15 +82,6 @@ class Group:
     def spec(self) -> KVSpec:
         """Layout of the model's KV."""
         return self.decoder.spec
-
-    def rewind(self, keep: Collection[str] = ()) -> None:
-        """Drop KV of placed chunks, which no engine would store, except the kinds to ``keep`` (of exact, blind, survivors).
-
-        Canonicals, patches, vision embeddings and the KV before an edit stay, so that an arm then does what it would do when
-        asked.
-        """
-        for name in {"exact", "blind", "survivors"} - set(keep):
-            self.__dict__.pop(name, None)
 
     def layout(self, order: Sequence[int]) -> list[Place]:
         """Return the places of chunks in this order after the system prompt."""

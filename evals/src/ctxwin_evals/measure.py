@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -155,21 +154,6 @@ class Measurer:
                     extra=extra,
                     by_layer=layers,
                 )
-
-    def first_token(self, item: Item, arm: Arm) -> float:
-        """Seconds to the first token of one item alone: serving from the store, then the question.
-
-        Canonicals, patches and vision embeddings exist already, as from the second use on, and so does what else the arm
-        finds (`Arm.found`).
-        """
-        group = self.group([item])
-        group.context.embeds.sum()  # every arm holds the embeddings
-        serve = arm.prepared(group)
-        begun = time.perf_counter()
-        result = serve()
-        assert result is not None
-        self.decoder.read(group.memory([result.spans]), [item.query], _begin(result, group))
-        return time.perf_counter() - begun
 
     def text(self, token_ids: Sequence[int]) -> str:
         """An answer's text."""

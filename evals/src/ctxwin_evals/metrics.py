@@ -51,7 +51,6 @@ class Figures(TypedDict):
         unscored, unscored_why: items that the arm could not serve, and how many for which reason.
         by_frames, by_layer, grid: accuracy by number of chunks; relative error of the KV by layer; accuracy by length and depth.
         tokens, computed, forwards, encodes: means.
-        ttft_s: median seconds to the first token, and of how many items.
         own: the arm's own figures, means.
         official: the data set's own aggregates.
     """
@@ -94,7 +93,6 @@ class Figures(TypedDict):
     computed: NotRequired[float]
     forwards: NotRequired[float]
     encodes: NotRequired[float]
-    ttft_s: NotRequired[dict[str, float]]
     own: NotRequired[dict[str, float]]
     official: NotRequired[dict[str, float]]
 

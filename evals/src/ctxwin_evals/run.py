@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby, product
 from pathlib import Path
@@ -18,7 +18,7 @@ from ctxwin_evals.group import Group
 from ctxwin_evals.items import Item, Task
 from ctxwin_evals.measure import BATCH, Measurer, by_shape
 from ctxwin_evals.patching import Patcher, Weighting, fitted
-from ctxwin_evals.samples import FORMAT, Sample, Samples, open_samples
+from ctxwin_evals.samples import FORMAT, Samples, open_samples
 from ctxwin_evals.serving import ServedGroup, ServedMeasurer
 from ctxwin_evals.tasks import SUITES
 from ctxwin_evals.tasks.tiny import TinyOptions, fit_cases
@@ -40,7 +40,6 @@ class Settings:
         system_prompt: system prompt of items that have none of their own.
         layout, layers, weight, dtype: of the patches (see `form_patch`).
         basis_items: contexts a shared basis is fitted on (layout ``shared`` only).
-        timed: how many items of a task are timed, each alone; times are no part of what a run compares.
     """
 
     system_prompt: str = "You watch a camera."
@@ -49,7 +48,6 @@ class Settings:
     weight: Weighting = "none"
     dtype: str = "bfloat16"
     basis_items: int = 64
-    timed: int = 0
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -60,13 +58,12 @@ class Settings:
         ):
             if value not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
-        if self.timed < 0:
-            raise ValueError(f"timed must be >= 0, got {self.timed}")
 
     def config(self, engine: EncodingEngine) -> dict[str, Any]:
         """Return the content of ``config.json``; a run continues only under an equal one."""
-        left_out = ("timed",) if self.layout == "shared" else ("timed", "basis_items")
-        plain = {name: value for name, value in asdict(self).items() if name not in left_out}
+        plain = asdict(self)
+        if self.layout != "shared":
+            del plain["basis_items"]
         name, spec = model_name(engine.spec.model), engine.spec
         return {"format": FORMAT, "name": name, "model": spec.identity, "kv": spec.kv.dtype, **plain}
 
@@ -154,8 +151,6 @@ class Runner:
     ) -> None:
         self.settings = settings
         self._inside = hasattr(engine, "text_model") if inside is None else inside
-        if settings.timed and not self._inside:
-            raise ValueError("timed must be 0 on vLLM, whose times `ctxwin bench` measures")
         config = settings.config(engine) | {"tasks": {task.name: task.config() for task in tasks}}
         self.samples: Samples = open_samples(folder, config)
         self._decoder = cast("Decoder", Decoder(cast("HFEngine", engine)) if self._inside else Reader(engine))
@@ -184,7 +179,8 @@ class Runner:
                 name, has = job.task.name, self.samples.has
                 missing = [arm for arm in job.arms if any(not has(name, arm.name, index) for index in indices)]
                 if missing:
-                    self.samples.add(self._measure(job.task, items, missing, indices))
+                    samples = self.measurer.samples(items, missing, base=BASES[job.task.setting])
+                    self.samples.add(sample for sample in samples if sample.index in indices)
                 progress(len(indices) * len(job.arms))
             if not items:
                 raise ValueError(f"{job.task.name} must have items, got none among the first {n}; take a larger n")
@@ -198,18 +194,6 @@ class Runner:
                     f"samples of {self.samples.folder} must be of today's items, got another item {item.index} of "
                     f"{item.task!r}; choose another --output"
                 )
-
-    def _measure(
-        self, task: Task, items: Sequence[Item], arms: Sequence[Arm], indices: Collection[int]
-    ) -> Iterator[Sample]:
-        """The wanted samples of one batch, timed where that was asked for."""
-        by_name, by_index = {arm.name: arm for arm in arms}, {item.index: item for item in items}
-        for sample in self.measurer.samples(items, arms, base=BASES[task.setting]):
-            if sample.index in indices and sample.index < self.settings.timed and sample.unscored is None:
-                seconds = self.measurer.first_token(by_index[sample.index], by_name[sample.arm])
-                sample = sample.model_copy(update={"ttft_s": seconds})
-            if sample.index in indices:
-                yield sample
 
     def _groups(self) -> Iterator[Group]:
         """Contexts of their own seeds, to fit bases and weights on."""

@@ -42,7 +42,6 @@ class Sample(BaseModel):
         forced_kl, base_forced_kl: the same, averaged along re-prefill's answer; None where that has one token.
         stored, over, computed, forwards, encodes: see `ctxwin_evals.arms.Served`.
         by_layer: relative distance between the served and the exact KV; None where they hold different tokens.
-        ttft_s: seconds to the first token; None where it was not timed.
         extra: the arm's own figures, by name.
     """
 
@@ -75,7 +74,6 @@ class Sample(BaseModel):
     forwards: int = 0
     encodes: int = 0
     by_layer: list[float] | None = None
-    ttft_s: float | None = None
     extra: dict[str, float] = Field(default_factory=dict)
 
     @property

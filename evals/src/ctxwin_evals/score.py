@@ -178,8 +178,6 @@ class Table:
                 extra[name].append(value)
         if extra:
             figures["own"] = {name: mean(values) for name, values in extra.items()}
-        if seconds := [row.ttft_s for row in rows if row.ttft_s is not None]:
-            figures["ttft_s"] = {"median": float(np.median(seconds)), "n": len(seconds)}
         if layers := [row.by_layer for row in rows if row.by_layer]:
             if len(counts := {len(x) for x in layers}) != 1:
                 raise ValueError(f"samples of a run must be of one model's layers, got {sorted(counts)}")

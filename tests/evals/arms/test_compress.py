@@ -218,7 +218,7 @@ def test_served_spans_are_the_stored_ones(decoder: Decoder) -> None:
     """What is thinned out before the question is not computed again when it comes."""
     group = group_of(decoder, 1)
     first = parse_arm("elastic:0.5").serve(group)
-    group.rewind()
+    del group.exact
     runs: list[Any] = []
     decoder_run = decoder.run
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict, Unpack
 
@@ -51,7 +51,6 @@ class _Told(TypedDict, total=False):
     form: str
     source: str
     settings: tuple[Setting, ...]
-    found: tuple[str, ...]
     argument: str
     inside: bool
 
@@ -62,9 +61,7 @@ class Arm(ABC):
 
     A subclass declares in its head how it is spelled (``form``), where it comes from (``source``), the ``settings`` in which
     it is meaningful, the pattern of its ``argument``, whose groups are fields, and whether it reads ``inside`` the model, so that
-    no serving engine can be asked for it. ``found`` names the KV that is already in
-    place when the question comes (see `Group.rewind`), besides what is stored for it; what an oracle looks at counts as
-    found, since knowing costs an oracle no time.
+    no serving engine can be asked for it.
     """
 
     name: str = field(compare=False)
@@ -72,7 +69,6 @@ class Arm(ABC):
     form: ClassVar[str]
     source: ClassVar[str]
     settings: ClassVar[tuple[Setting, ...]] = ("window", "slide")
-    found: ClassVar[tuple[str, ...]] = ()
     argument: ClassVar[str] = ""
     inside: ClassVar[bool] = False
 
@@ -95,12 +91,6 @@ class Arm(ABC):
     def on(self, setting: Setting) -> Arm:
         """This arm for tasks of a setting; itself where all of its settings are served alike."""
         return self
-
-    def prepared(self, group: Group) -> Callable[[], Served | None]:
-        """Do the work that precedes the question, for a group of one; the returned call is what is timed."""
-        self.serve(group)
-        group.rewind(self.found)
-        return lambda: self.serve(group)[0]
 
     @abstractmethod
     def serve(self, group: Group) -> list[Served | None]:

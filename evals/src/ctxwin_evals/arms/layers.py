@@ -76,7 +76,6 @@ class ShallowReuse(
     source="Kamera, appendix C.3 and C.4, table 8 (layer re-prefill), appendix D (deep re-prefill)",
     inside=True,
     settings=("window", "slide", "recall"),
-    found=("exact",),
 ):
     """The first share of the layers reuses stored KV, the rest is computed in context for all tokens.
 
@@ -140,10 +139,7 @@ class ShallowReuse(
 
 
 class LowRankKeys(
-    RankedArm,
-    form="lowrank-k:M",
-    source="Kamera, appendix C.3, table 6 (low-rank-K reconstruction, ShadowKV-style)",
-    found=("exact",),
+    RankedArm, form="lowrank-k:M", source="Kamera, appendix C.3, table 6 (low-rank-K reconstruction, ShadowKV-style)"
 ):
     """Keys of every chunk but the first are the best rank-M approximation of the conditioned ones; values are canonical.
 

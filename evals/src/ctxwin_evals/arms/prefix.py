@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING
-
-import torch
 
 from ctxwin.baselines.policies import POLICIES, Policy, PrefixUser
 from ctxwin.kv.layout import SpanKV
@@ -55,23 +53,6 @@ class Prefix(
         orders = {b: order for b, item in enumerate(group.items) if (order := self.order(item)) is not None}
         spans = _exact(group, orders)
         return [self._serve_row(group, b, orders[b], spans[b]) if b in orders else None for b in range(len(group))]
-
-    def prepared(self, group: Group) -> Callable[[], Served | None]:
-        """Place the cached prefix; the returned call computes what follows it."""
-        (complete,), order = self.serve(group), self.order(group.items[0])
-        if complete is None or order is None:
-            return lambda: None
-        cached, places = self._cached_chunks(group.items[0], order), group.layout(order)
-        if cached == len(order):
-            return lambda: complete
-        tokens, slot = group.row([order]), places[cached].slot
-        fresh = tokens.pick(torch.arange(slot, tokens.count, device=tokens.embeds.device)[None])
-
-        def compute() -> Served:
-            memory, _ = group.decoder.append(fresh, group.memory([complete.spans[:cached]]))
-            return replace(complete, spans=group.placed_spans(memory, 0, order))
-
-        return compute
 
     def order(self, item: Item) -> tuple[int, ...] | None:
         """Return the order in which this user places chunks; None where the habit is meaningless."""

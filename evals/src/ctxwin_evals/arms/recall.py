@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Rehydrated(RankedArm, settings=("recall",), found=("exact",), argument=f"(?P<size>{RANK})(?:@(?P<at>{SHARE}))?"):
+class _Rehydrated(RankedArm, settings=("recall",), argument=f"(?P<size>{RANK})(?:@(?P<at>{SHARE}))?"):
     """The recalled chunk is canonical + patch; the preceding chunks are exact, as resident chunks are.
 
     ``divergence`` of a sample is how far the preceding chunks are from those at forming, see `divergence`;
@@ -107,7 +107,7 @@ class Refresh(
         return group.patched(base, new, place), old.nbytes + new.nbytes
 
 
-class Recalled(Arm, form="blind", source="Kamera, section 5, 'Recall' (blind)", settings=("recall",), found=("exact",)):
+class Recalled(Arm, form="blind", source="Kamera, section 5, 'Recall' (blind)", settings=("recall",)):
     """The base of a recall: the chunk's canonical after exact chunks. Asked for as ``blind``."""
 
     def serve(self, group: Group) -> list[Served | None]:

@@ -100,7 +100,7 @@ class Patched(
         return [_patched_row(group, b, self.size, {}, self.variant) for b in range(len(group))]
 
 
-class Toggled(Arm, form="toggled", source="Kamera, appendix E", settings=("window",), found=("exact",)):
+class Toggled(Arm, form="toggled", source="Kamera, appendix E", settings=("window",)):
     """Everything is exact except the asked chunk, which is toggled to its context-clean view: a copy of its canonical.
 
     What it still answers right needed no context (the disposability test); windows have `Window.disposable`.

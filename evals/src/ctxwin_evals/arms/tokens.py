@@ -128,7 +128,6 @@ class CacheblendOracle(
     _Recomputing,
     form="cacheblend-oracle:R",
     source="Kamera, section 4 ('Diffuse across tokens': selection by true deficit)",
-    found=("exact",),
 ):
     """The share of placed tokens whose KV is furthest off, over all layers: the best that selection by deviation could do."""
 
@@ -141,7 +140,6 @@ class Quest(
     _Recomputing,
     form="quest:R",
     source="Kamera, appendix C.3, table 6 (oracle query-aware recompute, Quest-style)",
-    found=("exact",),
     inside=True,
 ):
     """The share of placed tokens that the question attends to most, in the exact context; no answer is read.

@@ -131,11 +131,6 @@ def _left_out(f: Figures) -> Cell:
     return Cell(f"{f['unscored']} + {f['unparsed']}", total) if total else Cell(NONE)
 
 
-def _first_token(f: Figures) -> Cell:
-    timed = f.get("ttft_s")
-    return Cell(NONE) if timed is None else Cell(f"{timed['median']:.3g} s of {timed['n']}", timed["median"])
-
-
 MAIN: dict[str, Callable[[Figures], Cell]] = {
     "n": lambda f: count(f["n"]),
     "accuracy [95 %]": lambda f: fixed(f["accuracy"], f["ci95"]),
@@ -162,7 +157,6 @@ MORE: dict[str, Callable[[Figures], Cell]] = {
     "tokens computed": lambda f: mean(f["computed"]),
     "forwards": lambda f: mean(f["forwards"]),
     "encodes": lambda f: mean(f["encodes"]),
-    "first token": _first_token,
 }
 """Columns of the table of further figures, which only the page has room for."""
 ABOUT = {
@@ -190,7 +184,6 @@ ABOUT = {
     "tokens computed": "Of them computed when asked, mean, the question apart.",
     "forwards": "Decoder passes for them, mean.",
     "encodes": "Runs of the vision encoder, mean.",
-    "first token": "Median seconds to the first token, of the items that were timed.",
 }
 """What each column means, a sentence."""
 
