@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from ctxwin_evals.console import numbers, progress, show, write_result
+from ctxwin_evals.console import numbers, progress, show
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
@@ -30,6 +31,13 @@ SYSTEM_PROMPT = "You watch a camera."
 def points(text: str) -> tuple[int, ...]:
     """The different numbers of a comma-separated list, ascending."""
     return tuple(sorted(set(numbers(text))))
+
+
+def write_result(folder: Path | None, name: str, result: Mapping[str, Any]) -> None:
+    """Write a result as JSON to ``name`` in a folder, which is created where missing; do nothing without a folder."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def run(

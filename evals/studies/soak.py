@@ -32,9 +32,10 @@ from openai import OpenAI
 from ctxwin.chunk import Chunk
 from ctxwin.tiny import world
 from ctxwin_client import RemoteWindow
-from ctxwin_evals.console import Json, errors, new_table, show, write_result
+from ctxwin_evals.console import Json, errors, new_table, show
 
 from .chats import SYSTEM, png, running_server
+from .command import write_result
 
 PLATEAU = 0.01
 """Most growth over the last third of a run, as a share of what was held at its start."""

@@ -6,10 +6,11 @@ from hypothesis import strategies as st
 
 from ctxwin_evals.arms import ARM_FORMS, ARMS, BASES, parse_arm, parse_arms
 from ctxwin_evals.arms.recall import Recall, Stale, Update
-from ctxwin_evals.arms.reuse import Blind, Orbit, Patched, Transfer, other_orders
+from ctxwin_evals.arms.reuse import Blind, Orbit, Patched, Transfer
 from ctxwin_evals.arms.tokens import FirstK
 from ctxwin_evals.run import plan_jobs
 from ctxwin_evals.tasks import expand, open_task
+from ctxwin_evals.tasks.edits import other_orders
 
 
 def test_every_form_parses() -> None:

@@ -167,7 +167,7 @@ def test_an_orbit_over_its_own_order_alone_is_the_exact_patch(
 ) -> None:
     group = group_of(decoder, "order", frames=5)
     other = logits(group, parse_arm("orbit:full").serve(group))
-    monkeypatch.setattr(reuse, "other_orders", lambda frames, count, seed: [tuple(frames)])
+    monkeypatch.setattr(reuse, "other_orders", lambda frames, count, *seed: [tuple(frames)])
     assert worst_kl(group, "orbit:full") < 1e-6
     assert max(kl_divergence(a.numpy(), b.numpy()) for a, b in zip(other, group_read(group), strict=True)) > 1e-6
 

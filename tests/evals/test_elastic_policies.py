@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from ctxwin.kv.merge import bucket_of, budget_slots, most_important
 from ctxwin_evals.decoder import Held, Memory
-from ctxwin_evals.elastic import METHODS, RECENT, Attended, Window, merged
+from ctxwin_evals.elastic import H2O, RECENT, Attended, Elastic, Local, Policy, Window, merged
+
+METHODS: dict[str, type[Policy]] = {"elastic": Elastic, "h2o": H2O, "local": Local}
 
 
 def drawn_anchors(data: st.DataObject) -> tuple[int, list[int]]:

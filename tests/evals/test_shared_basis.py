@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,7 +17,11 @@ from ctxwin import Chunk, Fidelity, Window
 from ctxwin.kv.pooling import project
 from ctxwin.profiles import PROFILES_VARIABLE, decode_basis, encode_basis, model_digest
 from ctxwin_evals.cli import basis
-from ctxwin_evals.shared_basis import Contexts, FitSettings, contexts_for, deficits, fit
+from ctxwin_evals.decoder import Reader
+from ctxwin_evals.items import Item
+from ctxwin_evals.patching import Patcher
+from ctxwin_evals.serving import ServedGroup
+from ctxwin_evals.shared_basis import FitSettings, contexts_for, fit
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
@@ -47,15 +51,17 @@ def invoke(*args: object) -> Result:
 def test_a_basis_holds_what_it_was_fitted_on(engine: HFEngine) -> None:
     chunks = [Chunk.text(f"the color of frame {i} is red now") for i in range(3)]
     settings = FitSettings(contexts=1, rank=1000, layers="all")
-    made = fit(engine, Contexts("watch", [lambda: chunks]), settings)
-    found = list(deficits(engine, "watch", chunks))
+    item = Item("words", 0, lambda: chunks, 3, (0, 1, 2), "?", "", "0", "0", "", system_prompt="watch")
+    made = fit(engine, [item], settings)
+    reader: Any = Reader(engine)
+    found = list(ServedGroup(reader, [item], Patcher(reader.spec), "").deficits())
     assert made.basis.meta["deficits"] == len(found) == 2
     assert made.basis.identity == model_digest(engine.spec.model) and made.weight is not None
     assert made.rank == sum(lost.tokens for lost in found)
     own = replace(made.basis, identity=engine.spec.kv.identity)
     for lost in found:
         assert project(lost, own, engine.spec.kv, weight=made.weight).meta["captured"] > 0.999
-    again = fit(engine, Contexts("watch", [lambda: chunks]), settings)
+    again = fit(engine, [item], settings)
     assert again.id == made.id and decode_basis(encode_basis(made)).id == made.id
 
 
@@ -63,7 +69,7 @@ def test_contexts_are_the_models_own(engine: HFEngine, pictures: Path) -> None:
     with pytest.raises(ValueError, match="--images DIR"):
         contexts_for(engine, FitSettings(contexts=2), None, None)
     first, second = (contexts_for(engine, FitSettings(contexts=2, seed=seed), pictures, None) for seed in (0, 1))
-    drawn = [[tuple(c.id for c in make()) for make in contexts.sequences] for contexts in (first, second)]
+    drawn = [[tuple(c.id for c in item.load()) for item in items] for items in (first, second)]
     assert all(len(ids) == 4 for contexts in drawn for ids in contexts) and drawn[0] != drawn[1]
 
 

@@ -214,13 +214,6 @@ def progress_line(stage: str, done: int, total: int, seconds: float) -> str:
     return line
 
 
-def write_result(folder: Path | None, name: str, result: Mapping[str, Any]) -> None:
-    """Write a result as JSON to ``name`` in a folder, which is created where missing; do nothing without a folder."""
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-
-
 def show(result: Mapping[str, Any], as_json: bool, *tables: Any) -> None:
     """Print a result as JSON, or its tables and lines."""
     if as_json:

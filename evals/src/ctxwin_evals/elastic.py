@@ -238,6 +238,3 @@ class Local(Policy):
     def drop(self, cache: Held, attended: Attended, head: int) -> None:
         """The oldest slot after the system prompt."""
         cache.drop(head)
-
-
-METHODS: dict[str, type[Policy]] = {"elastic": Elastic, "h2o": H2O, "local": Local}

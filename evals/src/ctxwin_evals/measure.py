@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -62,6 +62,7 @@ class Measurer:
 
     divergence: Callable[[Any, Any], float] = staticmethod(kl_divergence)
     """KL of two next-token distributions, nats."""
+    groups: ClassVar[type[Group]] = Group
 
     def __init__(self, decoder: Decoder, patcher: Patcher, system_prompt: str, *, along: bool = False) -> None:
         self.decoder = decoder
@@ -72,7 +73,7 @@ class Measurer:
     def group(self, items: Sequence[Item], patcher: Patcher | None = None) -> Group:
         """Items of one shape as a group; each context once."""
         contexts = {item.context or item.index: item for item in reversed(items)}
-        return Group(self.decoder, list(contexts.values())[::-1], patcher or self.patcher, self.system_prompt)
+        return self.groups(self.decoder, list(contexts.values())[::-1], patcher or self.patcher, self.system_prompt)
 
     def samples(
         self,

@@ -146,6 +146,7 @@ def fitted(
     dtype: torch.dtype = torch.bfloat16,
     keep: Path | None = None,
     name: str = "",
+    rank: int = BASIS_RANK,
 ) -> Patcher:
     """The patcher of a way to compress (layout, layers, weight, see `parse_variant`), and of all its variants.
 
@@ -156,6 +157,7 @@ def fitted(
         dtype: of the factors.
         keep: folder in which a shared basis is looked for first, and then kept; None fits it anew.
         name: of the variant.
+        rank: directions of a shared basis.
     """
     layout, layers, weight = way
     patcher = Patcher(decoder.spec, layout, layers, dtype)
@@ -165,28 +167,28 @@ def fitted(
         )
     if layout == "shared":
         path = None if keep is None else keep / ("-".join(["basis", *filter(None, name.split("+"))]) + ".safetensors")
-        patcher.basis = _basis(patcher, groups, path)
+        patcher.basis = _basis(patcher, groups, path, rank)
 
     def build(name: str) -> Patcher:
         way = parse_variant(name)
         if way is None:
             raise ValueError(f"a way to compress must be a layout, deep and a weight joined by +, got {name!r}")
-        return fitted(decoder, way, groups, dtype=dtype, keep=keep, name=name)
+        return fitted(decoder, way, groups, dtype=dtype, keep=keep, name=name, rank=rank)
 
     patcher.build = build
     return patcher
 
 
-def _basis(patcher: Patcher, groups: Callable[[], Iterator[FittingContexts]], path: Path | None) -> SharedBasis:
+def _basis(
+    patcher: Patcher, groups: Callable[[], Iterator[FittingContexts]], path: Path | None, rank: int
+) -> SharedBasis:
     """A shared basis, fitted once and then kept in a file."""
     if path is not None and path.exists():
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
             return SharedBasis.from_tensors(tensors, json.loads(file.metadata()["basis"]))
     deficits = (lost for group in groups() for lost in group.deficits())
-    basis = fit_basis(
-        deficits, patcher.spec, BASIS_RANK, layers=patcher.layers, weight=patcher.weight, dtype=patcher.dtype
-    )
+    basis = fit_basis(deficits, patcher.spec, rank, layers=patcher.layers, weight=patcher.weight, dtype=patcher.dtype)
     if path is not None:
         atomic_write(path, save(basis.tensors(), metadata={"basis": json.dumps(basis.describe())}))
     return basis

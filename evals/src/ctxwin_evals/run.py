@@ -19,7 +19,7 @@ from ctxwin_evals.items import Item, Task
 from ctxwin_evals.measure import BATCH, Measurer, by_shape
 from ctxwin_evals.patching import Patcher, Weighting, fitted
 from ctxwin_evals.samples import FORMAT, Samples, open_samples
-from ctxwin_evals.serving import ServedGroup, ServedMeasurer
+from ctxwin_evals.serving import ServedMeasurer
 from ctxwin_evals.tasks import SUITES
 from ctxwin_evals.tasks.tiny import TinyOptions, fit_cases
 
@@ -201,8 +201,7 @@ class Runner:
             raise ValueError("weights and shared bases are fitted on pictures: the model must see, got a text model")
         cases = fit_cases(0, self.settings.basis_items, TinyOptions().frames)
         for part in by_shape(cases):
-            group: type[Group] = Group if self._inside else ServedGroup
-            yield group(self._decoder, part, Patcher(self._decoder.spec), self.settings.system_prompt)
+            yield self.measurer.group(part, Patcher(self._decoder.spec))
 
 
 def batches(task: Task, n: int | None) -> Iterator[list[Item]]:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ctxwin.kv.layout import SpanKV
     from ctxwin_evals.arms import Served
     from ctxwin_evals.items import Item
-    from ctxwin_evals.patching import Patcher
 
 
 @dataclass(frozen=True)
@@ -80,15 +79,11 @@ class ServedMeasurer(Measurer):
     """A `Measurer` whose every question is a request to the engine; ``decoder`` is a `Reader`. Answers are read ``along``."""
 
     divergence = staticmethod(kl_of_rows)
-
-    def group(self, items: Sequence[Item], patcher: Patcher | None = None) -> ServedGroup:
-        contexts = {item.context or item.index: item for item in reversed(items)}
-        return ServedGroup(self.decoder, list(contexts.values())[::-1], patcher or self.patcher, self.system_prompt)
+    groups: ClassVar[type[Group]] = ServedGroup
 
     def _ask(
         self, group: Group, items: Sequence[Item], served: Sequence[Served | None], first: Sequence[Said | None] | None
     ) -> list[Said | None]:
-        assert isinstance(group, ServedGroup)
         rows = {item.context or item.index: b for b, item in enumerate(group.items)}
         together: dict[int, list[int]] = {}
         for i, one in enumerate(served):

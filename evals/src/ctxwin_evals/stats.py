@@ -34,14 +34,18 @@ def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def wilson(right: int, n: int) -> Interval:
-    """Wilson score interval of a proportion of independent items.
+def wilson(right: float, n: float) -> Interval:
+    """Wilson score interval of a proportion of independent items, or of as many as clustered ones are worth.
 
     Raises ValueError where n < 1 or ``right`` is not within 0..n.
     """
     if n < 1 or not 0 <= right <= n:
         raise ValueError(f"n must be >= 1 and right in 0..n, got right={right}, n={n}")
-    return _wilson(right / n, n)
+    share = right / n
+    middle = (share + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
+    half = _Z * math.sqrt(share * (1 - share) / n + _Z**2 / (4 * n * n)) / (1 + _Z**2 / n)
+    # At 0 and n the bounds are exactly 0 and 1, which rounding would miss.
+    return (middle - half if share > 0 else 0.0), (middle + half if share < 1 else 1.0)
 
 
 def standard_error(values: ArrayLike, clusters: Sequence[str]) -> float | None:
@@ -105,10 +109,11 @@ def share_interval(scores: ArrayLike, clusters: Sequence[str], effective: float 
         if interval is None:
             return 0.0, 1.0
         if (x == x[0]).all():
-            unseen = _wilson(0.0, count)[1]
+            unseen = wilson(0, count)[1]
             return share * (1 - unseen), share + (1 - share) * unseen
         return max(0.0, interval[0]), min(1.0, interval[1])
-    return _wilson(share, effective_count(x, clusters) or effective or float(count))
+    worth = effective_count(x, clusters) or effective or count
+    return wilson(share * worth, worth)
 
 
 def effective_count(scores: ArrayLike, clusters: Sequence[str]) -> float | None:
@@ -160,13 +165,6 @@ def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> float:
     gained = sum(a and not b for a, b in zip(first, second, strict=True))
     lost = sum(b and not a for a, b in zip(first, second, strict=True))
     return float(stats.binomtest(gained, gained + lost, 0.5).pvalue) if gained + lost else 1.0
-
-
-def _wilson(share: float, n: float) -> Interval:
-    middle = (share + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
-    half = _Z * math.sqrt(share * (1 - share) / n + _Z**2 / (4 * n * n)) / (1 + _Z**2 / n)
-    # At 0 and n the bounds are exactly 0 and 1, which rounding would miss.
-    return (middle - half if share > 0 else 0.0), (middle + half if share < 1 else 1.0)
 
 
 def _with_cluster_numbers(values: ArrayLike, clusters: Sequence[str]) -> tuple[Floats, NDArray[np.intp]]:

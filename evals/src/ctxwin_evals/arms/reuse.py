@@ -5,13 +5,10 @@ Controls say what a figure is made of: the mask oracle loses conditioning and no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice, permutations
-from math import factorial
+from itertools import islice
 from typing import TYPE_CHECKING, ClassVar, Self
 
-import numpy as np
 import torch
 
 from ctxwin.kv.deficit import Deficit
@@ -20,6 +17,7 @@ from ctxwin.kv.patch import Patch
 from ctxwin_evals.arms.base import RANK, Arm, RankedArm, Served
 from ctxwin_evals.items import Item
 from ctxwin_evals.patching import parse_variant
+from ctxwin_evals.tasks.edits import other_orders
 
 if TYPE_CHECKING:
     from ctxwin_evals.group import Group
@@ -135,7 +133,7 @@ class Orbit(
 
     def averaged(self, item: Item, place: int) -> list[tuple[int, ...]]:
         """The orders of the preceding chunks whose deficits are averaged."""
-        return other_orders(item.placed[:place], self.orders, item.index)
+        return other_orders(item.placed[:place], self.orders, 0x6F72, place, item.index)
 
     def serve(self, group: Group) -> list[Served | None]:
         places = [asked_about(item) for item in group.items]
@@ -214,22 +212,6 @@ class Removal(
 def asked_about(item: Item) -> int:
     """The place of the chunk that holds the answer; the last one where the item does not say."""
     return len(item.placed) - 1 if item.asked is None else item.asked
-
-
-def other_orders(frames: Sequence[int], count: int, seed: int) -> list[tuple[int, ...]]:
-    """Up to ``count`` orders of ``frames`` other than the given one; all of them where there are no more."""
-    identity, n = tuple(frames), len(frames)
-    if n < 2:
-        return []
-    if factorial(n) - 1 <= count:
-        return [p for p in permutations(identity) if p != identity]
-    rng = np.random.default_rng((0x6F72, n, seed))
-    chosen: dict[tuple[int, ...], None] = {}
-    while len(chosen) < count:
-        order = tuple(identity[int(i)] for i in rng.permutation(n))
-        if order != identity:
-            chosen[order] = None
-    return list(chosen)
 
 
 def _patched_row(

@@ -79,13 +79,15 @@ class Source(Task):
     def stream(self, index: int, slides: int) -> Context:
         """A sequence of `PLACED` + ``slides`` chunks (fewer where there are no more) that a window slides along."""
 
-    def items(self, n: int | None = None, split: Split = "choosing", *, strangers: bool = False) -> list[Item]:
-        """The questions of the first ``n`` contexts of a split.
+    def items(
+        self, n: int | None = None, split: Split = "choosing", *, strangers: bool = False, first: int = 0
+    ) -> list[Item]:
+        """The questions of ``n`` contexts of a split, from the ``first`` on.
 
         With ``strangers``, chunk `PLACED` + i of an item is a stranger of the same size as chunk i.
         """
         items: list[Item] = []
-        for i in range(n or 0):
+        for i in range(first, first + (n or 0)):
             context, count = self.context(split, i), 2 * PLACED if strangers else PLACED
             for question in context.questions:
                 items.append(self._item(context, question, len(items), f"{split}-{i}", count))

@@ -19,6 +19,7 @@ from ctxwin.kv.patch import Layers, apply_patch, compress
 from ctxwin.kv.relocate import relocate
 from ctxwin.store import open_store
 from ctxwin.store.spans import SpanRepository
+from ctxwin_evals.bench.moves import words
 from ctxwin_evals.serving import unshared_salt
 
 SIZES = (64, 128, 256, 512, 1024)
@@ -43,7 +44,8 @@ def costs(
 def _one(engine: Engine, lead: Segment, size: int, rank: int, layers: Layers) -> dict[str, Any]:
     spec, start = engine.spec.kv, lead.encoded.advance
     rng = np.random.default_rng((0x636F7374, size))
-    front, chunk = (_words(engine, rng, size) for _ in range(2))
+    places = np.tile(np.arange(size, dtype=np.int64), (3, 1))
+    front, chunk = (Encoded("", words(engine, size, rng), places, size) for _ in range(2))
     preceding = [lead, Segment(front, start, span=engine.prefill([lead], front, start, salt=unshared_salt()))]
     at = start + size
 
@@ -90,10 +92,3 @@ def _best(what: Callable[[], object]) -> float:
         settle()
         times.append(1000 * (time.perf_counter() - begun))
     return min(times)
-
-
-def _words(engine: Engine, rng: np.random.Generator, size: int) -> Encoded:
-    """Ordinary word tokens in any order: a forward costs the same whatever they say."""
-    vocabulary = engine.text_ids("The quick brown fox jumps over the lazy dog and looks at the color of the sky.")
-    ids = tuple(int(vocabulary[int(i)]) for i in rng.integers(len(vocabulary), size=size))
-    return Encoded("", ids, np.tile(np.arange(size, dtype=np.int64), (3, 1)), size)

@@ -24,7 +24,7 @@ from ctxwin.tiny.world import (
     sample_frames,
 )
 from ctxwin.tiny.world import Task as WorldTask
-from ctxwin_evals.tasks.edits import Edit, other_order
+from ctxwin_evals.tasks.edits import Edit, other_orders
 
 SAMPLED_ORDERS = 24
 """Orders sampled for six predecessors; for three and four all other orders are taken (Kamera, section 5, "Reorder")."""
@@ -175,8 +175,8 @@ def excess(rng: np.random.Generator, frames: int, amount: float, turn: int, *, e
 
 def reorder(rng: np.random.Generator, frames: int, amount: float, turn: int) -> Drawn:
     """``amount`` predecessors in the order of this turn; the stored patch is of their first order."""
-    order = other_order(int(amount), turn, orders_of(amount), int(rng.integers(2**31)))
-    return _reordered(rng, frames, amount, turn, order=order)
+    orders = other_orders(range(int(amount)), orders_of(amount), 0x7065726D, int(amount), int(rng.integers(2**31)))
+    return _reordered(rng, frames, amount, turn, order=orders[turn])
 
 
 @_retry

@@ -105,21 +105,15 @@ def _first(others: Sequence[int], count: int) -> Sequence[int]:
     return others[:count]
 
 
-def other_order(count: int, turn: int, orders: int, seed: int) -> tuple[int, ...]:
-    """The ``turn``-th of ``orders`` orders of 0..count-1 other than ascending; sampled where there are more.
-
-    Raises ValueError where there are fewer.
-    """
-    most = factorial(count) - 1
-    if not 0 <= turn < orders <= most:
-        raise ValueError(f"turn must be 0..{min(orders, most) - 1} of {count} chunks' {most} other orders, got {turn}")
-    ascending = tuple(range(count))
-    if orders == most:
-        return [p for p in permutations(ascending) if p != ascending][turn]
-    rng = np.random.default_rng((0x7065726D, count, seed))
-    orders_so_far: dict[tuple[int, ...], None] = {}
-    while len(orders_so_far) <= turn:
-        order = tuple(int(i) for i in rng.permutation(count))
-        if order != ascending:
-            orders_so_far[order] = None
-    return list(orders_so_far)[turn]
+def other_orders(frames: Sequence[int], count: int, *seed: int) -> list[tuple[int, ...]]:
+    """Up to ``count`` orders of ``frames`` other than the given one, drawn by a seed; all of them where there are no more."""
+    identity, n = tuple(frames), len(frames)
+    if factorial(n) - 1 <= count:
+        return [p for p in permutations(identity) if p != identity]
+    rng = np.random.default_rng(seed)
+    chosen: dict[tuple[int, ...], None] = {}
+    while len(chosen) < count:
+        order = tuple(identity[int(i)] for i in rng.permutation(n))
+        if order != identity:
+            chosen[order] = None
+    return list(chosen)
