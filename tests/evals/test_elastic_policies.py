@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ctxwin.kv.merge import bucket_of, budget_slots, most_important
 from ctxwin_evals.decoder import Held, Memory
-from ctxwin_evals.elastic import H2O, RECENT, Attended, Elastic, Local, Policy, Window, merged
+from ctxwin_evals.elastic import H2O, RECENT, Attended, Elastic, Keeper, Local, Policy, Window, merged
 
 METHODS: dict[str, type[Policy]] = {"elastic": Elastic, "h2o": H2O, "local": Local}
 
@@ -98,7 +98,7 @@ def followed(kind: str, share: float, prompt: int, steps: int) -> list[list[int]
     weights = rng.random(prompt)
     seen = dict(enumerate(weights))
     policy = METHODS[kind](share, torch.tensor(weights, dtype=torch.float32)[None, None])
-    keeper = policy.start()
+    keeper = Keeper(policy)
     memory = Memory(*(torch.arange(prompt, dtype=torch.float32)[None, None, None, :, None] for _ in "kv"))
     held = Held(memory)
     keeper.prompted(held)
@@ -159,7 +159,7 @@ def test_the_header_is_left_alone_behind_chunks_that_were_thinned_out(kind: str)
     head, kept, asked = 3, 4, 2
     slots = head + kept + asked
     policy = METHODS[kind](0.2, torch.zeros(1, 1, head + kept), Window(head, 20, kept))
-    keeper, memory = policy.start(), torch.arange(slots, dtype=torch.float32)[None, None, None, :, None]
+    keeper, memory = Keeper(policy), torch.arange(slots, dtype=torch.float32)[None, None, None, :, None]
     held = Held(Memory(memory, memory))
     keeper.prompted(held)
     assert held.slots == slots

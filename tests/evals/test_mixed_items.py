@@ -113,7 +113,7 @@ def test_items_of_other_sizes_do_not_share_a_group(decoder: Decoder) -> None:
 
 def test_pictures_are_told_from_texts(decoder: Decoder) -> None:
     group = Group(decoder, [item(0)], Patcher(decoder.spec), HEADER)
-    pictured = group.pictured[0]
+    pictured = group.pictured()[0]
     assert int(pictured.sum()) == sum(m.tokens for encoded in group.chunks[0] for m in encoded.media)
     assert not pictured[: group.places[0].end].any()
     assert not pictured[group.places[3].slot :].any()

@@ -102,11 +102,6 @@ class Memory:
         """Items of the batch."""
         return int(self.k.shape[1])
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all slots."""
-        return self.k.nbytes + self.v.nbytes
-
     def of(self, items: Sequence[int]) -> Memory:
         """The same slots of some items of the batch."""
         return self if len(items) == self.items else Memory(self.k[:, list(items)], self.v[:, list(items)])
@@ -134,34 +129,23 @@ class Memory:
 class Held:
     """KV that grows while an answer is generated, and that policies thin out; starts with a copy of a memory.
 
-    ``slots`` are those held now, by every layer and item, ``peak_slots`` the most that were held at once.
+    ``slots`` are those held now, by every layer and item.
     """
 
     def __init__(self, memory: Memory) -> None:
         self._room = memory.grown(ROOM)
-        self.slots = self.peak_slots = memory.slots
+        self.slots = memory.slots
 
     @property
     def memory(self) -> Memory:
         """The slots held; shares memory with this object."""
         return Memory(self._room.k[:, :, :, : self.slots], self._room.v[:, :, :, : self.slots])
 
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one slot of all layers and items."""
-        return self._room.nbytes // self._room.slots
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes that were held at once."""
-        return self.peak_slots * self.slot_bytes
-
     def grow(self, slots: int) -> Memory:
         """Append empty slots; return all slots."""
         if self.slots + slots > self._room.slots:
             self._room = self.memory.grown(slots + ROOM)
         self.slots += slots
-        self.peak_slots = max(self.peak_slots, self.slots)
         return self.memory
 
     def drop(self, slot: int) -> None:

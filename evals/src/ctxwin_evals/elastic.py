@@ -104,10 +104,6 @@ class Policy(ABC):
         """The policy for some items of the batch."""
         return replace(self, seen=self.seen[:, list(items)])
 
-    def start(self) -> Keeper:
-        """Keeps one answer, of the items that the policy was made for."""
-        return Keeper(self)
-
     def compress(self, memory: Memory, attended: Attended) -> Memory:
         """Return the part of a memory that is kept; ``attended`` is reduced with it."""
         count = max(budget_slots(self.share, memory.slots), min(self.least, memory.slots))

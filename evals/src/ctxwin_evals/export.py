@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ctxwin.files import atomic_write
 from ctxwin_evals.benchmarks.base import DataTask
 from ctxwin_evals.benchmarks.mm_niah import MMNiah, result_name
 from ctxwin_evals.samples import Sample, read_samples
@@ -47,7 +48,7 @@ def export_run(folder: Path, arm: str, output: Path, *, task_of: TaskOf | None =
             if isinstance(task, MMNiah)
             else f"{title}_{re.sub(r'[^A-Za-z0-9.-]+', '-', name)}.json"
         )
-        task.export(rows.values(), files[name])
+        atomic_write(files[name], task.export(list(rows.values())).encode())
     if not files:
         raise ValueError(f"arm {arm!r} must have served at least one item, got none")
     return files

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,9 +11,7 @@ from torch import Tensor
 
 from ctxwin.engines.segments import Encoded
 from ctxwin_evals.decoder import Decoder, Held, Memory, concatenated
-
-if TYPE_CHECKING:
-    from ctxwin_evals.elastic import Policy
+from ctxwin_evals.elastic import Keeper, Policy
 
 
 class Reading:
@@ -32,7 +29,7 @@ class Reading:
         self.decoder = decoder
         self.held = Held(memory)
         self.at = 0
-        self._keeper = None if policy is None else policy.start()
+        self._keeper = None if policy is None else Keeper(policy)
         self._last = torch.empty(0)
 
     def ask(self, queries: Sequence[Encoded], begin: int) -> None:
@@ -72,13 +69,11 @@ class Continuation:
         token_ids: the tokens, without the ending one.
         logits: float32 ``[n, vocab]``, what each token (and the end) was chosen from.
         end: the token that ended it; None where it was cut at its longest, or forced.
-        peak_bytes: most bytes of KV held at once, by the whole batch.
     """
 
     token_ids: list[int] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     end: int | None = None
-    peak_bytes: int = 0
 
     @property
     def whole(self) -> list[int]:
@@ -128,8 +123,6 @@ def generate(
             break
         if step + 1 < count:
             reading.feed(chosen)
-    for one in continuations:
-        one.peak_bytes = reading.held.peak_bytes
     return continuations
 
 

@@ -110,14 +110,14 @@ class Group:
         """Tokens of the placed chunks."""
         return self.places[-1].end
 
-    @cached_property
-    def pictured(self) -> Tensor:
-        """bool ``[B, context tokens]``: which placed tokens are picture or video embeddings."""
+    def pictured(self, count: int | None = None) -> Tensor:
+        """bool ``[B, context tokens]``: placed tokens that are embeddings of pictures or videos, the first ``count`` of each."""
         mask = torch.zeros(len(self), self.context_tokens, dtype=torch.bool)
         for b, item in enumerate(self.items):
             for place, frame in zip(self.places, item.placed, strict=True):
                 for media in self.chunks[b][frame].media:
-                    mask[b, place.slot + media.offset : place.slot + media.offset + media.tokens] = True
+                    begin = place.slot + media.offset
+                    mask[b, begin : begin + (media.tokens if count is None else min(media.tokens, count))] = True
         return mask
 
     def tokens(self, frame: int) -> Tokens:

@@ -14,7 +14,7 @@ from ctxwin.kv.relocate import relocate
 from ctxwin.window import lanes
 from ctxwin_evals.arms import parse_arm
 from ctxwin_evals.arms.layers import falling
-from ctxwin_evals.arms.tokens import Mpic, attended, changes, heads_of_pictures, highest, quota, recompute
+from ctxwin_evals.arms.tokens import Mpic, attended, changes, highest, quota, recompute
 
 from .conftest import HEADER
 
@@ -69,8 +69,8 @@ def test_mpic_computes_text_and_the_head_of_each_picture(bench: Bench) -> None:
     one = bench.serve(group, "mpic:2")[0]
     assert one.computed == int(want.sum())
     assert one.extra["recomputed"] == pytest.approx(float(want.float().mean()))
-    assert int(heads_of_pictures(group, 2).sum()) == 4
-    assert torch.equal(heads_of_pictures(group, None), group.pictured)
+    assert int(group.pictured(2).sum()) == 4
+    assert torch.equal(group.pictured(1000), group.pictured())
 
 
 def test_a_window_links_as_mpic_does(family: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_what_stands_where_text_is_does_not_matter(bench: Bench, monkeypatch: py
     before = bench.serve(group, "mpic:1")[0]
     monkeypatch.setattr(Mpic, "dummy", dummy)
     base = Mpic("", 1).base(group)
-    text = ~group.pictured[0, group.places[1].slot : group.places[1].end]
+    text = ~group.pictured()[0, group.places[1].slot : group.places[1].end]
     assert base[0][1].v[:, text].isnan().all() if math.isnan(dummy) else (base[0][1].v[:, text] == dummy).all()
     for x, y in zip(before.spans, bench.serve(group, "mpic:1")[0].spans, strict=True):
         assert torch.equal(x.k, y.k)
@@ -125,7 +125,7 @@ def test_chunks_without_pictures_are_wholly_computed(family: Bench) -> None:
 def test_full_reuse_computes_text_as_if_there_were_no_pictures(bench: Bench) -> None:
     group = bench.mixed()
     one = bench.serve(group, "full-reuse")[0]
-    text = ~group.pictured[0]
+    text = ~group.pictured()[0]
     assert (one.computed, one.forwards) == (int(text.sum()), 2)
     at = text.nonzero()[:, 0][None]
     memory, _ = bench.decoder.append(group.context.pick(at), group.behind_system_prompt(1))

@@ -112,8 +112,7 @@ def test_references_are_scored_by_rouge_l_and_exported_for_a_judge(tmp_path: Pat
     assert task.score("they are red", first.target, first.meta).score == pytest.approx(2 / 3)
     assert task.score("", first.target, first.meta).score == 0
     rows = [{"doc_id": "7/0", "meta": first.meta, "target": first.target, "answer": "red", "score": 0.5}]
-    task.export(rows, tmp_path / "judge.jsonl")
-    (line,) = map(json.loads, (tmp_path / "judge.jsonl").read_text().splitlines())
+    (line,) = map(json.loads, task.export(rows).splitlines())
     assert line == {
         "id": "7/0", "turn": 1, "images": ["a.png", "b.png"], "reference": "Both are red.", "answer": "red", "rouge_l": 0.5,
     }  # fmt: skip

@@ -80,8 +80,7 @@ def test_answers_that_are_not_public_are_unscored_and_go_to_the_server(
     assert task.official(scored[1::2]) == {}
     answers = ("A", "D.", "none", "e")
     lines = [{"doc_id": i.doc_id, "meta": i.meta, "answer": a} for i, a in zip(task.items(), answers, strict=True)]
-    task.export(lines, tmp_path / "out.json")
-    found = json.loads((tmp_path / "out.json").read_text())
+    found = json.loads(task.export(lines))
     assert found == dict(zip([r["q_uid"] for r in rows], (0, 3, -1, 4), strict=True))
 
 

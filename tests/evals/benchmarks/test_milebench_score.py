@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from ctxwin_evals.benchmarks import benchmark
-from ctxwin_evals.benchmarks.milebench import aggregate, extract, letter_of, process, quantity
+from ctxwin_evals.benchmarks.milebench import extract, letter_of, process, quantity
 
 ACTIONS = ("Opened the door.", "Put down the cup/glass.", "Took the bag.", "Sat at 1.5 m")
+
+TASK = benchmark("milebench/StateChange")
 
 
 @pytest.mark.parametrize(
@@ -57,22 +58,21 @@ def test_score_takes_the_first_of_equal_choices() -> None:
 def test_aggregate_by_number_of_pictures() -> None:
     assert [quantity(n) for n in (5, 6, 31, 32)] == ["few", "medium", "medium", "many"]
     rows = [{"score": s, "meta": {"num_images": n}} for s, n in ((1.0, 2), (0.0, 5), (1.0, 6))]
-    figures = aggregate(rows)
+    figures = TASK.official(rows)
     assert figures["accuracy"] == pytest.approx(2 / 3)
     assert (figures["accuracy/few"], figures["accuracy/medium"], figures["accuracy/many"]) == (0.5, 1.0, 0.0)
     assert (figures["n/few"], figures["n/many"]) == (2, 0)
     with pytest.raises(ValueError, match="at least one"):
-        aggregate([])
+        TASK.official([])
 
 
-def test_export(tmp_path: Path) -> None:
+def test_export() -> None:
     row = {
         "doc_id": "3",
         "answer": "A",
         "target": {"response": "a cat", "choice_list": ["a cat", "a dog"]},
         "meta": {"sample_id": 3, "images": ["x.png"]},
     }
-    benchmark("milebench/StateChange").export([row], tmp_path / "pred.json")
-    assert json.loads((tmp_path / "pred.json").read_text()) == [
+    assert json.loads(TASK.export([row])) == [
         {"sample_id": 3, "image": ["x.png"], "gt_response": "a cat", "pred_response": "A"}
     ]

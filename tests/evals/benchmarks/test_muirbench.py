@@ -77,9 +77,9 @@ def test_scores_and_export(tmp_path: Path) -> None:
     (item,) = task.items()
     assert task.score("(B)", item.target, item.meta).score == 1
     assert task.score("no idea", item.target, item.meta).score == 0
-    task.export([{"doc_id": "0", "meta": item.meta, "target": item.target, "answer": "B."}], tmp_path / "out.jsonl")
+    line = task.export([{"doc_id": "0", "meta": item.meta, "target": item.target, "answer": "B."}])
     want = {"idx": "0", "task": "Difference Spotting", "answer": "B", "response": "B.", "pred": "B"}
-    assert json.loads((tmp_path / "out.jsonl").read_text()) == want
+    assert json.loads(line) == want
 
 
 def test_pictures_are_read_when_asked_for_and_scaled(tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ctxwin_evals.benchmarks import benchmark
-from ctxwin_evals.benchmarks.video_mme import aggregate, extract_lmms_eval, extract_official
+from ctxwin_evals.benchmarks.video_mme import extract_lmms_eval, extract_official
+
+TASK = benchmark("video-mme")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def made(
 
 def test_unscored_answers_leave_the_official_denominator_only() -> None:
     rows = [made("1", "A", "A"), made("2", "who knows", "A"), made("3", "B", "A", "v1", "long", "Counting Problem")]
-    figures = aggregate(rows)
+    figures = TASK.official(rows)
     assert figures["accuracy"] == 1 / 2
     assert figures["accuracy_all"] == figures["lmms_eval"] == pytest.approx(1 / 3)
     assert figures["unscored"] == 1 and figures["n"] == 3
@@ -91,24 +92,21 @@ def test_unscored_answers_leave_the_official_denominator_only() -> None:
 
 def test_complete_needs_300_videos_of_each_duration() -> None:
     rows = [made(f"{d}{i}", "A", "A", f"{d}{i}", d) for d in ("short", "medium", "long") for i in range(300)]
-    assert aggregate(rows)["complete"] == 1
-    assert aggregate(rows[1:])["complete"] == 0
+    assert TASK.official(rows)["complete"] == 1
+    assert TASK.official(rows[1:])["complete"] == 0
 
 
 def test_rows_without_answers_have_no_lmms_eval_figure() -> None:
     row = made("1", "A", "A")
     del row["answer"]
-    assert "lmms_eval" not in aggregate([row])
+    assert "lmms_eval" not in TASK.official([row])
     with pytest.raises(ValueError, match="at least one"):
-        aggregate([])
+        TASK.official([])
 
 
-def test_export_groups_questions_by_video(tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    benchmark("video-mme").export(
-        [made("001-1", "A.", "A", "001"), made("002-1", "B", "A", "002", "long"), made("001-2", "x", "C", "001")], path
-    )
-    first, second = json.loads(path.read_text())
+def test_export_groups_questions_by_video() -> None:
+    rows = [made("001-1", "A.", "A", "001"), made("002-1", "B", "A", "002", "long"), made("001-2", "x", "C", "001")]
+    first, second = json.loads(TASK.export(rows))
     assert list(first) == ["video_id", "duration", "domain", "sub_category", "missing", "questions"]
     assert [q["question_id"] for q in first["questions"]] == ["001-1", "001-2"]
     assert list(first["questions"][0]) == ["question_id", "task_type", "question", "options", "answer", "response"]

@@ -87,11 +87,11 @@ class Mpic(
     dummy: ClassVar[float] = 0.0
 
     def chosen(self, group: Group) -> Tensor:
-        return ~group.pictured | heads_of_pictures(group, self.count)
+        return ~group.pictured() | group.pictured(self.count)
 
     def base(self, group: Group) -> list[list[SpanKV]]:
         rows = []
-        for row, pictured in zip(group.blind, group.pictured, strict=True):
+        for row, pictured in zip(group.blind, group.pictured(), strict=True):
             spans = []
             for span, place in zip(row, group.places, strict=True):
                 text = ~pictured[place.slot : place.end][None, :, None, None]
@@ -110,7 +110,7 @@ class FullReuse(Arm, form="full-reuse", source="MPIC, sections 2.2 and 5.2 (full
     """
 
     def serve(self, group: Group) -> list[Served | None]:
-        lead, text = group.system_prompt_span.tokens, ~group.pictured
+        lead, text = group.system_prompt_span.tokens, ~group.pictured()
         rows = [list(row) for row in group.blind]
         for b in range(len(group)):
             at = text[b].nonzero()[:, 0] + lead
@@ -155,17 +155,6 @@ class Quest(
 def _highest_share(scores: Tensor, share: float) -> Tensor:
     at = highest(scores, quota(share, scores.shape[1])).cpu()
     return torch.zeros(scores.shape, dtype=torch.bool).scatter_(1, at, True)
-
-
-def heads_of_pictures(group: Group, count: int | None) -> Tensor:
-    """The first ``count`` embeddings (None: all) of every picture and video, wherever it is in its chunk."""
-    chosen = torch.zeros(len(group), group.context_tokens, dtype=torch.bool)
-    for b, item in enumerate(group.items):
-        for place, frame in zip(group.places, item.placed, strict=True):
-            for media in group.chunks[b][frame].media:
-                begin = place.slot + media.offset
-                chosen[b, begin : begin + (media.tokens if count is None else min(media.tokens, count))] = True
-    return chosen
 
 
 def runs_of(mask: Tensor) -> tuple[tuple[int, int], ...]:

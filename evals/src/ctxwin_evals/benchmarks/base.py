@@ -14,7 +14,6 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from ctxwin.files import atomic_write
 from ctxwin_evals.benchmarks.frames import FRAME_RULES
 from ctxwin_evals.benchmarks.prompt import Prompt
 from ctxwin_evals.benchmarks.source import find_data, shown_data
@@ -119,17 +118,11 @@ class DataTask(Task):
         """The item of a row, but for its index. Raises ValueError for an odd one, `Missing` for one without its media."""
 
     @abstractmethod
-    def exported(self, rows: Sequence[Mapping[str, Any]]) -> str:
-        """Answers of one arm as the data set's own scripts read them: the content of that file."""
+    def export(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        """Answers as the data set's own scripts read them: the content of that file.
 
-    def export(self, rows: Iterable[Mapping[str, Any]], path: Path) -> None:
-        """Write answers as the data set's own scripts read them, whole or not at all.
-
-        Args:
-            rows: of one arm, with ``doc_id, answer, target, meta``, as a run's samples have; ValueError otherwise.
-            path: the file to write.
+        ``rows`` are of one arm, with ``doc_id, answer, target, meta``, as a run's samples have.
         """
-        atomic_write(path, self.exported(_of_one_arm(rows)).encode())
 
     @cached_property
     def root(self) -> Path:
@@ -307,14 +300,6 @@ def _parse(raw: bytes, where: str) -> Any:
         raise ValueError(f"{where} must be one JSON object, got {error}{torn}") from error
 
 
-def _of_one_arm(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Rows in order; ValueError where there are none or one question has two answers, as rows of several arms have."""
-    listed = list(rows)
-    ids: set[str] = set()
-    for row in listed:
-        if row["doc_id"] in ids:
-            raise ValueError(f"rows must be answers of one arm, one a question; got {row['doc_id']!r} twice")
-        ids.add(row["doc_id"])
-    if not listed:
-        raise ValueError("rows must hold at least one answer, got none")
-    return listed
+def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Rows as the lines of a file, a JSON object each."""
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

@@ -8,7 +8,6 @@ of one's own reads.
 
 from __future__ import annotations
 
-import json
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,9 +20,8 @@ from pydantic import BaseModel, Field
 
 from ctxwin.chunk import Chunk
 from ctxwin.hashing import digest
-from ctxwin_evals.benchmarks.base import DataOptions, DataTask, Missing, checked, inside, read_json
-from ctxwin_evals.benchmarks.frames import load_picture
-from ctxwin_evals.benchmarks.prompt import Picture, Piece, interleave
+from ctxwin_evals.benchmarks.base import DataOptions, DataTask, Missing, checked, inside, json_lines, read_json
+from ctxwin_evals.benchmarks.prompt import Picture, Piece, Prompt, interleave
 from ctxwin_evals.items import Item, Scored
 from ctxwin_evals.metrics import rouge_l
 
@@ -125,9 +123,9 @@ class Dialogues(DataTask):
     def score(self, answer: str, target: Any, meta: Mapping[str, Any]) -> Scored:
         return Scored(rouge_l(str(target), answer), answer.strip())
 
-    def exported(self, rows: Sequence[Mapping[str, Any]]) -> str:
+    def export(self, rows: Sequence[Mapping[str, Any]]) -> str:
         """JSON lines for a judge: dialogue, turn, pictures, reference, answer, and ROUGE-L beside them."""
-        lines = [
+        return json_lines(
             {
                 "id": row["doc_id"],
                 "turn": row["meta"]["turn"],
@@ -137,8 +135,7 @@ class Dialogues(DataTask):
                 "rouge_l": row["score"],
             }
             for row in rows
-        ]
-        return "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in lines)
+        )
 
 
 class MMDU(Dialogues):
@@ -206,9 +203,7 @@ def _chunks(turns: Sequence[Turn], max_pixels: int | None) -> list[Chunk]:
     """Pictures and texts as they are, earlier answers as turns of the assistant."""
     chunks: list[Chunk] = []
     for i, turn in enumerate(turns):
-        for piece in turn.asked:
-            is_text = isinstance(piece, str)
-            chunks.append(Chunk.text(piece) if is_text else Chunk.image(load_picture(piece.path, max_pixels)))  # type: ignore[arg-type,union-attr]
+        chunks += Prompt(turn.asked, turn.query).chunks(max_pixels)
         if i < len(turns) - 1:
             chunks += [Chunk.text(turn.query), Chunk.message("assistant", turn.answer)]
     return chunks

@@ -115,7 +115,7 @@ class EgoSchema(VideoTask):
         unread = float(sum(not row["prediction"] for row in rows))
         return {"accuracy": sum(scores) / len(scores), "n": float(len(scores)), "unread": unread} if scores else {}
 
-    def exported(self, rows: Sequence[Mapping[str, Any]]) -> str:
+    def export(self, rows: Sequence[Mapping[str, Any]]) -> str:
         """The file that the official server takes: index of the choice by uid, -1 for none."""
         indices = {row["doc_id"]: read_answer(row["answer"], row["meta"]["options"]) for row in rows}
         return json.dumps(indices, indent=1) + "\n"

@@ -83,7 +83,6 @@ class Sampled:
         times: seconds of each.
         rate: frames per second of the file.
         total: frames that could be decoded.
-        declared: frames that the file's header promises.
     """
 
     pixels: Pixels
@@ -91,7 +90,6 @@ class Sampled:
     times: tuple[float, ...]
     rate: float
     total: int
-    declared: int
 
     @property
     def fps(self) -> float:
@@ -108,7 +106,7 @@ def sample_frames(path: Path, rule: str, n: int, max_pixels: int | None = None) 
     if not path.is_file():
         raise BadMedia(f"a video must be a readable file, got {str(path)!r}")
     stat = path.stat()
-    total, declared, rate = _count_frames(str(path), stat.st_size, stat.st_mtime_ns)
+    total, rate = _count_frames(str(path), stat.st_size, stat.st_mtime_ns)
     indices = frame_indices(rule, total, n)
     selected = set(indices)
     decoded: dict[int, Pixels] = {}
@@ -122,7 +120,7 @@ def sample_frames(path: Path, rule: str, n: int, max_pixels: int | None = None) 
                     raise BadMedia(f"{str(path)!r} must be decodable, got a frame that is not")
                 decoded[at] = fit(np.ascontiguousarray(bgr[..., ::-1], dtype=np.uint8), max_pixels)
     pixels = np.stack([decoded[i] for i in indices])
-    return Sampled(pixels, tuple(indices), tuple(i / rate for i in indices), rate, total, declared)
+    return Sampled(pixels, tuple(indices), tuple(i / rate for i in indices), rate, total)
 
 
 def fit(pixels: Pixels, max_pixels: int | None) -> Pixels:
@@ -161,8 +159,8 @@ def _open_video(path: Path) -> Iterator[Any]:
 
 
 @lru_cache(maxsize=4096)
-def _count_frames(path: str, size: int, mtime_ns: int) -> tuple[int, int, float]:
-    """(frames that come back, frames declared, frames per second); size and time stand for the content."""
+def _count_frames(path: str, size: int, mtime_ns: int) -> tuple[int, float]:
+    """(frames that come back, frames per second); size and time stand for the content."""
     import cv2
 
     with _open_video(Path(path)) as capture:
@@ -174,4 +172,4 @@ def _count_frames(path: str, size: int, mtime_ns: int) -> tuple[int, int, float]
                 f"{path!r} must hold the frames its header promises, got {total} of {declared}: the file is cut short; fetch "
                 "or encode it again"
             )
-        return total, declared, float(capture.get(cv2.CAP_PROP_FPS))
+        return total, float(capture.get(cv2.CAP_PROP_FPS))

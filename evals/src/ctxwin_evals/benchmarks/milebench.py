@@ -133,10 +133,20 @@ class MileBench(PromptTask):
         return score_answer(answer, target["response"], target["choice_list"])
 
     def official(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """See `ctxwin_evals.benchmarks.milebench.aggregate`."""
-        return aggregate(rows)
+        """Accuracy, and by the number of pictures: few (under 6), medium, many (over 31); a level without items counts 0.
 
-    def exported(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        Raises ValueError for no rows.
+        """
+        scores = [(row["score"], quantity(row["meta"]["num_images"])) for row in rows if row["score"] is not None]
+        if not scores:
+            raise ValueError("rows must hold at least one scored answer, got none")
+        figures = {"accuracy": sum(s for s, _ in scores) / len(scores), "n": float(len(scores))}
+        for level in ("few", "medium", "many"):
+            some = [s for s, at in scores if at == level]
+            figures |= {f"accuracy/{level}": sum(some) / len(some) if some else 0.0, f"n/{level}": float(len(some))}
+        return figures
+
+    def export(self, rows: Sequence[Mapping[str, Any]]) -> str:
         """The official ``pred.json``; it belongs in ``<results>/<model>/<set>/``."""
         records = [
             {
@@ -206,18 +216,3 @@ def score_answer(answer: str, response: str, choices: Sequence[str]) -> Scored:
 def quantity(pictures: int) -> str:
     """MileBench's level of the number of pictures."""
     return "few" if pictures < 6 else "many" if pictures > 31 else "medium"
-
-
-def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Accuracy, and by the number of pictures: few (under 6), medium, many (over 31); a level without items counts 0.
-
-    Raises ValueError for no rows.
-    """
-    scores = [(row["score"], quantity(row["meta"]["num_images"])) for row in rows if row["score"] is not None]
-    if not scores:
-        raise ValueError("rows must hold at least one scored answer, got none")
-    figures = {"accuracy": sum(s for s, _ in scores) / len(scores), "n": float(len(scores))}
-    for level in ("few", "medium", "many"):
-        some = [s for s, at in scores if at == level]
-        figures |= {f"accuracy/{level}": sum(some) / len(some) if some else 0.0, f"n/{level}": float(len(some))}
-    return figures

@@ -19,7 +19,16 @@ from pydantic import BaseModel, Field
 
 from ctxwin.chunk import Chunk
 from ctxwin.hashing import digest
-from ctxwin_evals.benchmarks.base import DataOptions, Missing, PromptTask, checked, inside, read_line_at, read_lines
+from ctxwin_evals.benchmarks.base import (
+    DataOptions,
+    Missing,
+    PromptTask,
+    checked,
+    inside,
+    json_lines,
+    read_line_at,
+    read_lines,
+)
 from ctxwin_evals.benchmarks.prompt import Picture, Piece, Prompt, interleave
 from ctxwin_evals.benchmarks.vqa import holds_word, normalise
 from ctxwin_evals.items import Item, Scored
@@ -164,12 +173,34 @@ class MMNiah(PromptTask):
         return score_answer(answer, target)
 
     def official(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """See `ctxwin_evals.benchmarks.mm_niah.aggregate`."""
-        return aggregate(rows)
+        """The official figures of one task, and what they leave out.
 
-    def exported(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        ``binned``: mean over 11 length bins of the mean over 5 depth bins, ``binned/1k`` ...: each length's. Two traps are
+        part of the rule: contexts under 1,000 tokens are thrown away (``under_1000`` says how many), and a cell without items
+        counts as 0 (``empty_cells`` of 55 says how many). ``mean``: plain mean over all ``n`` answers.
+
+        Raises ValueError where no row is scored.
+        """
+        scored = [row for row in rows if row["score"] is not None]
+        if not scored:
+            raise ValueError("rows must hold at least one scored answer, got none")
+        cells: dict[tuple[int, int], list[float]] = {(i, j): [] for i in range(len(LENGTHS) + 1) for j in range(DEPTHS)}
+        for row in scored:
+            cells[cell_of(row["meta"]["context_length"], row["meta"]["placed_depth"])].append(row["score"])
+        means = {cell: sum(some) / len(some) if some else 0.0 for cell, some in cells.items()}
+        by_length = [sum(means[i, j] for j in range(DEPTHS)) / DEPTHS for i in range(1, len(LENGTHS) + 1)]
+        return {
+            "mean": sum(float(row["score"]) for row in scored) / len(scored),
+            "n": float(len(scored)),
+            "binned": sum(by_length) / len(by_length),
+            "empty_cells": float(sum(not some for (i, _), some in cells.items() if i)),
+            "under_1000": float(sum(len(cells[0, j]) for j in range(DEPTHS))),
+            **{f"binned/{b // 1000}k": round(v, 6) for b, v in zip(LENGTHS, by_length, strict=True)},
+        }
+
+    def export(self, rows: Sequence[Mapping[str, Any]]) -> str:
         """The official result lines; `result_name` is the file's name."""
-        lines = [
+        return json_lines(
             {
                 "question_id": int(row["doc_id"]),
                 "question": row["meta"]["question"],
@@ -179,8 +210,7 @@ class MMNiah(PromptTask):
                 "placed_depth": row["meta"]["placed_depth"],
             }
             for row in rows
-        ]
-        return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        )
 
 
 _KEPT = ("context_length", "context_length_text", "context_length_image", "num_images", "placed_depth")
@@ -297,30 +327,3 @@ def cell_of(length: int, depths: float | Sequence[float]) -> tuple[int, int]:
     """
     depth = depth_of(depths)
     return sum(length >= bound for bound in LENGTHS), int((0.99 if depth == 1.0 else depth) / 0.2)
-
-
-def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The official figures of one task, and what they leave out.
-
-    ``binned``: mean over 11 length bins of the mean over 5 depth bins, ``binned/1k`` ...: each length's. Two traps are
-    part of the rule: contexts under 1,000 tokens are thrown away (``under_1000`` says how many), and a cell without items
-    counts as 0 (``empty_cells`` of 55 says how many). ``mean``: plain mean over all ``n`` answers.
-
-    Raises ValueError where no row is scored.
-    """
-    scored = [row for row in rows if row["score"] is not None]
-    if not scored:
-        raise ValueError("rows must hold at least one scored answer, got none")
-    cells: dict[tuple[int, int], list[float]] = {(i, j): [] for i in range(len(LENGTHS) + 1) for j in range(DEPTHS)}
-    for row in scored:
-        cells[cell_of(row["meta"]["context_length"], row["meta"]["placed_depth"])].append(row["score"])
-    means = {cell: sum(some) / len(some) if some else 0.0 for cell, some in cells.items()}
-    by_length = [sum(means[i, j] for j in range(DEPTHS)) / DEPTHS for i in range(1, len(LENGTHS) + 1)]
-    return {
-        "mean": sum(float(row["score"]) for row in scored) / len(scored),
-        "n": float(len(scored)),
-        "binned": sum(by_length) / len(by_length),
-        "empty_cells": float(sum(not some for (i, _), some in cells.items() if i)),
-        "under_1000": float(sum(len(cells[0, j]) for j in range(DEPTHS))),
-        **{f"binned/{b // 1000}k": round(v, 6) for b, v in zip(LENGTHS, by_length, strict=True)},
-    }

@@ -7,7 +7,6 @@ answer that names no choice is wrong here, where the official script draws a cho
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from pydantic import BaseModel, Field
 
 from ctxwin.chunk import Chunk
 from ctxwin.hashing import digest
-from ctxwin_evals.benchmarks.base import DataOptions, DataTask, checked, read_parquet
+from ctxwin_evals.benchmarks.base import DataOptions, PromptTask, checked, json_lines, read_parquet
 from ctxwin_evals.benchmarks.frames import load_picture
 from ctxwin_evals.benchmarks.prompt import cut_text
 from ctxwin_evals.items import Item, Scored
@@ -41,7 +40,7 @@ class Row(BaseModel, strict=True):
     counterpart_idx: str | None = None
 
 
-class MuirBench(DataTask):
+class MuirBench(PromptTask):
     """All twelve kinds of tasks; ``meta["task"]`` says which."""
 
     splits = ("test",)
@@ -52,9 +51,6 @@ class MuirBench(DataTask):
 
     def patterns(self) -> list[str]:
         return ["data/test*.parquet"]
-
-    def config(self) -> dict[str, Any]:
-        return {**super().config(), "text_words": self.options.text_words}
 
     def rows(self, root: Path) -> Iterator[tuple[str, Any]]:
         paths = sorted(root.glob("data/test*.parquet")) or [self.annotations(root / "data" / "test.parquet")]
@@ -87,14 +83,14 @@ class MuirBench(DataTask):
         read = read_answer(answer, target["options"])
         return Scored(float(read == target["answer"]), read)
 
-    def exported(self, rows: Sequence[Mapping[str, Any]]) -> str:
+    def export(self, rows: Sequence[Mapping[str, Any]]) -> str:
         """JSON lines of the questions' ids, the answers as given, and the letters they are read as."""
         records = []
         for row in rows:
             read = read_answer(row["answer"], row["target"]["options"])
             reference = {"task": row["meta"]["task"], "answer": row["target"]["answer"]}
             records.append({"idx": row["doc_id"], **reference, "response": row["answer"], "pred": read})
-        return "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in records)
+        return json_lines(records)
 
 
 def compose(row: Row) -> str:

@@ -9,7 +9,6 @@ for the numbers of the paragraphs that support it, each on a line of its own.
 
 from __future__ import annotations
 
-import json
 import re
 import string
 from collections import Counter
@@ -20,7 +19,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from ctxwin.hashing import digest
-from ctxwin_evals.benchmarks.base import DataOptions, PromptTask, checked, read_lines
+from ctxwin_evals.benchmarks.base import DataOptions, PromptTask, checked, json_lines, read_lines
 from ctxwin_evals.benchmarks.prompt import Prompt
 from ctxwin_evals.items import Item, Scored
 
@@ -106,14 +105,14 @@ class MuSiQue(PromptTask):
         means = {name: round(sum(row[key] for row in rows) / len(rows), 3) for name, key in names.items()}
         return {**means, "n": float(len(rows))}
 
-    def exported(self, rows: Sequence[Mapping[str, Any]]) -> str:
+    def export(self, rows: Sequence[Mapping[str, Any]]) -> str:
         """The official predictions, in the order of the rows, which must be the file's."""
         lines = []
         for row in rows:
             text, named = read_answer(row["answer"])
             prediction = {"predicted_answer": text, "predicted_support_idxs": named, "predicted_answerable": True}
-            lines.append(json.dumps({"id": row["doc_id"], **prediction}, ensure_ascii=False) + "\n")
-        return "".join(lines)
+            lines.append({"id": row["doc_id"], **prediction})
+        return json_lines(lines)
 
 
 def read_answer(text: str) -> tuple[str, list[int]]:

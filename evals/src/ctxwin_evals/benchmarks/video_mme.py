@@ -113,10 +113,43 @@ class VideoMME(VideoTask):
         return Scored(float(letter == target) if letter else None, letter, other)
 
     def official(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """See `ctxwin_evals.benchmarks.video_mme.aggregate`."""
-        return aggregate(rows)
+        """Accuracies overall and by duration, domain, sub-category and task type.
 
-    def exported(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        ``accuracy...`` is the official one: answers without a letter leave the denominator, and a group of which none has a
+        letter counts 0. ``accuracy_all`` keeps them as wrong. ``lmms_eval...`` is lmms-eval's, which keeps them as well and reads
+        answers by another rule; it needs the rows' ``answer`` and is left out where one has none. ``unscored`` of ``n``
+        answers had no letter. ``complete`` is 1 where every duration has the 300 videos that the official script insists on;
+        ``videos/<duration>`` says how many there are, ``without_subtitles`` how many questions should have had some.
+
+        Raises ValueError for no rows.
+        """
+        if not rows:
+            raise ValueError("rows must hold at least one answer, got none")
+        answered = all(isinstance(row.get("answer"), str) for row in rows)
+        groups: dict[str, list[Mapping[str, Any]]] = {"": list(rows)}
+        for row in rows:
+            for by in ("duration", "domain", "sub_category", "task_type"):
+                groups.setdefault(f"/{by}/{row['meta'][by]}", []).append(row)
+        figures: dict[str, float] = {}
+        for name, some in groups.items():
+            scores = [row["score"] for row in some if row["score"] is not None]
+            figures[f"accuracy{name}"] = sum(scores) / len(scores) if scores else 0.0
+            if answered:
+                figures[f"lmms_eval{name}"] = sum(extract_lmms_eval(r["answer"]) == r["target"] for r in some) / len(
+                    some
+                )
+        videos = {d: {row["meta"]["videoID"] for row in rows if row["meta"]["duration"] == d} for d in DURATIONS}
+        return {
+            **figures,
+            "accuracy_all": sum(row["score"] or 0.0 for row in rows) / len(rows),
+            "n": float(len(rows)),
+            "unscored": float(sum(row["score"] is None for row in rows)),
+            "complete": float(all(len(ids) == VIDEOS for ids in videos.values())),
+            **{f"videos/{d}": float(len(ids)) for d, ids in videos.items()},
+            "without_subtitles": float(sum(row["meta"].get("subtitles") == "missing" for row in rows)),
+        }
+
+    def export(self, rows: Sequence[Mapping[str, Any]]) -> str:
         """The official result file: videos with their questions and ``response``, in order of the rows."""
         videos: dict[str, dict[str, Any]] = {}
         for row in rows:
@@ -228,39 +261,3 @@ def extract_lmms_eval(answer: str) -> str:
     if not candidates:
         candidates = [(0, text.rfind(c), c) for c in LETTERS if c in text]
     return max(candidates, key=lambda one: one[:2])[2] if candidates else ""
-
-
-def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Accuracies overall and by duration, domain, sub-category and task type.
-
-    ``accuracy...`` is the official one: answers without a letter leave the denominator, and a group of which none has a
-    letter counts 0. ``accuracy_all`` keeps them as wrong. ``lmms_eval...`` is lmms-eval's, which keeps them as well and reads
-    answers by another rule; it needs the rows' ``answer`` and is left out where one has none. ``unscored`` of ``n``
-    answers had no letter. ``complete`` is 1 where every duration has the 300 videos that the official script insists on;
-    ``videos/<duration>`` says how many there are, ``without_subtitles`` how many questions should have had some.
-
-    Raises ValueError for no rows.
-    """
-    if not rows:
-        raise ValueError("rows must hold at least one answer, got none")
-    answered = all(isinstance(row.get("answer"), str) for row in rows)
-    groups: dict[str, list[Mapping[str, Any]]] = {"": list(rows)}
-    for row in rows:
-        for by in ("duration", "domain", "sub_category", "task_type"):
-            groups.setdefault(f"/{by}/{row['meta'][by]}", []).append(row)
-    figures: dict[str, float] = {}
-    for name, some in groups.items():
-        scores = [row["score"] for row in some if row["score"] is not None]
-        figures[f"accuracy{name}"] = sum(scores) / len(scores) if scores else 0.0
-        if answered:
-            figures[f"lmms_eval{name}"] = sum(extract_lmms_eval(r["answer"]) == r["target"] for r in some) / len(some)
-    videos = {d: {row["meta"]["videoID"] for row in rows if row["meta"]["duration"] == d} for d in DURATIONS}
-    return {
-        **figures,
-        "accuracy_all": sum(row["score"] or 0.0 for row in rows) / len(rows),
-        "n": float(len(rows)),
-        "unscored": float(sum(row["score"] is None for row in rows)),
-        "complete": float(all(len(ids) == VIDEOS for ids in videos.values())),
-        **{f"videos/{d}": float(len(ids)) for d, ids in videos.items()},
-        "without_subtitles": float(sum(row["meta"].get("subtitles") == "missing" for row in rows)),
-    }
