@@ -21,7 +21,7 @@ from ctxwin_evals.decoder import Reader
 from ctxwin_evals.items import Item
 from ctxwin_evals.patching import Patcher
 from ctxwin_evals.serving import ServedGroup
-from ctxwin_evals.shared_basis import FitSettings, contexts_for, fit
+from ctxwin_evals.shared_basis import contexts_for, fit
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
@@ -50,9 +50,8 @@ def invoke(*args: object) -> Result:
 
 def test_a_basis_holds_what_it_was_fitted_on(engine: HFEngine) -> None:
     chunks = [Chunk.text(f"the color of frame {i} is red now") for i in range(3)]
-    settings = FitSettings(contexts=1, rank=1000, layers="all")
     item = Item("words", 0, lambda: chunks, 3, (0, 1, 2), "?", "", "0", "0", "", system_prompt="watch")
-    made = fit(engine, [item], settings)
+    made = fit(engine, [item], 1000, "all")
     reader: Any = Reader(engine)
     found = list(ServedGroup(reader, [item], Patcher(reader.spec), "").deficits())
     assert made.basis.meta["deficits"] == len(found) == 2
@@ -61,14 +60,14 @@ def test_a_basis_holds_what_it_was_fitted_on(engine: HFEngine) -> None:
     own = replace(made.basis, identity=engine.spec.kv.identity)
     for lost in found:
         assert project(lost, own, engine.spec.kv, weight=made.weight).meta["captured"] > 0.999
-    again = fit(engine, [item], settings)
+    again = fit(engine, [item], 1000, "all")
     assert again.id == made.id and decode_basis(encode_basis(made)).id == made.id
 
 
 def test_contexts_are_the_models_own(engine: HFEngine, pictures: Path) -> None:
     with pytest.raises(ValueError, match="--images DIR"):
-        contexts_for(engine, FitSettings(contexts=2), None, None)
-    first, second = (contexts_for(engine, FitSettings(contexts=2, seed=seed), pictures, None) for seed in (0, 1))
+        contexts_for(engine, 2, 0, None, None)
+    first, second = (contexts_for(engine, 2, seed, pictures, None) for seed in (0, 1))
     drawn = [[tuple(c.id for c in item.load()) for item in items] for items in (first, second)]
     assert all(len(ids) == 4 for contexts in drawn for ids in contexts) and drawn[0] != drawn[1]
 
@@ -86,7 +85,6 @@ def test_the_command(engine: HFEngine, model_dir: Path, pictures: Path, tmp_path
     assert (said["id"], said["rank"], said["followed"]) == (made.id, 3, False) and made.rank == 3
 
 
-def test_settings_are_checked() -> None:
-    for bad in ({"contexts": 0}, {"rank": 0}, {"seed": -1}, {"layers": "some"}):
-        with pytest.raises(ValueError, match="must be"):
-            FitSettings(**bad)  # type: ignore[arg-type]
+def test_options_are_checked(model_dir: Path) -> None:
+    for option, bad in (("--contexts", 0), ("--rank", 0), ("--seed", -1), ("--layers", "some")):
+        assert invoke(model_dir, option, bad).exit_code == 2

@@ -29,7 +29,7 @@ from ctxwin_evals.console import (
     open_model_on,
     print_json,
     progress,
-    say,
+    show,
     terminal,
 )
 from ctxwin_evals.probe.cli import probe
@@ -188,13 +188,9 @@ def judge(
                 raise ValueError(
                     f"the judge must answer at {url}, got {error}; what it has said is kept, run again"
                 ) from error
-        if as_json:
-            print_json(result)
-            return
         main, rows = RULES[by][1], result["rows"]
-        others = [
-            name for name in max(rows, key=len) if name not in (main, "task", "arm", "n", "unrated", "ci95", "equal")
-        ]
+        shown = main, "task", "arm", "n", "unrated", "ci95", "equal"
+        others = [name for name in max(rows, key=len) if name not in shown]
         columns = ["task", "arm", "n", main, "95 %", *others, "unrated", "as re-prefill"]
         table = new_table(f"judged by {model}", "|".join(columns), left=(0, 1))
         for row in rows:
@@ -202,7 +198,7 @@ def judge(
             span = "-" if row["ci95"] is None else "[{:.2f}, {:.2f}]".format(*row["ci95"])
             counts = str(row["unrated"]), f"{row['equal']:.1%}"
             table.add_row(row["task"], row["arm"], str(row["n"]), means[0], span, *means[1:], *counts)
-        terminal().print(table)
+        show(result, as_json, table)
 
 
 @app.command()
@@ -231,11 +227,8 @@ def export(
         from ctxwin_evals.export import export_run
 
         files = export_run(folder, arm, output or folder)
-        if as_json:
-            print_json({"files": {task: str(path) for task, path in files.items()}})
-            return
-        for task, path in files.items():
-            say(f"{task}: {path}")
+        texts = {task: str(path) for task, path in files.items()}
+        show({"files": texts}, as_json, *(f"{task}: {path}" for task, path in texts.items()))
 
 
 @app.command("ls")
@@ -305,29 +298,29 @@ def basis(
     """Fit the directions that all patches of a model share, for Fidelity("patched", advanced={"layout": "shared"})."""
     with errors():
         from ctxwin.profiles import BASIS_NAME, find_basis, write_basis
-        from ctxwin_evals.shared_basis import FitSettings, contexts_for, fit
+        from ctxwin_evals.shared_basis import contexts_for, fit
 
-        settings = FitSettings(contexts, rank, layers, seed)  # type: ignore[arg-type]
+        if layers not in ("all", "deep"):
+            raise ValueError(f"layers must be all or deep, got {layers!r}")
         with open_model(model, dtype, device, threads) as engine, progress("contexts", contexts) as advance:
             name = engine.spec.model
-            shared_basis = fit(engine, contexts_for(engine, settings, images, max_pixels or None), settings, advance)
+            items = contexts_for(engine, contexts, seed, images, max_pixels or None)
+            shared_basis = fit(engine, items, rank, layers, advance)  # type: ignore[arg-type]
             share = shared_basis.rank * shared_basis.basis.right.element_size() / engine.spec.kv.span_bytes(1)
         path = write_basis(shared_basis, name, output)
         own_basis, fitted = find_basis(name), shared_basis.basis
         count, layers_kept = fitted.meta["deficits"], list(fitted.layers)
         in_use = own_basis is not None and own_basis.id == shared_basis.id
-        if as_json:
-            about = {"id": shared_basis.id, "rank": shared_basis.rank, "layers": layers_kept, "bytes": fitted.nbytes}
-            about |= {"deficits": count, "share": share, "date": shared_basis.date, "file": str(path)}
-            print_json({**about, "followed": in_use})
-            return
-        bytes_once = f"{fitted.nbytes:,} bytes once for the model"
-        say(f"{shared_basis.rank} directions over layers {layers_kept}, {bytes_once}", bold=True)
-        say(
+        about = {"id": shared_basis.id, "rank": shared_basis.rank, "layers": layers_kept, "bytes": fitted.nbytes}
+        about |= {"deficits": count, "share": share, "date": shared_basis.date, "file": str(path), "followed": in_use}
+        show(
+            about,
+            as_json,
+            f"{shared_basis.rank} directions over layers {layers_kept}, {fitted.nbytes:,} bytes once for the model",
             f"fitted on {count} chunks of {contexts} contexts; a patch of all directions takes {share:.1%} of its chunk's KV "
-            "in bf16"
+            "in bf16",
+            str(path) + ("" if in_use else f": windows find it once it lies beside the weights as {BASIS_NAME}"),
         )
-        say(str(path) + ("" if in_use else f": windows find it once it lies beside the weights as {BASIS_NAME}"))
 
 
 def _default_folder(config: dict[str, Any]) -> Path:

@@ -126,3 +126,18 @@ class Task(ABC):
     def config(self) -> dict[str, Any]:
         """Return the options that items depend on (data, split, frames ...), JSON-able; part of a run's configuration."""
         return {"version": self.version}
+
+
+class GeneratedTask(Task):
+    """A benchmark whose items are generated one by one."""
+
+    endless = True
+
+    def items(self, n: int | None = None) -> list[Item]:
+        if n is None:
+            raise ValueError(f"n must be given for {self.name}: there is no end of generated items")
+        return [self.item(i) for i in range(n)]
+
+    @abstractmethod
+    def item(self, index: int) -> Item:
+        """The item at ``index``."""

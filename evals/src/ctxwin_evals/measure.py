@@ -124,12 +124,8 @@ class Measurer:
             results[arm] = selected, self._ask(group, items, selected, results[reference][1] if results else None)
         for arm in arms:
             for i, item in enumerate(items):
-                one, answer, first, base_answer = (
-                    results[arm][0][i],
-                    results[arm][1][i],
-                    results[reference][1][i],
-                    results[base][1][i],
-                )
+                one, answer = results[arm][0][i], results[arm][1][i]
+                first, base_answer = results[reference][1][i], results[base][1][i]
                 sizes = self._sizes(item, group)
                 if one is None or answer is None or first is None or base_answer is None:
                     yield self._sample(item, arm, **sizes, unscored="the arm has no meaning for this item")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,34 +22,10 @@ _STRIDE = 1_000_000
 """Contexts between those of one seed and the next."""
 
 
-@dataclass(frozen=True)
-class FitSettings:
-    """Settings of a fit.
-
-    Attributes:
-        contexts: sequences of four chunks; every chunk but the first gives a deficit.
-        rank: directions to keep; patches may use fewer, most important first.
-        layers: those they cover: deep (the upper half), or all.
-        seed: of the contexts, which belong to a probe's ``fitting`` split: evals measure on none of them, whatever the seed.
-    """
-
-    contexts: int = 120
-    rank: int = 64
-    layers: Layers = "deep"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.contexts < 1 or self.rank < 1 or self.seed < 0:
-            raise ValueError(
-                f"contexts and rank must be >= 1 and the seed >= 0, got {self.contexts}, {self.rank}, {self.seed}"
-            )
-        if self.layers not in ("all", "deep"):
-            raise ValueError(f"layers must be all or deep, got {self.layers!r}")
-
-
-def contexts_for(engine: HFEngine, settings: FitSettings, images: Path | None, max_pixels: int | None) -> list[Item]:
+def contexts_for(engine: HFEngine, count: int, seed: int, images: Path | None, max_pixels: int | None) -> list[Item]:
     """Sequences of a user's pictures, or of the bundled world's frames for the model that knows them, as items.
 
+    They belong to a probe's ``fitting`` split: evals measure on none of them, whatever the seed.
     Raises ValueError for another model without pictures: directions fitted on what it never serves would be worth little.
     """
     from ctxwin.tiny import checkpoint_dir
@@ -64,7 +40,7 @@ def contexts_for(engine: HFEngine, settings: FitSettings, images: Path | None, m
     if not engine.spec.vision:
         raise ValueError(f"{engine.spec.model!r} reads text only, and bases are fitted on pictures")
     source = World() if images is None else Images(images, (), 1, max_pixels)
-    items = source.items(settings.contexts, "fitting", first=settings.seed * _STRIDE)
+    items = source.items(count, "fitting", first=seed * _STRIDE)
     # One item a context, whatever is asked about it.
     return list({item.context: replace(item, system_prompt=source.system_prompt) for item in items}.values())
 
@@ -72,11 +48,13 @@ def contexts_for(engine: HFEngine, settings: FitSettings, images: Path | None, m
 def fit(
     engine: HFEngine,
     contexts: Sequence[Item],
-    settings: FitSettings,
+    rank: int,
+    layers: Layers,
     progress: Callable[[int], None] = lambda done: None,
 ) -> ModelBasis:
     """The basis of a model, from the deficits of each context's chunks but the first.
 
+    It keeps ``rank`` directions over all or the deep (upper half) layers; patches may use fewer, most important first.
     Errors count as the output sees them (`make_weight`: values by the output projection, keys balanced against them);
     latent attention, whose values have no projection of their own, counts keys and values alike.
 
@@ -90,7 +68,7 @@ def fit(
             progress(1)
 
     weight: Weighting = "balanced" if reader.spec.family == "mla" else "output"
-    patcher = fitted(reader, ("shared", settings.layers, weight), groups, rank=settings.rank)
+    patcher = fitted(reader, ("shared", layers, weight), groups, rank=rank)
     assert patcher.basis is not None
     basis = replace(patcher.basis, identity=model_digest(engine.spec.model))
     return ModelBasis(basis, patcher.weight, datetime.now(UTC).isoformat(timespec="seconds"))

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ctxwin.cli.main import app
+from ctxwin_evals.bench.command import check_lines, note_lines, reuse_table
 from ctxwin_evals.bench.reuse import Plain, Run, Settings, checks, quartiles, summary
-from ctxwin_evals.bench.show import check_lines, note_lines, reuse_table
 
 
 def row(op: str, tokens: int, ttft: float, cache: float, floor: float, forward_free: bool = True) -> dict[str, Any]:

@@ -5,5 +5,4 @@ Modules:
     provenance: the machine, versions and the model, recorded beside the times.
     moves: the edits that are timed, with the windows they are made in, over chunks of an exact number of tokens.
     reuse: paired runs of a window and of a prefix cache without ctxwin, and the figures.
-    show: the figures for a terminal.
 """

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from statistics import median
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -139,15 +139,11 @@ class Settings:
             )
 
 
-@dataclass(frozen=True)
-class Plain:
-    """Times of one prompt, in seconds to the first token.
+class Plain(NamedTuple):
+    """Seconds to the first token of one prompt: with what the prefix cache held of it before the edit, and held as a whole.
 
-    Attributes:
-        prefix_cache_s: with what the prefix cache held of the prompt before the edit.
-        local_hit_s: once more, now held as a whole.
-        prefix_hit: prompt tokens that the cache had in the first of both; local_hit: in the second.
-        prefix_cpu_s, local_cpu_s: seconds of all of this process's threads on a CPU meanwhile.
+    ``prefix_hit`` and ``local_hit`` are the prompt tokens that the cache had; ``..._cpu_s`` seconds of all of this process's
+    threads on a CPU.
     """
 
     prefix_cache_s: float
@@ -158,16 +154,11 @@ class Plain:
     local_cpu_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Run:
-    """One repetition of one move.
+class Run(NamedTuple):
+    """One repetition of one move: seconds to the first token of the window's ask, and the prefix cache's side.
 
-    Attributes:
-        ttft_s: seconds to the first token of the window's ask.
-        engine_s: of these, what the engine took from being called; the rest is the window's own work.
-        plain: the prefix cache's side.
-        back_s: seconds to the first token of the ask after the undone edit.
-        cpu_s: seconds of all of this process's threads on a CPU during the whole ask.
+    ``engine_s`` is what the engine took from being called (the rest is the window's own work), ``back_s`` the first token of
+    the ask after the undone edit, ``cpu_s`` seconds of all of this process's threads on a CPU during the whole ask.
     """
 
     ttft_s: float

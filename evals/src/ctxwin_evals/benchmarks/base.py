@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, ValidationError, ValidationInfo
 
 from ctxwin_evals.benchmarks.frames import FRAME_RULES
 from ctxwin_evals.benchmarks.prompt import Prompt
@@ -218,6 +218,15 @@ def inside(folder: Path, name: Any, where: str) -> Path:
     if not isinstance(name, str) or not name or Path(name).is_absolute() or ".." in Path(name).parts:
         raise ValueError(f"{where}: a picture must be a relative path inside {str(folder)!r}, got {name!r}")
     return folder / name
+
+
+def _plain_name(name: str, info: ValidationInfo) -> str:
+    if not name or Path(name).name != name:
+        raise ValueError(f"{info.field_name} must be a plain name, got {name!r}")
+    return name
+
+
+PlainName = Annotated[str, AfterValidator(_plain_name)]
 
 
 def checked(kind: type[_Row], row: Any, where: str) -> _Row:

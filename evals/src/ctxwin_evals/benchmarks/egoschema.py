@@ -13,11 +13,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field
 
-from ctxwin_evals.benchmarks.base import DataOptions, checked, read_json, read_parquet
+from ctxwin_evals.benchmarks.base import DataOptions, PlainName, checked, read_json, read_parquet
 from ctxwin_evals.benchmarks.videos import VideoTask
 from ctxwin_evals.items import Item, Scored
 
@@ -35,16 +35,10 @@ def _number(value: Any) -> Any:
 class Row(BaseModel, strict=True):
     """One question; ``answer`` is the index of its choice, None where it is not public."""
 
-    q_uid: str
+    q_uid: PlainName
     question: str
     options: Annotated[list[str], Field(min_length=len(LETTERS), max_length=len(LETTERS))]
     answer: Annotated[int | None, Field(ge=0, lt=len(LETTERS)), BeforeValidator(_number)] = None
-
-    @model_validator(mode="after")
-    def _plain(self) -> Self:
-        if not self.q_uid or Path(self.q_uid).name != self.q_uid:
-            raise ValueError(f"q_uid must be a plain name, got {self.q_uid!r}")
-        return self
 
 
 class EgoSchema(VideoTask):

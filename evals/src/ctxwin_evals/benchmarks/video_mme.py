@@ -19,7 +19,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, model_validator
 
 from ctxwin.chunk import Chunk
-from ctxwin_evals.benchmarks.base import DataOptions, checked, read_parquet
+from ctxwin_evals.benchmarks.base import DataOptions, PlainName, checked, read_parquet
 from ctxwin_evals.benchmarks.frames import Sampled
 from ctxwin_evals.benchmarks.videos import VideoTask
 from ctxwin_evals.items import Item, Scored
@@ -42,7 +42,7 @@ class Row(BaseModel, strict=True):
     domain: str
     sub_category: str
     url: str
-    videoID: str  # noqa: N815  # the column's name
+    videoID: PlainName  # noqa: N815  # the column's name
     question_id: str
     task_type: str
     question: str
@@ -51,8 +51,6 @@ class Row(BaseModel, strict=True):
 
     @model_validator(mode="after")
     def _plain(self) -> Self:
-        if not self.videoID or Path(self.videoID).name != self.videoID:
-            raise ValueError(f"videoID must be a plain name, got {self.videoID!r}")
         if [option[:2] for option in self.options] != [f"{letter}." for letter in LETTERS]:
             raise ValueError(f"options must be 'A. ...' to 'D. ...', got {self.options!r}")
         return self

@@ -16,7 +16,7 @@ import numpy as np
 
 from ctxwin.chunk import Chunk
 from ctxwin.hashing import digest
-from ctxwin_evals.items import Item, Scored, Task
+from ctxwin_evals.items import GeneratedTask, Item, Scored
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -39,22 +39,14 @@ DEPARTMENTS = (
 )  # fmt: skip
 
 
-class TwoPages(Task):
+class TwoPages(GeneratedTask):
     """``two-page`` and its control; see the module. The answer is the first number in the model's words."""
-
-    endless = True
 
     def __init__(self, name: str, seed: int = 0) -> None:
         self.name, self.about, self.seed = name, NAMES[name], seed
         self.control = name != "two-page"
 
-    def items(self, n: int | None = None) -> list[Item]:
-        if n is None:
-            raise ValueError(f"n must be given for {self.name}: there is no end of generated items")
-        return [self.item(i) for i in range(n)]
-
     def item(self, index: int) -> Item:
-        """The item at ``index``."""
         rng = np.random.default_rng((SPACE, self.seed, index))
         people = [f"{FIRST[i]} {LAST[j]}" for i, j in zip(*(rng.permutation(14)[:ROWS] for _ in "ab"), strict=True)]
         where = [DEPARTMENTS[i] for i in rng.permutation(14)[:ROWS]]

@@ -21,7 +21,7 @@ import numpy as np
 from ctxwin.chunk import Chunk
 from ctxwin.hashing import digest
 from ctxwin.tiny.world import Frame, answer, render
-from ctxwin_evals.items import Item, Scored, Setting, Task
+from ctxwin_evals.items import GeneratedTask, Item, Scored, Setting
 from ctxwin_evals.tasks.drawn import (
     TRAINED_FRAMES,
     Draw,
@@ -189,13 +189,11 @@ class TinyOptions:
             raise ValueError(f"frames must be numbers from 2 to 6, got {list(self.frames)}")
 
 
-class TinyTask(Task):
+class TinyTask(GeneratedTask):
     """A kind of generated item, ``tiny/NAME`` or ``tiny/NAME@AMOUNT`` (`TASKS`).
 
     Raises ValueError for an unknown name, or one without an amount that needs one.
     """
-
-    endless = True
 
     def __init__(self, name: str, options: TinyOptions | None = None) -> None:
         kind, at, _ = name.removeprefix("tiny/").partition("@")
@@ -209,13 +207,7 @@ class TinyTask(Task):
         self.setting = self.kind.setting
         self.control = kind in CONTROLS
 
-    def items(self, n: int | None = None) -> list[Item]:
-        if n is None:
-            raise ValueError(f"n must be given for {self.name}: there is no end of generated items")
-        return [self.item(i) for i in range(n)]
-
     def item(self, index: int) -> Item:
-        """The item at ``index``."""
         options = self.options
         return self.kind.case(options.seed, index, options.frames, self.amount, task=self.name, decoded=options.decoded)
 
