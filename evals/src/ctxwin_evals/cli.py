@@ -224,7 +224,7 @@ def export(
 ) -> None:
     """Write a run's answers as the data sets' own scoring scripts read them: a file for each task of a data set."""
     with errors():
-        from ctxwin_evals.export import export_run
+        from ctxwin_evals.results import export_run
 
         files = export_run(folder, arm, output or folder)
         texts = {task: str(path) for task, path in files.items()}

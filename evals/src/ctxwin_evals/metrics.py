@@ -35,24 +35,16 @@ ETA_FLOOR = 0.01
 class Figures(TypedDict):
     """Figures of one arm on one task, as JSON holds them. Intervals are of 95 %; a figure that no item has is None.
 
+    Those with a column of the report are explained there (`ctxwin_evals.report.tables.ABOUT`). Besides:
+
     Attributes:
-        n, clusters, unparsed: items, groups of items that depend on each other, and answers that the rule could not score.
-        accuracy, ci95: mean score over the answers that could be scored.
-        delta, delta_ci95: accuracy minus re-prefill's on the same items.
-        kl, kl_ci95, kl_p99, base_kl: KL(re-prefill || arm) of the next token in nats; ``base_kl`` under the base.
-        forced_kl, forced_eta: the same along re-prefill's answer, where any answer has more than one token.
-        eta, eta_ci95: share of the base's KL that the arm removes.
-        agreement, agreement_ci95: share of items with re-prefill's prediction.
-        flips, flip_recover, flip_ci95: items whose prediction the base changes, and the share of them that the arm restores.
-        harm_rate, harm_ci95: share of items in which the arm scores lower than re-prefill.
-        bytes_share: bytes stored for patched chunks over their KV; None where nothing was patched.
-        recomputed_share: share of the chunks' tokens that were computed when asked.
-        spent_share: bytes stored or replaced when asked, over the KV that patches of this task are applied to.
-        unscored, unscored_why: items that the arm could not serve, and how many for which reason.
+        unparsed, unscored: answers that the rule could not score; items that the arm could not serve, and ``..._why``.
+        delta: accuracy minus re-prefill's on the same items.
+        base_kl: KL(re-prefill || base) of the next token; ``forced_...`` are taken along re-prefill's answer, where any answer
+            has more than one token.
+        flips, flip_recover: items whose prediction the base changes, and the share of them that the arm restores.
         by_frames, by_layer, grid: accuracy by number of chunks; relative error of the KV by layer; accuracy by length and depth.
-        tokens, computed, forwards, encodes: means.
-        own: the arm's own figures, means.
-        official: the data set's own aggregates.
+        own, official: means of the arm's own figures; the data set's own aggregates.
     """
 
     n: int

@@ -1,4 +1,4 @@
-"""The result of a run in lm-eval's files, for its table maker and for people's scripts.
+"""The result of a run in others' files: lm-eval's, for its table maker and people's scripts, and those of data sets' own scripts.
 
 lm-eval names a figure ``METRIC,FILTER``, a filter being one way to read the same answers to the same documents. Arms take
 its place: ``acc,patched:8`` stands beside ``acc,blind`` under one task, tables show the arm in the filter column, a sample
@@ -13,14 +13,17 @@ import hashlib
 import json
 import re
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import ctxwin
+from ctxwin.files import atomic_write
+from ctxwin_evals.benchmarks.base import DataTask
+from ctxwin_evals.benchmarks.mm_niah import MMNiah, result_name
 from ctxwin_evals.metrics import Outcome, agreed, harmed
-from ctxwin_evals.samples import Samples
+from ctxwin_evals.samples import Sample, Samples, read_samples
 from ctxwin_evals.score import Cells, Scorer, Table, TaskOf, select
 from ctxwin_evals.stats import standard_error
 
@@ -183,3 +186,52 @@ def _line(arm: str, outcome: Outcome, scorer: Scorer) -> dict[str, Any]:
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def export_run(folder: Path, arm: str, output: Path, *, task_of: TaskOf | None = None) -> dict[str, Path]:
+    """Write a file for each task of a data set that an arm has answered; return them by task.
+
+    MM-NIAH's are named as its script looks for them, others ``MODEL_TASK_ARM.json``. Items that the arm could not serve are left
+    out. Raises ValueError for an arm that is not there, or a run without any such task.
+    """
+    samples, scorer = read_samples(folder), Scorer(task_of)
+    model = re.sub(r"[^\w.-]+", "_", Path(str(samples.config.get("model", "model"))).name)
+    by_task: dict[str, list[Sample]] = {}
+    for row in samples.rows.values():
+        by_task.setdefault(row.task, []).append(row)
+    tasks = {name: task for name in by_task if isinstance(task := scorer.task(name), DataTask)}
+    if not tasks:
+        raise ValueError(f"{folder} must hold answers to a benchmark's data, got {', '.join(by_task) or 'no answers'}")
+    arms = sorted({row.arm for name in tasks for row in by_task[name]})
+    reference_only = arm == "reprefill" and arm not in arms  # every sample carries the answer of the exact re-prefill
+    if not reference_only and arm not in arms:
+        raise ValueError(f"arm must be one of reprefill, {', '.join(arms)}; got {arm!r}")
+    files = {}
+    for name, task in tasks.items():
+        rows = {
+            r.doc_id: _answer(r, reference_only)
+            for r in by_task[name]
+            if (reference_only or r.arm == arm) and r.unscored is None
+        }
+        if not rows:
+            continue
+        split = next(iter(rows.values()))["meta"].get("split", task.split)
+        title = f"{model}_{re.sub(r'[^A-Za-z0-9.-]+', '_', arm)}"
+        files[name] = output / (
+            result_name(title, name, split)
+            if isinstance(task, MMNiah)
+            else f"{title}_{re.sub(r'[^A-Za-z0-9.-]+', '-', name)}.json"
+        )
+        atomic_write(files[name], task.export(list(rows.values())).encode())
+    if not files:
+        raise ValueError(f"arm {arm!r} must have served at least one item, got none")
+    return files
+
+
+def _answer(row: Sample, of_reference: bool) -> Mapping[str, Any]:
+    return {
+        "doc_id": row.doc_id,
+        "answer": row.reference if of_reference else row.answer,
+        "target": row.target,
+        "meta": row.meta,
+    }

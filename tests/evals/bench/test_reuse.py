@@ -87,7 +87,7 @@ def served(engine: Any, name: str, tokens: int = 128) -> tuple[dict[str, str], i
     """Lanes by the chunk's name, and the tokens computed beyond the query, of the ask behind the edit."""
     from ctxwin import Fidelity
 
-    scene = moves.MOVES[name].make(engine, tokens, Fidelity("patched", rank=2, orbit=True), 5)
+    scene = moves.MOVES[name](engine, tokens, Fidelity("patched", rank=2, orbit=True), 5)
     with scene.window:
         scene.edit(scene.window)
         plan = scene.window.plan()
@@ -110,7 +110,7 @@ def test_any_order_of_the_predecessors_needs_no_forward(hf: Any) -> None:
 
     from ctxwin import Fidelity
 
-    scene = moves.MOVES["reorder"].make(hf, 64, Fidelity("patched", rank=2, orbit=True), 6)
+    scene = moves.MOVES["reorder"](hf, 64, Fidelity("patched", rank=2, orbit=True), 6)
     *front, last = scene.window.ids
     with scene.window:
         for order in permutations(front):

@@ -66,19 +66,6 @@ class Scene:
     back: Callable[[Window], object] | None = None
 
 
-@dataclass(frozen=True)
-class Move:
-    """One kind of edit.
-
-    Attributes:
-        make: builds the scene from an engine, the reused tokens, the fidelity and a seed.
-        patches: whether its chunks are served with patches; else its rank is 0.
-    """
-
-    make: Callable[[Engine, int, Fidelity, int], Scene]
-    patches: bool = False
-
-
 def _open(
     engine: Engine,
     sizes: Sequence[int],
@@ -204,11 +191,7 @@ def _behind_a_short_one(tokens: int) -> list[int]:
     return [short, *_shares(tokens - short, 3)]
 
 
-MOVES = {
-    "slide": Move(_slide),
-    "recall": Move(_recall, patches=True),
-    "reorder": Move(_reorder, patches=True),
-    "toggle": Move(_toggle),
-    "ahead": Move(_ahead),
-}
-"""The edits by their names in ``--ops``."""
+MOVES = {"slide": _slide, "recall": _recall, "reorder": _reorder, "toggle": _toggle, "ahead": _ahead}
+"""The edits by their names in ``--ops``: scenes from an engine, the reused tokens, the fidelity and a seed."""
+PATCHED = {"recall", "reorder"}
+"""Those whose chunks are served with patches; the rank of others is 0."""

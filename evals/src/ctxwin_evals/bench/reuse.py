@@ -22,7 +22,7 @@ from ctxwin.engines.sampling import Sampling
 from ctxwin.engines.segments import Segment
 from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
-from ctxwin_evals.bench.moves import MOVES, QUERY, Scene, ask, system_prompt_of
+from ctxwin_evals.bench.moves import MOVES, PATCHED, QUERY, Scene, ask, system_prompt_of
 from ctxwin_evals.bench.provenance import load, provenance
 
 if TYPE_CHECKING:
@@ -219,11 +219,10 @@ def measure(engine: Engine, settings: Settings, on_progress: OnProgress = lambda
     rows: list[Row] = []
     for i, (op, tokens) in enumerate(cells):
         on_progress(f"{op} {tokens}: preparing", done, total)
-        move = MOVES[op]
         fidelity = Fidelity("patched", rank=settings.rank, orbit=True)
         counted, began = (engine.counters.prefill_forwards, engine.counters.prefill_tokens), time.perf_counter()
         # Content of its own for every cell: nothing is resident because an earlier cell had it.
-        scene = move.make(clocked, tokens, fidelity, settings.seed * 1000 + i)  # type: ignore[arg-type]  # by its methods
+        scene = MOVES[op](clocked, tokens, fidelity, settings.seed * 1000 + i)  # type: ignore[arg-type]  # by its methods
         prepared = {
             "forwards": engine.counters.prefill_forwards - counted[0],
             "tokens": engine.counters.prefill_tokens - counted[1],
@@ -250,7 +249,7 @@ def measure(engine: Engine, settings: Settings, on_progress: OnProgress = lambda
             {
                 "op": op,
                 "tokens": tokens,
-                "rank": settings.rank if move.patches else 0,
+                "rank": settings.rank if op in PATCHED else 0,
                 **times,
                 "forward_free": usage.computed_tokens <= engine.encode_query(QUERY).tokens,
                 "computed_tokens": usage.computed_tokens,
@@ -264,7 +263,7 @@ def measure(engine: Engine, settings: Settings, on_progress: OnProgress = lambda
                 "prepared": prepared,
             }
         )
-        _check_patches(rows[-1], move.patches)
+        _check_patches(rows[-1])
     facts = provenance(engine)
     machine = facts["machine"]
     machine |= {"load_before": load_before, "load_after": machine.pop("load")}
@@ -426,8 +425,8 @@ def _cpu_seconds(runs: Sequence[Run]) -> dict[str, float | None]:
     }
 
 
-def _check_patches(row: Row, expected: bool) -> None:
-    if expected and not {"patched", "orbit"} & set(row["lanes"]):
+def _check_patches(row: Row) -> None:
+    if row["op"] in PATCHED and not {"patched", "orbit"} & set(row["lanes"]):
         raise ValueError(
             f"rank must be so small that a patch weighs less than the KV it stands for, got {row['rank']} for "
             f"{row['op']} at {row['tokens']} tokens (lanes {row['lanes']}); lower the rank or raise the tokens"

@@ -78,16 +78,20 @@ def unpack_all(root: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for leftover in (*root.glob(".unpacking-*/"), *root.glob("mm_niah_*/.unpacking-*/")):
             shutil.rmtree(leftover)
-        _unpack_all(root)
+        for pattern, folder in _ARCHIVES.items():
+            for archive in sorted(root.glob(pattern)):
+                if not _is_unpacked(archive):
+                    _unpack(archive, folder)
 
 
-_ARCHIVES = (
-    "mm_niah_*/images.tar.gz",
-    "images.tar.gz",
-    "MileBench_part*.tar.gz",
-    "videos_chunked_*.zip",
-    "subtitle.zip",
-)
+_ARCHIVES = {
+    "mm_niah_*/images.tar.gz": "images",
+    "images.tar.gz": "images",
+    "MileBench_part*.tar.gz": "",
+    "videos_chunked_*.zip": "video",
+    "subtitle.zip": "subtitle",
+}
+"""Folders that archives are unpacked to; those of MileBench name their own."""
 
 
 def _is_unpacked(archive: Path) -> bool:
@@ -96,37 +100,26 @@ def _is_unpacked(archive: Path) -> bool:
     return archive.with_name(archive.name + ".unpacked").exists()
 
 
-def _unpack_all(root: Path) -> None:
-    for archive in sorted({*root.glob("mm_niah_*/images.tar.gz"), *root.glob("images.tar.gz")}):
-        if not _is_unpacked(archive):
-            target = archive.parent / "images"
-            with _content(archive) as content:
-                source = next((p for p in sorted(content.rglob("images")) if p.is_dir()), content)
-                if not any(source.iterdir()):
-                    raise ValueError(f"{archive} must hold pictures, got nothing; remove it to fetch it again")
-                source.rename(target)
-    for pattern, folder in (
-        ("MileBench_part*.tar.gz", ""),
-        ("videos_chunked_*.zip", "video"),
-        ("subtitle.zip", "subtitle"),
-    ):
-        for archive in sorted(root.glob(pattern)):
-            done = archive.with_name(archive.name + ".unpacked")
-            if _is_unpacked(archive):
-                continue
-            if folder and any(_holds(root / name, archive) for name in (folder, f"{folder}s")):  # unpacked by hand
-                done.touch()
-                continue
-            with _content(archive) as content:
-                if folder:
-                    (root / folder).mkdir(exist_ok=True)
-                    targets = {p: root / folder / p.name for p in content.rglob("*") if p.is_file()}
-                else:
-                    sets = (p.parent for p in content.rglob("*.json") if p.stem == p.parent.name)
-                    targets = {p: root / p.name for p in sets if not (root / p.name).exists()}
-                for path, target in targets.items():
-                    path.replace(target)
-            done.touch()
+def _unpack(archive: Path, folder: str) -> None:
+    root, done = archive.parent, archive.with_name(archive.name + ".unpacked")
+    if folder == "images":
+        with _content(archive) as content:
+            source = next((p for p in sorted(content.rglob("images")) if p.is_dir()), content)
+            if not any(source.iterdir()):
+                raise ValueError(f"{archive} must hold pictures, got nothing; remove it to fetch it again")
+            source.rename(root / folder)
+        return
+    if not folder or not any(_holds(root / name, archive) for name in (folder, f"{folder}s")):  # unpacked by hand
+        with _content(archive) as content:
+            if folder:
+                (root / folder).mkdir(exist_ok=True)
+                targets = {p: root / folder / p.name for p in content.rglob("*") if p.is_file()}
+            else:
+                sets = (p.parent for p in content.rglob("*.json") if p.stem == p.parent.name)
+                targets = {p: root / p.name for p in sets if not (root / p.name).exists()}
+            for path, target in targets.items():
+                path.replace(target)
+    done.touch()
 
 
 def _holds(folder: Path, archive: Path) -> bool:
