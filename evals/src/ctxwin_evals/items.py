@@ -9,10 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-if TYPE_CHECKING:
-    from ctxwin.chunk import Chunk
+from ctxwin.chunk import Chunk
 
 Setting = Literal["window", "slide", "recall"]
 """What happened before the question: nothing; the leading chunks left; a chunk came back after others than it left."""

@@ -8,7 +8,7 @@ compared as the task's rule reads them (`ctxwin_evals.items.Scored`), and as the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict, cast
 
@@ -156,13 +156,16 @@ def flipped(outcome: Outcome) -> bool:
     return outcome.base.prediction != outcome.reference.prediction
 
 
-def harmed(outcome: Outcome) -> bool | None:
-    """True if the arm scores lower than re-prefill; for scores of 0 and 1: re-prefill right, arm wrong.
-
-    None where either answer is unscored.
-    """
+def _gain(outcome: Outcome) -> float | None:
+    """The arm's score minus re-prefill's; None where either answer is unscored."""
     ours, theirs = outcome.answer.score, outcome.reference.score
-    return None if ours is None or theirs is None else ours < theirs
+    return None if ours is None or theirs is None else ours - theirs
+
+
+def harmed(outcome: Outcome) -> bool | None:
+    """True if the arm scores lower than re-prefill; for scores of 0 and 1: re-prefill right, arm wrong."""
+    gain = _gain(outcome)
+    return None if gain is None else gain < 0
 
 
 def cell(outcomes: Sequence[Outcome]) -> Figures:
@@ -182,11 +185,7 @@ def cell(outcomes: Sequence[Outcome]) -> Figures:
         ("flip_recover", "flip_ci95"): _share([o for o in outcomes if flipped(o)], agreed),
         ("harm_rate", "harm_ci95"): _share(outcomes, harmed),
     }
-    gains = [
-        (o.answer.score - o.reference.score, o.row.cluster)
-        for o in outcomes
-        if o.answer.score is not None and o.reference.score is not None
-    ]
+    gains = measured(outcomes, _gain)
     figures: dict[str, Any] = {
         "n": len(outcomes),
         "clusters": len(set(clusters)),
@@ -200,8 +199,8 @@ def cell(outcomes: Sequence[Outcome]) -> Figures:
         "flips": sum(map(flipped, outcomes)),
         "reference_accuracy": _share(outcomes, lambda o: o.reference.score)[0],
         "base_accuracy": _share(outcomes, lambda o: o.base.score)[0],
-        "delta": mean([gain for gain, _ in gains]) if gains else None,
-        "delta_ci95": difference_interval(*zip(*gains, strict=True)) if gains else None,
+        "delta": mean(gains[0]) if gains[0] else None,
+        "delta_ci95": difference_interval(*gains) if gains[0] else None,
     }
     if any(row.forced_kl is not None for row in rows):
         kls, base_kls = [row.answer_kl for row in rows], [row.base_answer_kl for row in rows]
@@ -221,15 +220,20 @@ def eta_interval(kls: Sequence[float], base_kls: Sequence[float], clusters: Sequ
     return None if interval is None else (1 - interval[1], 1 - interval[0])
 
 
+def measured(
+    outcomes: Iterable[Outcome], read: Callable[[Outcome], float | bool | None]
+) -> tuple[list[float], list[str]]:
+    """A figure of the outcomes that have it, and their clusters."""
+    rows = [(float(value), o.row.cluster) for o in outcomes if (value := read(o)) is not None]
+    return [value for value, _ in rows], [cluster for _, cluster in rows]
+
+
 def _share(
     outcomes: Sequence[Outcome], read: Callable[[Outcome], float | bool | None]
 ) -> tuple[float | None, Interval | None]:
     """Mean and interval of a figure over the outcomes that have it."""
-    measured = [(float(value), o.row.cluster) for o in outcomes if (value := read(o)) is not None]
-    if not measured:
-        return None, None
-    values, clusters = zip(*measured, strict=True)
-    return mean(values), share_interval(values, clusters)
+    values, clusters = measured(outcomes, read)
+    return (mean(values), share_interval(values, clusters)) if values else (None, None)
 
 
 Outcomes = Mapping[int, Outcome]

@@ -22,7 +22,7 @@ import ctxwin
 from ctxwin.files import atomic_write
 from ctxwin_evals.benchmarks.base import DataTask
 from ctxwin_evals.benchmarks.mm_niah import MMNiah, result_name
-from ctxwin_evals.metrics import Outcome, agreed, harmed
+from ctxwin_evals.metrics import Outcome, agreed, harmed, measured
 from ctxwin_evals.samples import Sample, Samples, read_samples
 from ctxwin_evals.score import Cells, Scorer, Table, TaskOf, select
 from ctxwin_evals.stats import standard_error
@@ -117,9 +117,8 @@ def _figures(task: str, table: Table, cells: Cells) -> dict[str, Any]:
     count: dict[str, int] = {}
 
     def put(metric: str, arm: str, outcomes: Iterable[Outcome], read: Callable[[Outcome], float | bool | None]) -> None:
-        measured = [(float(value), o.row.cluster) for o in outcomes if (value := read(o)) is not None]
-        if measured:
-            values, clusters = zip(*measured, strict=True)
+        values, clusters = measured(outcomes, read)
+        if values:
             error = standard_error(values, clusters)
             figures[f"{metric},{arm}"] = sum(values) / len(values)
             figures[f"{metric}_stderr,{arm}"] = "N/A" if error is None else error

@@ -10,19 +10,17 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, overload
+from typing import Any, ClassVar, overload
 
 from ctxwin.audit.replay import kl_of_rows, likeliest
+from ctxwin.engines.base import Engine
 from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Segment
+from ctxwin.kv.layout import SpanKV
+from ctxwin_evals.arms import Served
 from ctxwin_evals.group import Group
+from ctxwin_evals.items import Item
 from ctxwin_evals.measure import Measurer, Said
-
-if TYPE_CHECKING:
-    from ctxwin.engines.base import Engine
-    from ctxwin.engines.segments import Segment
-    from ctxwin.kv.layout import SpanKV
-    from ctxwin_evals.arms import Served
-    from ctxwin_evals.items import Item
 
 
 @dataclass(frozen=True)

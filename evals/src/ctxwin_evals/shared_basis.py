@@ -6,23 +6,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ctxwin.engines.base import Engine
+from ctxwin.kv.patch import Layers
 from ctxwin.profiles import ModelBasis, model_digest
 from ctxwin_evals.decoder import Reader
+from ctxwin_evals.items import Item
 from ctxwin_evals.patching import Patcher, Weighting, fitted
 from ctxwin_evals.serving import ServedGroup
-
-if TYPE_CHECKING:
-    from ctxwin.engines.hf.engine import HFEngine
-    from ctxwin.kv.patch import Layers
-    from ctxwin_evals.items import Item
 
 _STRIDE = 1_000_000
 """Contexts between those of one seed and the next."""
 
 
-def contexts_for(engine: HFEngine, count: int, seed: int, images: Path | None, max_pixels: int | None) -> list[Item]:
+def contexts_for(engine: Engine, count: int, seed: int, images: Path | None, max_pixels: int | None) -> list[Item]:
     """Sequences of a user's pictures, or of the bundled world's frames for the model that knows them, as items.
 
     They belong to a probe's ``fitting`` split: evals measure on none of them, whatever the seed.
@@ -46,7 +44,7 @@ def contexts_for(engine: HFEngine, count: int, seed: int, images: Path | None, m
 
 
 def fit(
-    engine: HFEngine,
+    engine: Engine,
     contexts: Sequence[Item],
     rank: int,
     layers: Layers,

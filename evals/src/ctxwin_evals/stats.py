@@ -8,7 +8,7 @@ figure equals its plain counterpart. Intervals are of 95 %, and None where one c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -23,8 +23,6 @@ SEED = 0x63747877
 """Of every bootstrap: the same samples give the same interval. Figures of the same items share their draws."""
 _LEVEL = 0.95
 _Z = float(stats.norm.ppf(0.5 + _LEVEL / 2))
-_COUNTS_KEPT = 64_000_000
-"""Counts of clusters in draws that are kept for the next figure, a byte each."""
 _COUNTS_AT_ONCE = 4_000_000
 """Counts that are multiplied at once, 32 MB."""
 
@@ -142,7 +140,7 @@ def bootstrap_ratio(numerator: ArrayLike, denominator: ArrayLike, clusters: Sequ
     if count < 2:
         return None
     sums = np.stack([np.bincount(codes, weights=w) for w in (over, under)], axis=1)
-    drawn = np.concatenate([part @ sums for part in _draws(count)])
+    drawn = np.concatenate([part.astype(np.float64) @ sums for part in _draws(count)])
     if (drawn[:, 1] == 0).any():
         return None
     low, high = np.quantile(drawn[:, 0] / drawn[:, 1], [0.5 - _LEVEL / 2, 0.5 + _LEVEL / 2])
@@ -180,19 +178,13 @@ def _with_cluster_numbers(values: ArrayLike, clusters: Sequence[str]) -> tuple[F
     return x, np.array([numbers[c] for c in clusters], dtype=np.intp)
 
 
-def _draws(count: int) -> Iterator[Floats]:
-    """How often each of ``count`` clusters is drawn, ``[draws, count]`` at a time, `RESAMPLES` draws in all."""
-    drawn = _kept_draws(count) if count * RESAMPLES <= _COUNTS_KEPT else _multinomial(count)
-    yield from (part.astype(np.float64) for part in drawn)
-
-
 @lru_cache(maxsize=3)
-def _kept_draws(count: int) -> list[NDArray[np.uint8]]:
-    # No cluster is drawn 255 times where all are equally likely and the draws as many as the clusters.
-    return [part.astype(np.uint8) for part in _multinomial(count)]
+def _draws(count: int) -> list[NDArray[np.uint8]]:
+    """How often each of ``count`` clusters is drawn, ``[draws, count]`` at a time, `RESAMPLES` draws in all.
 
-
-def _multinomial(count: int) -> Iterator[NDArray[np.int64]]:
+    Kept for the next figure, a byte each: no cluster is drawn 255 times where all are equally likely and the draws as many as
+    the clusters.
+    """
     rng, at_once = np.random.default_rng(SEED), max(1, _COUNTS_AT_ONCE // count)
-    for done in range(0, RESAMPLES, at_once):
-        yield rng.multinomial(count, np.full(count, 1 / count), size=min(at_once, RESAMPLES - done))
+    sizes = (min(at_once, RESAMPLES - done) for done in range(0, RESAMPLES, at_once))
+    return [rng.multinomial(count, np.full(count, 1 / count), size=size).astype(np.uint8) for size in sizes]

@@ -6,14 +6,12 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict, Unpack
+from typing import Any, ClassVar, Self, TypedDict, Unpack
 
 from ctxwin.kv.layout import SpanKV
+from ctxwin_evals.elastic import Policy
+from ctxwin_evals.group import Group
 from ctxwin_evals.items import Setting
-
-if TYPE_CHECKING:
-    from ctxwin_evals.elastic import Policy
-    from ctxwin_evals.group import Group
 
 
 @dataclass(frozen=True)

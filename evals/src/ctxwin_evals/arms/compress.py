@@ -9,7 +9,7 @@ windows keep single chunks merged (`Window.maintenance.merge`), which move.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,9 +20,7 @@ from ctxwin.kv.merge import merge, merged_slots
 from ctxwin_evals.arms.base import SHARE, Arm, Served, SharedArm
 from ctxwin_evals.decoder import Memory, concatenated
 from ctxwin_evals.elastic import H2O, Attended, Elastic, Local, Policy, Window
-
-if TYPE_CHECKING:
-    from ctxwin_evals.group import Group
+from ctxwin_evals.group import Group
 
 WEIGHTS_AT_ONCE = 1 << 26
 """Attention weights of a layer that are held at once, at most."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,11 +13,9 @@ from ctxwin.kv.rope import angles, turn
 from ctxwin_evals.arms.base import RankedArm, Served, SharedArm
 from ctxwin_evals.arms.recall import came_back
 from ctxwin_evals.arms.tokens import highest, quota, serve_rows, serving, spans_of
+from ctxwin_evals.decoder import Memory
+from ctxwin_evals.group import Group
 from ctxwin_evals.items import Setting
-
-if TYPE_CHECKING:
-    from ctxwin_evals.decoder import Memory
-    from ctxwin_evals.group import Group
 
 _STATES: WeakKeyDictionary[Group, dict[object, Tensor]] = WeakKeyDictionary()
 """Hidden states that `ShallowReuse` stores beside canonicals."""

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 from ctxwin.baselines.policies import POLICIES, Policy, PrefixUser
 from ctxwin.kv.layout import SpanKV
 from ctxwin_evals.arms.base import Arm, Served
 from ctxwin_evals.arms.recall import came_back
+from ctxwin_evals.group import Group
 from ctxwin_evals.items import Item, Setting
-
-if TYPE_CHECKING:
-    from ctxwin_evals.group import Group
 
 
 @dataclass(frozen=True)

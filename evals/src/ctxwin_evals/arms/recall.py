@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 
@@ -13,10 +13,8 @@ from ctxwin.kv.deficit import deficit
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.patch import Patch, apply_patch
 from ctxwin_evals.arms.base import RANK, SHARE, Arm, RankedArm, Served
+from ctxwin_evals.group import Group
 from ctxwin_evals.items import Item
-
-if TYPE_CHECKING:
-    from ctxwin_evals.group import Group
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 
@@ -15,12 +15,10 @@ from ctxwin.kv.deficit import Deficit
 from ctxwin.kv.orbit import OrbitMean
 from ctxwin.kv.patch import Patch
 from ctxwin_evals.arms.base import RANK, Arm, RankedArm, Served
+from ctxwin_evals.group import Group
 from ctxwin_evals.items import Item
 from ctxwin_evals.patching import parse_variant
 from ctxwin_evals.tasks.edits import other_orders
-
-if TYPE_CHECKING:
-    from ctxwin_evals.group import Group
 
 ORBIT_ORDERS = 6
 

@@ -15,7 +15,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,9 +23,7 @@ from torch import Tensor
 from ctxwin.kv.layout import SpanKV
 from ctxwin_evals.arms.base import Arm, CountedArm, Served, SharedArm
 from ctxwin_evals.decoder import Memory
-
-if TYPE_CHECKING:
-    from ctxwin_evals.group import Group
+from ctxwin_evals.group import Group
 
 
 class _Recomputing(Arm):

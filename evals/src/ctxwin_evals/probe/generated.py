@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from ctxwin.chunk import Chunk
 from ctxwin.tiny.world import Frame, Kind, Role, all_questions, make_stream, render, sample_frames
+from ctxwin.tiny.world import Question as WorldQuestion
 from ctxwin_evals.probe.contexts import LETTERS, PLACED, Context, Question, Source, Split, seed_of
 from ctxwin_evals.probe.contexts import Kind as AskedKind
 from ctxwin_evals.tasks.tiny import SPACE
-
-if TYPE_CHECKING:
-    from ctxwin.tiny.world import Question as WorldQuestion
 
 _BOUND: tuple[Kind, ...] = ("multi_hop", "order", "graded", "graded_order")
 _DRAWS = 200

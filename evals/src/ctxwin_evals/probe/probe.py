@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ctxwin import __version__
+from ctxwin.engines.base import Engine
 from ctxwin.fidelity import Fidelity
 from ctxwin.kv.patch import Layers
 from ctxwin.profiles import Profile, model_digest
@@ -31,9 +32,6 @@ from ctxwin_evals.run import model_name
 from ctxwin_evals.samples import Sample
 from ctxwin_evals.serving import ServedMeasurer
 from ctxwin_evals.stats import effective_count
-
-if TYPE_CHECKING:
-    from ctxwin.engines.base import Engine
 
 Asked = TypeVar("Asked", Item, Sample)
 FORMAT = 2
