@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -208,7 +208,8 @@ def export_run(folder: Path, arm: str, output: Path, *, task_of: TaskOf | None =
     files = {}
     for name, task in tasks.items():
         rows = {
-            r.doc_id: _answer(r, reference_only)
+            r.doc_id: {"answer": r.reference if reference_only else r.answer}
+            | r.model_dump(include={"doc_id", "target", "meta"})
             for r in by_task[name]
             if (reference_only or r.arm == arm) and r.unscored is None
         }
@@ -225,12 +226,3 @@ def export_run(folder: Path, arm: str, output: Path, *, task_of: TaskOf | None =
     if not files:
         raise ValueError(f"arm {arm!r} must have served at least one item, got none")
     return files
-
-
-def _answer(row: Sample, of_reference: bool) -> Mapping[str, Any]:
-    return {
-        "doc_id": row.doc_id,
-        "answer": row.reference if of_reference else row.answer,
-        "target": row.target,
-        "meta": row.meta,
-    }

@@ -172,12 +172,8 @@ class Table:
         for name in ("tokens", "computed", "forwards", "encodes"):
             figures[name] = mean([getattr(row, name) for row in rows])
         figures["spent_share"] = self._spent(task, arm)
-        extra: dict[str, list[float]] = defaultdict(list)
-        for row in rows:
-            for name, value in row.extra.items():
-                extra[name].append(value)
-        if extra:
-            figures["own"] = {name: mean(values) for name, values in extra.items()}
+        if extra := dict.fromkeys(name for row in rows for name in row.extra):
+            figures["own"] = {name: mean([row.extra[name] for row in rows if name in row.extra]) for name in extra}
         if layers := [row.by_layer for row in rows if row.by_layer]:
             if len(counts := {len(x) for x in layers}) != 1:
                 raise ValueError(f"samples of a run must be of one model's layers, got {sorted(counts)}")

@@ -60,16 +60,8 @@ class _Compressed(SharedArm, settings=("window",), inside=True, argument=f"(?P<s
         nowhere = torch.zeros(3, thinned_memory.slots, dtype=torch.int64)
         extra = {"kv_share": thinned_memory.slots / group.context_tokens}
         stored, over = group.spec.span_bytes(thinned_memory.slots), group.kv_bytes()
-        return [
-            Served(
-                [thinned_memory.span(b, 0, thinned_memory.slots, nowhere, 0)],
-                stored,
-                over,
-                policy=policy.of([b]),
-                extra=extra,
-            )
-            for b in range(len(group))
-        ]
+        spans = [thinned_memory.span(b, 0, thinned_memory.slots, nowhere, 0) for b in range(len(group))]
+        return [Served([span], stored, over, policy=policy.of([b]), extra=extra) for b, span in enumerate(spans)]
 
 
 class ElasticCache(_Compressed, form="elastic:B", source="Elastic Cache, sections 3.2-3.3, eq. 1-3, algorithm 1"):

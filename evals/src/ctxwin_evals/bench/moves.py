@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Literal
 
@@ -132,22 +132,20 @@ def _shares(tokens: int, parts: int) -> list[int]:
     return [tokens // parts + (i < tokens % parts) for i in range(parts)]
 
 
-def _slide(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:
+def _slide(engine: Engine, tokens: int, fidelity: Fidelity, seed: int, prefill: Literal["idle"] | None = None) -> Scene:
     sizes, labels = [tokens // 4, *_shares(tokens, 4)], ["oldest", "A", "B", "C", "D"]
-    window, ids, names = _open(engine, sizes, labels, fidelity, seed)
+    window, ids, names = _open(engine, sizes, labels, fidelity, seed, prefill)
     return Scene(window, lambda w: w.slide(1), ids, names)
 
 
 def _ahead(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:
     """As `_slide`, but exact whatever ``fidelity`` allows, and with time to compute before the ask."""
-    sizes, labels = [tokens // 4, *_shares(tokens, 4)], ["oldest", "A", "B", "C", "D"]
-    window, ids, names = _open(engine, sizes, labels, Fidelity("exact"), seed, "idle")
 
     def edit(window: Window) -> None:
         window.slide(1)
         prefiller_of(window.engine).drain()
 
-    return Scene(window, edit, ids, names)
+    return replace(_slide(engine, tokens, Fidelity("exact"), seed, "idle"), edit=edit)
 
 
 def _recall(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:

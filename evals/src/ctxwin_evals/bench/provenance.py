@@ -33,16 +33,9 @@ def provenance(engine: Engine) -> dict[str, Any]:
             "load": load(),
         },
         "versions": versions,
-        "model": {
-            "name": engine.spec.model,
-            "dtype": kv.dtype,
-            "layers": kv.layers,
-            "kv_heads": kv.heads,
-            "k_dim": kv.k_dim,
-            "v_dim": kv.v_dim,
-            "kv_bytes_per_token": kv.token_bytes,
-            "max_tokens": engine.spec.max_tokens,
-        },
+        "model": {"name": engine.spec.model, "max_tokens": engine.spec.max_tokens}
+        | {name: getattr(kv, name) for name in ("dtype", "layers", "k_dim", "v_dim")}
+        | {"kv_heads": kv.heads, "kv_bytes_per_token": kv.token_bytes},
     }
 
 

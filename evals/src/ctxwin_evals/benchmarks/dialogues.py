@@ -125,17 +125,12 @@ class Dialogues(DataTask):
 
     def export(self, rows: Sequence[Mapping[str, Any]]) -> str:
         """JSON lines for a judge: dialogue, turn, pictures, reference, answer, and ROUGE-L beside them."""
-        return json_lines(
-            {
-                "id": row["doc_id"],
-                "turn": row["meta"]["turn"],
-                "images": row["meta"]["images"],
-                "reference": row["target"],
-                "answer": row["answer"],
-                "rouge_l": row["score"],
-            }
-            for row in rows
-        )
+        lines = []
+        for row in rows:
+            named = {"id": row["doc_id"], "turn": row["meta"]["turn"], "images": row["meta"]["images"]}
+            scored = {"answer": row["answer"], "rouge_l": row["score"]}
+            lines.append({**named, "reference": row["target"], **scored})
+        return json_lines(lines)
 
 
 class MMDU(Dialogues):

@@ -45,12 +45,8 @@ class EgoSchema(VideoTask):
     """All questions of a split."""
 
     splits = ("subset", "full")
-    places = (
-        "videos/{}.mp4",
-        "video/{}.mp4",
-        "videos/{}.MP4",
-        "video/{}.MP4",
-    )  # official, then as the hub's archives unpack
+    # The official place, then as the hub's archives unpack.
+    places = ("videos/{}.mp4", "video/{}.mp4", "videos/{}.MP4", "video/{}.MP4")
 
     def __init__(self, options: DataOptions) -> None:
         super().__init__(NAME, "five-way questions about videos of three minutes", options)

@@ -144,20 +144,14 @@ class MMNiah(PromptTask):
                 raise ValueError(f"{path} must stay as it is while its items are used, got another row {name}")
             return compose(current, folder, str(path), options.text_words).chunks(options.max_pixels)
 
-        needles = needle_pieces(row, prompt.pieces, folder)
+        needles, sizes = needle_pieces(row, prompt.pieces, folder), [p.stat().st_size for p in prompt.pictures]
         return self.item_of(
             prompt,
             load=load,
             target=row.answer,
             doc_id=str(row.id),
             cluster=document_of(row),
-            digest=digest(
-                "mm-niah",
-                row_digest,
-                [p.stat().st_size for p in prompt.pictures],
-                options.max_pixels,
-                options.text_words,
-            ),
+            digest=digest("mm-niah", row_digest, sizes, options.max_pixels, options.text_words),
             asked=needles[0] if len(needles) == 1 else None,
             meta={
                 **{k: row.meta[k] for k in _KEPT if k in row.meta},
@@ -200,17 +194,13 @@ class MMNiah(PromptTask):
 
     def export(self, rows: Sequence[Mapping[str, Any]]) -> str:
         """The official result lines; `result_name` is the file's name."""
-        return json_lines(
-            {
-                "question_id": int(row["doc_id"]),
-                "question": row["meta"]["question"],
-                "answer": row["target"],
-                "response": row["answer"].strip(),
-                "context_length": row["meta"]["context_length"],
-                "placed_depth": row["meta"]["placed_depth"],
-            }
-            for row in rows
-        )
+        lines = []
+        for row in rows:
+            meta = row["meta"]
+            named = {"question_id": int(row["doc_id"]), "question": meta["question"], "answer": row["target"]}
+            where = {key: meta[key] for key in ("context_length", "placed_depth")}
+            lines.append({**named, "response": row["answer"].strip(), **where})
+        return json_lines(lines)
 
 
 _KEPT = ("context_length", "context_length_text", "context_length_image", "num_images", "placed_depth")

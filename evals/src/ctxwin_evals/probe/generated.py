@@ -9,11 +9,11 @@ from typing import ClassVar
 import numpy as np
 
 from ctxwin.chunk import Chunk
-from ctxwin.tiny.world import Frame, Kind, Role, all_questions, make_stream, render, sample_frames
+from ctxwin.tiny.world import Kind, Role, all_questions, make_stream, sample_frames
 from ctxwin.tiny.world import Question as WorldQuestion
 from ctxwin_evals.probe.contexts import LETTERS, PLACED, Context, Question, Source, Split, seed_of
 from ctxwin_evals.probe.contexts import Kind as AskedKind
-from ctxwin_evals.tasks.tiny import SPACE
+from ctxwin_evals.tasks.tiny import SPACE, render_frames
 
 _BOUND: tuple[Kind, ...] = ("multi_hop", "order", "graded", "graded_order")
 _DRAWS = 200
@@ -48,7 +48,7 @@ class World(Source):
         else:
             raise ValueError(f"no context {index} of split {split!r} in {_DRAWS} draws")
         strangers = sample_frames(rng, roles, marks=[f.marks for f in frames], conflict=1.0)
-        load = partial(_render, (*frames, *strangers))
+        load = partial(render_frames, (*frames, *strangers))
         drawn = (_drawn_from(rng, cross), _drawn_from(rng, one))
         return Context(load, ("frame",) * PLACED, f"{split}-{index}", drawn)
 
@@ -60,7 +60,7 @@ class World(Source):
             window = frames[slide : slide + PLACED]
             pool = [q for q in all_questions(window) if q.kind in (*_BOUND, "unbound")] or all_questions(window)
             questions.append(_drawn_from(rng, pool))
-        return Context(partial(_render, frames), ("frame",) * len(frames), f"stream-{index}", tuple(questions))
+        return Context(partial(render_frames, frames), ("frame",) * len(frames), f"stream-{index}", tuple(questions))
 
 
 class Scenes(Source):
@@ -159,7 +159,3 @@ def _drawn_from(rng: np.random.Generator, pool: Sequence[WorldQuestion]) -> Ques
     question = pool[int(rng.integers(len(pool)))]
     kind: AskedKind = "one" if question.kind == "single_hop" else "cross"
     return Question(question.text, kind, tuple(sorted({question.frame, *question.antecedents})), question.answer)
-
-
-def _render(frames: Sequence[Frame]) -> list[Chunk]:
-    return [Chunk.image(render(frame), keep_source=False) for frame in frames]

@@ -20,17 +20,8 @@ import numpy as np
 from ctxwin.chunk import Chunk
 from ctxwin.hashing import digest
 from ctxwin_evals.items import Item, Scored, Setting, Task
-from ctxwin_evals.tasks.edits import (
-    Amount,
-    Edit,
-    amount_in,
-    duplicated,
-    preceded,
-    reordered,
-    replaced,
-    scattered,
-    shortened,
-)
+from ctxwin_evals.tasks import edits
+from ctxwin_evals.tasks.edits import Amount, Edit, amount_in
 
 BLOCK = 8
 """Distractors of an item come from its block of this many items, so that an item never depends on how many are drawn."""
@@ -77,21 +68,21 @@ _COUNT, _SHARE = Amount("a number of chunks (excess@2)", tuple(range(17))), Amou
 PROTOCOLS: dict[str, Protocol] = {
     p.name: p
     for p in (
-        Protocol("slide", "a chunk of another item led the window and left", "slide", 0, preceded, None, lambda a, f: 1),
-        Protocol("slide-needed", "the leading chunk left", "slide", 1, shortened, past=False),
+        Protocol("slide", "a chunk of another item led the window and left", "slide", 0, edits.preceded, None, lambda a, f: 1),
+        Protocol("slide-needed", "the leading chunk left", "slide", 1, edits.shortened, past=False),
         Protocol("recall", "the asked chunk's patch was formed with a share of what is in front replaced", "recall", 1,
-                 replaced, _SHARE, lambda a, f: int(np.floor(a * f + 0.5))),
-        Protocol("reorder", "the asked chunk's stored patch is of another order", "window", 2, reordered),
-        Protocol("divergent-reorder", "formed behind another order", "recall", 2, reordered),
-        Protocol("divergent-duplicate", "formed with one chunk dropped, its neighbour twice", "recall", 2, duplicated),
-        Protocol("divergent-replace-one", "formed with one chunk replaced", "recall", 1, replaced, None, lambda a, f: 1),
-        Protocol("divergent-replace-all", "formed behind chunks of another item", "recall", 1, replaced, None,
+                 edits.replaced, _SHARE, lambda a, f: int(np.floor(a * f + 0.5))),
+        Protocol("reorder", "the asked chunk's stored patch is of another order", "window", 2, edits.reordered),
+        Protocol("divergent-reorder", "formed behind another order", "recall", 2, edits.reordered),
+        Protocol("divergent-duplicate", "formed with one chunk dropped, its neighbour twice", "recall", 2, edits.duplicated),
+        Protocol("divergent-replace-one", "formed with one chunk replaced", "recall", 1, edits.replaced, None, lambda a, f: 1),
+        Protocol("divergent-replace-all", "formed behind chunks of another item", "recall", 1, edits.replaced, None,
                  lambda a, f: f),
-        Protocol("changed", "formed with so many chunks replaced", "recall", 1, replaced, _COUNT,
+        Protocol("changed", "formed with so many chunks replaced", "recall", 1, edits.replaced, _COUNT,
                  lambda a, f: min(int(a), f)),
-        Protocol("excess", "so many chunks of other items stand in front of all", "recall", 1, preceded, _COUNT,
+        Protocol("excess", "so many chunks of other items stand in front of all", "recall", 1, edits.preceded, _COUNT,
                  lambda a, f: int(a), past=False),
-        Protocol("superset", "so many chunks of other items stand between", "recall", 1, scattered, _COUNT,
+        Protocol("superset", "so many chunks of other items stand between", "recall", 1, edits.scattered, _COUNT,
                  lambda a, f: int(a), past=False),
     )
 }  # fmt: skip

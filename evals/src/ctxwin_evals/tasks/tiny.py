@@ -22,20 +22,9 @@ from ctxwin.chunk import Chunk
 from ctxwin.hashing import digest
 from ctxwin.tiny.world import Frame, answer, render
 from ctxwin_evals.items import GeneratedTask, Item, Scored, Setting
-from ctxwin_evals.tasks.drawn import (
-    TRAINED_FRAMES,
-    Draw,
-    changed,
-    excess,
-    history,
-    orders_of,
-    recall,
-    reorder,
-    slide,
-    slide_repeated,
-    world,
-)
-from ctxwin_evals.tasks.edits import Amount, amount_in, duplicated, preceded, reordered, replaced, scattered
+from ctxwin_evals.tasks import drawn, edits
+from ctxwin_evals.tasks.drawn import TRAINED_FRAMES, Draw
+from ctxwin_evals.tasks.edits import Amount, amount_in
 
 SPACE = 0x63747877
 """First word of every evaluation seed ("ctxw"); the fit split of a shared basis has `FIT_SPACE`."""
@@ -101,7 +90,7 @@ class Generated:
         return Case(
             task=task or f"tiny/{self.name}",
             index=index,
-            load=partial(_decode if decoded else _render, drawn),
+            load=partial(_decode if decoded else render_frames, drawn),
             count=len(drawn),
             placed=tuple(order),
             query=question.text,
@@ -126,35 +115,37 @@ _PREDECESSORS = Amount("a number of predecessors (tiny/reorder@3)", (3, 4, 6))
 TASKS: dict[str, Generated] = {
     t.name: t
     for t in (
-        Generated("single_hop", "answered by one frame alone", "window", 2, partial(world, task="single_hop")),
-        Generated("multi_hop", "needs the one earlier legend that decides it", "window", 2, partial(world, task="multi_hop")),
-        Generated("graded", "as multi_hop, with a tint that leaves two colours open", "window", 2, partial(world, task="graded")),
-        Generated("order", "earlier legends disagree: their order decides", "window", 3, partial(world, task="order")),
+        Generated("single_hop", "answered by one frame alone", "window", 2, partial(drawn.world, task="single_hop")),
+        Generated("multi_hop", "needs the one earlier legend that decides it", "window", 2,
+                  partial(drawn.world, task="multi_hop")),
+        Generated("graded", "as multi_hop, with a tint that leaves two colours open", "window", 2,
+                  partial(drawn.world, task="graded")),
+        Generated("order", "earlier legends disagree: their order decides", "window", 3, partial(drawn.world, task="order")),
         Generated("slide_distractor", "the leading frame leaves; it has no part in it", "slide", 3,
-                  partial(slide, needed=False)),
+                  partial(drawn.slide, needed=False)),
         Generated("slide_needed", "the leading frame leaves; it was the deciding legend", "slide", 2,
-                  partial(slide, needed=True)),
-        Generated("slide_repeated", "the deciding legend leaves; a later frame repeats it", "slide", 3, slide_repeated),
-        Generated("history", "a window after slides of a stream; survivors met what was placed then", "slide", 3, history,
+                  partial(drawn.slide, needed=True)),
+        Generated("slide_repeated", "the deciding legend leaves; a later frame repeats it", "slide", 3, drawn.slide_repeated),
+        Generated("history", "a window after slides of a stream; survivors met what was placed then", "slide", 3, drawn.history,
                   _SLIDES),
-        Generated("recall", "a scene comes back behind frames of which a share was replaced", "recall", 3, recall,
+        Generated("recall", "a scene comes back behind frames of which a share was replaced", "recall", 3, drawn.recall,
                   _TURNOVER),
-        Generated("reorder", "so many predecessors in another order than the patch was formed in", "window", 2, reorder,
-                  _PREDECESSORS, orders_of),
+        Generated("reorder", "so many predecessors in another order than the patch was formed in", "window", 2, drawn.reorder,
+                  _PREDECESSORS, drawn.orders_of),
         Generated("divergent-reorder", "antecedents in another order than at forming", "recall", 3,
-                  partial(changed, edit=reordered)),
+                  partial(drawn.changed, edit=edits.reordered)),
         Generated("divergent-duplicate", "an antecedent dropped, its neighbour there twice", "recall", 3,
-                  partial(changed, edit=duplicated)),
+                  partial(drawn.changed, edit=edits.duplicated)),
         Generated("divergent-replace-one", "an antecedent replaced by a frame of another clip", "recall", 3,
-                  partial(changed, edit=replaced, count=1)),
+                  partial(drawn.changed, edit=edits.replaced, count=1)),
         Generated("divergent-replace-all", "all antecedents replaced by frames of another clip", "recall", 3,
-                  partial(changed, edit=replaced, count=TRAINED_FRAMES)),
+                  partial(drawn.changed, edit=edits.replaced, count=TRAINED_FRAMES)),
         Generated("changed", "so many antecedents replaced by frames of another clip", "recall", 4,
-                  partial(changed, edit=replaced), _MORE),
+                  partial(drawn.changed, edit=edits.replaced), _MORE),
         Generated("excess", "two antecedents, so many irrelevant frames in front of them", "recall", 2,
-                  partial(excess, edit=preceded), _MORE),
+                  partial(drawn.excess, edit=edits.preceded), _MORE),
         Generated("superset", "two antecedents, so many irrelevant frames behind and between", "recall", 2,
-                  partial(excess, edit=scattered), _MORE),
+                  partial(drawn.excess, edit=edits.scattered), _MORE),
     )
 }  # fmt: skip
 CONTROLS = ("single_hop", "slide_distractor", "slide_repeated")
@@ -220,7 +211,8 @@ class TinyTask(GeneratedTask):
         return super().config() | {"seed": options.seed, "frames": list(options.frames), "decoded": options.decoded}
 
 
-def _render(frames: Sequence[Frame]) -> list[Chunk]:
+def render_frames(frames: Sequence[Frame]) -> list[Chunk]:
+    """Frames as chunks of one picture each."""
     return [Chunk.image(render(frame), keep_source=False) for frame in frames]
 
 
