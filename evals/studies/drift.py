@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import torch
 import typer
 from numpy.typing import NDArray
 
@@ -23,7 +22,7 @@ from ctxwin.tiny.world import Frame, Question, answer, make_stream, render
 from ctxwin.window.answer import Answer
 from ctxwin.window.window import Window
 from ctxwin_evals.console import Device, Dtype, Json, Model, Threads, errors, new_table, open_model
-from ctxwin_evals.decoder import Decoder, concatenated
+from ctxwin_evals.decoder import Decoder, Memory, concatenated
 from ctxwin_evals.metrics import kl_divergence
 from ctxwin_evals.stats import bootstrap_mean, share_interval
 from ctxwin_evals.tasks.drawn import TRAINED_FRAMES
@@ -235,12 +234,8 @@ class _Stream:
             parts.append(self._decoder.tokens([one], start))
             start += one.advance
         memory, _ = self._decoder.append(concatenated(parts), self._decoder.memory([[span]]))
-        queries = [self._decoder.query(text) for text in questions]
-        rows = []
-        for query in queries:  # of different lengths
-            _, hidden = self._decoder.append(self._decoder.tokens([query], start), memory)
-            rows.append(self._decoder.logits(hidden[:, -1:])[0, 0])
-        return torch.stack(rows).numpy()
+        many = Memory(*(x.expand(-1, len(questions), -1, -1, -1) for x in (memory.k, memory.v)))
+        return self._decoder.read(many, questions, start).numpy()
 
 
 def _vector(reply: Answer, size: int) -> np.ndarray:

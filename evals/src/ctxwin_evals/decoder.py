@@ -332,6 +332,19 @@ class Decoder(Reader):
         grown = memory.grown(tokens.count)
         return grown, self.run(tokens, grown, torch.arange(memory.slots, grown.slots), watch=watch)
 
+    def read(self, memory: Memory, queries: Sequence[str], begin: int) -> Tensor:
+        """Next-token logits ``[B, vocab]`` after one question an item, asked at position ``begin``."""
+        encoded = [self.query(text) for text in queries]
+        out: list[Tensor | None] = [None] * len(encoded)
+        for length in sorted({e.tokens for e in encoded}):
+            some = [b for b, e in enumerate(encoded) if e.tokens == length]
+            tokens = self.tokens([encoded[b] for b in some], begin)
+            part = Memory(memory.k[:, some], memory.v[:, some])
+            _, hidden = self.append(tokens, part)
+            for b, row in zip(some, self.logits(hidden[:, -1:])[:, 0], strict=True):
+                out[b] = row
+        return torch.stack([row for row in out if row is not None])
+
     @contextmanager
     def _watching(self, watch: Watch | None) -> Iterator[list[Tensor]]:
         """Attention weights of each layer that is run; switches to eager attention meanwhile, since others give none."""

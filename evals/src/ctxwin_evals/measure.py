@@ -203,8 +203,8 @@ class Measurer:
     ) -> list[Said]:
         queries, longest = [self.decoder.query(item.query) for item in items], items[0].max_tokens
         if not self.along and longest == 1:
-            rows = forced_logits(self.decoder, memory, queries, begin, [[0]] * len(items))
-            return [Said(row[0].numpy(), self.text([int(row[0].argmax())])) for row in rows]
+            logits = self.decoder.read(memory, [item.query for item in items], begin)
+            return [Said(row.numpy(), self.text([int(row.argmax())])) for row in logits]
         if not (self.along and first):
             continuations = generate(self.decoder, memory, queries, begin, max_tokens=longest, policy=policy)
             ids = [one.whole if self.along else one.token_ids for one in continuations]
