@@ -23,6 +23,7 @@ _GONE = {
     "ctxwin.engines.vllm",
     "ctxwin.serve",
     "ctxwin.evals",
+    "ctxwin_server.ray",
 }  # importing one says where its contents have gone
 _NO_NAMES = {"ctxwin.git", "ctxwin.readthedocs.io", "ctxwin.commands", *_SPANS, *_GONE}
 
