@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import os
 import re
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from ctxwin.hashing import digest
@@ -17,6 +18,8 @@ STORE_KEY = "CTXWIN_STORE_KEY"
 _DECIMAL = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS = _DECIMAL | {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _SUPPORTED = "'memory:', 'disk:PATH', 'redis://HOST:PORT/DB', 'mooncake://MASTER:PORT' or 'tiered:memory:,disk:PATH'"
+_GROUP = "ctxwin.stores"
+"""Entry points of other distributions' stores, each named like its kind in an address."""
 
 
 def parse_bytes(size: int | str) -> int:
@@ -46,8 +49,8 @@ def open_store(
 
     Args:
         url: ``memory:`` (this process), ``disk:PATH`` (a folder that processes share), ``redis://HOST:PORT/DB`` (a server
-            that machines share; ``rediss://`` for TLS), ``mooncake://MASTER:PORT`` (the memory of many machines), or
-            ``tiered:`` followed by these from fast to durable, separated by commas.
+            that machines share; ``rediss://`` for TLS), ``mooncake://MASTER:PORT`` (the memory of many machines), a kind that
+            an installed distribution adds, or ``tiered:`` followed by these from fast to durable, separated by commas.
         max_bytes: limit such as ``"50GB"``; by default 2 GiB in memory and in Redis, 50 GB on disk. With ``tiered:`` it
             limits the last tier, and the ones above it take their defaults where those are smaller.
         ttl: seconds after its last put at which a value becomes a miss; None keeps it.
@@ -135,4 +138,7 @@ def _open(url: str, limit: int | None, ttl: float | None, tenant: str, secret: b
         from ctxwin.store.mooncake import MooncakeStore
 
         return MooncakeStore(url, size, ttl, tenant, secret=secret)
-    raise ValueError(f"a store must be {_SUPPORTED}, got {url!r}")
+    for point in entry_points(group=_GROUP, name=kind) if rest else ():
+        store: Store = point.load()(url, size, ttl, tenant, secret=secret)
+        return store
+    raise ValueError(f"a store must be {_SUPPORTED}, or of a kind that an installed distribution adds, got {url!r}")

@@ -121,8 +121,8 @@ class Store(ABC):
     """Immutable blobs by key. A key is ``namespace/hex-digest``; a value never changes under its key.
 
     Thread-safe. A blob that fails its checks is a miss: deleted, counted in ``stats().corrupt``, logged. One that was
-    sealed with another key is a miss as well, but stays, and is counted in ``stats().foreign``. Leased keys are never
-    evicted by the store's own size limit; leases are counted, so each ``lease`` needs a ``release``. A store outside this
+    sealed with another key is a miss as well, but stays, and is counted in ``stats().foreign``. Keys leased in this
+    process are never evicted by its size limit; leases are counted, so each ``lease`` needs a ``release``. A store outside this
     process does these checks with `ctxwin.store.codec.Seal`; it may have ``gc(min_age) -> (files, bytes)``, for the command.
     ``get``, ``contains`` and ``lease`` count as a use for the order of eviction.
 

@@ -25,7 +25,7 @@ _GONE = {
     "ctxwin.evals",
     "ctxwin_server.ray",
 }  # importing one says where its contents have gone
-_NO_NAMES = {"ctxwin.git", "ctxwin.readthedocs.io", "ctxwin.commands", *_SPANS, *_GONE}
+_NO_NAMES = {"ctxwin.git", "ctxwin.readthedocs.io", "ctxwin.commands", "ctxwin.stores", *_SPANS, *_GONE}
 
 
 def resolved(name: str) -> Any:

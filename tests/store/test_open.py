@@ -81,6 +81,30 @@ def test_unknown_kinds_say_what_is_supported(url: str) -> None:
         open_store(url)
 
 
+def test_another_distributions_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by its entry point, alone and as a tier, with the tenant and the secret that seals its records."""
+    (tmp_path / "shelf.py").write_text(
+        "from ctxwin.store.memory import MemoryStore\n"
+        "class Shelf(MemoryStore):\n"
+        "    def __init__(self, url, max_bytes, ttl, tenant, *, secret):\n"
+        "        super().__init__(max_bytes, ttl)\n"
+        "        self.opened = url, tenant, secret\n"
+    )
+    installed = tmp_path / "shelf-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: shelf\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text("[ctxwin.stores]\nshelf = shelf:Shelf\n")
+    with pytest.raises(ValueError, match=r"installed distribution adds, got 'shelf:one'"):
+        open_store("shelf:one")
+    monkeypatch.syspath_prepend(tmp_path)
+    store = open_store("shelf:one", max_bytes="1MB", ttl=5.0, tenant="alice", key="k" * 16)
+    url, tenant, secret = store.opened  # type: ignore[attr-defined]
+    assert (url, tenant, store.limit(), store.ttl) == ("shelf:one", "alice", 10**6, 5.0)  # type: ignore[attr-defined]
+    assert len(secret) == 32
+    tiered = open_store("tiered:memory:,shelf:one")
+    assert tiered.tiers[1].opened == ("shelf:one", "", None)  # type: ignore[attr-defined]
+
+
 def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     open_store("disk:~/kv").put("span/a", b"x")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,12 @@ from window.fake import DIM, LAYERS, FakeEngine, own_rows
 
 HEADER = "h"
 BUDGET = 48
-POLICIES: dict[str, Eviction] = {"oldest": OldestFirst(), "read": LeastRecentlyRead(), "priority": ByPriority()}
+POLICIES: dict[str, tuple[Eviction, Callable[[Any, int], Any]]] = {
+    "oldest": (OldestFirst(), lambda machine, arrival: arrival),
+    "read": (LeastRecentlyRead(), lambda machine, arrival: machine.read[arrival]),
+    "priority": (ByPriority(), lambda machine, arrival: (machine.priority(arrival), arrival)),
+}
+"""Each with what a naive model sorts the arrivals of `Programs` by."""
 _POLICY = st.sampled_from(sorted(POLICIES))
 
 
@@ -97,9 +103,8 @@ class Programs(RuleBasedStateMachine):
     def _leaving(self, policy: str) -> list[int]:
         """The placed chunks, the one to leave first first; the windows are told to use ``policy`` from now on."""
         for window in self.windows:
-            window.eviction = POLICIES[policy]
-        first = {"oldest": lambda a: a, "read": lambda a: self.read[a], "priority": lambda a: (self.priority(a), a)}
-        return sorted(self.placed, key=first[policy])
+            window.eviction = POLICIES[policy][0]
+        return sorted(self.placed, key=lambda arrival: POLICIES[policy][1](self, arrival))
 
     def _chronological(self, placed: list[int], arrival: int) -> int:
         return next((i for i, a in enumerate(placed) if a > arrival), len(placed))

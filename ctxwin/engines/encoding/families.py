@@ -144,13 +144,17 @@ def picture_text(config: Any, processor: Any, grid: Grid) -> str:
 
 def video_tokens(processor: Any, grid: Grid) -> int:
     """Return how many tokens the processor writes for one video, of a family with marks."""
-    frames = [None] * grid[0]
+    import numpy as np
+
+    count, high, wide = grid
+    frames = np.empty((count, 3, high, wide), dtype=np.uint8)  # processors may read its shape
     return str(processor.replace_video_token({"pixel_values_videos": [frames]}, 0)).count(str(processor.video_token))
 
 
 def is_clip(config: Any, pixels: torch.Tensor) -> bool:
     """Return True for the frames of a LLaVA-OneVision video ``[F, 3, H, W]``: its pictures have one more axis."""
-    return str(config.model_type) == "llava_onevision" and pixels.dim() == 4
+    family = FAMILIES[str(config.model_type)]
+    return family.video and family.marks and pixels.dim() == 4
 
 
 def run_tower(model: Any, family: Family, config: Any, pixels: torch.Tensor, grids: torch.Tensor) -> Any:
