@@ -4,7 +4,7 @@ Modules:
     options: what a chat names for its window and its prompt.
     context_management, compaction: the edits of Anthropic's and OpenAI's APIs: old results cleared, a summary for old turns.
     lazy_drops, volatile, prediction: what keeps a prefix cache useful while clients edit their histories.
-    records: what conversations were served last.
+    continuation, records: how a request continues the history before it; what conversations were served last.
     typed_tools, template_arguments: what chat templates know of tools and variables.
     bodies: the base of all schemas, and media as data.
 """

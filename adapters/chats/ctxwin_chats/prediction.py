@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ctxwin.hashing import digest
-from ctxwin_chats.lazy_drops import CUTS, KEYED, Continuation, Lost, Part, continue_history, is_cleared, turns_field
+from ctxwin_chats.continuation import CUTS, KEYED, Continuation, Lost, Part, continue_history, is_cleared, turns_field
 from ctxwin_chats.records import Record, Records
 
 _TRUSTED = 2

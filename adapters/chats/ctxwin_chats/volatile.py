@@ -21,7 +21,7 @@ from typing import Any
 
 from ctxwin.hashing import digest
 from ctxwin_chats.context_management import Count
-from ctxwin_chats.lazy_drops import CUTS, Part, turns_field
+from ctxwin_chats.continuation import CUTS, Part, turns_field
 from ctxwin_chats.records import Record, Records
 
 SETTLED = 8

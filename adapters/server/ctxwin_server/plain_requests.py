@@ -22,7 +22,8 @@ from ctxwin.profiles import resolve
 from ctxwin_chats import compaction
 from ctxwin_chats.compaction import CompactEdit, Compaction, read_summary, request_for, resume, take_compaction
 from ctxwin_chats.context_management import Count, manage
-from ctxwin_chats.lazy_drops import Bounds, turns_field
+from ctxwin_chats.continuation import turns_field
+from ctxwin_chats.lazy_drops import Bounds
 from ctxwin_chats.options import EDIT_FIELDS, ROUTES, read_options
 from ctxwin_chats.typed_tools import describe_tools
 from ctxwin_chats.volatile import Late, put

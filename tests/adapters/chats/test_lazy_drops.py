@@ -13,7 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from ctxwin_chats.lazy_drops import Bounds, Kept, LazyDrops, Part
+from ctxwin_chats.continuation import Part
+from ctxwin_chats.lazy_drops import Bounds, Kept, LazyDrops
 from ctxwin_chats.records import PER_NAME
 
 CONTEXT = 10**6
@@ -415,16 +416,16 @@ def test_the_memory_is_bounded_by_number_name_bytes_and_age() -> None:
 
 @pytest.mark.parametrize("same", [True, False])
 def test_the_work_is_linear_however_much_repeats(same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ctxwin_chats import lazy_drops
+    from ctxwin_chats import continuation
 
-    calls, inner = 0, lazy_drops._lacking
+    calls, inner = 0, continuation._lacking
 
     def counted(old: Part, new: Part) -> Any:
         nonlocal calls
         calls += 1
         return inner(old, new)
 
-    monkeypatch.setattr(lazy_drops, "_lacking", counted)
+    monkeypatch.setattr(continuation, "_lacking", counted)
     turns = [{"role": "user", "content": [text("chat", "c" if same else f"{i}")] * 3} for i in range(400)]
     drops = LazyDrops(4, 1e9)
     serve(drops, chat(*turns, asked(1)), Bounds())
