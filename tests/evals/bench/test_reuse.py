@@ -133,9 +133,9 @@ def test_a_move_that_is_about_patches_must_be_served_by_one() -> None:
     """Where a patch outweighs the KV it stands for, the window keeps the KV."""
     row = {"op": "recall", "tokens": 64, "rank": 512, "lanes": {"resident": 64}}
     with pytest.raises(ValueError, match=r"rank must be so small .* got 512 for recall at 64 tokens"):
-        reuse._check_patches(row, True)
-    reuse._check_patches(row, False)
-    reuse._check_patches(row | {"lanes": {"resident": 16, "patched": 48}}, True)
+        reuse._check_patches(row)
+    reuse._check_patches(row | {"op": "slide"})
+    reuse._check_patches(row | {"lanes": {"resident": 16, "patched": 48}})
 
 
 def test_tokens_beyond_what_the_model_takes_are_refused(hf: Any) -> None:
