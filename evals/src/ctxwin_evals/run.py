@@ -155,9 +155,9 @@ class Runner:
         self.samples: Samples = open_samples(folder, config)
         self._decoder = cast("Decoder", Decoder(cast("HFEngine", engine)) if self._inside else Reader(engine))
         way, dtype = (settings.layout, settings.layers, settings.weight), PATCH_DTYPES[settings.dtype]
+        self._measurer_type: type[Measurer] = Measurer if self._inside else ServedMeasurer
         patcher = fitted(self._decoder, way, self._groups, dtype=dtype, keep=folder)
-        measurer: type[Measurer] = Measurer if self._inside else ServedMeasurer
-        self.measurer = measurer(self._decoder, patcher, settings.system_prompt, along=not self._inside)
+        self.measurer = self._measurer_type(self._decoder, patcher, settings.system_prompt, along=not self._inside)
 
     def run(self, jobs: Sequence[Job], n: int | None, progress: Callable[[int], None] = lambda done: None) -> None:
         """Compute the samples that are missing among the first ``n`` items of every job (None: all of a data set).
@@ -201,7 +201,8 @@ class Runner:
             raise ValueError("weights and shared bases are fitted on pictures: the model must see, got a text model")
         cases = fit_cases(0, self.settings.basis_items, TinyOptions().frames)
         for part in by_shape(cases):
-            yield self.measurer.group(part, Patcher(self._decoder.spec))
+            patcher = Patcher(self._decoder.spec)
+            yield self._measurer_type.groups(self._decoder, part, patcher, self.settings.system_prompt)
 
 
 def batches(task: Task, n: int | None) -> Iterator[list[Item]]:
