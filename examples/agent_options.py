@@ -4,7 +4,7 @@ Every example is written like this:
 
     options = agent_options.parser(__doc__).parse_args()
     with agent_options.running(options) as run:  # opens the engine, creates the ledger
-        window = run.watch(Window(run.engine, "You watch a camera.", budget=520))
+        window = run.watch(Window(run.engine, "You watch a camera.", budget=520, **run.serving))
         answer = window.ask("color of 17?", max_tokens=4)
         run.truth("red")  # None if it is not known
         run.say(answer.text)  # silent with --json
@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ctxwin import Chunk, Window, open_engine
+from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.baselines import NAMES, Ledger
 from ctxwin.engines.base import Engine
 from ctxwin.video import decode_video
@@ -47,6 +47,9 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--model", default="tiny", help="tiny (bundled), hf:MODEL or vllm:MODEL; default: %(default)s")
     options.add_argument("--engine", choices=("hf", "vllm"), help="fixes the engine where --model leaves it open")
+    options.add_argument(
+        "--mode", choices=("auto", "exact"), default="auto", help="fidelity; auto: by the model's profile"
+    )
     options.add_argument("--seed", type=int, default=0, help="of the generated world and of the questions")
     options.add_argument("--json", action="store_true", help="print the figures as JSON and nothing else")
     options.add_argument("--trace", type=Path, metavar="FILE", help="record the run for `ctxwin view FILE`")
@@ -72,12 +75,14 @@ class Run:
 
     Attributes:
         scripted: whether a script decides what to do next, instead of the model.
+        serving: options of its windows: the fidelity that ``--mode`` says, and sliding in batches where that is exact.
         reserve_tokens: tokens kept free for a question and its answer; the other users of the engine keep them free, too.
         figures: go into the JSON beside the ledger's summary.
     """
 
     def __init__(self, engine: Engine, options: argparse.Namespace, scripted: bool) -> None:
         self.engine, self.scripted = engine, scripted
+        self.serving: dict[str, Any] = {"fidelity": Fidelity(options.mode), "low_water": "auto"}
         self.ledger = Ledger(engine, reference=True)
         self.reserve_tokens = 48
         self.figures: dict[str, Any] = {}
@@ -126,6 +131,7 @@ class Run:
             "model": self._options.model,
             "engine": self.engine.spec.name,
             "seed": self._options.seed,
+            "mode": self._options.mode,
             "policy": "scripted" if self.scripted else "model",
         }
         print(json.dumps({**about, **self.ledger.summary(), **self.figures}))

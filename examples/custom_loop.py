@@ -26,7 +26,7 @@ def ask(window: Window, about: str) -> None:
 second_of: dict[str, int] = {}  # placement id -> second
 with agent_options.running(options) as run:
     budget = run.budget("You watch a camera.", shots[-1], count=6, reserve_tokens=RESERVED)
-    window = run.watch(Window(run.engine, "You watch a camera.", budget), RESERVED)
+    window = run.watch(Window(run.engine, "You watch a camera.", budget, **run.serving), RESERVED)
     for second, shot in enumerate(shots):
         second_of[window.append(shot)] = second
         window.slide(reserve_tokens=RESERVED)  # the oldest leave; the others move up without being computed again

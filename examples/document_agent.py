@@ -208,7 +208,8 @@ def main() -> None:
         reserve_tokens = RESERVED if run.scripted else RESERVED + NOTE * len(pages)  # the notes are part of a question
         largest = max(pages, key=lambda page: run.engine.encode(page).tokens)
         budget = run.budget(SYSTEM_PROMPT, largest, OPEN, reserve_tokens)
-        window = run.watch(Window(run.engine, SYSTEM_PROMPT, budget, eviction=LeastRecentlyRead()), reserve_tokens)
+        window = Window(run.engine, SYSTEM_PROMPT, budget, **run.serving, eviction=LeastRecentlyRead())
+        run.watch(window, reserve_tokens)
         reader = Reader(run, policy, window, reserve_tokens)
         for page in pages:
             reader.skim(page)

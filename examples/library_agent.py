@@ -139,9 +139,8 @@ def main() -> None:
         largest = max((hit.passage.chunk for hit in shelf.search("a", 1)), default=Chunk.image(world.render(frames[0])))
         questions: list[Asked] = []
         for reader, system_prompt in enumerate(READERS if run.scripted else READERS[:1]):
-            window = Window(
-                run.engine, system_prompt, run.budget(system_prompt, largest, OPEN), eviction=LeastRecentlyRead()
-            )
+            budget = run.budget(system_prompt, largest, OPEN)
+            window = Window(run.engine, system_prompt, budget, **run.serving, eviction=LeastRecentlyRead())
             run.watch(window)
             tasks = script(frames, 10 * options.seed + reader) if run.scripted else [(q, None) for q in options.ask]
             for question, truth in tasks:

@@ -1,5 +1,6 @@
 """Runs every example on the bundled model, one after the other, and prints a table of computed tokens and right answers.
 
+Shares are of what users of a prefix cache compute, and of the best of them; ``equal``: answers that a re-prefill gives, too.
 Each runs in a process of its own, for the seeds 0 to N-1. Exit code 1 if one failed; the web example is skipped if there is
 no Chromium.
 """
@@ -26,7 +27,10 @@ SUMS = (
     "asks", "known", "right", "right_reprefill", "compared", "agree", "seconds",
     *(cost + user for cost in ("computed_tokens", "vision_encodes") for user in ("", *(f"_{p}" for p in POLICIES))),
 )  # fmt: skip
-COLUMNS = ("example", "asks", "right", "re-prefill", "tokens", *(f"of {p}" for p in POLICIES), "encodes", "theirs", "s")
+USERS = (*POLICIES, "best")
+COLUMNS = (
+    "example", "asks", "right", "re-prefill", "tokens", *(f"of {user}" for user in USERS), "equal", "encodes", "theirs", "s",
+)  # fmt: skip
 LAST_LINES = 15
 LIMIT_S = 600  # for one run
 
@@ -35,14 +39,12 @@ class FailedError(Exception):
     """An example failed; the message holds its last lines."""
 
 
-def run(folder: Path, name: str, seed: int, engine: str | None) -> dict[str, Any]:
+def run(folder: Path, name: str, seed: int, options: list[str]) -> dict[str, Any]:
     """Run one example and return its figures, with its duration."""
     command = [sys.executable, str(folder / f"{name}.py"), "--json", "--seed", str(seed)]
     begin = time.perf_counter()
     try:
-        done = subprocess.run(
-            command + (["--engine", engine] if engine else []), capture_output=True, text=True, timeout=LIMIT_S
-        )
+        done = subprocess.run(command + options, capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         raise FailedError(f"{name} failed with seed {seed}: it took longer than {LIMIT_S} s") from None
     seconds = time.perf_counter() - begin
@@ -62,6 +64,7 @@ def pool(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
     row: dict[str, Any] = {"example": name, "seeds": [figures["seed"] for figures in runs], "engine": runs[0]["engine"]}
     row |= {key: sum(figures[key] for figures in runs) for key in SUMS}
     row |= {f"share_of_{p}": row["computed_tokens"] / row[f"computed_tokens_{p}"] for p in POLICIES}
+    row["share_of_best"] = max(row[f"share_of_{p}"] for p in POLICIES)
     return row
 
 
@@ -74,7 +77,8 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{row['right']}/{with_truth}",
         f"{row['right_reprefill']}/{with_truth}",
         f"{row['computed_tokens']:,}",
-        *(f"{100 * row[f'share_of_{p}']:.1f} %" for p in POLICIES),
+        *(f"{100 * row[f'share_of_{user}']:.1f} %" for user in USERS),
+        f"{row['agree']}/{row['compared']}",
         str(row["vision_encodes"]),
         str(min(row[f"vision_encodes_{p}"] for p in POLICIES)),
         f"{row['seconds'] / len(row['seeds']):.0f}",
@@ -101,6 +105,7 @@ def main() -> int:
         "--only", nargs="+", metavar="NAME", choices=EXAMPLES, default=EXAMPLES, help=", ".join(EXAMPLES)
     )
     parser.add_argument("--engine", choices=("hf", "vllm"), help="default: vLLM where it is installed")
+    parser.add_argument("--mode", choices=("auto", "exact"), default="auto", help="fidelity; default: the profile's")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs of each example; default: %(default)s")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print the figures as JSON")
@@ -109,6 +114,7 @@ def main() -> int:
     if options.seeds < 1:
         parser.error(f"--seeds must be at least 1, got {options.seeds}")
 
+    passed = ["--mode", options.mode, *(["--engine", options.engine] if options.engine else [])]
     rows, skipped, failed = [], {}, {}
     for name in options.only:
         try:
@@ -116,7 +122,7 @@ def main() -> int:
                 find_chromium()
             runs = []
             for seed in range(options.seeds):
-                runs.append(run(Path(__file__).parent, name, seed, options.engine))
+                runs.append(run(Path(__file__).parent, name, seed, passed))
                 print(f"{name}, seed {seed}: {runs[-1]['seconds']:.1f} s", file=sys.stderr)
             rows.append(pool(name, runs))
         except SystemExit as missing:
@@ -131,7 +137,7 @@ def main() -> int:
     elif options.markdown:
         print(markdown(rows))
     else:
-        Console(width=112).print(text(rows))
+        Console(width=128).print(text(rows))
     return 1 if failed else 0
 
 

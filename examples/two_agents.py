@@ -95,7 +95,7 @@ def main() -> None:
 
     with agent_options.running(options, scripted=not options.video) as run:
         budget = run.budget(PLANNER, shots[-1], count=6, reserve_tokens=RESERVED)
-        planner = Agent("planner", run.watch(Window(run.engine, PLANNER, budget), RESERVED))
+        planner = Agent("planner", run.watch(Window(run.engine, PLANNER, budget, **run.serving), RESERVED))
         grounder = Agent("grounder", planner.window.fork(system_prompt=GROUNDER))  # counted, too, as all forks are
         team = (planner, grounder)
         for second, shot in enumerate(shots):

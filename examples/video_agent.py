@@ -64,6 +64,7 @@ class Context(WindowContext):
     frames: list[np.ndarray]  # one a second
     policy: Policy
     budget: int
+    serving: dict[str, Any]  # options of the window
     reserve_tokens: int  # tokens kept free for a question and its answer
     max_tokens: int
 
@@ -71,7 +72,8 @@ class Context(WindowContext):
 def watch(state: State, runtime: Runtime[Context]) -> State:
     """Append the next frame; the oldest leave, and the others move up without being computed again."""
     context, second = runtime.context, state.get("second", -1) + 1
-    with open_window(state.get("window"), runtime, system_prompt=SYSTEM_PROMPT, budget=context.budget) as window:
+    new = {"system_prompt": SYSTEM_PROMPT, "budget": context.budget, **context.serving}
+    with open_window(state.get("window"), runtime, **new) as window:
         window.append(Chunk.image(context.frames[second], text=f"t={second} s"))
         window.slide(reserve_tokens=context.reserve_tokens)
         return {"window": window.ref(), "second": second, "questions_asked": 0}
@@ -215,6 +217,7 @@ def main() -> None:
             frames=frames,
             policy=policy,
             budget=run.budget(SYSTEM_PROMPT, widest, FRAMES),
+            serving=run.serving,
             reserve_tokens=run.reserve_tokens,
             max_tokens=max_tokens,
         )

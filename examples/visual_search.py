@@ -148,9 +148,8 @@ class Searcher:
         self.crops: dict[str, Crop] = {}  # by chunk id
         longest_name = Chunk.image(self.view(Crop()), text=str(Crop((3,) * DEPTH)))
         budget = self.run.budget(SYSTEM_PROMPT, longest_name, IN_VIEW, RESERVED)
-        self.window = self.run.watch(
-            Window(self.run.engine, SYSTEM_PROMPT, budget, eviction=LeastRecentlyRead()), RESERVED
-        )
+        window = Window(self.run.engine, SYSTEM_PROMPT, budget, **self.run.serving, eviction=LeastRecentlyRead())
+        self.window = self.run.watch(window, RESERVED)
         self.window.extend([self.chunk(crop, pin=True) for crop in self.policy.always])
 
     def view(self, crop: Crop) -> Image.Image:

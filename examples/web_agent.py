@@ -67,6 +67,7 @@ class Context(WindowContext):
     browser: Browser
     policy: Shopper | Tourist
     budget: int
+    serving: dict[str, Any]  # options of the window
     steps: int
 
 
@@ -74,9 +75,8 @@ def browse(state: State, runtime: Runtime[Context]) -> State:
     """Follow a link; append the new screenshot, and evict the oldest."""
     context, pages = runtime.context, state.get("pages", [])
     browser, policy = context.browser, context.policy
-    with open_window(
-        state.get("window"), runtime, system_prompt=SYSTEM_PROMPT, budget=context.budget, eviction=EVICTION
-    ) as window:
+    new = {"system_prompt": SYSTEM_PROMPT, "budget": context.budget, **context.serving}
+    with open_window(state.get("window"), runtime, **new, eviction=EVICTION) as window:
         if browser.url != state["url"]:  # the start, or this node runs again
             browser.open(state["url"])
         if pages and (link := policy.link(browser.links(), window)):
@@ -166,6 +166,7 @@ def main() -> None:
             browser=browser,
             policy=policy,
             budget=budget_for(run.engine, like, policy),
+            serving=run.serving,
             steps=options.steps,
         )
         agent = graph().compile(checkpointer=InMemorySaver())

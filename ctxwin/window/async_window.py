@@ -82,7 +82,7 @@ class AsyncWindow:
         fidelity: Fidelity | None = None,
         *,
         budget_bytes: int | str | None = None,
-        low_water: float | None = None,
+        low_water: float | Literal["auto"] | None = None,
         prefill: Literal["idle"] | None = None,
         eviction: Eviction | None = None,
         retrieval: Retrieval | None = None,

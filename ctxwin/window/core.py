@@ -29,7 +29,7 @@ from ctxwin.window.events import EDITS, Event, Observer, Op
 from ctxwin.window.idle import IdlePrefill, prefiller_of
 from ctxwin.window.invariants import check_state
 from ctxwin.window.removed import check_present
-from ctxwin.window.sliding import SlidingAdvice, sliding_advice
+from ctxwin.window.sliding import SlidingAdvice, own_mark, sliding_advice
 from ctxwin.window.state import Placed, State
 from ctxwin.window.storage_policy import Demand
 from ctxwin.window.unaudited import Unaudited, open_audits
@@ -222,6 +222,16 @@ class WindowCore:
         ahead = self.idle.pending_tokens if self.idle is not None else 0
         return replace(plan, sliding=self.sliding_advice(), prefilled_tokens=ahead)
 
+    def low_water(self, state: State, reserved: int = 0) -> int | None:
+        """Return the tokens that ``state`` falls to when it is over its budget with ``reserved`` tokens free; None: the budget.
+        ``auto`` is a mark by the sizes of what is placed in an exact window, and none where survivors move for little."""
+        if state.low_water != "auto":
+            return state.low_water
+        if self.fidelity.mode != "exact":
+            return None
+        sizes = [p.tokens for p in state.placed]
+        return own_mark(state.budget, sizes, system_prompt=state.system_prompt_tokens, query=reserved)
+
     def note_slide(self, count: int) -> None:
         """Note that `Window.slide` evicted ``count`` chunks without a mark; log once what a mark would save."""
         remaining = len(self.state.placed)
@@ -257,15 +267,16 @@ class WindowCore:
         self.heartbeat()  # many pictures may arrive in one operation
         return entry
 
-    def cheapest_index(self, state: State, back: Placed, *, repair: bool = False) -> int:
-        """Return the index at which ``back`` makes the next ask compute least: its chronological place, the end or the front, the
-        first of these on a tie. Cost: three plans."""
-        costs: list[tuple[int, int]] = []
-        for at in (None, len(state.placed), 0):
+    def cheapest_index(self, state: State, back: Placed, *, front: bool, repair: bool = False) -> int:
+        """Return the index at which ``back`` makes the next ask compute least: its chronological place, the end or, with
+        ``front``, the front, the first of these on a tie. Cost: a plan for each that is another place."""
+        tokens: dict[int, int] = {}
+        for at in (None, len(state.placed), *((0,) if front else ())):
             new, index = edits.recall(state, back, at, repair=repair)
-            plan = self.assembly.plan(self.audits.with_fallbacks(new), self.fidelity)
-            costs.append((plan.computed_tokens, index))
-        return min(costs, key=lambda pair: pair[0])[1]
+            if index not in tokens:
+                plan = self.assembly.plan(self.audits.with_fallbacks(new), self.fidelity)
+                tokens[index] = plan.computed_tokens
+        return min(tokens, key=tokens.__getitem__)
 
     def free_tail(self, state: State) -> list[Placed]:
         """Return the chunks of an exact window that leave before all others; see `edits.free_tail`."""

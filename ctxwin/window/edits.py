@@ -233,7 +233,8 @@ def leaving_for_budget(
     and alone if that is enough for the budget. Raises BudgetExceeded where even all of it is not.
     """
     excess = state.tokens + reserve_tokens - state.budget
-    mark = state.low_water if mark is None else mark
+    if mark is None and state.low_water != "auto":
+        mark = state.low_water
     further = 0 if mark is None else max(0, state.budget - mark)
     leaving: list[Placed] = []
     for entry in tail:

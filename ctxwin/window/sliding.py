@@ -81,6 +81,15 @@ def best_low_water(
     )
 
 
+def own_mark(budget: int, chunks: Sequence[int], *, system_prompt: int, query: int) -> int | None:
+    """Return the mark of ``Window(low_water="auto")`` with chunks of these tokens: the cheapest with which asks see, on average,
+    three quarters of the chunks that fit; None where not one fits."""
+    size = max(1, round(sum(chunks) / max(1, len(chunks))))
+    if system_prompt + query + size > budget:
+        return None
+    return best_low_water(budget, size, system_prompt=system_prompt, query=query).low_water
+
+
 @dataclass(frozen=True)
 class SlidingAdvice:
     """Saving of a low-water mark for an exact window that slides one by one, by the sizes of its chunks.

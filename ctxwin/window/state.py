@@ -113,7 +113,8 @@ class State(BaseModel):
         window: id of the window; stays over versions and restarts, a fork has its own.
         root: of a fork, the window that it descends from; "" where it is no fork.
         placed: chunks in prompt order; evicted: chunks that can be recalled, oldest eviction first.
-        low_water: tokens that the window falls to when it is over its budget; None: to the budget.
+        low_water: tokens that the window falls to when it is over its budget; None: to the budget; ``auto``: by the sizes of
+            chunks, where it is exact.
         prefill: ``idle``: the KV of the next ask is computed ahead of it while the engine idles (`ctxwin.window.idle`).
         libraries: the version of each library that it has drawn from, by name: it goes on reading that one.
     """
@@ -128,7 +129,7 @@ class State(BaseModel):
     system_prompt_tokens: int
     system_prompt_advance: int
     budget: int
-    low_water: int | None = None
+    low_water: int | Literal["auto"] | None = None
     prefill: Literal["idle"] | None = None
     fidelity: Fidelity
     version: int = 0

@@ -45,8 +45,9 @@ class Window:
         fidelity: which approximations are allowed; ``auto`` follows the model's profile and is ``exact`` without one.
         budget_bytes: the same as KV bytes (an int, or ``"512MB"``); the smaller budget counts.
         low_water: what the window falls to at once when it is over its budget: tokens, or a float for a share of the budget.
-            In an exact window the prefix then stands still for many appends (`ctxwin.policies.sliding_cost`). None: to the
-            budget, one by one.
+            In an exact window the prefix then stands still for many appends (`ctxwin.policies.sliding_cost`). ``"auto"``: in an
+            exact window the cheapest mark with which asks see three quarters of what fits, by the sizes of its chunks
+            (`ctxwin.policies.best_low_water`), none in others. None: to the budget, one by one.
         prefill: ``"idle"``: after each edit the exact KV that the next ask would compute is computed ahead of it, by a thread,
             while the engine is idle, and given up when a request waits. Of an exact window that is about to slide, it is the KV
             of the chunks that are expected to stay. `Usage`, `plan` and `Maintenance.prefill_counts` count what it
@@ -70,7 +71,7 @@ class Window:
         fidelity: Fidelity | None = None,
         *,
         budget_bytes: int | str | None = None,
-        low_water: float | None = None,
+        low_water: float | Literal["auto"] | None = None,
         prefill: Literal["idle"] | None = None,
         eviction: Eviction | None = None,
         retrieval: Retrieval | None = None,
@@ -85,7 +86,7 @@ class Window:
             budget = min(budget, parse_bytes(budget_bytes) // engine.spec.kv.token_bytes)
         state = placing.initial_state(engine, system_prompt, budget, fidelity or Fidelity())
         if low_water is not None:
-            state = state.replace(low_water=mark_tokens(low_water, budget))
+            state = state.replace(low_water="auto" if low_water == "auto" else mark_tokens(low_water, budget))
         if prefill not in (None, "idle"):
             raise ValueError(f"prefill must be 'idle' or None, got {prefill!r}")
         state = state.replace(prefill=prefill)
@@ -143,9 +144,12 @@ class Window:
     @property
     def low_water(self) -> int | None:
         """Tokens that the window falls to when it is over its budget; None: to the budget, one by one."""
+        return self._mark(self.core.state)
+
+    def _mark(self, state: State, reserve_tokens: int = 0) -> int | None:
         if isinstance(self.eviction, Batching):
-            return mark_tokens(self.eviction.low_water, self.budget)
-        return self.core.state.low_water
+            return mark_tokens(self.eviction.low_water, state.budget)
+        return self.core.low_water(state, reserve_tokens)
 
     @property
     def tokens(self) -> int:
@@ -358,14 +362,17 @@ class Window:
                     self.core.note_slide(len(leaving))
         return [p.id for p in leaving]
 
-    def recall(self, placement: str, at: int | Literal["cheapest"] | None = None, *, repair: bool = False) -> int:
+    def recall(
+        self, placement: str, at: int | Literal["chronological", "cheapest"] | None = None, *, repair: bool = False
+    ) -> int:
         """Bring an evicted chunk back; return its index. It may take the window over its budget: `slide` then spares what
         was just recalled, and `look_back` recalls and makes room in one step.
 
         Args:
-            at: index to place it at; default: its chronological place, before the first chunk that arrived later, unless
-                `eviction` says where (`ctxwin.policies.Placement`). ``"cheapest"``: that place, the end or the front, whichever
-                makes the next `ask` compute least (in an exact window mostly the end, where the prefix stays).
+            at: index to place it at; ``"chronological"``: before the first chunk that arrived later; ``"cheapest"``: there, at
+                the end or at the front, whichever makes the next `ask` compute least. Default: where `eviction` says
+                (`ctxwin.policies.Placement`), else the chronological place; in an exact window the end, in front of the
+                question, if the next `ask` computes less then: all in front keeps its KV.
             repair: re-form the chunks behind it whose KV lacks it: those conditioned without it, and those that absorbed one
                 of them (a forward each at the next ask, unless stored KV or a patch fits). What absorbed it before it left keeps
                 its KV. Without ``repair`` all keep theirs; `plan` shows and prices both.
@@ -378,11 +385,15 @@ class Window:
                 self.core.commit(edits.drop_pending(state, placement, "evict"))
                 return waiting
             back = self.core.returning(state, placement)
-            if at == "cheapest":
-                at = self.core.cheapest_index(state, back, repair=repair)
-            elif isinstance(at, str):
-                raise ValueError(f"at must be an index or 'cheapest', got {at!r}")
-            new, at = edits.recall(state, back, self._place([back]) if at is None else at, repair=repair)
+            if at is None:
+                at = self._place([back])
+                if at is None and self.fidelity.mode == "exact":
+                    at = self.core.cheapest_index(state, back, front=False, repair=repair)
+            elif at == "cheapest":
+                at = self.core.cheapest_index(state, back, front=True, repair=repair)
+            elif isinstance(at, str) and at != "chronological":
+                raise ValueError(f"at must be an index, 'chronological' or 'cheapest', got {at!r}")
+            new, at = edits.recall(state, back, None if at == "chronological" else at, repair=repair)
             if repair:
                 self.core.assembly.memo.clear()
             self.core.commit(new, "recall", [placement])
@@ -398,9 +409,10 @@ class Window:
             self.core.idle.predictor.note_room(reserve_tokens, mark)
 
     def _leaving(self, state: State, reserve_tokens: int, stay: Collection[str] = ()) -> list[Placed]:
-        self._note_room(reserve_tokens, self.low_water)
+        mark = self._mark(state, reserve_tokens)
+        self._note_room(reserve_tokens, mark)
         order, tail = self.eviction.order(self), [*self.core.free_tail(state), *edits.leaving_soon(state)]
-        return edits.leaving_for_budget(state, order, reserve_tokens, stay=stay, mark=self.low_water, tail=tail)
+        return edits.leaving_for_budget(state, order, reserve_tokens, stay=stay, mark=mark, tail=tail)
 
     def look_back(self, query: str | Chunk, *, reserve_tokens: int = 0) -> list[str]:
         """Recall what `retrieval` picks for ``query``, each where a `recall` would put it; return the ids.

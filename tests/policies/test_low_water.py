@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Sequence
 from itertools import takewhile
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -185,6 +186,28 @@ def test_who_slides_one_by_one_is_told_once_what_a_mark_saves(
         assert window.plan().sliding is None
 
 
+def test_an_exact_window_takes_its_mark_from_its_sizes(engine: FakeEngine) -> None:
+    with Window(engine, "h", 100, Fidelity("exact"), low_water="auto") as window:
+        shown = []
+        for i in range(40):
+            window.append(Chunk.text(chr(65 + i) * (6 if i < 20 else 12)))
+            gone = window.slide(reserve_tokens=2)
+            shown.append(len(window.ids))
+            size, fits = window.snapshot().placed[-1].tokens, 96 // (6 if i < 20 else 12)
+            if gone and (i < 20 or i > 30):
+                assert len(window.ids) == -(-fits // 2)
+                assert window.low_water == best_low_water(100, size, system_prompt=2).low_water
+        assert max(shown[10:20]) == 16 and max(shown[30:]) == 8
+        again = Window.restore(engine, window.snapshot().model_dump_json())
+        assert again.low_water == window.low_water
+        again.close()
+    with Window(engine, "h", 100, Fidelity("patched", rank=2), low_water="auto") as window:
+        window.extend([Chunk.text(chr(97 + i) * 12) for i in range(9)])
+        assert window.low_water is None and len(window.slide()) == 1
+    with pytest.raises(ValueError, match="low_water"):
+        Window(engine, "h", 100, low_water="half")  # type: ignore[arg-type]
+
+
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), exact=st.booleans())
 def test_what_returns_where_it_is_cheapest_costs_least(data: st.DataObject, exact: bool) -> None:
@@ -205,10 +228,17 @@ def test_what_returns_where_it_is_cheapest_costs_least(data: st.DataObject, exac
         if data.draw(st.booleans()):
             window.ask("q", 1)
         costs = {}
-        for at in (None, 0, len(window.ids)):
+        places: tuple[Literal["chronological"] | int, ...] = ("chronological", 0, len(window.ids))
+        chronological = sum(ids.index(p) < ids.index(gone) for p in window.ids if p in ids)
+        for at in places:
             place = window.recall(gone, at)
+            assert at != "chronological" or place == chronological
             costs[place] = window.plan().computed_tokens
             window.undo()
+        end = len(window.ids)
+        cheaper = exact and costs[end] < costs[chronological]
+        assert window.recall(gone) == (end if cheaper else chronological)
+        window.undo()
         index = window.recall(gone, "cheapest")
         assert window.ids[index] == gone
         assert window.plan().computed_tokens == costs[index] == min(costs.values())

@@ -59,7 +59,7 @@ class RemoteWindow:
         fidelity: Fidelity | None = None,
         *,
         budget_bytes: int | str | None = None,
-        low_water: float | None = None,
+        low_water: float | Literal["auto"] | None = None,
         prefill: Literal["idle"] | None = None,
         async_client: AsyncOpenAI | None = None,
     ) -> None:
@@ -170,10 +170,11 @@ class RemoteWindow:
         """
         return list(self._post("slide", count=count, reserve_tokens=reserve_tokens, to=to)["evicted"])
 
-    def recall(self, placement: str, at: int | Literal["cheapest"] | None = None, *, repair: bool = False) -> int:
-        """Place an evicted chunk again, by default at its chronological place; ``"cheapest"``: where the next ask computes least.
-
-        Returns the index.
+    def recall(
+        self, placement: str, at: int | Literal["chronological", "cheapest"] | None = None, *, repair: bool = False
+    ) -> int:
+        """Place an evicted chunk again at an index, its ``"chronological"`` place, or where the next ask computes least
+        (``"cheapest"``); return the index. Default: as for `ctxwin.Window.recall`.
         """
         return int(self._post("recall", id=placement, at=at, repair=repair)["index"])
 

@@ -64,7 +64,7 @@ class OpenWindow(Body):
     system_prompt: str = ""
     budget: COUNT | None = None
     budget_bytes: Bytes | None = None
-    low_water: Mark | None = None
+    low_water: Mark | Literal["auto"] | None = None
     prefill: Literal["idle"] | None = None
     fidelity: Fidelity | None = None
     snapshot: dict[str, Any] | None = None
@@ -179,7 +179,9 @@ def _insert(context: OperationContext, window: Window, index: COUNT, chunk: Chun
 
 _forward("evict", id=str, forget=(bool, False), lazy=(bool, False))
 _forward("slide", "evicted", count=(COUNT | None, None), reserve_tokens=(COUNT, 0), to=(Mark | None, None))
-_forward("recall", "index", id=str, at=(COUNT | Literal["cheapest"] | None, None), repair=(bool, False))
+_forward(
+    "recall", "index", id=str, at=(COUNT | Literal["chronological", "cheapest"] | None, None), repair=(bool, False)
+)
 
 
 @_operation()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, HumanMessage, convert_to_messages
 from langchain_core.runnables import Runnable, RunnableConfig
@@ -114,7 +114,7 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
         system_prompt: str | None = None,
         budget: int | None = None,
         fidelity: Fidelity | None = None,
-        low_water: float | None = None,
+        low_water: float | Literal["auto"] | None = None,
         eviction: Eviction | None = None,
         retrieval: Retrieval | None = None,
         reserve_tokens: int = 0,

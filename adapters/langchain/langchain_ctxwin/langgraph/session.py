@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, Self
 
 from ctxwin.engines.base import Engine
 from ctxwin.fidelity import Fidelity
@@ -278,7 +278,7 @@ def open_window(
     system_prompt: str | None = None,
     budget: int | None = None,
     fidelity: Fidelity | None = None,
-    low_water: float | None = None,
+    low_water: float | Literal["auto"] | None = None,
     eviction: Eviction | None = None,
     retrieval: Retrieval | None = None,
     name: str = "",

@@ -153,7 +153,7 @@ def _recall(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene
     window, ids, names = _open(engine, _behind_a_short_one(tokens), labels, fidelity, seed)
     window.maintenance.compress()  # canonicals and patches instead of conditioned KV
     window.evict(ids[1])
-    return Scene(window, lambda w: w.recall(ids[1]), [ids[0], *ids[2:]], names)
+    return Scene(window, lambda w: w.recall(ids[1], "chronological"), [ids[0], *ids[2:]], names)
 
 
 def _reorder(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:
