@@ -135,7 +135,8 @@ def main() -> None:
             parser.error(str(error))
         if not options.files:
             generated(shelf, frames)
-        run.say(f"the shelf holds {len(shelf.files())} files; {shelf.prepare(run.engine)} passages were computed ahead")
+        ahead = 0 if options.mode == "exact" else shelf.prepare(run.engine)  # exact windows compute passages in place
+        run.say(f"the shelf holds {len(shelf.files())} files; {ahead} passages were computed ahead")
         largest = max((hit.passage.chunk for hit in shelf.search("a", 1)), default=Chunk.image(world.render(frames[0])))
         questions: list[Asked] = []
         for reader, system_prompt in enumerate(READERS if run.scripted else READERS[:1]):

@@ -282,8 +282,9 @@ class Library:
     def prepare(self, engine: Engine, stopped: Callable[[], bool] = lambda: False) -> int:
         """Compute the vision embeddings and KV of all passages ahead of use; return the number of passages.
 
-        KV is computed after the empty system prompt, which contains nothing of any tenant. Stored results are skipped, so
-        this can be stopped and called again. For idle time. Cost: an encode per picture and a forward per passage.
+        KV is computed after the empty system prompt, which contains nothing of any tenant; exact windows do not serve it.
+        Stored results are skipped, so this can be stopped and called again. For idle time. Cost: an encode per picture and a
+        forward per passage.
         """
         rows = self.view().rows
         corpus = self.corpus(rows)
