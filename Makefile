@@ -54,6 +54,8 @@ demo-fleet: install
 
 # Small models are computed with half the processor time by one thread: a second one mostly waits for the first.
 check clients released test test-slow test-next guard: export OMP_NUM_THREADS ?= 1
+# pytest rewrites some hundred modules in each of its processes, for seconds, where it may not keep what it has made of them.
+check clients released test test-slow test-next guard: export PYTHONDONTWRITEBYTECODE :=
 
 # From the source tree, so that a change is seen without building a wheel.
 check: $(VENV)/.deps

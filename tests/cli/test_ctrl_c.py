@@ -15,6 +15,7 @@ import pytest
 from ctxwin.cli import stopping
 
 LIMIT_S = 120.0
+GUARD = (pytest.mark.slow, pytest.mark.guard)
 
 
 def running_in(session: int) -> list[str]:
@@ -28,14 +29,17 @@ def running_in(session: int) -> list[str]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="what a process has loaded is read from /proc")
-@pytest.mark.parametrize("loaded", ["_pydantic_core", "libtorch_cpu"])
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "said", "loaded"),
     [
-        ("demo --engine hf --out out", "the same command"),
-        ("eval run tiny/single_hop --n 500 --output out", "the same command"),
-        ("bench reuse", "nothing is kept"),
-        ("doctor tiny", "nothing was left running"),
+        pytest.param(command, said, loaded, marks=marks, id=f"{command.split()[0]}-{loaded}")
+        for command, said, torch_marks in (
+            ("demo --engine hf --out out", "the same command", ()),
+            ("eval run tiny/single_hop --n 500 --output out", "the same command", GUARD),
+            ("bench reuse", "nothing is kept", ()),
+            ("doctor tiny", "nothing was left running", GUARD),
+        )
+        for loaded, marks in (("_pydantic_core", ()), ("libtorch_cpu", torch_marks))
     ],
 )
 def test_ctrl_c_is_one_line(command: str, said: str, loaded: str, tmp_path: Path) -> None:

@@ -171,7 +171,12 @@ def raw(server: Server, count: int, statuses: Counter[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "count", [200, pytest.param(int(os.environ.get("CTXWIN_FUZZ_REQUESTS", "10000")), marks=pytest.mark.slow)]
+    "count",
+    [
+        60,
+        pytest.param(200, marks=[pytest.mark.slow, pytest.mark.guard]),
+        pytest.param(int(os.environ.get("CTXWIN_FUZZ_REQUESTS", "10000")), marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.timeout(3600)
 def test_no_request_is_a_slip_of_the_server_and_a_bystander_notices_nothing(count: int) -> None:

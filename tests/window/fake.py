@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
@@ -47,6 +47,19 @@ def own_rows(token: int) -> np.ndarray:
     return torch.randn(2, LAYERS, DIM, generator=generator, dtype=torch.float64).numpy()
 
 
+@lru_cache(maxsize=1 << 14)
+def _rows_behind(total: bytes, rows: int, token_ids: tuple[int, ...]) -> np.ndarray:
+    """Rows ``[2, L, T, D]`` of tokens behind so many others whose rows have this sum: an oracle asks for most of them again."""
+    state = np.frombuffer(total).reshape(2, LAYERS, DIM).copy()
+    made = np.empty((2, LAYERS, len(token_ids), DIM))
+    for i, token in enumerate(token_ids):
+        row = np.tanh(own_rows(token) + 3 * (state / (rows + i)) if rows + i else own_rows(token))
+        made[:, :, i] = row
+        state += row
+    made.flags.writeable = False
+    return made
+
+
 class FakeEngine(Engine):
     """See the module. Vocabulary of 50 tokens; media are one token per frame, derived from the pixels' digest."""
 
@@ -59,6 +72,7 @@ class FakeEngine(Engine):
         self.counters = EngineCounters()
         self.delay = 0.0
         self.fail: Exception | None = None
+        self._known: dict[int, tuple[SpanKV, np.ndarray]] = {}  # the span as well, so that no other has its id
         self._latest: tuple[list[SpanKV], np.ndarray] = ([], self._rows_of([]))
 
     def _text(self, text: str) -> list[int]:
@@ -118,26 +132,30 @@ class FakeEngine(Engine):
             raise ChunkUnavailable(key)
         return held
 
-    def _seen(self, context: np.ndarray) -> np.ndarray:
-        """What a token takes from the rows ``[2, L, T, D]`` in front of it."""
-        return np.add.reduce(context, 2) / context.shape[2]
+    def _rows(self, front: np.ndarray, token_ids: Sequence[int]) -> np.ndarray:
+        """Rows of tokens behind those of ``front``, all ``[2, L, T, D]``."""
+        return _rows_behind(np.add.reduce(front, 2).tobytes(), front.shape[2], tuple(token_ids))
 
-    @staticmethod
-    def _rows_of(spans: list[SpanKV]) -> np.ndarray:
-        rows = [np.stack([relocate(s, KV, 0).k.numpy(), s.v.numpy()])[:, :, :, 0] for s in spans]
-        return np.concatenate(rows, 2) if rows else np.zeros((2, LAYERS, 0, DIM))
+    def _rows_of(self, spans: list[SpanKV]) -> np.ndarray:
+        rows = [np.zeros((2, LAYERS, 0, DIM)), *map(self._rows_of_one, spans)]
+        return np.concatenate(rows, 2)
+
+    def _rows_of_one(self, span: SpanKV) -> np.ndarray:
+        """Each is asked for again with every span behind it."""
+        known = self._known.get(id(span))
+        if known is None:
+            if len(self._known) >= 256:
+                self._known.clear()
+            rows = np.stack([relocate(span, KV, 0).k.numpy(), span.v.numpy()])[:, :, :, 0]
+            known = self._known[id(span)] = span, rows
+        return known[1]
 
     def _forward(self, front: list[SpanKV], encoded: Encoded, start: int) -> SpanKV:
         latest = self._latest
         if latest[0] is not front:  # an answer runs a forward for each of its tokens behind the same spans
             latest = self._latest = front, self._rows_of(front)
-        begin = latest[1].shape[2]
-        context = np.empty((2, LAYERS, begin + encoded.tokens, DIM))
-        context[:, :, :begin] = latest[1]
-        for i, token in enumerate(encoded.token_ids, begin):
-            seen = 3 * self._seen(context[:, :, :i]) if i else 0.0
-            context[:, :, i] = np.tanh(own_rows(token) + seen)
-        k, v, positions = map(torch.from_numpy, (*context[:, :, begin:, None].copy(), encoded.positions.copy()))
+        rows = self._rows(latest[1], encoded.token_ids)
+        k, v, positions = map(torch.from_numpy, (*rows[:, :, :, None].copy(), encoded.positions.copy()))
         return relocate(SpanKV(k.clone(), v.clone(), positions, 0), KV, start)
 
     def _run(self, segments: Sequence[Segment]) -> tuple[list[SpanKV], dict[int, SpanKV], int, int]:

@@ -23,7 +23,7 @@ from ctxwin.store.base import Store
 from ctxwin.store.memory import MemoryStore
 from ctxwin.store.spans import SpanRepository
 from store.wrappers import WrapperStore
-from window.fake import KV, FakeEngine
+from window.fake import DIM, KV, LAYERS, FakeEngine, own_rows
 
 Prompt = tuple[int, ...]
 
@@ -69,32 +69,38 @@ class TellingEngine(FakeEngine):
 
     def prompt_of(self, spans: Sequence[SpanKV]) -> Prompt | None:
         """The prompt that ``spans`` one behind the other are a forward over; None where they are not of one forward."""
-        rows = [row for span in spans for row in self._rows(span)]
+        rows = [row for span in spans for row in self._bytes_of(span)]
         prompt = self.book.get(rows[-1]) if rows else ()
         fits = prompt is not None and len(prompt) == len(rows)
         return prompt if fits and all(self.book.get(r) == prompt[: i + 1] for i, r in enumerate(rows)) else None
 
     def told(self, span: SpanKV) -> Prompt | None:
         """The prompt that a forward computed ``span`` at the end of; None where it is nothing that one forward gives."""
-        prompts = [self.book.get(row) for row in self._rows(span)]
+        prompts = [self.book.get(row) for row in self._bytes_of(span)]
         last = prompts[-1]
         return (
             last if last and all(p == last[: len(last) - span.tokens + i + 1] for i, p in enumerate(prompts)) else None
         )
 
-    def _rows(self, span: SpanKV) -> list[bytes]:
+    def _bytes_of(self, span: SpanKV) -> list[bytes]:
         values = span.v.double()
         return [values[:, i].contiguous().numpy().tobytes() for i in range(span.tokens)]
 
-    def _seen(self, context: np.ndarray) -> np.ndarray:
+    def _rows(self, front: np.ndarray, token_ids: Sequence[int]) -> np.ndarray:
         """Rows in another order give something else: a mean would give two prompts the same KV now and then."""
-        weights = 1 + 1 / np.arange(context.shape[2], 0, -1)
-        return np.add.reduce(context * weights[:, None], 2) / context.shape[2]
+        begin = front.shape[2]
+        context = np.empty((2, LAYERS, begin + len(token_ids), DIM))
+        context[:, :, :begin] = front
+        for i, token in enumerate(token_ids, begin):
+            weights = 1 + 1 / np.arange(i, 0, -1)
+            seen = 3 * np.add.reduce(context[:, :, :i] * weights[:, None], 2) / i if i else 0.0
+            context[:, :, i] = np.tanh(own_rows(token) + seen)
+        return context[:, :, begin:]
 
     def _forward(self, front: list[SpanKV], encoded: Encoded, start: int) -> SpanKV:
         made = super()._forward(front, encoded, start)
         prompt = self.prompt_of(front)
-        for i, row in enumerate(self._rows(made)):
+        for i, row in enumerate(self._bytes_of(made)):
             true = None if prompt is None else (*prompt, *encoded.token_ids[: i + 1])
             assert self.book.setdefault(row, true) == true, "two prompts gave the same KV"
         return made

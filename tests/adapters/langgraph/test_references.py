@@ -145,16 +145,16 @@ def long_session(store: Weighing, steps: int) -> tuple[list[int], list[int], dic
 
 def test_checkpoints_stay_small_and_a_step_writes_little() -> None:
     store = Weighing(open_store("memory:"))
-    sizes, written, reference = long_session(store, 120)
-    assert len(reference["placed"]) == 10 and reference["evicted"] == 230
+    sizes, written, reference = long_session(store, 80)
+    assert len(reference["placed"]) == 10 and reference["evicted"] == 150
     assert max(sizes) < 10_000 and sizes[-1] < 1.1 * sizes[20]
-    # An evicted chunk takes about 700 bytes; writing all of them at every step would take 160 KB. Where a page ends is up to
+    # An evicted chunk takes about 700 bytes; writing all of them at every step would take 105 KB. Where a page ends is up to
     # the hashes of what it holds, so the last one, which is written anew at every step, has a length of chance.
-    late, early = sum(written[90:]) / 30, sum(written[30:60]) / 30
+    late, early = sum(written[60:]) / 20, sum(written[20:40]) / 20
     assert late < 20_000 and late < 2 * early
     with load(FakeEngine(store), reference) as window:
         window.check()
-        assert len(window.evicted) == 230
+        assert len(window.evicted) == 150
 
 
 def test_checkpoints_of_a_graph_stay_small(engine: Any, tmp_path: Path, picture: Picture) -> None:
