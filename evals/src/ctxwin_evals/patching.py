@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch
 from safetensors import safe_open
@@ -22,10 +22,22 @@ from ctxwin.kv.pooling import fit_basis, project
 
 if TYPE_CHECKING:
     from ctxwin_evals.decoder import Reader
-    from ctxwin_evals.group import Group
 
 Weighting = Literal["none", "balanced", "output"]
 BASIS_RANK = 96
+
+
+class FittingContexts(Protocol):
+    """Contexts that weights and shared bases are fitted on; a `Group` is one."""
+
+    @property
+    def exact(self) -> Sequence[Sequence[SpanKV]]:
+        """Spans of the placed chunks as a re-prefill computes them, by item and place."""
+        ...
+
+    def deficits(self) -> Iterator[Deficit]:
+        """Iterate over the deficits of the placed chunks."""
+        ...
 
 
 @dataclass
@@ -129,7 +141,7 @@ def parse_variant(name: str) -> tuple[Layout, Layers, Weighting] | None:
 def fitted(
     decoder: Reader,
     way: tuple[Layout, Layers, Weighting],
-    groups: Callable[[], Iterator[Group]],
+    groups: Callable[[], Iterator[FittingContexts]],
     *,
     dtype: torch.dtype = torch.bfloat16,
     keep: Path | None = None,
@@ -167,7 +179,9 @@ def fitted(
     return patcher
 
 
-def _basis(patcher: Patcher, groups: Callable[[], Iterator[Group]], path: Path | None, rank: int) -> SharedBasis:
+def _basis(
+    patcher: Patcher, groups: Callable[[], Iterator[FittingContexts]], path: Path | None, rank: int
+) -> SharedBasis:
     """A shared basis, fitted once and then kept in a file."""
     if path is not None and path.exists():
         with safe_open(path, framework="pt") as file:
