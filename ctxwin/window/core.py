@@ -28,6 +28,7 @@ from ctxwin.window.assembly import Assembly
 from ctxwin.window.events import EDITS, Event, Observer, Op
 from ctxwin.window.idle import IdlePrefill, prefiller_of
 from ctxwin.window.invariants import check_state
+from ctxwin.window.lanes import choose
 from ctxwin.window.removed import check_present
 from ctxwin.window.sliding import SlidingAdvice, own_mark, sliding_advice
 from ctxwin.window.state import Placed, State
@@ -267,16 +268,28 @@ class WindowCore:
         self.heartbeat()  # many pictures may arrive in one operation
         return entry
 
-    def cheapest_index(self, state: State, back: Placed, *, front: bool, repair: bool = False) -> int:
-        """Return the index at which ``back`` makes the next ask compute least: its chronological place, the end or, with
-        ``front``, the front, the first of these on a tie. Cost: a plan for each that is another place."""
-        tokens: dict[int, int] = {}
-        for at in (None, len(state.placed), *((0,) if front else ())):
+    def cheapest_index(self, state: State, back: Placed, *, repair: bool = False) -> int:
+        """Return the index at which ``back`` makes the next ask compute least: its chronological place, the end or the front, the
+        first of these on a tie. Cost: three plans."""
+        costs: list[tuple[int, int]] = []
+        for at in (None, len(state.placed), 0):
             new, index = edits.recall(state, back, at, repair=repair)
-            if index not in tokens:
-                plan = self.assembly.plan(self.audits.with_fallbacks(new), self.fidelity)
-                tokens[index] = plan.computed_tokens
-        return min(tokens, key=tokens.__getitem__)
+            plan = self.assembly.plan(self.audits.with_fallbacks(new), self.fidelity)
+            costs.append((plan.computed_tokens, index))
+        return min(costs, key=lambda pair: pair[0])[1]
+
+    def default_index(self, state: State, back: Placed, *, repair: bool = False) -> int | None:
+        """Return where a recall places ``back`` that says nothing: None for the chronological place; in an exact window the end
+        if fewer tokens are computed then. It goes by the KV that the state names, not by what is stored, so that an operation
+        that is run again places it there again. O(n) in placed and evicted chunks."""
+        if self.fidelity.mode != "exact":
+            return None
+        named = {p.kv.span for p in (*state.placed, *state.evicted) if p.kv}
+        costs = []
+        for at in (None, len(state.placed)):
+            choices = choose(edits.recall(state, back, at, repair=repair)[0], self.fidelity, named.__contains__)
+            costs.append(sum(choice.entry.tokens for choice in choices if choice.compute))
+        return len(state.placed) if costs[1] < costs[0] else None
 
     def free_tail(self, state: State) -> list[Placed]:
         """Return the chunks of an exact window that leave before all others; see `edits.free_tail`."""

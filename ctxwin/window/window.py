@@ -372,7 +372,7 @@ class Window:
             at: index to place it at; ``"chronological"``: before the first chunk that arrived later; ``"cheapest"``: there, at
                 the end or at the front, whichever makes the next `ask` compute least. Default: where `eviction` says
                 (`ctxwin.policies.Placement`), else the chronological place; in an exact window the end, in front of the
-                question, if the next `ask` computes less then: all in front keeps its KV.
+                question, if less is computed then: all in front keeps its KV.
             repair: re-form the chunks behind it whose KV lacks it: those conditioned without it, and those that absorbed one
                 of them (a forward each at the next ask, unless stored KV or a patch fits). What absorbed it before it left keeps
                 its KV. Without ``repair`` all keep theirs; `plan` shows and prices both.
@@ -387,10 +387,9 @@ class Window:
             back = self.core.returning(state, placement)
             if at is None:
                 at = self._place([back])
-                if at is None and self.fidelity.mode == "exact":
-                    at = self.core.cheapest_index(state, back, front=False, repair=repair)
+                at = self.core.default_index(state, back, repair=repair) if at is None else at
             elif at == "cheapest":
-                at = self.core.cheapest_index(state, back, front=True, repair=repair)
+                at = self.core.cheapest_index(state, back, repair=repair)
             elif isinstance(at, str) and at != "chronological":
                 raise ValueError(f"at must be an index, 'chronological' or 'cheapest', got {at!r}")
             new, at = edits.recall(state, back, None if at == "chronological" else at, repair=repair)
