@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctxwin import Chunk, Fidelity, Window
@@ -24,6 +23,7 @@ from ctxwin.store.base import Store
 from ctxwin_chats.options import read_options
 from ctxwin_chats.records import PER_NAME
 from ctxwin_server.conversations import KEPT, Conversations, Turn, WriteBackPending
+from twins import twins
 from window.fake import FakeEngine
 
 EXACT, PATCHED = Fidelity("exact"), Fidelity("patched", rank=4)
@@ -119,13 +119,19 @@ def assert_exact(turn: Any, parts: list[str]) -> None:
 PARTS = st.lists(st.sampled_from(["ab", "cde", "f", "gh", "ab", "ijkl"]), max_size=7)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["", "one", "two"]), st.sampled_from(["sys", "other"]), PARTS), max_size=8))
-def test_exact_conversations_are_re_prefill(requests: list[tuple[str, str, list[str]]]) -> None:
+REQUESTS = st.lists(
+    st.tuples(st.sampled_from(["", "one", "two"]), st.sampled_from(["sys", "other"]), PARTS), max_size=8
+)
+
+
+def check_re_prefill(requests: list[tuple[str, str, list[str]]]) -> None:
     chat = Chat()
     for name, system, parts in requests:
         prompt = [system, *parts, "why?"]
         assert_exact(chat.ask(prompt, name), prompt)
+
+
+test_exact_conversations_are_re_prefill, test_many_exact_conversations_are = twins(check_re_prefill, 15, 60, REQUESTS)
 
 
 def test_an_append_computes_what_is_new_and_a_slide_under_a_profile_too() -> None:

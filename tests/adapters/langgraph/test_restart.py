@@ -7,18 +7,19 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from ctxwin import Chunk
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
-import json, sqlite3, sys
+import json, os, sqlite3, sys
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 sys.path.insert(0, sys.argv[1])
@@ -30,7 +31,17 @@ from ctxwin import Chunk, Fidelity, open_store
 from langchain_ctxwin.langgraph import WindowContext, merge_windows, open_window
 from window.fake import FakeEngine
 
-folder, step = Path(sys.argv[2]), sys.argv[3]
+folder = Path(sys.argv[2])
+for line in sys.stdin:  # a step each, in a process of its own that has nothing but what is imported here
+    child = os.fork()
+    if child == 0:
+        break
+    if os.waitpid(child, 0)[1]:
+        sys.exit(f"{line.strip()} failed")
+    print(flush=True)  # it has ended
+else:
+    sys.exit()
+step = line.strip()
 
 class State(TypedDict, total=False):
     window: Annotated[dict[str, Any], merge_windows]
@@ -71,38 +82,55 @@ with Engine(open_store(f"disk:{folder / 'store'}")) as engine:
     print(json.dumps({
         "shown": shown, "asked": len(asked), "encodes": engine.counters.vision_encodes,
         "prefilled": engine.counters.prefill_tokens, "evicted": out["window"]["evicted"],
-    }))
+    }), flush=True)
 """
 
 
-def _process(folder: Path, step: str) -> dict[str, Any]:
-    (folder / "script.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, str(folder / "script.py"), str(ROOT / "tests"), str(folder), step],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "LANGGRAPH_STRICT_MSGPACK": "true"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "lock" not in done.stderr
-    told: dict[str, Any] = json.loads(done.stdout)
-    return told
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[Callable[[str], dict[str, Any]]]:
+    """Runs a step in a process of its own, forked from one that has imported everything and run nothing."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, str(tmp_path / "script.py"), str(ROOT / "tests"), str(tmp_path)]
+    strict = {**os.environ, "LANGGRAPH_STRICT_MSGPACK": "true"}
+    with (
+        (tmp_path / "errors.txt").open("w+") as errors,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=strict
+        ) as running,
+    ):
+        assert running.stdin is not None and running.stdout is not None
+        stdin, stdout = running.stdin, running.stdout
+
+        def run(step: str) -> dict[str, Any]:
+            print(step, file=stdin, flush=True)
+            told: dict[str, Any] = json.loads(stdout.readline() or "null") or {}
+            assert told and stdout.readline() == "\n", (tmp_path / "errors.txt").read_text()
+            return told
+
+        yield run
+        stdin.close()
+        assert running.wait(60) == 0
+        assert "lock" not in (tmp_path / "errors.txt").read_text()
 
 
-def test_another_process_resumes_the_thread(tmp_path: Path, oracle: Callable[..., str]) -> None:
+def test_another_process_resumes_the_thread(
+    tmp_path: Path, process: Callable[[str], dict[str, Any]], oracle: Callable[..., str]
+) -> None:
     frames = []
     for i in range(1, 5):
         Image.fromarray(np.full((4, 4, 3), i, np.uint8)).save(tmp_path / f"{i}.png")
         frames.append(Chunk.image(tmp_path / f"{i}.png", text=f"t={i}"))
-    first = _process(tmp_path, "begin")
+    first = process("begin")
     assert first["shown"][0] == oracle(frames[2:], "what?")
     threads = (tmp_path / "threads.sqlite").read_bytes()
 
-    resumed = _process(tmp_path, "resume")
+    resumed = process("resume")
     assert resumed["shown"] == first["shown"], "the same answer about the same placements"
     assert (resumed["asked"], resumed["encodes"], resumed["evicted"]) == (0, 0, 2)
 
     (tmp_path / "threads.sqlite").write_bytes(threads)
     shutil.rmtree(tmp_path / "store")
-    resumed = _process(tmp_path, "resume")
+    resumed = process("resume")
     assert resumed["shown"] == first["shown"]
     # Computed again from the files; what had been evicted before is lost.
     assert (resumed["asked"], resumed["encodes"], resumed["evicted"]) == (1, 2, 1)
