@@ -159,7 +159,9 @@ class Reader:
                     if self.placements[page] in fork.ids:
                         fork.maintenance.touch(self.placements[page])
                     else:
-                        fork.recall(self.placements[page])  # to its place in page order
+                        fork.recall(
+                            self.placements[page]
+                        )  # to its place in page order, in exact mode where that costs least
                 fork.slide(reserve_tokens=self.reserve_tokens)
                 forks[pages[-1]] = fork
                 answers[pages[-1]], sure[pages[-1]] = self.ask(fork, task)
