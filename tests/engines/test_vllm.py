@@ -108,6 +108,12 @@ class OnVLLM(WholeEngineConformance):
 
 
 class TestVision(OnVLLM):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engine(cls, engine: Any) -> Any:
+        """The module's: it opens for seconds."""
+        return engine
+
     @guard
     def test_the_vision_tower_runs_once(self, model_dir: Path, tmp_path: Path) -> None:
         super().test_the_vision_tower_runs_once(model_dir, tmp_path)
