@@ -427,8 +427,8 @@ def test_metrics_stand_beside_vllms(server: Process) -> None:
     before = server.metrics().get('ctxwin_asks_total{tenant=""}', 0)
     with RemoteWindow(server.client(), HEADER, 1500, Fidelity("patched", rank=11)) as window:
         answers = list(program(window))
-        assert window.compress(if_short=True) == 0  # the store has bytes enough
-        assert window.compress() > 0
+        assert window.maintenance.compress(if_short=True) == 0  # the store has bytes enough
+        assert window.maintenance.compress() > 0
         answers.append(window.ask(question(0), 4).text)
     found = server.metrics()
     shown = "".join(found)

@@ -56,11 +56,7 @@ class NotAllowed(errors.CtxwinError, PermissionError):
 
 @dataclass(frozen=True)
 class Kind:
-    """HTTP form of one class of errors.
-
-    Attributes:
-        code: value of ``error.code``; the client maps it back to ``error``.
-    """
+    """HTTP form of one class of errors; the client maps ``code`` back to ``error``."""
 
     error: type[Exception]
     status: int
@@ -102,10 +98,7 @@ KINDS = (
 
 
 def from_body(error: Any) -> Exception | None:
-    """Return the exception that ``{"message": ..., "code": ...}`` describes; None if it is not one of ours.
-
-    Invalid API keys are left to the official client's own error.
-    """
+    """Return the exception that ``{"message": ..., "code": ...}`` describes; None for an invalid key's and others' errors."""
     if not isinstance(error, dict) or not isinstance(error.get("code"), str):
         return None
     kind = next((kind for kind in KINDS if kind.code == error["code"]), None)

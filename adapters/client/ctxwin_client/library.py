@@ -46,7 +46,7 @@ class RemoteLibrary:
         fields = {"name": name, "caption": caption, "replace": str(replace).lower()}
         fields |= {} if ttl is None else {"expires_after": str(ttl)}
         files = {"file": (name or "file", data, "application/octet-stream")}
-        return FileObject.model_validate(transport.post_files(self._client, self._path("files"), fields, files))
+        return FileObject.model_validate(transport.post(self._client, self._path("files"), fields, files))
 
     def remove(self, name: str) -> None:
         """Remove a file. Raises UnknownFile."""

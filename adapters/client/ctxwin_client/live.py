@@ -7,9 +7,9 @@ import contextlib
 import itertools
 import json
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator
-from functools import partial
-from typing import Any, Self, Unpack
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack, cast
 
 import numpy as np
 from anyio.from_thread import start_blocking_portal
@@ -19,12 +19,13 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from ctxwin.errors import CtxwinError, EngineFailed
 from ctxwin.media import png
-from ctxwin.window import serialization
 from ctxwin.window.answer import Answer
 from ctxwin.window.ask import AskOptions
 from ctxwin_client import transport
 from ctxwin_client.errors import from_body
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _MAX_MESSAGE_BYTES = 64 << 20
 _HISTORY = 256
 
@@ -63,8 +64,7 @@ class AsyncLiveStream:
                 connect(self._url, additional_headers=self._headers, max_size=_MAX_MESSAGE_BYTES, compression=None)
             )
         except InvalidStatus as error:
-            server_error = from_body(json.loads(error.response.body or b"{}").get("error"))
-            raise server_error or error from None
+            raise from_body(json.loads(error.response.body or b"{}").get("error")) or error from None
         self._reader = asyncio.create_task(self._read())
         return self
 
@@ -73,7 +73,7 @@ class AsyncLiveStream:
         await self._reader
 
     async def push(
-        self, picture: bytes | np.ndarray, text: str = "", *, time: float | None = None, **metadata: Any
+        self, /, picture: bytes | np.ndarray, text: str = "", *, time: float | None = None, **metadata: Any
     ) -> int:
         """Send a frame and return its number; the server places frames in the order of arrival.
 
@@ -101,21 +101,14 @@ class AsyncLiveStream:
     ) -> Answer:
         """Answer over all frames pushed so far, or, with ``now``, over those already placed; else as `ctxwin.Window.ask`."""
         question = transport.question(query, max_tokens, options, now=now)
-        async with contextlib.aclosing(self._exchange("ask", **question)) as messages:
-            async for message in messages:
-                if message["type"] == "answer":
-                    return serialization.answer_from(message["answer"])
-        raise EngineFailed("the server ended the answer before its end")
+        return await transport.answer_of(self._exchange("ask", **question))
 
-    async def stream(
+    def stream(
         self, query: str, max_tokens: int = 32, *, now: bool = False, **options: Unpack[AskOptions]
     ) -> AsyncGenerator[str]:
         """`ask`, yielding the text as it is generated. Closing it early stops the server."""
         question = transport.question(query, max_tokens, options, now=now)
-        async with contextlib.aclosing(self._exchange("ask", **question)) as messages:
-            async for message in messages:
-                if message["type"] == "text":
-                    yield message["text"]
+        return transport.texts_of(self._exchange("ask", **question))
 
     async def recall(self, placement: str | None = None, *, time: float | None = None) -> str:
         """Recall a chunk, by id or the one whose time is nearest; return its placement id."""
@@ -177,6 +170,18 @@ class AsyncLiveStream:
             self._progress.notify_all()
 
 
+def _blocking(
+    method: Callable[Concatenate[AsyncLiveStream, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[LiveStream, P], T]:
+    """Return ``method`` as one of `LiveStream` that waits for it; the signature stays."""
+
+    @wraps(method)
+    def call(self: LiveStream, /, *args: P.args, **options: P.kwargs) -> T:
+        return cast("T", self._portal.call(partial(method, self.state, *args, **options)))
+
+    return call
+
+
 class LiveStream:
     """Blocking counterpart of `AsyncLiveStream`, whose attributes are in ``state``. Use as a context manager."""
 
@@ -194,21 +199,11 @@ class LiveStream:
     def __exit__(self, *exc: object) -> None:
         self._open.close()
 
-    def push(self, picture: bytes | np.ndarray, text: str = "", *, time: float | None = None, **metadata: Any) -> int:
-        """See `AsyncLiveStream.push`."""
-        return self._portal.call(partial(self.state.push, picture, text, time=time, **metadata))
-
-    def tell(self, text: str, *, pin: bool = True) -> int:
-        """See `AsyncLiveStream.tell`."""
-        return self._portal.call(partial(self.state.tell, text, pin=pin))
-
-    def settle(self) -> None:
-        """See `AsyncLiveStream.settle`."""
-        self._portal.call(self.state.settle)
-
-    def ask(self, query: str, max_tokens: int = 32, *, now: bool = False, **options: Unpack[AskOptions]) -> Answer:
-        """See `AsyncLiveStream.ask`."""
-        return self._portal.call(partial(self.state.ask, query, max_tokens, now=now, **options))
+    push = _blocking(AsyncLiveStream.push)
+    tell = _blocking(AsyncLiveStream.tell)
+    settle = _blocking(AsyncLiveStream.settle)
+    ask = _blocking(AsyncLiveStream.ask)
+    recall = _blocking(AsyncLiveStream.recall)
 
     def stream(
         self, query: str, max_tokens: int = 32, *, now: bool = False, **options: Unpack[AskOptions]
@@ -220,7 +215,3 @@ class LiveStream:
                 yield text
         finally:
             self._portal.call(texts.aclose)
-
-    def recall(self, placement: str | None = None, *, time: float | None = None) -> str:
-        """See `AsyncLiveStream.recall`."""
-        return self._portal.call(partial(self.state.recall, placement, time=time))

@@ -1,7 +1,6 @@
-"""An MCP server whose tools edit a running window: an agent host recalls, forgets, forks and plans. Needs ``ctxwin[mcp]``.
+"""An MCP server whose tools edit a running window, in this process or on a server. Needs ``ctxwin[mcp]``.
 
-The window is in this process or on a server. The docstrings of `WindowTools` are the tools' descriptions, so they are written
-for a model.
+The docstrings of `WindowTools` are the tools' descriptions, so they are written for a model.
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ _HINTS |= {"drop": _DESTROYS, "ask": _READS}
 
 
 def _in_turn(tool: Callable[Concatenate[WindowTools, P], Report]) -> Callable[Concatenate[WindowTools, P], Report]:
-    """Run ``tool`` under the lock, as calls run in threads and a window has one writer; raise its errors as `ToolError`.
-
-    Hosts show the messages of no other error.
-    """
+    """Run ``tool`` alone, as a window has one writer; raise its errors as `ToolError`, whose messages alone hosts show."""
 
     @wraps(tool)
     def call(self: WindowTools, /, *args: P.args, **kwargs: P.kwargs) -> Report:
@@ -79,8 +75,7 @@ class WindowTools:
         plan, state = at.plan(), at.snapshot()
         labels = {p.id: _label(p.chunk) for p in (*state.placed, *state.evicted)}
         entries = [
-            {"id": e.id, "label": labels.get(e.id), "tokens": e.tokens, "lane": e.lane, "computed": e.compute}
-            | {"exact": e.exact, "pinned": e.pinned}
+            {"label": labels.get(e.id), "computed": e.compute, **_values(e, "id", "tokens", "lane", "exact", "pinned")}
             for e in plan.entries
         ]
         evicted = [{"id": p.id, "label": labels[p.id]} for p in reversed(state.evicted[-_MAX_EVICTED:])]
@@ -141,9 +136,7 @@ class WindowTools:
         Returns its answer and how many of the prompt's tokens were computed for it.
         """
         answer = self._at(window).ask(query, max_tokens)
-        usage = answer.usage
-        costs = {"prompt_tokens": usage.prompt_tokens, "computed_tokens": usage.computed_tokens, "exact": usage.exact}
-        return {"answer": answer.text, **costs}
+        return {"answer": answer.text, **_values(answer.usage, "prompt_tokens", "computed_tokens", "exact")}
 
     def close(self) -> None:
         """Close the branches."""
@@ -164,8 +157,11 @@ def _label(chunk: Chunk) -> str:
 
 
 def _summary(window: Any) -> Report:
-    names = ("id", "version", "tokens", "budget")
-    return {"window" if name == "id" else name: getattr(window, name) for name in names}
+    return {"window": window.id, **_values(window, "version", "tokens", "budget")}
+
+
+def _values(source: Any, *names: str) -> Report:
+    return {name: getattr(source, name) for name in names}
 
 
 def mcp_server(tools: WindowTools) -> MCPServer[Any]:

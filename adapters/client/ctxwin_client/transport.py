@@ -8,20 +8,22 @@ from __future__ import annotations
 import json
 import threading
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from openai import APIError, AsyncOpenAI, AsyncStream, OpenAI, Stream
 
 from ctxwin.chunk import Chunk, MediaPart, TextPart
-from ctxwin.errors import ChunkUnavailable
+from ctxwin.errors import ChunkUnavailable, EngineFailed
 from ctxwin.media import png
 from ctxwin.store.lru import LRUCache
-from ctxwin.window.serialization import REFERENCE
+from ctxwin.window.answer import Answer
+from ctxwin.window.serialization import REFERENCE, answer_from
 from ctxwin_client.errors import UnknownUpload, from_body
 
+Files = dict[str, tuple[str, bytes, str]]
 _MAX_UPLOADED = 65536
 _uploaded: WeakKeyDictionary[OpenAI, LRUCache[None]] = WeakKeyDictionary()
 _lock = threading.Lock()
@@ -52,18 +54,9 @@ def delete(client: OpenAI, path: str) -> Any:
 
 
 @our_errors()
-def post(client: OpenAI, path: str, body: Mapping[str, Any]) -> Any:
-    """Post JSON. A retry after a broken connection carries the same Idempotency-Key, so that it takes effect once."""
-    return client.post(path, **_request(path, body))
-
-
-@our_errors()
-def post_files(
-    client: OpenAI, path: str, fields: Mapping[str, str], files: Mapping[str, tuple[str, bytes, str]]
-) -> Any:
-    """Post a multipart body; a retry takes effect once, as with `post`."""
-    options: Any = {"headers": {"Content-Type": "multipart/form-data", "Idempotency-Key": uuid.uuid4().hex}}
-    return client.post(path, cast_to=object, body=dict(fields), files=dict(files), options=options)
+def post(client: OpenAI, path: str, body: Mapping[str, Any], files: Files | None = None) -> Any:
+    """Post JSON, or a multipart body with ``files``; a retry carries the same Idempotency-Key, so that it takes effect once."""
+    return client.post(path, **_request(path, body, files))
 
 
 @our_errors()
@@ -72,22 +65,37 @@ def stream(client: OpenAI, path: str, body: Mapping[str, Any]) -> Stream[Any]:
     return client.post(path, **_request(path, body), stream=True, stream_cls=Stream[Any])
 
 
-async def astream(client: AsyncOpenAI, path: str, body: Mapping[str, Any]) -> AsyncStream[Any]:
-    """`stream` for async code."""
-    with our_errors():
-        return await client.post(path, **_request(path, body), stream=True, stream_cls=AsyncStream[Any])
+async def events(
+    client: OpenAI, async_client: AsyncOpenAI | None, path: str, body: Mapping[str, Any]
+) -> AsyncGenerator[dict[str, Any]]:
+    """`stream` for async code, by ``async_client`` or by one for this call with the settings of ``client``."""
+    async with AsyncExitStack() as stack:
+        if async_client is None:
+            options: dict[str, Any] = {n: getattr(client, n) for n in ("api_key", "base_url", "timeout", "max_retries")}
+            options |= {"default_headers": client._custom_headers, "default_query": client._custom_query}
+            async_client = await stack.enter_async_context(AsyncOpenAI(**options))
+        with our_errors():
+            replies = await async_client.post(path, **_request(path, body), stream=True, stream_cls=AsyncStream[Any])
+            stack.push_async_callback(replies.close)  # the server stops when the connection closes
+            async for event in replies:
+                yield event
 
 
-@asynccontextmanager
-async def async_client_of(client: OpenAI, async_client: AsyncOpenAI | None) -> AsyncIterator[AsyncOpenAI]:
-    """Provide ``async_client``, or a temporary client for the running loop with the settings of ``client``."""
-    if async_client is not None:
-        yield async_client
-        return
-    options: dict[str, Any] = {n: getattr(client, n) for n in ("api_key", "base_url", "timeout", "max_retries")}
-    options |= {"default_headers": client._custom_headers, "default_query": client._custom_query}
-    async with AsyncOpenAI(**options) as temporary:
-        yield temporary
+async def answer_of(events: AsyncGenerator[dict[str, Any]]) -> Answer:
+    """Return the answer among the ``events`` of a question, and close them."""
+    async with aclosing(events):
+        async for event in events:
+            if "answer" in event:
+                return answer_from(event["answer"])
+    raise EngineFailed("the server ended the answer before its end")
+
+
+async def texts_of(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[str]:
+    """Yield the texts among the ``events`` of a question, and close them."""
+    async with aclosing(events):
+        async for event in events:
+            if "text" in event:
+                yield event["text"]
 
 
 def question(query: str, max_tokens: int, options: Mapping[str, Any], **more: Any) -> dict[str, Any]:
@@ -97,9 +105,10 @@ def question(query: str, max_tokens: int, options: Mapping[str, Any], **more: An
     return {"query": query, "max_tokens": max_tokens, **more, **options, **names}
 
 
-def _request(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+def _request(path: str, body: Mapping[str, Any], files: Files | None = None) -> dict[str, Any]:
     headers = {"Idempotency-Key": uuid.uuid4().hex, **_session(path)}
-    return {"cast_to": object, "body": dict(body), "options": {"headers": headers}}
+    headers |= {"Content-Type": "multipart/form-data"} if files else {}
+    return {"cast_to": object, "body": dict(body), "files": files, "options": {"headers": headers}}
 
 
 def _session(path: str) -> dict[str, str]:
@@ -114,9 +123,7 @@ def chunk_part(chunk: Chunk | str) -> Any:
 
 
 def upload(client: OpenAI, chunk: Chunk) -> str:
-    """Upload a chunk and return its id. Idempotent: media that the server still has are not sent again.
-
-    Pixels are sent as PNG, which is lossless; paths are not sent.
+    """Upload a chunk and return its id. Pixels that the server does not have are sent as PNG, paths never. Idempotent.
 
     Raises:
         ChunkUnavailable: neither this process nor the server has its pixels. BadMedia, UnsupportedModel: see
@@ -130,9 +137,9 @@ def upload(client: OpenAI, chunk: Chunk) -> str:
         try:
             get(client, f"/chunks/{chunk.id}")
         except UnknownUpload:
-            files: dict[str, tuple[str, bytes, str]] = {}
+            files: Files = {}
             fields = {"chunk": json.dumps(_chunk_to_json(chunk, files))}
-            post_files(client, "/chunks", fields, files)
+            post(client, "/chunks", fields, files)
     uploaded_by(client).put(chunk.id, None, 1)
     return chunk.id
 
@@ -142,7 +149,7 @@ def reference(chunk: Chunk) -> dict[str, Any]:
     return {"type": REFERENCE, "chunk": chunk.id, **_metadata(chunk)}
 
 
-def _chunk_to_json(chunk: Chunk, files: dict[str, tuple[str, bytes, str]]) -> dict[str, Any]:
+def _chunk_to_json(chunk: Chunk, files: Files) -> dict[str, Any]:
     """Return the chunk as JSON in the form of `ctxwin_server.schemas`; adds its pixels to ``files``."""
     content: list[dict[str, Any]] = []
     for part in chunk.parts:
@@ -160,7 +167,7 @@ def _metadata(chunk: Chunk) -> dict[str, Any]:
     return {name: getattr(chunk, name) for name in ("keep_source", "label", "pin", "priority")}
 
 
-def _medium(chunk: Chunk, part: MediaPart, files: dict[str, tuple[str, bytes, str]]) -> dict[str, Any]:
+def _medium(chunk: Chunk, part: MediaPart, files: Files) -> dict[str, Any]:
     frames = chunk.pixels(part)
     if frames is None:
         raise ChunkUnavailable(

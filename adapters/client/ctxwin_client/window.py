@@ -4,21 +4,80 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from typing import Any, Literal, Self, Unpack
+import inspect
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, cast
 
 from openai import AsyncOpenAI, OpenAI
 
 from ctxwin.chunk import Chunk
-from ctxwin.errors import EngineFailed, ReadOnlyWindow
+from ctxwin.errors import ReadOnlyWindow
 from ctxwin.fidelity import Fidelity
 from ctxwin.window import serialization
 from ctxwin.window.answer import Answer, Disposability, Plan, PlanEntry
 from ctxwin.window.ask import AskOptions
+from ctxwin.window.maintenance import Maintenance
 from ctxwin.window.state import State
+from ctxwin.window.window import Window
 from ctxwin_client import transport
 from ctxwin_client.errors import UnknownUpload, UnknownWindow
 from ctxwin_client.library import RemoteLibrary
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _forward(method: Callable[Concatenate[Any, P], T], result: str = "") -> Callable[Concatenate[Any, P], T]:
+    """Return ``method`` of a window or its maintenance as one request; ``result`` names its value in the response."""
+    parameters = inspect.signature(method)
+
+    @wraps(method)
+    def call(self: RemoteWindow | RemoteMaintenance, /, *args: P.args, **options: P.kwargs) -> T:
+        bound = parameters.bind(self, *args, **options)
+        bound.apply_defaults()
+        _, *arguments = bound.arguments.items()
+        body = {"id" if name == "placement" else name: value for name, value in arguments}
+        response = self._post(method.__name__, **body)
+        return cast("T", response[result] if result else None)
+
+    return call
+
+
+@dataclass(frozen=True)
+class RemoteMaintenance:
+    """`ctxwin.Window.maintenance` of a window on a server. Every method is one request."""
+
+    window: RemoteWindow
+
+    def _post(self, operation: str, **body: Any) -> dict[str, Any]:
+        return self.window._post(operation, **body)
+
+    check = _forward(Maintenance.check)
+    touch = _forward(Maintenance.touch)
+    prefill = _forward(Maintenance.prefill, "computed")
+    prepare_orbit = _forward(Maintenance.prepare_orbit, "placements")
+    refresh = _forward(Maintenance.refresh, "refreshed")
+    compress = _forward(Maintenance.compress, "freed_bytes")
+    merge = _forward(Maintenance.merge, "slots")
+
+    def dependents(self, placement: str) -> tuple[str, ...]:
+        """Return the placements whose KV has absorbed ``placement``."""
+        return tuple(p.id for p in self.window.snapshot().placed if p.kv and placement in p.kv.antecedents)
+
+
+class _Summary(Generic[T]):
+    """An attribute of `RemoteWindow` that is read from the window's summary. Cost: a request."""
+
+    def __init__(self, read: Callable[[Any], T]) -> None:
+        self._read = read
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, window: RemoteWindow | None, owner: type) -> T:
+        return cast("T", self) if window is None else self._read(window._get("summary")[self._name])
 
 
 class RemoteWindow:
@@ -32,10 +91,7 @@ class RemoteWindow:
 
     Attributes:
         id: the server's id of this window; edits and restarts of the server do not change it.
-        system_prompt: fixed for the life of the window.
-        budget: maximum tokens of system prompt, chunks, query and answer together.
-        low_water: tokens to which it falls when it is over its budget; None: to the budget, chunk by chunk.
-        fidelity: the fidelity in force.
+        system_prompt, budget, low_water, fidelity, tokens, bytes, version, ids, evicted: a window's; the last five are requests.
 
     Raises:
         BudgetExceeded: the system prompt alone does not fit. openai.APIError: no such server, or a key that it does not accept.
@@ -64,8 +120,8 @@ class RemoteWindow:
         async_client: AsyncOpenAI | None = None,
     ) -> None:
         options: dict[str, Any] = {"system_prompt": system_prompt, "budget": budget, "budget_bytes": budget_bytes}
-        options["low_water"], options["prefill"] = low_water, prefill
-        options["fidelity"] = None if fidelity is None else fidelity.model_dump(mode="json")
+        options |= {"prefill": prefill, "low_water": low_water}
+        options["fidelity"] = fidelity and fidelity.model_dump(mode="json")
         body = {name: value for name, value in options.items() if value is not None}
         self._set_up(client, async_client, transport.post(client, "/windows", body))
 
@@ -86,31 +142,15 @@ class RemoteWindow:
         cls, client: OpenAI, state: State | dict[str, Any] | str, *, async_client: AsyncOpenAI | None = None
     ) -> Self:
         """Create a window from a snapshot, on any server. The server reads no paths in it; see `Window.restore`."""
-        if isinstance(state, str):
-            state = State.model_validate_json(state)
+        state = State.model_validate_json(state) if isinstance(state, str) else state
         data = state.model_dump(mode="json") if isinstance(state, State) else state
-        window = transport.post(client, "/windows", {"snapshot": data})
-        return cls.__new__(cls)._set_up(client, async_client, window)
+        return cls.__new__(cls)._set_up(client, async_client, transport.post(client, "/windows", {"snapshot": data}))
 
-    @property
-    def tokens(self) -> int:
-        """Current tokens of system prompt and placed chunks. Cost: a request."""
-        return int(self._get("summary")["tokens"])
-
-    @property
-    def bytes(self) -> int:
-        """KV bytes of the placed chunks. Cost: a request."""
-        return int(self._get("summary")["bytes"])
-
-    @property
-    def version(self) -> int:
-        """Version of the window, which changes with every edit. Cost: a request."""
-        return int(self._get("summary")["version"])
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        """Placement ids in order. Cost: a request."""
-        return tuple(self._get("summary")["ids"])
+    tokens = _Summary(int)
+    bytes = _Summary(int)
+    version = _Summary(int)
+    ids = _Summary[tuple[str, ...]](tuple)
+    evicted = _Summary[tuple[str, ...]](tuple)
 
     @property
     def pending(self) -> tuple[str, ...]:
@@ -118,22 +158,18 @@ class RemoteWindow:
         return tuple(p.id for p in self.snapshot().placed if p.pending)
 
     @property
-    def evicted(self) -> tuple[str, ...]:
-        """Placement ids that can be recalled, the oldest first. Cost: a request."""
-        return tuple(self._get("summary")["evicted"])
-
-    @property
     def chunks(self) -> tuple[PlanEntry, ...]:
         """Placed chunks, each with how the next ask would serve it. Cost: as `plan`."""
         return self.plan().entries
 
+    @property
+    def maintenance(self) -> RemoteMaintenance:
+        """`ctxwin.Window.maintenance` on the server, but for what the server does itself."""
+        return RemoteMaintenance(self)
+
     def chunk(self, placement: str) -> Chunk:
         """Return the chunk of a placed or evicted id, without its pixels; raises UnknownChunk."""
         return self.snapshot().find(placement).chunk
-
-    def dependents(self, placement: str) -> tuple[str, ...]:
-        """Return the placements whose KV has absorbed ``placement``. Cost: a request."""
-        return tuple(p.id for p in self.snapshot().placed if p.kv and placement in p.kv.antecedents)
 
     def plan(self) -> Plan:
         """Return the actions and costs of the next ask, as `ctxwin.Window.plan`. Cost: a request; no forward."""
@@ -142,10 +178,6 @@ class RemoteWindow:
     def snapshot(self) -> State:
         """Return the window as data, as `ctxwin.Window.snapshot`; `restore` takes it on any server of the same model."""
         return State.model_validate(self._get("snapshot"))
-
-    def check(self) -> None:
-        """Assert every invariant of the window on the server."""
-        self._post("check")
 
     def append(self, chunk: Chunk) -> str:
         """Place a chunk after all others; upload it if the server does not have it. Returns the placement id."""
@@ -159,56 +191,27 @@ class RemoteWindow:
         """Place a chunk at ``index``, ``lazy`` once the prefix breaks. Returns the placement id."""
         return str(self._place("insert", "chunk", chunk, index=index, lazy=lazy)["placement"])
 
-    def evict(self, placement: str, *, forget: bool = False, lazy: bool = False) -> None:
-        """Evict a chunk; with ``forget`` also remove what others absorbed from it; ``lazy`` once the prefix breaks."""
-        self._post("evict", id=placement, forget=forget, lazy=lazy)
-
-    def slide(self, count: int | None = None, *, reserve_tokens: int = 0, to: float | None = None) -> list[str]:
-        """Evict unpinned chunks, the oldest first and recalled ones last: ``count``, or until ``reserve_tokens`` are free.
-
-        Returns their ids.
-        """
-        return list(self._post("slide", count=count, reserve_tokens=reserve_tokens, to=to)["evicted"])
-
-    def recall(
-        self, placement: str, at: int | Literal["chronological", "cheapest"] | None = None, *, repair: bool = False
-    ) -> int:
-        """Place an evicted chunk again at an index, its ``"chronological"`` place, or where the next ask computes least
-        (``"cheapest"``); return the index. Default: as for `ctxwin.Window.recall`.
-        """
-        return int(self._post("recall", id=placement, at=at, repair=repair)["index"])
-
     def look_back(self, query: str | Chunk, *, reserve_tokens: int = 0) -> list[str]:
         """Recall the chunks that match ``query`` (an id, words or a picture), evicting others if needed. Returns the ids."""
-        return list(self._search("look_back", query, reserve_tokens=reserve_tokens)["recalled"])
+        return list(self._place("look_back", "query", query, reserve_tokens=reserve_tokens)["recalled"])
 
     def retrieve(
         self, query: str | Chunk, library: RemoteLibrary | str, k: int = 4, *, reserve_tokens: int = 0
     ) -> list[str]:
         """Place the ``k`` passages that a library of the server finds for ``query``, best first. Returns the ids."""
         name = library if isinstance(library, str) else library.name
-        body = {"library": name, "k": k, "reserve_tokens": reserve_tokens}
-        return list(self._search("retrieve", query, **body)["placements"])
+        body = self._place("retrieve", "query", query, library=name, k=k, reserve_tokens=reserve_tokens)
+        return list(body["placements"])
 
-    def reorder(self, ids: Sequence[str]) -> None:
-        """Reorder the placed chunks; ``ids`` must be a permutation of them."""
-        self._post("reorder", ids=list(ids))
-
-    def toggle(self, placement: str, *, conditioned: bool, lazy: bool = False) -> None:
-        """Serve a chunk free of its context, or conditioned again; ``lazy`` once the prefix breaks."""
-        self._post("toggle", id=placement, conditioned=conditioned, lazy=lazy)
-
-    def pin(self, placement: str, *, pinned: bool = True) -> None:
-        """Protect a chunk from `slide`, or release it."""
-        self._post("pin", id=placement, pinned=pinned)
-
-    def touch(self, placement: str) -> None:
-        """Mark a chunk as just read: others leave before it."""
-        self._post("touch", id=placement)
-
-    def undo(self) -> None:
-        """Undo the last edit that is not undone yet; raises UnknownVersion if the previous version is not kept."""
-        self._post("undo")
+    evict = _forward(Window.evict)
+    slide = _forward(Window.slide, "evicted")
+    recall = _forward(Window.recall, "index")
+    reorder = _forward(Window.reorder)
+    toggle = _forward(Window.toggle)
+    pin = _forward(Window.pin)
+    undo = _forward(Window.undo)
+    remember = _forward(Window.remember, "placement")
+    check = _forward(Window.check)
 
     def fork(self, system_prompt: str | None = None) -> Self:
         """Return a branch on the server that shares every chunk, optionally after another ``system_prompt``."""
@@ -225,60 +228,29 @@ class RemoteWindow:
         return serialization.answer_from(self._post("ask", **transport.question(query, max_tokens, options)))
 
     def stream(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> RemoteStream:
-        """Like `ask`, yielding text as it is generated; the iterator's ``answer`` holds the Answer at the end.
-
-        Closing the iterator early stops the server and leaves the window unchanged.
-        """
+        """`ask`, yielding text as it is generated; ``answer`` is there at the end. Closing it early changes nothing."""
         body = transport.question(query, max_tokens, options, stream=True)
         return RemoteStream(transport.stream(self._client, self._path("ask"), body))
 
     async def aask(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> Answer:
         """`ask` without blocking the event loop; cancelling it leaves the window unchanged."""
-        async with contextlib.aclosing(self._events(query, max_tokens, options)) as events:
-            async for event in events:
-                if "answer" in event:
-                    return serialization.answer_from(event["answer"])
-        raise EngineFailed("the server ended the answer before its end")
+        return await transport.answer_of(self._events(query, max_tokens, options))
 
-    async def astream(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> AsyncIterator[str]:
+    def astream(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> AsyncGenerator[str]:
         """`stream` for async code."""
-        async with contextlib.aclosing(self._events(query, max_tokens, options)) as events:
-            async for event in events:
-                if "text" in event:
-                    yield event["text"]
-
-    def remember(self, query: str, answer: str | Sequence[int]) -> str:
-        """Append an exchange as a chunk. Returns its placement id."""
-        content = answer if isinstance(answer, str) else list(answer)
-        return str(self._post("remember", query=query, answer=content)["placement"])
+        return transport.texts_of(self._events(query, max_tokens, options))
 
     def disposable(self, placement: str, query: str, max_tokens: int = 32, *, clean: bool = False) -> Disposability:
         """Compare the answers to ``query`` with and without a chunk. Cost: two asks."""
         response = self._post("disposable", id=placement, query=query, max_tokens=max_tokens, clean=clean)
         return serialization.disposability_from(response["disposability"])
 
-    def prefill(self) -> list[str]:
-        """Compute the placed chunks that the next ask would have to compute. Returns their placement ids."""
-        return list(self._post("prefill")["computed"])
+    if not TYPE_CHECKING:  # a type checker would take every name for one of a window
 
-    def prepare_orbit(self, ids: Sequence[str], orders: int = 6, seed: int = 0) -> list[str]:
-        """Form patches that serve any order of ``ids``. Returns the ids that have one. Cost: a forward per chunk and order."""
-        return list(self._post("prepare_orbit", ids=list(ids), orders=orders, seed=seed)["placements"])
-
-    def refresh(self, count: int | None = None, *, ids: Sequence[str] | None = None) -> list[str]:
-        """Form the first ``count`` approximations (default: all) of ``ids`` (default: all) again. Returns their ids."""
-        return list(self._post("refresh", count=count, ids=None if ids is None else list(ids))["refreshed"])
-
-    def compress(self, *, if_short: bool = False) -> int:
-        """Replace conditioned spans by canonical and patch if that is smaller (``if_short``: and if bytes are needed).
-
-        Returns the KV bytes freed.
-        """
-        return int(self._post("compress", if_short=if_short)["freed_bytes"])
-
-    def merge(self, placement: str, share: float | None = None) -> int:
-        """Keep a chunk in fewer slots, or in all of them again (``share=1``). Returns the number of slots."""
-        return int(self._post("merge", id=placement, share=share)["slots"])
+        def __getattr__(self, name: str) -> Any:
+            moved = f"RemoteWindow.{name} has become RemoteWindow.maintenance.{name}"
+            unknown = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(moved if hasattr(RemoteMaintenance, name) else unknown, name=name, obj=self)
 
     def close(self) -> None:
         """Close the window on the server permanently. Idempotent; a window that no longer exists counts as closed."""
@@ -307,14 +279,11 @@ class RemoteWindow:
     def _post(self, operation: str, **body: Any) -> dict[str, Any]:
         return dict(transport.post(self._client, self._path(operation), body))
 
-    def _search(self, operation: str, query: str | Chunk, **body: Any) -> dict[str, Any]:
-        if isinstance(query, str):
-            return self._post(operation, query=query, **body)
-        return self._place(operation, "query", query, **body)
-
-    def _place(self, operation: str, name: str, content: Chunk | list[Chunk], **body: Any) -> dict[str, Any]:
+    def _place(self, operation: str, name: str, content: Chunk | list[Chunk] | str, **body: Any) -> dict[str, Any]:
         """Post with ``content`` as ``name``; upload chunks that the server lacks or has dropped."""
-        path, chunks = self._path(operation), content if isinstance(content, list) else [content]
+        if isinstance(content, str) and name == "query":
+            return self._post(operation, query=content, **body)
+        path, chunks = self._path(operation), cast("list[Chunk]", content if isinstance(content, list) else [content])
         for chunk in chunks:
             if not isinstance(chunk, Chunk):
                 raise TypeError(f"chunk must be a ctxwin.Chunk, got {type(chunk).__name__}; create one with Chunk.text")
@@ -329,16 +298,9 @@ class RemoteWindow:
                 transport.upload(self._client, chunk)
             return dict(transport.post(self._client, path, body))
 
-    async def _events(self, query: str, max_tokens: int, options: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
+    def _events(self, query: str, max_tokens: int, options: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
         body = transport.question(query, max_tokens, options, stream=True)
-        async with transport.async_client_of(self._client, self._async_client) as client:
-            stream = await transport.astream(client, self._path("ask"), body)
-            try:
-                with transport.our_errors():
-                    async for event in stream:
-                        yield event
-            finally:
-                await stream.close()  # the server stops when the connection closes
+        return transport.events(self._client, self._async_client, self._path("ask"), body)
 
 
 class RemoteStream(Iterator[str]):

@@ -24,8 +24,10 @@ from ctxwin.engines.base import Engine
 from ctxwin.errors import BudgetExceeded, ChunkUnavailable, ReadOnlyWindow, UnknownChunk, WindowBusy
 from ctxwin.tiny import world
 from ctxwin.window.idle import prefiller_of
+from ctxwin.window.maintenance import Maintenance
 from ctxwin_client import RemoteWindow, chunk_part, upload
 from ctxwin_client.errors import UnknownUpload, UnknownWindow
+from ctxwin_client.window import RemoteMaintenance
 from serve.serving import Server
 
 FRAMES = world.make_stream(seed=5, n_frames=12)
@@ -109,7 +111,6 @@ def test_it_has_the_methods_of_a_window() -> None:
         "at",
         "engine",
         "eviction",
-        "maintenance",
         "observe",
         "parent",
         "answer",
@@ -130,6 +131,41 @@ def test_it_has_the_methods_of_a_window() -> None:
     ):
         ours, theirs = (inspect.signature(getattr(w, name)).parameters for w in (Window, RemoteWindow))
         assert list(ours) == list(theirs), name
+
+
+def test_its_maintenance_has_the_methods_of_a_windows() -> None:
+    ours, theirs = (
+        {name: member for name, member in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")}
+        for kind in (Maintenance, RemoteMaintenance)
+    )
+    assert ours.keys() - theirs.keys() == {"apply_pending", "forget_beyond"}, "what a server does itself"
+    for name, method in theirs.items():
+        assert list(inspect.signature(method).parameters) == list(inspect.signature(ours[name]).parameters), name
+
+
+def test_maintenance_is_done_on_the_server(window: RemoteWindow) -> None:
+    first, second = window.extend(CHUNKS[:2])
+    assert window.maintenance.prefill() == [first, second]
+    assert window.maintenance.dependents(first) == (second,)
+    assert window.maintenance.refresh() == [] and window.maintenance.compress(if_short=True) == 0
+    window.maintenance.touch(first)
+    window.maintenance.check()
+    assert window.snapshot().find(first).reads > window.snapshot().find(second).reads
+    with pytest.raises(ValueError, match="leave a chunk behind"):
+        window.maintenance.prepare_orbit([first, second], orders=2)
+    with pytest.raises(ValueError, match="allow merged KV"):
+        window.maintenance.merge(first, 0.5)
+    with pytest.raises(UnknownChunk):
+        window.maintenance.touch("nobody")
+
+
+@pytest.mark.parametrize("name", ["dependents", "touch", "prepare_orbit", "refresh", "compress", "merge", "prefill"])
+def test_names_of_maintenance_say_where_they_have_gone(window: RemoteWindow, name: str) -> None:
+    assert not hasattr(window, name)
+    with pytest.raises(AttributeError, match=rf"RemoteWindow\.maintenance\.{name}$"):
+        getattr(window, name)
+    with pytest.raises(AttributeError, match=r"^'RemoteWindow' object has no attribute 'mergee'$"):
+        getattr(window, "mergee")  # noqa: B009
 
 
 @pytest.mark.parametrize("mark", [0.5, 300])
@@ -317,7 +353,7 @@ def test_a_stream_that_is_closed_leaves_the_window_as_it_was(
     stream.close()
     for _ in range(100):
         try:
-            window.touch(window.ids[0])  # waits for the writer
+            window.maintenance.touch(window.ids[0])  # waits for the writer
             break
         except WindowBusy:
             threading.Event().wait(0.05)
@@ -353,7 +389,7 @@ def test_async_asks_stream_and_cancel(client: OpenAI, window: RemoteWindow, monk
     asyncio.run(use())
     for _ in range(100):
         try:
-            window.touch(window.ids[0])
+            window.maintenance.touch(window.ids[0])
             break
         except WindowBusy:
             threading.Event().wait(0.05)
