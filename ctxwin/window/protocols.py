@@ -81,7 +81,7 @@ class Placement(Protocol):
 
     def place(self, window: WindowView, backs: Sequence[Placed]) -> int | None:
         """Index in the window as it is, where evicted chunks come back next to each other; None: where they come back without
-        this method, each at its chronological place, or at the end of an exact window (`Window.recall`, `Window.look_back`)."""
+        this method, each at its chronological place or at the end of an exact window (`Window.recall`, `Window.look_back`)."""
 
 
 @runtime_checkable

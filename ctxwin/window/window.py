@@ -371,8 +371,8 @@ class Window:
         Args:
             at: index to place it at; ``"chronological"``: before the first chunk that arrived later; ``"cheapest"``: there, at
                 the end or at the front, whichever makes the next `ask` compute least. Default: where `eviction` says
-                (`ctxwin.policies.Placement`), else the chronological place; in an exact window the end, in front of the
-                question, if less is computed then: all in front keeps its KV.
+                (`ctxwin.policies.Placement`), else the chronological place; in an exact window with a low-water mark
+                the end, in front of the question, if less is computed then: all in front keeps its KV.
             repair: re-form the chunks behind it whose KV lacks it: those conditioned without it, and those that absorbed one
                 of them (a forward each at the next ask, unless stored KV or a patch fits). What absorbed it before it left keeps
                 its KV. Without ``repair`` all keep theirs; `plan` shows and prices both.
@@ -387,7 +387,8 @@ class Window:
             back = self.core.returning(state, placement)
             if at is None:
                 at = self._place([back])
-                at = self.core.default_index(state, back, repair=repair) if at is None else at
+                if at is None and self._mark(state) is not None:
+                    at = self.core.default_index(state, back, repair=repair)
             elif at == "cheapest":
                 at = self.core.cheapest_index(state, back, repair=repair)
             elif isinstance(at, str) and at != "chronological":
