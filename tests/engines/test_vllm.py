@@ -313,7 +313,7 @@ class TestLoading:
         parts, query = encoded(engine, [4, 5]), engine.encode_query("what color")
         whole = engine.generate(laid(parts), query, ALL, salt="gone-1")
         spans = [whole.captured[i] for i in range(3)]
-        with mock.patch.object(engine, "embed", side_effect=ChunkUnavailable("left the store")):
+        with mock.patch.object(engine.encoder, "embed", side_effect=ChunkUnavailable("left the store")):
             loaded = engine.generate(laid(parts, spans), query, ALL, salt="gone-2")
             assert gap(whole, loaded) < 1e-5 and loaded.fallbacks == 0
             with pytest.raises(ChunkUnavailable):
@@ -373,7 +373,7 @@ class TestPrefixCache:
     def test_tenants_have_spaces_of_their_own(self, engine: Any) -> None:
         parts, query = encoded(engine, [8]), engine.encode_query("what color")
         engine.generate(laid(parts), query, ALL)
-        with mock.patch.object(engine, "_tenant", "somebody"):
+        with mock.patch.object(engine.prompts, "tenant", "somebody"):
             assert engine.generate(laid(parts), query, ALL).cached_tokens == 0
             assert engine.generate(laid(parts), query, ALL).cached_tokens > 0
 

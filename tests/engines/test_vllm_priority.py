@@ -117,7 +117,7 @@ def test_a_preempted_background_request(engine: Any, asked: dict[str, Counter[st
         return True
 
     ask = Ask(query, LONG, salt, on_token=StreamGuard(on_token, engine.decode), background=True)
-    made, outcome = engine._serve(laid(parts, spans), ask)
+    made, outcome = engine.asks.serve(laid(parts, spans), ask)
     assert drain(others[0]).outputs[0].finish_reason == "length"
     (name,) = [request for request, times in asked["preempted"].items() if times]
     assert name.startswith("ctxwin-") and asked["preempted"][name] == 1

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,10 +18,10 @@ from ctxwin.engines.sampling import Sampling
 from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.errors import EngineFailed
 from ctxwin.kv.layout import KVSpec, RopeSpec
-from ctxwin.store.lru import LRUCache
+from ctxwin_vllm.asks import Ask, AskRunner
 from ctxwin_vllm.cache_namespace import CacheNamespace
-from ctxwin_vllm.engine import Ask, VLLMEngine
 from ctxwin_vllm.prefix_record import PrefixRecord
+from ctxwin_vllm.prompts import EnginePrompts
 from ctxwin_vllm.requests import StreamGuard
 from ctxwin_vllm.transport import PARAM, LocalTransport
 
@@ -68,34 +66,36 @@ def transport() -> Iterator[LocalTransport]:
     opened.close()
 
 
-def ask(
-    transport: LocalTransport, script: list[tuple[list[int], str]], heard: list[tuple[int, str]], stop: int = 99
-) -> Any:
-    engine = VLLMEngine.__new__(VLLMEngine)
-    engine.spec = SimpleNamespace(kv=SimpleNamespace(recurrent=False, maps=False, identity="m"))  # type: ignore[assignment]
+def runner_on(driver: Any, transport: LocalTransport) -> AskRunner:
+    """Asks of a model whose prompts are empty, on a double of vLLM."""
     rendered = SimpleNamespace(prompt={}, placeholder_tokens=0, embeddings={})
-    engine._core = SimpleNamespace(  # type: ignore[assignment]
+    core: Any = SimpleNamespace(
         block=32,
         min_load=0,
-        inputs=SimpleNamespace(prompt=lambda *_, **__: rendered),
-        driver=Scripted(script),
+        inputs=SimpleNamespace(prompt=lambda *_, **__: rendered, secret="s"),
+        driver=driver,
         transport=transport,
         prefixes=PrefixRecord(32, 8),
         check=lambda *_: 0,
+        checkpoint=SimpleNamespace(eos=()),
     )
-    engine._core.check = lambda *_: 0  # type: ignore[method-assign]
-    engine._tenant, engine._closed, engine._counting, engine.counters = "", False, threading.Lock(), EngineCounters()
-    engine._embeddings = LRUCache(0)
-    engine.encoder = SimpleNamespace(checkpoint=SimpleNamespace(eos=()))  # type: ignore[assignment]
+    kv: Any = SimpleNamespace(recurrent=False, maps=False)
+    no_media: Any = None
+    return AskRunner(EnginePrompts(core, "", "m", no_media), kv, EngineCounters())
+
+
+def ask(
+    transport: LocalTransport, script: list[tuple[list[int], str]], heard: list[tuple[int, str]], stop: int = 99
+) -> Any:
+    runner = runner_on(Scripted(script), transport)
 
     def on_token(token: int, text: str) -> bool:
         heard.append((token, text))
         return len(heard) < stop
 
     part = Encoded("system_prompt", (1, 2), np.tile(np.arange(2), (3, 1)), 2)
-    with mock.patch.object(engine, "decode", lambda ids: "-".join(map(str, ids))):
-        asked = Ask(part, Sampling(max_tokens=8), "", on_token=StreamGuard(on_token, engine.decode))
-        return engine._serve([Segment(part, 0)], asked)
+    guard = StreamGuard(on_token, lambda ids: "-".join(map(str, ids)))
+    return runner.serve([Segment(part, 0)], Ask(part, Sampling(max_tokens=8), "", on_token=guard))
 
 
 def test_each_token_is_told_once(transport: LocalTransport) -> None:
@@ -169,21 +169,8 @@ def encoded(name: str, tokens: int) -> Encoded:
 def test_a_request_that_is_stopped_while_it_is_preempted_is_not_asked_again() -> None:
     """It has no blocks to read back, and its load is still to come: for its caller it is over all the same."""
     transport = LocalTransport(KV)
-    engine = VLLMEngine.__new__(VLLMEngine)
-    engine.spec = SimpleNamespace(kv=SimpleNamespace(recurrent=False, maps=False, identity="m"))  # type: ignore[assignment]
-    rendered = SimpleNamespace(prompt={}, placeholder_tokens=0, embeddings={})
     driver = Preempting(transport)
-    engine._core = SimpleNamespace(  # type: ignore[assignment]
-        block=32,
-        min_load=0,
-        inputs=SimpleNamespace(prompt=lambda *_, **__: rendered),
-        driver=driver,
-        transport=transport,
-        prefixes=PrefixRecord(32, 8),
-    )
-    engine._tenant = ""
-    engine._embeddings = LRUCache(0)
-    engine.encoder = SimpleNamespace(checkpoint=SimpleNamespace(eos=()))  # type: ignore[assignment]
+    runner = runner_on(driver, transport)
     heard: list[list[int]] = []
 
     def on_token(ids: list[int]) -> bool:
@@ -192,7 +179,7 @@ def test_a_request_that_is_stopped_while_it_is_preempted_is_not_asked_again() ->
 
     made, segments = Generation(), [Segment(encoded("system_prompt", 4), 0, capture=True)]
     ask = Ask(encoded("query", 2), Sampling(max_tokens=8), "", capture_query=True, on_token=on_token)
-    outcome = engine._request(made, segments, 0, ask, [0], CacheNamespace(""))
+    outcome = runner.request(made, segments, 0, ask, [0], CacheNamespace(""))
     assert not outcome.finished and outcome.token_ids == [7]
     assert heard == [[7]] and driver.cancelled == 1
     assert not made.captured and made.query_span is None and not len(transport)

@@ -9,71 +9,46 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
 
-from ctxwin.engines.base import EngineSpec
 from ctxwin.engines.segments import Call, Encoded, Segment
 from ctxwin.hashing import digest
+from ctxwin_vllm.cache_namespace import CacheNamespace
 from ctxwin_vllm.inputs import join
+from ctxwin_vllm.prompts import EnginePrompts
 from ctxwin_vllm.transport.base import RequestMeta
 
-if TYPE_CHECKING:
-    from ctxwin_vllm.cache_namespace import CacheNamespace
-    from ctxwin_vllm.core import Core
 
-
-class ForecastEngine(Protocol):
-    """Members of a `VLLMEngine` that a forecast reads."""
-
-    spec: EngineSpec
-
-    @property
-    def core(self) -> Core:
-        """State that all engines of one vLLM share."""
-        ...
-
-    def namespace(self, segments: Sequence[Segment], salt: str) -> CacheNamespace:
-        """Return the namespace of a layout's blocks in vLLM's prefix cache."""
-        ...
-
-    def record_salt(self, salt: str) -> str:
-        """Return the salt that separates a namespace's blocks from other tenants' and adapters' in `Core.prefixes`."""
-        ...
-
-    def has_embeddings(self, key: str) -> bool:
-        """Return True if the vision embeddings of a medium are in memory."""
-        ...
-
-
-def forecast(engine: ForecastEngine, calls: Sequence[Call]) -> list[int] | None:
+def forecast(prompts: EnginePrompts, calls: Sequence[Call]) -> list[int] | None:
     """See `Engine.forecast`."""
-    if engine.spec.kv.recurrent or any(segment.merged for call in calls for segment in call.layout):
+    if prompts.core.kv.recurrent or any(segment.merged for call in calls for segment in call.layout):
         return None
     blocks: set[str] = set()  # blocks that earlier requests of these calls leave in the prefix cache
-    return [computed for call in calls for computed in _requests(engine, call, blocks)]
+    return [computed for call in calls for computed in _requests(prompts, call, blocks)]
 
 
-def _requests(engine: ForecastEngine, call: Call, blocks: set[str]) -> Iterator[int]:
-    """Yield the computed tokens of each request, as `VLLMEngine.fill_layout` and its callers would make them."""
+def _requests(prompts: EnginePrompts, call: Call, blocks: set[str]) -> Iterator[int]:
+    """Yield the computed tokens of each request, as `AskRunner.fill_layout` and its callers would make them."""
     layout = itertools.chain.from_iterable(segment.parts() for segment in call.layout)
     segments = [
         replace(s, span=call.placeholder) if s.span is None and not s.encoded.tokens else s for s in layout
     ]  # of an empty system prompt nothing is computed
-    namespace = engine.namespace(segments, call.salt)
+    namespace = prompts.namespace(segments, call.salt)
     last = max((i for i, segment in enumerate(segments) if segment.span is not None), default=0)
     for i in range(last):
         if segments[i].span is None and segments[i + 1].span is not None:
-            prefix, rest = engine.core.inputs.end_at(segments, i + 1)
+            prefix, rest = prompts.core.inputs.end_at(segments, i + 1)
             run_namespace = namespace
             if rest is not None and any(s.approximate for s in segments):
-                run_namespace = engine.namespace(prefix, digest(call.salt, "rest", i))
-            yield _computed_tokens(engine, prefix, rest, run_namespace, blocks)
+                run_namespace = prompts.namespace(prefix, digest(call.salt, "rest", i))
+            yield _computed_tokens(prompts, prefix, rest, run_namespace, blocks)
             segments[: i + 1] = [replace(s, span=call.placeholder) if s.span is None else s for s in segments[: i + 1]]
-    yield _computed_tokens(engine, segments, call.query, namespace, blocks, extra=call.query is None and call.has_query)
+    yield _computed_tokens(
+        prompts, segments, call.query, namespace, blocks, extra=call.query is None and call.has_query
+    )
 
 
 def _computed_tokens(
-    engine: ForecastEngine,
+    prompts: EnginePrompts,
     segments: Sequence[Segment],
     tail: Encoded | None,
     namespace: CacheNamespace,
@@ -81,9 +56,9 @@ def _computed_tokens(
     extra: bool = False,
 ) -> int:
     """Return the tokens that one request computes; ``extra``: a query of unknown tokens follows, which is not counted."""
-    core, block = engine.core, engine.core.block
+    core, block = prompts.core, prompts.core.block
     ids, media = join([*(s.encoded for s in segments), *([tail] if tail is not None else ())])
-    names = core.prefixes.names(ids, media, namespace.marks, engine.record_salt(namespace.salt)) if core.caches else []
+    names = prompts.names(ids, media, namespace) if core.caches else []
     total = len(ids) + extra
     hit = min(core.prefixes.hit(names, blocks), (total - 1) // block * block)
     covered = sum(s.tokens for s in itertools.takewhile(lambda s: s.span is not None, segments))
@@ -93,7 +68,7 @@ def _computed_tokens(
     placeholder_tokens = 0
     for medium in media:
         end = medium.offset + medium.tokens
-        if end <= loadable and (loaded is None or end <= loaded or not engine.has_embeddings(medium.key)):
+        if end <= loadable and (loaded is None or end <= loaded or not prompts.has_embeddings(medium.key)):
             placeholder_tokens = max(placeholder_tokens, end)
     meta = RequestMeta(
         covered=covered, placeholder_tokens=placeholder_tokens, private_from=namespace.private_from, min_load=min_load

@@ -26,8 +26,9 @@ from ctxwin.errors import AnswerStopped
 from ctxwin.hashing import digest
 from ctxwin.kv.layout import SpanKV
 from ctxwin.store.lru import LRUCache
+from ctxwin_vllm.asks import Ask
 from ctxwin_vllm.cache_namespace import CacheNamespace, namespace_of
-from ctxwin_vllm.engine import Ask, VLLMEngine
+from ctxwin_vllm.engine import VLLMEngine
 
 if TYPE_CHECKING:
     import torch
@@ -323,9 +324,9 @@ class RenderedRequest(Engine):
             raise NotAWindow("a chunk is merged, but the request's own prompt has all of its tokens")
         engine, ask, generation = self._engine, Ask(None, Sampling(max_tokens=1), salt, builder=self), Generation()
         base = engine.core.check(layout, (), ask.sampling)
-        segments, namespace, _ = engine.fill_layout(generation, layout, base, ask)
+        segments, namespace, _ = engine.asks.fill_layout(generation, layout, base, ask)
         captures = [i for i, segment in enumerate(segments) if segment.capture and segment.span is None]
-        prompt, transfer = engine.transfer(segments, base, ask, captures, namespace)
+        prompt, transfer = engine.asks.transfer(segments, base, ask, captures, namespace)
         engine_input = dict(self._rendered.engine_input)
         if prompt.get("cache_salt"):
             engine_input["cache_salt"] = prompt["cache_salt"]
@@ -345,7 +346,7 @@ class RenderedRequest(Engine):
         for i in submitted.captures:
             if str(i) in transfer.captured:
                 segment = submitted.segments[i]
-                captured[i] = self._engine.span_of(transfer, str(i), segment.encoded, segment.start)
+                captured[i] = self._engine.asks.span_of(transfer, str(i), segment.encoded, segment.start)
         return captured
 
     def namespace(self, segments: Sequence[Segment], salt: str) -> CacheNamespace:
@@ -359,7 +360,7 @@ class RenderedRequest(Engine):
         if self._abandoned:
             raise AnswerStopped("the client has left")
         client_salt = self._rendered.salt
-        salt = self._engine.salted(digest(namespace.salt, client_salt)) if namespace.salt else client_salt
+        salt = self._engine.prompts.salted(digest(namespace.salt, client_salt)) if namespace.salt else client_salt
         return build_input(ids, [(self._media[span.key], span.offset) for span in media], salt)
 
     def _segments(self, cuts: Sequence[int]) -> list[tuple[Chunk, Encoded]]:

@@ -1,0 +1,313 @@
+"""Asks of an engine: the requests that a layout takes on vLLM, and the KV that they capture."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ctxwin.engines.outputs import concat_outputs
+from ctxwin.engines.results import EngineCounters, Generation, Tally
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Encoded, Segment
+from ctxwin.errors import CtxwinError, EngineFailed
+from ctxwin.hashing import digest
+from ctxwin.kv.kernels.staging import to_host
+from ctxwin.kv.layout import KVSpec, SpanKV
+from ctxwin.kv.relocate import relocate
+from ctxwin.kv.states import has_maps
+from ctxwin_vllm.cache_namespace import CacheNamespace
+from ctxwin_vllm.compact_prompt import compact_prompt
+from ctxwin_vllm.draft_model import unrotated_rows
+from ctxwin_vllm.inputs import join
+from ctxwin_vllm.prompts import EnginePrompts, PromptBuilder
+from ctxwin_vllm.requests import CallerError, Forced, LoadError, Outcome, StreamGuard, run
+from ctxwin_vllm.transport import Transfer
+
+_QUERY = "query"
+_log = logging.getLogger("ctxwin.engines")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """The request that follows a layout; without a query it computes KV only.
+
+    Attributes:
+        builder: builder of its prompts; None is the engine itself.
+    """
+
+    query: Encoded | None
+    sampling: Sampling
+    salt: str
+    capture_query: bool = False
+    on_token: StreamGuard | None = None
+    background: bool = False
+    answer: Encoded | None = None
+    forced: Forced | None = None
+    queries_of: str = ""
+    builder: PromptBuilder | None = None
+
+    @property
+    def tail(self) -> list[Encoded]:
+        return [part for part in (self.query, self.answer) if part is not None]
+
+
+class AskRunner:
+    """Runs the asks of one engine on vLLM.
+
+    Args:
+        prompts: builds the prompts of asks that have no builder.
+        lora: the adapter that they are computed with, vLLM's LoRARequest.
+    """
+
+    def __init__(self, prompts: EnginePrompts, kv: KVSpec, counters: EngineCounters, lora: Any = None) -> None:
+        self._core, self._prompts, self._kv = prompts.core, prompts, kv
+        self._counters, self._lora, self._counting = counters, lora, threading.Lock()
+        self.closed = False
+
+    def close(self) -> bool:
+        """Serve nothing any more; return False if it was closed already."""
+        with self._counting:
+            self.closed, was_closed = True, self.closed
+        return not was_closed
+
+    def serve(self, layout: Sequence[Segment], ask: Ask, tally: Tally | None = None) -> tuple[Generation, Outcome]:
+        """Serve a layout with its spans, again with them where loading fails, and finally without.
+
+        The spans are available, so a failure is mostly one of transport, and the same KV gives the same answer. Without them
+        the answer is the exact one, which differs from an approximation's: approximations are submitted once more.
+        """
+        if self.closed:
+            raise EngineFailed("the engine is closed; open a new one")
+        base = self._core.check(layout, ask.tail, ask.sampling)
+        if not ask.salt and any(segment.merged for segment in layout):
+            raise ValueError("salt must name a namespace of the layout's own, since merged KV is not exact, got ''")
+        generation = Generation()
+        # Without spans everything is computed in place, which is exact, so it belongs to (and may use) the exact namespace.
+        bare = [
+            replace(segment, span=None, patch=None, approximate=False, recompute=(), merged=False) for segment in layout
+        ]
+        if self._kv.recurrent:  # states before the last segment are read back only where spans are loaded
+            last = len(bare) - 1 if not ask.tail else -1
+            bare = [replace(segment, capture=segment.capture and i == last) for i, segment in enumerate(bare)]
+        tries = [*[(layout, ask)] * (3 if ask.salt else 2), (bare, replace(ask, salt=""))]
+        if self._kv.maps and not ask.tail:  # a chunk that is computed with its predecessors has no map of its own
+            tries.pop()
+        for remaining, (segments, request) in zip(range(len(tries) - 1, -1, -1), tries, strict=True):
+            try:
+                outcome = self._attempt(generation, segments, base, request)
+                if ask.on_token is not None:
+                    ask.on_token.check(outcome.token_ids)
+                break
+            except LoadError as error:
+                self._core.prefixes.clear()  # which blocks vLLM dropped with it is not known
+                if not remaining:
+                    raise EngineFailed(f"vLLM could not answer the request without its spans: {error}") from error
+                remedy = "they are submitted again" if remaining > 1 else "the prompt is computed instead"
+                _log.warning("loading spans into vLLM failed (%s); %s", error, remedy)
+                generation = Generation(computed_tokens=generation.computed_tokens, forwards=generation.forwards)
+                generation.fallbacks = int(remaining == 1)
+                with self._counting:
+                    self._counters.retries += 1
+            except CallerError as error:
+                raise error.__cause__ or error from None
+            except CtxwinError:
+                raise
+            except Exception as error:
+                raise EngineFailed(f"vLLM could not answer the request: {error}") from error
+        self.count(generation, tally)
+        return generation, outcome
+
+    def count(self, generation: Generation, tally: Tally | None = None) -> None:
+        """Add what a generation took to the engine's counters, and to ``tally``."""
+        if tally is not None:
+            tally.forwards += generation.forwards
+            tally.tokens += generation.computed_tokens
+            tally.fallbacks += generation.fallbacks
+        with self._counting:
+            self._counters.fallbacks += generation.fallbacks
+            self._counters.prefill_forwards += generation.forwards
+            self._counters.prefill_tokens += generation.computed_tokens
+            self._counters.bytes_loaded += generation.bytes_loaded
+
+    def _attempt(self, generation: Generation, layout: Sequence[Segment], base: int, ask: Ask) -> Outcome:
+        """Run the requests of one call."""
+        parts = [segment.parts() for segment in layout]
+        flat = list(itertools.chain.from_iterable(parts))
+        segments, namespace, computed = self.fill_layout(generation, flat, base, ask)
+        capture = [i for i, segment in enumerate(segments) if segment.capture and segment.span is None]
+        outcome = self.request(generation, segments, base, ask, capture, namespace, computed)
+        firsts = itertools.accumulate(map(len, parts), initial=0)
+        captured, generation.captured = generation.captured, {}
+        for i, (segment, first) in enumerate(zip(layout, firsts, strict=False)):
+            indices = range(first, first + len(parts[i]))
+            capture_segment = segment.capture and (segment.span is None or segment.recompute)
+            if capture_segment and all(j in captured for j in indices if flat[j].span is None):
+                spans = [captured.get(j) or flat[j].span for j in indices]
+                generation.captured[i] = self._join(spans, segment.encoded, segment.start - base)
+        return outcome
+
+    def _join(self, spans: Sequence[SpanKV | None], encoded: Encoded, start: int) -> SpanKV:
+        """Join the parts of a chunk to one span in the frame ``start``."""
+        moved = [relocate(span, self._kv, start) for span in spans if span is not None]
+        if len(moved) == 1:
+            return moved[0]
+        dtype = moved[0].k.dtype
+        k, v = (torch.cat([getattr(span, name).to("cpu", dtype) for span in moved], dim=1) for name in "kv")
+        outputs = concat_outputs([span.outputs for span in moved if span.tokens])
+        return SpanKV(k, v, torch.from_numpy(encoded.positions.copy()), start, outputs)
+
+    def fill_layout(
+        self, generation: Generation, layout: Sequence[Segment], base: int, ask: Ask
+    ) -> tuple[list[Segment], CacheNamespace, int]:
+        """Compute the missing segments before spans; return the segments, their namespace, and the tokens computed for that.
+
+        vLLM takes external KV as one prefix only, so a missing segment before a span is computed by a request of its own and
+        then loaded with the others. A hybrid's states are read back where a request ends, so each of its missing segments that
+        is captured has its own request; where its map is captured as well, that request computes nothing else.
+        """
+        segments = list(layout)
+        for i, segment in enumerate(segments):
+            if segment.span is None and not segment.encoded.tokens:  # an empty system prompt has nothing to compute
+                generation.captured[i] = empty = self._empty_span(segment.start - base)
+                segments[i] = replace(segment, span=empty)
+        builder = ask.builder or self._prompts
+        namespace = builder.namespace(segments, ask.salt)
+        last = max((i for i, segment in enumerate(segments) if segment.span is not None), default=0)
+        recurrent = self._kv.recurrent
+        if recurrent:
+            last = len(segments) if ask.tail else len(segments) - 1
+        last_mapped = max((i for i, s in enumerate(segments) if s.span is not None or s.capture), default=-1)
+        computed = 0
+        for i, segment in enumerate(segments[:last]):
+            span_follows = i + 1 < len(segments) and segments[i + 1].span is not None
+            alone = (recurrent and segment.capture) or (self._kv.maps and i <= last_mapped)
+            if segment.span is None and (span_follows or alone):
+                run = [j for j in range(i + 1) if segments[j].span is None]
+                prefix, rest = self._core.inputs.end_at(segments, i + 1)
+                part = Ask(rest, Sampling(max_tokens=1), ask.salt, background=ask.background, builder=ask.builder)
+                run_namespace = namespace
+                if rest is not None and any(s.approximate for s in segments):
+                    # The rest is computed here, but loaded later with other KV: these blocks must not be found then.
+                    run_namespace = builder.namespace(prefix, digest(ask.salt, "rest", i))
+                self.request(generation, prefix, base, part, run, run_namespace, computed)
+                computed = sum(s.slots for s in segments[: i + 1])
+                for j in run:
+                    segments[j] = replace(segments[j], span=generation.captured[j])
+        return segments, namespace, computed
+
+    def request(
+        self,
+        generation: Generation,
+        segments: Sequence[Segment],
+        base: int,
+        ask: Ask,
+        capture: Sequence[int],
+        namespace: CacheNamespace,
+        computed: int = 0,
+    ) -> Outcome:
+        """Run one request on vLLM: load the leading spans, capture the segments of the indices ``capture``.
+
+        ``computed`` prompt tokens were part of an earlier request of this call: a hit on them counts as no cache hit.
+        """
+        core, driver, transport, loaded_only = self._core, self._core.driver, self._core.transport, 0
+        if not ask.tail:  # no later token needs them, and vLLM computes the KV of a prompt's last token
+            segments = segments[: max((i + 1 for i, s in enumerate(segments) if not s.merged), default=0)]
+        if any(segment.merged for segment in segments):
+            segments, base, namespace, loaded_only = compact_prompt(segments, base, ask.salt, self._kv)
+        prompt, transfer = self.transfer(segments, base, ask, capture, namespace)
+        transfer.placeholder_tokens = max(transfer.placeholder_tokens, loaded_only)
+        eos = sorted(core.checkpoint.eos)
+        try:
+            outcome = run(
+                driver,
+                transport,
+                prompt,
+                transfer,
+                ask.sampling,
+                eos,
+                ask.on_token,
+                ask.background,
+                ask.forced,
+                self._lora,
+            )
+        finally:
+            parts = [*(segment.encoded for segment in segments), *ask.tail]
+            generation.computed_tokens += (
+                sum(part.tokens for part in parts) - transfer.local_tokens - transfer.planned_tokens
+            )
+            generation.cached_tokens += max(0, transfer.local_tokens - computed)
+            generation.forwards += 1
+            generation.bytes_loaded += transfer.bytes_loaded
+        outcome.queries = transfer.queries
+        if ask.builder is None:  # a chat's prompt has the client's own salt
+            self._prompts.record(parts, outcome.token_ids[:-1] if outcome.finished else (), namespace)
+        for i in capture:
+            if outcome.finished or str(i) in transfer.captured:  # else stopped while preempted: its blocks are gone
+                generation.captured[i] = self.span_of(transfer, str(i), segments[i].encoded, segments[i].start - base)
+        if ask.capture_query and ask.query is not None and (outcome.finished or _QUERY in transfer.captured):
+            begin = segments[-1].start - base + segments[-1].encoded.advance if segments else 0
+            span = self.span_of(transfer, _QUERY, ask.query, begin)
+            if not outcome.finished:  # vLLM was a step ahead of the caller who stopped it
+                span = span.slice(0, min(span.tokens, ask.query.tokens + len(outcome.token_ids) - 1))
+            generation.query_span = span
+        return outcome
+
+    def transfer(
+        self, segments: Sequence[Segment], base: int, ask: Ask, capture: Sequence[int], namespace: CacheNamespace
+    ) -> tuple[dict[str, Any], Transfer]:
+        """Return the prompt of one request, and its transfer."""
+        encoded = [*(segment.encoded for segment in segments), *ask.tail]
+        offsets = [0, *itertools.accumulate(part.tokens for part in encoded)]
+        leading = itertools.takewhile(lambda segment: segment.span is not None, segments)
+        loads = tuple(replace(segment, start=segment.start - base) for segment in leading if segment.tokens)
+        captures: dict[str, tuple[int, int | None]] = {
+            str(i): (offsets[i], offsets[i + 1]) for i in capture if segments[i].encoded.tokens
+        }
+        if ask.capture_query:
+            captures[_QUERY] = (offsets[len(segments)], None)
+        ids, media = join(encoded)
+        transfer = Transfer(
+            loads=loads,
+            tenant=self._prompts.tenant,
+            captures=captures,
+            private_from=namespace.private_from,
+            min_load=self._core.min_load if namespace.exact else 0,
+            queries_of=ask.queries_of,
+        )
+        return (ask.builder or self._prompts).prompt(ids, media, namespace, transfer), transfer
+
+    def span_of(self, transfer: Transfer, name: str, encoded: Encoded, start: int) -> SpanKV:
+        """Return a captured span; a query's has generated tokens after the encoded ones."""
+        if not encoded.tokens and name not in transfer.captured:
+            return self._empty_span(start)
+        if name not in transfer.captured:
+            raise EngineFailed(f"the KV of segment {name} was not captured; vLLM ended the request early")
+        k, v = transfer.captured[name]
+        states = transfer.states.get(name, {})
+        if not all(bool(bound.isfinite()) for x in (k, v, *states.values()) if x.numel() for bound in x.aminmax()):
+            raise EngineFailed(f"{self._core.model} gave KV that is not finite (NaN), so its answers mean nothing")
+        extra = int(k.shape[1]) - encoded.tokens
+        generated = np.tile(np.arange(encoded.advance, encoded.advance + extra, dtype=np.int64), (3, 1))
+        positions = torch.from_numpy(np.concatenate([encoded.positions, generated], axis=1))
+        if self._kv.maps and name != _QUERY and not has_maps(states):
+            raise EngineFailed(f"the map of segment {name} on the recurrent states was not captured; ask again")
+        outputs = transfer.outputs.get(name, {})
+        if self._core.draft_model is not None:
+            outputs = unrotated_rows(self._core.draft_model, *transfer.drafted[name], positions + start)
+        span = SpanKV(to_host(k), to_host(v), positions, start, outputs, states)
+        paged = getattr(self._core.transport, "paged", None)  # in this process
+        if paged is not None:
+            paged.keep(span, k, v)
+        return span
+
+    def _empty_span(self, start: int) -> SpanKV:
+        kv, dtype = self._kv, getattr(torch, self._kv.dtype)
+        k, v = (torch.empty(kv.layers, 0, kv.heads, width, dtype=dtype) for width in (kv.k_dim, kv.v_dim))
+        return SpanKV(k, v, torch.empty(3, 0, dtype=torch.int64), start)
