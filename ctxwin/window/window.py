@@ -1,8 +1,9 @@
 """`Window`: a deque of position-free chunks between an agent loop and an engine.
 
 Every edit makes a new immutable version of the window's `State`; nothing is computed until an answer is asked for.
-This module holds the edits, `ctxwin.window.lanes` decides how each chunk's KV reaches its place, `ctxwin.window.assembly`
-fetches and stores it, and `ctxwin.window.ask` runs questions. Neither torch nor vLLM is imported here.
+This module holds edits and questions, `ctxwin.window.reader` the attributes. `ctxwin.window.lanes` decides how each chunk's
+KV reaches its place, `ctxwin.window.assembly` fetches and stores it, and `ctxwin.window.ask` runs questions. Neither torch nor
+vLLM is imported here.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
+from typing import Any, Literal, Self, Unpack
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
@@ -21,13 +22,12 @@ from ctxwin.fidelity import Fidelity
 from ctxwin.store import parse_bytes
 from ctxwin.window import edits
 from ctxwin.window import placement as placing
-from ctxwin.window.answer import Answer, Disposability, Plan, PlanEntry
+from ctxwin.window.answer import Answer, Disposability
 from ctxwin.window.ask import AskOptions, OnToken, Question, ask, disposable, exchange, not_stopped, split_choices
 from ctxwin.window.core import WindowCore, new_id, restore_core
 from ctxwin.window.defaults import ById, LeastRecentlyRead
-from ctxwin.window.events import Observer
-from ctxwin.window.maintenance import Maintenance
-from ctxwin.window.protocols import Batching, Eviction, Placement, Retrieval, Searchable
+from ctxwin.window.protocols import Eviction, Placement, Retrieval, Searchable
+from ctxwin.window.reader import WindowReader
 from ctxwin.window.removed import is_removed
 from ctxwin.window.sliding import mark_tokens
 from ctxwin.window.state import Placed, State
@@ -35,7 +35,7 @@ from ctxwin.window.stream import AsyncTokenStream, TokenStream, aask
 from ctxwin.window.tools import ToolBranch
 
 
-class Window:
+class Window(WindowReader):
     """A context window whose edits are cache edits.
 
     Args:
@@ -105,111 +105,6 @@ class Window:
         self.retrieval: Retrieval = retrieval or ById()
         self._tool_branch = ToolBranch()
 
-    @property
-    def eviction(self) -> Eviction:
-        """What leaves first when the window makes room."""
-        return self._eviction
-
-    @eviction.setter
-    def eviction(self, eviction: Eviction) -> None:
-        self._eviction = eviction
-        if self.core.idle is not None:
-            self.core.idle.predictor.eviction, self.core.idle.predictor.mark = eviction, self.low_water
-
-    @property
-    def engine(self) -> Engine:
-        """The engine that answers; other windows may share it."""
-        return self.core.engine
-
-    @property
-    def id(self) -> str:
-        """Stays over edits and restarts; a fork has its own."""
-        return self.core.state.window
-
-    @property
-    def parent(self) -> str | None:
-        """Id of the window that this one was forked from; None for others."""
-        return self.core.parent
-
-    @property
-    def system_prompt(self) -> str:
-        """The system prompt, fixed for the life of the window."""
-        return self.core.state.system_prompt
-
-    @property
-    def budget(self) -> int:
-        """Most tokens of system prompt, chunks, query and answer together."""
-        return self.core.state.budget
-
-    @property
-    def low_water(self) -> int | None:
-        """Tokens that the window falls to when it is over its budget; None: to the budget, one by one."""
-        return self._mark(self.core.state)
-
-    def _mark(self, state: State, reserve_tokens: int = 0) -> int | None:
-        if isinstance(self.eviction, Batching):
-            return mark_tokens(self.eviction.low_water, state.budget)
-        return self.core.low_water(state, reserve_tokens)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of system prompt and placed chunks."""
-        return self.core.state.tokens
-
-    @property
-    def bytes(self) -> int:
-        """KV bytes of system prompt and placed chunks, as they are served, recurrent layers' states included."""
-        kv, state = self.engine.spec.kv, self.core.state
-        return state.tokens * kv.token_bytes + (1 + len(state.placed)) * kv.state_bytes
-
-    @property
-    def version(self) -> int:
-        """Changes with every edit; `at` reads an old one."""
-        return self.core.state.version
-
-    @property
-    def fidelity(self) -> Fidelity:
-        """The fidelity in force (``auto`` already resolved)."""
-        return self.core.fidelity
-
-    @property
-    def maintenance(self) -> Maintenance:
-        """What an agent does not need every day: `Maintenance.prefill`, `refresh`, `compress`, `merge` and others."""
-        return Maintenance(self.core)
-
-    @property
-    def chunks(self) -> tuple[PlanEntry, ...]:
-        """Placed chunks in prompt order with id, lane, tokens, start and exactness. Cost: a plan; reads no KV."""
-        return self.plan().entries
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        """Placement ids in prompt order."""
-        return tuple(p.id for p in self.core.state.placed)
-
-    @property
-    def pending(self) -> tuple[str, ...]:
-        """Placement ids with edits that wait for the next break of the prefix (``lazy=True``), in prompt order."""
-        return tuple(p.id for p in self.core.state.placed if p.pending)
-
-    @property
-    def evicted(self) -> tuple[str, ...]:
-        """Placement ids that `recall` can bring back, oldest eviction first (the newest 4,096 are kept)."""
-        return tuple(p.id for p in self.core.state.evicted if not is_removed(p.chunk))
-
-    def chunk(self, placement: str) -> Chunk:
-        """The chunk behind a placed or evicted id; raises UnknownChunk."""
-        return self.core.state.find(placement).chunk
-
-    def plan(self, query: str | None = None) -> Plan:
-        """Return what the next `ask` would do and cost, per chunk. Reads no KV.
-
-        Args:
-            query: the question; its tokens then count, too, as far as the engine's own prefix cache does not hold them from
-                when it was asked before. Without it the query comes on top.
-        """
-        return self.core.plan(query)
-
     def at(self, version: int) -> Window:
         """A read-only window on an old version (the newest 1,024 are kept); it can ask, plan, fork and snapshot.
 
@@ -225,24 +120,6 @@ class Window:
         Cost: none; what was computed since is found in the store.
         """
         self.core.undo()
-
-    def check(self) -> None:
-        """Assert every invariant of the window; AssertionError prints the state. Cost: a plan."""
-        self.core.check()
-
-    def observe(self, observer: Observer) -> Callable[[], None]:
-        """Call ``observer`` with an `Event` after every operation, also of later forks; return a function that ends that.
-
-        It runs in the thread of the operation, once that has taken effect; what it raises is logged and changes nothing.
-        """
-        return self.core.observe(observer)
-
-    if not TYPE_CHECKING:  # a type checker would take every name for one of a window
-
-        def __getattr__(self, name: str) -> Any:
-            moved = f"Window.{name} has become Window.maintenance.{name}"
-            unknown = f"{type(self).__name__!r} object has no attribute {name!r}"
-            raise AttributeError(moved if hasattr(Maintenance, name) else unknown, name=name, obj=self)
 
     def close(self) -> None:
         """Release its leases; the window cannot be edited or asked afterwards. Idempotent."""
@@ -493,10 +370,8 @@ class Window:
                 if new is not self.core.state:
                     self.core.commit(new)
             else:
-                new, note = (
-                    edits.update_entry(state, placement, conditioned=conditioned),
-                    ("clean", "conditioned")[conditioned],
-                )
+                new = edits.update_entry(state, placement, conditioned=conditioned)
+                note = "conditioned" if conditioned else "clean"
                 self.core.commit(new, "toggle", [placement], note=note)
 
     def pin(self, placement: str, *, pinned: bool = True) -> None:
@@ -587,10 +462,6 @@ class Window:
         """
         return disposable(self.core, placement, query, max_tokens, clean=clean)
 
-    def snapshot(self) -> State:
-        """This version as a pydantic model: JSON-able, a few hundred bytes a chunk, no tensors. O(n)."""
-        return self.core.state
-
     @classmethod
     def restore(
         cls,
@@ -608,6 +479,3 @@ class Window:
         run again. Raises ChunkUnavailable where content and source are gone, ValueError for a snapshot of a newer format.
         """
         return cls.over(restore_core(engine, state, seed), eviction, retrieval)
-
-    def __repr__(self) -> str:
-        return f"<Window v{self.version} {len(self.core.state.placed)} chunks {self.tokens}/{self.budget} tokens>"

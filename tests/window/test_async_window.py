@@ -40,7 +40,7 @@ OWN = {"window", "opening", "run", "retrieval"}
 
 
 def public(kind: type) -> dict[str, Any]:
-    return {name: member for name, member in vars(kind).items() if not name.startswith("_")}
+    return {name: member for name, member in inspect.getmembers_static(kind) if not name.startswith("_")}
 
 
 def parameters(member: Any) -> list[tuple[str, Any, Any]]:
