@@ -626,7 +626,7 @@ def test_sliding_layers_do_not_see_all(kind: str, tmp_path: Path) -> None:
     engine = opened(write_decoder(tmp_path, kind, **DECODERS[kind]))
     encoded, query = [engine.encode_system_prompt(HEADER)], engine.encode_query(QUERY)
     slid = engine.logits(laid(encoded), query)
-    engine._window = 1000
+    engine.decoder.window = 1000
     assert float((engine.logits(laid(encoded), query) - slid).abs().max()) > 1e-3
     with pytest.raises(UnsupportedModel, match="sliding layers"):
         engine.attended(laid(encoded), query, encoded[0].advance)
@@ -636,7 +636,7 @@ def test_sliding_layers_do_not_see_all(kind: str, tmp_path: Path) -> None:
 def test_tokens_of_a_picture_see_those_behind_them(name: str, folders: Callable[[str], Path]) -> None:
     """In all layers or in those that slide, forward as far as a picture reaches; never across two pictures, never cut."""
     engine = opened(folders(name))
-    told = engine._both_ways
+    told = engine.decoder.both_ways
     assert told == {"gemma3": "all", "gemma4": "sliding"}[name]
     encoded, query = shown(engine), engine.encode_query(QUERY)
     (media,) = encoded[1].media
@@ -644,9 +644,9 @@ def test_tokens_of_a_picture_see_those_behind_them(name: str, folders: Callable[
     fed = engine.inputs(encoded)
     assert fed.pictures is not None and fed.pictures.unique().tolist() == [-1, 0, 1]
     seen = engine.logits(laid(encoded), query)
-    engine._both_ways = ""
+    engine.decoder.both_ways = ""
     assert float((engine.logits(laid(encoded), query) - seen).abs().max()) > 1e-3
-    engine._both_ways = told
+    engine.decoder.both_ways = told
     span, last = engine.prefill([], encoded[1], 0), media.offset + media.tokens
     for cut in (media.offset + 1, last - 1):
         layout = [Segment(encoded[1], 0, span, recompute=((cut, encoded[1].tokens),))]

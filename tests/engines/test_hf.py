@@ -226,7 +226,7 @@ def test_elimination_hides_what_stands_behind_the_newest_25(text_dir: Path) -> N
         mask[at] &= torch.isin(torch.arange(len(ids)), torch.tensor(held))
         if len(held) > max(prompt, -(-9 * (at + 1) // 10)):
             held.pop(max(len(held) - 1 - 25, head))
-    logits = engine._model(torch.tensor([ids]), attention_mask=mask[None, None]).logits[0]
+    logits = engine.decoder.model(torch.tensor([ids]), attention_mask=mask[None, None]).logits[0]
     assert made.token_ids == logits[prompt - 1 :].argmax(-1).tolist()
     assert made.token_ids != plain.token_ids and len(held) == max(prompt, -(-9 * len(ids) // 10))
     with pytest.raises(UnsupportedModel, match="hold must be 1"):

@@ -147,7 +147,7 @@ def on(engine: Any, store: str, tenant: str = "") -> Engine:
     view.store = open_store(store, tenant=tenant)
     view.repo = SpanRepository(view.store, engine.spec.identity, spec=engine.spec.kv)
     checkpoint, identity = engine.encoder.checkpoint, engine.spec.identity
-    view.encoder = Encoder(checkpoint, identity, view.repo, engine._see, engine._positions, engine.counters)
+    view.encoder = Encoder(checkpoint, identity, view.repo, engine._see, engine.decoder.positions, engine.counters)
     return view
 
 

@@ -1,0 +1,340 @@
+"""The model of the transformers engine: sequences of loaded and computed segments in its cache, and its towers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ctxwin.engines.base import EngineSpec
+from ctxwin.engines.encoding.checkpoint import Checkpoint
+from ctxwin.engines.encoding.families import both_ways, run_tower
+from ctxwin.engines.hf import model as hf_model
+from ctxwin.engines.hf import recurrent
+from ctxwin.engines.outputs import concat_outputs, rows_of
+from ctxwin.engines.results import EngineCounters
+from ctxwin.engines.segments import Encoded, MediaSpan, Segment, check_states
+from ctxwin.errors import AnswerStopped, EngineFailed
+from ctxwin.kv.config import attention_layers, sliding_window
+from ctxwin.kv.kernels.staging import to_host
+from ctxwin.kv.layout import SpanKV
+from ctxwin.kv.patch import apply_patch
+from ctxwin.kv.relocate import relocate
+from ctxwin.kv.rows import from_rows, to_rows
+from ctxwin.kv.states import States, compose_states
+
+
+@dataclass
+class ForwardPass:
+    """One sequence in the cache of a `Decoder`: the slots of each segment, and its cost.
+
+    Attributes:
+        embed: gives the stored embeddings of a medium by its key.
+        counters: what its forwards are added to.
+    """
+
+    cache: Any
+    embed: Callable[[str], torch.Tensor]
+    counters: EngineCounters
+    tokens: int = 0
+    slices: list[tuple[int, int]] = field(default_factory=list)
+    states: dict[int, States] = field(default_factory=dict)  # by the number of preceding slots
+    logits: torch.Tensor | None = None
+    outputs: list[Mapping[str, torch.Tensor]] = field(default_factory=list)
+    computed: int = 0
+    forwards: int = 0
+    bytes_loaded: int = 0
+
+    def usable_logits(self) -> torch.Tensor:
+        """Return the latest logits; raise EngineFailed where they are missing or NaN."""
+        if self.logits is None or bool(self.logits.isnan().any()):
+            raise EngineFailed("the model gave no usable logits (NaN); try dtype='float32'")
+        return self.logits
+
+    @property
+    def last(self) -> torch.Tensor:
+        """Logits after the last token."""
+        assert self.logits is not None
+        return self.logits[-1]
+
+
+class Decoder:
+    """A loaded model, which runs one forward at a time.
+
+    Attributes:
+        device: where it computes.
+        window: window of its sliding layers; None for a model without.
+        both_ways: see `ctxwin.engines.encoding.families.both_ways`.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, device: str, dtype: str, spec: EngineSpec) -> None:
+        self.device, self._model = hf_model.load(checkpoint, device, dtype)
+        self.spec, self._checkpoint, self._dtype = spec, checkpoint, getattr(torch, dtype)
+        self.window, self.both_ways = sliding_window(checkpoint.config), both_ways(checkpoint.config)
+        self._last_output: Any = None  # the latest output of its layers
+        if spec.outputs:
+            self.model.get_decoder().register_forward_hook(self._capture_output)
+        self._hears = checkpoint.family is not None and checkpoint.family.sound
+        self._deep = hf_model.deep_layers(checkpoint.config)
+        self._attention = attention_layers(checkpoint.config)
+        self._own_inputs = bool(getattr(checkpoint.text_config, "hidden_size_per_layer_input", None))
+        every = range(int(checkpoint.text_config.num_hidden_layers))
+        self._recurrent = tuple(i for i in every if i not in self._attention)
+        if spec.kv.maps:
+            recurrent.install_hooks(self.model.get_decoder())
+
+    @property
+    def model(self) -> Any:
+        """The whole model. Raises EngineFailed once it is closed."""
+        if self._model is None:
+            raise EngineFailed("the engine is closed; open it again")
+        return self._model
+
+    def close(self) -> None:
+        """Release the model."""
+        self._model = None
+
+    def begin(
+        self, segments: Sequence[Segment], embed: Callable[[str], torch.Tensor], counters: EngineCounters
+    ) -> ForwardPass:
+        """Return a pass over ``segments`` with an empty cache. Raises EngineFailed where the model is closed."""
+        from transformers import DynamicCache
+
+        _ = self.model  # raises where it is closed
+        slots = [segment.slots for segment in segments]
+        ends = list(itertools.accumulate(slots))
+        slices = [(end - count, end) for count, end in zip(slots, ends, strict=True)]
+        tokens = sum(segment.tokens for segment in segments)
+        # Given a config, the cache would learn which layers slide, and drop tokens that left the window.
+        config = self._checkpoint.text_config if self.spec.kv.recurrent else None
+        return ForwardPass(DynamicCache(config=config), embed, counters, tokens, slices)
+
+    def fill(
+        self, done: ForwardPass, segments: Sequence[Segment], keep: int = 1, stopped: Callable[[], bool] | None = None
+    ) -> None:
+        """Load or compute ``segments`` after the cached ones: neighbours with a span share a load, others a forward.
+
+        ``stopped`` is polled before each forward, which then covers one segment; once it is true, AnswerStopped is raised.
+        """
+        filled = (part for segment in segments if segment.tokens for part in segment.parts())
+        if self.spec.kv.recurrent:
+            check_states(self.spec.model, segments, self.spec.state_patches)
+        try:
+            with torch.no_grad():
+                for loaded, grouped in itertools.groupby(filled, lambda segment: segment.span is not None):
+                    run = list(grouped)
+                    if loaded:
+                        self._load(done, run)
+                        continue
+                    # A state is there at the end of a forward only.
+                    separate = stopped is not None or self.spec.kv.recurrent
+                    for part in [[segment] for segment in run] if separate else [run]:
+                        if stopped is not None and stopped():
+                            raise AnswerStopped("the engine is wanted for other work")
+                        self._compute(done, part, keep)
+        except RuntimeError as error:  # torch's own: out of memory, a failed kernel
+            if isinstance(error, AnswerStopped):
+                raise
+            raise EngineFailed(f"the forward over {done.tokens} tokens failed: {error}") from error
+
+    def check(self, segments: Sequence[Segment], room: int = 0) -> None:
+        """Check that ``segments``, of which the last has no span, and ``room`` generated tokens fit the model."""
+        tokens = sum(p.encoded.tokens for p in segments)
+        last = max((p.start + int(p.encoded.positions.max()) for p in segments if p.encoded.tokens), default=0)
+        if not segments or not segments[-1].encoded.tokens or segments[-1].span is not None:
+            raise ValueError("the last segment of a forward must have tokens to compute, got none")
+        if tokens + room > self.spec.max_tokens or last + room >= self.spec.max_tokens:
+            raise EngineFailed(
+                f"{tokens} prompt tokens (up to position {last}) and {room} to generate must fit the model's "
+                f"{self.spec.max_tokens} positions; drop chunks or ask for fewer tokens"
+            )
+
+    def _load(self, done: ForwardPass, segments: Sequence[Segment]) -> None:
+        """Write relocated spans into the cache: one rotation per span, one append per layer."""
+        keys, values, states = [], [], list[States]()
+        for segment in segments:
+            span = segment.span
+            assert span is not None
+            if not torch.equal(span.positions.cpu(), torch.tensor(segment.places)):
+                raise ValueError(
+                    f"a span must have its segment's {segment.encoded.tokens} positions, got {span.tokens} others (chunk "
+                    f"{segment.encoded.chunk_id[:12]})"
+                )
+            states_on_device = {name: state.to(self.device) for name, state in span.states.items()}
+            here = SpanKV(span.k.to(self.device), span.v.to(self.device), span.positions.to(self.device), span.start)
+            here = replace(here, states=states_on_device)
+            if segment.patch is None:
+                moved = relocate(here, self.spec.kv, segment.start)
+            else:
+                moved = apply_patch(here, segment.patch, self.spec.kv, segment.start)
+            if self.spec.outputs:
+                done.outputs.append(span.outputs)
+            keys.append(moved.k.to(self._dtype))
+            values.append(moved.v.to(self._dtype))
+            states.append(moved.states)
+            done.bytes_loaded += span.nbytes
+        k, v = torch.cat(keys, dim=1), torch.cat(values, dim=1)
+        for layer, pair in zip(self._attention, from_rows(self.spec.kv, lambda i: (k[i], v[i])), strict=True):
+            # Transformers caches MLA's latent as "keys" and its decoupled rope keys as "values".
+            first, second = pair[::-1] if self.spec.kv.family == "mla" else pair
+            done.cache.update(first.transpose(0, 1)[None], second.transpose(0, 1)[None], layer)
+        if self.spec.kv.recurrent:
+            end_states: States = recurrent.states_of(done.cache)
+            for segment, states_here in zip(segments, states, strict=True):
+                end_states = compose_states(end_states, states_here) if segment.approximate else states_here
+            recurrent.set_states(done.cache, end_states)
+
+    def _compute(self, done: ForwardPass, segments: Sequence[Segment], keep: int) -> None:
+        """Run `_forward`, and keep the states after it where they are captured."""
+        if not self.spec.kv.recurrent:
+            self._forward(done, segments, keep)
+            return
+        with recurrent.capture_maps(self._recurrent if self.spec.kv.maps else ()) as maps:
+            self._forward(done, segments, keep)
+        if segments[-1].capture or self.spec.kv.maps:
+            done.states[self.slots(done)] = {**recurrent.states_of(done.cache), **maps}
+
+    def slots(self, done: ForwardPass) -> int:
+        """Return the number of slots in the cache."""
+        return int(done.cache.get_seq_length(self._attention[0]))
+
+    def remove_last(self, done: ForwardPass, count: int, states: States) -> None:
+        """Remove the last ``count`` tokens from the cache; ``states`` are those that preceded them."""
+        if not self.spec.kv.recurrent:
+            done.cache.crop(-count)
+            return
+        for layer in self._attention:
+            done.cache.layers[layer].crop(-count)
+        recurrent.set_states(done.cache, states)
+
+    def _forward(self, done: ForwardPass, segments: Sequence[Segment], keep: int = 1) -> None:
+        """Run one forward over neighbouring segments after everything in the cache."""
+        fed = self.inputs([p.encoded for p in segments], done.embed)
+        positions = torch.from_numpy(np.concatenate([p.encoded.positions + p.start for p in segments], axis=1))
+        self.feed(done, fed, positions, keep)
+        tokens = int(fed.embeds.shape[0])
+        done.computed += tokens
+        done.forwards += 1
+        done.counters.prefill_tokens += tokens
+        done.counters.prefill_forwards += 1
+
+    def feed(self, done: ForwardPass, fed: hf_model.Inputs, positions: torch.Tensor, keep: int = 1) -> None:
+        """Run T tokens at ``positions [3, T]`` and put the logits of the last ``keep`` into ``done``."""
+        past, new = self.slots(done), int(fed.embeds.shape[0])
+        text, head = self.model.get_decoder(), self.model.get_output_embeddings()
+        mask = hf_model.masks(self.model, past, new, self.window, fed.pictures, self.both_ways != "sliding")
+        places = positions.to(self.device)
+        run: dict[str, Any] = dict(
+            inputs_embeds=fed.embeds[None],
+            position_ids=places[:, None] if self.spec.kv.rope.sections else places[:1],
+            attention_mask=mask,
+            past_key_values=done.cache,
+            use_cache=True,
+        )
+        if self._own_inputs:  # each layer's embedding of a token, which the model would read back from its embedding
+            assert fed.ids is not None
+            run["per_layer_inputs"] = text.get_per_layer_inputs(fed.ids.to(self.device)[None], None)
+        if self.spec.kv.recurrent:
+            masks = {"full_attention": mask, "linear_attention": None}
+            out = text(**{**run, "attention_mask": masks})
+            logits = head(out.last_hidden_state[:, -keep:])
+        elif fed.deep is None and not self._hears:
+            logits = self.model(**run, logits_to_keep=keep).logits
+        else:  # the whole model takes such features from pixels only, its decoder takes them as they are
+            if fed.deep is not None:
+                every = torch.ones(1, new, dtype=torch.bool, device=self.device)
+                run |= {"visual_pos_masks": every, "deepstack_visual_embeds": list(fed.deep)}
+            out = text(**run)  # Qwen2.5-Omni as a whole would give the logits of every token
+            logits = head(out.last_hidden_state[:, -keep:])
+        done.logits = logits[0].to("cpu", torch.float32)
+        if self.spec.outputs:
+            done.outputs.append({name: rows.to("cpu") for name, rows in rows_of(self._last_output, new).items()})
+            self._last_output = None
+
+    def span(self, done: ForwardPass, part: tuple[int, int], positions: np.ndarray, start: int) -> SpanKV:
+        """Copy part of the cache to the CPU, in the frame it was computed in."""
+
+        def take(layer: int, name: str) -> torch.Tensor:
+            cached: torch.Tensor = getattr(done.cache.layers[layer], name)[0, :, part[0] : part[1]]
+            return cached.transpose(0, 1)
+
+        rope, content = ("values", "keys") if self.spec.kv.family == "mla" else ("keys", "values")
+        outputs = concat_outputs(done.outputs) if self.spec.outputs else {}
+        rows = {name: all_of_it[part[0] : part[1]].clone() for name, all_of_it in outputs.items()}
+        states: States = {}
+        if self.spec.kv.recurrent:
+            end_states = done.states.get(part[1])
+            if end_states is None and part[1] == self.slots(done):
+                end_states = recurrent.states_of(done.cache)
+            states = {name: state.to("cpu") for name, state in (end_states or {}).items()}
+        k, v = to_rows(self.spec.kv, [(take(i, rope), take(i, content)) for i in self._attention])
+        span = SpanKV(to_host(k), to_host(v), torch.tensor(positions), start, rows, states)
+        span.validate(self.spec.kv)
+        return span
+
+    def inputs(self, encodeds: Sequence[Encoded], embed: Callable[[str], torch.Tensor]) -> hf_model.Inputs:
+        """Return the decoder inputs of neighbouring encoded segments, T tokens together; no vision encode.
+
+        Raises:
+            ChunkUnavailable: vision embeddings left the store.
+            EngineFailed: the embeddings have another model's shape.
+        """
+        ids = torch.tensor([i for encoded in encodeds for i in encoded.token_ids], dtype=torch.int64)
+        words = self.words(ids)
+        starts = itertools.accumulate((encoded.tokens for encoded in encodeds), initial=0)
+        media_rows = []
+        for at, encoded in zip(starts, encodeds, strict=False):
+            for media in encoded.media:
+                # In a part of a chunk a medium may begin before it and end after it.
+                begin, end = max(0, -media.offset), min(media.tokens, encoded.tokens - media.offset)
+                stored = embed(media.key)
+                places, rows = media.placeholders(begin, end)
+                if stored.shape[0] == media.tokens - len(media.words):
+                    stored = stored[rows]
+                if media.modality == "audio":  # the layers add nothing for sound
+                    stored = torch.nn.functional.pad(stored, (0, self._deep * int(words.shape[1])))
+                media_rows.append(([at + media.offset + i for i in places], stored))
+        for places, _ in media_rows:
+            ids[places] = self._checkpoint.text_config.pad_token_id or 0  # as transformers has it for media
+        return replace(hf_model.inputs(words, media_rows, self._deep, bool(self.both_ways)), ids=ids)
+
+    def words(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return word embeddings ``[T, hidden]`` of ids ``[T]``."""
+        with torch.no_grad():
+            rows = self.model.get_input_embeddings()(ids.to(self.device))
+        assert isinstance(rows, torch.Tensor)
+        return rows
+
+    def _capture_output(self, module: Any, args: Any, output: Any) -> None:
+        self._last_output = output
+
+    def see(self, pixels: Any, grids: Any, heard: bool = False) -> torch.Tensor:
+        """Run the vision tower, or the audio tower if ``heard``: embeddings ``[tokens, hidden * (1 + D)]`` of all items."""
+        with torch.no_grad():
+            if heard:
+                features = pixels[None].to(self.device, self._dtype)
+                mask = torch.ones_like(features[:, 0], dtype=torch.int64)
+                tower = self.model.get_audio_features
+                embeddings = tower(features, feature_attention_mask=mask, return_dict=True).last_hidden_state
+                assert isinstance(embeddings, torch.Tensor)
+                return embeddings
+            family = self._checkpoint.family
+            assert family is not None
+            inputs_on_device = pixels.to(self.device, self._dtype), grids.to(self.device)
+            features_of_items = run_tower(self.model, family, self._checkpoint.config, *inputs_on_device)
+            deep = getattr(features_of_items, "deepstack_features", None) or ()
+            # The model's own order, which is vLLM's too: input embeddings first, then layer by layer. Items are separate, or in
+            # one tensor: InternVL's tiles [tiles, tokens, hidden], and deep layers in transformers before 5.19.
+            parts = [
+                p.flatten(0, -2) if isinstance(p, torch.Tensor) else torch.cat(list(p))
+                for p in (features_of_items.pooler_output, *deep)
+            ]
+            return torch.cat(parts, dim=-1)
+
+    def positions(self, token_ids: Sequence[int], media: Sequence[MediaSpan]) -> tuple[np.ndarray, int]:
+        """Apply the model's own position rule; see `ctxwin.engines.hf.model.positions`."""
+        return hf_model.positions(self.model, token_ids, media)
