@@ -45,6 +45,8 @@ def before_abandon(callback: Callable[[], None]) -> None:
 def abandon(status: int) -> NoReturn:
     """End this process at once, with what callers of `before_abandon` keep outside it; for one that serves nothing yet."""
     for callback in _callbacks:
+        # Called by signal handlers, in the midst of anything: no failure may keep the others from their turn, or this process
+        # from its end, and a log's stream may be the very thing that was interrupted.
         with contextlib.suppress(Exception):
             callback()
     os._exit(status)
