@@ -54,9 +54,8 @@ def log_wealth(harms: Mapping[float, int], p: float) -> float:
     logs = []
     for weight, part in BETS:
         factors = [(count, ratio(harm, part * p, p)) for harm, count in harms.items()]
-        if all(
-            factor > 0 for _, factor in factors
-        ):  # a bet on no harm at all is lost with the first entirely harmed unit
+        # A bet on no harm at all is lost with the first entirely harmed unit.
+        if all(factor > 0 for _, factor in factors):
             logs.append(math.log(weight) + math.fsum(count * math.log(factor) for count, factor in factors))
     top = max(logs)
     return top + math.log(math.fsum(math.exp(value - top) for value in logs))

@@ -61,9 +61,8 @@ def from_rows(spec: KVSpec, row: Callable[[int], Pair]) -> Iterator[Pair]:
     at = 0
     for kind in layer_kinds(spec):
         count = rows_of(kind, spec.k_dim)
-        pairs = [
-            tuple(x.flatten(1).clone() for x in row(i)) for i in range(at, at + count)
-        ]  # a kernel reuses its buffers
+        # A kernel reuses its buffers.
+        pairs = [tuple(x.flatten(1).clone() for x in row(i)) for i in range(at, at + count)]
         sides = [torch.cat(list(side), dim=1) for side in zip(*pairs, strict=True)]
         k, v = (x[:, : kind.heads * kind.head_dim].reshape(len(x), kind.heads, kind.head_dim) for x in sides)
         yield k, v

@@ -284,9 +284,8 @@ def _own_kv(
     if reusable and gaps and fidelity.survivors == "slid" and tuple(reusable.antecedents[: len(gaps[1])]) != gaps[1]:
         gaps = None  # a later chunk was taken out, or this one came back after other chunks
     if reusable and gaps and fidelity.keeps_survivors and fidelity.allows("survivor"):
-        lane: Lane = (
-            "survivor" if reusable.slots is None else "merged"
-        )  # in fewer slots it is that, whatever left in front of it
+        # In fewer slots it is that, whatever left in front of it.
+        lane: Lane = "survivor" if reusable.slots is None else "merged"
         conditioning = reusable.model_copy(update={"exact": False, "depth": reusable.depth + 1, "lane": lane})
         yield Choice(entry, lane, front, conditioning, not_attended=gaps[0], evicted_antecedents=gaps[1])
 

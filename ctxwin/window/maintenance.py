@@ -169,9 +169,8 @@ class Maintenance:
                 _observe_orders(self.core, state)
             if fidelity.allows("partial"):
                 for p in state.placed:
-                    if (
-                        p.kv is not None and p.kv.lane == "formed" and p.media
-                    ):  # its neighbours change: linked from now on
+                    # Its neighbours change: linked from now on.
+                    if p.kv is not None and p.kv.lane == "formed" and p.media:
                         self.core.assembly.canonical(state, p, None, Work(background=True))
             demand = self.core.assembly.demand()
             if if_short and not demand.short:

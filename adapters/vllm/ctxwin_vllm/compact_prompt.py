@@ -41,9 +41,8 @@ def compact_prompt(
     slots = sum(segment.encoded.tokens for segment in compact[: last + 1])
     at = sum(segment.encoded.advance for segment in compact[: last + 1])
     end = segments[last].start + segments[last].encoded.advance
-    moved = (
-        end - at
-    )  # the position that the first prompt token stands for, counted back from the end of the last merged segment
+    # The position that the first prompt token stands for, counted back from the end of the last merged segment.
+    moved = end - at
     least = min(segment.start for segment in compact[: last + 1]) - moved
     if least < 0:
         compact[: last + 1] = [_relabelled(segment, -least, kv) for segment in compact[: last + 1]]

@@ -318,9 +318,8 @@ class StepDriver(Driver):
                 task()
         waiting = {ticket.request: ticket for ticket in list(self._tickets.values())}
         self._tickets.clear()
-        if (
-            self._dead is None and waiting
-        ):  # a vLLM that another program runs goes on, and must not return outputs of our requests
+        # A vLLM that another program runs goes on, and must not return outputs of our requests.
+        if self._dead is None and waiting:
             with contextlib.suppress(Exception):
                 self._engine.abort_request(list(waiting), internal=True)
         for ticket in waiting.values():

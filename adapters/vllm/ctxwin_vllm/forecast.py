@@ -29,9 +29,8 @@ def forecast(prompts: EnginePrompts, calls: Sequence[Call]) -> list[int] | None:
 def _requests(prompts: EnginePrompts, call: Call, blocks: set[str]) -> Iterator[int]:
     """Yield the computed tokens of each request, as `AskRunner.fill_layout` and its callers would make them."""
     layout = itertools.chain.from_iterable(segment.parts() for segment in call.layout)
-    segments = [
-        replace(s, span=call.placeholder) if s.span is None and not s.encoded.tokens else s for s in layout
-    ]  # of an empty system prompt nothing is computed
+    # Of an empty system prompt nothing is computed.
+    segments = [replace(s, span=call.placeholder) if s.span is None and not s.encoded.tokens else s for s in layout]
     namespace = prompts.namespace(segments, call.salt)
     last = max((i for i, segment in enumerate(segments) if segment.span is not None), default=0)
     for i in range(last):

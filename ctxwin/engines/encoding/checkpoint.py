@@ -141,9 +141,8 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
         with _named_files("a tokenizer", path):
             tokenizer = AutoTokenizer.from_pretrained(path)
         source = tokenizer.chat_template
-    if not tokenizer("a", add_special_tokens=False)[
-        "input_ids"
-    ]:  # transformers makes an empty one where there are no files
+    # Transformers makes an empty one where there are no files.
+    if not tokenizer("a", add_special_tokens=False)["input_ids"]:
         raise UnsupportedModel(_without("a tokenizer", path))
     try:
         generation = GenerationConfig.from_pretrained(path)

@@ -43,9 +43,8 @@ def load(checkpoint: Checkpoint, device: str, dtype: str) -> tuple[torch.device,
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
     loader: Any = AutoModelForCausalLM if checkpoint.media is None else AutoModelForImageTextToText
-    if (
-        checkpoint.media is not None and checkpoint.media.audio is not None
-    ):  # of an Omni folder, which also holds a talker, only the text backbone
+    # Of an Omni folder, which also holds a talker, only the text backbone.
+    if checkpoint.media is not None and checkpoint.media.audio is not None:
         loader = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(checkpoint.config)]
     try:
         place = torch.device(device)

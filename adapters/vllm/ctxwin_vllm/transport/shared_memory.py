@@ -114,9 +114,8 @@ class SharedMemoryTransport(Transport):
         self.source = watchdog.Lifeline(str(self.path))
         self.max_bytes = min(MAX_BYTES, free // 2) if max_bytes is None else max_bytes
         self.alive: Callable[[], bool] = lambda: True  # set by the engine: whether vLLM's processes still run
-        self.step: Callable[[], object] = lambda: (
-            None
-        )  # set by the engine: returns between two later steps of all workers
+        # Set by the engine: returns between two later steps of all workers.
+        self.step: Callable[[], object] = lambda: None
         self.ranks = 1  # of all stages
         self.stages = 1
         self.draft_model: KVSpec | None = None  # layout of the draft model's KV, set by the engine
