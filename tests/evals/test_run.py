@@ -70,8 +70,12 @@ def same_figures(ours: Runner, theirs: Runner) -> None:
         assert (one.stored, one.over, one.computed) == (other.stored, other.over, other.computed)
 
 
-@pytest.mark.parametrize("n", [1, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.guard])])
-def test_requests_to_an_engine_give_the_figures_of_the_decoder(n: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("n", "tasks"),
+    [(1, TASKS[1:]), pytest.param(2, TASKS, marks=[pytest.mark.slow, pytest.mark.guard])],
+    ids=["few items", "more items"],
+)
+def test_requests_to_an_engine_give_the_figures_of_the_decoder(n: int, tasks: Any, tmp_path: Path) -> None:
     """As on vLLM, which is not read inside: a re-prefill is a request, and what an arm serves is loaded from spans."""
     from ctxwin.engines.hf.engine import HFEngine
 
@@ -82,8 +86,8 @@ def test_requests_to_an_engine_give_the_figures_of_the_decoder(n: int, tmp_path:
     runs = {}
     with HFEngine(checkpoint_dir(), dtype="float32") as tiny:
         for name, inside in (("served", False), ("inside", None)):
-            runs[name] = Runner(tiny, Settings(basis_items=8), tmp_path / name, TASKS, inside=inside)
-            runs[name].run(plan_jobs(parse_arms(arms), TASKS), n)
+            runs[name] = Runner(tiny, Settings(basis_items=8), tmp_path / name, tasks, inside=inside)
+            runs[name].run(plan_jobs(parse_arms(arms), tasks), n)
         same_figures(runs["inside"], runs["served"])
         assert {arm for _, arm, _ in runs["served"].samples.rows} == set(arms.split(","))
         with pytest.raises(ValueError, match=r"got quest:0.5, oracle, which read inside the model; leave them out"):
