@@ -30,8 +30,6 @@ _TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 
 
 def _arguments(name: str, folder: Path) -> list[str]:
-    if name == "open":
-        return ["--windows", "auto", "--enable-prompt-tokens-details", *_TOOLS]
     ours = "--ctxwin-" if name == "stock" else "--"
     (folder / "tenants.toml").write_text(TENANTS)
     stored = [f"{ours}tenants", str(folder / "tenants.toml"), f"{ours}store", f"tiered:memory:,disk:{folder / 'kv'}"]

@@ -27,6 +27,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 CONTROLS = {"again": {"windows": "off"}, "uncached": {"windows": "off"}}
 """vLLM alone a second time, for how much its own times differ; and without a prefix cache, for its own log-probabilities."""
+HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer key-own"}
 TOLERANCE = 5e-5
 """Most difference in log-probability between exact windows and vLLM alone.
 
@@ -351,7 +352,7 @@ class Runner:
         begin = time.perf_counter()
         connection = http.client.HTTPConnection(self._host, timeout=self.guard())
         try:
-            connection.request("POST", PATHS[route], raw, {"Content-Type": "application/json", **headers})
+            connection.request("POST", PATHS[route], raw, {**HEADERS, **headers})
             response = connection.getresponse()
             content = response.read()
         except TimeoutError:
@@ -372,9 +373,7 @@ class Runner:
         """One request that its client gives up: after so many seconds, or, for None, behind the first event."""
         connection = http.client.HTTPConnection(self._host, timeout=self.guard())
         try:
-            connection.request(
-                "POST", PATHS[route], json.dumps(body).encode(), {"Content-Type": "application/json", **headers}
-            )
+            connection.request("POST", PATHS[route], json.dumps(body).encode(), {**HEADERS, **headers})
             if seconds is None:
                 connection.getresponse().readline()
             else:
