@@ -143,22 +143,6 @@ def test_its_maintenance_has_the_methods_of_a_windows() -> None:
         assert list(inspect.signature(method).parameters) == list(inspect.signature(ours[name]).parameters), name
 
 
-def test_maintenance_is_done_on_the_server(window: RemoteWindow) -> None:
-    first, second = window.extend(CHUNKS[:2])
-    assert window.maintenance.prefill() == [first, second]
-    assert window.maintenance.dependents(first) == (second,)
-    assert window.maintenance.refresh() == [] and window.maintenance.compress(if_short=True) == 0
-    window.maintenance.touch(first)
-    window.maintenance.check()
-    assert window.snapshot().find(first).reads > window.snapshot().find(second).reads
-    with pytest.raises(ValueError, match="leave a chunk behind"):
-        window.maintenance.prepare_orbit([first, second], orders=2)
-    with pytest.raises(ValueError, match="allow merged KV"):
-        window.maintenance.merge(first, 0.5)
-    with pytest.raises(UnknownChunk):
-        window.maintenance.touch("nobody")
-
-
 @pytest.mark.parametrize("name", ["dependents", "touch", "prepare_orbit", "refresh", "compress", "merge", "prefill"])
 def test_names_of_maintenance_say_where_they_have_gone(window: RemoteWindow, name: str) -> None:
     assert not hasattr(window, name)
@@ -418,6 +402,22 @@ def test_what_is_disposable(engine: Engine, window: RemoteWindow) -> None:
     found = window.disposable(ids[2], QUESTION, 3)
     assert found.kl == pytest.approx(expected.kl, rel=1e-4)  # each computes its chunks in cuts of its own
     assert dataclasses.replace(found, kl=expected.kl) == expected
+
+
+def test_maintenance_is_done_on_the_server(window: RemoteWindow) -> None:
+    first, second = window.extend(CHUNKS[:2])
+    assert window.maintenance.prefill() == [first, second]
+    assert window.maintenance.dependents(first) == (second,)
+    assert window.maintenance.refresh() == [] and window.maintenance.compress(if_short=True) == 0
+    window.maintenance.touch(first)
+    window.maintenance.check()
+    assert window.snapshot().find(first).reads > window.snapshot().find(second).reads
+    with pytest.raises(ValueError, match="leave a chunk behind"):
+        window.maintenance.prepare_orbit([first, second], orders=2)
+    with pytest.raises(ValueError, match="allow merged KV"):
+        window.maintenance.merge(first, 0.5)
+    with pytest.raises(UnknownChunk):
+        window.maintenance.touch("nobody")
 
 
 def test_unknown_chunks_in_a_chat_are_not_found(client: OpenAI) -> None:
