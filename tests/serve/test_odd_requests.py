@@ -14,7 +14,11 @@ from serve.odd_requests import odd_requests, send
 from serve.test_vllm_server import Process
 
 pytestmark = pytest.mark.vllm
-COUNTS = [150, pytest.param(int(os.environ.get("CTXWIN_ODD_REQUESTS", "20000")) // 2, marks=pytest.mark.slow)]
+COUNTS = [
+    40,
+    pytest.param(150, marks=[pytest.mark.slow, pytest.mark.guard]),
+    pytest.param(int(os.environ.get("CTXWIN_ODD_REQUESTS", "20000")) // 2, marks=pytest.mark.slow),
+]
 SEED = int(os.environ.get("CTXWIN_ODD_SEED", "0"))
 
 
