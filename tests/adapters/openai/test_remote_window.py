@@ -405,7 +405,7 @@ def test_what_is_disposable(engine: Engine, window: RemoteWindow) -> None:
 
 
 def test_maintenance_is_done_on_the_server(window: RemoteWindow) -> None:
-    first, second = window.extend(CHUNKS[:2])
+    first, second = window.extend([Chunk.text("a first note"), Chunk.text("a second one")])
     assert window.maintenance.prefill() == [first, second]
     assert window.maintenance.dependents(first) == (second,)
     assert window.maintenance.refresh() == [] and window.maintenance.compress(if_short=True) == 0
