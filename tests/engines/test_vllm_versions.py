@@ -13,6 +13,8 @@ import importlib.util
 import inspect
 import logging
 import re
+import threading
+import time
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -409,3 +411,31 @@ def test_vllm_starts_beside_numba() -> None:
 
     internals.let_numba_be_scanned()
     dispatcher._rebind_kernels([])
+
+
+def test_a_process_that_waits_for_another_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages that come a while after one another are read with few looks for them."""
+    broadcast = pytest.importorskip("vllm.distributed.device_communicators.shm_broadcast")
+    from ctxwin_vllm import internals
+
+    looks: list[None] = []
+
+    def counted(pause: Callable[..., None]) -> Callable[[], None]:
+        return lambda: (looks.append(None), pause())[1]
+
+    monkeypatch.setattr(broadcast, "sched_yield", broadcast.sched_yield)  # put back behind the test
+    writer = broadcast.MessageQueue(n_reader=1, n_local_reader=1)
+    reader = broadcast.MessageQueue.create_from_handle(writer.export_handle(), 0)
+    threads = [threading.Thread(target=queue.wait_until_ready) for queue in (writer, reader)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    internals.sleep_while_waiting()
+    broadcast.sched_yield = counted(broadcast.sched_yield)
+    timers = [threading.Timer(0.05 * (number + 1), writer.enqueue, (number,)) for number in range(4)]
+    begin = time.monotonic()
+    for timer in timers:
+        timer.start()
+    assert [reader.dequeue(timeout=60) for _ in timers] == [0, 1, 2, 3]
+    assert 0 < len(looks) <= (time.monotonic() - begin) / internals.PAUSE_S

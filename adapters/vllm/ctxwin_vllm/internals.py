@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+import time
 from concurrent.futures import InvalidStateError
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ from ctxwin.kv.config import text_backbone
 
 CHECKED = TESTED
 """The minor versions of vLLM on which every function here was read and run."""
+PAUSE_S = 2e-4
+"""Seconds between two looks for a message, see `sleep_while_waiting`."""
 
 
 def in_process(engine: Any) -> bool:
@@ -108,6 +112,16 @@ def wake_waiting(engine: Any, error: Exception) -> None:
         with contextlib.suppress(InvalidStateError):
             future.set_exception(error)
     client.outputs_queue.put_nowait(error)
+
+
+def sleep_while_waiting() -> None:
+    """Let this process sleep between two looks for a message of vLLM's other processes; vLLM's own way keeps a core busy.
+
+    On a machine with few cores that is one which the process it waits for could use. A message is seen up to `PAUSE_S` later.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    shm_broadcast.sched_yield = partial(time.sleep, PAUSE_S)
 
 
 def tensor_parallel() -> tuple[int, int]:
