@@ -34,6 +34,9 @@ LONG = frozenset((ROOT / "long.txt").read_text().split())
 # The studies are part of no wheel: `evals.studies` is found in the checkout, everything else where it is installed.
 sys.path.append(str(Path(__file__).parents[1]))
 
+# The suites that tests subclass say what they compared, too.
+pytest.register_assert_rewrite("engines.conformance", "ctxwin.store.testing")
+
 GUARDS = (
     "docs/test_pages.py::",
     "adapters/ray/test_deploy.py::",

@@ -71,7 +71,7 @@ def test_stopped_before_every_answer_it_says_the_same(example: ModuleType) -> No
         def run(**stops: Any) -> tuple[list[tuple[str, str]], int, list[int]]:
             context = example.Context(
                 engine=engine, ledger=Silent(), frames=frames, policy=example.Scripted(stream, 1), budget=487, reserve_tokens=48,
-                max_tokens=4,
+                max_tokens=4, serving={},
             )  # fmt: skip
             agent = example.graph().compile(checkpointer=InMemorySaver(), **stops)
             config = {"configurable": {"thread_id": "t"}, "recursion_limit": 100}

@@ -330,7 +330,7 @@ class Decoder:
             # The model's own order, which is vLLM's too: input embeddings first, then layer by layer. Items are separate, or in
             # one tensor: InternVL's tiles [tiles, tokens, hidden], and deep layers in transformers before 5.19.
             parts = [
-                p.flatten(0, -2) if isinstance(p, torch.Tensor) else torch.cat(list(p))
+                torch.cat([item.flatten(0, -2) for item in ([p] if isinstance(p, torch.Tensor) else p)])
                 for p in (features_of_items.pooler_output, *deep)
             ]
             return torch.cat(parts, dim=-1)
