@@ -77,11 +77,10 @@ def runner_on(driver: Any, transport: LocalTransport) -> AskRunner:
         transport=transport,
         prefixes=PrefixRecord(32, 8),
         check=lambda *_: 0,
-        checkpoint=SimpleNamespace(eos=()),
     )
     kv: Any = SimpleNamespace(recurrent=False, maps=False)
-    no_media: Any = None
-    return AskRunner(EnginePrompts(core, "", "m", no_media), kv, EngineCounters())
+    encoder: Any = SimpleNamespace(checkpoint=SimpleNamespace(eos=()))
+    return AskRunner(EnginePrompts(core, "", "m", encoder), kv, EngineCounters())
 
 
 def ask(

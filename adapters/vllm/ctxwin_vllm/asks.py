@@ -216,14 +216,14 @@ class AskRunner:
 
         ``computed`` prompt tokens were part of an earlier request of this call: a hit on them counts as no cache hit.
         """
-        core, driver, transport, loaded_only = self._core, self._core.driver, self._core.transport, 0
+        driver, transport, loaded_only = self._core.driver, self._core.transport, 0
         if not ask.tail:  # no later token needs them, and vLLM computes the KV of a prompt's last token
             segments = segments[: max((i + 1 for i, s in enumerate(segments) if not s.merged), default=0)]
         if any(segment.merged for segment in segments):
             segments, base, namespace, loaded_only = compact_prompt(segments, base, ask.salt, self._kv)
         prompt, transfer = self.transfer(segments, base, ask, capture, namespace)
         transfer.placeholder_tokens = max(transfer.placeholder_tokens, loaded_only)
-        eos = sorted(core.checkpoint.eos)
+        eos = sorted(self._prompts.encoder.checkpoint.eos)
         try:
             outcome = run(
                 driver,

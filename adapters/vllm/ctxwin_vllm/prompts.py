@@ -43,7 +43,7 @@ class EnginePrompts:
     """
 
     def __init__(self, core: Core, tenant: str, identity: str, encoder: Encoder) -> None:
-        self.core, self.tenant, self._identity, self._encoder = core, tenant, identity, encoder
+        self.core, self.tenant, self._identity, self.encoder = core, tenant, identity, encoder
         self._embeddings: LRUCache[torch.Tensor] = LRUCache(_EMBEDDED_BYTES)  # of the media of recent requests
 
     def namespace(self, segments: Sequence[Segment], salt: str) -> CacheNamespace:
@@ -75,7 +75,7 @@ class EnginePrompts:
 
     def _embedded(self, key: str) -> torch.Tensor:
         """Return the embeddings of a medium and keep them, since the next request mostly has the same media."""
-        embeddings = self._encoder.embed(key)
+        embeddings = self.encoder.embed(key)
         self._embeddings.put(key, embeddings, embeddings.nbytes)
         return embeddings
 
