@@ -432,7 +432,8 @@ def test_an_exchange_that_was_committed_before_the_cancellation_is_taken_back() 
             engine.go.set()
             with pytest.raises(asyncio.CancelledError):
                 await asked
-            assert window.ids == (a, await behind)
+            b = await behind
+            assert window.ids == (a, b)
 
     run(body)
 
