@@ -81,15 +81,21 @@ class Way:
 
     def _generate(self, chunk: Chunk | None) -> None:
         """Run one token of vLLM's own behind what is placed, ``chunk`` and the question, without the window."""
-        from vllm import SamplingParams, TokensPrompt
+        from vllm import SamplingParams
 
         engine = self.engine
         parts = [engine.encode_system_prompt(SYSTEM), *(engine.encode(p.chunk) for p in self.window.snapshot().placed)]
         parts += [] if chunk is None else [engine.encode(chunk)]
         ids = [i for part in (*parts, engine.encode_query(QUESTION)) for i in part.token_ids]
-        engine.core.driver.llm.generate(
-            TokensPrompt(prompt_token_ids=ids), SamplingParams(max_tokens=1), use_tqdm=False
-        )
+        driver = engine.core.driver
+        with driver.counted(background=False):  # the engine may be computing ahead for another way's window
+            ticket = driver.submit({"prompt_token_ids": ids}, SamplingParams(max_tokens=1, temperature=0.0), 0)
+            finished = False
+            while not finished:
+                output = ticket.outputs.get()
+                if isinstance(output, BaseException):
+                    raise output
+                finished = output.finished
 
     def described(self) -> dict[str, Any]:
         """The way as JSON."""
