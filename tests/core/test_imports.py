@@ -15,13 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ctxwin
-import ctxwin_chats
-import ctxwin_client
-import ctxwin_evals
-import ctxwin_ray
-import ctxwin_server
-import ctxwin_vllm
-import langchain_ctxwin
+from distributions import DISTRIBUTIONS
 
 LAYERS: list[set[str]] = [
     {"errors", "extras", "files", "hashing", "fidelity", "process_exit", "progress", "tracing", "validation"},
@@ -49,16 +43,7 @@ Parts of one layer may use each other, single modules never in a circle."""
 def _modules() -> dict[str, Path]:
     """Every module of all distributions by dotted name, without ``ctxwin.``; ``ctxwin`` itself left out."""
     named = {}
-    for package in (
-        ctxwin,
-        ctxwin_chats,
-        ctxwin_client,
-        ctxwin_evals,
-        ctxwin_ray,
-        ctxwin_server,
-        ctxwin_vllm,
-        langchain_ctxwin,
-    ):
+    for package in DISTRIBUTIONS:
         root = Path(str(package.__file__)).parent
         for path in root.rglob("*.py"):
             parts = path.relative_to(root).with_suffix("").parts

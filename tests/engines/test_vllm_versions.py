@@ -25,13 +25,6 @@ import pytest
 import torch
 
 import ctxwin
-import ctxwin_chats
-import ctxwin_client
-import ctxwin_evals
-import ctxwin_ray
-import ctxwin_server
-import ctxwin_vllm
-import langchain_ctxwin
 from ctxwin.engines import vllm_support as versions
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.kv.kernels import LoadPlan, SpanSlice
@@ -39,6 +32,7 @@ from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin_server.vllm import launchers
 from ctxwin_vllm import refusals
 from ctxwin_vllm.paged import PagedKV
+from distributions import DISTRIBUTIONS
 
 ROOT = Path(__file__).parents[2]
 needs_vllm = pytest.mark.skipif(
@@ -118,17 +112,7 @@ class TestVersions:
 
 def used_names() -> Iterator[tuple[str, str]]:
     """(module of vLLM, name taken from it) of all imports in ctxwin, those for type checkers among them."""
-    packages = (
-        ctxwin,
-        ctxwin_chats,
-        ctxwin_client,
-        ctxwin_evals,
-        ctxwin_ray,
-        ctxwin_server,
-        ctxwin_vllm,
-        langchain_ctxwin,
-    )
-    for folder in (Path(str(package.__file__)).parent for package in packages):
+    for folder in (Path(str(package.__file__)).parent for package in DISTRIBUTIONS):
         for path in folder.rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":

@@ -17,6 +17,7 @@ from ctxwin import Chunk, Fidelity, Library, Window
 from ctxwin.engines.base import Engine
 from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.errors import BadMedia, ChunkUnavailable, NameTaken, StoreFull, UnknownFile
+from ctxwin.library.prepared import prepared_key
 from ctxwin.media import png
 from ctxwin.store import open_store
 from ctxwin.store.base import Store
@@ -26,6 +27,7 @@ from ctxwin_client.errors import NotAllowed, UnknownLibrary
 from ctxwin_server.decode_pool import FileSplitters
 from ctxwin_server.limits import Limits
 from ctxwin_server.tenants import Tenant
+from engines.faults import wait_until
 from engines.scripted import ScriptedEngine
 from engines.tool_models import write_tool_model
 from serve.serving import Server, serving
@@ -74,6 +76,12 @@ def shelf(acme: OpenAI) -> Iterator[RemoteLibrary]:
     made.delete()
 
 
+def is_prepared(library: Library, engine: Engine) -> bool:
+    corpus = library.corpus(library.view().rows)
+    chunks = [corpus.chunk_with_pixels(passage) for _, passage in corpus.passages]
+    return all(engine.repo.get_json(prepared_key(engine, chunk), bound=False) is not None for chunk in chunks)
+
+
 def texts(window: RemoteWindow) -> list[str]:
     return [p.chunk.label for p in window.snapshot().placed]
 
@@ -100,8 +108,9 @@ def test_a_window_places_what_it_retrieves_and_nothing_prepared_is_encoded_again
 ) -> None:
     for i in range(3):
         shelf.add(picture(i), f"{i}.png", caption=("north", "south", "west")[i])
-    assert server.service.preparation.wait_until_idle(60)
     engine = server.engines["acme"]
+    library = server.service.tenant_state("acme").libraries.find("shelf")
+    assert wait_until(lambda: is_prepared(library, engine), 60)
     encodes, forwards = engine.counters.vision_encodes, engine.counters.prefill_tokens
     with RemoteWindow(acme, "You watch a camera.", fidelity=Fidelity("blind")) as window:
         (placed,) = window.retrieve("which camera looks south", shelf, 1)
@@ -153,7 +162,6 @@ def test_what_is_granted_is_read_and_what_is_not_is_as_if_it_were_not_there(
     with pytest.raises(UnknownLibrary):
         manuals.search("pump")
     Library(references, "manuals").grant("acme")
-    assert server.service.preparation.wait_until_idle(60)
 
 
 def test_two_servers_share_what_is_in_their_stores(tmp_path: Path) -> None:

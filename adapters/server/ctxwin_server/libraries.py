@@ -184,7 +184,6 @@ class Preparation:
         self._waiting: OrderedDict[tuple[int, str, int], tuple[Engine, Library]] = OrderedDict()
         self._known: dict[tuple[int, str, int], int] = {}
         self._wake = threading.Condition()
-        self._working = False
         self._thread: threading.Thread | None = None
 
     def due(self, engine: Engine, library: Library) -> None:
@@ -199,11 +198,6 @@ class Preparation:
                 self._thread.start()
             self._wake.notify_all()
 
-    def wait_until_idle(self, timeout: float | None = None) -> bool:
-        """Wait until the queue is empty; return False after ``timeout`` seconds."""
-        with self._wake:
-            return self._wake.wait_for(lambda: not self._waiting and not self._working, timeout)
-
     def close(self) -> None:
         """End the thread; queued libraries are queued again when a server reads them. Idempotent."""
         with self._wake:
@@ -214,15 +208,12 @@ class Preparation:
     def _run(self) -> None:
         while True:
             with self._wake:
-                self._working = False
-                self._wake.notify_all()
                 self._wake.wait_for(lambda: self._waiting or self._closing.is_set(), 1.0)
                 if self._closing.is_set():
                     return
                 if not self._waiting:
                     continue
                 key, (engine, library) = self._waiting.popitem(last=False)
-                self._working = True
             try:
                 version = self._prepare(engine, library)
             except CtxwinError as error:
