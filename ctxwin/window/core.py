@@ -223,7 +223,7 @@ class WindowCore:
         ahead = self.idle.pending_tokens if self.idle is not None else 0
         return replace(plan, sliding=self.sliding_advice(), prefilled_tokens=ahead)
 
-    def low_water(self, state: State, reserved: int = 0) -> int | None:
+    def mark_of(self, state: State, reserved: int = 0) -> int | None:
         """Return the tokens that ``state`` falls to when it is over its budget with ``reserved`` tokens free; None: the budget.
         ``auto`` is a mark by the sizes of what is placed in an exact window, and none where survivors move for little."""
         if state.low_water != "auto":

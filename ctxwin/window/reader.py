@@ -68,7 +68,7 @@ class WindowReader:
     def _mark(self, state: State, reserve_tokens: int = 0) -> int | None:
         if isinstance(self.eviction, Batching):
             return mark_tokens(self.eviction.low_water, state.budget)
-        return self.core.low_water(state, reserve_tokens)
+        return self.core.mark_of(state, reserve_tokens)
 
     @property
     def tokens(self) -> int:
