@@ -11,12 +11,15 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import io
 import logging
+import os
 import re
 import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -395,6 +398,30 @@ def test_vllm_starts_beside_numba() -> None:
 
     internals.let_numba_be_scanned()
     dispatcher._rebind_kernels([])
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"), [(None, None), ("max 100000", None), ("250000 100000", 2), ("50000 100000", 1)]
+)
+def test_processors_are_those_that_a_process_may_use(
+    monkeypatch: pytest.MonkeyPatch, quota: str | None, cores: int | None
+) -> None:
+    """Those that its thread is bound to, and no more than its container is given time of."""
+    torch_utils = pytest.importorskip("vllm.utils.torch_utils")
+    from ctxwin_vllm import internals
+
+    files = {"/proc/self/cgroup": "0::/box\n"} | ({} if quota is None else {"/sys/fs/cgroup/box/cpu.max": quota})
+
+    def read(path: str) -> io.StringIO:
+        if path not in files:
+            raise FileNotFoundError(path)
+        return io.StringIO(files[path])
+
+    monkeypatch.setattr(torch_utils, "open", read, raising=False)
+    allowed = sorted(os.sched_getaffinity(0))
+    for bound in (allowed[:1], allowed):
+        with ThreadPoolExecutor(1, initializer=os.sched_setaffinity, initargs=(0, bound)) as thread:
+            assert thread.submit(internals.processors).result() == min(cores or len(bound), len(bound))
 
 
 def test_a_process_that_waits_for_another_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:

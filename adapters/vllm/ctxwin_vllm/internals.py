@@ -114,10 +114,17 @@ def wake_waiting(engine: Any, error: Exception) -> None:
     client.outputs_queue.put_nowait(error)
 
 
+def processors() -> int:
+    """Return the number of processors that this process may use: those it is bound to, or fewer by its container's quota."""
+    from vllm.utils.torch_utils import available_cpu_count
+
+    return int(available_cpu_count())
+
+
 def sleep_while_waiting() -> None:
     """Let this process sleep between two looks for a message of vLLM's other processes; vLLM's own way keeps a core busy.
 
-    On a machine with few cores that is one which the process it waits for could use. A message is seen up to `PAUSE_S` later.
+    With few cores that is one which the process it waits for could use. A message is seen up to `PAUSE_S` later.
     """
     from vllm.distributed.device_communicators import shm_broadcast
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _FEW_CORES = 4
-"""Up to so many cores vLLM's processes on a CPU sleep while they wait for one another."""
+"""A process of vLLM's on a CPU that may use no more sleeps while it waits for another."""
 
 
 class CtxwinConnector(SchedulerHalf, WorkerHalf, KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # mypy sees vLLM as untyped
@@ -78,7 +78,7 @@ class CtxwinConnector(SchedulerHalf, WorkerHalf, KVConnectorBase_V1, SupportsHMA
             raise
         if role == KVConnectorRole.WORKER:
             internals.name_sharing_layers()
-        if current_platform.is_cpu() and (os.cpu_count() or 1) <= _FEW_CORES:
+        if current_platform.is_cpu() and internals.processors() <= _FEW_CORES:
             internals.sleep_while_waiting()
         if hasattr(text_backbone(vllm_config.model_config.hf_config), "audio_config"):
             internals.pair_sound(get_model_cls(vllm_config.model_config))
