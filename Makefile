@@ -34,7 +34,7 @@ APT_INSTALL = apt-get install -y --no-install-recommends
 # A vLLM newer than the newest CPU build, and what is tested on it: whatever touches vLLM, in a few minutes.
 NEXT_VLLM := 0.33.0
 NEXT := .vllm-next
-NEXT_TESTS ?= tests/engines/test_vllm_versions.py tests/engines/test_vllm.py tests/engines/test_vllm_requests.py \
+NEXT_TESTS ?= tests/adapters/vllm/test_vllm_versions.py tests/adapters/vllm/test_vllm.py tests/adapters/vllm/test_vllm_requests.py \
 	tests/window/test_on_engines.py tests/serve/test_vllm_chats.py
 
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
@@ -97,7 +97,7 @@ clients: install $(patsubst tests/clients/requirements/%.txt,$(CLIENTS)/%/.built
 # Where the package index does not carry them (status 3) this is no failure: the tests that need them skip by name.
 released: install
 	$(BIN)/python tools/released_models.py $(RELEASED_ARGS) || test $$? = 3
-	$(BIN)/pytest -m slow --timeout 3600 tests/engines/test_vllm_released.py $(PYTEST_ARGS)
+	$(BIN)/pytest -m slow --timeout 3600 tests/adapters/vllm/test_vllm_released.py $(PYTEST_ARGS)
 
 test-next: install $(NEXT)/.built
 	PYTHONPATH=$(CURDIR)/$(NEXT) $(BIN)/pytest -n $(JOBS) --dist loadfile $(NEXT_TESTS) $(PYTEST_ARGS)

@@ -22,6 +22,8 @@ from shared_servers import SERVER_OF
 ROOT = Path(__file__).parent
 
 os.environ.setdefault("CTXWIN_AUDITS", "0")  # work in the background would be counted; `audit` tests switch it on
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny; threads would only wait for each other
 
 # The same programs in every run, so that a change is not blamed for what it did not break. Others, and so new faults, are found
 # by `make test PYTEST_ARGS=--hypothesis-profile=default`. How long a busy machine takes for one is no fault of the code.
@@ -43,33 +45,33 @@ GUARDS = (
     "adapters/test_vllm_adapters.py::",
     "engines/test_families.py::test_a_reader_without_a_template",
     "engines/test_outputs.py::",
-    "engines/test_vllm_compiled.py::",
-    "engines/test_vllm_drafters.py::",
-    "engines/test_vllm_encoder_cache_windows.py::",
-    "engines/test_vllm_failures.py::",
-    "engines/test_vllm_hybrid.py::",
-    "engines/test_vllm_hybrid_maps.py::",
-    "engines/test_vllm_families.py::TestGLM4V::",
-    "engines/test_vllm_families.py::TestInternVL::",
-    "engines/test_vllm_families.py::TestGemma3::",
-    "engines/test_vllm_families.py::TestKimi::",
-    "engines/test_vllm_families.py::TestLlama::",
-    "engines/test_vllm_families.py::TestLlavaOnevision::",
-    "engines/test_vllm_families.py::TestGemma4::",
-    "engines/test_vllm_families.py::TestMistral3::",
-    "engines/test_vllm_families.py::TestSmolVLM::",
-    "engines/test_vllm_families.py::test_readers_against_transformers",
-    "engines/test_vllm_families.py::test_pictures_between_processes",
-    "engines/test_vllm_families.py::test_multi_head_attention_against_transformers",
-    "engines/test_vllm_families.py::test_deepseek_v3_against_transformers",
-    "engines/test_vllm_families.py::test_qwen3_vl_moe_against_transformers",
-    "engines/test_vllm_families.py::test_glm4v_moe_against_transformers",
-    "engines/test_vllm_modes.py::",
-    "engines/test_vllm_prefix.py::",
-    "engines/test_vllm_relocation.py::test_a_model_is_refused",
-    "engines/test_vllm_settings.py::",
-    "engines/test_vllm_tensor_parallel.py::",
-    "engines/test_vllm_watchdog.py::",
+    "adapters/vllm/test_vllm_compiled.py::",
+    "adapters/vllm/test_vllm_drafters.py::",
+    "adapters/vllm/test_vllm_encoder_cache_windows.py::",
+    "adapters/vllm/test_vllm_failures.py::",
+    "adapters/vllm/test_vllm_hybrid.py::",
+    "adapters/vllm/test_vllm_hybrid_maps.py::",
+    "adapters/vllm/test_vllm_families.py::TestGLM4V::",
+    "adapters/vllm/test_vllm_families.py::TestInternVL::",
+    "adapters/vllm/test_vllm_families.py::TestGemma3::",
+    "adapters/vllm/test_vllm_families.py::TestKimi::",
+    "adapters/vllm/test_vllm_families.py::TestLlama::",
+    "adapters/vllm/test_vllm_families.py::TestLlavaOnevision::",
+    "adapters/vllm/test_vllm_families.py::TestGemma4::",
+    "adapters/vllm/test_vllm_families.py::TestMistral3::",
+    "adapters/vllm/test_vllm_families.py::TestSmolVLM::",
+    "adapters/vllm/test_vllm_families.py::test_readers_against_transformers",
+    "adapters/vllm/test_vllm_families.py::test_pictures_between_processes",
+    "adapters/vllm/test_vllm_families.py::test_multi_head_attention_against_transformers",
+    "adapters/vllm/test_vllm_families.py::test_deepseek_v3_against_transformers",
+    "adapters/vllm/test_vllm_families.py::test_qwen3_vl_moe_against_transformers",
+    "adapters/vllm/test_vllm_families.py::test_glm4v_moe_against_transformers",
+    "adapters/vllm/test_vllm_modes.py::",
+    "adapters/vllm/test_vllm_prefix.py::",
+    "adapters/vllm/test_vllm_relocation.py::test_a_model_is_refused",
+    "adapters/vllm/test_vllm_settings.py::",
+    "adapters/vllm/test_vllm_tensor_parallel.py::",
+    "adapters/vllm/test_vllm_watchdog.py::",
     "evals/probe/test_probe_models.py::",
     "evals/test_kill.py::",
     "examples/test_document_agent.py::",
@@ -161,6 +163,25 @@ def pytest_report_header() -> str:
     )
 
 
+@pytest.fixture(scope="session")
+def vision_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random vision model: right about nothing, but every cost and every file is real."""
+    from ctxwin.engines.torchvision_repair import repair
+
+    repair()
+    from engines.models import write_vision_model
+
+    return write_vision_model(tmp_path_factory.mktemp("models") / "vision")
+
+
+@pytest.fixture(scope="session")
+def text_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of text alone."""
+    from engines.models import write_text_model
+
+    return write_text_model(tmp_path_factory.mktemp("models") / "text")
+
+
 _FREEZE = gc.freeze
 
 
@@ -171,7 +192,7 @@ def _frozen_imports(request: pytest.FixtureRequest) -> None:
     vLLM has all objects of the process searched a dozen times per engine, a second each with the million that it imports.
     """
     gc.freeze = gc.unfreeze = lambda: None  # vLLM freezes its own objects with the rest, and then thaws all
-    if _name(request.node).startswith("engines/test_vllm"):
+    if _name(request.node).startswith("adapters/vllm/test_vllm"):
         from ctxwin.engines.torchvision_repair import repair
 
         repair()

@@ -36,7 +36,7 @@ TESTED = {
     **_each("deepseek_ocr2 apertus cohere ernie4_5 exaone4 gpt_oss granitemoe ministral nemotron olmo2 olmoe phi", _HF),
     **_each("qianfan_ocr starcoder2 qwen2_5_omni_thinker qwen3_omni_moe_thinker", _HF),
 }
-"""Engines on which a test compares a ``model_type`` with transformers (``tests/engines/test_*families.py``)."""
+"""Engines on which a test compares a ``model_type`` with transformers (``tests/**/test_*families.py``)."""
 
 
 @dataclass(frozen=True)

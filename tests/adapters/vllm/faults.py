@@ -22,6 +22,7 @@ from unittest import mock
 from ctxwin_vllm import requests
 from ctxwin_vllm.lifecycle.folders import shared_memory
 from ctxwin_vllm.transport import LocalTransport, SharedMemoryTransport, base
+from waiting import wait_until
 
 KINDS = {LocalTransport: ("refused", "torn"), SharedMemoryTransport: ("gone", "cut", "turned")}
 """What can happen to a load. In process: the write raises, before or after it has written garbage. Elsewhere: a file that
@@ -246,13 +247,3 @@ def running(pids: list[int]) -> dict[int, str]:
             if rest.split()[0] != "Z":
                 alive[pid] = name
     return alive
-
-
-def wait_until(done: Callable[[], bool], seconds: float) -> bool:
-    """Whether ``done`` became true in time."""
-    until = time.monotonic() + seconds
-    while not done():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.05)
-    return True

@@ -19,12 +19,13 @@ from typing import Any
 import pytest
 import torch
 
+from adapters.vllm import drafters, faults
 from ctxwin import Answer, Fidelity, Window
 from ctxwin.chunk import Chunk
 from ctxwin.engines.sampling import Sampling
 from ctxwin.errors import UnsupportedModel
 from ctxwin.store import open_store
-from engines import drafters, faults, models
+from engines import models
 from engines.conformance import HEADER, QUERY, laid, picture, with_spans
 
 pytestmark = [pytest.mark.slow]
@@ -200,7 +201,7 @@ def test_pictures(tmp_path: Path) -> None:
 
 def test_a_preempted_request(tmp_path: Path) -> None:
     """Requests lose their blocks, and load their KV and the drafter's anew."""
-    from engines.test_vllm_failures import preemptions
+    from adapters.vllm.test_vllm_failures import preemptions
 
     target, setting = itself(tmp_path)
     with opened(target, setting, num_gpu_blocks_override=34) as engine:

@@ -1,6 +1,7 @@
 """What `test_vllm_encoder_cache` runs in processes of its own: plain vLLM with the EC connector, and a KV connector that fails.
 
-``python -m engines.encoder_cache_driver JOB OUT``; vLLM's own processes import this module too, for the classes that it names.
+``python -m adapters.vllm.encoder_cache_driver JOB OUT``; vLLM's own processes import this module too, for the
+classes that it names.
 """
 
 from __future__ import annotations
@@ -125,14 +126,14 @@ class Driver:
         self.llm = LLM(
             model, dtype="float32", enforce_eager=True, block_size=32, kv_cache_memory_bytes=1 << 27, max_model_len=512,
             max_num_batched_tokens=96, max_logprobs=-1, disable_log_stats=True, skip_mm_profiling=True,
-            tensor_parallel_size=ranks, mm_processor_cache_gb=0, worker_extension_cls="engines.encoder_cache_driver.Tower",
+            tensor_parallel_size=ranks, mm_processor_cache_gb=0, worker_extension_cls="adapters.vllm.encoder_cache_driver.Tower",
             limit_mm_per_prompt={"image": 4}, enable_mm_embeds=True, mm_device_do_normalize=False,
             kv_transfer_config={
-                "kv_connector": "FailingConnector", "kv_connector_module_path": "engines.encoder_cache_driver",
+                "kv_connector": "FailingConnector", "kv_connector_module_path": "adapters.vllm.encoder_cache_driver",
                 "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
             },
             ec_transfer_config={
-                "ec_connector": "StrickenConnector", "ec_connector_module_path": "engines.encoder_cache_driver",
+                "ec_connector": "StrickenConnector", "ec_connector_module_path": "adapters.vllm.encoder_cache_driver",
                 "ec_role": "ec_both",
                 "ec_connector_extra_config": {"folder": folder, "identity": "test"},
             },

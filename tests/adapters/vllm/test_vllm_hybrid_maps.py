@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from adapters.vllm.test_vllm_hybrid import CUT, HEADER, anew, chunk, opened, program
 from ctxwin import Answer, Chunk, Fidelity, Window, open_engine
 from ctxwin.engines.base import Engine
 from ctxwin.engines.hf.engine import HFEngine
@@ -28,7 +29,6 @@ from ctxwin.kv.states import compose_states, transition
 from engines.conformance import ALL, QUERY, laid, picture, with_spans
 from engines.hybrids import gap
 from engines.models import write_hybrid
-from engines.test_vllm_hybrid import CUT, HEADER, anew, chunk, opened, program
 
 ROUNDINGS = 2 if torch.cpu._is_amx_tile_supported() else 5
 """Most error in transformers' own at bfloat16; without AMX vLLM's kernel rounds more often."""
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ctxwin_vllm.engine import VLLMEngine
 
 pytestmark = [pytest.mark.slow]
-HYBRID = Path(__file__).parents[1] / "models" / "hybrid"
+HYBRID = Path(__file__).parents[2] / "models" / "hybrid"
 STATES = HYBRID.with_name("hybrid-states")
 TEXTS = ("the number is nine. now look:", "a camera sees 3 squares\n" * 4, "frame 2 is red\n", "x")
 KINDS = ("qwen3_5_text", "qwen3_next")

