@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ctxwin import Chunk, Fidelity, Window
+from ctxwin.window import idle as idling
 from window.fake import FakeEngine
 
 
@@ -23,3 +24,18 @@ def window(engine: FakeEngine) -> Iterator[Window]:
         made.extend([Chunk.text("aa"), Chunk.image(np.full((4, 4, 3), 9, np.uint8), text="b"), Chunk.text("cc")])
         made.ask("q", max_tokens=3)
         yield made
+
+
+@pytest.fixture
+def idle(engine: FakeEngine) -> Iterator[Window]:
+    """A window that computes ahead."""
+    with Window(engine, "watch", 200, Fidelity("exact"), prefill="idle") as window:
+        yield window
+
+
+@pytest.fixture(scope="module")
+def all_of_the_time() -> Iterator[None]:
+    """Computing ahead takes all of the time, so that tests need not wait for its share."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(idling, "_SHARE", 1.0)
+        yield

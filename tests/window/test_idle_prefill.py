@@ -7,7 +7,6 @@ import logging
 import threading
 import uuid
 from collections.abc import Iterator
-from random import Random
 from typing import Any
 
 import pytest
@@ -21,8 +20,11 @@ from ctxwin.errors import EngineFailed, UnknownVersion
 from ctxwin.policies import ByPriority, LowWater, OldestFirst
 from ctxwin.window import idle as idling
 from ctxwin.window.idle import prefiller_of
-from twins import seeds, twins
+from twins import twins
 from window.fake import FakeEngine
+from window.prefilling import RESERVED, SlowEngine
+
+pytestmark = pytest.mark.usefixtures("all_of_the_time")
 
 OPS = (
     "append",
@@ -82,14 +84,6 @@ WAYS = st.fixed_dictionaries(
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _all_of_the_time() -> Iterator[None]:
-    """Tests need not wait until the share of the engine's time allows more."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(idling, "_SHARE", 1.0)
-        yield
-
-
 def edit(window: Window, op: str, at: int, chunk: Chunk) -> bool:
     """Apply one edit; return True if there was anything to do."""
     ids, evicted = window.ids, window.evicted
@@ -124,10 +118,6 @@ def edit(window: Window, op: str, at: int, chunk: Chunk) -> bool:
 
 def prefill_threads() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name == "ctxwin-prefill"]
-
-
-RESERVED = 24
-"""Tokens that windows keep free for a question and its answer."""
 
 
 def run_both(plain: Engine, idle: Engine, mode: Any, steps: list[Step], tolerance: float, way: dict[str, Any]) -> None:
@@ -212,12 +202,6 @@ def vllm() -> Iterator[Engine]:
         yield opened
 
 
-@pytest.fixture
-def idle(engine: FakeEngine) -> Iterator[Window]:
-    with Window(engine, "watch", 200, Fidelity("exact"), prefill="idle") as window:
-        yield window
-
-
 def test_an_answer_then_takes_its_question_alone_and_usage_says_so(engine: FakeEngine, idle: Window) -> None:
     _, b = idle.extend([Chunk.text("a" * 20), Chunk.text("b" * 30)])
     assert prefiller_of(engine).drain(60)
@@ -263,27 +247,6 @@ def test_a_window_that_predicts_badly_computes_nothing(engine: FakeEngine, idle:
         idle.ask("what?", 2)
     counts = idle.core.idle.counts  # type: ignore[union-attr]
     assert counts.missed <= 200 + 70 + 1000 and counts.tokens < 9 * 70 + 300
-
-
-class SlowEngine(FakeEngine):
-    """Its background forwards wait until they are told to go on, or are stopped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.begun, self.go_on = threading.Event(), threading.Event()
-        self.waiting = False
-
-    @property
-    def busy(self) -> bool:
-        return self.waiting
-
-    def prefill(self, context: Any, target: Any, start: int, **options: Any) -> Any:
-        stopped = options.get("stopped")
-        if stopped is not None:
-            self.begun.set()
-            while not self.go_on.wait(0.001) and not stopped():
-                pass
-        return super().prefill(context, target, start, **options)
 
 
 def test_a_request_an_edit_and_the_end_give_up_a_forward_and_leave_nothing() -> None:
@@ -365,151 +328,6 @@ def test_a_forward_on_transformers_ends_between_layers(models: tuple[Engine, Eng
         engine.prefill([], system, 0, background=True, stopped=stopped)
     assert polls == [before] * 3 and engine.counters.prefill_forwards == before
     assert engine.prefill([Segment(system, 0)], engine.encode(Chunk.text("a")), system.advance).tokens
-
-
-def chunk_of(i: int, size: int = 8) -> Chunk:
-    return Chunk.text(f"{i:03d}".ljust(size, "x"))
-
-
-BUDGET = 80
-"""Room for six such chunks, a question and its answer."""
-
-
-def by_budget(window: Window, i: int) -> None:
-    window.append(chunk_of(i))
-    window.slide(reserve_tokens=RESERVED)
-
-
-def by_hand_first(window: Window, i: int) -> None:
-    if len(window.ids) == 6:
-        window.slide(1)
-    window.append(chunk_of(i))
-
-
-def by_hand_behind(window: Window, i: int) -> None:
-    window.append(chunk_of(i))
-    if len(window.ids) > 6:
-        window.slide(1)
-
-
-def second_oldest(window: Window, i: int) -> None:
-    window.append(chunk_of(i))
-    if len(window.ids) > 6:
-        window.evict(window.ids[1])
-
-
-def in_pairs(window: Window, i: int) -> None:
-    for k in range(2):
-        window.append(chunk_of(2 * i + k, 4))
-    window.slide(reserve_tokens=RESERVED)
-
-
-def with_a_lazy_eviction(window: Window, i: int) -> None:
-    for k in range(2):
-        if len(window.ids) == 6:
-            window.slide(1)
-        window.append(chunk_of(2 * i + k, 4))
-    if len(window.ids) == 6:
-        window.evict(window.ids[2], lazy=True)
-
-
-@pytest.mark.parametrize(
-    "turn", [by_budget, by_hand_first, by_hand_behind, second_oldest, in_pairs, with_a_lazy_eviction]
-)
-@pytest.mark.parametrize("options", [{}, {"low_water": 0.7}, {"eviction": LowWater(0.6, OldestFirst())}])
-def test_a_window_that_slides_computes_its_new_chunk_and_question_alone(
-    engine: FakeEngine, turn: Any, options: dict[str, Any]
-) -> None:
-    with Window(engine, "watch", BUDGET, Fidelity("exact"), prefill="idle", **options) as window:
-        computed, slides = [], 0
-        for i in range(18):
-            before = set(window.ids)
-            turn(window, i)
-            slides += bool(before - set(window.ids))
-            computed.append(window.ask("what?", 4).usage.computed_tokens)
-            assert prefiller_of(engine).drain(60)
-        assert slides > 1
-        assert max(computed[8:]) <= 8 + engine.encode_query("what?").tokens
-        counts = window.maintenance.prefill_counts
-        assert counts is not None and counts.hits and not counts.misses
-
-
-def random_turns(window: Window, rng: Random, count: int) -> None:
-    for i in range(count):
-        window.append(chunk_of(rng.randrange(1000)))
-        while len(window.ids) > 6:
-            window.evict(rng.choice(window.ids))
-        window.ask(f"what of {i}?", 4)
-        assert prefiller_of(window.engine).drain(60)
-
-
-@pytest.mark.parametrize("seed", seeds(1, 4))
-def test_random_edits_end_predictions_within_their_share_and_regular_ones_bring_them_back(
-    engine: FakeEngine, seed: int
-) -> None:
-    with Window(engine, "watch", BUDGET, Fidelity("exact"), prefill="idle") as window:
-        idle, rng = window.core.idle, Random(seed)
-        assert idle is not None
-        random_turns(window, rng, 20)
-        predicted = idle.counts.predictions
-        random_turns(window, rng, 40)
-        assert idle.counts.predictions - predicted <= 8
-        assert idle.counts.missed <= 2 * window.budget + idling._SHARE * idle.answered
-        hits = idle.counts.hits
-        for i in range(20):
-            by_hand_first(window, i)
-            window.ask("what?", 4)
-            assert prefiller_of(engine).drain(60)
-        assert idle.counts.hits - hits > 12
-
-
-def test_a_prediction_stands_until_the_window_is_edited(engine: FakeEngine, idle: Window) -> None:
-    for i in range(24):
-        by_budget(idle, i)
-        assert prefiller_of(engine).drain(60)  # what an ask interrupts may be counted behind it
-        idle.ask("what?", 4)
-    assert prefiller_of(engine).drain(60)
-    ahead = idle.plan().prefilled_tokens
-    assert ahead == 8 * (len(idle.ids) - 1)
-    usage = idle.ask("and now?", 4).usage
-    assert (usage.prefilled_tokens, usage.missed_tokens, idle.plan().prefilled_tokens) == (0, 0, ahead)
-    idle.reorder(idle.ids[::-1])
-    usage = idle.ask("and now?", 4).usage
-    assert usage.missed_tokens >= ahead
-    counts = idle.maintenance.prefill_counts
-    assert counts is not None and counts.misses == 1
-    with Window(engine) as plain:
-        assert plain.maintenance.prefill_counts is None
-
-
-def test_an_ask_does_not_wait_for_a_forward_of_what_it_does_not_ask() -> None:
-    with SlowEngine() as engine, Window(engine, "watch", BUDGET, Fidelity("exact"), prefill="idle") as window:
-        engine.go_on.set()
-        for i in range(7):
-            by_budget(window, i)
-            window.ask("what?", 4)
-        with prefiller_of(engine).hold():  # an ask must not join a forward that is never let go on
-            by_budget(window, 7)
-            window.ask("what?", 4)
-            engine.go_on.clear()
-            engine.begun.clear()
-        assert engine.begun.wait(60)  # it computes the next version
-        current = prefiller_of(engine)._current
-        while current is not None and not current.worth_joining():
-            threading.Event().wait(0.001)
-        assert window.ask("what?", 4).usage.missed_tokens == 0
-
-
-def test_what_is_forgotten_is_not_kept_for_predictions(engine: FakeEngine, idle: Window) -> None:
-    for i in range(24):
-        by_budget(idle, i)
-        idle.ask("what?", 4)
-    assert prefiller_of(engine).drain(60)
-    gone = idle.ids[0]
-    idle.evict(gone, forget=True)
-    predictor = idle.core.idle.predictor  # type: ignore[union-attr]
-    assert predictor.base is None and gone not in repr(predictor)
-    assert idle.ask("what?", 4).text
 
 
 class TenantEngine(FakeEngine):
