@@ -15,13 +15,14 @@ repair()
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Folder of a family's random model, written once."""
-    from engines.families import WRITERS
+    from engines import families, hybrids
 
+    writers = families.WRITERS | hybrids.WRITERS
     base, made = tmp_path_factory.mktemp("families"), dict[str, Path]()
 
     def folder(name: str) -> Path:
         if name not in made:
-            made[name] = WRITERS[name](base / name)
+            made[name] = writers[name](base / name)
         return made[name]
 
     return folder

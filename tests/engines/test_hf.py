@@ -18,9 +18,10 @@ from ctxwin.engines.segments import Segment
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.opening import open_engine
 from ctxwin.store import Store
-from engines.conformance import HEADER, QUERY, WholeEngineConformance, laid, picture
+from engines.conformance import HEADER, QUERY, laid, picture
 from engines.models import edit_config, write_text_model, write_vision_model
 from engines.oracle import assert_answers, real_answer, teacher_forced
+from engines.whole_conformance import WholeEngineConformance
 
 
 class TestVision(WholeEngineConformance):

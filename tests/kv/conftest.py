@@ -1,8 +1,10 @@
 """Puts `operator_oracle` on the path of the tests beside it; lets transformers import beside a CPU build of torch."""
 
+import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,3 +31,25 @@ def poisoned() -> Iterator[None]:
     assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(1).isnan()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Any]:
+    """`TritonKernel`, its program bound to the interpreter, which Triton decides when the module is imported."""
+    from triton_cases import PACKAGE
+
+    names = [f"{PACKAGE}.fused", f"{PACKAGE}.triton_kernel"]
+    package = sys.modules[PACKAGE]
+
+    def forget() -> None:
+        for name in names:
+            sys.modules.pop(name, None)
+            vars(package).pop(name.rpartition(".")[2], None)
+
+    forget()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        module = importlib.import_module(names[1])
+    assert module.interpreted()
+    yield module.TritonKernel
+    forget()

@@ -26,7 +26,7 @@ from ctxwin.errors import BadMedia, ChunkUnavailable, EngineFailed, UnsupportedM
 from ctxwin.kv.layout import SpanKV
 from ctxwin.store import Store
 from engines import models
-from engines.conformance import WholeEngineConformance
+from engines.whole_conformance import WholeEngineConformance
 from twins import guard
 
 ALL = Sampling(max_tokens=4, logprobs=-1)
