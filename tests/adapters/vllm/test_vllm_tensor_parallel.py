@@ -36,12 +36,7 @@ CLOSE = 1e-4
 
 def write_two_heads(folder: Path) -> Path:
     """A text model with two KV heads of 32, one for each rank."""
-    fields = models._text_fields
-
-    def wider(vocab: int) -> dict[str, Any]:
-        return {**fields(vocab), "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-
-    with mock.patch.object(models, "_text_fields", wider):
+    with mock.patch.dict(models.SIZES, hidden_size=128):
         return models.write_text_model(folder)
 
 

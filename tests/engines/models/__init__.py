@@ -1,0 +1,58 @@
+"""Tiny random checkpoints in transformers layout, so that engine tests need no trained weights."""
+
+from engines.models.gemma import write_gemma3, write_gemma4, write_gemma4_sharing
+from engines.models.llava import write_llava
+from engines.models.omni import OMNI, write_omni
+from engines.models.parts import CHATML, SIZES, build_tokenizer, edit_config, wide
+from engines.models.text import (
+    GEMMA3,
+    GEMMA4,
+    GEMMA4_SHARING,
+    SHARP,
+    write_decoder,
+    write_hybrid,
+    write_llama,
+    write_mla_model,
+    write_text_model,
+)
+from engines.models.vision import (
+    write_deepseek_ocr,
+    write_glm4v,
+    write_internvl,
+    write_kimi,
+    write_mistral3,
+    write_paddleocr,
+    write_smolvlm,
+    write_vision_model,
+)
+
+__all__ = [
+    "CHATML",
+    "GEMMA3",
+    "GEMMA4",
+    "GEMMA4_SHARING",
+    "OMNI",
+    "SHARP",
+    "SIZES",
+    "build_tokenizer",
+    "edit_config",
+    "wide",
+    "write_decoder",
+    "write_deepseek_ocr",
+    "write_gemma3",
+    "write_gemma4",
+    "write_gemma4_sharing",
+    "write_glm4v",
+    "write_hybrid",
+    "write_internvl",
+    "write_kimi",
+    "write_llama",
+    "write_llava",
+    "write_mistral3",
+    "write_mla_model",
+    "write_omni",
+    "write_paddleocr",
+    "write_smolvlm",
+    "write_text_model",
+    "write_vision_model",
+]
