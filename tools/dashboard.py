@@ -1,6 +1,6 @@
 """Writes docs/assets/grafana.json, a Grafana dashboard over the server's metrics: ``python tools/dashboard.py``.
 
-Every metric of `ctxwin_server.metrics` is on it once at least, and a few of vLLM's; the tests hold both lists together.
+Every metric of `ctxwin_server.process.metrics` is on it once at least, and a few of vLLM's; the tests hold both lists together.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def _parameter(parameter: Any) -> tuple[str, str, str]:
 def metrics() -> str:
     from prometheus_client import CollectorRegistry
 
-    from ctxwin_server.metrics import Metrics
+    from ctxwin_server.process.metrics import Metrics
 
     registry = CollectorRegistry()
     Metrics(registry=registry)
@@ -103,7 +103,7 @@ def architectures() -> str:
 
 
 def operations() -> str:
-    from ctxwin_server.operations import OPERATIONS, AuditedAsk
+    from ctxwin_server.registry.operations import OPERATIONS, AuditedAsk
 
     rows = [("`ask`", _body(AuditedAsk), "Answers a query; see `Window.ask`.")]
     rows += [(f"`{name}`", _body(o.body), _sentences(o.text)) for name, o in OPERATIONS.items()]
@@ -140,7 +140,7 @@ def fidelity() -> str:
 
 
 def limits() -> str:
-    from ctxwin_server.limits import Limits
+    from ctxwin_server.protocol.limits import Limits
 
     texts = _attributes(Limits.__doc__ or "")
     rows = []

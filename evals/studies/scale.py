@@ -38,8 +38,8 @@ from ctxwin.store.spans import SpanRepository
 from ctxwin.window.state import State
 from ctxwin_evals.console import print_json, progress
 from ctxwin_ray.hints import Hint, Places, window_prefix
-from ctxwin_server.limits import Limits
-from ctxwin_server.windows import OpenWindows, WindowRegistry
+from ctxwin_server.protocol.limits import Limits
+from ctxwin_server.registry.windows import OpenWindows, WindowRegistry
 
 LOST, CUT_OFF = 0.1, 0.1
 """Replicas that are lost, and those of them that go on behind the fronts' backs."""

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from adapters.server.vllm.test_vllm_server import Process, running_server
 from ctxwin.tiny import world
-from serve.test_vllm_server import Process, running_server
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = Path(os.environ.get("CTXWIN_CLIENTS", Path(__file__).parents[2] / ".venv-clients"))

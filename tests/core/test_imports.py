@@ -39,6 +39,19 @@ LAYERS: list[set[str]] = [
 
 Parts of one layer may use each other, single modules never in a circle."""
 
+ROOMS: list[set[str]] = [
+    {"protocol"},
+    {"process"},
+    {"sandbox"},
+    {"registry"},
+    {"chat"},
+    {"app"},
+    {"http"},
+    {"vllm"},
+    {"command", "ray"},  # the second only says where it has gone
+]
+"""The packages of `ctxwin_server` from the bottom up, and its single modules."""
+
 
 def _modules() -> dict[str, Path]:
     """Every module of all distributions by dotted name, without ``ctxwin.``; ``ctxwin`` itself left out."""
@@ -120,9 +133,9 @@ def test_late_and_type_checking_imports_count(tmp_path: Path) -> None:
         "import ctxwin.chunk\n"
         "from typing import TYPE_CHECKING\n"
         "if TYPE_CHECKING:\n    from ctxwin.window.window import Window\n"
-        "def late():\n    from ctxwin_server import service\n"
+        "def late():\n    from ctxwin_server.app import service\n"
     )
-    assert _imports(source) == {"chunk", "window.window.Window", "ctxwin_server.service"}
+    assert _imports(source) == {"chunk", "window.window.Window", "ctxwin_server.app.service"}
 
 
 def test_no_module_imports_itself_through_others() -> None:
@@ -143,3 +156,15 @@ def test_no_layer_imports_a_higher_one() -> None:
     assert {m.split(".")[0] for m in graph} == set(rank), "a part without a layer, or a layer without its part"
     upward = {(m, d) for m, seen in graph.items() for d in seen if rank[d.split(".")[0]] > rank[m.split(".")[0]]}
     assert not upward
+
+
+def test_no_room_of_the_server_imports_a_higher_one() -> None:
+    rank = {room: i for i, rooms in enumerate(ROOMS) for room in rooms}
+    rooms: dict[str, set[str]] = {}
+    for module, imported in _graph().items():
+        if module.startswith("ctxwin_server."):
+            names = {name.split(".")[1] for name in imported if name.startswith("ctxwin_server.")}
+            rooms.setdefault(module.split(".")[1], set()).update(names)
+    assert set(rooms) == set(rank), "a room without a floor, or a floor without its room"
+    assert not {(room, used) for room, names in rooms.items() for used in names if rank[used] > rank[room]}
+    assert not _circles({room: names - {room} for room, names in rooms.items()})

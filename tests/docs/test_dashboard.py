@@ -8,7 +8,7 @@ import re
 from prometheus_client import CollectorRegistry
 
 import dashboard
-from ctxwin_server.metrics import Metrics
+from ctxwin_server.process.metrics import Metrics
 
 VLLM = {"vllm:time_to_first_token_seconds_bucket", "vllm:num_requests_running"}
 

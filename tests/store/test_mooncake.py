@@ -21,7 +21,7 @@ import pytest
 from ctxwin.store import Store, open_store
 from ctxwin.store.mooncake import MooncakeStore
 from ctxwin.store.testing import StoreConformance
-from ctxwin_server.settings import Settings
+from ctxwin_server.app.settings import Settings
 
 SMALL = 32 << 20
 pytestmark = pytest.mark.slow

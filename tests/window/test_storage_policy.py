@@ -18,8 +18,8 @@ from ctxwin.store.spans import SpanRepository
 from ctxwin.window.maintenance import Maintenance
 from ctxwin.window.state import Conditioning
 from ctxwin.window.storage_policy import Demand, likely_form
-from ctxwin_server.limits import Limits
-from ctxwin_server.windows import OpenWindows, WindowRegistry
+from ctxwin_server.protocol.limits import Limits
+from ctxwin_server.registry.windows import OpenWindows, WindowRegistry
 from window.fake import KV, FakeEngine
 
 TEXTS = ("a" * 30, "b" * 30, "c" * 30)

@@ -3,8 +3,8 @@
 `Histories` holds each request against the one before it. What its client has dropped, or replaced by a placeholder, is expected
 to happen next to what stands at the same place among its kind (the first picture, the second turn of the user), once there are as
 many of that kind as there were before, or at once where it happens with every request. The history without it is how the next
-prompt begins, which `ctxwin_server.prefill` computes while the engine idles. A wrong prediction costs time of an idle engine, and
-never changes an answer.
+prompt begins, which `ctxwin_server.chat.prefill` computes while the engine idles. A wrong prediction costs time of an idle
+engine, and never changes an answer.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def reference(chunk: Chunk) -> dict[str, Any]:
 
 
 def _chunk_to_json(chunk: Chunk, files: Files) -> dict[str, Any]:
-    """Return the chunk as JSON in the form of `ctxwin_server.schemas`; adds its pixels to ``files``."""
+    """Return the chunk as JSON in the form of `ctxwin_server.protocol.schemas`; adds its pixels to ``files``."""
     content: list[dict[str, Any]] = []
     for part in chunk.parts:
         if isinstance(part, TextPart):

@@ -14,7 +14,7 @@ from ctxwin.store import open_store
 from ctxwin.validation import validate
 from ctxwin_ray.front import Front
 from ctxwin_ray.replica import Replica
-from ctxwin_server.settings import Settings
+from ctxwin_server.app.settings import Settings
 
 _HEALTH_S = 5.0
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
+from ctxwin_server.app.settings import Settings
 from ctxwin_server.command import CONTEXT, with_settings
-from ctxwin_server.settings import Settings
 
 
 @with_settings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from ray.exceptions import RayError
@@ -15,8 +16,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from ctxwin.errors import EngineFailed
 from ctxwin_client.errors import TooManyRequests
 from ctxwin_ray.hints import Request, hint_of
-from ctxwin_server.error_shape import to_body
-from ctxwin_server.limits import BodyBytes, BodyReader, Limits
+from ctxwin_server.app.accounts import BodyBytes, BodyReader, parse_json
+from ctxwin_server.app.error_shape import to_body
+from ctxwin_server.protocol.limits import Limits
 
 _CONNECTION_HEADERS = {b"connection", b"content-length", b"host", b"keep-alive", b"transfer-encoding", b"upgrade"}
 
@@ -41,7 +43,7 @@ class Front:
             headers = tuple((k, v) for k, v in request.headers.raw if k.lower() not in _CONNECTION_HEADERS)
             headers = (*headers, (b"host", b"fleet"), (b"content-length", str(len(body)).encode()))
             path = request.scope["path"]
-            hint = await asyncio.to_thread(hint_of, path, request.headers, body, self._limits.parse)
+            hint = await asyncio.to_thread(hint_of, path, request.headers, body, partial(parse_json, self._limits))
             client = (request.client.host, request.client.port) if request.client else None
             routed = Request(hint, request.method, path, request.scope["query_string"], headers, body, client)
             answers = self._replicas.remote(routed)

@@ -20,7 +20,7 @@ from ctxwin.errors import EngineFailed
 from ctxwin.hashing import digest
 from ctxwin.store import STORE_KEY
 from ctxwin_ray.hints import Head, Request, window_prefix
-from ctxwin_server.settings import Settings
+from ctxwin_server.app.settings import Settings
 
 MEMBER_S = 15.0
 """Seconds that a fleet's claim on its registry outlives its last replica."""

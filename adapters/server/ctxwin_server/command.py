@@ -12,7 +12,7 @@ import typer
 from typer import Argument, Option
 
 from ctxwin.cli.stopping import INTERRUPTED
-from ctxwin_server.settings import Settings
+from ctxwin_server.app.settings import Settings
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Unknown arguments are passed to vLLM."""
@@ -60,7 +60,7 @@ def serve(
     from ctxwin.engines.torchvision_repair import require_fit
 
     require_fit()
-    from ctxwin_server.supervisor import DIED, JOURNAL, EngineDied, supervise
+    from ctxwin_server.process.supervisor import DIED, JOURNAL, EngineDied, supervise
 
     if JOURNAL not in os.environ:
         typer.echo(

@@ -14,13 +14,13 @@ from mcp.client import Client
 from mcp.server.mcpserver.exceptions import ToolError
 from typer.testing import CliRunner
 
+from adapters.server.serving import serving
 from ctxwin import Chunk, Window
 from ctxwin.cli.main import app
 from ctxwin.errors import ReadOnlyWindow
 from ctxwin.tiny import world
 from ctxwin_client import RemoteWindow
 from ctxwin_client.mcp import WindowTools, mcp_server
-from serve.serving import serving
 from twins import guard
 from window.fake import FakeEngine
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from openai import OpenAI
 
-from serve.serving import Server, serving
+from adapters.server.serving import Server, serving
 
 
 @pytest.fixture(scope="module")

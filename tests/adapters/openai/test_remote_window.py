@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from openai import APIStatusError, OpenAI
 
+from adapters.server.serving import Server
 from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.engines.base import Engine
 from ctxwin.errors import BudgetExceeded, ChunkUnavailable, ReadOnlyWindow, UnknownChunk, WindowBusy
@@ -28,7 +29,6 @@ from ctxwin.window.maintenance import Maintenance
 from ctxwin_client import RemoteWindow, chunk_part, upload
 from ctxwin_client.errors import UnknownUpload, UnknownWindow
 from ctxwin_client.window import RemoteMaintenance
-from serve.serving import Server
 
 FRAMES = world.make_stream(seed=5, n_frames=12)
 CHUNKS = [Chunk.image(world.render(f), text=f"t={i} s") for i, f in enumerate(FRAMES)]
@@ -91,7 +91,7 @@ def program(seed: int, window: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("seed", range(2))
 def test_random_programs_see_what_the_same_program_sees_in_process(client: OpenAI, seed: int) -> None:
     # Engines of their own, so that neither finds in its store what the other one left.
-    from serve.serving import serving
+    from adapters.server.serving import serving
 
     with (
         open_engine("tiny:hf") as engine,

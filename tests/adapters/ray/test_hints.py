@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +22,10 @@ from ctxwin_ray import FleetArguments, fleet
 from ctxwin_ray.front import Front
 from ctxwin_ray.hints import TRIED, Head, Hint, Places, Request, hint_of, window_prefix
 from ctxwin_ray.router import WindowRouter
-from ctxwin_server.limits import Limits
+from ctxwin_server.app.accounts import parse_json
+from ctxwin_server.protocol.limits import Limits
 
-PARSE = Limits().parse
+PARSE = partial(parse_json, Limits())
 A, B = "a" * 64, "b" * 64
 
 

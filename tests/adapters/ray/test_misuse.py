@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed; run pip install 'ctxwin[ray]'")
 
+from adapters.server.serving import serving
 from ctxwin import Chunk
 from ctxwin.errors import CtxwinError
 from ctxwin.store import STORE_KEY, Store, open_store
@@ -19,7 +20,6 @@ from ctxwin_ray import FleetArguments
 from ctxwin_ray import run as runs
 from ctxwin_ray.application import fleet
 from ctxwin_ray.replica import Replica, journal
-from serve.serving import serving
 from store.redis_server import Server as Redis
 
 
@@ -164,7 +164,7 @@ def test_a_request_that_ends_engines_is_refused_by_replicas_that_come_after(
     """And by those beside: the journal is the fleet's, on one machine."""
     from ctxwin.errors import EngineFailed
     from ctxwin_client.errors import Quarantined
-    from ctxwin_server.quarantine import Quarantine
+    from ctxwin_server.app.quarantine import Quarantine
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     died: set[int] = set()

@@ -12,7 +12,7 @@ from typing import Any
 
 from ctxwin.errors import UnsupportedModel
 from ctxwin.tiny import checkpoint_dir
-from ctxwin_server.settings import Settings
+from ctxwin_server.app.settings import Settings
 from ctxwin_server.vllm import launchers
 from ctxwin_vllm.core import engine_arguments
 from ctxwin_vllm.lifecycle import startup

@@ -10,17 +10,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from ctxwin.errors import EngineFailed
 from ctxwin_chats.prediction import common_prefix
-from ctxwin_server.conversations import Turn, WriteBackPending
-from ctxwin_server.prefill import SLICE_S, Ahead
-from ctxwin_server.request_options import RequestOptions
-from ctxwin_server.service import Service
+from ctxwin_server.app.request_options import RequestOptions
+from ctxwin_server.app.service import Service, TenantState
+from ctxwin_server.chat.conversations import Turn, WriteBackPending
+from ctxwin_server.chat.prefill import SLICE_S, Ahead
 from ctxwin_vllm.engine import VLLMEngine
 from ctxwin_vllm.media_cache import ReceivedMedia, confirm_media, names_of, names_sent
 from ctxwin_vllm.rendered import NotAWindow, Pictures, RenderedPrompt, RenderedRequest
@@ -66,7 +66,7 @@ class ChatClient:
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
         """Do as ``AsyncLLM.generate``, for a request of the server."""
-        request, options["trace_headers"] = self._service.pending_requests.read(options.get("trace_headers"))
+        request, state, options["trace_headers"] = self._service.pending_request(options.get("trace_headers"))
         sampling_params = _without_handle(sampling_params)
         reason, rendered = "", None
         try:
@@ -81,35 +81,41 @@ class ChatClient:
         except Exception:  # unknown kinds of prompts of newer versions of vLLM are served, too
             _log.exception("the prompt of request %s was not understood; vLLM computes it alone", request_id)
             reason = "the prompt is of an unknown kind"
-        if request is not None and request.ahead is not None:
-            return self._prefill(request.tenant, request.ahead, rendered, request_id, options)
-        if request is None or rendered is None or reason:
+        if request is not None and state is not None and request.ahead is not None:
+            return self._prefill(state, request.ahead, rendered, request_id, options)
+        if request is None or state is None or rendered is None or reason:
             if request is not None:
                 self._bypass(request, reason)
             return self._generate(prompt, sampling_params, request_id, options)
-        return self._serve(request, rendered, sampling_params, request_id, options)
+        return self._serve(request, state, rendered, sampling_params, request_id, options)
 
     async def _generate(
         self, prompt: Any, sampling: Any, request_id: str, options: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
         """Call the engine, and note that it has the media once it answers."""
-        sent = None if self._media is None else names_sent(prompt)
+        media = self._media if isinstance(prompt, Mapping) and prompt.get("mm_hashes") else None
+        sent = None if media is None else names_sent(prompt)
         async with aclosing(self._client.generate(prompt, sampling, request_id, **options)) as outputs:
             async for output in outputs:
-                if self._media is not None and any(part.finish_reason == "error" for part in output.outputs):
-                    self._media.note(names_of(prompt), received=False)
-                elif sent and self._media is not None:
-                    self._media.note(sent, received=True)
+                if media is not None and any(part.finish_reason == "error" for part in output.outputs):
+                    media.note(names_of(prompt), received=False)
+                elif sent and media is not None:
+                    media.note(sent, received=True)
                 sent = None
                 yield output
 
     async def _prefill(
-        self, tenant: str, ahead: Ahead, rendered: RenderedPrompt | None, request_id: str, options: dict[str, Any]
+        self,
+        state: TenantState,
+        ahead: Ahead,
+        rendered: RenderedPrompt | None,
+        request_id: str,
+        options: dict[str, Any],
     ) -> AsyncGenerator[Any, None]:
         """Compute a predicted prompt while nothing else is under way. It ends like a request whose client has left."""
         from vllm import SamplingParams
 
-        prediction, engine = ahead.prediction, self._service.tenant_state(tenant).engine
+        prediction, engine = ahead.prediction, state.engine
         assert isinstance(engine, VLLMEngine)
         block, sampling = engine.core.block, SamplingParams(max_tokens=1, detokenize=False)
         ids = () if rendered is None else rendered.ids
@@ -134,24 +140,20 @@ class ChatClient:
         yield  # makes it a generator
 
     async def _serve(
-        self, request: RequestOptions, rendered: RenderedPrompt, sampling: Any, request_id: str, options: dict[str, Any]
-    ) -> AsyncGenerator[Any, None]:
-        turn = await self._prepare(request, rendered, request_id)
+        self, request: RequestOptions, state: TenantState, rendered: RenderedPrompt, sampling: Any, request_id: str,
+        options: dict[str, Any],
+    ) -> AsyncGenerator[Any, None]:  # fmt: skip
+        turn = await self._prepare(request, state, rendered, request_id)
         if turn is None:
             async with aclosing(self._generate(rendered.engine_input, sampling, request_id, options)) as outputs:
                 async for output in outputs:
                     yield output
             return
-        windowed_sampling = sampling.clone()
-        windowed_sampling.extra_args = {
-            **(sampling.extra_args or {}),
-            "kv_transfer_params": {PARAM: turn.submitted.handle},
-        }
+        windowed = sampling.clone()
+        windowed.extra_args = {**(sampling.extra_args or {}), "kv_transfer_params": {PARAM: turn.submitted.handle}}
         begun = ended = False
         try:
-            async with aclosing(
-                self._generate(turn.submitted.prompt, windowed_sampling, request_id, options)
-            ) as outputs:
+            async with aclosing(self._generate(turn.submitted.prompt, windowed, request_id, options)) as outputs:
                 async for output in outputs:
                     if not begun and any(part.finish_reason == "error" for part in output.outputs):
                         break
@@ -160,13 +162,13 @@ class ChatClient:
                     if output.finished:
                         ended = True
                         failed = any(part.finish_reason == "error" for part in output.outputs)
-                        self._finish(request, turn, finished=not failed)
+                        self._finish(request, state, turn, finished=not failed)
                     yield output
             if begun:
                 return
         finally:
             if not ended:
-                self._finish(request, turn, finished=False)
+                self._finish(request, state, turn, finished=False)
         _log.warning("loading KV for request %s failed; the prompt is computed instead", request_id)
         self._service.metrics.fallback(request.tenant)
         request.usage.clear()
@@ -175,32 +177,29 @@ class ChatClient:
             async for output in outputs:
                 yield output
 
-    async def _prepare(self, request: RequestOptions, rendered: RenderedPrompt, request_id: str) -> Turn | None:
+    async def _prepare(
+        self, request: RequestOptions, state: TenantState, rendered: RenderedPrompt, request_id: str
+    ) -> Turn | None:
         """Prepare the turn in a worker thread; return None if that failed."""
-        tenant_state = self._service.tenant_state(request.tenant)
+        assert isinstance(state.engine, VLLMEngine)
+        build = lru_cache(1)(partial(RenderedRequest, state.engine, rendered))  # in a worker thread, and once
         fidelity = request.fidelity or self._service.limits.fidelity
-        engine: RenderedRequest | None = None
-
-        def work(patient: bool) -> Turn:
-            nonlocal engine
-            assert isinstance(tenant_state.engine, VLLMEngine)
-            engine = engine or RenderedRequest(tenant_state.engine, rendered)
-            return tenant_state.conversations.prepare(engine, request.name, fidelity, patient=patient)
+        begin = partial(state.conversations.begin, build, request.name, fidelity)
 
         async def prepare() -> Turn:
             try:
-                return await self._service.chat_pool.run(request.tenant, partial(work, True))
+                return await self._service.chat_pool.run(request.tenant, begin, True)
             except WriteBackPending as error:  # awaited here, without a worker thread that writing back may need
                 await asyncio.wait(map(asyncio.wrap_future, error.pending))
-            return await self._service.chat_pool.run(request.tenant, partial(work, False))
+            return await self._service.chat_pool.run(request.tenant, begin, False)
 
         preparing = asyncio.ensure_future(prepare())
         try:
             return await asyncio.shield(preparing)
         except asyncio.CancelledError:
-            if engine is not None:
-                engine.abandon()
-            self._spawn(self._abandon(request, preparing))
+            if build.cache_info().currsize:
+                build().abandon()
+            self._spawn(self._abandon(request, state, preparing))
             raise
         except NotAWindow as error:
             self._bypass(request, str(error))
@@ -209,14 +208,14 @@ class ChatClient:
             self._bypass(request, "its window failed", failed=True)
         return None
 
-    async def _abandon(self, request: RequestOptions, preparing: asyncio.Future[Turn]) -> None:
+    async def _abandon(self, request: RequestOptions, state: TenantState, preparing: asyncio.Future[Turn]) -> None:
         """End the preparation of a request whose client has disconnected."""
         try:
             turn = await preparing
         except Exception:
             _log.debug("an abandoned request could not be prepared", exc_info=True)
         else:
-            self._finish(request, turn, finished=False)
+            self._finish(request, state, turn, finished=False)
 
     def _count(self, request: RequestOptions, turn: Turn, output: Any) -> None:
         """Record computed and cached tokens of a request, as vLLM's ``cached_tokens`` and as our lanes.
@@ -233,9 +232,9 @@ class ChatClient:
             exact=turn.layout.salt == "",
         )
 
-    def _finish(self, request: RequestOptions, turn: Turn, *, finished: bool) -> None:
+    def _finish(self, request: RequestOptions, state: TenantState, turn: Turn, *, finished: bool) -> None:
         """Write back the request's KV in a worker thread; the answer does not wait for it."""
-        conversations = self._service.tenant_state(request.tenant).conversations
+        conversations = state.conversations
         conversations.expect_write_back(turn)
         if finished and request.usage:
             self._service.metrics.chat(request.tenant, request.usage)

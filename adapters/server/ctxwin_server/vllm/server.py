@@ -21,16 +21,16 @@ from ctxwin.engines.base import Engine
 from ctxwin.engines.torchvision_repair import require_fit
 from ctxwin.process_exit import abandon
 from ctxwin.store import Store, open_store
-from ctxwin_server.authentication import Keys
-from ctxwin_server.connections import bound_connections
-from ctxwin_server.isolation import most_scores
-from ctxwin_server.middleware import GATEWAY
-from ctxwin_server.quarantine import Quarantine
-from ctxwin_server.routes import install
-from ctxwin_server.service import STATE, OpenEngine, Service
-from ctxwin_server.settings import Settings
-from ctxwin_server.supervisor import EngineDied, journal, serves
-from ctxwin_server.tenants import Tenant
+from ctxwin_server.app.authentication import Keys
+from ctxwin_server.app.isolation import most_scores
+from ctxwin_server.app.middleware import GATEWAY
+from ctxwin_server.app.quarantine import Quarantine, died_by_itself
+from ctxwin_server.app.service import STATE, OpenEngine, Service
+from ctxwin_server.app.settings import Settings
+from ctxwin_server.app.tenants import Tenant
+from ctxwin_server.http.connections import bound_connections
+from ctxwin_server.http.routes import install
+from ctxwin_server.process.supervisor import EngineDied, journal, serves
 from ctxwin_server.vllm.arguments import SERVED, parse, prepare, server_keys
 from ctxwin_server.vllm.chats import install_chat_client
 from ctxwin_server.vllm.renderer import ChatTemplates, compiles_with_xgrammar, grammar_vocabulary
@@ -39,7 +39,7 @@ from ctxwin_vllm.engine import VLLMEngine
 
 _ABORT_S, _ENGINE_S, _CONNECTIONS_S, _WINDOWS_S = 0.2, 0.9, 0.4, 0.6
 """Seconds for each step of a shutdown after draining: stopped requests send their end, vLLM's processes end, connections close,
-windows are saved. With 2 seconds of draining the sum is below 5; see `ctxwin_server.supervisor`."""
+windows are saved. With 2 seconds of draining the sum is below 5; see `ctxwin_server.process.supervisor`."""
 _SWITCH_S = 0.0005
 """Seconds for which a computing thread keeps Python's lock while others wait for it. Python's default is ten times that, for
 which the event loop would wait at each wake-up while a tenant's work runs."""
@@ -188,7 +188,7 @@ class Windows:
         """Open every tenant's engine on vLLM's, before the first request."""
         if engine_client is None or args is not self.prepared:
             raise ValueError("windows need vLLM's own server with an engine; leave ctxwin out of VLLM_PLUGINS here")
-        quarantine = Quarantine(self.suspects, lambda: engine_client.errored and not self._stopping.is_set())
+        quarantine = Quarantine(self.suspects, died_by_itself(engine_client, self._stopping))
         if args.otlp_traces_endpoint:
             tracing.start()
         templates = ChatTemplates(engine_client, args)

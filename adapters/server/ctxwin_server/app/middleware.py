@@ -1,0 +1,144 @@
+"""Middleware of every route: authentication and accounts, then routing and isolation (`ctxwin_server.app.plain_requests`)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ctxwin import tracing
+from ctxwin_client.errors import MemoryShort
+from ctxwin_server.app.authentication import OPEN
+from ctxwin_server.app.error_shape import reshape_errors, to_body
+from ctxwin_server.app.plain_requests import AHEAD, FOLLOW, EarlyResponse, route
+from ctxwin_server.app.request_options import REQUEST_OPTIONS, ReportingSend, RequestOptions
+from ctxwin_server.app.service import STATE, TENANT, Service
+from ctxwin_server.chat.prefill import Ahead
+
+GATEWAY = "ctxwin_server.app.middleware.Gateway"
+"""The middleware as vLLM's ``--middleware`` takes it."""
+_FREE = ("GET", "HEAD", "DELETE", "OPTIONS")
+"""Methods whose requests need hardly any memory, or free some."""
+_log = logging.getLogger("ctxwin.serve")
+
+
+class Gateway:
+    """The middleware of a server.
+
+    The service is looked up in the app's state for each request: a server that creates its middleware from a name, as vLLM's
+    ``--middleware`` does, has no service yet.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket") or _is_preflight(scope):
+            await self._app(scope, receive, send)
+            return
+        service: Service = getattr(scope["app"].state, STATE)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        first = dict(scope)
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._serve_as_sent, scope, first, send)
+            send = reshape_errors(scope, send)
+            try:
+                scope[TENANT] = tenant = service.authentication.authenticate(scope, path)
+                if path not in (*OPEN, "/metrics"):
+                    stack.enter_context(service.requests.one(tenant or "", awaited=scope["type"] == "http"))
+                    if scope.get("method") not in _FREE:
+                        service.memory.check()
+                    for quota, amount in zip(service.quotas.get(tenant or "", ()), (1, 0), strict=False):
+                        if quota is not None and AHEAD not in scope:
+                            quota.take(amount)
+                    span = tracing.span("request", Headers(scope=scope), path=path[:200], tenant=tenant or "")
+                    stack.enter_context(span)  # of the client's; the server's own spans become children of ours
+                    if (carry := tracing.headers()) is not None:
+                        named = {name.encode(): value.encode() for name, value in carry.items()}
+                        others = [(k, v) for k, v in scope["headers"] if k.lower() not in named]
+                        scope["headers"] = [*others, *named.items()]
+                if path == "/metrics":
+                    await service.brief_pool.run("", service.refresh_metrics)
+                receive = await route(service, scope, receive, path, stack, partial(self._sub_request, first, receive))
+            except EarlyResponse as early:
+                await early.response(scope, receive, send)
+                return
+            except Exception as error:
+                status, body = to_body(service.to_client_error(error))
+                if REQUEST_OPTIONS in scope and scope[REQUEST_OPTIONS].refuse(status):
+                    return
+                if status >= 500 and not service.requests.draining and not isinstance(error, MemoryShort):
+                    _log.error("%s failed before it was routed", path, exc_info=error)
+                denied = "websocket.http.response" in scope.get("extensions", {})
+                if scope["type"] == "websocket" and not denied:
+                    await send({"type": "websocket.close", "code": 1008, "reason": body["error"]["message"][:100]})
+                else:
+                    after = getattr(error, "after", None)
+                    headers = {"retry-after": str(after)} if after else None
+                    await JSONResponse(body, status_code=status, headers=headers)(scope, receive, send)
+                return
+            options: RequestOptions | None = scope.get(REQUEST_OPTIONS)
+            if options is not None:
+                stack.enter_context(service.pending_requests.carry(options, scope))
+            await self._app(scope, receive, send if options is None else ReportingSend(send, options))
+            if options is not None and options.next_prompt is not None:
+                service.chat_prefill.submit(options.tenant, options.next_prompt, partial(self._send_ahead, first))
+
+    async def _serve_as_sent(self, scope: Scope, first: Scope, send: Send) -> None:
+        """Serve a request as it came if it was refused with another prompt; ``first``: its scope as it came."""
+        options: RequestOptions | None = scope.get(REQUEST_OPTIONS)
+        if options is not None and options.refused and options.resend is not None:
+            await self({**first, FOLLOW: True}, options.resend, send)
+
+    async def _send_ahead(self, scope: Scope, ahead: Ahead) -> None:
+        """Send a predicted request as the client of an earlier one would."""
+
+        async def receive() -> Message:  # it never leaves
+            await asyncio.get_running_loop().create_future()
+            return {}
+
+        await self._sub_request({**scope, AHEAD: ahead}, receive, ahead.prediction.body)
+
+    async def _sub_request(self, scope: Scope, receive: Receive, data: dict[str, Any]) -> tuple[int, Any]:
+        """Return status and JSON of the response to a further request of the same client to the same route."""
+        raw = json.dumps(data).encode()
+        dropped = (b"content-length", b"transfer-encoding", b"idempotency-key")
+        headers = [(k, v) for k, v in scope["headers"] if k.lower() not in dropped]
+        pending: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
+        status, parts = 0, list[bytes]()
+
+        async def receive_body() -> Message:
+            return pending.pop() if pending else await receive()  # that the client has left
+
+        async def collect(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            parts.append(message.get("body", b""))
+
+        sub_scope = {**scope, FOLLOW: True, "headers": [*headers, (b"content-length", str(len(raw)).encode())]}
+        await self(sub_scope, receive_body, collect)
+        try:
+            return status, json.loads(b"".join(parts))
+        except ValueError:
+            return status, None
+
+
+def _is_preflight(scope: Scope) -> bool:
+    """Return whether a request is a browser's CORS preflight, which has no key, and CORS is on (--allowed-origins)."""
+    if scope.get("method") != "OPTIONS":
+        return False
+    headers = Headers(scope=scope)
+    if "origin" not in headers or "access-control-request-method" not in headers:
+        return False
+    cors_options = [
+        middleware.kwargs for middleware in scope["app"].user_middleware if middleware.cls is CORSMiddleware
+    ]
+    return any(options.get("allow_origins") or options.get("allow_origin_regex") for options in cors_options)

@@ -1,0 +1,310 @@
+"""Requests that the OpenAI server's own routes answer, before they reach them: checks, changes of their bodies, isolation.
+
+A plain chat is changed in steps, each at most once and in this order: edits that the request or the server's policy asks for,
+volatile parts that are served late, drops that are followed later, and a summary in place of earlier turns. Each is a module of
+its own; the next prompt is predicted from what they leave.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope
+
+from ctxwin.hashing import digest
+from ctxwin.profiles import resolve
+from ctxwin_chats import compaction
+from ctxwin_chats.compaction import CompactEdit, Compaction, read_summary, request_for, resume, take_compaction
+from ctxwin_chats.context_management import Count, manage
+from ctxwin_chats.continuation import turns_field
+from ctxwin_chats.lazy_drops import Bounds
+from ctxwin_chats.options import EDIT_FIELDS, ROUTES, read_options
+from ctxwin_chats.typed_tools import describe_tools
+from ctxwin_chats.volatile import put
+from ctxwin_client.errors import NotAllowed, TooLarge
+from ctxwin_server.app.accounts import BodyReader, Malformed, parse_json
+from ctxwin_server.app.endpoints import (
+    CHAT,
+    COUNT,
+    PLAIN,
+    allowed_headers,
+    check_endpoint,
+    check_stored,
+    is_ours,
+    names_chunks,
+)
+from ctxwin_server.app.isolation import bind, check_options, check_scores, plain_salt
+from ctxwin_server.app.request_options import REQUEST_OPTIONS, RequestOptions
+from ctxwin_server.app.service import TENANT, Service
+from ctxwin_server.chat.expansion import expand
+from ctxwin_server.chat.prefill import Ahead
+from ctxwin_server.sandbox.grammars import PLACES
+
+SubRequest = Callable[[dict[str, Any]], Awaitable[tuple[int, Any]]]
+"""``body`` -> status and JSON of the response to a further request to the same route."""
+FOLLOW = "ctxwin.follow"
+"""Key of an ASGI scope whose request is served as it came."""
+AHEAD = "ctxwin.ahead"
+"""Key of an ASGI scope with an `Ahead`: a prompt is computed that its client has not sent yet."""
+_SUMMARY_TOKENS = 1024
+_log = logging.getLogger("ctxwin.serve")
+T = TypeVar("T")
+
+
+class EarlyResponse(Exception):
+    """Raised with the response to a request that needs no route."""
+
+    def __init__(self, response: Response) -> None:
+        super().__init__()
+        self.response = response
+
+
+async def route(
+    service: Service, scope: Scope, receive: Receive, path: str, stack: AsyncExitStack, sub_request: SubRequest
+) -> Receive:
+    """Return the ``receive`` of the route that is called next.
+
+    Args:
+        stack: gets the callbacks that release resources when the request has ended.
+        sub_request: sends a further request before this one.
+    """
+    tenant: str | None = scope[TENANT]
+    quota = service.quotas.get(tenant or "", (None, None))[1]
+    body = BodyReader(service.limits.max_upload_bytes, service.body_bytes, tenant or "", receive, quota)
+    stack.callback(body.give_back)
+    headers = Headers(scope=scope)
+    if is_ours(path):
+        body.check_announced(headers.get("content-length", ""))
+        return body.receive
+    if tenant:
+        if scope["type"] == "websocket":
+            raise NotAllowed("no WebSocket is served to tenants")
+        check_endpoint(scope["method"], path)
+        scope["headers"] = allowed_headers(scope["headers"])
+    if tenant is None or scope.get("method") != "POST":
+        return receive
+    is_bound = bool(service.authentication.keys.tenants) and path in PLAIN
+    if not is_bound and "form" in headers.get("content-type", ""):
+        return receive  # of vLLM's own routes for files, which tenants do not reach
+    body.check_announced(headers.get("content-length", ""))
+    request = PlainRequest(service, tenant, path, await body.read(), sub_request, is_bound=is_bound)
+    await request.rewrite(headers, follows=FOLLOW in scope, ahead=scope.get(AHEAD))
+    if (options := request.options) is not None:
+        scope[REQUEST_OPTIONS] = options
+        if any(rewrite["parts"] for rewrite in options.rewrites.values()):
+            options.resend = body.replay(request.raw)
+    raw = await request.encode()
+    if is_bound and PLAIN[path].generates and AHEAD not in scope:
+        await stack.enter_async_context(service.pool.slot(tenant))
+    if raw is not request.raw:
+        lengths = (b"content-length", b"transfer-encoding")
+        others = [(k, v) for k, v in scope["headers"] if k.lower() not in lengths]
+        scope["headers"] = [*others, (b"content-length", str(len(raw)).encode())]
+    await stack.enter_async_context(service.quarantine.running_async(request.name))
+    return body.replay(raw)
+
+
+def apply_edits(data: dict[str, Any], count: Count) -> bool:
+    """Apply the edits of an equal request before its tokens are counted; return whether the body changed."""
+    resumed = resume(compaction.MESSAGES, data)
+    take_compaction(compaction.MESSAGES, data)  # a compaction does not change the counted tokens
+    managed = manage(data, None, count)
+    return resumed or managed is not None
+
+
+class PlainRequest:
+    """One request that the OpenAI server answers.
+
+    Args:
+        raw: its body as it came; an attribute, too.
+        sub_request: sends a further request before it.
+        is_bound: it is bound to its tenant.
+
+    Attributes:
+        name: what it is called in quarantine, once parsed.
+        options: of a chat and its report, once read; None where nothing of ours applies to it.
+    """
+
+    def __init__(
+        self, service: Service, tenant: str, path: str, raw: bytes, sub_request: SubRequest, *, is_bound: bool
+    ) -> None:
+        self.raw, self.name = raw, ""
+        self.options: RequestOptions | None = None
+        self._service, self._tenant_state = service, service.tenant_state(tenant)
+        self._tenant, self._path, self._sub_request, self._is_bound = tenant, path, sub_request, is_bound
+        self._data: Any = None
+        self._changed = self._follows = False
+
+    async def rewrite(self, headers: Headers, *, follows: bool, ahead: Ahead | None) -> None:
+        """Parse, check and change the body.
+
+        Args:
+            headers: as the client sent them.
+            follows: its prompt is what it holds: nothing is served late or kept, and nothing predicted from it.
+            ahead: what it computes, where it is a predicted prompt.
+
+        Raises EarlyResponse where it is answered with a summary alone.
+        """
+        self._follows, self._data = follows, await self._run(self._parse)
+        if isinstance(self._data, dict) and not PLACES.isdisjoint(self._data):
+            await self._service.grammars.check(self._tenant, self._data)
+        takes_long = self._path in (compaction.MESSAGES, COUNT) or names_chunks(self._data)
+        is_expanded = await self._run(self._adapt) if takes_long else self._adapt()
+        windows = self._service.windows
+        if not windows or self._path not in ROUTES or not isinstance(self._data, dict):
+            return
+        if ahead is not None:
+            self.options = RequestOptions(tenant=self._tenant, off="it is computed ahead", ahead=ahead)
+        else:
+            self._changed |= await self._rewrite_chat(headers, "auto" if is_expanded else windows)
+
+    def _parse(self) -> Any:
+        """Return the body as JSON within the server's limits; None where it is not JSON, which the server itself reports."""
+        limits = self._service.limits
+        try:
+            data = parse_json(limits, self.raw, self._tenant_state.max_text if self._tenant else None)
+        except (TooLarge, Malformed):
+            raise
+        except ValueError:
+            data = None
+        self.name = digest("plain", self._tenant, self._path, self.raw)
+        check_scores(data, limits.max_logprobs)
+        check_options(data)
+        return data
+
+    def _adapt(self) -> bool:
+        """Replace in the body what the server itself does not know; return whether it named chunks."""
+        data, path, tenant_state = self._data, self._path, self._tenant_state
+        if not isinstance(data, dict):
+            return False
+        if "chat_template_kwargs" in data:
+            self._service.template_arguments.check(data)
+        is_expanded = path == CHAT and names_chunks(data)
+        if is_expanded:
+            expand(data, tenant_state.uploads, tenant_state.max_text)
+        check_stored(path, data, self._tenant)
+        self._changed = is_expanded
+        if path in (compaction.MESSAGES, COUNT):
+            self._changed |= describe_tools(data)
+        if path == COUNT:
+            self._changed |= apply_edits(data, tenant_state.count)
+        return is_expanded
+
+    async def encode(self) -> bytes:
+        """Return the body for the server: bound to its tenant if there are tenants."""
+        if not self._is_bound:
+            return await self._run(lambda: json.dumps(self._data).encode()) if self._changed else self.raw
+        if not isinstance(self._data, dict):
+            raise ValueError("the body must be a JSON object")
+        state, media = self._tenant_state, self._service
+        return await self._run(partial(
+            bind, self._path, self._data, self._tenant, plain_salt(state.engine), state.uploads.allowance(),
+            fetch=media.fetches_media, video_size=media.video_headers.size,
+        ))  # fmt: skip
+
+    async def _rewrite_chat(self, headers: Headers, windows: str) -> bool:
+        """Read a chat's options, and take all steps; return whether the body changed.
+
+        ``windows``: mode of a request that names none.
+        """
+        data, path = self._data, self._path
+        own = {"ctxwin": data["ctxwin"]} if "ctxwin" in data else {}
+        resumed = path != CHAT and await self._run(resume, path, data)
+        is_managed = any(data.get(field) is not None for field in EDIT_FIELDS)
+        chat = read_options(path, headers, data, windows, self._service.prompts)
+        if chat is None:
+            return bool(own) or resumed
+        self.options = options = RequestOptions(**vars(chat), tenant=self._tenant)
+        compact, applied, late, room = None, None, None, None
+        if not data.keys().isdisjoint(EDIT_FIELDS) or self._service.policy is not None:
+            compact = take_compaction(path, data)
+            applied = await self._run(manage, data, self._service.policy, self._tenant_state.count)
+            if applied is not None:
+                options.reports["context_management"] = {"applied_edits": applied}
+        if options.prompt.volatile and not self._follows:
+            late = await self._run(self._tenant_state.volatile.take, data, options.name, self._tenant_state.count)
+            options.rewrites["late"] = late.report(as_system=self._late_as_system)
+        turns = data.get(turns_field(data)) if options.prompt.prefill else None  # as sent
+        if is_managed or options.prompt.lazy_drops is None:  # an explicit wish: nothing of what it drops is held back
+            if options.name:
+                self._tenant_state.lazy_drops.forget(options.name)
+        else:
+            room = await self._keep_drops(options, options.prompt.lazy_drops)
+        if compact is not None:
+            await self._compact(options, compact, own)
+        elif options.prompt.prefill and not self._follows:
+            await self._foresee(options, turns, room)
+        if late is not None and late.parts:  # behind what lazy drops compare, and a summary replaces
+            put(data, late.text, as_system=self._late_as_system)
+            self._service.metrics.count_rewrite(self._tenant, "late", late.tokens)
+        return bool(own or resumed or options.rewrites) or applied is not None or compact is not None
+
+    async def _run(self, work: Callable[..., T], *args: Any) -> T:
+        return await self._service.brief_pool.run(self._tenant, work, *args)
+
+    @property
+    def _late_as_system(self) -> bool:
+        return self._service.late_system and self._data.get("chat_template") is None
+
+    async def _keep_drops(self, options: RequestOptions, bounds: Bounds) -> int:
+        """Put back what the client dropped, within the bounds; return how many more pictures may be dropped until it follows."""
+        if self._follows:
+            bounds = Bounds(0, 0, 0)
+        context = self._tenant_state.engine.spec.max_tokens
+        kept = await self._run(
+            self._tenant_state.lazy_drops.serve, self._data, options.name, bounds, self._tenant_state.count, context
+        )
+        options.rewrites["kept"] = kept.report()
+        if kept.parts or kept.followed:
+            result = "kept" if kept.parts else "followed"
+            self._service.metrics.count_rewrite(self._tenant, result, kept.tokens, kept.pictures)
+        return bounds.pictures - kept.pictures if kept.turns < bounds.turns else 0
+
+    async def _foresee(self, options: RequestOptions, turns: Any, room: int | None) -> None:
+        """Hold the request against its prediction, and note what is to be computed ahead of the next one.
+
+        Nothing is, where a window behind the chat reuses KV: its prompt does not find what vLLM's prefix cache holds.
+        """
+        service = self._service
+        fidelity = options.fidelity or service.limits.fidelity
+        if fidelity.mode == "auto":
+            fidelity = resolve(fidelity, self._tenant_state.engine.spec.model)
+        if not options.off and fidelity.mode != "exact":
+            return
+        foresight = await self._run(self._tenant_state.histories.follow, self._data, turns, options.name, room)
+        if foresight.ended is not None:
+            service.metrics.count_prefilled(self._tenant, foresight.ended.tokens, used=foresight.hit)
+            if foresight.hit:
+                service.chat_prefill.refund(self._tenant, foresight.ended)
+                options.prefilled = foresight.ended.tokens
+        if foresight.next is not None and foresight.next.body:
+            options.next_prompt = foresight.next
+
+    async def _compact(self, options: RequestOptions, compact: CompactEdit, own: dict[str, Any]) -> None:
+        """Replace the turns of the body by their summary once they exceed the threshold; ``own``: its field of ours."""
+        data = self._data
+        names = ("system", "instructions", "tools", "messages", "input")
+        tokens = await self._run(self._tenant_state.count, [data.get(name) for name in names])
+        if tokens <= compact.threshold:
+            return
+        summary_tokens = max(1, min(_SUMMARY_TOKENS, self._tenant_state.engine.spec.max_tokens // 8))
+        status, answer = await self._sub_request(request_for(self._path, data, compact, summary_tokens) | own)
+        if status != 200:
+            _log.warning("a conversation was not compacted: its summary got status %d", status)
+        summary, usage = read_summary(self._path, answer) if status == 200 else (None, {})
+        options.compaction = outcome = Compaction(self._path, summary, usage)
+        if summary is not None:
+            compaction.replace_turns(self._path, data, summary)
+        if compact.pause_after_compaction:
+            model = data.get("model") or self._service.models[0]
+            if data.get("stream"):
+                events = b"".join(map(compaction.encode_event, outcome.paused_events(model)))
+                raise EarlyResponse(Response(events, media_type="text/event-stream"))
+            raise EarlyResponse(JSONResponse(outcome.paused_answer(model)))

@@ -1,0 +1,240 @@
+"""Windows of plain chats: one for each conversation, updated to the prompt of each request.
+
+A request's rendered prompt is the target state of a window. Segments that stayed keep their KV; those that left, moved or came
+back become edits, and only new ones are computed, always including the last one, the question. Among the conversations of one
+tenant and one name a request continues the one that shares the longest prefix with it, then the most tokens. A conversation that
+shares less than half with the request stays unchanged, and a branch of it continues.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ctxwin.engines.segments import Segment
+from ctxwin.fidelity import Fidelity
+from ctxwin.hashing import digest
+from ctxwin.profiles import resolve
+from ctxwin.window.assembly import Assembly
+from ctxwin.window.lanes import ServedMemo
+from ctxwin.window.layout import Layout, Work
+from ctxwin.window.placement import placement
+from ctxwin.window.state import Placed, State
+from ctxwin.window.sync import sync_steps
+from ctxwin_chats.records import Record, Records
+
+if TYPE_CHECKING:
+    from ctxwin.kv.layout import SpanKV
+    from ctxwin_vllm.rendered import RenderedRequest, SubmittedRequest
+
+KEPT, SERVED = 256, 1024
+"""For each conversation: evicted segments that may come back, and segments whose way of being served is remembered."""
+_log = logging.getLogger("ctxwin.serve")
+
+
+class WriteBackPending(Exception):
+    """KV that a request could use is being written back; call `Conversations.prepare` again once ``pending`` is done."""
+
+    def __init__(self, pending: Sequence[Future[None]]) -> None:
+        super().__init__(f"KV of {len(pending)} requests is being read back")
+        self.pending = pending
+
+
+@dataclass(eq=False, kw_only=True)
+class Conversation(Record):
+    """One conversation. Its state is immutable and replaced as a whole.
+
+    Attributes:
+        memo: how chunks were served before, see `Assembly`.
+        write_backs: of answered requests whose KV is not written back yet; each is done once it is.
+    """
+
+    state: State
+    seed: str
+    memo: OrderedDict[str, ServedMemo] = field(default_factory=OrderedDict)
+    write_backs: set[Future[None]] = field(default_factory=set)
+
+
+@dataclass
+class Turn:
+    """One request of a conversation, from its preparation until its KV is written back.
+
+    Attributes:
+        lanes: prompt tokens by lane.
+        edits: number of edits that updated the window to the request, by kind.
+    """
+
+    conversation: Conversation
+    engine: RenderedRequest
+    fidelity: Fidelity
+    state: State
+    layout: Layout
+    submitted: SubmittedRequest
+    work: Work
+    lanes: dict[str, int]
+    edits: Mapping[str, int]
+    written_back: Future[None] = field(default_factory=Future)
+
+    @property
+    def ahead(self) -> int:
+        """Number of tokens that were computed before the request itself ran."""
+        return self.submitted.generation.computed_tokens + self.work.tokens
+
+
+class Conversations(Records[Conversation]):
+    """The conversations of one tenant, and branches. Thread-safe; `prepare` and `finish` block."""
+
+    def __init__(self, most: int, ttl: float) -> None:
+        super().__init__(most, ttl)
+        self._update_lock = threading.Lock()
+
+    def begin(self, build: Callable[[], RenderedRequest], name: str, fidelity: Fidelity, patient: bool) -> Turn:
+        """Do as `prepare`, for a request that ``build`` returns."""
+        return self.prepare(build(), name, fidelity, patient=patient)
+
+    def prepare(self, engine: RenderedRequest, name: str, fidelity: Fidelity, *, patient: bool = True) -> Turn:
+        """Update a conversation's window to a prompt, and submit its KV to the engine.
+
+        Args:
+            engine: of the rendered prompt.
+            name: the client's name of the conversation; "" for none.
+            patient: raise WriteBackPending while KV of the conversation is being written back; otherwise recompute it.
+
+        Raises as `Window.ask`; no KV of the new segments is recorded then. Cost: O(segments x placed), and the forwards
+        of new segments before stored ones.
+        """
+        fidelity = fidelity if fidelity.mode != "auto" else resolve(fidelity, engine.spec.model)
+        # vLLM's own request is the only one of a turn, with all tokens: nothing is computed between loaded segments.
+        fidelity = fidelity.model_copy(update={"recompute": None, "merge": None})
+        conversation, state, edits = self._update(engine, name, fidelity, patient)
+        assembly, work = Assembly(engine, memo=conversation.memo), Work()
+        layout = assembly.build_layout(state, fidelity, work)
+        end = layout.end(state).computed(engine.query_chunk.id, "computed")
+        start = state.system_prompt_advance + sum(p.advance for p in state.placed)
+        query = Segment(engine.query, start, capture=True, span_key=end.span)
+        submitted = engine.submit([*layout.segments, query], layout.salt)
+        lanes: Counter[str] = Counter()
+        is_resident = layout.segments[0].span is not None and not work.system_prompt
+        lanes["resident" if is_resident else "computed"] += state.system_prompt_tokens
+        for choice in layout.choices:
+            lanes[choice.lane] += choice.entry.tokens
+        lanes["computed"] += engine.query.tokens
+        turn = Turn(conversation, engine, fidelity, state, layout, submitted, work, dict(lanes), edits)
+        return turn
+
+    def expect_write_back(self, turn: Turn) -> None:
+        """Announce a call of `finish`: the next request of the conversation waits for this one's KV."""
+        with self._update_lock:
+            turn.conversation.write_backs.add(turn.written_back)
+
+    def finish(self, turn: Turn, *, finished: bool) -> None:
+        """Store the KV that a request computed, if it succeeded, and release its resources."""
+        try:
+            captured = turn.engine.collect(turn.submitted, finished=finished)
+            state = self._write_back(turn, captured) if captured else None
+            if state is not None:
+                with self._update_lock:
+                    self._merge(turn, state)
+        finally:
+            turn.engine.close()
+            with self._update_lock:
+                turn.conversation.write_backs.discard(turn.written_back)
+            turn.written_back.set_result(None)
+
+    def _write_back(self, turn: Turn, captured: dict[int, SpanKV]) -> State:
+        assembly = Assembly(turn.engine, memo=turn.conversation.memo)
+        state = assembly.write_back(turn.state, turn.layout, captured, turn.fidelity)
+        while len(assembly.memo) > SERVED:
+            assembly.memo.popitem(last=False)
+        span = captured.get(len(turn.layout.segments))
+        if span is not None:  # stored as the chunk that it becomes in the next request
+            entry = turn.layout.end(turn.state).computed(turn.engine.query_chunk.id, "computed")
+            absorbed = turn.layout.absorbed(len(turn.layout.choices))
+            options = {"provenance": entry.provenance, "exact": entry.exact, "absorbed": absorbed}
+            assembly.put(entry.span, span, turn.engine.query, **options)
+        return state
+
+    def _merge(self, turn: Turn, state: State) -> None:
+        """Merge the new KV into the conversation, which another request may have changed since."""
+        current = turn.conversation.state
+        if current is turn.state:
+            turn.conversation.state = state
+            return
+        learnt = {p.id: p for p in state.placed}
+
+        def update(entry: Placed) -> Placed:
+            newer = learnt.get(entry.id)
+            return entry if newer is None or entry.kv is not None else entry.replace(kv=newer.kv, seen=newer.seen)
+
+        turn.conversation.state = current.replace(
+            placed=tuple(map(update, current.placed)), evicted=tuple(map(update, current.evicted))
+        )
+
+    def _update(
+        self, engine: RenderedRequest, name: str, fidelity: Fidelity, patient: bool
+    ) -> tuple[Conversation, State, Mapping[str, int]]:
+        """Return the conversation of a prompt, its state with exactly the prompt's segments placed, and the edits by kind."""
+        first = engine.encode_system_prompt("")
+        opened = State(
+            engine=engine.identity,
+            system_prompt=engine.system_prompt.id,
+            system_prompt_tokens=first.tokens,
+            system_prompt_advance=first.advance,
+            budget=engine.spec.max_tokens,
+            fidelity=fidelity,
+        )
+        with self._update_lock:
+            conversation = self._continued(engine, opened, name, patient)
+            state, edits = conversation.state, Counter[str]()
+            steps = sync_steps(
+                state, engine.chunks, partial(placement, engine, seed=conversation.seed), State.find_evicted, move=False
+            )
+            for new, edit, ids in steps:
+                state = new
+                edits[edit.op] += len(ids)
+            conversation.state = state = state.replace(evicted=state.evicted[-KEPT:])
+            conversation.used = time.monotonic()
+            self.keep(conversation, conversation)
+        return conversation, state, edits
+
+    def _continued(self, engine: RenderedRequest, opened: State, name: str, patient: bool) -> Conversation:
+        """Return the conversation that shares the most with a prompt, or a branch of it where that is less than half of it.
+
+        A new one where none shares anything.
+        """
+        ids, key = [chunk.id for chunk in engine.chunks], digest("conversation", name, opened.system_prompt_key)
+        best, best_score = None, (0, 0)
+        for candidate in self.find(key):  # among equals the most recently used wins
+            score = _common(candidate.state, ids)
+            if score[1] and score >= best_score:
+                best, best_score = candidate, score
+        if best is None:
+            return Conversation(key=key, name=name, size=0, state=opened, seed=_new_seed(opened.system_prompt_key))
+        if patient and best.write_backs:
+            raise WriteBackPending([*best.write_backs])
+        if 2 * best_score[1] >= sum(entry.tokens for entry in best.state.placed):
+            return best
+        return Conversation(key=key, name=name, size=0, state=best.state, seed=_new_seed(best.seed))
+
+
+def _new_seed(base: str) -> str:
+    return digest("seed", base, time.monotonic_ns())
+
+
+def _common(state: State, ids: Sequence[str]) -> tuple[int, int]:
+    """Return the tokens of the longest prefix that a state shares with chunks, and of all shared chunks. O(chunks)."""
+    remaining, prefix_tokens, common, is_prefix = Counter(ids), 0, 0, True
+    for i, entry in enumerate(state.placed):
+        is_prefix = is_prefix and i < len(ids) and ids[i] == entry.chunk_id
+        prefix_tokens += entry.tokens * is_prefix
+        if remaining[entry.chunk_id] > 0:
+            remaining[entry.chunk_id] -= 1
+            common += entry.tokens
+    return prefix_tokens, common

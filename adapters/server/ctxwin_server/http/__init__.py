@@ -1,0 +1,1 @@
+"""Our own routes over HTTP and sockets, and the bounds of a connection."""

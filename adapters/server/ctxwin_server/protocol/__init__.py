@@ -1,0 +1,1 @@
+"""Chunks and files as JSON and forms, and the limits of a server."""

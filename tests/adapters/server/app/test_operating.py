@@ -1,0 +1,240 @@
+"""What whoever runs a server relies on: readiness, draining, quotas, the audit log, the metrics' own key, traces, the doctor."""
+
+from __future__ import annotations
+
+import json
+import logging
+import stat
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import RateLimitError
+from typer.testing import CliRunner
+
+from adapters.server.app.test_authentication import status
+from adapters.server.http.test_routes import call
+from adapters.server.serving import serving
+from ctxwin import Chunk, tracing
+from ctxwin.cli.main import app
+from ctxwin.doctor.server import examine
+from ctxwin.store import open_store
+from ctxwin_client import RemoteWindow, upload
+from ctxwin_client.errors import TooManyRequests
+from ctxwin_server.app.accounts import Rate, RunningRequests
+from ctxwin_server.app.audit_log import AuditLog
+from ctxwin_server.app.info import store_fault
+from ctxwin_server.app.tenants import Tenant, load_tenants
+
+
+def test_a_service_changes_no_setting_of_its_process() -> None:
+    """It may be a guest; only a process of the server's own is tuned (`ctxwin_server.vllm.server.own_process`)."""
+    before = sys.getswitchinterval()
+    with serving() as server:
+        assert call(server, "/ready") == (200, {"status": "ready"})
+        assert sys.getswitchinterval() == before
+
+
+def test_a_server_that_drains_finishes_what_runs_and_takes_nothing_new() -> None:
+    with serving() as server, RemoteWindow(server.client(), "h") as window:
+        assert call(server, "/ready") == (200, {"status": "ready"})
+        held = threading.Event()
+        begun = threading.Event()
+
+        def slowly(*_: Any) -> Any:
+            begun.set()
+            assert held.wait(30)
+
+        server.service.tenant_state("").windows.using(window.id)
+        answers: list[Any] = []
+        generate = server.engines[""].generate
+        server.engines[""].generate = lambda *a, **k: (slowly(), generate(*a, **k))[1]  # type: ignore[method-assign]
+        asking = threading.Thread(target=lambda: answers.append(window.ask("who?", max_tokens=2)))
+        asking.start()
+        assert begun.wait(30)
+        draining = threading.Thread(target=lambda: server.service.drain(30))
+        draining.start()
+        while call(server, "/ready")[0] == 200:
+            time.sleep(0.01)
+        assert call(server, "/ready") == (503, {"status": "draining"})
+        code, body = call(server, "/v1/windows", {})
+        assert code == 503 and "shutting down" in body["error"]["message"]
+        assert draining.is_alive() and not answers
+        held.set()
+        draining.join(30)
+        asking.join(30)
+        assert answers[0].usage.prompt_tokens > 0
+        server.service.requests.draining = False  # the window's end is a request, too
+
+
+def test_draining_gives_up_after_its_time() -> None:
+    requests = RunningRequests(8)
+    with requests.one(""):
+        assert requests.drain(0.01) == 1
+        with pytest.raises(Exception, match="shutting down"), requests.one(""):
+            pass
+
+
+def test_a_rate_is_paid_back_with_time() -> None:
+    now = [0.0]
+    rate = Rate(60, "requests", lambda: now[0])
+    for _ in range(60):
+        rate.take(1)
+    with pytest.raises(TooManyRequests, match=r"60 requests a minute .* again in 1 s") as refused:
+        rate.take(1)
+    assert refused.value.after == 1
+    now[0] = 1.0
+    rate.take(1)
+    rate.charge(60)  # a body that was longer than what was left
+    with pytest.raises(TooManyRequests) as refused:
+        rate.take(0)
+    assert refused.value.after == 60
+    now[0] = 61.0
+    rate.take(0)
+
+
+def test_quotas_are_a_tenants_own(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text(
+        '[[tenant]]\nname = "acme"\nkeys = ["a"]\nrequests_per_minute = 2\nbytes_per_minute = "1kB"\n'
+        '[[tenant]]\nname = "bolt"\nkeys = ["b"]\n'
+    )
+    with serving(tenants=load_tenants(path)) as server:
+        for _ in range(2):
+            assert call(server, "/v1/windows", {}, authorization="Bearer a")[0] == 200
+        with pytest.raises(RateLimitError, match="2 requests a minute") as refused:
+            server.client("a", max_retries=0).post("/windows", body={}, cast_to=object)
+        assert 1 <= int(refused.value.response.headers["retry-after"]) <= 31
+        assert status(server, "GET", "/ready", authorization="Bearer a") == 200
+        for _ in range(4):
+            assert call(server, "/v1/windows", {}, authorization="Bearer b")[0] == 200
+
+
+def test_bytes_are_charged_as_they_arrive() -> None:
+    tenant = Tenant(name="acme", keys=["a"], bytes_per_minute=1000)
+    with serving(tenants=[tenant]) as server:
+        body = {"system_prompt": "x" * 2000}
+        assert call(server, "/v1/windows", body, authorization="Bearer a")[0] == 200
+        code, said = call(server, "/v1/windows", {}, authorization="Bearer a")
+        assert code == 429 and "1000 bytes a minute" in said["error"]["message"]
+
+
+def test_the_audit_log_says_who_did_what_and_nothing_of_what_it_was(tmp_path: Path) -> None:
+    log = tmp_path / "audit.jsonl"
+    with serving(tenants=[Tenant(name="acme", keys=["a"])], audit_log=str(log)) as server:
+        client = server.client("a")
+        secret = Chunk.text("the secret word is heron")
+        name = upload(client, secret)
+        with RemoteWindow(client, "h") as window:
+            placed = window.append(secret)
+            window.fork()
+            window.evict(placed, forget=True)
+            window.snapshot()
+        client.delete(f"/chunks/{name}", cast_to=object)
+    told = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(line["action"], line["object"]) for line in told] == [
+        ("store", "ctxwin.chunk"), ("store", "ctxwin.window"), ("store", "ctxwin.window"), ("share", "ctxwin.window"),
+        ("delete", "ctxwin.window"), ("export", "ctxwin.window"), ("delete", "ctxwin.window"), ("delete", "ctxwin.chunk"),
+    ]  # fmt: skip
+    assert {(line["tenant"], line["client"]) for line in told} == {("acme", "127.0.0.1")}
+    assert told[0]["id"] == told[-1]["id"] == name and "heron" not in log.read_text()
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
+
+
+def test_the_audit_log_is_bounded_and_its_failure_is_no_requests(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = AuditLog(str(tmp_path / "audit.jsonl"), most_bytes=2000)
+    for i in range(200):
+        log.record("acme", "host", "store", id=str(i))
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 5 and all(file.stat().st_size <= 2000 for file in files)
+    assert json.loads(files[0].read_text().splitlines()[-1])["id"] == "199"
+    assert log._file is not None
+    log._file.stream.close()
+    with caplog.at_level(logging.ERROR, "ctxwin.serve"):
+        log.record("acme", "host", "store")
+    assert "could not be written" in caplog.text
+    with pytest.raises(OSError):
+        AuditLog(str(tmp_path / "no" / "such" / "folder"))
+
+
+def test_metrics_have_a_key_of_their_own() -> None:
+    with serving(tenants=[Tenant(name="acme", keys=["a"])], api_keys=["own"], metrics_key="scrape") as server:
+        for key, expected in (("", 401), ("a", 401), ("wrong", 401), ("scrape", 200), ("own", 200)):
+            given = {"authorization": f"Bearer {key}"} if key else {}
+            assert status(server, "GET", "/metrics", **given) == expected, key
+        assert status(server, "GET", "/v1/ctxwin/about", authorization="Bearer scrape") == 401
+    with serving(metrics_key="scrape") as server:
+        assert status(server, "GET", "/metrics") == 401
+        assert status(server, "GET", "/metrics", authorization="Bearer scrape") == 200
+
+
+def test_the_doctor_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(tenants=[Tenant(name="acme", keys=["a"])]) as server:
+        found = {finding.name: finding for finding in examine(server.url + "/v1", "a")}
+        assert [f.name for f in found.values() if f.status == "broken"] == []
+        assert found["tenants"].what == "on; this key is acme" and found["refused"].what == "401 without a key"
+        assert "patched" in found["lanes"].what and "tiny" in found["model"].what
+        (*_, last) = examine(server.url, "wrong")
+        assert (last.name, last.status) == ("key", "broken") and "CTXWIN_API_KEY" in last.remedy
+        store = server.engines["acme"].repo.store
+        monkeypatch.setattr(store, "put", lambda key, value: False)
+        found = {finding.name: finding for finding in examine(server.url, "a")}
+        assert found["store"].status == "broken" and "takes no new value" in found["store"].what
+        monkeypatch.undo()
+        server.service.requests.draining = True
+        done = CliRunner().invoke(app, ["doctor", server.url, "--json"], env={"CTXWIN_API_KEY": "a"})
+        assert done.exit_code == 1 and "draining" in done.output
+        server.service.requests.draining = False
+    assert [f.status for f in examine(server.url)] == ["broken"]
+
+
+def test_what_is_wrong_with_a_store_is_said(tmp_path: Path) -> None:
+    assert store_fault(open_store(f"disk:{tmp_path}")) == ""
+    closed = open_store("memory:")
+    closed.close()
+    assert store_fault(closed)
+
+
+def test_an_ask_is_a_trace_below_the_clients() -> None:
+    sdk = pytest.importorskip("opentelemetry.sdk.trace")
+    export = pytest.importorskip("opentelemetry.sdk.trace.export")
+    memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter").InMemorySpanExporter()
+    provider = sdk.TracerProvider()
+    provider.add_span_processor(export.SimpleSpanProcessor(memory))
+    trace = f"{0xABC:032x}"
+    with serving(tenants=[Tenant(name="acme", keys=["a"])]) as server, RemoteWindow(server.client("a"), "h") as window:
+        window.append(Chunk.text("one two three"))
+        tracing.start(provider)
+        try:
+            headers = {"content-type": "application/json", "authorization": "Bearer a"}
+            headers["traceparent"] = f"00-{trace}-{7:016x}-01"
+            path = f"{server.url}/v1/windows/{window.id}/ask"
+            body = json.dumps({"query": "who?", "max_tokens": 2}).encode()
+            urllib.request.urlopen(urllib.request.Request(path, body, headers), timeout=60).read()
+            headers["traceparent"] = f"00-{trace}-{8:016x}-01"
+            call(server, "/v1/chat/completions", {"messages": []}, **headers)
+        finally:
+            tracing.stop()
+        window.ask("who?", max_tokens=2)
+    spans = memory.get_finished_spans()
+    assert {f"{s.context.trace_id:032x}" for s in spans} == {trace}
+    by_name = {s.name: s for s in spans if s.parent is not None and s.parent.span_id != 8}
+    ask = by_name["ctxwin.ask"]
+    assert (
+        by_name["ctxwin.request"].parent.span_id == 7
+        and ask.parent.span_id == by_name["ctxwin.request"].context.span_id
+    )
+    for name in ("ctxwin.lay_out", "ctxwin.run", "ctxwin.settle"):
+        assert by_name[name].parent.span_id == ask.context.span_id
+    assert ask.attributes["ctxwin.computed_tokens"] > 0 and ask.attributes["ctxwin.lane.computed"] > 0
+    (passed,) = [s for s in spans if s.parent.span_id == 8]
+    assert (
+        server.heads[-1]["traceparent"].split("-")[2] == f"{passed.context.span_id:016x}"
+    )  # vLLM's span goes below it
+    assert sum(s.name == "ctxwin.ask" for s in spans) == 1  # none once it is stopped

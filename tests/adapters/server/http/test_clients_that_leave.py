@@ -1,0 +1,52 @@
+"""Clients that close their connection before the answer."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from adapters.server.http.test_routes import call, wait_for
+from adapters.server.serving import Server, serving
+from ctxwin import Window
+from ctxwin_server.protocol.limits import Limits
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(Limits(max_pixels=100_000, max_windows=8, window_ttl_s=1000)) as running:
+        yield running
+
+
+def opened(server: Server, **body: object) -> str:
+    return str(call(server, "/v1/windows", {"system_prompt": "h", **body})[1]["id"])
+
+
+def test_a_client_that_leaves_before_the_first_token_stops_its_stream(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody reads the answer, so nothing may come of it: a client that timed out asks again."""
+    window = opened(server, budget=4000)
+    windows, ask = server.service.tenant_state("").windows, Window.answer
+    inside, go = threading.Event(), threading.Event()
+
+    def slow(*args: Any, **options: Any) -> Any:
+        inside.set()
+        assert go.wait(30)
+        return ask(*args, **options)
+
+    monkeypatch.setattr(Window, "answer", slow)
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
+    body = {"query": "go on", "max_tokens": 3000, "remember": True, "temperature": 2.0, "seed": 1, "stream": True}
+    connection.request("POST", f"/v1/windows/{window}/ask", json.dumps(body))
+    assert inside.wait(30)
+    connection.close()
+    time.sleep(0.3)  # the server hears of it
+    go.set()
+    wait_for(lambda: windows._entries[window].users == 0)
+    assert not call(server, f"/v1/windows/{window}")[1]["ids"]  # an answer of 3000 tokens would have been remembered

@@ -1,0 +1,197 @@
+"""Between vLLM's server and its engine: what happens to a chat whose window cannot be prepared, or whose load fails."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from adapters.server.chat.test_conversations import FakePrompt
+from ctxwin import Fidelity
+from ctxwin.errors import EngineFailed
+from ctxwin.store import open_store
+from ctxwin_server.app.request_options import PendingRequests, RequestOptions
+from ctxwin_server.chat.conversations import Conversations
+
+chats = pytest.importorskip("ctxwin_server.vllm.chats", reason="vLLM is not installed", exc_type=ImportError)
+pytestmark = pytest.mark.vllm
+
+PROMPT: dict[str, Any] = {"type": "token", "prompt_token_ids": [1, 2, 3]}
+
+
+@dataclass
+class Sampling:
+    extra_args: Any = None
+    prompt_logprobs: int | None = None
+    max_tokens: int = 8
+    min_tokens: int = 0
+    n: int = 1
+
+    def clone(self) -> Sampling:
+        return Sampling(self.extra_args, self.prompt_logprobs, self.max_tokens, self.min_tokens, self.n)
+
+
+def output(text: str, reason: str | None = None, cached: int = 0) -> Any:
+    part = SimpleNamespace(text=text, finish_reason=reason)
+    return SimpleNamespace(
+        outputs=[part], finished=reason is not None, num_cached_tokens=cached, prompt_token_ids=[1, 2, 3]
+    )
+
+
+@dataclass
+class Seam:
+    """The seam over a scripted engine: what each call of it yields."""
+
+    script: list[list[Any]]
+    calls: list[tuple[Any, Sampling]] = field(default_factory=list)
+    counted: list[str] = field(default_factory=list)
+    prompts: list[FakePrompt] = field(default_factory=list)
+    closed: int = 0
+
+    def __post_init__(self) -> None:
+        self.store, self.asked = open_store("memory:"), PendingRequests()
+        self.conversations = Conversations(4, 60.0)
+        engine = chats.VLLMEngine.__new__(chats.VLLMEngine)
+        tenant_state = SimpleNamespace(engine=engine, conversations=self.conversations)
+        metrics = SimpleNamespace(
+            chat=lambda *_: self.counted.append("window"),
+            chat_left_alone=lambda _, why, *, failed: self.counted.append(f"{'failed' if failed else 'none'}: {why}"),
+            fallback=lambda *_: self.counted.append("fallback"),
+        )
+
+        async def run(tenant: str, work: Any, *args: Any) -> Any:
+            return await asyncio.to_thread(work, *args)
+
+        def pending_request(headers: Any) -> tuple[Any, Any, Any]:
+            request, others = self.asked.read(headers)
+            return request, tenant_state, others
+
+        service: Any = SimpleNamespace(
+            pending_request=pending_request,
+            chat_pool=SimpleNamespace(run=run),
+            metrics=metrics,
+            limits=SimpleNamespace(fidelity=Fidelity("exact")),
+        )
+        self.chats = chats.ChatClient(SimpleNamespace(generate=self.inner), service)
+
+    async def inner(self, prompt: Any, sampling: Sampling, request_id: str, **options: Any) -> AsyncIterator[Any]:
+        self.calls.append((prompt, sampling))
+        assert options["trace_headers"] == {"traceparent": "of a client"}  # the key goes no further
+        try:
+            for one in self.script.pop(0):
+                yield one
+        finally:
+            self.closed += 1
+
+    async def ask(self, asked: RequestOptions | None, sampling: Sampling | None = None, take: int = 99) -> list[str]:
+        found = []
+        scope: dict[str, Any] = {"headers": [(b"traceparent", b"of a client")]}
+        with nullcontext() if asked is None else self.asked.carry(asked, scope):
+            headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+            stream = self.chats.generate(PROMPT, sampling or Sampling(), "r", trace_headers=headers)
+            async for one in stream:
+                found.append(one.outputs[0].text)
+                if len(found) == take:
+                    break
+            await stream.aclose()
+        while self.chats._tasks:
+            await asyncio.gather(*self.chats._tasks)
+        return found
+
+
+@pytest.fixture
+def seam(monkeypatch: pytest.MonkeyPatch) -> Seam:
+    made = Seam([])
+
+    def prompt_engine(engine: Any, rendered: Any) -> Any:
+        made.prompts.append(FakePrompt(made.store, ["sys", "aa", "why?"]))
+        made.prompts[-1].fail = made.fail  # type: ignore[attr-defined]
+        return made.prompts[-1]
+
+    made.fail = None  # type: ignore[attr-defined]
+    monkeypatch.setattr(chats, "RenderedRequest", prompt_engine)
+    submit = FakePrompt.submit
+
+    def with_handle(self: FakePrompt, layout: Any, salt: str) -> Any:
+        submitted = submit(self, layout, salt)
+        vars(submitted).update(handle="0" * 32, prompt={"windowed": True})
+        return submitted
+
+    monkeypatch.setattr(FakePrompt, "submit", with_handle)
+    return made
+
+
+def test_a_window_stands_behind_a_chat_that_has_one_alone(seam: Seam) -> None:
+    seam.script = [[output("a")], [output("a"), output("b", "stop")], [output("c", "stop", 3)]]
+    assert asyncio.run(seam.ask(None)) == ["a"] and seam.calls[0][0] is PROMPT and not seam.counted
+    asked = RequestOptions(name="s")
+    assert asyncio.run(seam.ask(asked)) == ["a", "b"]
+    assert seam.calls[1][0] == {"windowed": True} and "kv_transfer_params" in seam.calls[1][1].extra_args
+    assert asked.usage["computed_tokens"] == 3 and seam.prompts[0].taken == [True] and seam.counted == ["window"]
+    again = RequestOptions(name="s")
+    asyncio.run(seam.ask(again))
+    assert again.usage["computed_tokens"] == 0 and again.usage["lanes"]["resident"] == len("sysaa")
+
+
+def test_a_load_that_fails_is_computed_and_counted(seam: Seam) -> None:
+    seam.script = [[output("", "error")], [output("whole", "stop")]]
+    asked = RequestOptions(name="s")
+    assert asyncio.run(seam.ask(asked)) == ["whole"]
+    assert seam.calls[1][0] is PROMPT and seam.calls[1][1].extra_args is None
+    assert seam.counted == ["fallback", "failed: its KV could not be loaded"] and asked.off
+    assert seam.prompts[0].taken == [False] and not asked.usage
+
+
+def test_an_error_behind_the_first_token_is_vllms_to_tell(seam: Seam) -> None:
+    seam.script = [[output("a"), output("", "error")]]
+    assert asyncio.run(seam.ask(RequestOptions(name="s"))) == ["a", ""] and len(seam.calls) == 1
+
+
+def test_a_window_that_cannot_be_prepared_leaves_the_chat_alone(seam: Seam) -> None:
+    seam.script = [[output("whole", "stop")], [output("whole", "stop")]]
+    seam.fail = EngineFailed("down")  # type: ignore[attr-defined]
+    asked = RequestOptions(name="s")
+    assert asyncio.run(seam.ask(asked)) == ["whole"] and seam.calls[0][0] is PROMPT
+    assert asked.off == "its window failed" and seam.counted == ["failed: its window failed"]
+    unfit = RequestOptions(name="s")
+    assert asyncio.run(seam.ask(unfit, Sampling(prompt_logprobs=1))) == ["whole"]
+    assert "log-probabilities" in unfit.off and seam.counted[1:] == [f"none: {unfit.off}"]
+
+
+def test_a_client_that_leaves_takes_its_request_along(seam: Seam) -> None:
+    seam.script = [[output("a"), output("b"), output("c", "stop")]]
+    assert asyncio.run(seam.ask(RequestOptions(name="s"), take=1)) == ["a"]
+    assert seam.closed == 1 and seam.prompts[0].taken == [False] and seam.counted == []
+
+
+def test_a_client_that_leaves_while_its_window_is_prepared_leaves_nothing(
+    seam: Seam, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, inside = FakePrompt.submit, threading.Event()
+
+    def slow(self: FakePrompt, layout: Any, salt: str) -> Any:
+        inside.set()
+        assert self.left.wait(30)  # which a forward would have been asked before
+        return submit(self, layout, salt)
+
+    monkeypatch.setattr(FakePrompt, "submit", slow)
+
+    async def leave() -> None:
+        asking = asyncio.create_task(seam.ask(RequestOptions(name="s")))
+        await asyncio.to_thread(inside.wait, 30)
+        asking.cancel()
+        await asyncio.wait([asking])
+        while seam.chats._tasks:
+            await asyncio.gather(*seam.chats._tasks)
+
+    asyncio.run(leave())
+    assert not seam.calls and seam.prompts[0].taken == [False] and not seam.counted and not seam.asked
+    monkeypatch.setattr(FakePrompt, "submit", submit)
+    seam.script = [[output("a", "stop")]]
+    assert asyncio.run(seam.ask(RequestOptions(name="s"))) == ["a"] and seam.counted == ["window"]

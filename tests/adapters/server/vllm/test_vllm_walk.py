@@ -1,0 +1,24 @@
+"""The walk of a plain chat with a window is short: what is added to it is seen, and has to be worth it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+MOST_STAYS, MOST_WITH_OTHERS = 12, 32
+"""Stays in rooms of the server, and with those in other distributions."""
+
+
+def test_a_plain_chat_takes_few_steps_to_the_engine() -> None:
+    program = Path(__file__).with_name("walk.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rooms = [line.split()[0] for line in done.stdout.splitlines() if " ctxwin_" in line]
+    own = [room for room, _ in itertools.groupby(room for room in rooms if not room.startswith("ctxwin_"))]
+    assert {"app", "process", "vllm", "chat"} <= set(own), done.stdout
+    assert len(own) <= MOST_STAYS, done.stdout
+    assert len(rooms) <= MOST_WITH_OTHERS, done.stdout

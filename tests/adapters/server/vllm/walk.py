@@ -1,0 +1,137 @@
+"""The walk of a plain chat through the server's rooms, from the gateway until vLLM's engine has its request.
+
+    python tests/adapters/server/vllm/walk.py
+
+prints the rooms in the order in which the chat enters or comes back to them, one a line, with the function that is entered there.
+A room is a package of `ctxwin_server`, or another distribution; `ctxwin` itself is the ground below all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dis
+import json
+import os
+import sys
+import threading
+from contextvars import ContextVar
+from types import FrameType
+from typing import Any
+
+_WALKS: ContextVar[Walk | None] = ContextVar("walk", default=None)
+_PREFIXES = ("ctxwin_", "langchain_ctxwin")
+
+
+def room_of(frame: FrameType | None) -> str | None:
+    """Return the room of a frame; None for the ground, "" for code of others."""
+    module = "" if frame is None else frame.f_globals.get("__name__", "")
+    if module == "ctxwin" or module.startswith("ctxwin."):
+        return None
+    if not module.startswith(_PREFIXES):
+        return ""
+    distribution, _, rest = module.partition(".")
+    return rest.partition(".")[0] if distribution == "ctxwin_server" else distribution
+
+
+class Walk:
+    """Rooms in the order of a request's walk, each with the function that was entered."""
+
+    def __init__(self) -> None:
+        self.stays: list[tuple[str, str]] = []
+        self.handed_over: list[tuple[str, str]] = []
+
+    def enter(self, frame: FrameType | None) -> None:
+        """Note that a frame goes on."""
+        room = room_of(frame)
+        if room and frame is not None and (not self.stays or self.stays[-1][0] != room):
+            self.stays.append((room, f"{frame.f_globals['__name__']}:{frame.f_code.co_qualname}"))
+
+    def hand_over(self) -> None:
+        """Note that vLLM's engine has got a request; the last one is the chat's own."""
+        self.handed_over = list(self.stays)
+
+
+def follow(frame: FrameType, event: str, _: Any) -> None:
+    """Note calls and returns, but no pause: a coroutine that waits has not left its room."""
+    if event not in ("call", "return") or (walk := _WALKS.get()) is None:
+        return
+    if frame.f_code.co_name == "receive":  # called beside the walk, in case that the client leaves
+        return
+    code, at = frame.f_code.co_code, max(frame.f_lasti, 0)
+    operation = dis.opname[code[at]]
+    if event == "call" and not (operation == "RESUME" and code[at + 1] & 3):
+        walk.enter(frame)
+    elif event == "return" and operation != "YIELD_VALUE":
+        walk.enter(frame.f_back)
+
+
+async def _chat(app: Any, body: dict[str, Any], walk: Walk | None = None) -> dict[str, Any]:
+    """Return the answer to a chat, which is followed where a walk is given."""
+    raw, received, sent = json.dumps(body).encode(), [False], list[dict[str, Any]]()
+    headers = [(b"host", b"server"), (b"content-type", b"application/json"), (b"content-length", b"%d" % len(raw))]
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+        "path": "/v1/chat/completions", "raw_path": b"/v1/chat/completions", "query_string": b"", "root_path": "",
+        "headers": headers, "client": ("127.0.0.1", 1), "server": ("server", 80), "state": {},
+    }  # fmt: skip
+
+    async def receive() -> dict[str, Any]:
+        if received[0]:
+            await asyncio.get_running_loop().create_future()
+        received[0] = True
+        return {"type": "http.request", "body": raw, "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    _WALKS.set(walk)
+    await app(scope, receive, send)
+    assert sent[0]["status"] == 200, sent
+    answer: dict[str, Any] = json.loads(b"".join(message.get("body", b"") for message in sent))
+    return answer
+
+
+async def _walk() -> Walk:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from ctxwin_server.app.settings import Settings
+    from ctxwin_server.vllm.server import serving_app
+
+    generate, walk = AsyncLLM.generate, Walk()
+
+    def generate_after_walk(self: Any, *args: Any, **options: Any) -> Any:
+        if (current := _WALKS.get()) is not None:
+            current.hand_over()
+        return generate(self, *args, **options)
+
+    arguments = ["--dtype", "float32"]
+    async with serving_app("tiny", arguments, Settings(windows="auto")) as (app, _):
+        AsyncLLM.generate = generate_after_walk
+        said = [f"step {i}: the {colour} light is on." for i, colour in enumerate(("red", "blue", "green", "white"))]
+        messages = [{"role": "system", "content": "You remember."}]
+        for turn, text in enumerate(said):
+            messages.append({"role": "user", "content": text})
+            body = {"model": "tiny", "messages": messages, "max_tokens": 4, "temperature": 0}
+            last = turn == len(said) - 1
+            answer = await asyncio.create_task(_chat(app, body, walk if last else None))
+            messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"] or ""})
+        lanes = answer["usage"]["ctxwin"]["lanes"]
+        assert lanes.get("resident", 0) + lanes.get("exact", 0) > 0 or sum(lanes.values()) > lanes["computed"], lanes
+    return walk
+
+
+def main() -> None:
+    """Print the walk."""
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    threading.setprofile(follow)  # of the threads that work for a request, which start with the first
+    sys.setprofile(follow)
+    walk = asyncio.run(_walk())
+    sys.setprofile(None)
+    for room, function in walk.handed_over:
+        print(f"{room:12} {function}")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
