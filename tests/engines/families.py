@@ -52,6 +52,7 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "llava_onevision": write_llava,
     "llava": lambda folder: write_llava(folder, "Llava"),
     "llava_next": lambda folder: write_llava(folder, "LlavaNext"),
+    "llava_next_video": lambda folder: write_llava(folder, "LlavaNextVideo"),
     "gemma2": lambda folder: write_decoder(folder, "Gemma2", **DECODERS["Gemma2"]),
     "gemma3": write_gemma3,
     "gemma4": write_gemma4,

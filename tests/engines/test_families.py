@@ -107,6 +107,27 @@ class TestLlavaOnevision(OnTransformers):
         return folders("llava_onevision")
 
 
+@guard
+class TestLlavaNext(OnTransformers):
+    """A picture whole and in tiles, whose rows end in a token; chunks of a hundred tokens."""
+
+    picture_tokens = (88, 36)
+    gridded = roles_alike = False
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
+        return folders("llava_next")
+
+
+@guard
+class TestLlavaNextVideo(TestLlavaNext):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
+        return folders("llava_next_video")
+
+
 class TestLlamaGQA(OnTransformers):
     """Two query heads for each KV head, Llama 3's scaled frequencies."""
 

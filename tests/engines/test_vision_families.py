@@ -58,7 +58,7 @@ def test_pictures_against_the_real_model_path(name: str, folders: Callable[[str]
         content[:] = [{"type": "text", "text": f"<image>\n<image>\n{QUERY}"}]
     text = processor.apply_chat_template(messages, add_generation_prompt=True)
     images = [Image.fromarray(p) for p in (picture(1), picture(2, 56))]
-    own = name in ("llava", "llava_next")  # the processor begins the prompt
+    own = name in ("llava", "llava_next", "llava_next_video")  # the processor begins the prompt
     inputs = processor(text=[text], images=[images] if lists else images, return_tensors="pt", add_special_tokens=own)
     header, *pictures = shown(engine)
     encoded = [header, *(engine.encode(Chunk.text(text)) for text in lead), *pictures]
@@ -87,20 +87,25 @@ def test_a_reader_without_a_template_against_the_real_model_path(tmp_path: Path)
 
 
 @pytest.mark.parametrize("frames", [1, 3])
-def test_a_pooled_video_against_the_real_model_path(frames: int, folders: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize(("name", "ends"), [("llava_onevision", 1), ("llava_next_video", 0)])
+def test_a_pooled_video_against_the_real_model_path(
+    name: str, ends: int, frames: int, folders: Callable[[str], Path]
+) -> None:
+    """Each frame is four tokens; OneVision's videos have one behind them."""
     from transformers import AutoProcessor
 
-    folder = folders("llava_onevision")
+    folder = folders(name)
     engine = opened(folder)
     clip = [picture(i) for i in range(frames)]
     encoded = [engine.encode_system_prompt(HEADER), engine.encode(Chunk.video(clip, fps=2.0))]
-    assert [(m.modality, m.tokens) for m in encoded[1].media] == [("video", 4 * frames + 1)]
+    assert [(m.modality, m.tokens) for m in encoded[1].media] == [("video", 4 * frames + ends)]
     processor = AutoProcessor.from_pretrained(folder)
     content = [{"type": "text", "text": HEADER}], [{"type": "text", "text": f"<video>\n{QUERY}"}]
     messages = [{"role": r, "content": c} for r, c in zip(("system", "user"), content, strict=True)]
     text = processor.apply_chat_template(messages, add_generation_prompt=True)
     video = torch.from_numpy(np.stack(clip)).permute(0, 3, 1, 2)
-    inputs = processor(text=[text], videos=[video], return_tensors="pt")
+    own = name == "llava_next_video"  # the processor begins the prompt
+    inputs = processor(text=[text], videos=[video], return_tensors="pt", add_special_tokens=own)
     ids = [i for e in [*encoded, engine.encode_query(QUERY)] for i in e.token_ids]
     assert ids == inputs["input_ids"][0].tolist()
     assert_answers(engine, encoded, real_answer(folder, ids, pixel_values_videos=inputs["pixel_values_videos"]))

@@ -3,7 +3,7 @@
 A *grid* (t, h, w) counts patches before merging. Qwen's and Kimi's processors give it with the pixels; InternVL's cut a
 picture into square tiles of a fixed size, which count as the first axis here. SmolVLM's and Idefics3's grid says how many tiles
 there are, and their rows and columns (0 and 0 for a single one). LLaVA-NeXT's gives the tiles and the picture's own pixels,
-LLaVA-OneVision's of a video the frames and their pixels, DeepSeek-OCR 2's the picture and its tiles, and their sides in pixels.
+LLaVA's of a video the frames and their pixels, DeepSeek-OCR 2's the picture and its tiles, and their sides in pixels.
 That of sound is (1, 1, frames of its spectrogram).
 
 LLaVA-OneVision's processor cuts the only picture of a prompt into tiles, and takes each of several uncut. A chunk must not depend
@@ -76,6 +76,7 @@ FAMILIES = {
     "deepseek_ocr2": Family(marks=True),
     "llava": Family(marks=True),
     "llava_next": Family(marks=True),
+    "llava_next_video": Family(video=True, marks=True),
     "llava_onevision": Family(video=True, marks=True),
     "gemma4": Family(marks=True, listed=True, both_ways="sliding"),
     "qwen2_5_omni_thinker": Family(video=True, sound=True),
@@ -152,7 +153,7 @@ def video_tokens(processor: Any, grid: Grid) -> int:
 
 
 def is_clip(config: Any, pixels: torch.Tensor) -> bool:
-    """Return True for the frames of a LLaVA-OneVision video ``[F, 3, H, W]``: its pictures have one more axis."""
+    """Return True for the frames of a LLaVA video ``[F, 3, H, W]``: pictures of those families have one more axis."""
     family = FAMILIES[str(config.model_type)]
     return family.video and family.marks and pixels.dim() == 4
 
@@ -182,7 +183,7 @@ def run_tower(model: Any, family: Family, config: Any, pixels: torch.Tensor, gri
 
 def _cell(config: Any) -> int:
     """Return the side in pixels of one unit of the grid, of a family with marks."""
-    return 1 if str(config.model_type) == "llava_next" else int(config.vision_config.patch_size)
+    return 1 if str(config.model_type).startswith("llava_next") else int(config.vision_config.patch_size)
 
 
 def _has_sizes(config: Any) -> bool:
@@ -270,7 +271,7 @@ def process_video(family: Family, processor: Any, frames: np.ndarray) -> tuple[t
         processor: the model's processor of all media.
         frames: the last one is repeated until the temporal patch divides their number.
 
-    LLaVA-OneVision's pixels are ``[F, 3, H, W]``.
+    LLaVA's pixels are ``[F, 3, H, W]``.
     """
     import numpy as np
     import torch

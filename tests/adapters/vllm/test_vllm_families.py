@@ -6,7 +6,7 @@ Each class starts vLLM once; the tests that need further starts (a dozen seconds
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -399,9 +399,21 @@ def test_other_vision_models_are_refused_by_name(tmp_path: Path) -> None:
         open_engine(f"vllm:{folder}")
 
 
-def test_a_config_class_of_vllms_own_is_refused(tmp_path: Path) -> None:
-    folder = models.write_internvl(tmp_path / "model", qianfan=True)
-    with pytest.raises(UnsupportedModel, match=r"'qianfan_ocr' cannot be served on vLLM: .*; open it as hf:"):
+def write_qianfan(folder: Path) -> Path:
+    return models.write_internvl(folder, qianfan=True)
+
+
+def write_llava_next_video(folder: Path) -> Path:
+    return models.write_llava(folder, "LlavaNextVideo")
+
+
+@pytest.mark.parametrize(
+    ("write", "kind"), [(write_qianfan, "qianfan_ocr"), (write_llava_next_video, "llava_next_video")]
+)
+def test_what_vllm_knows_otherwise_is_refused(write: Callable[[Path], Path], kind: str, tmp_path: Path) -> None:
+    """A class of its own for the config, or a model that sees less."""
+    folder = write(tmp_path / "model")
+    with pytest.raises(UnsupportedModel, match=rf"'{kind}' cannot be served on vLLM: .*; open it as hf:"):
         open_engine(f"vllm:{folder}")
     assert assess(folder).engines == ("hf",)
 

@@ -22,7 +22,7 @@ ONEVISION = (
 VICUNA = (
     "{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': '}}{% endif %}"
     + _LLAVA_BODY.replace("IMAGE", "{{ '<image>\n' }}")
-    .replace("VIDEO", "")
+    .replace("VIDEO", "{{ '<video>\n' }}")
     .replace("TEXT", "{{ content['text'] + ' '}}")
     + "{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
@@ -30,7 +30,8 @@ VICUNA = (
 
 
 def write_llava(folder: Path, kind: str = "LlavaOnevision") -> Path:
-    """A random LLaVA-OneVision (17 tokens a picture), ``Llava`` 1.5 (16) or ``LlavaNext`` (tiles of 56 px and row ends)."""
+    """A random LLaVA-OneVision (17 tokens a picture), ``Llava`` 1.5 (16), or ``LlavaNext`` and ``LlavaNextVideo`` (tiles
+    of 56 px and row ends)."""
     import torch
     import transformers
     from tokenizers.processors import TemplateProcessing
@@ -67,8 +68,12 @@ def write_llava(folder: Path, kind: str = "LlavaOnevision") -> Path:
         )  # fmt: skip
     else:
         images = transformers.CLIPImageProcessor if kind == "Llava" else transformers.LlavaNextImageProcessor
+        edges: dict[str, Any] = dict(size={"shortest_edge": 56}, crop_size=size)
+        clips = (
+            {"video_processor": transformers.LlavaNextVideoVideoProcessor(**edges)} if kind == "LlavaNextVideo" else {}
+        )
         processor = getattr(transformers, f"{kind}Processor")(
-            image_processor=images(size={"shortest_edge": 56}, crop_size=size, **given), tokenizer=tokenizer, patch_size=14,
+            image_processor=images(**edges, **given), tokenizer=tokenizer, patch_size=14, **clips,
             vision_feature_select_strategy="default", num_additional_image_tokens=1, chat_template=template,
         )  # fmt: skip
     processor.save_pretrained(folder)
