@@ -246,11 +246,13 @@ class EngineConformance:
 
     def test_a_moved_canonical_is_what_is_computed_there(self, engine: Engine, encoded: list[Encoded]) -> None:
         """The rotation itself (layer 0) is exact at any distance. Deeper layers also carry what the model's own float32
-        angles lose as positions grow (3e-5 rad at 300), so the whole is compared at 100."""
+        angles lose as positions grow (3e-5 rad at 300), so the whole is compared at 100. A chunk that reaches beyond 127
+        there has angles twice as coarse: LLaVA-NeXT's pictures differ by 2.9e-6, and by 0.9e-6 where they end below."""
         for e in encoded[1:]:
             stored = engine.prefill([], e, 11)
             moved = relocate(stored, engine.spec.kv, 100)
-            assert_same_kv(moved, engine.prefill([], e, 100))
+            coarser = np.spacing(np.float32(99 + e.advance)) / np.spacing(np.float32(100))
+            assert_same_kv(moved, engine.prefill([], e, 100), KV_TOLERANCE * coarser)
             assert torch.equal(moved.v, stored.v)
             assert not torch.equal(moved.k, stored.k)
             far = engine.prefill([], e, 900)
