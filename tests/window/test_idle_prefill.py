@@ -22,7 +22,7 @@ from ctxwin.window import idle as idling
 from ctxwin.window.idle import prefiller_of
 from twins import twins
 from window.fake import FakeEngine
-from window.prefilling import RESERVED, SlowEngine
+from window.slow_engine import RESERVED, SlowEngine
 
 pytestmark = pytest.mark.usefixtures("all_of_the_time")
 

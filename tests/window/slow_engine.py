@@ -1,4 +1,4 @@
-"""Windows and engines that compute ahead."""
+"""An engine whose background forwards wait, and what windows that compute ahead keep free."""
 
 from __future__ import annotations
 
