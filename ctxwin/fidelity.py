@@ -7,7 +7,9 @@ from typing import Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
 
 Mode = Literal["auto", "exact", "patched", "blind"]
-Lane = Literal["computed", "resident", "survivor", "orbit", "patched", "formed", "partial", "merged", "canonical"]
+Lane = Literal[
+    "computed", "resident", "edited", "survivor", "orbit", "patched", "formed", "partial", "merged", "canonical"
+]
 Reference = Literal["stricter", "window", "stream", "nearer"]
 LANES: tuple[Lane, ...] = get_args(Lane)
 KV_ONLY: tuple[Lane, ...] = ("patched", "orbit", "partial", "merged")
@@ -52,7 +54,7 @@ class Fidelity(BaseModel):
 
     Attributes:
         mode: ``exact`` serves only KV with exactly the provenance a re-prefill would have; ``patched`` also survivors,
-            patches and (with ``orbit``) orbit patches; ``blind`` canonicals only; ``auto`` follows the model's profile.
+            patches and, where their fields say so, other lanes; ``blind`` canonicals only; ``auto`` follows the model's profile.
             Without one it begins ``exact``, and admits lanes that audits of its own answers show to be safe (`ctxwin.audit`).
         rank: rank of stored patches, also of a hybrid's states in each recurrent layer; None if ``bytes_share`` decides.
         bytes_share: largest share of a chunk's bf16 KV bytes a patch may take; overrides ``rank``.
@@ -66,6 +68,9 @@ class Fidelity(BaseModel):
             follows neighbours it has no KV for; its other tokens are its canonical (MPIC-k; the paper takes 32). None: never.
         merge: share of its slots that a chunk keeps when it is merged (Elastic Cache): by `Window.maintenance.merge`, and for
             evicted chunks in `Window.maintenance.compress` if bytes are needed. None: never.
+        edited_tokens: most tokens in which the text before a chunk may differ from all that its KV was conditioned on, directly
+            or through other KV: a clock in the system prompt (`Window.fork`), a chunk that was replaced. Such a chunk keeps its
+            KV, moved. Counted is one range, from the first such token to the last. None: never.
         audit: share of asks that are audited: replayed in the background as they were served, and as a re-prefill of the placed
             chunks, along the answer that was given; if there are survivors also as a re-prefill of all chunks seen.
         kl_budget: mean KL(re-prefill || served) per token, in nats, above which the chunks that were served approximately fall
@@ -83,6 +88,7 @@ class Fidelity(BaseModel):
     orbit: bool = False
     recompute: int | None = Field(default=None, ge=0)
     merge: float | None = Field(default=None, gt=0, lt=1)
+    edited_tokens: int | None = Field(default=None, ge=1)
     audit: float = Field(default=0.0, ge=0, le=1)
     kl_budget: float | None = Field(default=None, gt=0)
     advanced: AdvancedFidelity = AdvancedFidelity()
@@ -138,4 +144,6 @@ class Fidelity(BaseModel):
             return self.mode == "patched" and self.recompute is not None
         if lane == "merged":
             return self.mode == "patched" and self.merge is not None
+        if lane == "edited":
+            return self.mode == "patched" and self.edited_tokens is not None
         return lane != "orbit" or self.orbit

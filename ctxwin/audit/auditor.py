@@ -47,7 +47,7 @@ _WINDOWS = 256
 _DECIDED, _CHUNKS = 4096, 16_384
 """Windows of which is remembered whether trials follow them, and chunks that are remembered as computed."""
 _LINGER_S = 2.0
-_HISTORY_DEPENDENT = ("survivor", "kept")
+_HISTORY_DEPENDENT = ("survivor", "kept", "edited")
 """Strategies whose KV depends on how the window was served before, so that they are followed from the first answer on."""
 _POLL_S = 0.02
 """Each poll of a serving engine costs a concurrent request half a millisecond of processor time."""
@@ -146,7 +146,7 @@ class Auditor:
         self._interruptions = 0.0
         self.sampler = Sampler(options.seed)
         self._budget_s, self._clock = 1.0, time.monotonic()
-        self._shadows: OrderedDict[str, dict[str, dict[str, Conditioning]]] = OrderedDict()
+        self._shadows: OrderedDict[str, tuple[str, dict[str, dict[str, Conditioning]]]] = OrderedDict()
         self._chunks: LRUCache[None] = LRUCache(_CHUNKS)  # computed before, by tenant and chunk
         self._followed: LRUCache[bool] = LRUCache(_DECIDED)  # by window
         self._trial_tokens: dict[str, float] = {}  # that trials may still compute, by tenant
@@ -349,8 +349,15 @@ class Auditor:
                 if strategy.lane in job.fidelity.advanced.forbid or not ledger.accepts_trial(name, job.state.unit):
                     continue
                 state, visible = shadow(job.state, shadows.setdefault(name, {}))
-                planned = choose(state, fidelity, lambda key, visible=visible: visible(key) and is_stored(key))  # type: ignore[misc]
-                if name not in _HISTORY_DEPENDENT and all(c.lane != strategy.lane for c in planned):
+                planned = choose(
+                    state,
+                    fidelity,
+                    lambda key, visible=visible: visible(key) and is_stored(key),  # type: ignore[misc]
+                    engine=job.engine,
+                )
+                # Before its first edit a window is served alike in lane ``edited``.
+                followed = name in _HISTORY_DEPENDENT and (name != "edited" or shadows[name])
+                if not followed and all(c.lane != strategy.lane for c in planned):
                     continue
                 layout = replay.build_layout(state, fidelity, visible=visible)
                 tokens_before = replay.work.tokens
@@ -414,14 +421,19 @@ class Auditor:
         return exchanges
 
     def _shadows_of(self, job: Job) -> dict[str, dict[str, Conditioning]]:
-        """Return KV by strategy and placement, as a window served so would have it; a branch begins with its parent's."""
-        if job.window not in self._shadows:
-            inherited = self._shadows.get(job.parent or "", {})
-            self._shadows[job.window] = {name: dict(kv_by_id) for name, kv_by_id in inherited.items()}
+        """Return KV by strategy and placement, as a window served so would have it; a branch begins with its parent's.
+
+        Behind another system prompt a window begins with none: what that leaves of its KV stands in its state.
+        """
+        system_prompt = job.state.system_prompt_key
+        if self._shadows.get(job.window, ("", {}))[0] != system_prompt:
+            key, inherited = self._shadows.get(job.parent or "", ("", {}))
+            copies = {name: dict(kv_by_id) for name, kv_by_id in inherited.items()} if key == system_prompt else {}
+            self._shadows[job.window] = system_prompt, copies
         self._shadows.move_to_end(job.window)
         while len(self._shadows) > _WINDOWS:
             self._shadows.popitem(last=False)
-        return self._shadows[job.window]
+        return self._shadows[job.window][1]
 
 
 _auditors: weakref.WeakKeyDictionary[Any, Auditor] = weakref.WeakKeyDictionary()

@@ -470,8 +470,9 @@ UNREPLAYABLE = (Stale, ChunkUnavailable, EngineFailed)
 
 
 def remembers(layout: Layout) -> bool:
-    """Return True if chunks of a layout are served from KV that has seen others that have left."""
-    return any(c.lane == "survivor" or c.evicted_antecedents or c.conditioning.depth for c in layout.choices)
+    """Return True if chunks of a layout are served from KV that has seen others that have left, more than an earlier version
+    of what is placed."""
+    return any(c.conditioning.depth and not c.conditioning.has_known_text for c in layout.choices)
 
 
 def keys_of(layout: Layout) -> list[str]:

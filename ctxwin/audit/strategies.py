@@ -44,7 +44,8 @@ STRATEGIES: dict[str, Strategy] = {
     "orbit": Strategy("orbit", _with("survivor", "patched", "orbit"), 0.05),
     "kept": Strategy("survivor", _with("survivor").model_copy(update={"survivors": "keep"}), 0.1, remembers=True),
     "partial": Strategy("partial", _with("partial").model_copy(update={"recompute": 32}), 0.15),
-    "blind": Strategy("canonical", Fidelity("blind"), 0.15),
+    "edited": Strategy("edited", _with("edited").model_copy(update={"edited_tokens": 16}), 0.05),
+    "blind": Strategy("canonical", Fidelity("blind"), 0.1),
 }
 """Strategies to try, by name."""
 

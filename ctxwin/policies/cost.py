@@ -68,7 +68,7 @@ class _Lanes:
     """Costs of asks of states near ``state``, without the query."""
 
     def __init__(self, engine: Engine, state: State) -> None:
-        self.state = state
+        self.state, self._engine = state, engine
         self.prices = Prices(engine.costs, engine.repo.tier)
         self._fidelity = resolve(state.fidelity, engine.spec.model)
         self._has = cache(engine.repo.contains)
@@ -77,7 +77,8 @@ class _Lanes:
 
     def ms(self, state: State) -> dict[str, float]:
         """Return milliseconds by placement, without requests of their own."""
-        return {c.entry.id: c.ms for c in choose(state, self._fidelity, self._has, self.prices)}
+        choices = choose(state, self._fidelity, self._has, self.prices, engine=self._engine)
+        return {c.entry.id: c.ms for c in choices}
 
     def leaving(self, state: State, entry: Placed) -> float:
         """Return the expected cost of an eviction in milliseconds."""

@@ -8,6 +8,7 @@ LANES: dict[str, tuple[str, str]] = {
     "partial": ("#f2cc60", "text and the first tokens of pictures computed in context over canonical KV"),
     "resident": ("#3a7d44", "stored KV with exactly this context: rotated or nothing"),
     "survivor": ("#2e86ab", "kept as it was conditioned; some of its context left"),
+    "edited": ("#66a182", "kept as it was conditioned; a few tokens of its context changed"),
     "patched": ("#6457a6", "canonical KV plus a low-rank patch"),
     "orbit": ("#b56576", "canonical KV plus one patch for every order"),
     "merged": ("#c9ada7", "kept in fewer slots than tokens"),

@@ -82,7 +82,7 @@ class Assembly:
     def plan(self, state: State, fidelity: Fidelity, query: str | None = None) -> Plan:
         """Return the plan of an ask of ``state``. Reads no KV. The tokens of ``query``, if given, are included."""
         kv, prices, has = self.engine.spec.kv, self.prices, cache(self.has)
-        choices = choose(state, fidelity, has, prices, self.memo)
+        choices = choose(state, fidelity, has, prices, self.memo, self.engine)
         plan = plan_of(state, choices, kv, system_prompt_key(state), has, prices)
         encoded_query = None if query is None else self.engine.encode_query(query)
         if encoded_query is not None:
@@ -117,7 +117,7 @@ class Assembly:
         # Each round either succeeds or learns of at least one missing key, so it ends.
         while True:
             has = cache(self.has)  # one answer for each key, though a store may lose it
-            choices = choose(state, fidelity, has, self.prices, self.memo)
+            choices = choose(state, fidelity, has, self.prices, self.memo, self.engine)
             _, ms = steps_of(state, choices, system_prompt_key(state), has, self.prices)
             fetched = self._fetch_layout(state, choices, work, ahead)
             if fetched is not None:

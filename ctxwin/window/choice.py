@@ -61,9 +61,9 @@ class Choice:
 
     @property
     def updates_entry(self) -> bool:
-        """True if ``conditioning`` becomes the placement's own (a survivor or toggled chunk keeps its old one)."""
+        """True if ``conditioning`` becomes the placement's own (a survivor, an edited or a toggled chunk keeps its own)."""
         outlived = self.lane == "merged" and self.entry.kv is not None and self.conditioning.depth > self.entry.kv.depth
-        return self.lane not in ("survivor", "canonical") and not self.reused and not outlived
+        return self.lane not in ("survivor", "edited", "canonical") and not self.reused and not outlived
 
     @property
     def in_place(self) -> bool:

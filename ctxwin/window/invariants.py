@@ -35,12 +35,15 @@ def check_state(state: State, plan: Plan) -> None:
             holds(p.seen, f"{p.id} has KV but was never computed")
             holds(p.kv.exact == (p.kv.depth == 0), f"{p.id}'s KV is exact at depth {p.kv.depth}")
             holds(p.kv.patch is None or not p.kv.exact, f"{p.id} is patched and exact")
+            holds(p.kv.difference is None or not p.kv.exact, f"{p.id} differs from its text and is exact")
             holds(p.id not in p.kv.antecedents, f"{p.id} was conditioned on itself")
         if e.lane == "survivor":
             holds(not e.exact, f"{p.id} survives and is exact")
             declared = e.repeated or set(e.unseen) <= set(p.unseen)
             holds(declared, f"{p.id} survives behind chunks it should have absorbed")
             holds(e.repeated or not front.intersection(e.missing), f"{p.id} lost an antecedent that stands in front")
+        if e.lane == "edited":
+            holds(not e.exact and state.fidelity.mode != "exact", f"{p.id} is edited and exact")
         if e.lane in ("computed", "formed"):
             holds(e.compute == p.tokens, f"{p.id} is computed at no cost")
             holds(e.exact == exact, f"{p.id} is exact behind an approximation, or the other way round")

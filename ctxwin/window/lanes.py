@@ -6,8 +6,8 @@ decides. For each chunk, front to back, the cheapest admissible lane is taken:
 - A lane that fidelity or provenance do not allow is not admissible at any cost.
 - Stored exact KV is never given up for an approximation.
 - Of the others (an approximation, another one, a forward) a later one of the order resident, patched by its own patch, merged,
-  survivor, patched, orbit, served before, partial, computed replaces an earlier one where it saves at least five milliseconds
-  and a quarter: measured prices fluctuate, and each change of lane changes the context of later chunks.
+  edited, survivor, patched, orbit, served before, partial, computed replaces an earlier one where it saves at least five
+  milliseconds and a quarter: measured prices fluctuate, and each change of lane changes the context of later chunks.
 - KV that was served after the same contents is served again rather than computed. So no ask computes more whole chunks
   than a user of a prefix cache who asks the same, unless that is measured to be faster; toggled chunks apart.
 """
@@ -25,6 +25,7 @@ from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.window.answer import Plan, PlanEntry, PlanRequest
 from ctxwin.window.antecedents import Order
 from ctxwin.window.choice import Choice
+from ctxwin.window.difference import Differences, EditedText
 from ctxwin.window.prices import Prices
 from ctxwin.window.state import (
     Conditioning,
@@ -40,6 +41,7 @@ from ctxwin.window.state import (
 )
 
 if TYPE_CHECKING:
+    from ctxwin.engines.base import Engine
     from ctxwin.kv.layout import KVSpec
 
 Has = Callable[[str], bool]
@@ -97,8 +99,8 @@ class _Survival:
 
     def of(self, entry: Placed, index: int) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
         """Return ``not_attended`` and ``evicted_antecedents`` of the chunk at ``index`` if it survives, else None."""
-        if entry.kv is None:
-            return None
+        if entry.kv is None or entry.kv.lane == "edited":
+            return None  # it has none, or only behind another system prompt
         was, n = entry.kv.antecedents, entry.kv.antecedents.length
         if was.order not in self._compared:
             self._compared[was.order] = _Comparison(was.order, self._now)
@@ -147,6 +149,7 @@ def choose(
     has: Has,
     prices: Prices | None = None,
     memo: Mapping[str, ServedMemo] | None = None,
+    engine: Engine | None = None,
 ) -> list[Choice]:
     """Return the lane of every placed chunk, front to back. ``fidelity`` must be resolved.
 
@@ -154,6 +157,7 @@ def choose(
         has: returns True for a stored key.
         prices: of the engine; by default those of a new engine.
         memo: how chunks were served, by `Prefix.contents_with`.
+        engine: gives the tokens of edited chunks; without it no chunk is served in lane ``edited``.
 
     O(n) in placed chunks, as long as they were not conditioned in n different orders.
     """
@@ -162,7 +166,9 @@ def choose(
     choices: list[Choice] = []
     prices = prices or Prices()
     front, offset = Prefix.of(state), state.system_prompt_tokens
-    survival = _Survival(front.order)
+    survival, differences = _Survival(front.order), None
+    if engine is not None and fidelity.allows("edited"):
+        differences = Differences(state, engine, fidelity.edited_tokens or 0)
     # A chunk that must be exact needs an exact prefix.
     last = max((i for i, entry in enumerate(state.placed) if entry.exact_only), default=-1)
     exactly = Fidelity("exact")
@@ -170,7 +176,7 @@ def choose(
         # A forward right after another, or right before the query, shares its request.
         joins = entry is state.placed[-1] or (bool(choices) and choices[-1].compute)
         allowed = exactly if i <= last else fidelity
-        admissible = _admissible(state, entry, front, survival, allowed, has, memo or {})
+        admissible = _admissible(state, entry, front, survival, differences, allowed, has, memo or {})
         choice = _cheapest(admissible, prices, offset, 0.0 if joins else prices.request_ms)
         choices.append(choice)
         front, offset = front.extended_by(entry, choice.conditioning), offset + entry.tokens
@@ -202,6 +208,7 @@ def _admissible(
     entry: Placed,
     front: Prefix,
     survival: _Survival,
+    differences: Differences | None,
     fidelity: Fidelity,
     has: Has,
     memo: Mapping[str, ServedMemo],
@@ -218,7 +225,7 @@ def _admissible(
     lane: Lane = "formed" if entry.seen and fidelity.mode != "exact" else "computed"
     exactly = span_key(here.provenance)
     if fidelity.allows("resident") and has(exactly):
-        conditioning = here.model_copy(update={"exact": True, "depth": 0, "span": exactly})
+        conditioning = here.model_copy(update={"exact": True, "depth": 0, "span": exactly, "difference": None})
         yield Choice(entry, "resident", front, conditioning)
         if front.exact:
             yield Choice(entry, lane, front, here.model_copy(update={"lane": lane}), compute=True)
@@ -231,6 +238,7 @@ def _admissible(
         if reusable and reusable.slots is not None and not fidelity.allows("merged"):
             reusable = None
         gaps = survival.of(entry, front.length) if reusable else None
+        edited = differences.of(entry, front.length) if reusable and differences else None
         same = previous is not None and previous.provenance == here.provenance
         if (
             previous
@@ -243,7 +251,7 @@ def _admissible(
             here = here.model_copy(
                 update={"base": previous.span, "absorbed": interval_union(here.absorbed, previous.absorbed)}
             )
-        yield from _own_kv(entry, front, here, reusable, gaps, fidelity, has)
+        yield from _own_kv(entry, front, here, reusable, gaps, edited, fidelity, has)
         yield from _patches(state, entry, front, here, base, fidelity, has)
         earlier = memo.get(front.contents_with(entry))
         keys = [earlier.conditioning.span, earlier.conditioning.patch] if earlier else []
@@ -262,6 +270,7 @@ def _own_kv(
     here: Conditioning,
     reusable: Conditioning | None,
     gaps: tuple[tuple[str, ...], tuple[str, ...]] | None,
+    edited: EditedText | None,
     fidelity: Fidelity,
     has: Has,
 ) -> Iterator[Choice]:
@@ -281,6 +290,12 @@ def _own_kv(
         yield Choice(
             entry, "merged", front, reusable.model_copy(update={"antecedents": here.antecedents, "lane": "merged"})
         )
+    if reusable and edited:
+        changes = {"exact": False, "depth": reusable.depth + 1, "lane": "edited", "difference": edited.difference}
+        yield Choice(
+            entry, "edited", front, reusable.model_copy(update=changes),
+            not_attended=edited.not_attended, evicted_antecedents=edited.evicted_antecedents,
+        )  # fmt: skip
     if reusable and gaps and fidelity.survivors == "slid" and tuple(reusable.antecedents[: len(gaps[1])]) != gaps[1]:
         gaps = None  # a later chunk was taken out, or this one came back after other chunks
     if reusable and gaps and fidelity.keeps_survivors and fidelity.allows("survivor"):

@@ -239,7 +239,7 @@ class Maintenance:
 def _compress(core: WindowCore, state: State, p: Placed, demand: Demand | None, dropped: dict[str, int]) -> Placed:
     """Return ``p`` as canonical + patch if that is smaller and, given a ``demand``, pays; then add its span to ``dropped``."""
     assembly, repo, kv = core.assembly, core.engine.repo, p.kv
-    if kv is None or kv.patch is not None or kv.slots is not None or not kv.antecedents:
+    if kv is None or kv.patch is not None or kv.slots is not None or kv.lane == "edited" or not kv.antecedents:
         return p
     if demand and not demand.pays(state, p, assembly.has(canonical_key(state, p.chunk_id)[1])):
         return p

@@ -42,7 +42,7 @@ def merge_placed(
     choice, segment = layout.choices[index], layout.segments[index + 1]
     attended = assembly.engine.attended(layout.segments[: index + 1], segment.encoded, segment.start, tally=work)
     conditioning, span = choice.conditioning, segment.span
-    if span is None or choice.partial_base is not None:
+    if span is None or choice.partial_base is not None or choice.lane == "edited":
         conditioning, span = choice.front.computed(entry.chunk_id, "formed"), attended.span
     elif segment.patch is not None:
         span = apply_patch(span, segment.patch, assembly.engine.spec.kv, segment.start)
@@ -57,7 +57,7 @@ def merge_evicted(assembly: Assembly, state: State, evicted: Placed, share: floa
     from ctxwin.kv.patch import apply_patch
 
     kv, repo = evicted.kv, assembly.engine.repo
-    if kv is None or kv.slots is not None or not evicted.conditioned:
+    if kv is None or kv.slots is not None or kv.lane == "edited" or not evicted.conditioned:
         return evicted
     encoded = assembly.engine.encode(evicted.chunk)
     stored = repo.get_span(kv.span, encoded.token_ids, positions=encoded.positions)

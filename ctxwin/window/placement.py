@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ctxwin.errors import BudgetExceeded
 from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
+from ctxwin.window.difference import Change
 from ctxwin.window.state import (
     ANYTHING,
     Conditioning,
@@ -54,9 +55,21 @@ def initial_state(engine: Engine, system_prompt: str, budget: int, fidelity: Fid
 
 
 def with_system_prompt(engine: Engine, state: State, system_prompt: str) -> State:
-    """Return ``state`` with another system prompt: the same chunks without KV."""
-    entries, evicted = (tuple(p.replace(kv=None, unseen=()) for p in ps) for ps in (state.placed, state.evicted))
+    """Return ``state`` with another system prompt: the same chunks, with KV only where the fidelity may serve lane ``edited``."""
     new = initial_state(engine, system_prompt, state.budget, state.fidelity)
+    keeps_kv = state.fidelity.mode == "auto" or state.fidelity.allows("edited")
+    before, after = (engine.encode_system_prompt(text).token_ids for text in (state.system_prompt, system_prompt))
+    change = Change.between(before, after)
+
+    def behind(entry: Placed) -> Placed:
+        kv = entry.kv
+        if not keeps_kv or kv is None or not kv.has_known_text:
+            return entry.replace(kv=None, unseen=())
+        difference = change.applied_to(kv.difference)
+        changes = {"exact": False, "depth": kv.depth + kv.exact, "lane": "edited", "difference": difference}
+        return entry.replace(kv=kv.model_copy(update=changes), unseen=())
+
+    entries, evicted = (tuple(map(behind, chunks)) for chunks in (state.placed, state.evicted))
     return new.replace(
         low_water=state.low_water,
         prefill=state.prefill,
@@ -162,7 +175,7 @@ def _proven(
             patch_keys += orbit_keys(state.system_prompt_key, entry.chunk_id, antecedent_contents, patch_name)
         if kv.patch not in patch_keys:
             return None
-    exact = kv.patch is None and kv.span == span_key(kv.provenance)
+    exact = kv.patch is None and kv.span == span_key(kv.provenance) and kv.lane != "edited"
     absorbed = kv.absorbed if kv.absorbed or exact or not kv.antecedents else (0, state.arrivals)
     for antecedent in kv.antecedents:
         if antecedent in arrivals:

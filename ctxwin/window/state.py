@@ -17,8 +17,11 @@ from ctxwin.errors import UnknownChunk
 from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.hashing import digest
 from ctxwin.window.antecedents import Antecedents, Order, pack, unpack
+from ctxwin.window.difference import Difference
 
 _SHOWN = 8
+_OF_TEXT: tuple[Lane, ...] = ("computed", "formed", "resident", "edited")
+"""Lanes that add no other approximation than a difference of text."""
 
 
 class Conditioning(BaseModel):
@@ -36,6 +39,8 @@ class Conditioning(BaseModel):
         slots: how many slots its span has, where it is merged and has fewer than tokens; None elsewhere.
         absorbed: first and last arrival of all that it may carry something of, antecedents and what approximations in front
             of it carried; None where nothing was in front.
+        difference: from the text that KV it stands on was conditioned on, if nothing else makes it an approximation. Lane
+            ``edited`` of a placement: itself was conditioned behind another system prompt.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -50,6 +55,14 @@ class Conditioning(BaseModel):
     base: str | None = None
     slots: int | None = Field(default=None, ge=1)
     absorbed: tuple[int, int] | None = None
+    difference: Difference | None = None
+
+    @property
+    def has_known_text(self) -> bool:
+        """True if all text that it absorbed is its antecedents' but for ``difference``: no patch or survivor is part of it."""
+        if self.patch is not None or self.slots is not None:
+            return False
+        return self.exact or (self.difference is not None and self.lane in _OF_TEXT)
 
     def without_antecedents(self) -> Conditioning:
         """Return a copy without antecedents, which are stored apart."""
@@ -263,6 +276,7 @@ class Prefix:
         contents: digest of the system prompt and of the preceding chunks, in order, however they are served.
         depth: of KV that is computed here: 0 while everything is exact, else one more than the deepest before it.
         absorbed: arrivals that KV computed here may carry something of; see `Conditioning`.
+        difference: of KV that is computed here; see `Conditioning`.
     """
 
     order: Order
@@ -272,6 +286,7 @@ class Prefix:
     approximations: str = ""
     depth: int = 0
     absorbed: tuple[int, int] | None = None
+    difference: Difference | None = None
 
     @classmethod
     def of(cls, state: State) -> Prefix:
@@ -297,13 +312,16 @@ class Prefix:
         """Return the prefix of the next place, with a chunk here that is served as ``conditioning``."""
         arrived = (entry.arrival, entry.arrival)
         approximations, depth, absorbed = self.approximations, self.depth, interval_union(self.absorbed, arrived)
+        difference = self.difference
         if not conditioning.exact:
+            known = conditioning.has_known_text and (self.exact or difference is not None)
+            difference = conditioning.difference.covering(difference) if known and conditioning.difference else None
             approximations = _digest("approximations", approximations, conditioning.span, conditioning.patch)
             depth = max(depth, 1 + conditioning.depth)
             absorbed = interval_union(absorbed, conditioning.absorbed)
         chain = _digest("front", self.chain, conditioning.provenance)
         contents = self.contents_with(entry)
-        return Prefix(self.order, chain, contents, self.length + 1, approximations, depth, absorbed)
+        return Prefix(self.order, chain, contents, self.length + 1, approximations, depth, absorbed, difference)
 
     def computed(self, chunk_id: str, lane: Lane) -> Conditioning:
         """Return the conditioning of a chunk that is computed here."""
@@ -316,6 +334,7 @@ class Prefix:
             lane=lane,
             span=span_key(provenance, self.approximations),
             absorbed=self.absorbed,
+            difference=self.difference,
         )
 
 

@@ -384,7 +384,8 @@ class Window(WindowReader):
         """A copy-on-write branch: it shares every chunk and costs no KV bytes until it is edited.
 
         ``system_prompt`` opens it behind another system prompt; its chunks are then conditioned anew at the next ask, with no
-        vision encode. `adopt` brings a branch's state back.
+        vision encode, unless the fidelity lets them keep their KV where few tokens differ (`Fidelity.edited_tokens`). `adopt`
+        brings a branch's state back.
         """
         return Window.over(self.core.fork(system_prompt), self.eviction, self.retrieval)
 

@@ -18,6 +18,7 @@ from ctxwin.audit import auditor as auditing
 from ctxwin.audit.evidence import BEHIND
 from ctxwin.audit.replay import Divergence, Replay, judge
 from ctxwin.audit.sampling import Sampler
+from ctxwin.engines.base import Engine
 from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.engines.segments import Segment
 from ctxwin.fidelity import Reference
@@ -26,6 +27,7 @@ from ctxwin.tiny import checkpoint_dir
 from ctxwin.tiny.world import Frame, make_stream, questions_for, render
 from ctxwin.window.events import Event
 from ctxwin.window.layout import Work
+from engines.models import write_text_model
 from engines.oracle import teacher_forced
 
 SYSTEM = "You watch a camera."
@@ -292,6 +294,41 @@ def test_a_way_that_does_harm_is_not_promoted(engine: HFEngine) -> None:
     assert blind
     assert {d.what for d in blind} == {"rejected"}
     assert window.fidelity.mode == "exact"
+
+
+@pytest.mark.parametrize(("budget", "what"), [(0.2, "promoted"), (1e-7, "rejected")])
+def test_a_clock_that_goes_on_is_a_trial_of_edits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: float, what: str
+) -> None:
+    """Of text by a model of random weights; all windows are exact until the bound is met."""
+    monkeypatch.setenv("CTXWIN_PROFILES", str(tmp_path / "profiles"))
+    monkeypatch.setenv(auditing.VARIABLE, "1")
+    write_text_model(tmp_path / "text")
+    edits = Fidelity(advanced={"forbid": ("survivor", "orbit", "patched", "partial", "canonical")})
+
+    def asked(engine: Engine, minute: int) -> Window:
+        with Window(engine, f"the number is {minute} now", fidelity=edits) as window:
+            window.extend([Chunk.text("the number 3 is blue"), Chunk.text("the number 4 is red")])
+            window.ask("what is the color of the number 4 and of 3?", 8)
+            branch = window.fork(system_prompt=f"the number is {minute + 1} now")
+        branch.ask("what is the color of the number 4 and of 3?", 8)
+        return branch
+
+    with open_engine(str(tmp_path / "text"), engine="hf", dtype="float32") as engine:
+        auditor = auditor_of(engine, Options(excess_budget=budget, share=1.0, rate=1.0))
+        decisions: list[str] = []
+        for minute in range(60):
+            with asked(engine, minute) as branch:
+                assert branch.plan().exact
+            assert auditor.drain(LONG)
+            decisions = [d.what for d in auditor.decisions(engine) if d.way == "edited"]
+            if decisions:
+                break
+        assert decisions == [what]
+        with asked(engine, 70) as branch:
+            assert branch.core.audits.strategy == ("edited" if what == "promoted" else None)
+            served = branch.fork(system_prompt="the number is 72 now")
+            assert {entry.lane for entry in served.chunks} == ({"edited"} if what == "promoted" else {"computed"})
 
 
 def test_trials_compute_a_share_of_what_reuse_would_have_saved(

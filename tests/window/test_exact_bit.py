@@ -28,6 +28,7 @@ FIDELITIES = {
     "refresh": Fidelity("patched", rank=2, survivors="refresh", orbit=True),
     "blind": Fidelity("blind"),
     "partial": Fidelity("patched", rank=2, recompute=0),
+    "edited": Fidelity("patched", rank=2, survivors="refresh", edited_tokens=3),
     "merged": Fidelity("patched", rank=2, merge=0.5),
     "full": Fidelity("patched", rank=64, survivors="removal", orbit=True),
 }

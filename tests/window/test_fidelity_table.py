@@ -57,6 +57,7 @@ FIDELITIES = st.builds(
     orbit=st.booleans(),
     recompute=st.sampled_from([None, 0, 2]),
     merge=st.sampled_from([None, 0.5]),
+    edited_tokens=st.sampled_from([None, 16]),
     audit=st.sampled_from([0.0, 1.0]),
     kl_budget=st.sampled_from([None, 0.01]),
     advanced=st.builds(

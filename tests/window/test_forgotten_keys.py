@@ -33,6 +33,7 @@ FIDELITIES = {
     "refresh": Fidelity("patched", rank=4, survivors="refresh"),
     "orbit": Fidelity("patched", rank=2, orbit=True),
     "partial": Fidelity("patched", rank=2, recompute=2),
+    "edited": Fidelity("patched", rank=2, edited_tokens=64),
     "merged": Fidelity("patched", rank=2, merge=0.5),
     "shared": Fidelity("patched", bytes_share=0.1, advanced={"layout": "shared"}),
 }

@@ -43,7 +43,7 @@ def window_on(engine: Engine, mode: Any = "patched", n: int = 4) -> Window:
 
 def reprefill(engine: Engine, window: Window, query: str) -> dict[int, float]:
     """An exact forward over what is placed, past the window and the store's spans."""
-    system_prompt = engine.encode_system_prompt(HEADER)
+    system_prompt = engine.encode_system_prompt(window.system_prompt)
     segments, at = [Segment(system_prompt, 0)], system_prompt.advance
     for placement in window.ids:
         encoded = engine.encode(window.chunk(placement))
@@ -172,6 +172,40 @@ def test_a_removal_patch_answers_like_a_re_prefill_of_what_stayed(engine: Engine
             answer, reference = ask(window, question), reprefill(engine, window, question)
             assert not answer.usage.exact and answer.usage.reused_tokens["patched"] > 0
             assert reference != answer.first_token_logprobs and kl(reference, answer.first_token_logprobs) < 0.05
+
+
+def test_a_clock_in_the_system_prompt_leaves_chunks_the_kv_they_had(engine: Engine) -> None:
+    """Moved, as the new text is longer; held against that KV computed and moved by hand, and against a re-prefill."""
+    before, after = f"{HEADER} the number is 3", f"{HEADER} the number is 4 now"
+    clock = Fidelity("patched", survivors="refresh", edited_tokens=8)
+    with Window(engine, before, fidelity=clock) as window:
+        window.extend([chunk(i) for i in range(4)])
+        ask(window, QUESTIONS[0])
+        with window.fork(system_prompt=after) as branch:
+            answers = [ask(branch, question) for question in QUESTIONS]
+            tokens = sum(entry.tokens for entry in branch.chunks)
+            assert {entry.lane for entry in branch.chunks} == {"edited"}
+            assert answers[0].usage.reused_tokens["edited"] == tokens > answers[0].usage.computed_tokens
+            assert not answers[0].usage.exact
+            spans: list[Segment] = [Segment(engine.encode_system_prompt(before), 0)]
+            moved = [Segment(engine.encode_system_prompt(after), 0)]
+            for placement in branch.ids:
+                encoded = engine.encode(branch.chunk(placement))
+                start, there = (end.start + end.encoded.advance for end in (spans[-1], moved[-1]))
+                span = engine.prefill(spans, encoded, start, salt="by hand")
+                spans.append(Segment(encoded, start, span=span, approximate=True))
+                moved.append(Segment(encoded, there, span=span, approximate=True))
+            for question, answer in zip(QUESTIONS, answers, strict=True):
+                query = engine.encode_query(question)
+                byhand = engine.generate(moved, query, Sampling(1, logprobs=-1), salt="moved by hand").logprobs
+                assert close(answer.first_token_logprobs, byhand, 1e-4)
+                reference = reprefill(engine, branch, question)
+                assert 0 < kl(reference, answer.first_token_logprobs) < 0.05
+            with Window(engine, after, fidelity=Fidelity("exact")) as exact:
+                exact.extend([chunk(i) for i in range(4)])
+                exact_answer = ask(exact, QUESTIONS[0])
+                assert exact_answer.usage.exact
+                assert close(exact_answer.first_token_logprobs, reprefill(engine, exact, QUESTIONS[0]), 1e-5)
 
 
 @pytest.fixture

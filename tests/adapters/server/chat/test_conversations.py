@@ -144,6 +144,19 @@ def test_an_append_computes_what_is_new_and_a_slide_under_a_profile_too() -> Non
     assert slid.lanes["survivor"] == len("bbbb" + "q1" + "cccc")
 
 
+def test_a_clock_in_the_first_turn_leaves_the_others_their_kv_where_few_tokens_may_differ() -> None:
+    """What left its prompt is named by a digest: the store knows its tokens."""
+    chat, turns = Chat(), ["aaaa", "bbbb"]
+    some = Fidelity("patched", rank=4, survivors="refresh", edited_tokens=4)
+    for i in range(1, 4):
+        turns.append(f"turn{i}")
+        clock = chat.ask(["sys", f"it is 12:0{i}", *turns, "q"], "s", some)
+        assert clock.lanes.get("edited", 0) == (len("".join(turns[:-1])) if i > 1 else 0)
+    assert computed(clock) == len("it is 12:03turn3q")
+    exact = chat.ask(["sys", "it is 12:04", *turns, "q"], "s", EXACT)
+    assert_exact(exact, ["sys", "it is 12:04", *turns, "q"])
+
+
 def test_no_promoted_strategy_serves_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of promoted strategies are audited at random, those of chats are not: without a profile a chat is exact."""
     monkeypatch.setenv("CTXWIN_AUDITS", "1")

@@ -1,0 +1,183 @@
+"""Difference between the text that KV was conditioned on and the text that precedes it now, for lane ``edited``.
+
+A difference is one range of tokens: what two texts have in common at their beginning and at their end lies outside. It is
+taken over everything that KV stands on. KV computed behind edited chunks has absorbed their text as well as its own, so its
+difference covers both, and many small edits cannot add up to a large one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from ctxwin.engines.base import Engine
+    from ctxwin.window.state import Placed, State
+
+
+class Difference(NamedTuple):
+    """Tokens before a chunk that its KV, or KV it stands on, saw otherwise.
+
+    Attributes:
+        begin, end: range in the prompt.
+        tokens: most tokens that one of the texts has there.
+    """
+
+    begin: int
+    end: int
+    tokens: int
+
+    def covering(self, other: Difference | None) -> Difference:
+        """Return the difference that contains both; outside of each all of its texts agree."""
+        if other is None:
+            return self
+        begin, end = min(self.begin, other.begin), max(self.end, other.end)
+        tokens = max(d.tokens + (end - begin) - (d.end - d.begin) for d in (self, other))
+        return Difference(begin, end, tokens)
+
+
+class Change(NamedTuple):
+    """Replacement of the tokens ``begin`` to ``end`` of a text by ``shift`` more of them."""
+
+    begin: int
+    end: int
+    shift: int
+
+    @classmethod
+    def between(cls, before: Sequence[int], after: Sequence[int], offset: int = 0) -> Change:
+        """Return the change from ``before`` to ``after``, which begin after ``offset`` tokens."""
+        a, b = np.asarray(before, np.int64), np.asarray(after, np.int64)
+        first = _common(a, b)
+        last = _common(a[first:][::-1], b[first:][::-1])
+        return cls(offset + first, offset + len(a) - last, len(b) - len(a))
+
+    def applied_to(self, difference: Difference | None) -> Difference:
+        """Return the difference after this change, in the text after it, of KV that had ``difference`` before it."""
+        size = self.end - self.begin
+        if difference is not None and not size and not self.shift:
+            return difference
+        whole = Difference(self.begin, self.end, max(size, size + self.shift)).covering(difference)
+        return whole._replace(end=whole.end + self.shift)
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """Return how many tokens ``a`` and ``b`` have in common at the beginning."""
+    n = min(len(a), len(b))
+    unequal = np.flatnonzero(a[:n] != b[:n])
+    return int(unequal[0]) if len(unequal) else n
+
+
+@dataclass(frozen=True)
+class EditedText:
+    """How the text before a chunk differs from what its KV was conditioned on.
+
+    Attributes:
+        not_attended: placement ids before it that its KV has not absorbed.
+        evicted_antecedents: placement ids that it absorbed and that do not precede it any more.
+    """
+
+    difference: Difference
+    not_attended: tuple[str, ...]
+    evicted_antecedents: tuple[str, ...]
+
+
+class Differences:
+    """Comparison of what chunks were conditioned on with what precedes them now.
+
+    Args:
+        engine: gives the tokens of text; those of pictures and sound do not tell their content, so that a changed one is
+            never compared.
+        most: tokens of a difference at most.
+    """
+
+    def __init__(self, state: State, engine: Engine, most: int) -> None:
+        self._state, self._engine, self._most = state, engine, most
+        self._ids = tuple(p.id for p in state.placed)
+        self._first = 0  # chunks in common at the beginning, of the last comparison: mostly the same for the next
+        self._changes: dict[tuple[int, tuple[str, ...], tuple[str, ...]], Change | None] = {}
+
+    def of(self, entry: Placed, index: int) -> EditedText | None:
+        """Return the difference of the chunk at ``index``; None where there is none, it is unknown or has too many tokens.
+
+        O(1) steps and a comparison of ids; where chunks were changed, once a tokenisation of these.
+        """
+        kv = entry.kv
+        if kv is None or not kv.has_known_text:
+            return None
+        was, now = kv.antecedents.order.ids[: kv.antecedents.length], self._ids[:index]
+        changed = self._changed(was, now)
+        if changed is None:
+            return None
+        removed, added = changed
+        difference = kv.difference
+        if removed or added:
+            change = self._change(self._first, removed, added)
+            if change is None:
+                return None
+            difference = change.applied_to(difference)
+        if difference is None or not 0 < difference.tokens <= self._most:
+            return None
+        return EditedText(
+            difference,
+            tuple(placement for placement in added if placement not in removed),
+            tuple(placement for placement in removed if placement not in added),
+        )
+
+    def _changed(self, was: tuple[str, ...], now: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+        """Return what stands between the ids in common at the beginning and at the end; None where it is too many chunks."""
+        if was == now:
+            return (), ()
+        first, shorter = self._first, min(len(was), len(now))
+        if first > shorter or was[:first] != now[:first]:
+            first = 0
+        while first < shorter and was[first] == now[first]:
+            first += 1
+        self._first = first
+        # Every chunk has a token, so that all but a few must be in common.
+        last = max(0, max(len(was), len(now)) - first - self._most - 2)
+        if last > shorter - first or was[len(was) - last :] != now[len(now) - last :]:
+            return None
+        while last < shorter - first and was[-1 - last] == now[-1 - last]:
+            last += 1
+        return was[first : len(was) - last], now[first : len(now) - last]
+
+    def _change(self, first: int, removed: tuple[str, ...], added: tuple[str, ...]) -> Change | None:
+        """Return the change of the tokens; None if they are not known."""
+        key = first, removed, added
+        if key not in self._changes:
+            before, after = map(self._tokens, (removed, added))
+            change = None
+            if before is not None and after is not None:
+                change = Change.between(before, after, self._offsets[first])
+            self._changes[key] = change
+        return self._changes[key]
+
+    @cached_property
+    def _offsets(self) -> list[int]:
+        """Tokens before each placed chunk, and before the next one."""
+        return list(accumulate((p.tokens for p in self._state.placed), initial=self._state.system_prompt_tokens))
+
+    @cached_property
+    def _entries(self) -> dict[str, Placed]:
+        return {p.id: p for p in (*self._state.evicted, *self._state.placed)}
+
+    def _tokens(self, ids: tuple[str, ...]) -> list[int] | None:
+        """Return the tokens of chunks of text; None for others, and for one whose tokens are known no more."""
+        tokens: list[int] = []
+        for placement in ids:
+            entry = self._entries.get(placement)
+            if entry is None or entry.media:
+                return None
+            if placement in self._ids or entry.chunk.keep_source:
+                tokens += self._engine.encode(entry.chunk).token_ids
+            else:  # a segment of a chat, which is named by a digest
+                stored = self._engine.repo.record_of(entry.kv.span).get("token_ids", ()) if entry.kv else ()
+                if len(stored) != entry.tokens:
+                    return None
+                tokens += stored
+        return tokens
