@@ -17,6 +17,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
+    from ctxwin.window.antecedents import Order
     from ctxwin.window.state import Placed, State
 
 
@@ -98,25 +99,26 @@ class Differences:
     def __init__(self, state: State, engine: Engine, most: int) -> None:
         self._state, self._engine, self._most = state, engine, most
         self._ids = tuple(p.id for p in state.placed)
-        self._first = 0  # chunks in common at the beginning, of the last comparison: mostly the same for the next
+        self._first = 0
+        self._fronts: dict[Order, int] = {}
+        self._ends: dict[Order, tuple[int, int, int]] = {}
         self._changes: dict[tuple[int, tuple[str, ...], tuple[str, ...]], Change | None] = {}
 
     def of(self, entry: Placed, index: int) -> EditedText | None:
         """Return the difference of the chunk at ``index``; None where there is none, it is unknown or has too many tokens.
 
-        O(1) steps and a comparison of ids; where chunks were changed, once a tokenisation of these.
+        O(1) for chunks that were conditioned together; where chunks were changed, once a tokenisation of these.
         """
         kv = entry.kv
         if kv is None or not kv.has_known_text:
             return None
-        was, now = kv.antecedents.order.ids[: kv.antecedents.length], self._ids[:index]
-        changed = self._changed(was, now)
+        changed = self._changed(kv.antecedents.order, kv.antecedents.length, index)
         if changed is None:
             return None
-        removed, added = changed
+        first, removed, added = changed
         difference = kv.difference
         if removed or added:
-            change = self._change(self._first, removed, added)
+            change = self._change(first, removed, added)
             if change is None:
                 return None
             difference = change.applied_to(difference)
@@ -128,23 +130,40 @@ class Differences:
             tuple(placement for placement in removed if placement not in added),
         )
 
-    def _changed(self, was: tuple[str, ...], now: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-        """Return what stands between the ids in common at the beginning and at the end; None where it is too many chunks."""
-        if was == now:
-            return (), ()
-        first, shorter = self._first, min(len(was), len(now))
-        if first > shorter or was[:first] != now[:first]:
-            first = 0
-        while first < shorter and was[first] == now[first]:
-            first += 1
-        self._first = first
-        # Every chunk has a token, so that all but a few must be in common.
-        last = max(0, max(len(was), len(now)) - first - self._most - 2)
-        if last > shorter - first or was[len(was) - last :] != now[len(now) - last :]:
+    def _changed(self, was: Order, n: int, index: int) -> tuple[int, tuple[str, ...], tuple[str, ...]] | None:
+        """Return where the first ``n`` ids of an order and the first ``index`` placed ones begin to differ, and what differs up
+        to their common end; None where it is too many chunks."""
+        first = min(self._common_front(was), n, index)
+        if first == n == index:
+            return first, (), ()
+        last = self._common_end(was, n, index, first)
+        return None if last is None else (first, was.ids[first : n - last], self._ids[first : index - last])
+
+    def _common_front(self, was: Order) -> int:
+        """Return how many ids an order has in common with the placed ones at the beginning; once an order O(its length)."""
+        if was not in self._fronts:
+            first = self._first if was.ids[: self._first] == self._ids[: self._first] else 0
+            while first < min(len(was.ids), len(self._ids)) and was.ids[first] == self._ids[first]:
+                first += 1
+            self._first = self._fronts[was] = first  # mostly that of the next order, too
+        return self._fronts[was]
+
+    def _common_end(self, was: Order, n: int, index: int, first: int) -> int | None:
+        """Return how many ids behind ``first`` both have in common at the end; None if too few."""
+        before = self._ends.get(was)
+        if before is not None and n - before[0] == index - before[1] > 0:
+            last, more = before[2], n - before[0]  # of a chunk in front, which mostly follows the same change
+            if was.ids[before[0] : n] == self._ids[before[1] : index]:
+                self._ends[was] = n, index, last + more
+                return last + more
+        # Every chunk has a token, so that with more chunks between too many differ.
+        last = max(0, max(n, index) - first - self._most - 2)
+        if last > min(n, index) - first or was.ids[n - last : n] != self._ids[index - last : index]:
             return None
-        while last < shorter - first and was[-1 - last] == now[-1 - last]:
+        while last < min(n, index) - first and was.ids[n - 1 - last] == self._ids[index - 1 - last]:
             last += 1
-        return was[first : len(was) - last], now[first : len(now) - last]
+        self._ends[was] = n, index, last
+        return last
 
     def _change(self, first: int, removed: tuple[str, ...], added: tuple[str, ...]) -> Change | None:
         """Return the change of the tokens; None if they are not known."""
