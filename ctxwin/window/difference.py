@@ -50,9 +50,9 @@ class Change(NamedTuple):
     shift: int
 
     @classmethod
-    def between(cls, before: Sequence[int], after: Sequence[int], offset: int = 0) -> Change:
-        """Return the change from ``before`` to ``after``, which begin after ``offset`` tokens."""
-        a, b = np.asarray(before, np.int64), np.asarray(after, np.int64)
+    def between(cls, old: Sequence[int], new: Sequence[int], offset: int = 0) -> Change:
+        """Return the change from ``old`` to ``new``, which begin after ``offset`` tokens."""
+        a, b = np.asarray(old, np.int64), np.asarray(new, np.int64)
         first = _common(a, b)
         last = _common(a[first:][::-1], b[first:][::-1])
         return cls(offset + first, offset + len(a) - last, len(b) - len(a))
@@ -150,12 +150,12 @@ class Differences:
 
     def _common_end(self, was: Order, n: int, index: int, first: int) -> int | None:
         """Return how many ids behind ``first`` both have in common at the end; None if too few."""
-        before = self._ends.get(was)
-        if before is not None and n - before[0] == index - before[1] > 0:
-            last, more = before[2], n - before[0]  # of a chunk in front, which mostly follows the same change
-            if was.ids[before[0] : n] == self._ids[before[1] : index]:
-                self._ends[was] = n, index, last + more
-                return last + more
+        # A chunk behind the last one mostly follows the same change.
+        previous, place, last = self._ends.get(was, (n, index, 0))
+        if n - previous == index - place > 0 and was.ids[previous:n] == self._ids[place:index]:
+            last += n - previous
+            self._ends[was] = n, index, last
+            return last
         # Every chunk has a token, so that with more chunks between too many differ.
         last = max(0, max(n, index) - first - self._most - 2)
         if last > min(n, index) - first or was.ids[n - last : n] != self._ids[index - last : index]:
@@ -169,11 +169,9 @@ class Differences:
         """Return the change of the tokens; None if they are not known."""
         key = first, removed, added
         if key not in self._changes:
-            before, after = map(self._tokens, (removed, added))
-            change = None
-            if before is not None and after is not None:
-                change = Change.between(before, after, self._offsets[first])
-            self._changes[key] = change
+            old, new = map(self._tokens, (removed, added))
+            known = old is not None and new is not None
+            self._changes[key] = Change.between(old or (), new or (), self._offsets[first]) if known else None
         return self._changes[key]
 
     @cached_property

@@ -7,7 +7,7 @@ bundled model. Every item is served in three ways and compared with a window tha
 - ``turns``: each chunk was computed a minute after the one in front of it, behind what the clock had left of that;
 - ``floor``: nothing is reused, and the arithmetic is bfloat16 in place of float32.
 
-What is asked: what comes next in the text, or a question about the frames; and, of a model of text, the time itself.
+Questions: what comes next in the text, or the shapes and colours of frames; and, of a model of text, the time itself.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ def frame_items(engine: HFEngine, seed: int, n: int) -> Iterator[Item]:
         yield [Chunk.image(render(frame)) for frame in frames], {"multi_hop": engine.encode_query(question)}
 
 
-def served(window: Window) -> tuple[Segment, ...]:
+def segments_of(window: Window) -> tuple[Segment, ...]:
     """Return the segments of a window with their KV, computed where it is missing."""
     window.ask("?", 1)
     return window.core.assembly.build_layout(window.core.state, window.fidelity, Work()).segments
 
 
-def exact(engine: HFEngine, chunks: Sequence[Chunk], minute: int) -> tuple[Segment, ...]:
+def exact_segments(engine: HFEngine, chunks: Sequence[Chunk], minute: int) -> tuple[Segment, ...]:
     """Return the segments of an exact window at this time."""
     with Window(engine, SYSTEM_PROMPT.format(minute=minute), fidelity=Fidelity("exact")) as window:
         window.extend(chunks)
-        return served(window)
+        return segments_of(window)
 
 
-def ticked(engine: HFEngine, chunks: Sequence[Chunk], minute: int, *, turns: bool) -> tuple[Segment, ...]:
+def edited_segments(engine: HFEngine, chunks: Sequence[Chunk], minute: int, *, turns: bool) -> tuple[Segment, ...]:
     """Return the segments of a window whose clock went on, after all chunks were computed or once a chunk."""
     with ExitStack() as opened:
         first = minute - len(chunks) if turns else 0
@@ -81,18 +81,18 @@ def ticked(engine: HFEngine, chunks: Sequence[Chunk], minute: int, *, turns: boo
             if i:
                 window = opened.enter_context(window.fork(SYSTEM_PROMPT.format(minute=first + i)))
             window.append(chunk)
-            served(window)
+            segments_of(window)
         if not turns:
             window.extend(chunks)
-            served(window)
+            segments_of(window)
         window = opened.enter_context(window.fork(SYSTEM_PROMPT.format(minute=minute)))
         lanes = {entry.lane for entry in window.chunks}
         if lanes != {"edited"}:
             raise RuntimeError(f"all chunks must keep their KV, got lanes {sorted(lanes)}")
-        return served(window)
+        return segments_of(window)
 
 
-def answered(engine: HFEngine, segments: Sequence[Segment], query: Encoded) -> tuple[int, ...]:
+def greedy_answer(engine: HFEngine, segments: Sequence[Segment], query: Encoded) -> tuple[int, ...]:
     """Return the greedy answer."""
     return tuple(engine.generate(segments, query, Sampling(ANSWER)).token_ids)
 
@@ -100,11 +100,14 @@ def answered(engine: HFEngine, segments: Sequence[Segment], query: Encoded) -> t
 def measure(engine: HFEngine, rounded: HFEngine, item: Item, minute: int) -> Iterator[dict[str, Any]]:
     """Yield a row for each way and question: KL along the exact answer, top-1 flips, and if the greedy answer is another."""
     chunks, queries = item
-    reference = exact(engine, chunks, minute)
-    ways = {"tick": ticked(engine, chunks, minute, turns=False), "turns": ticked(engine, chunks, minute, turns=True)}
-    floor = exact(rounded, chunks, minute)
-    for asked, query in queries.items():
-        answer = answered(engine, reference, query)
+    reference = exact_segments(engine, chunks, minute)
+    ways = {
+        "tick": edited_segments(engine, chunks, minute, turns=False),
+        "turns": edited_segments(engine, chunks, minute, turns=True),
+    }
+    floor = exact_segments(rounded, chunks, minute)
+    for question, query in queries.items():
+        answer = greedy_answer(engine, reference, query)
 
         def rows(of: HFEngine, segments: Sequence[Segment], query: Encoded = query, ids: Any = answer) -> Rows:
             return of.forced_logprobs(segments, [(query, ids)], best=_BEST)[0]
@@ -112,20 +115,20 @@ def measure(engine: HFEngine, rounded: HFEngine, item: Item, minute: int) -> Ite
         expected = rows(engine, reference)
         for way, (of, segments) in {**{w: (engine, s) for w, s in ways.items()}, "floor": (rounded, floor)}.items():
             divergence = diverge(expected, rows(of, segments), ended=False)
-            changed = answered(of, segments, query) != answer
-            yield {"way": way, "asked": asked, "kl": divergence.kl, "changed": changed}
+            changed = greedy_answer(of, segments, query) != answer
+            yield {"way": way, "question": question, "kl": divergence.kl, "changed": changed}
 
 
 def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the figures of each question and way, with 95 % intervals over items."""
     result = []
-    for asked, way in dict.fromkeys((row["asked"], row["way"]) for row in rows):
-        some = [row for row in rows if (row["asked"], row["way"]) == (asked, way)]
+    for question, way in dict.fromkeys((row["question"], row["way"]) for row in rows):
+        some = [row for row in rows if (row["question"], row["way"]) == (question, way)]
         clusters, changed = [str(row["item"]) for row in some], [float(row["changed"]) for row in some]
         kls = [row["kl"] for row in some]
         result.append(
             {
-                "asked": asked, "way": way, "n": len(some),
+                "question": question, "way": way, "n": len(some),
                 "kl": sum(kls) / len(kls), "kl_ci95": bootstrap_mean(kls, clusters),
                 "changed": sum(changed) / len(changed), "changed_ci95": share_interval(changed, clusters),
             }
@@ -134,11 +137,11 @@ def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _table(summary: Sequence[dict[str, Any]]) -> Any:
-    table = new_table("A clock that goes on", "asked | way | n | KL | 95 % | answers changed | 95 %", left=(0, 1))
+    table = new_table("A clock that goes on", "question | way | n | KL | 95 % | answers changed | 95 %", left=(0, 1))
     for f in summary:
         kl, changed = (f[f"{name}_ci95"] or (0.0, 0.0) for name in ("kl", "changed"))
         table.add_row(
-            f["asked"], f["way"], str(f["n"]), f"{f['kl']:.5f}", f"{kl[0]:.5f}, {kl[1]:.5f}",
+            f["question"], f["way"], str(f["n"]), f"{f['kl']:.5f}", f"{kl[0]:.5f}, {kl[1]:.5f}",
             f"{f['changed']:.1%}", f"{changed[0]:.1%}, {changed[1]:.1%}",
         )  # fmt: skip
     return table
