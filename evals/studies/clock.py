@@ -165,7 +165,7 @@ def main(
                 minute = CHUNKS + index % (10 - CHUNKS)
                 rows += [{"item": index, **row} for row in measure(engine, rounded, item, minute)]
                 advance(1)
-        result = {"model": Path(model).name, "n": n, "seed": seed, "ways": summarise(rows)}
+        result: dict[str, Any] = {"model": Path(model).name, "n": n, "seed": seed, "ways": summarise(rows)}
         write_result(output, f"clock-{result['model']}.json", result)
         show(result, as_json, _table(result["ways"]))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -48,19 +47,23 @@ class Computed:
 
     prompt: str
     text: list[int]
-    front: list[tuple[str, Computed]]
+    front: list[Computed]
     chunk: Chunk
 
-    def absorbed(self, placement: str) -> Iterator[tuple[str, list[int]]]:
-        """Every text that it stands on, with the placement whose KV was computed behind it."""
-        yield placement, self.text
-        for other, kv in self.front:
-            yield from kv.absorbed(other)
+    @cached_property
+    def versions(self) -> set[tuple[int, ...]]:
+        """The text in front of it, as it was and as any KV that it stands on has seen its beginning."""
+        engine, texts = FakeEngine(), {tuple(self.text)}
+        start = engine.encode_system_prompt(self.prompt).tokens
+        for kv in self.front:
+            texts |= {(*text, *self.text[start:]) for text in kv.versions}
+            start += engine.encode(kv.chunk).tokens
+        return texts
 
     @cached_property
     def span(self) -> SpanKV:
         engine = FakeEngine()
-        return engine._forward(*served(engine, self.prompt, [kv for _, kv in self.front], self.chunk))
+        return engine._forward(*served(engine, self.prompt, self.front, self.chunk))
 
 
 def served(engine: FakeEngine, prompt: str, front: list[Computed], chunk: Chunk) -> tuple[list[SpanKV], object, int]:
@@ -100,14 +103,12 @@ class Book:
         """The number of chunks in lane ``edited``, each within the bound; what is within it by its own text is not computed."""
         window.check()
         state, edited = window.snapshot(), 0
-        place = {p.id: i for i, p in enumerate(state.placed)}
         for i, choice in enumerate(self.choices(window)):
             if choice.lane == "edited":
                 edited += 1
                 assert not choice.conditioning.exact and choice.conditioning.depth > 0
-                for placement, text in self.kv[choice.conditioning.span].absorbed(choice.entry.id):
-                    if place.get(placement, i + 1) <= i:
-                        assert distance(text, self.text_before(state, place[placement])) <= MOST
+                for text in self.kv[choice.conditioning.span].versions:
+                    assert distance([*text], self.text_before(state, i)) <= MOST
             kv = choice.entry.kv
             if choice.compute and kv is not None and kv.exact and window.fidelity.allows("edited"):
                 assert distance(self.kv[kv.span].text, self.text_before(state, i)) > MOST
@@ -115,15 +116,15 @@ class Book:
 
     def ask(self, window: Window) -> None:
         """Ask; the answer is read from the very KV that the plan names, moved, as a book of texts computes it."""
-        state, front = window.snapshot(), list[tuple[str, Computed]]()
+        state, front = window.snapshot(), list[Computed]()
         for i, choice in enumerate(self.choices(window)):
             key = choice.conditioning.span
             if choice.compute and key not in self.kv:
                 text = self.text_before(state, i)
                 self.kv[key] = Computed(state.system_prompt, text, list(front), choice.entry.chunk)
-            front.append((choice.entry.id, self.kv[key]))
+            front.append(self.kv[key])
         engine = FakeEngine()
-        segments = layout(engine, state.system_prompt, [kv for _, kv in front])
+        segments = layout(engine, state.system_prompt, front)
         expected = engine.generate(segments, engine.encode_query("q"), Sampling(3))
         assert window.ask("q", 3).token_ids == tuple(expected.token_ids)
 
@@ -148,6 +149,8 @@ def test_whatever_is_edited_no_text_that_kv_absorbed_is_further_away(seed: int) 
     survivors = rng.choice(["refresh", "keep"])
     window = Window(engine, CLOCKS[0], fidelity=EDITED.model_copy(update={"survivors": survivors}))
     book, edited = Book(engine), 0
+    window.extend([Chunk.text(text) for text in TEXTS[:4]])
+    book.ask(window)
     for _ in range(80):
         op = rng.choice(OPS)
         if op == "prompt":

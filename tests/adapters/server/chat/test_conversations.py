@@ -44,7 +44,7 @@ class FakePrompt(FakeEngine):
         super().__init__(store)
         self.identity = identity
         self._by_id: dict[str, Encoded] = {}
-        chunks = [Chunk.tokens([ord(c) for c in part]) for part in parts]
+        chunks = [Chunk.tokens([ord(c) for c in part], keep_source=False) for part in parts]
         for chunk in chunks:
             self._by_id[chunk.id] = FakeEngine.encode(self, chunk)
         self.system_prompt, *self.chunks, self.query_chunk = chunks
