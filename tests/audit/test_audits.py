@@ -308,10 +308,10 @@ def test_a_clock_that_goes_on_is_a_trial_of_edits(
 
     def asked(engine: Engine, minute: int) -> Window:
         with Window(engine, f"the number is {minute} now", fidelity=edits) as window:
-            window.extend([Chunk.text("the number 3 is blue"), Chunk.text("the number 4 is red")])
-            window.ask("what is the color of the number 4 and of 3?", 8)
+            window.extend([Chunk.text(f"the number {minute} is blue"), Chunk.text("the number 4 is red")])
+            window.ask("what is the color of all these numbers?", 8)
             branch = window.fork(system_prompt=f"the number is {minute + 1} now")
-        branch.ask("what is the color of the number 4 and of 3?", 8)
+        branch.ask("what is the color of all these numbers?", 8)
         return branch
 
     with open_engine(str(tmp_path / "text"), engine="hf", dtype="float32") as engine:
