@@ -176,36 +176,28 @@ def test_a_removal_patch_answers_like_a_re_prefill_of_what_stayed(engine: Engine
 
 def test_a_clock_in_the_system_prompt_leaves_chunks_the_kv_they_had(engine: Engine) -> None:
     """Moved, as the new text is longer; held against that KV computed and moved by hand, and against a re-prefill."""
-    before, after = f"{HEADER} the number is 3", f"{HEADER} the number is 4 now"
+    system_prompts = f"{HEADER} the number is 3", f"{HEADER} the number is 4 now"
     clock = Fidelity("patched", survivors="refresh", edited_tokens=8)
-    with Window(engine, before, fidelity=clock) as window:
+    with Window(engine, system_prompts[0], fidelity=clock) as window:
         window.extend([chunk(i) for i in range(4)])
         ask(window, QUESTIONS[0])
-        with window.fork(system_prompt=after) as branch:
-            answers = [ask(branch, question) for question in QUESTIONS]
-            tokens = sum(entry.tokens for entry in branch.chunks)
-            assert {entry.lane for entry in branch.chunks} == {"edited"}
-            assert answers[0].usage.reused_tokens["edited"] == tokens > answers[0].usage.computed_tokens
-            assert not answers[0].usage.exact
-            spans: list[Segment] = [Segment(engine.encode_system_prompt(before), 0)]
-            moved = [Segment(engine.encode_system_prompt(after), 0)]
-            for placement in branch.ids:
-                encoded = engine.encode(branch.chunk(placement))
-                start, there = (end.start + end.encoded.advance for end in (spans[-1], moved[-1]))
-                span = engine.prefill(spans, encoded, start, salt="by hand")
-                spans.append(Segment(encoded, start, span=span, approximate=True))
-                moved.append(Segment(encoded, there, span=span, approximate=True))
-            for question, answer in zip(QUESTIONS, answers, strict=True):
-                query = engine.encode_query(question)
-                byhand = engine.generate(moved, query, Sampling(1, logprobs=-1), salt="moved by hand").logprobs
-                assert close(answer.first_token_logprobs, byhand, 1e-4)
-                reference = reprefill(engine, branch, question)
-                assert 0 < kl(reference, answer.first_token_logprobs) < 0.05
-            with Window(engine, after, fidelity=Fidelity("exact")) as exact:
-                exact.extend([chunk(i) for i in range(4)])
-                exact_answer = ask(exact, QUESTIONS[0])
-                assert exact_answer.usage.exact
-                assert close(exact_answer.first_token_logprobs, reprefill(engine, exact, QUESTIONS[0]), 1e-5)
+        branch = window.fork(system_prompt=system_prompts[1])
+    answers = [ask(branch, question) for question in QUESTIONS]
+    assert not answers[0].usage.exact and {entry.lane for entry in branch.chunks} == {"edited"}
+    old, new = ([Segment(engine.encode_system_prompt(text), 0)] for text in system_prompts)
+    for encoded in (engine.encode(branch.chunk(placement)) for placement in branch.ids):
+        start, there = (front[-1].start + front[-1].encoded.advance for front in (old, new))
+        old.append(Segment(encoded, start, span=engine.prefill(old, encoded, start, salt="by hand"), approximate=True))
+        new.append(replace(old[-1], start=there))
+    with branch, Window(engine, system_prompts[1], fidelity=Fidelity("exact")) as exact:
+        exact.extend([chunk(i) for i in range(4)])
+        for question, answer in zip(QUESTIONS, answers, strict=True):
+            query, reference = engine.encode_query(question), reprefill(engine, exact, question)
+            by_hand = engine.generate(new, query, Sampling(1, logprobs=-1), salt="moved by hand").logprobs
+            assert close(answer.first_token_logprobs, by_hand, 1e-4) and answer.usage.reused_tokens["edited"] > 0
+            assert not close(answer.first_token_logprobs, reference, 1e-5)
+            assert kl(reference, answer.first_token_logprobs) < 0.05
+            assert close(ask(exact, question).first_token_logprobs, reference, 1e-5)
 
 
 @pytest.fixture
