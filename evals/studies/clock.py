@@ -100,12 +100,10 @@ def greedy_answer(engine: HFEngine, segments: Sequence[Segment], query: Encoded)
 def measure(engine: HFEngine, rounded: HFEngine, item: Item, minute: int) -> Iterator[dict[str, Any]]:
     """Yield a row for each way and question: KL along the exact answer, top-1 flips, and if the greedy answer is another."""
     chunks, queries = item
-    reference = exact_segments(engine, chunks, minute)
-    ways = {
-        "tick": edited_segments(engine, chunks, minute, turns=False),
-        "turns": edited_segments(engine, chunks, minute, turns=True),
-    }
+    tick, turns = (edited_segments(engine, chunks, minute, turns=turns) for turns in (False, True))
+    reference = exact_segments(engine, chunks, minute)  # last, or edited chunks would find its KV
     floor = exact_segments(rounded, chunks, minute)
+    ways = {"tick": (engine, tick), "turns": (engine, turns), "floor": (rounded, floor)}
     for question, query in queries.items():
         answer = greedy_answer(engine, reference, query)
 
@@ -113,10 +111,13 @@ def measure(engine: HFEngine, rounded: HFEngine, item: Item, minute: int) -> Ite
             return of.forced_logprobs(segments, [(query, ids)], best=_BEST)[0]
 
         expected = rows(engine, reference)
-        for way, (of, segments) in {**{w: (engine, s) for w, s in ways.items()}, "floor": (rounded, floor)}.items():
+        for way, (of, segments) in ways.items():
             divergence = diverge(expected, rows(of, segments), ended=False)
             changed = greedy_answer(of, segments, query) != answer
             yield {"way": way, "question": question, "kl": divergence.kl, "changed": changed}
+    for of in (engine, rounded):
+        for key in list(of.store.list("span/")):
+            of.repo.delete(key)
 
 
 def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -141,7 +142,7 @@ def _table(summary: Sequence[dict[str, Any]]) -> Any:
     for f in summary:
         kl, changed = (f[f"{name}_ci95"] or (0.0, 0.0) for name in ("kl", "changed"))
         table.add_row(
-            f["question"], f["way"], str(f["n"]), f"{f['kl']:.5f}", f"{kl[0]:.5f}, {kl[1]:.5f}",
+            f["question"], f["way"], str(f["n"]), f"{f['kl']:.2g}", f"{kl[0]:.2g}, {kl[1]:.2g}",
             f"{f['changed']:.1%}", f"{changed[0]:.1%}, {changed[1]:.1%}",
         )  # fmt: skip
     return table
