@@ -55,8 +55,8 @@ def frame_items(engine: HFEngine, seed: int, n: int) -> Iterator[Item]:
     for index in range(n):
         rng = np.random.default_rng((seed, index))
         frames = make_stream(rng, CHUNKS, window=CHUNKS)
-        question = questions_for(frames, 1, rng, ("multi_hop",))[0].text
-        yield [Chunk.image(render(frame)) for frame in frames], {"multi_hop": engine.encode_query(question)}
+        question = questions_for(frames, 1, rng, ("multi_hop", "single_hop"))[0].text
+        yield [Chunk.image(render(frame)) for frame in frames], {"frames": engine.encode_query(question)}
 
 
 def segments_of(window: Window) -> tuple[Segment, ...]:
