@@ -1,4 +1,4 @@
-"""Difference between the text that KV was conditioned on and the text that precedes it now, for lane ``edited``.
+"""Difference between two texts of a window, for lane ``edited``.
 
 A difference is one range of tokens: what two texts have in common at their beginning and at their end lies outside. It is
 taken over everything that KV stands on. KV computed behind edited chunks has absorbed their text as well as its own, so its
@@ -8,17 +8,9 @@ difference covers both, and many small edits cannot add up to a large one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from ctxwin.engines.base import Engine
-    from ctxwin.window.antecedents import Order
-    from ctxwin.window.state import Placed, State
 
 
 class Difference(NamedTuple):
@@ -71,130 +63,3 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
     n = min(len(a), len(b))
     unequal = np.flatnonzero(a[:n] != b[:n])
     return int(unequal[0]) if len(unequal) else n
-
-
-@dataclass(frozen=True)
-class EditedText:
-    """How the text before a chunk differs from what its KV was conditioned on.
-
-    Attributes:
-        not_attended: placement ids before it that its KV has not absorbed.
-        evicted_antecedents: placement ids that it absorbed and that do not precede it any more.
-    """
-
-    difference: Difference
-    not_attended: tuple[str, ...]
-    evicted_antecedents: tuple[str, ...]
-
-
-class Differences:
-    """Comparison of what chunks were conditioned on with what precedes them now.
-
-    Args:
-        engine: gives the tokens of text; those of pictures and sound do not tell their content, so that a changed one is
-            never compared.
-        most: tokens of a difference at most.
-    """
-
-    def __init__(self, state: State, engine: Engine, most: int) -> None:
-        self._state, self._engine, self._most = state, engine, most
-        self._ids = tuple(p.id for p in state.placed)
-        self._first = 0
-        self._fronts: dict[Order, int] = {}
-        self._ends: dict[Order, tuple[int, int, int]] = {}
-        self._changes: dict[tuple[int, tuple[str, ...], tuple[str, ...]], Change | None] = {}
-
-    def of(self, entry: Placed, index: int) -> EditedText | None:
-        """Return the difference of the chunk at ``index``; None where there is none, it is unknown or has too many tokens.
-
-        O(1) for chunks that were conditioned together; where chunks were changed, once a tokenisation of these.
-        """
-        kv = entry.kv
-        if kv is None or not kv.has_known_text:
-            return None
-        changed = self._changed(kv.antecedents.order, kv.antecedents.length, index)
-        if changed is None:
-            return None
-        first, removed, added = changed
-        difference = kv.difference
-        if removed or added:
-            change = self._change(first, removed, added)
-            if change is None:
-                return None
-            difference = change.applied_to(difference)
-        if difference is None or not 0 < difference.tokens <= self._most:
-            return None
-        return EditedText(
-            difference,
-            tuple(placement for placement in added if placement not in removed),
-            tuple(placement for placement in removed if placement not in added),
-        )
-
-    def _changed(self, was: Order, n: int, index: int) -> tuple[int, tuple[str, ...], tuple[str, ...]] | None:
-        """Return where the first ``n`` ids of an order and the first ``index`` placed ones begin to differ, and what differs up
-        to their common end; None where it is too many chunks."""
-        first = min(self._common_front(was), n, index)
-        if first == n == index:
-            return first, (), ()
-        last = self._common_end(was, n, index, first)
-        return None if last is None else (first, was.ids[first : n - last], self._ids[first : index - last])
-
-    def _common_front(self, was: Order) -> int:
-        """Return how many ids an order has in common with the placed ones at the beginning; once an order O(its length)."""
-        if was not in self._fronts:
-            first = self._first if was.ids[: self._first] == self._ids[: self._first] else 0
-            while first < min(len(was.ids), len(self._ids)) and was.ids[first] == self._ids[first]:
-                first += 1
-            self._first = self._fronts[was] = first  # mostly that of the next order, too
-        return self._fronts[was]
-
-    def _common_end(self, was: Order, n: int, index: int, first: int) -> int | None:
-        """Return how many ids behind ``first`` both have in common at the end; None if too few."""
-        # A chunk behind the last one mostly follows the same change.
-        previous, place, last = self._ends.get(was, (n, index, 0))
-        if n - previous == index - place > 0 and was.ids[previous:n] == self._ids[place:index]:
-            last += n - previous
-            self._ends[was] = n, index, last
-            return last
-        # Every chunk has a token, so that with more chunks between too many differ.
-        last = max(0, max(n, index) - first - self._most - 2)
-        if last > min(n, index) - first or was.ids[n - last : n] != self._ids[index - last : index]:
-            return None
-        while last < min(n, index) - first and was.ids[n - 1 - last] == self._ids[index - 1 - last]:
-            last += 1
-        self._ends[was] = n, index, last
-        return last
-
-    def _change(self, first: int, removed: tuple[str, ...], added: tuple[str, ...]) -> Change | None:
-        """Return the change of the tokens; None if they are not known."""
-        key = first, removed, added
-        if key not in self._changes:
-            old, new = map(self._tokens, (removed, added))
-            known = old is not None and new is not None
-            self._changes[key] = Change.between(old or (), new or (), self._offsets[first]) if known else None
-        return self._changes[key]
-
-    @cached_property
-    def _offsets(self) -> list[int]:
-        """Tokens before each placed chunk, and before the next one."""
-        return list(accumulate((p.tokens for p in self._state.placed), initial=self._state.system_prompt_tokens))
-
-    @cached_property
-    def _entries(self) -> dict[str, Placed]:
-        return {p.id: p for p in (*self._state.evicted, *self._state.placed)}
-
-    def _tokens(self, ids: tuple[str, ...]) -> list[int] | None:
-        """Return the tokens of chunks of text; None for others, and for one whose tokens are known no more."""
-        tokens: list[int] = []
-        for placement in ids:
-            entry = self._entries.get(placement)
-            if entry is None or entry.media:
-                return None
-            if placement in self._ids or entry.chunk.keep_source:
-                tokens += self._engine.encode(entry.chunk).token_ids
-            else:  # a segment of a chat, which is named by a digest
-                stored = self._engine.repo.record_of(entry.kv.span).get("token_ids", ()) if entry.kv else ()
-                if len(stored) != entry.tokens:
-                    return None
-                tokens += stored
-        return tokens

@@ -25,7 +25,7 @@ from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.window.answer import Plan, PlanEntry, PlanRequest
 from ctxwin.window.antecedents import Order
 from ctxwin.window.choice import Choice
-from ctxwin.window.difference import Differences, EditedText
+from ctxwin.window.edited_text import Differences, EditedText
 from ctxwin.window.prices import Prices
 from ctxwin.window.state import (
     Conditioning,
