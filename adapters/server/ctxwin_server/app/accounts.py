@@ -108,7 +108,7 @@ def _check_number(name: str, value: Any) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise Malformed(f"{name[:60]} must be a finite number, got {value}")
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
-        raise Malformed(f"{name[:60]} must fit 64 bits, got a number of {value.bit_length()} bits")
+        raise Malformed(f"{name[:60]} must be from -2**63 to 2**64 - 1, got a number of {value.bit_length()} bits")
 
 
 def _is_name(key: str, value: Any) -> bool:

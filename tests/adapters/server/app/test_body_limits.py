@@ -206,3 +206,10 @@ def test_numbers_that_are_none_are_refused(body: str, number: str) -> None:
     with pytest.raises(Malformed, match="finite"):
         parse_json(Limits(), (body % number).encode())
     assert parse_json(Limits(), (body % "1e300").encode())
+
+
+@pytest.mark.parametrize("nearest, number", [(-(2**63), -(2**63) - 1), (2**64 - 1, 2**64)])
+def test_integers_out_of_range_are_refused_by_their_bounds(nearest: int, number: int) -> None:
+    with pytest.raises(Malformed, match=r"seed must be from -2\*\*63 to 2\*\*64 - 1, got"):
+        parse_json(Limits(), b'{"seed": %d}' % number)
+    assert parse_json(Limits(), b'{"seed": %d}' % nearest) == {"seed": nearest}
