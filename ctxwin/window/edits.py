@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import closing
-from itertools import permutations
+from functools import partial
+from itertools import accumulate, permutations
 from random import Random
 from typing import Any, Literal
 
@@ -117,10 +118,11 @@ def reorder(state: State, ids: Sequence[str]) -> State:
     return state.edited(placed=tuple(entries))
 
 
-def breaks_prefix(before: State, after: State) -> bool:
-    """Return True if a chunk of ``after`` follows something else than in ``before``, so that exact KV must be computed again."""
-    pairs = zip(before.placed, after.placed, strict=False)
-    return any((old.id, old.conditioned) != (new.id, new.conditioned) for old, new in pairs)
+def first_break(before: State, after: State) -> int | None:
+    """Return the index of the first chunk of ``after`` that is another one than in ``before``, from where on exact KV must be
+    computed again; None where the prefix stands. Another view of a chunk is none: it may be taken back to the same bytes."""
+    pairs = enumerate(zip(before.placed, after.placed, strict=False))
+    return next((i for i, (old, new) in pairs if old.id != new.id), None)
 
 
 def add_pending(state: State, placement: str, edit: Literal["evict", "toggle", "insert"], detail: str = "") -> State:
@@ -136,7 +138,7 @@ def drop_pending(state: State, placement: str, edit: Literal["evict", "toggle", 
 
 
 def leaving_soon(state: State) -> list[Placed]:
-    """Return the chunks that leave with the next break of the prefix."""
+    """Return the chunks whose eviction waits for a break of the prefix."""
     return [p for p in state.placed if "evict" in p.pending]
 
 
@@ -144,38 +146,44 @@ Applied = tuple[Op, list[str], str]
 """A lazy edit that was applied: operation, ids and note of its event."""
 
 
-def apply_pending(state: State) -> tuple[State, list[Applied]]:
-    """Return the state behind all its lazy edits, and what they did.
+def apply_pending(state: State, start: int = 0) -> tuple[State, list[Applied]]:
+    """Return the state behind its lazy edits of places from ``start`` on, and what they did.
 
     An inserted chunk stays at the end where the chunk that it was to go before has left.
     """
-    waiting = {p.id: p.pending for p in state.placed if p.pending}
-    state = state.replace(placed=tuple(p.replace(pending={}) if p.pending else p for p in state.placed))
     done: list[Applied] = []
-    if leaving := [p for p in state.placed if "evict" in waiting.get(p.id, ())]:
+    if leaving := leaving_soon(state.replace(placed=state.placed[start:])):
         state = evict(state, leaving)
         done.append(("evict", [p.id for p in leaving], ""))
     order = [p.id for p in state.placed]
-    for placement in [p for p in order if "insert" in waiting.get(p, ())]:
-        before = waiting[placement]["insert"]
-        if before in order:
-            order.remove(placement)
-            order.insert(order.index(before), placement)
-    if order != [p.id for p in state.placed]:
-        state = reorder(state, order)
-        done.append(("reorder", order, ""))
+    preceding = order[:start]
     for entry in state.placed:
-        if "toggle" in waiting.get(entry.id, ()):
+        before = entry.pending.get("insert")
+        if before is not None and before not in preceding:
+            state = drop_pending(state, entry.id, "insert")
+            if before in order:
+                order.remove(entry.id)
+                order.insert(order.index(before), entry.id)
+    if order != [p.id for p in state.placed]:
+        by_id = {p.id: p for p in state.placed}
+        moved = (p.replace(tail=by_id[p.id].tail, pending=by_id[p.id].pending) for p in reorder(state, order).placed)
+        state = state.edited(placed=tuple(moved))
+        done.append(("reorder", order, ""))
+    for entry in state.placed[start:]:
+        if "toggle" in entry.pending:
+            state = drop_pending(state, entry.id, "toggle")
             state = update_entry(state, entry.id, conditioned=not entry.conditioned)
             done.append(("toggle", [entry.id], ("conditioned", "clean")[entry.conditioned]))
     return state, done
 
 
 def apply_if_broken(before: State, after: State) -> tuple[State, list[Applied]]:
-    """Return ``after``, behind its lazy edits where it breaks the prefix of ``before``, and what they did."""
-    if any(p.pending for p in after.placed) and breaks_prefix(before, after):
-        return apply_pending(after)
-    return after, []
+    """Return ``after``, behind those of its lazy edits that stand where the prefix of ``before`` is broken, and what they did.
+
+    What waits in front of the break goes on waiting: there the prefix stands.
+    """
+    start = first_break(before, after) if any(p.pending for p in after.placed) else None
+    return (after, []) if start is None else apply_pending(after, start)
 
 
 def update_entry(state: State, placement: str, **changes: Any) -> State:
@@ -225,40 +233,83 @@ def leaving_for_budget(
     stay: Collection[str] = (),
     mark: int | None = None,
     tail: Sequence[Placed] = (),
+    exact: bool = False,
 ) -> list[Placed]:
-    """Return the chunks whose eviction, in this order, brings the window with ``reserve_tokens`` free within its budget.
+    """Return the chunks whose eviction brings the window with ``reserve_tokens`` free within its budget.
 
-    A window that is over it falls on to ``mark`` tokens (default: its own low-water mark), as far as chunks may leave and one
-    of them is left. ``order`` is read no further than needed. Pinned chunks and ``stay`` stay. ``tail`` leaves before ``order``,
-    and alone if that is enough for the budget. Raises BudgetExceeded where even all of it is not.
+    ``tail`` leaves first, and alone if that is enough; else what waits for its eviction, from the last one on, if that is enough;
+    else others in this order, which is read no further than needed, with what waits behind the foremost of them. Then the window
+    falls on to ``mark`` tokens (default: its own low-water mark), as far as chunks may leave and one of them is left. Pinned
+    chunks and ``stay`` stay. Raises BudgetExceeded where even all of it is not enough.
+
+    Args:
+        exact: True for a window that is: it falls to its mark, too, where that computes fewer tokens for each one that is freed
+            than evictions that wait.
     """
     excess = state.tokens + reserve_tokens - state.budget
     if mark is None and state.low_water != "auto":
         mark = state.low_water
-    further = 0 if mark is None else max(0, state.budget - mark)
     leaving: list[Placed] = []
     for entry in tail:
         if excess > 0 and entry.id not in stay:
             leaving.append(entry)
             excess -= entry.tokens
-    if excess > 0:
-        with closing(free_in_order(state, order, {*stay, *(p.id for p in leaving)})) as free:
-            for entry in free:
-                if excess <= 0 and len(leaving) + 1 == len(state.placed):
-                    break
-                leaving.append(entry)
-                excess -= entry.tokens
-                if excess <= -further:
-                    break
-    if excess > 0:
-        needed = state.budget + excess
+    if excess <= 0:
+        return leaving
+    out = {p.id for p in leaving}
+    state = state.replace(placed=tuple(p for p in state.placed if p.id not in out))
+    waiting = [p for p in reversed(leaving_soon(state)) if p.id not in stay]
+    alone = [waiting[:n] for n, tokens in enumerate(accumulate(p.tokens for p in waiting), 1) if tokens >= excess]
+    if alone and (mark is None or not exact):
+        return [*leaving, *alone[0]]
+    further = 0 if mark is None else max(0, state.budget - mark)
+    fall = _fall(state, order, {*out, *stay}, excess, further, waiting)
+    needed = state.budget + excess - sum(p.tokens for p in fall)
+    if needed <= state.budget:
+        alone.append(fall)
+    if not alone:
         raise BudgetExceeded(
             f"what must stay (pinned and recalled chunks, a question's own pictures) and the reserved tokens must fit the budget "
             f"of {state.budget} tokens, got {needed}; unpin some, show less at once, reserve less or raise the budget",
             needed=needed,
             budget=state.budget,
         )
-    return leaving
+    return [*leaving, *min(alone, key=partial(_tokens_computed, state))]
+
+
+def _fall(
+    state: State, order: Iterable[str], excluded: Collection[str], excess: int, further: int, waiting: Sequence[Placed]
+) -> list[Placed]:
+    """Return what leaves in this order until ``excess`` tokens are free, and ``further`` ones as far as a chunk is left.
+
+    What waits (the last first) leaves with it behind the foremost one, and in front of that where the excess needs it.
+    """
+    places = {p.id: i for i, p in enumerate(state.placed)}
+    foremost = len(places)
+    leaving: dict[str, Placed] = {}
+    with closing(free_in_order(state, order, excluded)) as free:
+        for entry in free:
+            if excess <= 0 and len(leaving) + 1 >= len(places):
+                break
+            foremost = min(foremost, places[entry.id])
+            for one in (entry, *(p for p in waiting if places[p.id] > foremost)):
+                if one.id not in leaving:
+                    leaving[one.id] = one
+                    excess -= one.tokens
+            if excess <= -further:
+                break
+    for one in waiting:
+        if excess > 0 and one.id not in leaving:
+            leaving[one.id] = one
+            excess -= one.tokens
+    return list(leaving.values())
+
+
+def _tokens_computed(state: State, leaving: Sequence[Placed]) -> float:
+    """Return how many tokens an exact window computes without ``leaving`` for each one that this frees."""
+    out = {p.id for p in leaving}
+    first = next(i for i, p in enumerate(state.placed) if p.id in out)
+    return sum(p.tokens for p in state.placed[first:] if p.id not in out) / sum(p.tokens for p in leaving)
 
 
 def free_in_order(state: State, order: Iterable[str], stay: Iterable[str] = ()) -> Generator[Placed]:
@@ -266,8 +317,10 @@ def free_in_order(state: State, order: Iterable[str], stay: Iterable[str] = ()) 
     excluded, by_id = set(stay), {p.id: p for p in state.placed}
     try:
         for placement in order:
+            if placement in excluded:
+                continue
             entry = by_id.get(placement) or state.placed[state.index(placement)]
-            if not entry.pinned and placement not in excluded:
+            if not entry.pinned:
                 excluded.add(placement)
                 yield entry
     finally:

@@ -43,9 +43,8 @@ Rule = Callable[["SlidePredictor", State, int], list[Placed]]
 def _by_budget(turns: SlidePredictor, state: State, expected: int) -> list[Placed]:
     """The window makes room by its own eviction for as much as arrived in the last turns."""
     try:
-        return edits.leaving_for_budget(
-            state, turns.ranked(state), turns.reserved + expected, mark=turns.mark, tail=edits.free_tail(state)
-        )
+        reserved, tail = turns.reserved + expected, edits.free_tail(state)
+        return edits.leaving_for_budget(state, turns.ranked(state), reserved, mark=turns.mark, tail=tail, exact=True)
     except BudgetExceeded:
         return []
 
@@ -54,7 +53,8 @@ def _by_count(turns: SlidePredictor, state: State, expected: int) -> list[Placed
     """As many leave as before the last question, in the order of the eviction."""
     count = len(turns.places) - len(turns.gone(state))
     leaving = edits.free_tail(state)[: max(0, count)]
-    others = edits.free_in_order(state, turns.ranked(state), [p.id for p in leaving])
+    stay = [p.id for p in (*leaving, *edits.leaving_soon(state))]
+    others = edits.free_in_order(state, turns.ranked(state), stay)
     return leaving + list(islice(others, max(0, count - len(leaving))))
 
 
@@ -150,14 +150,15 @@ class SlidePredictor:
             shown = {p.id for p in asked.placed}
             # No rule foresees what an edit had leave lazily: for an early one before the turn, for a late one until its end.
             early_lazy, lazy = {p.id for p in edits.leaving_soon(base)} - shown, self._lazy - shown
-            full = base.replace(placed=tuple(p for p in (*base.placed, *arrived) if p.id not in lazy))
+            entries = (p.replace(pending={"evict": ""}) if p.id in lazy else p for p in (*base.placed, *arrived))
+            full = base.replace(placed=tuple(entries))
             for rule, early in self._early.items():
                 left = {p.id for p in early} | early_lazy
                 kept = [(p.id, p.conditioned) for p in base.placed if p.id not in left]
                 right = follows(asked, kept) and len(asked.placed) == len(kept) + len(arrived)
                 self._scores[rule, False].add(early, bool(gone), right=right)
-                late = rule(self, full, 0)
-                right = survivors(full, late) == survivors(asked, ())
+                late = [p for p in rule(self, full, 0) if p.id not in lazy]
+                right = survivors(full, [*late, *(p for p in full.placed if p.id in lazy)]) == survivors(asked, ())
                 self._scores[rule, True].add(late, bool(gone), right=right)
             self.places = gone
             self._arrivals.append((len(arrived), sum(p.tokens for p in arrived)))

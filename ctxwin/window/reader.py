@@ -108,7 +108,7 @@ class WindowReader:
 
     @property
     def pending(self) -> tuple[str, ...]:
-        """Placement ids with edits that wait for the next break of the prefix (``lazy=True``), in prompt order."""
+        """Placement ids with edits that wait for a break of the prefix (``lazy=True``), in prompt order."""
         return tuple(p.id for p in self.core.state.placed if p.pending)
 
     @property

@@ -90,7 +90,7 @@ class Placed(BaseModel):
         unseen: placement ids placed before it later, which it was allowed not to absorb.
         exact_only: whether an audit found it too far from a re-prefill; it is served exactly from then on.
         tail: whether a look back placed it at the end of an exact window, from where it leaves first (`edits.free_tail`).
-        pending: lazy edits that wait for the next break of the prefix (`edits.apply_pending`): ``evict``, ``toggle``, and
+        pending: lazy edits that wait for a break of the prefix (`edits.apply_pending`): ``evict``, ``toggle``, and
             ``insert`` with the id of the chunk to go before.
     """
 

@@ -159,7 +159,7 @@ class Window(WindowReader):
         """Place ``chunk`` at ``index``; later chunks keep their KV, as after `recall`. Raises like `append`.
 
         Args:
-            lazy: stands at the end until the prefix breaks, then goes before the chunk that is at ``index`` now (see `evict`).
+            lazy: stands at the end until the prefix breaks at ``index`` or in front of it, then goes before what is there now.
         """
         with self.core.writing() as state:
             index = edits.normalize_index(index, len(state.placed))
@@ -180,10 +180,11 @@ class Window(WindowReader):
                 through others, are computed again at the next ask, its stored KV, embeddings and source are deleted, and
                 it cannot be recalled. Other open windows that hold the same content, placed or evicted, keep its media
                 and what they serve now; other processes find them gone.
-            lazy: the chunk is still shown until an edit breaks the prefix anyway (`slide`, an edit without ``lazy``), and leaves
-                with it: in an exact window all chunks behind a break are computed again, so that many edits cost one. Where
-                room is made it leaves first. `recall` before that, or `undo`, lets it stay. `Window.pending` names such
-                chunks, `Maintenance.apply_pending` applies their edits now.
+            lazy: the chunk is still shown until an edit breaks the prefix there or in front of it (`slide`, an edit without
+                ``lazy`` that is no `toggle`), and leaves with it: in an exact window all chunks behind a break are computed
+                again, so that many edits cost one. Where room is made it leaves first, unless a fall to an exact window's mark
+                computes less for each token that it frees. `recall` before that, or `undo`, lets it stay. `Window.pending`
+                names such chunks, `Maintenance.apply_pending` applies their edits now.
 
         Raises UnknownChunk, ValueError for ``forget`` with ``lazy``. Cost: none now; with ``forget`` a forward over each chunk
         concerned at the next ask.
@@ -224,7 +225,7 @@ class Window(WindowReader):
                 mark = mark_tokens(to, self.budget, "to")
                 self._note_room(reserve_tokens, mark)
                 smaller = state.replace(budget=mark, low_water=None)
-                leaving = edits.leaving_for_budget(smaller, order, reserve_tokens, tail=[*tail, *soon])
+                leaving = edits.leaving_for_budget(smaller, order, reserve_tokens, tail=tail)
             elif count is None:
                 leaving = self._leaving(state, reserve_tokens)
             else:
@@ -288,8 +289,8 @@ class Window(WindowReader):
     def _leaving(self, state: State, reserve_tokens: int, stay: Collection[str] = ()) -> list[Placed]:
         mark = self._mark(state, reserve_tokens)
         self._note_room(reserve_tokens, mark)
-        order, tail = self.eviction.order(self), [*self.core.free_tail(state), *edits.leaving_soon(state)]
-        return edits.leaving_for_budget(state, order, reserve_tokens, stay=stay, mark=mark, tail=tail)
+        order, tail, exact = self.eviction.order(self), self.core.free_tail(state), self.fidelity.mode == "exact"
+        return edits.leaving_for_budget(state, order, reserve_tokens, stay=stay, mark=mark, tail=tail, exact=exact)
 
     def look_back(self, query: str | Chunk, *, reserve_tokens: int = 0) -> list[str]:
         """Recall what `retrieval` picks for ``query``, each where a `recall` would put it; return the ids.
@@ -352,7 +353,7 @@ class Window(WindowReader):
     def toggle(self, placement: str, *, conditioned: bool, lazy: bool = False) -> None:
         """Switch a chunk to its context-clean view (``conditioned=False``) or back to the same lane and bytes.
 
-        Kamera, appendix E. ``lazy``: once the prefix breaks (see `evict`). Raises UnknownChunk, UnsupportedModel on a model with
+        Kamera, appendix E. ``lazy``: see `evict`. Raises UnknownChunk, UnsupportedModel on a model with
         recurrent layers. Cost at the next ask: one forward where the canonical is not held.
         """
         kv = self.engine.spec.kv

@@ -41,6 +41,7 @@ class Opponent:
             return
         if self._total([*self.user.held, new], encoded) > BUDGET:
             self.user.leave(self.waiting)
+            self.waiting = set()
         drop = 1
         if self._mark is not None:
             sizes = [self._total([*self.user.held[n:], new], encoded) for n in range(len(self.user.held) + 1)]
@@ -78,6 +79,7 @@ class Trial:
         ]
         self.encoded: list[Encoded] = []
         self.ids: list[str] = []
+        self.switched: set[str] = set()
         self.shown = 0
 
     def arrive(self, size: int, index: int | None = None) -> None:
@@ -106,10 +108,8 @@ class Trial:
         window, opponents = self.window, self.opponents
         if kind == "insert":
             return self.arrive(5, which)
-        if kind in ("evict", "toggle") and window.pending:
-            return None  # they would bring about edits that may stand far in front of them
         shown = set.intersection(*(set(opponent.user.held) for opponent in opponents))  # else they do nothing
-        placed = [i for i in window.ids[:-1] if i not in window.pending and self.ids.index(i) in shown]
+        placed = [i for i in window.ids[:-1] if self.ids.index(i) in shown]
         among = window.evicted if kind in ("look_back", "recall", "fork") else placed
         if not among:
             return None
@@ -129,6 +129,9 @@ class Trial:
                 self.ask(branch, opponents)
             return None
         elif kind == "toggle":
+            if placement in self.switched:  # what follows a clean view is computed every time (`ctxwin.window.lanes`)
+                return None
+            self.switched.add(placement)
             for conditioned in (False, True):
                 window.toggle(placement, conditioned=conditioned)
                 self.ask(window, opponents, None if conditioned else number)
@@ -138,25 +141,29 @@ class Trial:
             for opponent in opponents:
                 if kind == "evict":
                     opponent.user.leave([number])
+                    opponent.waiting = opponent.waiting - {number}
                 else:
-                    opponent.waiting.add(number)
+                    opponent.waiting = opponent.waiting | {number}
             return None
         for opponent in opponents:
             opponent.arrive(number, self.encoded)
         return None
 
 
-def _steps(kinds: Sequence[str]) -> st.SearchStrategy[list[tuple[int, tuple[str, int] | None]]]:
+KINDS = ("look_back", "recall", "fork", "evict", "evict late", "insert", "toggle")
+Steps = list[tuple[int, tuple[str, int] | None]]
+
+
+def _steps(kinds: Sequence[str], least: int = 40, most: int = 60) -> st.SearchStrategy[Steps]:
     moves = st.tuples(st.sampled_from(kinds), st.integers(0, 30))
-    return st.lists(st.tuples(st.integers(3, 14), st.none() | st.none() | moves), min_size=40, max_size=60)
+    return st.lists(st.tuples(st.integers(3, 14), st.none() | st.none() | moves), min_size=least, max_size=most)
 
 
-RETURNS, LATE = ("look_back", "recall"), ("insert", "evict late")
-# A return that breaks the prefix near its end brings about what waits far in front of it, too: not mixed here.
-STEPS = _steps(RETURNS) | _steps(LATE[:1]) | _steps(LATE) | _steps((*RETURNS, "fork", "evict", "toggle"))
+MARKS = st.sampled_from([0.35, 0.5, 0.7, "auto"])
 
 
-def check_cost(steps: list[tuple[int, tuple[str, int] | None]], mark: float | Literal["auto"], policy: bool) -> None:
+def play(steps: Steps, mark: float | Literal["auto"], policy: bool) -> tuple[Trial, int, int]:
+    """Return the trial behind these steps, the tokens that the window computed, and those of the best user."""
     with FakeEngine() as engine:
         marks: dict[str, Any] = {"low_water": mark}
         if policy and mark != "auto":
@@ -169,16 +176,34 @@ def check_cost(steps: list[tuple[int, tuple[str, int] | None]], mark: float | Li
                 if move is not None:
                     trial.move(*move)
                 trial.ask(window, trial.opponents)
-            best = min(opponent.tokens for opponent in trial.opponents)
-            moves = {move[0] for _, move in steps if move is not None}
-            # Forks and edits in the midst leave the users at another place of their cycles: a fall more may have been paid.
-            fall = 0 if moves <= {*RETURNS} or moves <= {"insert"} else trial.mark
-            assert engine.counters.prefill_tokens <= 1.05 * best + fall
-            assert trial.shown >= 0.9 * trial.opponents[-1].shown
+            return trial, engine.counters.prefill_tokens, min(opponent.tokens for opponent in trial.opponents)
+
+
+def check_cost(steps: Steps, mark: float | Literal["auto"], policy: bool) -> None:
+    """Short traces of any mix, within 1.05 times the best user and one fall to the mark.
+
+    No online choice does without that fall: which user is the best is known at the end only, and it is the one whose prompt has
+    room when a return or a fork needs it, or whose next fall lies just behind the end. Over a long trace it is within the five
+    percent (`check_long_cost`).
+    """
+    trial, computed, best = play(steps, mark, policy)
+    assert computed <= 1.05 * best + trial.mark
+    # Users whom a late eviction gives room do not fall, show more, and compute more.
+    late = any(move is not None and move[0] == "evict late" for _, move in steps)
+    assert trial.shown >= (0.8 if late else 0.9) * trial.opponents[-1].shown
+
+
+def check_long_cost(steps: Steps, mark: float | Literal["auto"], policy: bool) -> None:
+    """Long traces, within 1.05 times the best user."""
+    _, computed, best = play(steps, mark, policy)
+    assert computed <= 1.05 * best
 
 
 test_an_exact_window_costs_no_more_than_the_best_user_of_a_prefix_cache, test_many_windows_cost_no_more = twins(
-    check_cost, 4, 60, STEPS, st.sampled_from([0.35, 0.5, 0.7, "auto"]), st.booleans()
+    check_cost, 4, 60, _steps(KINDS[:2]) | _steps(KINDS) | _steps(("insert", "evict late")), MARKS, st.booleans()
+)
+test_a_long_trace_costs_no_more, test_many_long_traces_cost_no_more = twins(
+    check_long_cost, 1, 12, _steps(KINDS, 200, 240), MARKS, st.booleans()
 )
 
 

@@ -1,4 +1,4 @@
-"""Edits that wait for the next break of the prefix (``lazy=True``), against a list that is edited by hand."""
+"""Edits that wait for a break of the prefix (``lazy=True``), against a list that is edited by hand."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ class Model:
     def at(self, placement: str) -> int:
         return next(i for i, s in enumerate(self.shown) if s.id == placement)
 
-    def settle(self) -> None:
-        """Apply what waits: who leaves, where the inserted go, who is switched."""
-        self.shown = [s for s in self.shown if not s.leaves]
-        for one in [s for s in self.shown if s.before]:
+    def settle(self, start: int = 0) -> None:
+        """Apply what waits from a place on: who leaves, where the inserted go, who is switched."""
+        self.shown = [s for i, s in enumerate(self.shown) if i < start or not s.leaves]
+        preceding = [s.id for s in self.shown[:start]]
+        for one in [s for s in self.shown if s.before and s.before not in preceding]:
             if any(s.id == one.before for s in self.shown):
                 self.shown.remove(one)
                 self.shown.insert(self.at(one.before), one)
             one.before = ""
-        for one in self.shown:
+        for one in self.shown[start:]:
             one.clean, one.flips = one.clean != one.flips, False
 
-    def changed(self, old: list[tuple[str, bool]]) -> None:
-        """Settle if a chunk has another one in front of it, or another view of one."""
-        if any(a != b for a, b in zip(old, self.view(), strict=False)):
-            self.settle()
-
-    def view(self) -> list[tuple[str, bool]]:
-        return [(s.id, s.clean) for s in self.shown]
+    def changed(self, old: list[str]) -> None:
+        """Settle from where another chunk stands; a switch, which may be taken back, settles nothing."""
+        pairs = enumerate(zip(old, (s.id for s in self.shown), strict=False))
+        start = next((i for i, (a, b) in pairs if a != b), None)
+        if start is not None:
+            self.settle(start)
 
 
 OPS = (
@@ -76,11 +76,11 @@ def test_lazy_edits_happen_together_where_the_prefix_breaks(steps: list[tuple[st
     with FakeEngine() as engine, Window(engine, "sys", fidelity=Fidelity("exact")) as window:
         window.observe(told.append)
         for number, (op, first, second) in enumerate(steps):
-            ids, old = window.ids, model.view()
+            ids, old = window.ids, [s.id for s in model.shown]
             chunk = Chunk.text(f"chunk {number}")
             if op == "append" or not ids:
                 model.shown.append(Shown(window.append(chunk)))
-                old = [*old, *model.view()[len(old) :]]
+                old.append(model.shown[-1].id)
             elif op.endswith("evict"):
                 lazy, placement = op != "evict", ids[first % len(ids)]
                 window.evict(placement, lazy=lazy)
@@ -146,6 +146,21 @@ def test_lazy_evictions_cost_one_break() -> None:
             assert window.ids == tuple(i for i in ids if i not in (ids[0], ids[1], ids[4], ids[7]))
     assert sizes[True][:3] == [0, 0, 0] and min(sizes[False][:3]) > 0
     assert sizes[True][3] == sizes[False][3] and sum(sizes[True]) < sum(sizes[False]) / 2
+
+
+def test_what_waits_in_front_of_a_break_goes_on_waiting() -> None:
+    """An eviction near the end leaves the prefix alone, and computes what stands behind it."""
+    with FakeEngine() as engine, Window(engine, "sys", fidelity=Fidelity("exact")) as window:
+        a, b, c, d, e = window.extend([Chunk.text(f"chunk number {i} ") for i in range(5)])
+        query = window.ask("q?", 1).usage.computed_tokens - window.tokens
+        window.evict(b, lazy=True)
+        late = window.insert(1, Chunk.text("late"), lazy=True)
+        window.evict(d)
+        assert window.ids == (a, b, c, e, late) and window.pending == (b, late)
+        behind = sum(entry.tokens for entry in window.chunks[3:])
+        assert window.ask("q?", 1).usage.computed_tokens == behind + query
+        window.evict(a)
+        assert window.ids == (c, e, late) and not window.pending, "where it was to stand has left"
 
 
 def test_what_is_about_to_leave_makes_room_first() -> None:

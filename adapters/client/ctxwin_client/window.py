@@ -154,7 +154,7 @@ class RemoteWindow:
 
     @property
     def pending(self) -> tuple[str, ...]:
-        """Placement ids with lazy edits that wait for the next break of the prefix, in order. Cost: a request."""
+        """Placement ids with lazy edits that wait for a break of the prefix, in order. Cost: a request."""
         return tuple(p.id for p in self.snapshot().placed if p.pending)
 
     @property
