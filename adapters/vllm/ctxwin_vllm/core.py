@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 _BLOCKS = 1 << 16  # where vLLM does not say how many it has
 _prepared: weakref.WeakValueDictionary[str, SharedMemoryTransport] = weakref.WeakValueDictionary()
 
+_DTYPES = {"auto": None, "half": "float16", "float": "float32"}  # further names that vLLM's --dtype takes
+
 
 def read_model(
     model: str | Path, dtype: Any = "auto", cache: Any = "auto", position_free: bool = False
@@ -73,7 +75,7 @@ def read_model(
     config = AutoConfig.from_pretrained(checkpoint.path)  # the checkpoint's own may be a part of it
     if reason := refused(config):
         raise UnsupportedModel(f"{config.model_type!r} cannot be served on vLLM: {reason}; open it as hf:MODEL")
-    name = checkpoint.dtype(None if dtype == "auto" else dtype, "bfloat16")
+    name = checkpoint.dtype(_DTYPES.get(dtype, dtype), "bfloat16")
     rounded = f" in {'fp8_e4m3' if cache == 'fp8' else cache}" if cache in FP8 else ""
     kv = kv_spec_from_config(checkpoint.config, checkpoint.identity(name, f"vllm{rounded}"), name, "vllm")
     if kv.recurrent:

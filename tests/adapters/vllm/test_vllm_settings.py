@@ -268,3 +268,13 @@ def test_other_names_in_the_store(tmp_path: Path) -> None:
     folder = models.write_text_model(tmp_path / "model")
     kinds = {cache: read_model(folder, "bfloat16", cache)[1].identity for cache in ("auto", "fp8_e4m3", "fp8_e5m2")}
     assert len(set(kinds.values())) == 3 and read_model(folder, "bfloat16", "fp8")[1].identity == kinds["fp8_e4m3"]
+
+
+@pytest.mark.parametrize("name", ["half", "float", "float16", "bfloat16"])
+def test_names_of_dtypes_are_those_of_vllm(tmp_path: Path, name: str) -> None:
+    from vllm.config.model import str_dtype_to_torch_dtype
+
+    from ctxwin_vllm.core import read_model
+
+    folder = models.write_text_model(tmp_path / "model")
+    assert f"torch.{read_model(folder, name)[1].dtype}" == str(str_dtype_to_torch_dtype(name))
