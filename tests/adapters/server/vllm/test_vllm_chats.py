@@ -69,6 +69,24 @@ def test_exact_windows_answer_what_vllm_answers_and_a_profile_computes_less(serv
     assert reported(fast[1])["lanes"]["survivor"] > 0 and "windows" not in str(alone[0].usage)
 
 
+def test_a_clock_in_the_system_prompt_leaves_a_chat_its_kv(server: Process) -> None:
+    """Where the chat allows it: the pictures behind the clock are moved, and the clock itself is computed."""
+    few: Any = {"windows": "auto", "fidelity": {"mode": "patched", "survivors": "refresh", "edited_tokens": 16}}
+
+    def told(behind: dict[str, Any], salt: str, minute: int) -> dict[str, Any]:
+        system, *others = plain_messages([0, 1, 2, 3], question(1))
+        clock = {**system, "content": f"{HEADER} the number is {minute}"}
+        return reported(create(server, behind, salt, messages=[clock, *others], user=salt))
+
+    for attempt in range(3):  # see above
+        first, second = (told(few, f"clock {attempt}", minute) for minute in (3, 4))
+        if "edited" in second["lanes"]:
+            break
+    assert "edited" not in first["lanes"] and not second["exact"]
+    assert second["lanes"]["edited"] > second["computed_tokens"]
+    assert told(EXACT, "clock exact", 3)["exact"] and "edited" not in told(EXACT, "clock exact", 4)["lanes"]
+
+
 @pytest.mark.parametrize("fidelity", [Fidelity("exact"), Fidelity("patched", rank=11)])
 def test_a_live_stream_leaves_only_the_question_to_an_answer(server: Process, fidelity: Fidelity) -> None:
     client, salt = server.client("key-acme"), fidelity.mode
