@@ -107,6 +107,8 @@ async def _walk() -> Walk:
     arguments = ["--dtype", "float32"]
     async with serving_app("tiny", arguments, Settings(windows="auto")) as (app, _):
         AsyncLLM.generate = generate_after_walk
+        threading.setprofile(follow)  # of the threads that work for a request, which start with the first
+        sys.setprofile(follow)  # not before: vLLM's start would take a minute
         messages = [{"role": "system", "content": "You remember."}]
         for turn in range(8):
             messages.append({"role": "user", "content": f"step {turn}: a light is on."})
@@ -118,6 +120,7 @@ async def _walk() -> Walk:
                 walks.append(walk)
         lanes = answer["usage"]["ctxwin"]["lanes"]
         assert lanes.get("resident", 0) + lanes.get("exact", 0) > 0 or sum(lanes.values()) > lanes["computed"], lanes
+        sys.setprofile(None)
     # On a busy machine a turn may come before the last one was written back, and waits for that.
     return min(walks, key=lambda walk: len(walk.handed_over))
 
@@ -125,10 +128,7 @@ async def _walk() -> Walk:
 def main() -> None:
     """Print the walk."""
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    threading.setprofile(follow)  # of the threads that work for a request, which start with the first
-    sys.setprofile(follow)
     walk = asyncio.run(_walk())
-    sys.setprofile(None)
     for room, function in walk.handed_over:
         print(f"{room:12} {function}")
     sys.stdout.flush()
