@@ -77,7 +77,14 @@ def run(engine: Engine, pages: Pages, seed: int, path: Path, trace: Trace | None
     policy, browser, score = Shopper(pages, seed), Rendered(pages), Score()
     budget = budget_for(engine, Chunk.image(browser.screenshot(), text="t=88 s"), policy)
     context = Context(
-        engine=engine, ledger=score, observer=trace, browser=browser, policy=policy, budget=budget, steps=len(pages)
+        engine=engine,
+        ledger=score,
+        observer=trace,
+        browser=browser,
+        policy=policy,
+        budget=budget,
+        serving={},
+        steps=len(pages),
     )
     tokens, resident, state = [], [], {}  # tokens computed and memory held after each step
     with SqliteSaver.from_conn_string(str(path)) as saver:

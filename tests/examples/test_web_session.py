@@ -35,6 +35,14 @@ def test_many_steps_cost_the_same_and_stay_bounded(steps):
     assert figures["right"] >= 0.94 * figures["asks"] >= 1.74 * steps
 
 
+def test_a_short_session_encodes_each_page_once():
+    done = run("--json", "--steps", "8")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["steps"] == figures["vision_encodes"] == 8
+    assert 0 < figures["right"] <= figures["asks"]
+
+
 def test_a_session_too_short_is_refused():
     done = run("--steps", "3")
     assert done.returncode == 2
