@@ -148,7 +148,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         path = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "session.sqlite"
         trace = stack.enter_context(Trace(options.trace)) if options.trace else None
         engine = stack.enter_context(open_engine(options.model, engine=options.engine, store=store))
-        engine.repo.max_live_bytes = parse_bytes(options.store)  # decoded records in memory, in addition to the store
         figures = run(engine, Pages(options.seed, options.steps), options.seed, path, trace, say)
         about = {"example": "web_session", "model": options.model, "engine": engine.spec.name, "seed": options.seed}
     figures |= {"store_max_bytes": parse_bytes(options.store), "seconds": time.perf_counter() - begin}
