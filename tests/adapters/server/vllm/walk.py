@@ -116,12 +116,12 @@ async def _walk() -> Walk:
             walk = Walk() if turn >= 3 else None
             answer = await asyncio.create_task(_chat(app, body, walk))
             messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"] or ""})
+            await asyncio.gather(*app.state.engine_client._tasks)  # a turn before its write-back would wait for that
             if walk is not None:
                 walks.append(walk)
         lanes = answer["usage"]["ctxwin"]["lanes"]
         assert lanes.get("resident", 0) + lanes.get("exact", 0) > 0 or sum(lanes.values()) > lanes["computed"], lanes
         sys.setprofile(None)
-    # On a busy machine a turn may come before the last one was written back, and waits for that.
     return min(walks, key=lambda walk: len(walk.handed_over))
 
 
