@@ -12,16 +12,20 @@ Arms are spelled as `ctxwin eval run` has them. ``slideN/ARM``: the placed chunk
 - ``floor/bfloat16-pieces``: bfloat16 in pieces of 100 against bfloat16 in one pass.
 
 Every row is kept in ``OUTPUT/samples.jsonl`` as it is done, so a run goes on where it stopped, with other arms or more contexts.
+``--workers`` shares the contexts among processes, each with the model on ``--device``.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -29,7 +33,7 @@ from torch import Tensor
 
 from ctxwin.chunk import Chunk
 from ctxwin_evals.arms import BASES, Arm, Served, parse_arm
-from ctxwin_evals.console import Json, Threads, errors, open_model, progress, show
+from ctxwin_evals.console import Device, Json, Threads, errors, open_model, progress, show
 from ctxwin_evals.decoder import Decoder
 from ctxwin_evals.generation import forced_logits
 from ctxwin_evals.group import Group
@@ -41,9 +45,8 @@ from tools.released_models import default_cache
 from .command import Seed
 from .released_texts import SYSTEM_PROMPT, Context, Texts
 
-if TYPE_CHECKING:
-    pass
-
+Job = tuple[Context, list[str]]
+"""A context and the arms that it is to be served in."""
 MAIN = (
     "blind", "oracle", "patched:4", "patched:8", "patched:16", "patched:32", "epic:16", "slide1/survivor",
     "slide1/removal:16",
@@ -129,6 +132,10 @@ class Study:
         self._patcher = fitted(decoder, ("joint", "all", "none"), lambda: iter(()))
         self._patcher.floor = _RANK
 
+    def serve(self, jobs: Iterable[Job]) -> Iterator[list[Sample]]:
+        """Yield the rows of each job."""
+        return (list(self.rows(*job)) for job in jobs)
+
     def rows(self, context: Context, names: Sequence[str]) -> Iterator[Sample]:
         """Yield a sample of each arm. ``kl`` is the mean over the target's tokens; ``extra`` has the other figures."""
         views = Views(self.decoder, self._patcher, context)
@@ -190,7 +197,7 @@ def _sample(context: Context, name: str, group: Group, served: Served, reference
 
 
 def run(
-    study: Study,
+    serve: Callable[[Iterable[Job]], Iterator[list[Sample]]],
     samples: Samples,
     contexts: Sequence[Context],
     names: Sequence[str],
@@ -199,8 +206,17 @@ def run(
 ) -> bool:
     """Serve the contexts in the arms that have no row yet; return False where the deadline (monotonic) ended it.
 
+    Args:
+        serve: yields the rows of each job, in their order; `Study.serve`, or `Processes.serve`.
+        samples: takes the rows.
+        contexts: of one set.
+        names: of the arms.
+        deadline: after which no context begins.
+        advance: receives how many more contexts are done.
+
     Raises ValueError where a row is of another context than the set has today.
     """
+    jobs: list[Job] = []
     for context in contexts:
         missing = [name for name in names if not samples.has(context.task, name, context.index)]
         for name in set(names) - {*missing}:
@@ -208,12 +224,50 @@ def run(
                 raise ValueError(
                     f"{samples.folder} must hold rows of today's texts, got others; choose another --output"
                 )
-        if missing and time.monotonic() >= deadline:
-            return False
-        if missing:
-            samples.add(study.rows(context, missing))
+        jobs += [(context, missing)] if missing else []
+    advance(len(contexts) - len(jobs))
+    done = 0
+    for rows in serve(job for job in jobs if time.monotonic() < deadline):
+        samples.add(rows)
         advance(1)
-    return True
+        done += 1
+    return done == len(jobs)
+
+
+class Processes:
+    """Processes that each open the model and serve contexts of their own.
+
+    Args:
+        count: of the processes.
+        model: folder of the model.
+        device: of each model.
+        threads: of each process.
+    """
+
+    def __init__(self, count: int, model: str, device: str, threads: int) -> None:
+        self._count, self._opening = count, (model, device, threads)
+        # CUDA does not survive a fork.
+        self._executor = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"))
+
+    def serve(self, jobs: Iterable[Job]) -> Iterator[list[Sample]]:
+        """Yield the rows of each job; a job is taken when a process is free for it."""
+        pending: deque[Future[list[Sample]]] = deque()
+        for job in jobs:
+            pending.append(self._executor.submit(_serve_in_process, self._opening, job))
+            if len(pending) > self._count:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+
+@cache
+def _open_study(model: str, device: str, threads: int) -> Study:
+    decoder = Decoder(open_model(model, "float32", device, threads))
+    return Study(decoder, lambda: Decoder(open_model(model, "bfloat16", device, threads)))
+
+
+def _serve_in_process(opening: tuple[str, str, int], job: Job) -> list[Sample]:
+    return list(_open_study(*opening).rows(*job))
 
 
 def summarise(samples: Samples) -> dict[str, Any]:
@@ -294,6 +348,8 @@ def main(
     ] = 0,
     seed: Seed = 0,
     threads: Threads = 0,
+    device: Device = "cpu",
+    workers: Annotated[int, typer.Option(help="Processes that share the contexts; each opens the model.", min=1)] = 1,
     output: Annotated[Path | None, typer.Option(help="Folder of the rows; one that exists is continued.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -303,16 +359,19 @@ def main(
         names = [name for word in words for name in {"main": MAIN, "more": MORE}.get(word, (word,))]
         names = list(dict.fromkeys([REPREFILL, *names, *(base_of(name) for name in names)]))
         begun = time.monotonic()
-        engine = open_model(model, "float32", "cpu", threads)
+        study = _open_study(model, device if workers == 1 else "cpu", threads)
+        engine = study.decoder.engine
+        serve = study.serve
+        if workers > 1:
+            serve = Processes(workers, model, device, threads or 1).serve
         texts = Texts(engine, seed)
-        study = Study(Decoder(engine), lambda: Decoder(open_model(model, "bfloat16", "cpu", threads)))
         folder = output or Path("eval-output") / f"released-{Path(model).name}-{seed}"
         config = {"format": FORMAT, "study": "released", "model": engine.spec.identity, "seed": seed}
         contexts = [texts.contexts(task.strip(), n) for task in sets.split(",")]
         deadline = begun + 60 * minutes if minutes else float("inf")
         with open_samples(folder, config) as samples:
             with progress("contexts", n * len(contexts)) as advance:
-                whole = all(run(study, samples, some, names, deadline, advance) for some in contexts)
+                whole = all(run(serve, samples, some, names, deadline, advance) for some in contexts)
             summary = summarise(samples)
         result = {"model": Path(model).name, "seed": seed, "complete": whole, "output": str(folder), "sets": summary}
         show(

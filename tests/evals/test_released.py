@@ -105,15 +105,24 @@ def test_a_run_that_stopped_gives_the_table_of_one_that_did_not(tmp_path: Path) 
     )
 
 
+def test_processes_give_the_rows_of_one(tiny: HFEngine) -> None:
+    contexts, names = Texts(tiny, 0).contexts(SET, 3), ["reprefill", "blind", "patched:4", "floor/bfloat16"]
+    jobs = [(context, names) for context in contexts]
+    both = released.Processes(2, "tiny", "cpu", 1).serve(iter(jobs)), study_of(tiny).serve(jobs)
+    for there, here in zip(*both, strict=True):
+        assert [row.key for row in there] == [row.key for row in here]
+        assert [row.kl for row in there] == pytest.approx([row.kl for row in here], abs=1e-7)
+
+
 def test_nothing_begins_behind_the_deadline(tiny: HFEngine, tmp_path: Path) -> None:
     contexts = Texts(tiny, 0).contexts(SET, 1)
     with open_samples(tmp_path / "run", {"format": 3}) as samples:
-        assert not run(study_of(tiny), samples, contexts, ["reprefill"], 0.0)
+        assert not run(study_of(tiny).serve, samples, contexts, ["reprefill"], 0.0)
         assert not samples.rows and summarise(samples) == {}
-        assert run(study_of(tiny), samples, contexts, ["reprefill"], float("inf"))
-        assert run(study_of(tiny), samples, contexts, ["reprefill"], 0.0)  # all is there
+        assert run(study_of(tiny).serve, samples, contexts, ["reprefill"], float("inf"))
+        assert run(study_of(tiny).serve, samples, contexts, ["reprefill"], 0.0)  # all is there
         with pytest.raises(ValueError, match="rows of today's texts"):
-            run(study_of(tiny), samples, Texts(tiny, 1).contexts(SET, 1), ["reprefill"], float("inf"))
+            run(study_of(tiny).serve, samples, Texts(tiny, 1).contexts(SET, 1), ["reprefill"], float("inf"))
 
 
 def test_contexts_depend_on_seed_and_number_alone(tiny: HFEngine) -> None:
