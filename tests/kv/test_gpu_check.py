@@ -67,7 +67,8 @@ def test_the_engine_answers_right_and_is_timed(tmp_path: Path) -> None:
     done = run(tmp_path, "tools/gpu_check", "--only", "engines")
     assert done.returncode == 0, done.stderr
     *programs, times = json.loads((tmp_path / "gpu-check.json").read_text())["engines"]
-    assert len(programs) == 8 and {row["fault"] for row in programs} == {None}
+    assert len(programs) == 9 and {row["fault"] for row in programs} == {None}
     assert all(row["equal"] == row["compared"] > 2 for row in programs)
     assert all(row["away"] < 1e-4 and row["compared"] == 12 for row in programs if "exact" in row["program"])
+    assert programs[-1]["steps_together"] < programs[-1]["steps_alone"]  # they shared steps
     assert times["slide_ms"] > 0 and times["computed_ms"] > 0

@@ -13,10 +13,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 
@@ -90,6 +92,39 @@ def programs(name: str, device: torch.device) -> Iterator[Row]:
                 with open_engine(f"hf:{checkpoint_dir()}", dtype=dtype, device=str(device)) as other:
                     want = reuse(other, kind, *content[1:])
                 yield {"program": f"{kind}, {content[0]}"} | kernel | compare(got, want, BOUNDS[dtype])
+        yield {"program": "asks in one batch, text"} | kernel | mixed(engine, *_texts()[1:], BOUNDS[dtype])
+
+
+def mixed(engine: Engine, chunks: list[Chunk], questions: list[str], bound: float) -> Row:
+    """Ask windows that load spans, and compute prompts anew, in the same steps of the engine; compare with one after the other.
+
+    ``steps_together`` and ``steps_alone`` count the engine's steps.
+    """
+    from ctxwin import Chunk, Fidelity, Window
+
+    fidelities = [Fidelity("exact"), Fidelity("blind"), Fidelity("patched", bytes_share=0.11, survivors="keep")]
+    answers: dict[str, Answers] = {}
+    steps: dict[str, int] = {}
+    vllm = engine.core.driver._engine  # type: ignore[attr-defined]  # of `VLLMEngine`
+    for way, threads in (("alone", 1), ("together", 16)):
+        with ExitStack() as stack, ThreadPoolExecutor(threads) as pool:
+            windows = []
+            for i in range(9):
+                view = stack.enter_context(engine.view(f"{way} {i}"))
+                window = stack.enter_context(Window(view, HEADER, fidelity=fidelities[i % 3]))
+                window.extend([*chunks[i % 2 : 4], Chunk.text(f"window {i}")])
+                window.ask(questions[0], max_tokens=1)
+                window.slide(1)
+                window.append(chunks[4])
+                windows.append(window)
+            counted = stack.enter_context(patch.object(vllm, "step", wraps=vllm.step))
+            asks = [pool.submit(_ask, window, questions[i % 2]) for i, window in enumerate(windows)]
+            plain = [pool.submit(reprefill, w, questions[0], f"{way} {i}", 8) for i, w in enumerate(windows)]
+            answers[way] = [ask.result() for ask in asks]
+            answers[way] += [(one.text, {}, one.logprobs) for one in (request.result() for request in plain)]
+            steps[way] = counted.call_count
+    counts = {f"steps_{way}": count for way, count in steps.items()}
+    return compare(answers["together"], answers["alone"], bound) | counts
 
 
 def exact(engine: Engine, chunks: list[Chunk], questions: list[str], bound: float) -> Row:
@@ -157,8 +192,8 @@ def compare(got: Answers, want: Answers, bound: float) -> Row:
 
 def times(device: torch.device) -> Iterator[Row]:
     """Asks behind a slide of 16 chunks of 1,024 tokens: survivors moved within the device and from the host, the same with a new
-    chunk, the prompt computed again, and the same prompt once more, which vLLM's prefix cache holds. A 7B decoder of random
-    weights in bfloat16."""
+    chunk, the prompt computed again, and the same prompt once more, which vLLM's prefix cache holds; an exact window's slide and
+    new chunk, with and without a prefill ahead of the ask. A 7B decoder of random weights in bfloat16."""
     from shapes import DECODERS
     from timing import write_model
 
@@ -188,10 +223,9 @@ def times(device: torch.device) -> Iterator[Row]:
         }
         longest = 2048 if small else 32_768
         more = {"max_model_len": longest, "max_num_batched_tokens": longest}
-        with (
-            _open(str(folder), device, **options, **more) as engine,
-            Window(engine, HEADER, fidelity=Fidelity("patched", survivors="keep")) as window,
-        ):
+        with ExitStack() as stack:
+            engine = stack.enter_context(_open(str(folder), device, **options, **more))
+            window = stack.enter_context(Window(engine, HEADER, fidelity=Fidelity("patched", survivors="keep")))
             window.extend([chunk() for _ in range(count)])
             window.ask("color of 17?", max_tokens=1)
             copies = engine.core.transport.paged.resident  # type: ignore[attr-defined]  # of `VLLMEngine`
@@ -213,6 +247,18 @@ def times(device: torch.device) -> Iterator[Row]:
                     timed("slide_from_host_ms", lambda: window.ask("color of 17?", max_tokens=1))
                     window.append(chunk())
                     window.ask("color of 17?", max_tokens=1)
+            view = stack.enter_context(engine.view("exact"))
+            window = stack.enter_context(Window(view, HEADER, fidelity=Fidelity("exact")))
+            window.extend([chunk() for _ in range(count)])
+            window.ask("color of 17?", max_tokens=1)
+            for _ in range(rounds + 1):
+                window.slide(1)
+                window.append(chunk())
+                timed("exact_slide_and_append_ms", lambda: window.ask("color of 17?", max_tokens=1))
+                window.slide(1)
+                window.append(chunk())
+                timed("prefill_ahead_ms", window.maintenance.prefill)
+                timed("exact_behind_prefill_ms", lambda: window.ask("color of 17?", max_tokens=1))
     yield row | {name: median(values[1:]) for name, values in samples.items()}
 
 
@@ -245,6 +291,10 @@ def _open(model: str, device: torch.device, **options: Any) -> AbstractContextMa
 
 def _answer(answer: Answer) -> tuple[str, dict[str, int], dict[int, float]]:
     return answer.text, dict(answer.usage.reused_tokens), dict(answer.first_token_logprobs or {})
+
+
+def _ask(window: Window, question: str) -> tuple[str, dict[str, int], dict[int, float]]:
+    return _answer(window.ask(question, max_tokens=8, logprobs=-1))
 
 
 def _texts() -> tuple[str, list[Chunk], list[str]]:
