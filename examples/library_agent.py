@@ -62,7 +62,7 @@ def write_pdf(path: Path, pages: Sequence[tuple[np.ndarray, str]]) -> None:
             page.insert_obj(picture)
             text = pdfium_c.FPDFPageObj_NewTextObj(pdf, b"Helvetica", 6.0)
             raw = (words + "\0").encode("utf-16-le")
-            pdfium_c.FPDFText_SetText(text, ctypes.cast(raw, ctypes.POINTER(ctypes.c_ushort)))
+            pdfium_c.FPDFText_SetText(text, (ctypes.c_ushort * (len(raw) // 2)).from_buffer_copy(raw))
             pdfium_c.FPDFTextObj_SetTextRenderMode(text, pdfium_c.FPDF_TEXTRENDERMODE_INVISIBLE)
             pdfium_c.FPDFPage_InsertObject(page, text)
             page.gen_content()
@@ -137,10 +137,10 @@ def main() -> None:
             generated(shelf, frames)
         ahead = 0 if options.mode == "exact" else shelf.prepare(run.engine)  # exact windows compute passages in place
         run.say(f"the shelf holds {len(shelf.files())} files; {ahead} passages were computed ahead")
-        largest = max((hit.passage.chunk for hit in shelf.search("a", 1)), default=Chunk.image(world.render(frames[0])))
+        like = next((hit.passage.chunk for hit in shelf.search("a", 1)), Chunk.image(world.render(frames[0])))
         questions: list[Asked] = []
         for reader, system_prompt in enumerate(READERS if run.scripted else READERS[:1]):
-            budget = run.budget(system_prompt, largest, OPEN)
+            budget = run.budget(system_prompt, like, OPEN)
             window = Window(run.engine, system_prompt, budget, **run.serving, eviction=LeastRecentlyRead())
             run.watch(window)
             tasks = script(frames, 10 * options.seed + reader) if run.scripted else [(q, None) for q in options.ask]

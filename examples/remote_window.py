@@ -37,10 +37,12 @@ with RemoteWindow(client, system_prompt="You watch a camera.", budget=600) as wi
 # The same chunks in a chat completion, in any order and mixed with text.
 for chunk in chunks[-3:]:
     upload(client, chunk)
-question_part = {"type": "text", "text": world.question_about(frames, len(frames) - 1).text}
+question = world.question_about(frames, len(frames) - 1).text
 completion = client.chat.completions.create(
     model=client.models.list().data[0].id,
-    messages=[{"role": "user", "content": [*(chunk_part(chunk) for chunk in reversed(chunks[-3:])), question_part]}],
+    messages=[
+        {"role": "user", "content": [*map(chunk_part, reversed(chunks[-3:])), {"type": "text", "text": question}]}
+    ],
     max_tokens=4,
     temperature=0,
 )

@@ -23,6 +23,7 @@ from langgraph.runtime import Runtime
 from ctxwin import Chunk, Window
 from ctxwin.tiny import world
 from ctxwin.tiny.clip import write_clip
+from ctxwin.tiny.sprites import COLORS
 from ctxwin.video import decode_video
 from langchain_ctxwin.langgraph import WindowContext, merge_windows, open_window
 
@@ -45,7 +46,7 @@ class State(TypedDict, total=False):
     window: Annotated[dict[str, Any], merge_windows]
     second: int  # shown last
     questions_asked: int  # questions since then
-    task: Task | None
+    todo: list[Task]  # at most one
 
 
 class Policy(Protocol):
@@ -84,7 +85,7 @@ def think(state: State, runtime: Runtime[Context]) -> State:
     with open_window(state["window"], runtime) as window:
         in_view = [p.arrival for p in window.snapshot().placed]  # a frame arrives every second
         task = runtime.context.policy.next(state["second"], state["questions_asked"], window, in_view)
-        return {"window": window.ref(), "task": task, "questions_asked": state["questions_asked"] + 1}
+        return {"window": window.ref(), "todo": [task] if task else [], "questions_asked": state["questions_asked"] + 1}
 
 
 def look_back(state: State, runtime: Runtime[Context]) -> State:
@@ -92,14 +93,15 @@ def look_back(state: State, runtime: Runtime[Context]) -> State:
     with open_window(state["window"], runtime) as window:
         evicted = {p.arrival: p.id for p in window.snapshot().evicted}
         window.look_back(
-            " ".join(evicted[second] for second in state["task"]["back"]), reserve_tokens=runtime.context.reserve_tokens
+            " ".join(evicted[second] for second in state["todo"][0]["back"]),
+            reserve_tokens=runtime.context.reserve_tokens,
         )
         return {"window": window.ref()}
 
 
 def answer(state: State, runtime: Runtime[Context]) -> State:
     """Answer over the frames in view."""
-    task, context = state["task"], runtime.context
+    task, context = state["todo"][0], runtime.context
     with open_window(state["window"], runtime) as window:
         window.ask(task["question"], max_tokens=context.max_tokens)
         context.ledger.truth(task["truth"])
@@ -107,8 +109,8 @@ def answer(state: State, runtime: Runtime[Context]) -> State:
 
 
 def after_think(state: State, runtime: Runtime[Context]) -> str:
-    if state["task"]:
-        return "look_back" if state["task"]["back"] else "answer"
+    if state["todo"]:
+        return "look_back" if state["todo"][0]["back"] else "answer"
     return "watch" if state["second"] + 1 < len(runtime.context.frames) else END
 
 
@@ -147,8 +149,8 @@ class Scripted:
         """Yield questions whose answer by the frames in view is the answer by the entire video."""
         for question in world.questions_for([self._stream[s] for s in in_view], 999, rng):
             second = in_view[question.frame]
-            _, row, column = world.locate([self._stream[second]], question.mark)
-            if question.kind == "single_hop" or world.COLORS[self._colors[second][row, column]] == question.answer:
+            (color,) = self._colors[second][self._stream[second].mark == question.mark]
+            if question.kind == "single_hop" or COLORS[color] == question.answer:
                 yield question
 
 

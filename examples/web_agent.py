@@ -11,7 +11,7 @@ import operator
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, Protocol, TypedDict
 
 import agent_options
 from langgraph.checkpoint.memory import InMemorySaver
@@ -24,6 +24,7 @@ from web.shop import Shop
 
 from ctxwin import Chunk, Window
 from ctxwin.engines.base import Engine
+from ctxwin.policies.base import WindowView
 from langchain_ctxwin.langgraph import WindowContext, merge_windows, open_window
 
 SYSTEM_PROMPT = "You are a web agent. Look at the page and answer."
@@ -41,7 +42,7 @@ class NewestScreenshots:
 
     exchanges: int
 
-    def order(self, window: Window) -> Iterable[str]:
+    def order(self, window: WindowView) -> Iterable[str]:
         by_arrival = sorted(window.snapshot().placed, key=lambda p: p.arrival)
         screenshots = [p.id for p in by_arrival if p.chunk.media]
         transcript = [p.id for p in by_arrival if not p.chunk.media]
@@ -60,11 +61,22 @@ class State(TypedDict, total=False):
     todo: list[Task]
 
 
+class Site(Protocol):
+    """Pages that are opened one at a time, like those of a `Browser`."""
+
+    @property
+    def url(self) -> str: ...
+    def open(self, url: str) -> None: ...
+    def links(self) -> list[str]: ...
+    def click(self, link: str) -> None: ...
+    def screenshot(self) -> bytes: ...
+
+
 @dataclass(kw_only=True)
 class Context(WindowContext):
     """Objects for the nodes that must not be in the state."""
 
-    browser: Browser
+    browser: Site
     policy: Shopper | Tourist
     budget: int
     serving: dict[str, Any]  # options of the window

@@ -86,7 +86,8 @@ def run(engine: Engine, pages: Pages, seed: int, path: Path, trace: Trace | None
         serving={},
         steps=len(pages),
     )
-    tokens, resident, state = [], [], {}  # tokens computed and memory held after each step
+    tokens, resident = list[int](), list[int]()  # tokens computed and memory held after each step
+    state: dict[str, Any] = {}
     with SqliteSaver.from_conn_string(str(path)) as saver:
         agent = graph().compile(checkpointer=saver)
         config = {"configurable": {"thread_id": "session"}, "recursion_limit": 10 * len(pages)}

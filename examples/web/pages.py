@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ctxwin.tiny import world
+from ctxwin.tiny.sprites import COLORS
 
 
 class Pages:
@@ -38,7 +39,7 @@ class Pages:
         for kinds in (("multi_hop", "order"), ("single_hop",)):
             for q in world.questions_for(frames, 1000, rng, kinds):
                 color = self._colors[about][self.frames[about].mark == q.mark]
-                if in_view[q.frame] == about and (q.text[:5] == "shape" or q.answer == world.COLORS[int(color[0])]):
+                if in_view[q.frame] == about and (q.text[:5] == "shape" or q.answer == COLORS[int(color[0])]):
                     yield q.text, q.answer
 
     def needs(self, page: int, rng: np.random.Generator) -> list[int]:

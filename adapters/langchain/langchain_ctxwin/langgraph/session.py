@@ -47,7 +47,7 @@ _MAX_TEXT = 400  # characters of a query, an answer or a note
 class Watcher(Protocol):
     """Protocol of objects that observe every window, like `ctxwin.baselines.ledger.Ledger` and `ctxwin.view.trace.Trace`."""
 
-    def watch(self, window: Window) -> None:
+    def watch(self, window: Window) -> object:
         """Observe ``window``; called once with each window that a node opens."""
 
 
