@@ -33,7 +33,6 @@ from ctxwin_vllm.engine import VLLMEngine
 if TYPE_CHECKING:
     import torch
 
-    from ctxwin.engines.cost import CostModel
     from ctxwin_vllm.transport import Transfer
 
 HEADER = 16
@@ -237,6 +236,8 @@ class RenderedRequest(Engine):
 
     Attributes:
         chunks: its segments but for the first, which is the window's system prompt, and the last, the ``query``.
+        identity: of the engine for windows of such prompts: no other kind of window shares their provenances. A client's own
+            salt separates its requests from all others here, as in vLLM's prefix cache.
 
     Raises:
         NotAWindow: a prompt that has no such segments, or too many; a model with recurrent layers.
@@ -248,6 +249,9 @@ class RenderedRequest(Engine):
         self._engine, self.auditing = engine, engine.auditing
         self._abandoned = False
         self.spec, self.store, self.repo, self.counters = engine.spec, engine.store, engine.repo, engine.counters
+        self.costs = engine.costs
+        client_salt = "" if prompt.salt == engine.plain_salt else prompt.salt
+        self.identity = digest("rendered", engine.spec.name, engine.spec.identity, client_salt)
         self._rendered = prompt
         self._media = {medium.name: medium for medium in prompt.media}
         tokens, media = engine.encoder.tokens, engine.encoder.checkpoint.media
@@ -260,19 +264,6 @@ class RenderedRequest(Engine):
         self.system_prompt, self._first = first
         self.query_chunk, self.query = last
         self.chunks = [chunk for chunk, _ in between]
-
-    @property
-    def identity(self) -> str:
-        """Identity of the engine for windows of such prompts: no other kind of window shares their provenances.
-
-        A client's own salt separates its requests from all others here, as in vLLM's prefix cache.
-        """
-        client_salt = "" if self._rendered.salt == self._engine.plain_salt else self._rendered.salt
-        return digest("rendered", self.spec.name, self.spec.identity, client_salt)
-
-    @property
-    def costs(self) -> CostModel:
-        return self._engine.costs
 
     def encode(self, chunk: Chunk) -> Encoded:
         return self._encoded[chunk.id]

@@ -25,7 +25,7 @@ from ctxwin.profiles import resolve
 from ctxwin.window.assembly import Assembly
 from ctxwin.window.lanes import ServedMemo
 from ctxwin.window.layout import Layout, Work
-from ctxwin.window.placement import placement
+from ctxwin.window.placement import initial_state, placement
 from ctxwin.window.state import Placed, State
 from ctxwin.window.sync import sync_steps
 from ctxwin_chats.records import Record, Records
@@ -126,8 +126,7 @@ class Conversations(Records[Conversation]):
         for choice in layout.choices:
             lanes[choice.lane] += choice.entry.tokens
         lanes["computed"] += engine.query.tokens
-        turn = Turn(conversation, engine, fidelity, state, layout, submitted, work, dict(lanes), edits)
-        return turn
+        return Turn(conversation, engine, fidelity, state, layout, submitted, work, dict(lanes), edits)
 
     def expect_write_back(self, turn: Turn) -> None:
         """Announce a call of `finish`: the next request of the conversation waits for this one's KV."""
@@ -181,15 +180,8 @@ class Conversations(Records[Conversation]):
         self, engine: RenderedRequest, name: str, fidelity: Fidelity, patient: bool
     ) -> tuple[Conversation, State, Mapping[str, int]]:
         """Return the conversation of a prompt, its state with exactly the prompt's segments placed, and the edits by kind."""
-        first = engine.encode_system_prompt("")
-        opened = State(
-            engine=engine.identity,
-            system_prompt=engine.system_prompt.id,
-            system_prompt_tokens=first.tokens,
-            system_prompt_advance=first.advance,
-            budget=engine.spec.max_tokens,
-            fidelity=fidelity,
-        )
+        opened = initial_state(engine, engine.system_prompt.id, engine.spec.max_tokens, fidelity)
+        opened = opened.replace(engine=engine.identity)
         with self._update_lock:
             conversation = self._continued(engine, opened, name, patient)
             state, edits = conversation.state, Counter[str]()

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-MOST_STAYS, MOST_WITH_OTHERS = 12, 32
+MOST_STAYS, MOST_WITH_OTHERS = 12, 30
 """Stays in rooms of the server, and with those in other distributions."""
 
 
