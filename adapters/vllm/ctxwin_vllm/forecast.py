@@ -22,11 +22,11 @@ def forecast(prompts: EnginePrompts, calls: Sequence[Call]) -> list[int] | None:
     """See `Engine.forecast`."""
     if prompts.core.kv.recurrent or any(segment.merged for call in calls for segment in call.layout):
         return None
-    blocks: set[str] = set()  # blocks that earlier requests of these calls leave in the prefix cache
+    blocks: set[bytes] = set()  # blocks that earlier requests of these calls leave in the prefix cache
     return [computed for call in calls for computed in _requests(prompts, call, blocks)]
 
 
-def _requests(prompts: EnginePrompts, call: Call, blocks: set[str]) -> Iterator[int]:
+def _requests(prompts: EnginePrompts, call: Call, blocks: set[bytes]) -> Iterator[int]:
     """Yield the computed tokens of each request, as `AskRunner.fill_layout` and its callers would make them."""
     layout = itertools.chain.from_iterable(segment.parts() for segment in call.layout)
     # Of an empty system prompt nothing is computed.
@@ -51,7 +51,7 @@ def _computed_tokens(
     segments: Sequence[Segment],
     tail: Encoded | None,
     namespace: CacheNamespace,
-    blocks: set[str],
+    blocks: set[bytes],
     extra: bool = False,
 ) -> int:
     """Return the tokens that one request computes; ``extra``: a query of unknown tokens follows, which is not counted."""

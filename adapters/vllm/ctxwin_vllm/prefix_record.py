@@ -10,7 +10,10 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
+from hashlib import sha256
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ctxwin.hashing import digest
 
@@ -28,30 +31,35 @@ class PrefixRecord:
 
     def __init__(self, block: int, capacity: int) -> None:
         self.block, self._capacity = block, capacity
-        self._blocks: OrderedDict[str, None] = OrderedDict()
+        self._blocks: OrderedDict[bytes, None] = OrderedDict()
         self._lock = threading.Lock()
 
-    def names(self, ids: Sequence[int], media: Sequence[MediaSpan], marks: Mapping[int, str], salt: str) -> list[str]:
-        """Return the names of the full blocks of a prompt. O(tokens)."""
-        names, parent = [], salt
-        for begin in range(0, len(ids) - self.block + 1, self.block):
-            end = begin + self.block
-            inside = [
-                (m.key, m.offset - begin, marks.get(m.offset, ""))
-                for m in media
-                if m.offset < end and begin < m.offset + m.tokens
-            ]
-            parent = digest("block", parent, list(ids[begin:end]), inside)
+    def names(self, ids: Sequence[int], media: Sequence[MediaSpan], marks: Mapping[int, str], salt: str) -> list[bytes]:
+        """Return the names of the full blocks of a prompt: hashes of their parent, tokens and media. About 1 us a block."""
+        inside: dict[int, list[tuple[str, int, str]]] = {}
+        for m in media:
+            for index in range(m.offset // self.block, (m.offset + m.tokens - 1) // self.block + 1):
+                medium = (m.key, m.offset - index * self.block, marks.get(m.offset, ""))
+                inside.setdefault(index, []).append(medium)
+        data = np.asarray(ids, dtype=np.int64).tobytes()
+        width = np.dtype(np.int64).itemsize * self.block
+        names, parent = [], sha256(salt.encode()).digest()
+        # Every part has a fixed length, so no two blocks give the same bytes.
+        for index in range(len(ids) // self.block):
+            block = parent + data[index * width : (index + 1) * width]
+            if index in inside:
+                block += digest(inside[index]).encode()
+            parent = sha256(block).digest()
             names.append(parent)
         return names
 
-    def hit(self, names: Sequence[str], extra: Collection[str] = ()) -> int:
+    def hit(self, names: Sequence[bytes], extra: Collection[bytes] = ()) -> int:
         """Return how many tokens of a prompt with these blocks are cached; ``extra`` blocks count as cached."""
         with self._lock:
             count = next((i for i, n in enumerate(names) if n not in self._blocks and n not in extra), len(names))
         return count * self.block
 
-    def add(self, names: Sequence[str]) -> None:
+    def add(self, names: Sequence[bytes]) -> None:
         """Record the blocks of a request that has ended."""
         with self._lock:
             for name in names:

@@ -81,10 +81,11 @@ class EnginePrompts:
 
     def record(self, parts: Sequence[Encoded], answer: Sequence[int], namespace: CacheNamespace) -> None:
         """Record the blocks that a request over ``parts`` and its ``answer`` have left in vLLM's prefix cache."""
-        ids, media = join(parts)
-        self.core.prefixes.add(self.names([*ids, *answer], media, namespace))
+        if self.core.caches:
+            ids, media = join(parts)
+            self.core.prefixes.add(self.names([*ids, *answer], media, namespace))
 
-    def names(self, ids: list[int], media: list[MediaSpan], namespace: CacheNamespace) -> list[str]:
+    def names(self, ids: list[int], media: list[MediaSpan], namespace: CacheNamespace) -> list[bytes]:
         """Return the names of a prompt's blocks in `Core.prefixes`: others than other tenants' and adapters'."""
         salt = digest("record", self.salted(namespace.salt), self._identity)
         return self.core.prefixes.names(ids, media, namespace.marks, salt)
