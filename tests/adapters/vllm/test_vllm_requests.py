@@ -76,6 +76,7 @@ def runner_on(driver: Any, transport: LocalTransport) -> AskRunner:
         driver=driver,
         transport=transport,
         prefixes=PrefixRecord(32, 8),
+        caches=True,
         check=lambda *_: 0,
     )
     kv: Any = SimpleNamespace(recurrent=False, maps=False)
