@@ -25,6 +25,8 @@ _NOT_TOKENIZED = {*_MEDIA, "snapshot", "response_format", "json_schema"}
 """Fields whose text never reaches a tokenizer, or has bounds of its own."""
 _NAMES = frozenset({"chunk", "id", "type", "role"})
 """Fields that are names where they are plain text."""
+_BOUNDED = frozenset({"seed"})
+"""Fields of a request for which every route that knows them has bounds of its own, and words for them."""
 
 
 class Malformed(ValueError):
@@ -82,8 +84,10 @@ def _levels(limits: Limits, data: Any, max_text: int | None) -> int:
             elif isinstance(value, dict):
                 for key, item in value.items():
                     _check_text(key)
+                    if levels == 1 and key in _BOUNDED and isinstance(item, int):
+                        continue
                     _check_number(key, item)
-                below += [(item, counted and not _is_name(key, item)) for key, item in value.items()]
+                    below.append((item, counted and not _is_name(key, item)))
             else:
                 _check_number("a number", value)
         if max_text is not None and text > max_text:

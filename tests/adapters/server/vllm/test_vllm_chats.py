@@ -312,10 +312,11 @@ def test_what_cannot_have_a_window_passes_and_says_why(server: Process) -> None:
     ]:
         head = {"x-ctxwin-windows": "auto"}
         raw = client.chat.completions.with_raw_response.create(**asked, **body, extra_headers=head)
-        assert raw.headers["x-ctxwin-windows"].startswith(why) and raw.parse().choices[0].message.content
-    assert (
-        "x-ctxwin-windows" not in client.chat.completions.with_raw_response.create(**asked, messages=messages).headers
-    )
+        answer = raw.parse()
+        assert raw.headers["x-ctxwin-windows"].startswith(why) and answer.choices[0].message.content
+        assert set(answer.usage.model_extra or {}) == ({"ctxwin"} if why == "auto" else set())
+    raw = client.chat.completions.with_raw_response.create(**asked, messages=messages)
+    assert "x-ctxwin-windows" not in raw.headers and not raw.parse().usage.model_extra
     wrongs: list[Any] = [{"windows": "maybe"}, {"of": 1}, 7, {"fidelity": {"mode": "best"}}]
     for bad in wrongs:
         with pytest.raises(BadRequestError, match=r"must be|fidelity|mode"):
