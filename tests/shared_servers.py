@@ -8,6 +8,8 @@ SERVER_OF = {
     "adapters/server/app/test_odd_requests.py": "keys",
     "adapters/server/vllm/test_vllm_chats.py": "stock",
     "adapters/server/vllm/test_vllm_histories.py": "stock",
+    "adapters/server/vllm/test_vllm_isolation.py": "keys",
     "adapters/server/vllm/test_vllm_server.py": "keys",
+    "adapters/server/vllm/test_vllm_shutdown.py": "keys",
 }
 """By file: an engine; our server with keys, two tenants and bounds of what is kept; or vLLM's own command with our plugin."""

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from adapters.server.vllm.test_vllm_server import Process, running_server
+from adapters.server.vllm.processes import Process, running_server
 from ctxwin.tiny import world
 
 HERE = Path(__file__).parent

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,8 @@ import pytest
 from shared_servers import SERVER_OF
 
 if TYPE_CHECKING:
-    from adapters.server.vllm.test_vllm_server import Process
+    from adapters.server.serving import Server
+    from adapters.server.vllm.processes import Process
 
 TENANTS = """
 [[tenant]]
@@ -47,7 +48,7 @@ class Servers:
         self._stack = ExitStack()
 
     def get(self, name: str, folder: Path) -> Process:
-        from adapters.server.vllm.test_vllm_server import running_server
+        from adapters.server.vllm.processes import running_server
 
         if name != self.name or self.running is None or self.running.process.poll() is not None:
             self.close()
@@ -65,6 +66,16 @@ _SERVERS = Servers()
 
 def _server_of(item: pytest.Item | None) -> str:
     return "" if item is None else SERVER_OF.get(item.path.relative_to(_TESTS).as_posix(), "")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """A server without vLLM and with small limits, for files that need no other one."""
+    from adapters.server.serving import serving
+    from ctxwin_server.protocol.limits import Limits
+
+    with serving(Limits(max_pixels=100_000, max_windows=8, window_ttl_s=1000)) as running:
+        yield running
 
 
 @pytest.fixture

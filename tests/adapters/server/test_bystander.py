@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from adapters.server.attacks import ATTACKS, LOAD, OPEN, Bystander, Victim, attempt, besieged, endure
+from adapters.server.attacks.bystander import Bystander, endure
+from adapters.server.attacks.registry import ATTACKS, LOAD, OPEN, attempt
+from adapters.server.attacks.victim import Victim, besieged
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.vllm]
 SLOWER = 3.0

@@ -7,7 +7,7 @@ import urllib.request
 
 import pytest
 
-from adapters.server.http.test_routes import call
+from adapters.server.calls import call
 from adapters.server.serving import Server, serving
 from ctxwin_client import RemoteWindow
 from ctxwin_server.app.tenants import Tenant

@@ -5,26 +5,19 @@ from __future__ import annotations
 import errno
 import http.client
 import threading
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
-from adapters.server.http.test_routes import call, wait_for
+from adapters.server.calls import call, wait_for
 from adapters.server.serving import Server, serving
 from ctxwin_client.errors import TooLarge, TooManyRequests
 from ctxwin_server.app import accounts
 from ctxwin_server.app.accounts import BodyBytes, Malformed, parse_json
 from ctxwin_server.protocol import multipart
 from ctxwin_server.protocol.limits import Limits
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving(Limits(max_pixels=100_000, max_windows=8, window_ttl_s=1000)) as running:
-        yield running
 
 
 def test_a_body_that_is_nested_without_end_is_refused(server: Server) -> None:

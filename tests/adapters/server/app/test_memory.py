@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from adapters.server.http.test_routes import call, read_metrics
+from adapters.server.calls import call, read_metrics
 from adapters.server.serving import Server, serving
 from ctxwin_client.errors import MemoryShort
 from ctxwin_server.app.memory import Memory, machine_bytes, memory_of, process_tree

@@ -11,7 +11,7 @@ import os
 import pytest
 
 from adapters.server.odd_requests import odd_requests, send
-from adapters.server.vllm.test_vllm_server import Process
+from adapters.server.vllm.processes import Process
 
 pytestmark = pytest.mark.vllm
 COUNTS = [

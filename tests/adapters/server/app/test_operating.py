@@ -17,7 +17,7 @@ from openai import RateLimitError
 from typer.testing import CliRunner
 
 from adapters.server.app.test_authentication import status
-from adapters.server.http.test_routes import call
+from adapters.server.calls import call
 from adapters.server.serving import serving
 from ctxwin import Chunk, tracing
 from ctxwin.cli.main import app

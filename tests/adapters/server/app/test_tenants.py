@@ -16,7 +16,7 @@ import pytest
 from openai import APIStatusError, AuthenticationError
 from PIL import Image
 
-from adapters.server.http.test_routes import call, png, read_metrics
+from adapters.server.calls import call, png, read_metrics
 from adapters.server.serving import Server, serving
 from ctxwin import Chunk
 from ctxwin.window.idle import prefiller_of

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from adapters.server.vllm.test_vllm_server import FRAMES, HEADER, Process, question
+from adapters.server.vllm.processes import Process
+from adapters.server.vllm.program import FRAMES, HEADER, question
 from ctxwin.tiny import world
 from ctxwin_chats.context_management import manage
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from adapters.server.http.test_routes import call
+from adapters.server.calls import call
 from adapters.server.serving import Server, serving
 from ctxwin_chats.template_arguments import template_variables
 from ctxwin_server.app.tenants import Tenant

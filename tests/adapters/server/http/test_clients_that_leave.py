@@ -6,32 +6,20 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from adapters.server.http.test_routes import call, wait_for
-from adapters.server.serving import Server, serving
+from adapters.server.calls import call, open_window, wait_for
+from adapters.server.serving import Server
 from ctxwin import Window
-from ctxwin_server.protocol.limits import Limits
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving(Limits(max_pixels=100_000, max_windows=8, window_ttl_s=1000)) as running:
-        yield running
-
-
-def opened(server: Server, **body: object) -> str:
-    return str(call(server, "/v1/windows", {"system_prompt": "h", **body})[1]["id"])
 
 
 def test_a_client_that_leaves_before_the_first_token_stops_its_stream(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody reads the answer, so nothing may come of it: a client that timed out asks again."""
-    window = opened(server, budget=4000)
+    window = open_window(server, budget=4000)
     windows, ask = server.service.tenant_state("").windows, Window.answer
     inside, go = threading.Event(), threading.Event()
 

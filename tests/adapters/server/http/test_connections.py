@@ -15,7 +15,7 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 
 from adapters.server.app.test_authentication import status
-from adapters.server.http.test_routes import call, wait_for
+from adapters.server.calls import call, wait_for
 from adapters.server.serving import Server, serving
 from ctxwin_server.http.connections import ConnectionLimits, bound_connections
 from ctxwin_server.protocol.limits import Limits

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from openai import OpenAI
 from schemathesis import GenerationMode
 
-from adapters.server.http.test_routes import call
+from adapters.server.calls import call
 from adapters.server.serving import Server, serving
 from ctxwin import Chunk
 from ctxwin.tiny import world

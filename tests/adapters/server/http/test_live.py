@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from websockets.sync.client import connect
 
-from adapters.server.http.test_routes import call
+from adapters.server.calls import call
 from adapters.server.serving import Server, serving
 from ctxwin import Chunk, Window, open_engine
 from ctxwin.engines.base import Engine

@@ -7,9 +7,7 @@ import http.client
 import io
 import json
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import pytest
 from openai import OpenAI
 from PIL import Image
 
+from adapters.server.calls import call, png, read_metrics, wait_for
 from adapters.server.serving import Server, serving
 from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.errors import ChunkUnavailable
@@ -44,26 +43,6 @@ def server() -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def client(server: Server) -> OpenAI:
     return server.client(max_retries=0)
-
-
-def call(server: Server, path: str, body: Any = None, method: str | None = None, **headers: str) -> tuple[int, Any]:
-    """A bare request; returns the status and the parsed body."""
-    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
-    if data is not None and "content-type" not in named:
-        named["content-type"] = "application/json"
-    request = urllib.request.Request(server.url + path, data, named, method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
-
-
-def png(pixels: np.ndarray) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def multipart(**parts: bytes) -> tuple[bytes, str]:
@@ -191,14 +170,6 @@ def test_a_client_that_leaves_stops_its_answer(
         assert time.monotonic() - left < 10
         monkeypatch.setattr(engine, "_checkpoint", plain)
         assert list(window.ids) == ids and window.ask(QUESTION, 2).text
-
-
-def wait_for(happened: Callable[[], bool]) -> None:
-    for _ in range(2000):
-        if happened():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it did not happen within 20 s")
 
 
 def test_a_snapshot_cannot_make_the_server_read_files(client: OpenAI, server: Server, tmp_path: Path) -> None:
@@ -385,12 +356,6 @@ def test_metrics_count_what_happened() -> None:
         assert found['ctxwin_store_reads_total{result="hit",tier="0-memory"}'] > 0
         after = read_metrics(server)
         assert after["ctxwin_windows_open"] == 0 and after['ctxwin_errors_total{code="invalid_value"}'] == 1
-
-
-def read_metrics(server: Server) -> dict[str, float]:
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
-        lines = answer.read().decode().splitlines()
-    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
 
 def test_many_windows_at_once(client: OpenAI, server: Server) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
-from adapters.server.vllm.test_vllm_server import descendants, free_port
+from adapters.server.vllm.processes import descendants, free_port
 from ctxwin import Chunk
 from ctxwin_client import RemoteWindow
 from ctxwin_server.process import supervisor

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from adapters.server.http.test_routes import call, read_metrics, wait_for
+from adapters.server.calls import call, read_metrics, wait_for
 from adapters.server.serving import serving
 from ctxwin import Chunk
 from ctxwin_server.app.tenants import Tenant

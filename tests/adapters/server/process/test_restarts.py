@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from adapters.server.http.test_routes import wait_for
+from adapters.server.calls import wait_for
 from adapters.server.serving import serving
 from ctxwin import Chunk
 from ctxwin.errors import EngineFailed, StaleOwner
@@ -57,7 +57,7 @@ with socket.socket() as sock:
 
 
 def parent(runs: Path, restarts: int, *statuses: str) -> subprocess.Popen[bytes]:
-    from adapters.server.vllm.test_vllm_server import free_port
+    from adapters.server.vllm.processes import free_port
 
     command = [sys.executable, "-c", PARENT, str(restarts), CHILD, str(runs), str(free_port()), ",".join(statuses)]
     return subprocess.Popen(command, start_new_session=True)

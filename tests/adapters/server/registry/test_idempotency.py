@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from adapters.server.http.test_routes import call
-from adapters.server.serving import Server, serving
+from adapters.server.calls import call, open_window
+from adapters.server.serving import Server
 from ctxwin import Chunk
-from ctxwin_server.protocol.limits import Limits
 from ctxwin_server.registry.idempotency import IdempotencyCache
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving(Limits(max_pixels=100_000, max_windows=8, window_ttl_s=1000)) as running:
-        yield running
-
-
-def opened(server: Server, **body: object) -> str:
-    return str(call(server, "/v1/windows", {"system_prompt": "h", **body})[1]["id"])
 
 
 def test_a_request_that_is_sent_again_while_it_runs_waits_for_its_answer(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The official client does so after a timeout; the first one may end in the meantime, or fail."""
-    window = opened(server)
+    window = open_window(server)
     path, body = f"/v1/windows/{window}/append", {"chunk": {"type": "text", "text": "once"}}
     engine = server.engines[""]
     encode, inside, go = engine.encode, threading.Event(), threading.Event()
@@ -54,7 +42,7 @@ def test_a_request_that_is_sent_again_while_it_runs_waits_for_its_answer(
 
 
 def test_a_key_stands_for_one_body(server: Server) -> None:
-    path = f"/v1/windows/{opened(server)}/append"
+    path = f"/v1/windows/{open_window(server)}/append"
     bodies = [{"chunk": {"type": "text", "text": text}} for text in ("a", "b")]
     assert call(server, path, bodies[0], idempotency_key="one")[0] == 200
     status, answer = call(server, path, bodies[1], idempotency_key="one")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from adapters.server.http.test_routes import call
+from adapters.server.calls import call
 from adapters.server.serving import Server, serving
 from ctxwin import Chunk, Window
 from ctxwin.errors import StaleOwner, StoreUnavailable

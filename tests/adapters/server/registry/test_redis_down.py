@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from adapters.server.http.test_routes import call, wait_for
+from adapters.server.calls import call, wait_for
 from adapters.server.serving import serving
 from store.redis_server import Server
 

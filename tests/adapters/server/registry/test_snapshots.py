@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from adapters.server.http.test_routes import call
-from adapters.server.serving import Server, serving
+from adapters.server.calls import call, open_window
+from adapters.server.serving import Server
 from ctxwin import Chunk
-from ctxwin_server.protocol.limits import Limits
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving(Limits(max_pixels=100_000, max_windows=8, window_ttl_s=1000)) as running:
-        yield running
-
-
-def opened(server: Server, **body: object) -> str:
-    return str(call(server, "/v1/windows", {"system_prompt": "h", **body})[1]["id"])
 
 
 @pytest.fixture(scope="module")
 def snapshot(server: Server) -> str:
-    window = opened(server, budget=500)
+    window = open_window(server, budget=500)
     call(server, f"/v1/windows/{window}/append", {"chunk": {"type": "text", "text": "hello there"}})
     return json.dumps(call(server, f"/v1/windows/{window}/snapshot")[1])
 
@@ -129,7 +118,7 @@ def test_a_snapshot_that_does_not_is_taken(server: Server, snapshot: str) -> Non
 
 def test_a_snapshot_that_names_more_antecedents_than_values_are_taken_is_refused(server: Server) -> None:
     """A few bytes must not become a list of thousands of ids, a thousand times over."""
-    window = opened(server, budget=500)
+    window = open_window(server, budget=500)
     call(server, f"/v1/windows/{window}/extend", {"chunks": [{"type": "text", "text": f"{i}"} for i in range(3)]})
     call(server, f"/v1/windows/{window}/ask", {"query": "?", "max_tokens": 1})
     state = call(server, f"/v1/windows/{window}/snapshot")[1]

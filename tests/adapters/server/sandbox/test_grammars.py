@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.server.http.test_routes import call
+from adapters.server.calls import call
 from adapters.server.serving import Server, serving
 from ctxwin_server.app.tenants import Tenant
 from ctxwin_server.sandbox.grammars import GrammarRefused, Grammars, constraints_in

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from adapters.server.http.test_routes import call, png
+from adapters.server.calls import call, open_window, png
 from adapters.server.serving import Server, serving
 from ctxwin import Chunk
 from ctxwin.errors import BadMedia
@@ -28,10 +28,6 @@ def server() -> Iterator[Server]:
         yield running
 
 
-def opened(server: Server, **body: object) -> str:
-    return str(call(server, "/v1/windows", {"system_prompt": "h", **body})[1]["id"])
-
-
 def picture(side: int, shade: int = 0) -> str:
     return base64.b64encode(png(np.full((side, side, 3), shade, np.uint8))).decode()
 
@@ -39,7 +35,7 @@ def picture(side: int, shade: int = 0) -> str:
 def test_the_pixels_of_a_request_are_bounded_over_its_chunks(server: Server) -> None:
     """Pictures of one color are small until they are decoded, and all of a request's are held at once."""
     images = [{"type": "image", "image": picture(200, shade)} for shade in range(3)]  # 40 000 pixels each
-    window = opened(server)
+    window = open_window(server)
     status, answer = call(server, f"/v1/windows/{window}/extend", {"chunks": images})
     assert (status, answer["error"]["code"]) == (413, "too_large")
     named = [call(server, "/v1/chunks", image)[1]["id"] for image in images]

@@ -13,7 +13,8 @@ from anthropic import Anthropic
 from anthropic import BadRequestError as AnthropicBadRequest
 from openai import APIStatusError, AuthenticationError, BadRequestError, NotFoundError
 
-from adapters.server.vllm.test_vllm_server import FRAMES, HEADER, Process, cached, plain_messages, question
+from adapters.server.vllm.processes import Process
+from adapters.server.vllm.program import FRAMES, HEADER, cached, plain_messages, question
 from ctxwin import Chunk, Fidelity
 from ctxwin.tiny import world
 from ctxwin_client import LiveStream, RemoteWindow, chunk_part, upload
@@ -22,11 +23,6 @@ from ctxwin_client.errors import UnknownWindow
 EXACT = {"windows": "auto", "fidelity": {"mode": "exact"}}
 OFF = {"windows": "off"}
 TOOL: Any = {"type": "function", "function": {"name": "click", "parameters": {"enum": ["left", "right"]}}}
-
-
-@pytest.fixture
-def server(vllm_server: Process) -> Process:
-    return vllm_server
 
 
 def create(server: Process, behind: dict[str, Any], salt: str, key: str = "key-own", **options: Any) -> Any:

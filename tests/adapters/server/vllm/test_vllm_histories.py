@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from adapters.server.histories import Edit, History, Part, Step, histories
 from adapters.server.history_runner import Figures, Runner
-from adapters.server.vllm.test_vllm_server import Process
+from adapters.server.vllm.processes import Process
 
 BATCH = 50
 OPTIONS = settings(

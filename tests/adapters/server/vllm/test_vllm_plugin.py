@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from adapters.server.vllm.test_vllm_server import free_port, installed_plugin, running_server
+from adapters.server.vllm.processes import free_port, installed_plugin, running_server
 from ctxwin import Chunk
 from ctxwin.tiny import checkpoint_dir
 from ctxwin_client import RemoteWindow

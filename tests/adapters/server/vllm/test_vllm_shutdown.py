@@ -1,0 +1,128 @@
+"""Ends of ``ctxwin serve`` with vLLM: ordered, by a death of vLLM, and by a request that vLLM dies of."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from openai import APIError
+
+from adapters.server.vllm.processes import Process, descendants, running_in, running_server
+from adapters.server.vllm.program import CHUNKS, HEADER, question
+from ctxwin.errors import EngineFailed
+from ctxwin_client import RemoteWindow
+from ctxwin_client.errors import Quarantined
+from ctxwin_server.process.supervisor import DIED
+
+
+def test_it_ends_cleanly_and_keeps_snapshots(server: Process) -> None:
+    """Last: the server is gone afterwards."""
+    window = RemoteWindow(server.client(), HEADER, 900)
+    window.append(CHUNKS[0])
+    group = server.process.pid
+    processes = descendants(group)
+    server.process.terminate()
+    assert server.process.wait(60) == 0
+    for _ in range(100):
+        if not running_in(group):
+            break
+        time.sleep(0.1)
+    assert not running_in(group), "a process of the server is left"
+    assert processes and not [p for pid in processes for p in Path("/dev/shm").glob(f"ctxwin-{pid}-*")]
+    from ctxwin.store import open_store
+
+    store = open_store(f"disk:{server.log.parent / 'kv'}")
+    try:
+        assert [key for key in store.list("window/") if window.id in key]
+    finally:
+        store.close()
+    text = server.log.read_text()
+    assert "leaked" not in text and "resource_tracker" not in text
+    assert "key-own" not in text and "key-acme" not in text
+    # vLLM itself may log that its engine is gone while it shuts down.
+    assert not [line for line in text.splitlines() if re.search(r'File ".*ctxwin(_server|_client|/engines)/', line)]
+
+
+@pytest.mark.slow
+def test_a_vllm_that_dies_is_an_exit_status(tmp_path: Path) -> None:
+    """A supervisor starts again what failed, and nothing that ended with 0."""
+    with running_server(tmp_path) as server:
+        assert "every other client" in server.log.read_text()
+        (engine,) = [
+            pid for pid in descendants(server.process.pid) if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        os.kill(engine, signal.SIGKILL)
+        assert server.process.wait(120) == DIED
+        assert "Traceback" not in server.log.read_text().splitlines()[-1]
+
+
+FAULT = """
+import os, sys
+
+def load():
+    core = sys.modules.get("vllm.v1.engine.core")
+    if core is None:
+        return
+    add = core.EngineCore.add_request
+
+    def add_request(self, request, *args, **options):
+        if request.sampling_params is not None and request.sampling_params.seed == 666:
+            os._exit(1)
+        return add(self, request, *args, **options)
+
+    core.EngineCore.add_request = add_request
+"""
+
+
+@pytest.mark.slow
+def test_a_request_that_ends_vllm_twice_is_refused_and_everything_else_goes_on(tmp_path: Path) -> None:
+    package = tmp_path / "plugins" / "fault-1.0.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: fault\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text("[vllm.general_plugins]\nfault = fault:load\n")
+    (package.parent / "fault.py").write_text(FAULT)
+    folder = tmp_path / "kv"
+    with running_server(
+        tmp_path, "--store", f"disk:{folder}", restarts=3, plugins=package.parent
+    ) as server, ThreadPoolExecutor() as pool:  # fmt: skip
+        window = RemoteWindow(server.client(), HEADER, 900)
+        ids = window.extend(CHUNKS[:3])
+        text = window.ask(question(2), 4).text
+        bystander = RemoteWindow(server.client(), HEADER, 900)
+        bystander.append(CHUNKS[3])
+
+        def kill() -> None:
+            beside = pool.submit(bystander.ask, question(3), 800, temperature=2.0, seed=1)
+            with pytest.raises((EngineFailed, APIError)):
+                window.ask(question(1), 4, temperature=1.0, seed=666)
+            beside.exception()
+            until = time.monotonic() + 60
+            while time.monotonic() < until:  # the dead engine's server is gone before the next one answers
+                with contextlib.suppress(OSError), urllib.request.urlopen(f"{server.url}/health", timeout=5):
+                    time.sleep(0.2)
+                    continue
+                break
+            server.wait()
+
+        kill()
+        assert window.ids == tuple(ids) and window.ask(question(2), 4).text == text
+        kill()
+        with pytest.raises(Quarantined, match="refused until"):
+            window.ask(question(1), 4, temperature=1.0, seed=666)
+        assert window.ask(question(1), 4).text and window.ask(question(2), 4).text == text
+        assert bystander.ask(question(3), 8, temperature=2.0, seed=1).token_ids
+        assert bystander.ask(question(3), 800, temperature=2.0, seed=1).token_ids
+        log = server.log.read_text()
+        assert "starting again" in log and "1 of 3" in log and "2 of 3" in log
+        running = descendants(server.process.pid)
+        server.process.terminate()
+        assert server.process.wait(60) is not None
+        assert not [pid for pid in running if Path(f"/proc/{pid}").exists()]
