@@ -152,7 +152,28 @@ def test_what_vllm_would_refuse_is_the_clients_error(server: Process) -> None:
         assert window.ask(question(0), 2, logprobs=3, stop=[5]).text is not None
 
 
-from pydantic import ValidationError
+@pytest.mark.parametrize("key", ["key-own", "key-acme"])
+@pytest.mark.parametrize("seed", [-(2**63) - 1, 2**63, 2**64, 10**30])
+def test_a_seed_out_of_range_is_refused_in_vllms_words(server: Process, key: str, seed: int) -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    turns = [{"role": "user", "content": "a"}]
+    requests: list[tuple[str, Any, dict[str, Any]]] = [
+        ("/chat/completions", ChatCompletionRequest, {"messages": turns}),
+        ("/completions", CompletionRequest, {"prompt": "a"}),
+        ("/responses", ResponsesRequest, {"input": "a"}),
+    ]
+    for path, schema, body in requests:
+        body = {"model": "tiny", "seed": seed, **body}
+        with pytest.raises(ValidationError) as own:
+            schema.model_validate(body)
+        [error] = own.value.errors()
+        with pytest.raises(BadRequestError, match=f"{error['type']}.*seed.*{error['msg']}"):
+            server.client(key).post(path, cast_to=object, body=body)
+    body = {"model": "tiny", "max_tokens": 1, "seed": seed, "messages": turns}  # messages have no seed
+    assert server.client().post("/messages", cast_to=object, body=body)
 
 
 def test_windows_at_once_beside_plain_requests(server: Process) -> None:
