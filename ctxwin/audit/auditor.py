@@ -306,17 +306,17 @@ class Auditor:
         """
         if self.options.share >= 1:
             return True
-        tenant, known = job.engine.tenant, self._followed.get(job.window)
+        tenant, follows = job.engine.tenant, self._followed.get(job.window)
         allowed = self._trial_tokens.get(tenant, 0.0)
-        if known is None:
-            known = self._followed.get(job.parent or "") is not False  # a branch is followed as its parent
-        if known and allowed <= 0:
+        if follows is None:
+            follows = self._followed.get(job.parent or "") is not False  # a branch is followed as its parent
+        if follows and allowed <= 0:
             log.debug(
                 "no trials for window %s: they may compute %.0f %% of what reuse would have saved so far",
                 job.window, 100 * self.options.share,
             )  # fmt: skip
-        self._followed.put(job.window, known and allowed > 0, 1)
-        return known and allowed > 0
+        self._followed.put(job.window, follows and allowed > 0, 1)
+        return follows and allowed > 0
 
     def _audit(self, replay: Replay, job: Job) -> None:
         replay.use_memos(job.memos)
@@ -383,8 +383,8 @@ class Auditor:
                     self._measure(references[0], job, ledger)
                 reference = job.fidelity.advanced.reference if remembers(layout) else "window"
                 findings = [
-                    known.compare(rows, reference, ledger.record.floor, partial(known.value_over, segments))
-                    for known, rows in zip(references, replay.score(segments, exchanges), strict=True)
+                    exact_one.compare(rows, reference, ledger.record.floor, partial(exact_one.value_over, segments))
+                    for exact_one, rows in zip(references, replay.score(segments, exchanges), strict=True)
                 ]
                 first: dict[str, Any] = {
                     "computed": computed,

@@ -70,7 +70,7 @@ class Divergence:
 
     @property
     def nats(self) -> float:
-        """What text loses, in nats a token: the greater of both."""
+        """Loss of text, in nats a token: the greater of both."""
         return max(self.kl, self.loss)
 
 
@@ -401,8 +401,8 @@ class References:
 
     def divergence(self, rows: Rows, name: str = "placed") -> Divergence | None:
         """Return how far an answer's rows are from those of a reference."""
-        known = self.rows_of(name)
-        return None if known is None else diverge(known, rows, self.exchange.ended)
+        exact = self.rows_of(name)
+        return None if exact is None else diverge(exact, rows, self.exchange.ended)
 
     def distance(self, name: str) -> tuple[float, bool | None] | None:
         """Return how far a reference is from the placed chunks: nats a token, and whether the values differ, if scored."""
@@ -413,33 +413,35 @@ class References:
         value = self.value_of("placed")
         return divergence.nats, None if value is None else divergence.changed and self.value_of(name) != value
 
-    def compare(self, rows: Rows, reference: Reference, floor: Floor, served: Callable[[], Value | None]) -> Finding:
+    def compare(
+        self, rows: Rows, reference: Reference, floor: Floor, served_value: Callable[[], Value | None]
+    ) -> Finding:
         """Compare an answer with the references.
 
         Args:
             rows: of its layout, along the exchange.
             reference: which of them decide; ``window`` for KV that remembers nothing.
-            served: returns its value.
+            served_value: returns its value.
         """
         window = self.divergence(rows)
         assert window is not None
         stream = self.divergence(rows, "stream") if reference in ("stream", "nearer") else None
         strict = judge(window, stream, reference)
-        harm = self._lost(strict.changed, reference, served) if self.exchange.greedy else None
+        harm = self._lost(strict.changed, reference, served_value) if self.exchange.greedy else None
         if harm is None:
             harm = Harm("text", strict.nats - floor.nats(remembers=reference == "stricter"))
         return Finding(window, stream, strict, harm)
 
-    def _lost(self, changed: bool, reference: Reference, served: Callable[[], Value | None]) -> Harm | None:
+    def _lost(self, changed: bool, reference: Reference, served_value: Callable[[], Value | None]) -> Harm | None:
         """Return the harm to the value; None if the reference's answer has none."""
         if not changed:
-            return None if (self.value_of("placed") if self.own else served()) is None else Harm("scored", 0.0)
+            return None if (self.value_of("placed") if self.own else served_value()) is None else Harm("scored", 0.0)
         first, *others = {"stream": ("stream",), "window": ("placed", "cut")}.get(
             reference, ("placed", "cut", "stream")
         )
         if (value := self.value_of(first)) is None:
             return None
-        if served() == value:
+        if served_value() == value:
             return Harm("scored", 0.0)
         agree = all(self.value_of(name) == value for name in others)
         return Harm("scored", float(agree), undecided=not agree)

@@ -118,10 +118,10 @@ def reorder(state: State, ids: Sequence[str]) -> State:
     return state.edited(placed=tuple(entries))
 
 
-def first_break(before: State, after: State) -> int | None:
-    """Return the index of the first chunk of ``after`` that is another one than in ``before``, from where on exact KV must be
+def first_break(previous: State, after: State) -> int | None:
+    """Return the index of the first chunk of ``after`` that is another one than in ``previous``, from where on exact KV must be
     computed again; None where the prefix stands. Another view of a chunk is none: it may be taken back to the same bytes."""
-    pairs = enumerate(zip(before.placed, after.placed, strict=False))
+    pairs = enumerate(zip(previous.placed, after.placed, strict=False))
     return next((i for i, (old, new) in pairs if old.id != new.id), None)
 
 
@@ -158,12 +158,12 @@ def apply_pending(state: State, start: int = 0) -> tuple[State, list[Applied]]:
     order = [p.id for p in state.placed]
     preceding = order[:start]
     for entry in state.placed:
-        before = entry.pending.get("insert")
-        if before is not None and before not in preceding:
+        anchor = entry.pending.get("insert")
+        if anchor is not None and anchor not in preceding:
             state = drop_pending(state, entry.id, "insert")
-            if before in order:
+            if anchor in order:
                 order.remove(entry.id)
-                order.insert(order.index(before), entry.id)
+                order.insert(order.index(anchor), entry.id)
     if order != [p.id for p in state.placed]:
         by_id = {p.id: p for p in state.placed}
         moved = (p.replace(tail=by_id[p.id].tail, pending=by_id[p.id].pending) for p in reorder(state, order).placed)
@@ -177,12 +177,12 @@ def apply_pending(state: State, start: int = 0) -> tuple[State, list[Applied]]:
     return state, done
 
 
-def apply_if_broken(before: State, after: State) -> tuple[State, list[Applied]]:
-    """Return ``after``, behind those of its lazy edits that stand where the prefix of ``before`` is broken, and what they did.
+def apply_if_broken(previous: State, after: State) -> tuple[State, list[Applied]]:
+    """Return ``after``, behind those of its lazy edits that stand where the prefix of ``previous`` is broken, and what they did.
 
     What waits in front of the break goes on waiting: there the prefix stands.
     """
-    start = first_break(before, after) if any(p.pending for p in after.placed) else None
+    start = first_break(previous, after) if any(p.pending for p in after.placed) else None
     return (after, []) if start is None else apply_pending(after, start)
 
 
@@ -195,10 +195,10 @@ def update_entry(state: State, placement: str, **changes: Any) -> State:
 def evict(state: State, leaving: Sequence[Placed]) -> State:
     """Return the state without ``leaving``, which can be recalled."""
     out = {p.id for p in leaving}
-    gone = (
+    departed = (
         p.replace(conditioned=p.conditioned != ("toggle" in p.pending), pending={}) if p.pending else p for p in leaving
     )
-    now_evicted = (*state.evicted, *gone)[-MAX_EVICTED:]
+    now_evicted = (*state.evicted, *departed)[-MAX_EVICTED:]
     # A chunk that leaves is no longer unseen: how and where it comes back decides.
     remaining = tuple(
         p.replace(unseen=tuple(u for u in p.unseen if u not in out)) for p in state.placed if p.id not in out

@@ -51,7 +51,7 @@ def _by_budget(turns: SlidePredictor, state: State, expected: int) -> list[Place
 
 def _by_count(turns: SlidePredictor, state: State, expected: int) -> list[Placed]:
     """As many leave as before the last question, in the order of the eviction."""
-    count = len(turns.places) - len(turns.gone(state))
+    count = len(turns.places) - len(turns.departed_places(state))
     leaving = edits.free_tail(state)[: max(0, count)]
     stay = [p.id for p in (*leaving, *edits.leaving_soon(state))]
     others = edits.free_in_order(state, turns.ranked(state), stay)
@@ -70,7 +70,7 @@ _RULES: tuple[Rule, ...] = (_by_budget, _by_count, _by_place)
 
 @dataclass
 class SlidePredictor:
-    """What is known of one window's turns. O(n log n) an edit for n placed chunks.
+    """Prediction of one window's turns from its last ones. O(n log n) an edit for n placed chunks.
 
     Attributes:
         base: the state behind the last answer; None before the first.
@@ -115,7 +115,7 @@ class SlidePredictor:
         ranked = self.eviction.ranked(state) if isinstance(self.eviction, Ranking) else None
         return LeastRecentlyRead().ranked(state) if ranked is None else ranked
 
-    def gone(self, state: State) -> tuple[int, ...]:
+    def departed_places(self, state: State) -> tuple[int, ...]:
         """Return the places in `base` of chunks that ``state`` does not have, but for those that left by a lazy edit."""
         ids = {p.id for p in state.placed} | self._lazy
         return tuple(i for i, p in enumerate(self.base.placed if self.base else ()) if p.id not in ids)
@@ -137,41 +137,41 @@ class SlidePredictor:
         self.base, self._lazy = state, set()
         self._early = {rule: rule(self, state, self._remaining(state)[1]) for rule in _RULES}
 
-    def end(self, asked: State, reserved: int) -> None:
-        """End a turn with a question to ``asked``, and judge the rules by it.
+    def end(self, state: State, reserved: int) -> None:
+        """End a turn with a question to ``state``, and judge the rules by it.
 
         Args:
             reserved: tokens of the question and its answer.
         """
         base = self.base
-        if base is not None and not self.unchanged(asked):
-            known, gone = {p.id for p in base.placed}, self.gone(asked)
-            arrived = [p for p in asked.placed if p.id not in known]
-            shown = {p.id for p in asked.placed}
+        if base is not None and not self.unchanged(state):
+            base_ids, departed = {p.id for p in base.placed}, self.departed_places(state)
+            arrived = [p for p in state.placed if p.id not in base_ids]
+            present = {p.id for p in state.placed}
             # No rule foresees what an edit had leave lazily: for an early one before the turn, for a late one until its end.
-            early_lazy, lazy = {p.id for p in edits.leaving_soon(base)} - shown, self._lazy - shown
+            early_lazy, lazy = {p.id for p in edits.leaving_soon(base)} - present, self._lazy - present
             entries = (p.replace(pending={"evict": ""}) if p.id in lazy else p for p in (*base.placed, *arrived))
             full = base.replace(placed=tuple(entries))
             for rule, early in self._early.items():
-                left = {p.id for p in early} | early_lazy
-                kept = [(p.id, p.conditioned) for p in base.placed if p.id not in left]
-                right = follows(asked, kept) and len(asked.placed) == len(kept) + len(arrived)
-                self._scores[rule, False].add(early, bool(gone), right=right)
+                leaving = {p.id for p in early} | early_lazy
+                staying = [(p.id, p.conditioned) for p in base.placed if p.id not in leaving]
+                right = follows(state, staying) and len(state.placed) == len(staying) + len(arrived)
+                self._scores[rule, False].add(early, bool(departed), right=right)
                 late = [p for p in rule(self, full, 0) if p.id not in lazy]
-                right = survivors(full, [*late, *(p for p in full.placed if p.id in lazy)]) == survivors(asked, ())
-                self._scores[rule, True].add(late, bool(gone), right=right)
-            self.places = gone
+                right = survivors(full, [*late, *(p for p in full.placed if p.id in lazy)]) == survivors(state, ())
+                self._scores[rule, True].add(late, bool(departed), right=right)
+            self.places = departed
             self._arrivals.append((len(arrived), sum(p.tokens for p in arrived)))
         self.forget()
         if not self._noted:
             self.reserved = reserved
 
     def _remaining(self, state: State) -> tuple[bool, int]:
-        """Return whether all that a turn brings has arrived in ``state``, and the tokens that are still to arrive."""
+        """Return True if all that a turn brings has arrived in ``state``, and the tokens that are still to arrive."""
         if not self._arrivals:
             return False, 0
-        known = {p.id for p in self.base.placed} if self.base else set()
-        arrived = [p.tokens for p in state.placed if p.id not in known]
+        base_ids = {p.id for p in self.base.placed} if self.base else set()
+        arrived = [p.tokens for p in state.placed if p.id not in base_ids]
         count, tokens = (statistics.median_high(column) for column in zip(*self._arrivals, strict=True))
         late = len(arrived) >= max(1, count)
         return late, 0 if late else max(0, tokens - sum(arrived))

@@ -314,8 +314,8 @@ class Prefix:
         approximations, depth, absorbed = self.approximations, self.depth, interval_union(self.absorbed, arrived)
         difference = self.difference
         if not conditioning.exact:
-            known = conditioning.has_known_text and (self.exact or difference is not None)
-            difference = conditioning.difference.covering(difference) if known and conditioning.difference else None
+            has_text = conditioning.has_known_text and (self.exact or difference is not None)
+            difference = conditioning.difference.covering(difference) if has_text and conditioning.difference else None
             approximations = _digest("approximations", approximations, conditioning.span, conditioning.patch)
             depth = max(depth, 1 + conditioning.depth)
             absorbed = interval_union(absorbed, conditioning.absorbed)

@@ -121,9 +121,9 @@ class Continuation:
     lost: list[Lost]
 
     @property
-    def kept(self) -> list[Part]:
+    def dropped(self) -> list[Part]:
         """The parts in it that the request lacks."""
-        return _kept(self.lost)
+        return _dropped_parts(self.lost)
 
 
 def turns_field(data: Mapping[str, Any]) -> str:
@@ -131,40 +131,42 @@ def turns_field(data: Mapping[str, Any]) -> str:
     return "input" if "input" in data else "messages"
 
 
-def continue_history(served: Sequence[Part], sent: Sequence[Part]) -> Continuation | None:
-    """Return ``served`` with what is new in ``sent``; None where ``sent`` is not ``served`` with drops and something new.
+def continue_history(remembered: Sequence[Part], sent: Sequence[Part]) -> Continuation | None:
+    """Return ``remembered`` with what is new in ``sent``; None where ``sent`` is not ``remembered`` with drops and something new.
 
-    The same request again, or a part of it, is continued by itself, with nothing kept. The last turn of ``served`` must be in
+    The same request again, or a part of it, is continued by itself, with nothing kept. The last turn of ``remembered`` must be in
     ``sent``, once; the answer to it and the next turns of others may follow, or parts in it if it is the last one there, too.
     Cost: linear.
     """
-    if not served or not sent:
+    if not remembered or not sent:
         return None
-    *before, last = served
+    *earlier, last = remembered
     index = _find_last(last, sent)
     if index is None:
         return None
-    matches, turn, following = _match(before, sent[:index]), sent[index], sent[index + 1 :]
+    matches, turn, following = _match(earlier, sent[:index]), sent[index], sent[index + 1 :]
     if len(matches) < index:
         return None
     lacking, tail = _lacking(last, turn), last
     if lacking is None:
         lacking, tail = _extend(last, turn) or ([], last)
     elif not following:  # the same request again
-        return Continuation(tuple(sent), len(served), len(sent), [])
-    missing = _unmatched(before, matches)
+        return Continuation(tuple(sent), len(remembered), len(sent), [])
+    missing = _unmatched(earlier, matches)
     lost = [*missing, *lacking]
-    kept = _kept(lost)
-    moved = {part.digest for part in _kept(missing) if part.kind != "answer"} & {part.digest for part in following}
-    if moved or any(part.kind in ("rules", "linked") for part in _all(kept)):
+    dropped = _dropped_parts(lost)
+    moved = {part.digest for part in _dropped_parts(missing) if part.kind != "answer"} & {
+        part.digest for part in following
+    }
+    if moved or any(part.kind in ("rules", "linked") for part in _all(dropped)):
         return None
     of_model = [part.kind in ("answer", "call") for part in following]
-    if kept and of_model != sorted(of_model, reverse=True):  # more than one answer is new
+    if dropped and of_model != sorted(of_model, reverse=True):  # more than one answer is new
         return None
-    history, dangling = (*before, tail, *following), _dangling(sent)
+    history, dangling = (*earlier, tail, *following), _dangling(sent)
     if any(dangling.get(call) != number for call, number in _dangling(history).items()):
         return None
-    return Continuation(history, len(served), index + 1, lost)
+    return Continuation(history, len(remembered), index + 1, lost)
 
 
 def _find_last(last: Part, sent: Sequence[Part]) -> int | None:
@@ -198,10 +200,10 @@ def _unmatched(old: Sequence[Part], matches: Sequence[tuple[int, list[Lost]]]) -
     return [lost for index, one in enumerate(old) for lost in inside.get(index, [(one, None)])]
 
 
-def _kept(lost: Sequence[Lost]) -> list[Part]:
+def _dropped_parts(lost: Sequence[Lost]) -> list[Part]:
     """Return the parts that are missing: of a result without its content, these."""
     return [
-        kept for part, new in lost for kept in (part.parts if new is not None and part.kind == "result" else (part,))
+        piece for part, new in lost for piece in (part.parts if new is not None and part.kind == "result" else (part,))
     ]
 
 
@@ -267,10 +269,10 @@ def _calls(value: Any) -> Iterator[str]:
 
 def _dangling(turns: Sequence[Part]) -> dict[str, int]:
     """Return the calls without a result (> 0), and the results without a call (< 0)."""
-    left: Counter[str] = Counter()
+    open_calls: Counter[str] = Counter()
     for call in (call for turn in turns for call in turn.calls):
-        left[call[1:]] += 1 if call[0] == "+" else -1
-    return {call: number for call, number in left.items() if number}
+        open_calls[call[1:]] += 1 if call[0] == "+" else -1
+    return {call: number for call, number in open_calls.items() if number}
 
 
 def _kind(value: Any, calls: Sequence[str]) -> str:

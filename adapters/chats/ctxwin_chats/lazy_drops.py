@@ -54,7 +54,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a prompt has beyond what the client sent; ``followed``: a bound had it follow the client."""
+    """Parts of a prompt beyond those that the client sent; ``followed``: a bound had it follow the client."""
 
     parts: int = 0
     pictures: int = 0
@@ -76,7 +76,7 @@ class Prompt(Record):
 
 
 class LazyDrops(Records[Prompt]):
-    """What one tenant's conversations were served last.
+    """The prompts last served to one tenant's conversations.
 
     A request that names no conversation is served as sent: two with the same texts could not be told apart. Of one name the
     conversation that reaches furthest into the request is continued; none, where two would be continued in different ways.
@@ -97,18 +97,18 @@ class LazyDrops(Records[Prompt]):
         sent = tuple(map(Part.read, turns))
         key = digest("history", turns_name, name, json.dumps([data.get(field) for field in KEYED]))
         record, continuation = self._continued(key, sent)
-        kept = Kept()
-        if record is not None and continuation is not None and continuation.kept:
-            kept = self._within(data, continuation, record.turns + 1, bounds, count, context)
-        history = sent if kept.followed or continuation is None else continuation.history
-        if continuation is not None and kept.parts:
-            if kept.turns == 1:
-                _log.debug("%d dropped parts stay in a conversation for now (%s)", kept.parts, bounds)
+        extra = Kept()
+        if record is not None and continuation is not None and continuation.dropped:
+            extra = self._within(data, continuation, record.turns + 1, bounds, count, context)
+        history = sent if extra.followed or continuation is None else continuation.history
+        if continuation is not None and extra.parts:
+            if extra.turns == 1:
+                _log.debug("%d dropped parts stay in a conversation for now (%s)", extra.parts, bounds)
             old = [part.build() for part in history[: continuation.old]]
             data[turns_name] = [*old, *turns[continuation.new :]]
         size = sum(turn.size for turn in history)
-        self.keep(record, Prompt(key=key, name=name, size=size, history=history, turns=kept.turns))
-        return kept
+        self.keep(record, Prompt(key=key, name=name, size=size, history=history, turns=extra.turns))
+        return extra
 
     def _continued(self, key: str, sent: Sequence[Part]) -> tuple[Prompt | None, Continuation | None]:
         """Return the conversation that a request continues, and how; None where there is none, or no single one."""
@@ -117,7 +117,7 @@ class LazyDrops(Records[Prompt]):
         ]
         furthest = max((one.new for _, one in pairs), default=0)
         pairs = [(record, one) for record, one in pairs if one.new == furthest]
-        whole = [pair for pair in pairs if not pair[1].kept]
+        whole = [pair for pair in pairs if not pair[1].dropped]
         histories = {tuple(turn.digest for turn in one.history) for _, one in pairs}
         return whole[-1] if whole else pairs[-1] if len(histories) == 1 else (None, None)
 
@@ -125,11 +125,11 @@ class LazyDrops(Records[Prompt]):
         self, data: dict[str, Any], continuation: Continuation, turns: int, bounds: Bounds, count: Count, context: int
     ) -> Kept:
         """Return what is kept; nothing where it would exceed a bound."""
-        leaves = [leaf for part in continuation.kept for leaf in part.leaves()]
+        leaves = [leaf for part in continuation.dropped for leaf in part.leaves()]
         pictures = sum(leaf.kind == "picture" for leaf in leaves)
         if pictures > bounds.pictures or turns > bounds.turns:
             return Kept(followed=True)
-        tokens = sum(part.measure(count) for part in continuation.kept)
+        tokens = sum(part.measure(count) for part in continuation.dropped)
         whole = sum(turn.measure(count) + _TURN_TOKENS for turn in continuation.history) + _TURN_TOKENS
         whole += sum(count(data.get(name)) for name in ("system", "instructions", "tools"))
         answers = [data.get(name) for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")]

@@ -53,16 +53,16 @@ class Prediction:
     cancelled: bool = False
 
     def fits(self, leaves: Sequence[str]) -> bool:
-        """Return whether more than half of what it has anew stands in a request with these parts, where it was expected."""
+        """Return True if more than half of what it has anew stands in a request with these parts, where it was expected."""
         return 2 * (common_prefix(self.leaves, leaves) - self.fresh) > len(self.leaves) - self.fresh
 
 
 @dataclass(frozen=True)
 class Foresight:
-    """What one request says of predictions.
+    """Predictions that one request ends and begins.
 
     Attributes:
-        ended: the prediction of this request; hit: whether it was right.
+        ended: the prediction of this request; hit: it was right.
         next: the prediction of the next one.
     """
 
@@ -73,7 +73,7 @@ class Foresight:
 
 @dataclass(frozen=True)
 class Habit:
-    """What a client did to its history the last time that it changed it.
+    """The last change of a client to its history, and how often it makes one.
 
     Attributes:
         replacements: the part that then stood there instead, or None for nothing, by place.
@@ -88,16 +88,16 @@ class Habit:
     since: int = 0
 
     @classmethod
-    def after(cls, before: Habit | None, turns: Sequence[Part], lost: Sequence[Lost]) -> Habit | None:
-        """Return what is known of a habit once a history has lost some of its parts, or none; ``before``: until then."""
+    def after(cls, previous: Habit | None, turns: Sequence[Part], lost: Sequence[Lost]) -> Habit | None:
+        """Return the habit once a history has lost some of its parts, or none; ``previous``: the habit until then."""
         if not lost:
-            return before and replace(before, since=before.since + 1)
-        places = {id(part): place for part, place in _placed(turns)}
+            return previous and replace(previous, since=previous.since + 1)
+        places = {id(part): place for part, place in _with_places(turns)}
         replacements = {places[id(part)]: new for part, new in lost}
-        return cls(replacements, _count(turns, replacements), 0 if before is None else before.since + 1)
+        return cls(replacements, _count(turns, replacements), 0 if previous is None else previous.since + 1)
 
     def is_due(self, turns: Sequence[Part]) -> bool:
-        """Return whether it is expected to happen to a history with the next request."""
+        """Return True if it is expected to happen to a history with the next request."""
         return self.period == 1 or _count(turns, self.replacements) >= self.count
 
 
@@ -112,7 +112,7 @@ class History(Record):
 
 
 class Histories(Records[History]):
-    """What one tenant's conversations sent last.
+    """The last requests of one tenant's conversations.
 
     Args:
         most, ttl: see `Records`.
@@ -149,7 +149,7 @@ class Histories(Records[History]):
             if ended is not None:
                 ended.cancelled, hit = True, ended.fits(_leaves(sent))
                 right = right + 1 if hit else 0
-            pictures = sum(leaf.kind == "picture" for part in continuation.kept for leaf in part.leaves())
+            pictures = sum(leaf.kind == "picture" for part in continuation.dropped for leaf in part.leaves())
             habit = Habit.after(old.habit, old.turns, continuation.lost)
             if habit is not None and habit.is_due(sent) and (room is None or pictures > room):
                 change = _Change.repeated(habit, sent, turns)
@@ -157,8 +157,8 @@ class Histories(Records[History]):
                     size = sum(part.size for part in parts)
                     prediction = change.predict(data, size, computed=right >= _TRUSTED)
         size = sum(part.size for part in sent)
-        found = History(key=key, name=name, size=size, turns=sent, habit=habit, prediction=prediction, right=right)
-        self.keep(old, found)
+        record = History(key=key, name=name, size=size, turns=sent, habit=habit, prediction=prediction, right=right)
+        self.keep(old, record)
         return Foresight(ended, hit, prediction)
 
     def forgotten(self, record: History) -> None:
@@ -168,17 +168,17 @@ class Histories(Records[History]):
 
     def _continued(self, key: str, sent: tuple[Part, ...]) -> tuple[History | None, Continuation | None]:
         """Return the conversation that reaches furthest into a request, and how; of equals the one used last."""
-        found: tuple[History | None, Continuation | None] = None, None
+        furthest: tuple[History | None, Continuation | None] = None, None
         for record in self.find(key):
             one = continue_history(record.turns, sent)
-            if one is not None and (found[1] is None or one.new >= found[1].new):
-                found = record, one
-        return found
+            if one is not None and (furthest[1] is None or one.new >= furthest[1].new):
+                furthest = record, one
+        return furthest
 
 
 @dataclass
 class _Change:
-    """What is to happen to parts of a request.
+    """Changes of parts of a request.
 
     Attributes:
         sent: its turns, in outline; values: JSON of each part, by identity.
@@ -193,14 +193,14 @@ class _Change:
     def repeated(cls, habit: Habit, sent: Sequence[Part], turns: Sequence[Any]) -> _Change | None:
         """Return the change of ``sent`` by a habit; None where nothing in it shows what is to stand instead of a part."""
         valued = list(_valued(sent, turns))
-        known = {part.digest: part for part, _ in valued}
+        by_digest = {part.digest: part for part, _ in valued}
         replacements = {
-            id(part): habit.replacements[place] for part, place in _placed(sent) if place in habit.replacements
+            id(part): habit.replacements[place] for part, place in _with_places(sent) if place in habit.replacements
         }
-        if any(new is not None and new.digest not in known for new in replacements.values()):
+        if any(new is not None and new.digest not in by_digest for new in replacements.values()):
             return None
-        shown = {part: new and known[new.digest] for part, new in replacements.items()}
-        return cls(sent, {id(part): value for part, value in valued}, shown)
+        substitutes = {part: new and by_digest[new.digest] for part, new in replacements.items()}
+        return cls(sent, {id(part): value for part, value in valued}, substitutes)
 
     def predict(self, data: Mapping[str, Any], size: int, *, computed: bool) -> Prediction | None:
         """Return the prediction of the request behind a body of ``size`` bytes; None where nothing new is in it.
@@ -233,7 +233,7 @@ class _Change:
         return values
 
 
-def _placed(parts: Sequence[Part]) -> Iterator[tuple[Part, Place]]:
+def _with_places(parts: Sequence[Part]) -> Iterator[tuple[Part, Place]]:
     """Yield all parts with their places."""
     numbers: Counter[tuple[int, str]] = Counter()
 
@@ -250,7 +250,7 @@ def _placed(parts: Sequence[Part]) -> Iterator[tuple[Part, Place]]:
 def _count(parts: Sequence[Part], places: Iterable[Place]) -> int:
     """Return how many parts there are of the depths and kinds of some places."""
     kinds = {place[:2] for place in places}
-    return sum(place[:2] in kinds for _, place in _placed(parts))
+    return sum(place[:2] in kinds for _, place in _with_places(parts))
 
 
 def _valued(parts: Sequence[Part], values: Sequence[Any]) -> Iterator[tuple[Part, Any]]:

@@ -37,7 +37,7 @@ _BILLING = "x-anthropic-billing-header"
 
 @dataclass(frozen=True)
 class Late:
-    """What of a request's system prompt is served behind its last turn."""
+    """Parts of a request's system prompt that are served behind its last turn."""
 
     parts: int = 0
     tokens: int = 0
@@ -106,8 +106,8 @@ class VolatilePrompts(Records[Frame]):
             standing = _embed(record.lines, hashes)
             stable = standing
             if stable is None:
-                settled = {line for line, age in record.late.items() if age >= SETTLED}.union(record.lines)
-                stable = {i for i, line in enumerate(hashes) if line in settled}
+                stable_lines = {line for line, age in record.late.items() if age >= SETTLED}.union(record.lines)
+                stable = {i for i, line in enumerate(hashes) if line in stable_lines}
             size = sum(sizes[i] for i in stable)
             is_short = record.first == first and sum(sizes) - size <= SHORT
             if size and (is_short or 2 * size >= sum(sizes)) and (standing is not None, size) >= best[0]:
@@ -136,9 +136,9 @@ def put(data: dict[str, Any], text: str, *, as_system: bool) -> None:
     if any(isinstance(part, dict) and part.get("type") == "tool_result" for part in parts[cut:]):
         cut = len(parts)  # a result follows its call
     if as_system:
-        before = [turn] if cut == len(parts) else [{**turn, field: parts[:cut]}] if cut else []
-        behind = [turn] if cut == 0 else [{**turn, field: parts[cut:]}] if cut < len(parts) else []
-        turns[at : at + 1] = [*before, {"role": "system", "content": text}, *behind]
+        head = [turn] if cut == len(parts) else [{**turn, field: parts[:cut]}] if cut else []
+        tail = [turn] if cut == 0 else [{**turn, field: parts[cut:]}] if cut < len(parts) else []
+        turns[at : at + 1] = [*head, {"role": "system", "content": text}, *tail]
         return
     tagged = f"<system>\n{text}\n</system>"
     if isinstance(whole, str):
@@ -172,20 +172,20 @@ def takes_late_system(render: Callable[[list[dict[str, str]]], str]) -> bool:
     ]
     messages = [{"role": role, "content": text} for role, text in [*turns, ("user", "Second?")]]
     try:
-        before, late, after = render(messages[:-2]), render(messages[:-1]), render(messages)
+        prefix, late, whole = render(messages[:-2]), render(messages[:-1]), render(messages)
     except Exception:  # which kind it is depends on the template
         return False
-    is_last = after.startswith(before) and "It is late." in after[len(before) :].partition("Second?")[0]
-    return is_last and late.startswith(before) and "It is late." in late[len(before) :]
+    is_last = whole.startswith(prefix) and "It is late." in whole[len(prefix) :].partition("Second?")[0]
+    return is_last and late.startswith(prefix) and "It is late." in late[len(prefix) :]
 
 
 def _embed(lines: Sequence[int], hashes: Sequence[int]) -> set[int] | None:
     """Return the first pieces that are the lines of a frame, in its order; None where one is not there."""
-    found: list[int] = []
+    positions: list[int] = []
     for i, line in enumerate(hashes):
-        if len(found) < len(lines) and line == lines[len(found)]:
-            found.append(i)
-    return set(found) if len(found) == len(lines) else None
+        if len(positions) < len(lines) and line == lines[len(positions)]:
+            positions.append(i)
+    return set(positions) if len(positions) == len(lines) else None
 
 
 def _is_rules(turn: Any) -> bool:
