@@ -22,9 +22,7 @@ def mcp(
     url: Annotated[str, Option(help="A ctxwin server, e.g. http://localhost:8000/v1; its key is OPENAI_API_KEY.")] = "",
     window: Annotated[str, Option(metavar="ID", help="A window that is open there; default: a new one.")] = "",
     system_prompt: Annotated[str, Option(help="Of a new window.")] = "",
-    demo: Annotated[
-        bool, Option("--demo", help="A window of the bundled model in this process, with frames in it.")
-    ] = False,
+    demo: Annotated[bool, Option("--demo", help="A window of the bundled model in this process, with frames.")] = False,
 ) -> None:
     """Serve the tools plan, look_back, forget, fork, adopt, drop and ask over a window, on standard input and output.
 

@@ -99,9 +99,7 @@ KINDS = (
 
 def from_body(error: Any) -> Exception | None:
     """Return the exception that ``{"message": ..., "code": ...}`` describes; None for an invalid key's and others' errors."""
-    if not isinstance(error, dict) or not isinstance(error.get("code"), str):
-        return None
-    kind = next((kind for kind in KINDS if kind.code == error["code"]), None)
+    kind = next((kind for kind in KINDS if isinstance(error, dict) and kind.code == error.get("code")), None)
     if kind is None or kind.error is Unauthorized:
         return None
     message = str(error.get("message", ""))

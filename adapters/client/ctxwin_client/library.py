@@ -43,8 +43,8 @@ class RemoteLibrary:
         """
         data = source if isinstance(source, bytes) else Path(source).read_bytes()
         name = name or ("" if isinstance(source, bytes) else Path(source).name)
-        fields = {"name": name, "caption": caption, "replace": str(replace).lower()}
-        fields |= {} if ttl is None else {"expires_after": str(ttl)}
+        expiry = {} if ttl is None else {"expires_after": str(ttl)}
+        fields = {"name": name, "caption": caption, "replace": str(replace).lower(), **expiry}
         files = {"file": (name or "file", data, "application/octet-stream")}
         return FileObject.model_validate(transport.post(self._client, self._path("files"), fields, files))
 

@@ -26,8 +26,7 @@ from ctxwin_client.errors import from_body
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_MAX_MESSAGE_BYTES = 64 << 20
-_HISTORY = 256
+_MAX_MESSAGE_BYTES, _HISTORY = 64 << 20, 256
 
 
 class AsyncLiveStream:
@@ -107,8 +106,7 @@ class AsyncLiveStream:
         self, query: str, max_tokens: int = 32, *, now: bool = False, **options: Unpack[AskOptions]
     ) -> AsyncGenerator[str]:
         """`ask`, yielding the text as it is generated. Closing it early stops the server."""
-        question = transport.question(query, max_tokens, options, now=now)
-        return transport.texts_of(self._exchange("ask", **question))
+        return transport.texts_of(self._exchange("ask", **transport.question(query, max_tokens, options, now=now)))
 
     async def recall(self, placement: str | None = None, *, time: float | None = None) -> str:
         """Recall a chunk, by id or the one whose time is nearest; return its placement id."""
@@ -135,8 +133,7 @@ class AsyncLiveStream:
                     await self._send(json.dumps({"type": "stop", "id": name}))
 
     async def _push(self, message: bytes | str) -> int:
-        self.pushed += 1
-        number = self.pushed
+        self.pushed = number = self.pushed + 1
         await self._send(message)
         return number
 

@@ -173,14 +173,12 @@ def _medium(chunk: Chunk, part: MediaPart, files: Files) -> dict[str, Any]:
         raise ChunkUnavailable(
             f"the pixels of chunk {chunk.id} must be in memory or in the file they came from to be uploaded; create it again"
         )
-    names = []
-    for frame in frames:
-        name = f"medium-{len(files)}"
-        files[name] = (f"{name}.png", png(frame), "image/png")
-        names.append({"file": name})
+    named = {f"medium-{number}": png(frame) for number, frame in enumerate(frames, len(files))}
+    files |= {name: (f"{name}.png", data, "image/png") for name, data in named.items()}
+    references = [{"file": name} for name in named]
     if part.media == "image":
-        return {"type": "image", "image": names[0]}
-    return {"type": "video", "frames": names, "fps": part.fps}
+        return {"type": "image", "image": references[0]}
+    return {"type": "video", "frames": references, "fps": part.fps}
 
 
 def uploaded_by(client: OpenAI) -> LRUCache[None]:

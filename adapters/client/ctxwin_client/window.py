@@ -18,6 +18,7 @@ from ctxwin.fidelity import Fidelity
 from ctxwin.window import serialization
 from ctxwin.window.answer import Answer, Disposability, Plan, PlanEntry
 from ctxwin.window.ask import AskOptions
+from ctxwin.window.idle import PrefillCounts
 from ctxwin.window.maintenance import Maintenance
 from ctxwin.window.state import State
 from ctxwin.window.window import Window
@@ -47,7 +48,7 @@ def _forward(method: Callable[Concatenate[Any, P], T], result: str = "") -> Call
 
 @dataclass(frozen=True)
 class RemoteMaintenance:
-    """`ctxwin.Window.maintenance` of a window on a server. Every method is one request."""
+    """`ctxwin.Window.maintenance` of a window on a server. Everything in it is one request."""
 
     window: RemoteWindow
 
@@ -61,10 +62,21 @@ class RemoteMaintenance:
     refresh = _forward(Maintenance.refresh, "refreshed")
     compress = _forward(Maintenance.compress, "freed_bytes")
     merge = _forward(Maintenance.merge, "slots")
+    forget_beyond = _forward(Maintenance.forget_beyond)
 
     def dependents(self, placement: str) -> tuple[str, ...]:
         """Return the placements whose KV has absorbed ``placement``."""
         return tuple(p.id for p in self.window.snapshot().placed if p.kv and placement in p.kv.antecedents)
+
+    def apply_pending(self) -> tuple[str, ...]:
+        """Apply the edits that wait for a break of the prefix now; return the ids of their chunks."""
+        return tuple(self._post("apply_pending")["placements"])
+
+    @property
+    def prefill_counts(self) -> PrefillCounts | None:
+        """Totals of the work ahead of the window's asks; None without ``prefill="idle"``. Cost: a request."""
+        counts = self._post("prefill_counts")["prefill_counts"]
+        return counts and PrefillCounts(**counts)
 
 
 class _Summary(Generic[T]):
@@ -119,10 +131,8 @@ class RemoteWindow:
         prefill: Literal["idle"] | None = None,
         async_client: AsyncOpenAI | None = None,
     ) -> None:
-        options: dict[str, Any] = {"system_prompt": system_prompt, "budget": budget, "budget_bytes": budget_bytes}
-        options |= {"prefill": prefill, "low_water": low_water}
-        options["fidelity"] = fidelity and fidelity.model_dump(mode="json")
-        body = {name: value for name, value in options.items() if value is not None}
+        body: dict[str, Any] = {"system_prompt": system_prompt, "budget": budget, "budget_bytes": budget_bytes}
+        body |= {"prefill": prefill, "low_water": low_water, "fidelity": fidelity and fidelity.model_dump(mode="json")}
         self._set_up(client, async_client, transport.post(client, "/windows", body))
 
     def _set_up(self, client: OpenAI, async_client: AsyncOpenAI | None, window: dict[str, Any]) -> Self:
@@ -164,7 +174,7 @@ class RemoteWindow:
 
     @property
     def maintenance(self) -> RemoteMaintenance:
-        """`ctxwin.Window.maintenance` on the server, but for what the server does itself."""
+        """`ctxwin.Window.maintenance` on the server."""
         return RemoteMaintenance(self)
 
     def chunk(self, placement: str) -> Chunk:
@@ -199,9 +209,8 @@ class RemoteWindow:
         self, query: str | Chunk, library: RemoteLibrary | str, k: int = 4, *, reserve_tokens: int = 0
     ) -> list[str]:
         """Place the ``k`` passages that a library of the server finds for ``query``, best first. Returns the ids."""
-        name = library if isinstance(library, str) else library.name
-        body = self._place("retrieve", "query", query, library=name, k=k, reserve_tokens=reserve_tokens)
-        return list(body["placements"])
+        options = {"library": getattr(library, "name", library), "k": k, "reserve_tokens": reserve_tokens}
+        return list(self._place("retrieve", "query", query, **options)["placements"])
 
     evict = _forward(Window.evict)
     slide = _forward(Window.slide, "evicted")

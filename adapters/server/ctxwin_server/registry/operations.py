@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, create_model
@@ -233,7 +233,17 @@ def _remember(context: OperationContext, window: Window, query: str, answer: str
     return {"placement": window.remember(query, answer)}
 
 
+_forward("apply_pending", "placements")
+_forward("forget_beyond", most=COUNT)
 _forward("prefill", "computed")
+
+
+@_operation(edits=False)
+def _prefill_counts(_: OperationContext, window: Window) -> Result:
+    counts = window.maintenance.prefill_counts
+    return {"prefill_counts": counts and asdict(counts)}
+
+
 _forward("prepare_orbit", "placements", ids=list[str], orders=(Orders, 6), seed=(SEED, 0))
 _forward("refresh", "refreshed", count=(COUNT | None, None), ids=(list[str] | None, None))
 _forward("compress", "freed_bytes", if_short=(bool, False))
