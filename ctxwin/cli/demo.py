@@ -20,7 +20,9 @@ EARNING = "0,1,2,3,4,5,6,7"
 def demo(
     video: Annotated[Path | None, Argument(help="A video; default: a rendered clip of the bundled world.")] = None,
     engine: Annotated[str | None, Option(metavar="vllm|hf", help="Default: vLLM where it works, else hf.")] = None,
-    model: Annotated[str, Option(help="A vision-language model (folder, Hub name); 'tiny' is bundled.")] = "tiny",
+    model: Annotated[
+        str, Option(help="A model (folder, Hub name); one for text reads a log. 'tiny' is bundled.")
+    ] = "tiny",
     out: Annotated[Path, Option(help="Folder for the results.")] = Path("demo-output"),
     seed: Annotated[int, Option(help="Seed of the clip, the moves and the questions.")] = 0,
     seeds: Annotated[str, Option(metavar="N,N,...", help="Several runs, pooled; instead of --seed.")] = "",
@@ -48,7 +50,7 @@ def demo(
 
     from ctxwin.demo.earning import without_profile
     from ctxwin.demo.figures import Rows, can_draw, final_tables
-    from ctxwin.demo.run import Options, prepare, run
+    from ctxwin.demo.run import Options, prepare, run, source_of
     from ctxwin.fidelity import Fidelity
 
     if rank is not None and rank < 1:
@@ -83,8 +85,7 @@ def demo(
         if no_profile:
             name = _engine_name(str(stack.enter_context(without_profile(model))), engine)
         opened = stack.enter_context(open_engine(name))
-        watched = video.name if video else "a rendered clip"
-        with Rows(console, f"watching {watched} on {opened.spec.name}") as rows:
+        with Rows(console, f"watching {source_of(opened, options)} on {opened.spec.name}") as rows:
             result = run(opened, options, footage, rows.add)
     if as_json:
         typer.echo(json.dumps(result["summary"], indent=1))

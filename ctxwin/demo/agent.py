@@ -20,7 +20,6 @@ import numpy as np
 
 from ctxwin.baselines import Ledger, PrefixCache, PrefixUser, Prompt, Reference
 from ctxwin.baselines.policies import Policy
-from ctxwin.chunk import Chunk
 from ctxwin.demo.footage import SYSTEM_PROMPT, Footage, Query
 from ctxwin.engines.base import Engine
 from ctxwin.engines.sampling import Sampling
@@ -102,19 +101,18 @@ class Agent:
 
     def _watch(self) -> Iterator[Step]:
         moves = cycle(getattr(self, f"_{name}") for name in CYCLE)
-        for frame in range(len(self._footage.pixels)):
+        for frame in range(len(self._footage.chunks)):
             yield self._arrive(frame)
             if frame + 1 >= self._frames:
                 yield from next(moves)()
-            last = frame + 1 == len(self._footage.pixels)  # idle work after the last ask would belong to no step
+            last = frame + 1 == len(self._footage.chunks)  # idle work after the last ask would belong to no step
             if not last and (frame + 1) % IDLE_EVERY == 0 and self.window.fidelity.mode == "patched":
                 tokens_before = self._engine.counters.prefill_tokens
                 self.bytes_freed += self.window.maintenance.compress(if_short=True)
                 self.idle_tokens += self._engine.counters.prefill_tokens - tokens_before
 
     def _arrive(self, frame: int) -> Step:
-        chunk = Chunk.image(self._footage.pixels[frame], text=f"t={self._footage.times[frame]:g} s")
-        self._ids.append(self.window.append(chunk))
+        self._ids.append(self.window.append(self._footage.chunks[frame]))
         slid = self.window.slide(self._leaving(len(self.window.ids)))
         self._encoded.append(self._engine.encode(self.window.chunk(self._ids[-1])))
         for user in self._users.values():

@@ -1,12 +1,14 @@
-"""The video that the agent watches: a clip of the generated world with known answers, or a user's own."""
+"""What the agent watches: a clip of the generated world with known answers, a user's video, or a log for a text model."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from ctxwin.chunk import Chunk
 from ctxwin.errors import BadMedia
 from ctxwin.video import decode_video
 
@@ -24,6 +26,7 @@ DEFAULT_QUESTIONS = (
     "What changed between the first and the last picture?",
     "Where was this recorded?",
 )
+LOG_QUESTIONS = ("Where is the light on?", "Which doors are open?", "What was seen last?", "Which rooms are empty?")
 SYSTEM_PROMPT = "You watch a camera."
 
 
@@ -46,11 +49,14 @@ class Query:
 
 
 class Footage(Protocol):
-    """Decoded frames with questions about any selection of them. Frames are named by their index."""
+    """Frames with questions about any selection of them. Frames are named by their index."""
 
-    pixels: Sequence[np.ndarray]
     times: Sequence[float]
     kinds: tuple[str, ...]
+
+    @property
+    def chunks(self) -> Sequence[Chunk]:
+        """The frames as chunks."""
 
     def question(self, frames: Frames, kind: str, rng: Rng, about: Collection[int] | None = None) -> Query | None:
         """Return a question of a kind about ``frames`` in this order (about one of ``about``), or None."""
@@ -63,7 +69,7 @@ class Footage(Protocol):
 
 
 class WorldFootage(Footage):
-    """A clip of the bundled model's world: rendered to a video file, which is then decoded like any other.
+    """A clip of the bundled model's world: rendered to a video file, which is then decoded like any other, once needed.
 
     Args:
         path: where the clip is written; ``.mp4``.
@@ -75,16 +81,21 @@ class WorldFootage(Footage):
     kinds: tuple[str, ...] = ("multi_hop", "single_hop")
 
     def __init__(self, path: Path, seed: int, frames: int, window: int) -> None:
-        from ctxwin.tiny.clip import write_clip
         from ctxwin.tiny.world import make_stream
 
+        self._path = path
         self._world: list[Frame] = make_stream(seed, frames, window=window)
-        write_clip(path, self._world)
-        decoded, _ = decode_video(path, fps=1.0)
-        if len(decoded) != frames:
-            raise BadMedia(f"the clip must hold {frames} frames, got {len(decoded)} from {path}")
-        self.pixels: Sequence[np.ndarray] = list(decoded)
         self.times: Sequence[float] = [float(i) for i in range(frames)]
+
+    @cached_property
+    def chunks(self) -> Sequence[Chunk]:
+        from ctxwin.tiny.clip import write_clip
+
+        write_clip(self._path, self._world)
+        decoded, _ = decode_video(self._path, fps=1.0)
+        if len(decoded) != len(self._world):
+            raise BadMedia(f"the clip must hold {len(self._world)} frames, got {len(decoded)} from {self._path}")
+        return _pictures(decoded, self.times)
 
     def question(self, frames: Frames, kind: str, rng: Rng, about: Collection[int] | None = None) -> Query | None:
         from ctxwin.tiny.world import questions_for
@@ -122,35 +133,18 @@ class WorldFootage(Footage):
         return next((f for f in middle if self._world[f].role == "scene"), middle[0])
 
 
-class VideoFootage(Footage):
-    """A user's video. Its questions have no truth; answers are compared with a re-prefill only.
-
-    Args:
-        path: a video file.
-        fps: frames sampled per second.
-        questions: asked in turn.
-        limit: maximum number of frames, from the beginning.
-        least: minimum number of frames.
-
-    Raises:
-        BadMedia: a file that cannot be decoded, ends early, or is too short.
-    """
+class _OpenFootage(Footage):
+    """Frames whose questions have no truth; answers are compared with a re-prefill only."""
 
     kinds: tuple[str, ...] = ("open",)
 
-    def __init__(
-        self, path: Path, fps: float, questions: Sequence[str] = (), limit: int | None = None, least: int = 1
-    ) -> None:
-        decoded, rate = decode_video(path, fps=fps)
-        if len(decoded) < least:
-            raise BadMedia(
-                f"the video must give at least {least} frames, got {len(decoded)} at {fps:g} a second; raise --fps or "
-                "lower --window"
-            )
-        self.pixels: Sequence[np.ndarray] = list(decoded[:limit])
-        self.times: Sequence[float] = [i / rate for i in range(len(self.pixels))]
-        self._questions = tuple(questions) or DEFAULT_QUESTIONS
+    def __init__(self, chunks: Sequence[Chunk], times: Sequence[float], questions: Sequence[str]) -> None:
+        self._chunks, self.times, self._questions = chunks, times, tuple(questions)
         self._question_count = 0
+
+    @property
+    def chunks(self) -> Sequence[Chunk]:
+        return self._chunks
 
     def question(self, frames: Frames, kind: str, rng: Rng, about: Collection[int] | None = None) -> Query | None:
         self._question_count += 1
@@ -164,3 +158,55 @@ class VideoFootage(Footage):
 
     def expendable(self, frames: Frames) -> int:
         return frames[len(frames) // 2]
+
+
+class VideoFootage(_OpenFootage):
+    """A user's video.
+
+    Args:
+        path: a video file.
+        fps: frames sampled per second.
+        questions: asked in turn.
+        limit: maximum number of frames, from the beginning.
+        least: minimum number of frames.
+
+    Raises:
+        BadMedia: a file that cannot be decoded, ends early, or is too short.
+    """
+
+    def __init__(
+        self, path: Path, fps: float, questions: Sequence[str] = (), limit: int | None = None, least: int = 1
+    ) -> None:
+        decoded, rate = decode_video(path, fps=fps)
+        if len(decoded) < least:
+            raise BadMedia(
+                f"the video must give at least {least} frames, got {len(decoded)} at {fps:g} a second; raise --fps or "
+                "lower --window"
+            )
+        times = [i / rate for i in range(len(decoded[:limit]))]
+        super().__init__(_pictures(decoded[:limit], times), times, questions or DEFAULT_QUESTIONS)
+
+
+class LogFootage(_OpenFootage):
+    """The log of a house, for a model that sees no pictures: a frame is what is noted of each room at one time."""
+
+    def __init__(self, seed: int, frames: int) -> None:
+        import numpy as np
+
+        rng = np.random.default_rng([seed, 11])
+        times = [60.0 * i for i in range(frames)]
+        super().__init__([Chunk.text(self._entry(minute, rng)) for minute in range(frames)], times, LOG_QUESTIONS)
+
+    @staticmethod
+    def _entry(minute: int, rng: Rng) -> str:
+        rooms = ("hall", "kitchen", "cellar", "attic", "garage")
+        noted = (("The light is on", "It is dark"), ("the door is open", "the door is shut"), ("nobody is", "a cat is"))
+        lines = [f"Minute {minute}."]
+        for room in rooms:
+            light, door, seen = (choices[int(rng.integers(2))] for choices in noted)
+            lines.append(f"{light} in the {room}, {door}, and {seen} there.")
+        return " ".join(lines) + "\n"
+
+
+def _pictures(decoded: Iterable[np.ndarray], times: Sequence[float]) -> list[Chunk]:
+    return [Chunk.image(pixels, text=f"t={time:g} s") for pixels, time in zip(decoded, times, strict=True)]

@@ -20,7 +20,7 @@ from ctxwin.demo import figures
 from ctxwin.demo.agent import Agent, Step
 from ctxwin.demo.earning import Earning
 from ctxwin.demo.figures import ENCODES, NAMES
-from ctxwin.demo.footage import Footage, VideoFootage, WorldFootage
+from ctxwin.demo.footage import Footage, LogFootage, VideoFootage, WorldFootage
 from ctxwin.errors import UnsupportedModel
 from ctxwin.fidelity import Fidelity
 from ctxwin.view import Trace, render
@@ -39,7 +39,7 @@ class Options:
     """Options of the demo.
 
     Attributes:
-        video: the user's video; None renders a clip of the bundled model's world.
+        video: the user's video; None renders a clip of the bundled model's world, or gives a text model a log.
         out: folder for the results; created if it is missing.
         seeds: one run each, pooled.
         steps: maximum asks per run; None watches to the end.
@@ -80,7 +80,7 @@ class Options:
 
 
 def prepare(options: Options) -> dict[int, Footage]:
-    """Return the decoded footage of each seed; clips are rendered into ``options.out``. Needs no engine.
+    """Return the footage of each seed; clips are rendered into ``options.out`` when the run begins. Needs no engine.
 
     Raises:
         ValueError: options that do not fit together.
@@ -106,14 +106,18 @@ def run(
         on_step: called after every ask, with the number of frames watched so far and of all frames.
 
     Raises:
-        UnsupportedModel: a text model.
+        UnsupportedModel: a text model, and a video.
     """
     if not engine.spec.vision:
-        raise UnsupportedModel(f"the demo needs a model that sees images, got {engine.spec.model!r}, a text model")
-    max_tokens = options.max_tokens or (4 if options.video is None else 32)
+        if options.video is not None:
+            raise UnsupportedModel(
+                f"a video needs a model that sees images, got {engine.spec.model!r}, a text model; without a video it reads a log"
+            )
+        footage = {seed: LogFootage(seed, options.frames) for seed in options.seeds}
+    max_tokens = options.max_tokens or (4 if options.video is None and engine.spec.vision else 32)
     # Like the engine's store and its prefix cache, the simulated caches are shared by all seeds.
     ledger, caches = Ledger(engine, policies=()), {policy: PrefixCache() for policy in POLICIES}
-    frames, freed, resolved = sum(len(video.pixels) for video in footage.values()), 0, options.fidelity
+    frames, freed, resolved = sum(len(video.times) for video in footage.values()), 0, options.fidelity
     watched, recorded = 0, options.out / "run.jsonl"
     patches = engine.repo.counters.patches, engine.repo.counters.patches_served
     earning = Earning(engine)
@@ -136,7 +140,7 @@ def run(
         **summarise(ledger.rows),
         "engine": engine.spec.name,
         "model": model_name(engine.spec.model),
-        "source": "a rendered clip" if options.video is None else options.video.name,
+        "source": source_of(engine, options),
         "seeds": list(options.seeds),
         "per_seed": {str(seed): summarise([s for s in ledger.rows if s["seed"] == seed]) for seed in options.seeds},
         "bytes_freed": freed,
@@ -155,6 +159,13 @@ def run(
         figures.timeline(options.out / f"timeline{'-dark' if dark else ''}.png", steps, dark=dark)
     render(recorded, options.out / "view.html")
     return result
+
+
+def source_of(engine: Engine, options: Options) -> str:
+    """Return the name of what is watched."""
+    if options.video is not None:
+        return options.video.name
+    return "a rendered clip" if engine.spec.vision else "a log"
 
 
 def summarise(steps: Sequence[Step]) -> dict[str, Any]:

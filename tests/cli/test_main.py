@@ -134,7 +134,7 @@ def test_demo_refuses_bad_options(args: list[str], words: list[str], tmp_path: P
 
 def test_demo_refuses_a_truncated_video(tmp_path: Path) -> None:
     clip = tmp_path / "clip.mp4"
-    WorldFootage(clip, 0, 8, 4)
+    assert len(WorldFootage(clip, 0, 8, 4).chunks) == 8
     whole = clip.read_bytes()
     cut = tmp_path / "cut.mp4"
     cut.write_bytes(whole[: len(whole) // 2])

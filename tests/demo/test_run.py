@@ -19,6 +19,7 @@ from ctxwin.baselines import POLICIES
 from ctxwin.demo.earning import without_profile
 from ctxwin.demo.footage import VideoFootage, WorldFootage
 from ctxwin.demo.run import Options, prepare, run, summarise
+from ctxwin.errors import UnsupportedModel
 from ctxwin.fidelity import Fidelity
 from ctxwin.profiles import PROFILE_NAME, PROFILES_VARIABLE
 from ctxwin.tiny import checkpoint_dir
@@ -207,9 +208,22 @@ def test_options_that_do_not_fit_are_refused(change: dict[str, Any], message: st
 
 def test_a_video_shorter_than_the_window_is_refused(tmp_path: Path) -> None:
     clip = tmp_path / "short.mp4"
-    WorldFootage(clip, 5, 3, 3)
+    assert len(WorldFootage(clip, 5, 3, 3).chunks) == 3
     with pytest.raises(ValueError, match="at least 4 frames, got 3"):
         VideoFootage(clip, 1.0, least=4)
+
+
+def test_a_text_model_reads_a_log(text_dir: Path, tmp_path: Path) -> None:
+    from ctxwin.opening import open_engine
+
+    options = Options(out=tmp_path, window=3, frames=8, max_tokens=3, fidelity=Fidelity("exact"))
+    with open_engine(f"hf:{text_dir}") as engine:
+        summary = run(engine, options, prepare(options))["summary"]
+        with pytest.raises(UnsupportedModel, match="a video needs a model that sees images"):
+            run(engine, replace(options, video=tmp_path / "clip.mp4"), {})
+    assert (summary["source"], summary["accuracy"], summary["vision_encodes"]) == ("a log", None, 0)
+    assert summary["agreement"] == 1.0 and summary["kl_mean"] < 1e-6 and {"slide", "recall"} < set(summary["by_op"])
+    assert not [*tmp_path.glob("*.mp4")]
 
 
 def test_looking_back_brings_the_legend_that_the_question_needs(tmp_path: Path) -> None:
