@@ -317,31 +317,30 @@ def prefilled(client: OpenAI) -> dict[str, int]:
 
 
 def habits(client: OpenAI, model: str, turns: int, pictures: list[str], think: float = 0.0) -> Iterator[dict[str, Any]]:
-    """The loop in each habit; at each turn the ways are asked one behind the other, another one first each time. An agent whose
-    next prompt is computed ahead thinks for ``think`` seconds behind each answer."""
+    """The loop in each habit; at each turn the ways are asked the same one behind the other, another one first each time, and
+    vLLM's own answer becomes history. An agent whose next prompt is computed ahead thinks for ``think`` seconds behind each."""
     for habit, (sent, sent_alone) in HABITS.items():
         once = {"type": "images", "value": KEEP if sent_alone is _cleared_together else 1}
         clear = {"type": "clear_images", "keep": {"type": "images", "value": KEEP}, "clear_at_least": once}
         fields = {"context_management": {"edits": [clear]}} if sent_alone in (_cleared, _cleared_together) else {}
         asks = {way: openai_asker(client, model, habit, way, **({} if way == "off" else fields)) for way in WAYS}
-        histories: dict[str, History] = {way: [] for way in WAYS}
+        history: History = []
         results = {way: Row(habit, way) for way in WAYS}
         before = prefilled(client)
         for turn in range(turns):
             first = turn % len(WAYS)
+            if len(history) == LONGEST:
+                del history[: LONGEST // 2]
+            history.append([{"role": "user", "content": step(turn, pictures)}])
             for way in [*WAYS][first:] + [*WAYS][:first]:
-                history = histories[way]
-                if len(history) == LONGEST:
-                    del history[: LONGEST // 2]
-                history.append([{"role": "user", "content": step(turn, pictures)}])
                 sent_turns = (sent_alone if way == "off" else sent)(history)
                 messages = [{"role": "system", "content": SYSTEM}, *(message for one in sent_turns for message in one)]
                 begin = time.perf_counter()
                 answer, *cost = asks[way](messages)
                 results[way].whole_s.append(time.perf_counter() - begin)
                 results[way].add(answer, *cost)  # type: ignore[arg-type]
-                history[-1].append({"role": "assistant", "content": answer or "-"})
                 time.sleep(think if "prefill" in WAYS[way] else 0.0)
+            history[-1].append({"role": "assistant", "content": results["off"].answers[-1] or "-"})
         for way, row in results.items():
             counted = {
                 "prefilled": {result: tokens - before.get(result, 0) for result, tokens in prefilled(client).items()}
