@@ -136,6 +136,7 @@ class Core:
         longest: tokens that a prompt and its answer may have.
         block: tokens of a block of its paged cache; caches: whether it has a prefix cache; prefixes: what was left there.
         positions: how many positions the model can rotate to; a video's may run ahead of its tokens.
+        uncut: whether a prompt must not end in a picture, as where a picture's tokens see those behind them.
         on_gpu: whether it computes on GPUs.
         min_load: `RequestMeta.min_load` of exact KV: on a GPU a background load costs more than to compute less than a block.
         outputs: whether what forwards give for each token is kept beside its KV.
@@ -193,6 +194,8 @@ class Core:
             transport.draft_model = self.draft_model
             self.inputs = Inputs(config, driver.renderer, bare_model(config), files=True)
             self.see = remote(driver.rpc, transport.path)
+        whole = driver.config.scheduler_config.disable_chunked_mm_input or getattr(config, "is_mm_prefix_lm", False)
+        self.uncut = bool(whole) or self.inputs.marked
         self.vision = self.inputs.multimodal and checkpoint.media is not None
         if self.inputs.multimodal:
             share_item_entry(driver.engine, self.inputs.prefix)

@@ -109,14 +109,14 @@ class RenderedPrompt:
     salt: str
 
     def prefix(self, tokens: int) -> dict[str, Any]:
-        """Return the engine input of its first tokens, which end in no picture."""
+        """Return the engine input of its first tokens; a picture that they end in is part of it as a whole."""
         media = [(medium, medium.offset) for medium in self.media if medium.offset < tokens]
         return build_input(self.ids[:tokens], media, self.salt)
 
-    def boundary(self, tokens: int, block: int) -> int:
-        """Return where to end a prefix of about ``tokens``, a block more at least: behind a whole block or a picture."""
-        end = min(len(self.ids), (tokens // block + 1) * block)
-        return next((m.offset + m.tokens for m in self.media if m.offset < end < m.offset + m.tokens), end)
+    def boundary(self, tokens: int, *, uncut: bool) -> int:
+        """Return where to end a prefix of so many tokens, or more; ``uncut``: in no picture."""
+        ends = (m.offset + m.tokens for m in self.media if uncut and m.offset < tokens < m.offset + m.tokens)
+        return next(ends, tokens)
 
 
 def build_input(ids: Sequence[int], media: Sequence[tuple[Medium, int]], salt: str) -> dict[str, Any]:

@@ -119,3 +119,12 @@ def test_what_no_window_can_hold_says_why() -> None:
         pictures.read(later)
     assert pictures.read(prompt_of(ids)).media[0].picture.grid == (1, 2, 4)
     assert pictures.read(later).media[0].picture.grid == (1, 2, 4)
+
+
+def test_a_prefix_ends_in_a_picture_only_where_it_may() -> None:
+    prompt = Pictures().read(prompt_of(turn(2, [20] * 4, picture(40), [30] * 4)))
+    (medium,) = prompt.media
+    for end in range(1, len(prompt.ids) + 1):
+        inside = medium.offset < end < medium.offset + medium.tokens
+        assert prompt.boundary(end, uncut=False) == end
+        assert prompt.boundary(end, uncut=True) == (medium.offset + medium.tokens if inside else end)

@@ -6,9 +6,10 @@ Each class starts vLLM once; the tests that need further starts (a dozen seconds
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -28,6 +29,9 @@ from ctxwin.store import Store, open_store
 from engines import models
 from engines.conformance import HEADER, QUERY, EngineConformance, difference, laid, picture, with_spans
 from twins import guard
+
+if TYPE_CHECKING:
+    from ctxwin_vllm.core import Core
 
 ALL = Sampling(max_tokens=4, logprobs=-1)
 # Float32 logprobs of two implementations of the same 3 layers: sums in another order, a few ulp each.
@@ -61,6 +65,43 @@ class OnVLLM(EngineConformance):
     def test_doctor_says_that_it_is_served(self, engine: Engine, model_dir: Path) -> None:
         found = assess(model_dir)
         assert found.standing == "tested" and found.engines == ("hf", "vllm"), found
+
+    def test_a_prompt_that_is_computed_in_slices_answers_as_one_computed_at_once(self, engine: Engine) -> None:
+        """What `ChatPrefill` computes ahead ends at blocks, in a picture, too, where the model allows it."""
+        if not engine.spec.vision:
+            pytest.skip("it sees no pictures")
+        from vllm import SamplingParams
+
+        from ctxwin_vllm.inputs import join
+        from ctxwin_vllm.rendered import Pictures, RenderedPrompt
+
+        core: Core = engine._core  # type: ignore[attr-defined]
+        shown = [
+            engine.encode(chunk) for i in (1, 2) for chunk in (Chunk.image(picture(i, 224)), Chunk.text(f"{i} red"))
+        ]
+        ids, media = join([engine.encode_system_prompt(HEADER), *shown, engine.encode_query(QUERY)])
+
+        def rendered(salt: str) -> RenderedPrompt:
+            return Pictures().read(core.inputs.prompt(ids, media, engine.embed, salt).prompt)
+
+        def run(prompt: Mapping[str, Any]) -> Any:
+            parameters = SamplingParams(max_tokens=1, temperature=0.0, logprobs=-1, detokenize=False)
+            ticket = core.driver.submit(dict(prompt), parameters, 0)
+            while not getattr(output := ticket.outputs.get(), "finished", True):
+                pass
+            assert not isinstance(output, BaseException), output
+            return output
+
+        sliced, ends = rendered("sliced"), set[int]()
+        for end in range(core.block, len(ids), core.block):
+            ends.add(end := sliced.boundary(end, uncut=core.uncut))
+            run(sliced.prefix(end))
+        inside = [end for end in ends if any(m.offset < end < m.offset + m.tokens for m in sliced.media)]
+        assert bool(inside) != core.uncut
+        at_once, last = run(rendered("at once").engine_input), run(sliced.engine_input)
+        assert at_once.num_cached_tokens == 0 and last.num_cached_tokens == (len(ids) - 1) // core.block * core.block
+        expected, got = (output.outputs[0].logprobs[0] for output in (at_once, last))
+        assert max(abs(got[token].logprob - entry.logprob) for token, entry in expected.items()) < CLOSE
 
     def compare(self, engine: Engine, reference: Engine, chunks: list[Chunk], salt: str) -> None:
         """The same chunks computed on both engines, and answered from their spans alone."""

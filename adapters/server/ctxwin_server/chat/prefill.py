@@ -21,8 +21,12 @@ QUIET_S, POLL_S = 0.05, 0.02
 """Seconds that the engine must have been idle before a prompt is begun, and between two looks at it."""
 MOST_BYTES = 256 << 20
 """Bytes of all requests that wait to be sent."""
-SLICE_S = 0.05
-"""Seconds for which a request may find the engine taken by a slice of a predicted prompt."""
+SLICE_S, LONG_SLICE_S = 0.05, 0.5
+"""Seconds for which a request may find the engine taken by a slice of a predicted prompt, and where requests are rare."""
+_RARE = 0.2
+"""Share of the time since others were served last that a slice may take."""
+_LONG_SLICE = 256
+"""Tokens from which on a longer slice is hardly faster by token."""
 _log = logging.getLogger("ctxwin.serve")
 
 
@@ -31,11 +35,17 @@ class Ahead:
     """One predicted request on its way to the engine.
 
     Attributes:
+        slice_s: seconds that a slice may take where shorter ones are slower by token.
         result: ``complete``; ``interrupted``, where it gave way to another request and can be sent again; else ``refused``.
     """
 
     prediction: Prediction
+    slice_s: float = SLICE_S
     result: str = "refused"
+
+    def slice_tokens(self, pace: float) -> int:
+        """Return how many tokens to compute next on an engine that computes ``pace`` tokens a second."""
+        return int(max(pace * SLICE_S, min(_LONG_SLICE, pace * self.slice_s)))
 
 
 class ChatPrefill:
@@ -51,6 +61,7 @@ class ChatPrefill:
         self._queue: OrderedDict[Prediction, tuple[str, Callable[[Ahead], Awaitable[object]]]] = OrderedDict()
         self._allowances: dict[str, Allowance] = {}
         self._queued = 0
+        self._others = time.monotonic()  # when a request of another conversation was last under way
         self._task: asyncio.Task[None] | None = None
 
     def submit(self, tenant: str, prediction: Prediction, send: Callable[[Ahead], Awaitable[object]]) -> None:
@@ -88,20 +99,24 @@ class ChatPrefill:
                 self._take()
                 continue
             if self._busy():
-                idle_since = time.monotonic()
-            if time.monotonic() - idle_since < QUIET_S or self._allowance(tenant).add(0) <= 0:
-                self._queue.move_to_end(prediction)
+                self._others = idle_since = time.monotonic()
+            spent = self._allowance(tenant).add(0) <= 0
+            if spent or time.monotonic() - idle_since < QUIET_S:
+                if spent:  # the oldest first: its conversation goes on first
+                    self._queue.move_to_end(prediction)
                 await asyncio.sleep(POLL_S)
                 continue
-            ahead, spent = Ahead(prediction), prediction.seconds
+            ahead = Ahead(prediction, min(LONG_SLICE_S, _RARE * (time.monotonic() - self._others)))
+            seconds = prediction.seconds
             try:
                 await send(ahead)
             except Exception as error:
                 _log.warning("a chat's next prompt was not computed ahead (%s)", error)
-            self._allowance(tenant).add(spent - prediction.seconds)
+            self._allowance(tenant).add(seconds - prediction.seconds)
             self._count(tenant, ahead.result)
             if ahead.result == "interrupted":
                 idle_since = time.monotonic()
+                self._others = self._others if prediction.cancelled else idle_since
             elif prediction in self._queue:
                 self._take(prediction)
 

@@ -20,7 +20,7 @@ from ctxwin_chats.prediction import common_prefix
 from ctxwin_server.app.request_options import RequestOptions
 from ctxwin_server.app.service import Service, TenantState
 from ctxwin_server.chat.conversations import Turn, WriteBackPending
-from ctxwin_server.chat.prefill import SLICE_S, Ahead
+from ctxwin_server.chat.prefill import Ahead
 from ctxwin_vllm.engine import VLLMEngine
 from ctxwin_vllm.media_cache import ReceivedMedia, confirm_media, names_of, names_sent
 from ctxwin_vllm.rendered import NotAWindow, Pictures, RenderedPrompt, RenderedRequest
@@ -119,12 +119,12 @@ class ChatClient:
         assert isinstance(engine, VLLMEngine)
         block, sampling = engine.core.block, SamplingParams(max_tokens=1, detokenize=False)
         ids = () if rendered is None else rendered.ids
+        last = len(ids) // block * block  # the prefix cache holds whole blocks
         end = prediction.reached = prediction.reached or common_prefix(prediction.prompt, ids) // block * block
-        while rendered is not None and end < len(ids) and not prediction.cancelled:
-            if self._service.busy(apart_from=1):
-                ahead.result = "interrupted"
-                break
-            end, began, cached = rendered.boundary(end + int(self._pace * SLICE_S), block), time.monotonic(), 0
+        ahead.result = "refused" if rendered is None else "interrupted"
+        while rendered is not None and end < last and not prediction.cancelled and not self._service.busy(apart_from=1):
+            end = min(last, (end // block + max(1, ahead.slice_tokens(self._pace) // block)) * block)
+            end, began, cached = rendered.boundary(end, uncut=engine.core.uncut), time.monotonic(), 0
             part, name = rendered.prefix(end), f"{request_id}-{end}"
             with engine.core.driver.counted(background=True):
                 async with aclosing(self._generate(part, sampling, name, options)) as outputs:
@@ -135,7 +135,7 @@ class ChatClient:
             prediction.reached, prediction.tokens, prediction.seconds = (
                 end, prediction.tokens + computed, prediction.seconds + took,
             )  # fmt: skip
-            ahead.result = "complete" if end == len(ids) else "interrupted"
+        ahead.result = "complete" if rendered is not None and end >= last else ahead.result
         raise asyncio.CancelledError
         yield  # makes it a generator
 

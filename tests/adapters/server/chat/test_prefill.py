@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ class Engine:
     def __init__(self) -> None:
         self.busy, self.sent, self.results = False, list[Prediction](), list[tuple[str, str]]()
         self.steps, self.seconds, self.fails = 3, 0.0, False
+        self.slices = list[float]()
 
     def is_busy(self) -> bool:
         return self.busy
@@ -27,6 +29,7 @@ class Engine:
 
     async def send(self, ahead: Ahead) -> None:
         self.sent.append(ahead.prediction)
+        self.slices.append(ahead.slice_s)
         if self.fails:
             raise OSError("gone")
         ahead.prediction.seconds += self.seconds
@@ -71,7 +74,10 @@ def test_what_waits_is_sent_once_the_engine_idles() -> None:
         await until(lambda: len(engine.results) == 2)
 
     engine = run(work)
-    assert sorted(engine.results) == [("a", "complete"), ("b", "complete")] and {*engine.sent} == {first, second}
+    assert engine.results == [("a", "complete"), ("b", "complete")] and engine.sent == [
+        first,
+        second,
+    ]  # the oldest first
     assert first.body == second.body == {}
 
 
@@ -87,6 +93,42 @@ def test_it_gives_way_and_goes_on_afterwards() -> None:
         await until(lambda: len(engine.results) == 2)
 
     assert run(work).results == [("a", "interrupted"), ("a", "complete")]
+
+
+def test_slices_are_short_while_others_are_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fifth of the time since a request of another conversation, up to half a second."""
+    clock = [100.0]
+    monkeypatch.setattr(prefill, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    async def work(engine: Engine, worker: ChatPrefill) -> None:
+        async def sent_again(seconds: float) -> None:
+            await asyncio.sleep(0)  # the worker reads the clock first
+            sent = len(engine.sent)
+            engine.busy = False
+            clock[0] += seconds
+            await until(lambda: len(engine.sent) > sent)
+
+        async def interrupted() -> None:
+            results = len(engine.results)
+            engine.busy = True
+            await until(lambda: len(engine.results) > results)
+
+        engine.steps = 10**9
+        worker.submit("a", first := prediction(), engine.send)
+        await sent_again(60.0)
+        await interrupted()
+        await sent_again(1.0)
+        await interrupted()
+        await sent_again(9.0)
+        first.cancelled = True  # its own conversation goes on
+        await until(lambda: len(engine.results) == 3)
+        worker.submit("a", prediction(), engine.send)
+        await sent_again(1.0)
+
+    assert run(work).slices == pytest.approx([0.5, 0.2, 0.5, 0.5])
+    long, short = Ahead(prediction(), 0.5), Ahead(prediction(), 0.0)
+    assert [long.slice_tokens(pace) for pace in (0.0, 20.0, 300.0, 1000.0, 20_000.0)] == [0, 10, 150, 256, 1000]
+    assert [short.slice_tokens(pace) for pace in (0.0, 300.0, 20_000.0)] == [0, 15, 1000]
 
 
 def test_what_is_cancelled_refused_or_failed_is_not_sent_again(caplog: pytest.LogCaptureFixture) -> None:
