@@ -114,7 +114,7 @@ def run(
                 f"a video needs a model that sees images, got {engine.spec.model!r}, a text model; without a video it reads a log"
             )
         footage = {seed: LogFootage(seed, options.frames) for seed in options.seeds}
-    max_tokens = options.max_tokens or (4 if options.video is None and engine.spec.vision else 32)
+    max_tokens = options.max_tokens or (32 if options.video is not None else 4 if engine.spec.vision else 16)
     # Like the engine's store and its prefix cache, the simulated caches are shared by all seeds.
     ledger, caches = Ledger(engine, policies=()), {policy: PrefixCache() for policy in POLICIES}
     frames, freed, resolved = sum(len(video.times) for video in footage.values()), 0, options.fidelity
