@@ -118,10 +118,10 @@ class ChatClient:
         prediction, engine = ahead.prediction, state.engine
         assert isinstance(engine, VLLMEngine)
         block, sampling = engine.core.block, SamplingParams(max_tokens=1, detokenize=False)
+        rendered = rendered if engine.core.caches else None  # without a prefix cache it would serve nothing
         ids = () if rendered is None else rendered.ids
         last = len(ids) // block * block  # the prefix cache holds whole blocks
         end = prediction.reached = prediction.reached or common_prefix(prediction.prompt, ids) // block * block
-        ahead.result = "refused" if rendered is None else "interrupted"
         while rendered is not None and end < last and not prediction.cancelled and not self._service.busy(apart_from=1):
             end = min(last, (end // block + max(1, ahead.slice_tokens(self._pace) // block)) * block)
             end, began, cached = rendered.boundary(end, uncut=engine.core.uncut), time.monotonic(), 0
@@ -135,7 +135,8 @@ class ChatClient:
             prediction.reached, prediction.tokens, prediction.seconds = (
                 end, prediction.tokens + computed, prediction.seconds + took,
             )  # fmt: skip
-        ahead.result = "complete" if rendered is not None and end >= last else ahead.result
+        if rendered is not None:
+            ahead.result = "complete" if end >= last else "interrupted"
         raise asyncio.CancelledError
         yield  # makes it a generator
 
