@@ -203,8 +203,8 @@ class LogFootage(_OpenFootage):
         noted = (("The light is on", "It is dark"), ("the door is open", "the door is shut"), ("nobody is", "a cat is"))
         lines = [f"Minute {minute}."]
         for room in rooms:
-            light, door, seen = (choices[int(rng.integers(2))] for choices in noted)
-            lines.append(f"{light} in the {room}, {door}, and {seen} there.")
+            light, door, animal = (choices[int(rng.integers(2))] for choices in noted)
+            lines.append(f"{light} in the {room}, {door}, and {animal} there.")
         return " ".join(lines) + "\n"
 
 
