@@ -105,6 +105,16 @@ def test_every_move_is_served_without_a_forward_by_the_lanes_it_is_about(hf: Any
     assert served(hf, "ahead") == (dict.fromkeys("ABCD", "resident"), 0)
 
 
+def test_a_text_model_is_measured_on_text(text_dir: Path) -> None:
+    from ctxwin import open_engine
+
+    with open_engine(f"hf:{text_dir}", dtype="float32") as engine:
+        result = reuse.measure(engine, reuse.Settings(ops=("slide", "ahead"), tokens=(64,), runs=1))
+    slide, ahead = result["rows"]
+    assert (slide["lanes"], ahead["lanes"]) == ({"survivor": 64}, {"resident": 64})
+    assert slide["forward_free"] and ahead["forward_free"]
+
+
 def test_any_order_of_the_predecessors_needs_no_forward(hf: Any) -> None:
     from itertools import permutations
 
