@@ -293,12 +293,14 @@ class Prefiller:
                         self._thread = None
                         self._wake.notify_all()
                         return
-                    window, job = next(iter(self._jobs.items()))
-                    if self._holds or not self._idle(job):
-                        self._jobs.move_to_end(window)
+                    ready = () if self._holds else filter(self._idle, self._jobs.values())
+                    job = next(iter(ready), None)  # the oldest: its window is asked first
+                    if job is None:
                         self._wake.wait(_POLL_S)
                     else:
-                        self._current = self._jobs.pop(window)
+                        self._current = self._jobs.pop(job.window)
+            assert job is not None
+            window = job.window
             began = time.monotonic()
             try:
                 self._work(job)

@@ -19,7 +19,7 @@ from ctxwin.engines.segments import Segment
 from ctxwin.errors import EngineFailed, UnknownVersion
 from ctxwin.policies import ByPriority, LowWater, OldestFirst
 from ctxwin.window import idle as idling
-from ctxwin.window.idle import prefiller_of
+from ctxwin.window.idle import IdlePrefill, prefiller_of
 from twins import twins
 from window.fake import FakeEngine
 from window.slow_engine import RESERVED, SlowEngine
@@ -273,6 +273,32 @@ def test_a_request_an_edit_and_the_end_give_up_a_forward_and_leave_nothing() -> 
             engine.waiting = False
         assert idle.counts.interrupted == len(ways) and idle.counts.tokens == 0
         assert not prefill_threads()
+
+
+def test_the_oldest_of_what_waits_is_computed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    polls, computed = 0, list[IdlePrefill]()
+    may_begin, work = idling.Prefiller._idle, idling.Prefiller._work
+
+    def polled(self: Any, job: Any) -> bool:
+        nonlocal polls
+        polls += 1
+        return may_begin(self, job)
+
+    monkeypatch.setattr(idling.Prefiller, "_idle", polled)
+    monkeypatch.setattr(idling.Prefiller, "_work", lambda self, job: (computed.append(job.window), work(self, job)))
+    with SlowEngine() as engine, contextlib.ExitStack() as stack:
+        engine.waiting = True
+        windows = [
+            stack.enter_context(Window(engine, "watch", 200, Fidelity("exact"), prefill="idle")) for _ in range(3)
+        ]
+        for i, window in enumerate(windows):
+            window.append(Chunk.text("a" * 20 + str(i)))
+        while polls < 10:
+            threading.Event().wait(0.001)
+        engine.waiting = False
+        engine.go_on.set()
+        assert prefiller_of(engine).drain(60)
+        assert computed == [window.core.idle for window in windows]
 
 
 @pytest.mark.parametrize("behind", [False, True])
