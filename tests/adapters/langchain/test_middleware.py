@@ -6,7 +6,7 @@ import asyncio
 import base64
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -26,8 +26,6 @@ from ctxwin.window.events import Event
 from engines.scripted import ScriptedEngine
 from langchain_ctxwin.chat import ChatCtxwin
 from langchain_ctxwin.middleware import KEY, LeastRecentlyReadMessages, Unit, WindowMiddleware, blocks, is_media
-
-Middleware = Callable[..., WindowMiddleware]
 
 
 def talk(*kinds: str) -> list[AnyMessage]:

@@ -43,14 +43,6 @@ def many_rules(count: int = 3000, seed: int = 0) -> str:
     return "\n".join(["root ::= (" + " | ".join(f"r{i}" for i in range(count)) + ")*", *rules])
 
 
-def wide_schema(seed: int = 0) -> dict[str, Any]:
-    """About 250 KB."""
-    return {
-        "type": "object",
-        "properties": {f"p{seed}_{i}": {"enum": [f"v{i}_{k}" for k in range(20)]} for i in range(1000)},
-    }
-
-
 @pytest.fixture(scope="module")
 def grammars() -> Iterator[Grammars]:
     made = Grammars(seconds=0.5)
