@@ -20,9 +20,10 @@ class AdvancedFidelity(BaseModel):
     """Fields of `Fidelity` for research: `Fidelity(advanced=AdvancedFidelity(...))`, or the same as a dict.
 
     Attributes:
-        layout: ``joint``: every patch has directions of its own. ``shared``: patches are coefficients over directions that
-            all patches of the model share (`ctxwin.profiles`), ``rank`` numbers a token; a window of a model without a basis
-            is refused.
+        layout: ``joint``: every patch has directions of its own. ``quantized``: each layer has, in 2 to 6 bits a number, within
+            the bytes of ``bytes_share``, or of joint ones of ``rank`` (`ctxwin.kv.quantize`). ``shared``: patches are
+            coefficients over directions that all patches of the model share (`ctxwin.profiles`), ``rank`` numbers a token; a
+            window of a model without a basis is refused.
         basis: id of the shared basis; always that of the model where a window opens, whatever is given.
         eliminate: with `Fidelity.merge`: an answer over merged chunks keeps the same share of all tokens while it is generated;
             beyond that the token 25 before the newest is dropped. On transformers only: vLLM keeps every token that it has
@@ -35,7 +36,7 @@ class AdvancedFidelity(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    layout: Literal["joint", "shared"] = "joint"
+    layout: Literal["joint", "quantized", "shared"] = "joint"
     basis: str | None = None
     eliminate: bool = False
     reference: Reference = "stricter"

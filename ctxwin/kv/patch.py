@@ -17,10 +17,11 @@ from ctxwin.kv.basis import SharedBasis
 from ctxwin.kv.deficit import Deficit, deficit
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.lowrank import Weight, truncated_svd
+from ctxwin.kv.quantize import QuantizedFactors, quantize
 from ctxwin.kv.rope import Move
 from ctxwin.kv.states import States, factors, named, recondition_states, states_in
 
-Layout = Literal["joint", "per_layer", "shared"]
+Layout = Literal["joint", "per_layer", "quantized", "shared"]
 Layers = Literal["all", "deep"] | Sequence[int]
 
 _PLAIN = ("identity", "layout", "heads", "k_dim", "v_dim", "rank", "dense")
@@ -38,6 +39,7 @@ class Patch:
     |-------------|-------------|---------------------------------------|
     | joint       | ``[T, m]``  | ``[n, m, W]``                         |
     | per_layer   | ``[n, T, m]``| ``[n, m, W]``                        |
+    | quantized   | the same, of ``quantized``; zero where a layer has fewer directions | |
     | shared      | as its basis' layout | None: it is ``basis.right``  |
     | any, dense  | ``[n, T, W]``, the deficit itself | None             |
 
@@ -49,6 +51,7 @@ class Patch:
         rank: directions kept (the full rank where dense).
         dense: the deficit itself is stored, because factors of this rank would be no smaller.
         basis: the shared basis that ``left`` are coefficients of.
+        quantized: the factors in few bits, of which ``left`` and ``right`` are the numbers.
         states: for a hybrid, the patch of its chunk's map (`ctxwin.kv.states.factors`); empty for other models.
         meta: JSON-able: ``energy`` (of the whole deficit), ``captured`` (share of it the patch restores, after
             rounding), ``dropped`` (selected layers without a deficit), ``method``, ``weighted``.
@@ -65,6 +68,7 @@ class Patch:
     right: torch.Tensor | None
     dense: bool = False
     basis: SharedBasis | None = None
+    quantized: QuantizedFactors | None = field(default=None, repr=False, compare=False)
     states: States = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
 
@@ -128,6 +132,8 @@ class Patch:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return its tensors by name, for a codec."""
+        if self.quantized is not None:
+            return self.quantized.tensors() | named(self.states)
         factors = {"left": self.left} if self.right is None else {"left": self.left, "right": self.right}
         return factors | named(self.states)
 
@@ -135,7 +141,10 @@ class Patch:
         """Return everything but the tensors, JSON-able; the ``meta`` of `from_tensors`."""
         plain = {name: getattr(self, name) for name in _PLAIN}
         named = None if self.basis is None else self.basis.id
-        return {**plain, "layers": list(self.layers), "basis": named, "meta": dict(self.meta)}
+        shape = (
+            {} if self.quantized is None else {"tokens": self.tokens, "dtype": str(self.dtype).removeprefix("torch.")}
+        )
+        return {**plain, **shape, "layers": list(self.layers), "basis": named, "meta": dict(self.meta)}
 
     @classmethod
     def from_tensors(
@@ -144,7 +153,7 @@ class Patch:
         """Rebuild a patch from its `tensors` and `describe`.
 
         Args:
-            tensors: ``left`` and, where it has one, ``right``; those of its states.
+            tensors: ``left`` and, where it has one, ``right``, or those of `QuantizedFactors`; those of its states.
             meta: what `describe` returned.
             basis: the shared basis named in ``meta["basis"]``.
 
@@ -154,14 +163,23 @@ class Patch:
         over = meta["basis"]
         if over != (None if basis is None else basis.id):
             raise ValueError(f"basis must be {over}, got {None if basis is None else basis.id}")
-        if "left" not in tensors:
+        quantized: QuantizedFactors | None = None
+        right: torch.Tensor | None
+        if meta["layout"] == "quantized" and "tokens" in meta:
+            quantized = QuantizedFactors.from_tensors(tensors)
+            width = meta["heads"] * (meta["k_dim"] + meta["v_dim"])
+            left, right = quantized.factors(meta["tokens"], width, getattr(torch, meta["dtype"]))
+        elif "left" not in tensors:
             raise ValueError(f"tensors must hold 'left', got {sorted(tensors)}")
+        else:
+            left, right = tensors["left"], tensors.get("right")
         patch = cls(
             **{name: meta[name] for name in _PLAIN},
             layers=tuple(meta["layers"]),
-            left=tensors["left"],
-            right=tensors.get("right"),
+            left=left,
+            right=right,
             basis=basis,
+            quantized=quantized,
             states=states_in(tensors),
             meta=dict(meta["meta"]),
         )
@@ -240,7 +258,9 @@ def compress(
             the deficit itself where that fits. Rank 0 where not even one direction fits; see ``meta["captured"]``.
         layers: ``all``, ``deep`` (the upper half) or layer numbers. Where the deficit is arithmetic noise a layer is
             dropped.
-        layout: ``joint`` (one left factor for all layers) or ``per_layer``. Shared ones come from `pooling.project`.
+        layout: ``joint`` (one left factor for all layers), ``per_layer``, or ``quantized``: factors by layer in few bits
+            (`ctxwin.kv.quantize`), within the bytes of ``bytes_share``, or of joint factors of ``rank``. Shared ones come
+            from `pooling.project`.
         dtype: dtype of the stored factors.
         weight: norm of the truncation error, by its effect on the output; None is the plain norm.
 
@@ -250,10 +270,12 @@ def compress(
     Raises:
         ValueError: both ``rank`` and ``bytes_share``, or values out of range.
 
-    Cost: the SVD of ``[T, n W]`` (joint) or of n matrices ``[T, W]``.
+    Cost: the SVD of ``[T, n W]`` (joint) or of n matrices ``[T, W]``; less for quantized ones.
     """
-    if layout not in ("joint", "per_layer"):
-        raise ValueError(f"layout must be joint or per_layer, got {layout!r}; shared patches come from pooling.project")
+    if layout not in ("joint", "per_layer", "quantized"):
+        raise ValueError(
+            f"layout must be joint, per_layer or quantized, got {layout!r}; shared patches come from pooling.project"
+        )
     if rank is not None and bytes_share is not None:
         raise ValueError("give rank or bytes_share, got both")
     if bytes_share is not None and not bytes_share > 0:
@@ -264,9 +286,11 @@ def compress(
     covered = lost.covered(selected)
     if weight is not None:
         weight.validate(spec)
+    if weight is not None and layout == "quantized":
+        raise ValueError("weight must be None for quantized factors, got one")
     joint, n, t, width = layout == "joint", len(covered), lost.tokens, spec.heads * (spec.k_dim + spec.v_dim)
-    per_rank = t + n * width if joint else n * (t + width)
-    cap = min(t, n * width if joint else width)
+    per_rank = n * (t + width) if layout == "per_layer" else t + n * width
+    cap = min(t, width if layout == "per_layer" else n * width)
     dense_size = n * t * width
     rank_kept = cap if rank is None else min(cap, rank)
     if bytes_share is not None:
@@ -276,8 +300,18 @@ def compress(
     dense = n > 0 and rank_kept * per_rank >= dense_size
     rows = [lost.matrix(layer) for layer in covered]
     right: torch.Tensor | None = None
+    quantized: QuantizedFactors | None = None
     if dense:
         left_factor = torch.stack(rows).to(dtype)
+    elif layout == "quantized" and n and rank != 0:
+        share = (
+            rank_kept * per_rank * dtype.itemsize
+            if bytes_share is None
+            else bytes_share * spec.span_bytes(t, _KV_ITEMSIZE)
+        )
+        quantized = quantize(rows, int(share))
+        left_factor, right = quantized.factors(t, width, dtype)
+        rank_kept = int(left_factor.shape[-1])
     elif not rank_kept:
         left_factor = lost.k.new_zeros((t, 0) if joint else (n, t, 0), dtype=dtype)
         right = lost.k.new_zeros((n, 0, width), dtype=dtype)
@@ -299,6 +333,7 @@ def compress(
         left=left_factor,
         right=right,
         dense=dense,
+        quantized=quantized,
         states=factors(lost.states, rank, bytes_share, dtype),
         meta={"method": "exact", "weighted": weight is not None, "dropped": sorted({*selected} - {*covered})},
     )

@@ -48,7 +48,7 @@ class Patcher:
     truncating the same singular value decomposition would.
 
     Attributes:
-        layout: ``joint``, ``per_layer`` or ``shared`` (needs ``basis``).
+        layout: ``joint``, ``per_layer``, ``quantized`` (in the bytes of joint factors of a rank) or ``shared`` (needs ``basis``).
         weight: measures truncation errors; None for the plain norm.
         basis: directions for ``shared``, of at least the largest rank that will be asked for.
         floor: least rank of a decomposition, so that a sweep is cut from one decomposition in any order.
@@ -84,6 +84,8 @@ class Patcher:
         """Return the patch of a deficit at ``rank`` (None: full). ``cache`` is the caller's; ``lost`` is called on a miss."""
         if self.layout == "shared":
             return self._project(lost(), rank)
+        if self.layout == "quantized":
+            return compress(lost(), self.spec, rank=rank, layers=self.layers, layout="quantized", dtype=self.dtype)
         cached = cache.get(key)
         if cached is not None and rank is not None and rank <= cached.rank:
             return _cut(cached, rank)
@@ -127,7 +129,7 @@ def _cut(patch: Patch, rank: int) -> Patch:
 def parse_variant(name: str) -> tuple[Layout, Layers, Weighting] | None:
     """(layout, layers, weight) of words joined by ``+``, e.g. ``shared+deep``; None for anything else.
 
-    Words: ``joint`` (the default), ``per_layer`` or ``shared``; ``deep``; ``balanced`` or ``output``. One of each kind.
+    Words: ``joint`` (the default), ``per_layer``, ``quantized`` or ``shared``; ``deep``; ``balanced`` or ``output``; one each.
     """
     words, choices = name.split("+"), []
     for options, default in ((get_args(Layout), "joint"), (("deep",), "all"), (("balanced", "output"), "none")):

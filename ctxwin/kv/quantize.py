@@ -1,0 +1,171 @@
+"""Factors in few bits: each direction of each layer takes as many bits as its singular value is worth.
+
+Reverse water-filling over the spectra of all layers (Cover and Thomas, Elements of Information Theory, section 10.3.3): a
+direction of singular value s takes about ``log2(s / level)`` bits a number, and none where that is little; the level is the
+lowest whose bytes fit. On natural text and SmolLM2 that restores at an eighth of a chunk's bytes what factors in bfloat16 of
+one rank need four times as many for (`evals/results/released.md`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+LEAST_BITS, MOST_BITS = 2, 6
+GROUP = 64
+"""Numbers that share a scale."""
+_SCALE_BITS = 16
+_EXTRA = 1.0
+"""Bits beyond the logarithm: a uniform quantizer of groups with one scale is so much worse than the bound."""
+_WORTH = 0.8
+"""Logarithm under which a direction takes no bits: two bits would restore little of it."""
+_DIRECTIONS = 5 / 8
+"""Directions of a layer at most, over those whose numbers are as many as the layer's own. Fewer with more bits restore more, and
+every one is computed when a patch is applied."""
+_CLIPS = (1.0, 0.92, 0.84, 0.76, 0.68, 0.6, 0.52, 0.44)
+"""Shares of a group's largest number that are tried as the range of its codes."""
+_NAMES = ("bits", "codes", "scales")
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedFactors:
+    """Left and right factors of n layers, m directions each, in 2 to 6 bits a number.
+
+    Attributes:
+        bits: uint8 ``[n, m]``, bits of each direction's numbers; 0 where a layer has fewer directions.
+        codes: uint8 ``[bytes]``: by ascending number of bits, the codes of the left factors, then of the right ones.
+        scales: bfloat16 ``[groups]``, steps between codes in the same order; a group is `GROUP` numbers of one direction.
+    """
+
+    bits: torch.Tensor
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return its tensors by name, for a codec."""
+        return {name: getattr(self, name) for name in _NAMES}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> QuantizedFactors:
+        """Rebuild it from its tensors. Raises ValueError where one is missing."""
+        if missing := [name for name in _NAMES if name not in tensors]:
+            raise ValueError(f"tensors must hold {', '.join(_NAMES)}, got none named {', '.join(missing)}")
+        return cls(*(tensors[name] for name in _NAMES))
+
+    def factors(self, tokens: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the factors, ``left [n, tokens, m]`` and ``right [n, m, width]``, zero where there is no direction.
+
+        Raises ValueError where codes or scales are not as many as the bits ask for.
+        """
+        n, m = self.bits.shape
+        left, right = torch.zeros(n, m, tokens, dtype=dtype), torch.zeros(n, m, width, dtype=dtype)
+        codes, scales = self.codes.numpy(), self.scales
+        for bits in range(LEAST_BITS, MOST_BITS + 1):
+            at = self.bits == bits
+            for side in (left, right):
+                count, length = int(at.sum()), int(side.shape[-1])
+                groups = -(-length // GROUP)
+                used = -(-count * length * bits // 8)
+                if used > len(codes) or count * groups > len(scales):
+                    raise ValueError(
+                        "codes and scales must be as many as bits ask for, got fewer; form the patch again"
+                    )
+                steps = scales[: count * groups].float().view(count, groups).repeat_interleave(GROUP, 1)[:, :length]
+                numbers = torch.from_numpy(_unpack(codes[:used], bits, count * length)).view(count, length)
+                side[at] = ((numbers.float() - (2 ** (bits - 1) - 0.5)) * steps).to(dtype)
+                codes, scales = codes[used:], scales[count * groups :]
+        if len(codes) or len(scales):
+            raise ValueError("codes and scales must be as many as bits ask for, got more; form the patch again")
+        return left.transpose(1, 2).contiguous(), right
+
+
+def quantize(matrices: Sequence[torch.Tensor], budget: int) -> QuantizedFactors:
+    """Return factors of matrices ``[T, W]``, one a layer, in at most ``budget`` bytes.
+
+    Cost: an eigendecomposition of ``[min(T, W), min(T, W)]`` and two products a layer.
+    """
+    x = torch.stack(list(matrices)).float()
+    tokens, width = x.shape[1:]
+    tall = tokens > width
+    # Exact whatever the accuracy of the eigenvectors, as long as they are orthonormal.
+    vectors = torch.linalg.eigh(x.mT @ x if tall else x @ x.mT)[1].flip(-1)
+    left, right = (x @ vectors, vectors.mT) if tall else (vectors, vectors.mT @ x)
+    values = (left.norm(dim=1) if tall else right.norm(dim=2)).clamp_min(torch.finfo(torch.float32).tiny)
+    root = values.sqrt()
+    sides = (left / root[:, None], right * root[..., None]) if tall else (left * root[:, None], right / root[..., None])
+    bits = _allocate(values, tokens, width, budget)
+    bits = bits[:, : int((bits > 0).any(0).sum())].contiguous()
+    kept = int(bits.shape[1])
+    rows = sides[0].mT[:, :kept].contiguous(), sides[1][:, :kept].contiguous()
+    codes: list[np.ndarray] = []
+    scales: list[torch.Tensor] = []
+    for number in range(LEAST_BITS, MOST_BITS + 1):
+        for side in rows:
+            numbers, steps = _codes(side[bits == number], number)
+            codes.append(_pack(numbers, number))
+            scales.append(steps.flatten())
+    return QuantizedFactors(bits, torch.from_numpy(np.concatenate(codes)), torch.cat(scales))
+
+
+def _allocate(values: torch.Tensor, tokens: int, width: int, budget: int) -> torch.Tensor:
+    """Return the bits of each direction, uint8 ``[n, m]``: those at the lowest level whose bytes fit ``budget``."""
+    groups = -(-tokens // GROUP) - (-width // GROUP)
+    logs = values.double().log2()
+
+    most = max(1, int(_DIRECTIONS * tokens * width / (tokens + width)))
+
+    def at(level: float) -> torch.Tensor:
+        worth = logs - level
+        bits = torch.where(worth < _WORTH, 0, (worth + _EXTRA).round().clamp(LEAST_BITS, MOST_BITS)).to(torch.uint8)
+        bits[:, most:] = 0
+        return bits
+
+    def size(bits: torch.Tensor) -> float:
+        shown = bits.double()
+        last = int((bits > 0).any(0).sum())
+        overhead = len(bits) * last + 2 * (
+            MOST_BITS - LEAST_BITS + 1
+        )  # `bits` itself, and codes that fill no whole byte
+        return float(shown.sum() * (tokens + width) / 8 + (shown > 0).sum() * groups * _SCALE_BITS / 8 + overhead)
+
+    low, high = float(logs.min()) - MOST_BITS - 1, float(logs.max())
+    if size(at(low)) <= budget:
+        return at(low)
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if size(at(middle)) > budget else (low, middle)
+    return at(high)
+
+
+def _codes(rows: torch.Tensor, bits: int) -> tuple[np.ndarray, torch.Tensor]:
+    """Return the codes of rows ``[r, length]``, uint8 ``[r * length]``, and the steps of their groups ``[r, groups]``."""
+    length, levels = rows.shape[-1], 2**bits
+    groups = torch.nn.functional.pad(rows, (0, -length % GROUP)).unflatten(-1, (-1, GROUP))
+    largest = groups.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    for clip in _CLIPS:
+        step = (2 * clip * largest / (levels - 1)).to(torch.bfloat16)
+        code = (groups / step.float()).floor().clamp(-levels // 2, levels // 2 - 1)
+        error = ((code + 0.5) * step.float() - groups).square().sum(-1, keepdim=True)
+        if best is None:
+            best = code, step, error
+        else:
+            better = error < best[2]
+            best = tuple(torch.where(better, new, old) for new, old in zip((code, step, error), best, strict=True))  # type: ignore[assignment]
+    assert best is not None
+    numbers = (best[0] + levels // 2).to(torch.uint8).flatten(-2)[:, :length]
+    return numbers.flatten().numpy(), best[1][..., 0]
+
+
+def _pack(numbers: np.ndarray, bits: int) -> np.ndarray:
+    """Return numbers under ``2 ** bits`` as bytes, the first bit first."""
+    return np.packbits((numbers[:, None] >> np.arange(bits - 1, -1, -1, dtype=np.uint8)) & 1)
+
+
+def _unpack(data: np.ndarray, bits: int, count: int) -> np.ndarray:
+    """Undo `_pack` of ``count`` numbers."""
+    shown = np.unpackbits(data, count=count * bits).reshape(count, bits)
+    return shown @ (1 << np.arange(bits - 1, -1, -1, dtype=np.uint8))
