@@ -20,7 +20,7 @@ class AdvancedFidelity(BaseModel):
     """Fields of `Fidelity` for research: `Fidelity(advanced=AdvancedFidelity(...))`, or the same as a dict.
 
     Attributes:
-        layout: ``joint``: every patch has directions of its own. ``quantized``: each layer has, in 2 to 6 bits a number, within
+        layout: ``joint``: every patch has directions of its own. ``quantized``: each layer has, in 2 to 8 bits a number, within
             the bytes of ``bytes_share``, or of joint ones of ``rank`` (`ctxwin.kv.quantize`). ``shared``: patches are
             coefficients over directions that all patches of the model share (`ctxwin.profiles`), ``rank`` numbers a token; a
             window of a model without a basis is refused.

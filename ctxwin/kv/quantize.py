@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-LEAST_BITS, MOST_BITS = 2, 6
+LEAST_BITS, MOST_BITS = 2, 8
 GROUP = 64
 """Numbers that share a scale."""
 _SCALE_BITS = 16
@@ -32,7 +32,7 @@ _NAMES = ("bits", "codes", "scales")
 
 @dataclass(frozen=True, eq=False)
 class QuantizedFactors:
-    """Left and right factors of n layers, m directions each, in 2 to 6 bits a number.
+    """Left and right factors of n layers, m directions each, in 2 to 8 bits a number.
 
     Attributes:
         bits: uint8 ``[n, m]``, bits of each direction's numbers; 0 where a layer has fewer directions.
@@ -143,7 +143,7 @@ def _allocate(values: torch.Tensor, tokens: int, width: int, budget: int) -> tor
 def _codes(rows: torch.Tensor, bits: int) -> tuple[np.ndarray, torch.Tensor]:
     """Return the codes of rows ``[r, length]``, uint8 ``[r * length]``, and the steps of their groups ``[r, groups]``."""
     length, levels = rows.shape[-1], 2**bits
-    groups = torch.nn.functional.pad(rows, (0, -length % GROUP)).unflatten(-1, (-1, GROUP))
+    groups = torch.nn.functional.pad(rows, (0, -length % GROUP)).view(len(rows), -(-length // GROUP), GROUP)
     largest = groups.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     for clip in _CLIPS:

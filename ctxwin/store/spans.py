@@ -207,12 +207,14 @@ class SpanRepository:
             from ctxwin.kv.patch import Patch
 
             tensors, header = codec.decode_tensors(blob, checked=False)
-            check_finite(*tensors.values())
             named = header["patch"]["basis"]
             basis = None if named is None else self._known.get(named) or self.get_basis(named)
             if named is not None and basis is None:
                 raise _BasisGoneError(named)
-            return Patch.from_tensors(tensors, header["patch"], basis), header
+            patch = Patch.from_tensors(tensors, header["patch"], basis)
+            right = () if patch.right is None else (patch.right,)
+            check_finite(patch.left, *right, *patch.states.values())
+            return patch, header
 
         return _record(self._get(_key(key, *_PATCHES), "patch", decode))
 

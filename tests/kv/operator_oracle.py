@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -78,6 +79,19 @@ def placed(spec: KVSpec, raw: SpanKV, start: int) -> SpanKV:
         held = k[layers] if not kind.head_dim else k[layers].reshape(len(layers), raw.tokens, -1, kind.head_dim)
         k[layers] = oracle_rotate(kind.rope, held, (raw.positions + start).numpy()).reshape(k[layers].shape)
     return replace(raw, k=torch.from_numpy(k).to(raw.k.dtype), start=start)
+
+
+def pair(spec: KVSpec, tokens: int, seed: int, p1: int, skip: Sequence[int] = ()) -> tuple[SpanKV, SpanKV, SpanKV]:
+    """Base at the origin, conditioned at p1, both as the engine would have computed them, and the latter's raw KV.
+
+    ``skip``: equal layers.
+    """
+    positions = random_positions(tokens, seed)
+    raw_base = random_span(spec, tokens, seed, positions=positions)
+    raw_cond = random_span(spec, tokens, seed + 1, positions=positions)
+    for layer in skip:
+        raw_cond.k[layer], raw_cond.v[layer] = raw_base.k[layer], raw_base.v[layer]
+    return placed(spec, raw_base, 0), placed(spec, raw_cond, p1), raw_cond
 
 
 @st.composite

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operator_oracle import make_spec, placed, plain_rope, random_positions, random_span, specs, worst
+from operator_oracle import make_spec, pair, placed, plain_rope, specs, worst
 
 from ctxwin.kv.deficit import deficit
 from ctxwin.kv.lowrank import Weight, truncated_svd
@@ -16,16 +16,6 @@ from ctxwin.kv.relocate import canonicalise, relocate
 from ctxwin.kv.rope import turn
 
 F64 = torch.float64
-
-
-def pair(spec, tokens, seed, p1, skip=()):
-    """(base at the origin, conditioned at p1), both as the engine would have computed them; ``skip``: equal layers."""
-    positions = random_positions(tokens, seed)
-    raw_base = random_span(spec, tokens, seed, positions=positions)
-    raw_cond = random_span(spec, tokens, seed + 1, positions=positions)
-    for layer in skip:
-        raw_cond.k[layer], raw_cond.v[layer] = raw_base.k[layer], raw_base.v[layer]
-    return placed(spec, raw_base, 0), placed(spec, raw_cond, p1), raw_cond
 
 
 def stacked(lost, layers):

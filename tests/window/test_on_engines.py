@@ -160,8 +160,9 @@ def test_approximation_is_close_and_never_reaches_an_exact_window(engine: Engine
                 assert ask(exact, question).usage.exact
 
 
-def test_a_removal_patch_answers_like_a_re_prefill_of_what_stayed(engine: Engine) -> None:
-    removing = Fidelity("patched", bytes_share=0.11, layers="deep", survivors="removal")
+@pytest.mark.parametrize("layout", ["joint", "quantized"])
+def test_a_removal_patch_answers_like_a_re_prefill_of_what_stayed(engine: Engine, layout: str) -> None:
+    removing = Fidelity("patched", bytes_share=0.11, layers="deep", survivors="removal", advanced={"layout": layout})
     with Window(engine, HEADER, fidelity=removing) as window:
         window.extend([chunk(i) for i in (3, 1, 4, 0)])
         ask(window, QUESTIONS[0])
