@@ -35,7 +35,8 @@ def _with(*lanes: Lane) -> Fidelity:
     Survivors of slides only: those that lost a chunk from their midst do more harm (`evals/studies/trust.py`) and are rare.
     """
     forbidden = tuple(lane for lane in LANES if lane not in {"computed", "formed", "resident", *lanes})
-    return Fidelity("patched", orbit="orbit" in lanes, survivors="slid", advanced=AdvancedFidelity(forbid=forbidden))
+    advanced = AdvancedFidelity(layout="quantized", forbid=forbidden)
+    return Fidelity("patched", orbit="orbit" in lanes, survivors="slid", advanced=advanced)
 
 
 STRATEGIES: dict[str, Strategy] = {
