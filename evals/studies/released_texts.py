@@ -118,38 +118,38 @@ class Fact:
     answer: str
 
 
-def one_document(rng: np.random.Generator, chunks: int, asked: int) -> Fact:
+def one_document(rng: np.random.Generator, chunks: int, place: int) -> Fact:
     """Every chunk tells one code."""
     objects, codes = rng.permutation(OBJECTS)[:chunks], rng.choice(np.arange(1000, 10000), chunks, replace=False)
     pieces = [("", f" The code of the {thing} is {code}.", "") for thing, code in zip(objects, codes, strict=True)]
-    return Fact(pieces, f"\nThe code of the {objects[asked]} is", f" {codes[asked]}")
+    return Fact(pieces, f"\nThe code of the {objects[place]} is", f" {codes[place]}")
 
 
-def cut_sentence(rng: np.random.Generator, chunks: int, asked: int) -> Fact:
+def cut_sentence(rng: np.random.Generator, chunks: int, place: int) -> Fact:
     """Every chunk ends with a sentence that the next one completes."""
     objects, codes = rng.permutation(OBJECTS)[:chunks], rng.choice(np.arange(1000, 10000), chunks, replace=False)
     pieces = [(f" {codes[i - 1]}." if i else "", "", f" The code of the {objects[i]} is") for i in range(chunks)]
-    return Fact(pieces, f"\nThe code of the {objects[asked - 1]} is", f" {codes[asked - 1]}")
+    return Fact(pieces, f"\nThe code of the {objects[place - 1]} is", f" {codes[place - 1]}")
 
 
-def pronoun(rng: np.random.Generator, chunks: int, asked: int) -> Fact:
+def pronoun(rng: np.random.Generator, chunks: int, place: int) -> Fact:
     """Every chunk ends with a person of whom the next one says what they own."""
     people = [str(name) for name in rng.permutation(WOMEN + MEN)[:chunks]]
     objects = rng.permutation(OBJECTS)[:chunks]
     owners, pieces = ["She" if name in WOMEN else "He" for name in people], []
     for i, name in enumerate(people):
         pieces.append((f" {owners[i - 1]} owns the {objects[i - 1]}." if i else "", "", f" This is {name}."))
-    question = f"\nThis is {people[asked - 1]}. {owners[asked - 1]} owns the"
-    return Fact(pieces, question, f" {objects[asked - 1]}")
+    question = f"\nThis is {people[place - 1]}. {owners[place - 1]} owns the"
+    return Fact(pieces, question, f" {objects[place - 1]}")
 
 
-def comparison(rng: np.random.Generator, chunks: int, asked: int) -> Fact:
+def comparison(rng: np.random.Generator, chunks: int, place: int) -> Fact:
     """Every chunk tells a weight; the heavier of two things is asked for."""
     objects, weights = rng.permutation(OBJECTS)[:chunks], rng.permutation(np.arange(2, 99))[:chunks]
-    other = int(rng.integers(chunks - FACT_CHUNKS, asked))
+    other = int(rng.integers(chunks - FACT_CHUNKS, place))
     pieces = [("", f" The {thing} weighs {weight} kg.", "") for thing, weight in zip(objects, weights, strict=True)]
-    heavier = asked if weights[asked] > weights[other] else other
-    first, second = rng.permutation([asked, other])
+    heavier = place if weights[place] > weights[other] else other
+    first, second = rng.permutation([place, other])
     return Fact(
         pieces, f"\nOf the {objects[first]} and the {objects[second]}, the heavier one is the", f" {objects[heavier]}"
     )

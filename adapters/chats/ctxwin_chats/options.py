@@ -101,11 +101,11 @@ def read_options(
             f"audit must be 0 behind a chat, whose answers are not audited, got {options.fidelity.audit}; omit it, or ask a "
             "window (POST /v1/windows)"
         )
-    said = {name: extension.get(name) or headers.get(f"x-ctxwin-{name.replace('_', '-')}") for name in _PROMPT}
-    options.prompt = prompt.replace({name: str(value) for name, value in said.items() if value is not None})
-    own = bool(options.prompt) or said["lazy_drops"] is not None
-    own = own or any(data.get(name) is not None for name in EDIT_FIELDS)
-    if mode == "off" and not own:
+    values = {name: extension.get(name) or headers.get(f"x-ctxwin-{name.replace('_', '-')}") for name in _PROMPT}
+    options.prompt = prompt.replace({name: str(value) for name, value in values.items() if value is not None})
+    has_options = bool(options.prompt) or values["lazy_drops"] is not None
+    has_options = has_options or any(data.get(name) is not None for name in EDIT_FIELDS)
+    if mode == "off" and not has_options:
         return None
     options.name = conversation_name(headers, data)
     if mode == "off":
@@ -120,7 +120,7 @@ def read_options(
 
 
 def _window_mode(headers: Mapping[str, str], data: Any, default: str) -> str:
-    """Return ``auto`` or ``off``: whether a request may use a window. Raises ValueError for anything else."""
+    """Return ``auto`` if a request may use a window, else ``off``. Raises ValueError for anything else."""
     extension = data.get("ctxwin") if isinstance(data, dict) else None
     mode = (extension.get("windows") if isinstance(extension, dict) else None) or headers.get(HEADER) or default
     if mode not in ("auto", "off"):

@@ -65,10 +65,10 @@ class ResidentSpans:
         """
         with self._lock:
             self._drop_gone()
-            wanted = {id(part.span.origin) for part in parts}
-            for key in wanted & self._entries.keys():
+            required = {id(part.span.origin) for part in parts}
+            for key in required & self._entries.keys():
                 self._entries.move_to_end(key)
-            return [replace(part, resident=self._copy(part.span, wanted)) for part in parts]
+            return [replace(part, resident=self._copy(part.span, required)) for part in parts]
 
     def keep(self, span: SpanKV, k: torch.Tensor, v: torch.Tensor) -> None:
         """Keep ``k`` and ``v``, a span's KV as it was read on the device, as its copy, if there is room. O(1)."""
@@ -84,7 +84,7 @@ class ResidentSpans:
             for key in list(self._entries):
                 self._drop(key)
 
-    def _copy(self, span: SpanKV, wanted: set[int]) -> ResidentKV | None:
+    def _copy(self, span: SpanKV, required: set[int]) -> ResidentKV | None:
         entry = self._entries.get(id(span.origin))
         if entry is not None:
             return entry.kv
@@ -92,7 +92,7 @@ class ResidentSpans:
         nbytes = sum(
             len(layers) * span.tokens * (last - first) * x.shape[3] * x.element_size() for x in (span.k, span.v)
         )
-        if not nbytes or not self._has_room(nbytes, wanted):
+        if not nbytes or not self._has_room(nbytes, required):
             return None
         try:
             cut = (slice(layers.start, layers.stop), slice(None), slice(first, last))
@@ -105,9 +105,9 @@ class ResidentSpans:
         self.copied_bytes += nbytes
         return kv
 
-    def _has_room(self, nbytes: int, wanted: set[int]) -> bool:
-        """Return True if there is room for ``nbytes``, behind evicting what is not ``wanted``."""
-        for old in [key for key in self._entries if key not in wanted]:
+    def _has_room(self, nbytes: int, required: set[int]) -> bool:
+        """Return True if there is room for ``nbytes``, behind evicting what is not ``required``."""
+        for old in [key for key in self._entries if key not in required]:
             if self.nbytes + nbytes <= self.max_bytes:
                 break
             self._drop(old)

@@ -215,12 +215,12 @@ class PlainRequest:
         ``windows``: mode of a request that names none.
         """
         data, path = self._data, self._path
-        own = {"ctxwin": data["ctxwin"]} if "ctxwin" in data else {}
+        extension = {"ctxwin": data["ctxwin"]} if "ctxwin" in data else {}
         resumed = path != CHAT and await self._run(resume, path, data)
         is_managed = any(data.get(field) is not None for field in EDIT_FIELDS)
         chat = read_options(path, headers, data, windows, self._service.prompts)
         if chat is None:
-            return bool(own) or resumed
+            return bool(extension) or resumed
         self.options = options = RequestOptions(**vars(chat), tenant=self._tenant)
         compact, applied, late, room = None, None, None, None
         if not data.keys().isdisjoint(EDIT_FIELDS) or self._service.policy is not None:
@@ -238,13 +238,13 @@ class PlainRequest:
         else:
             room = await self._keep_drops(options, options.prompt.lazy_drops)
         if compact is not None:
-            await self._compact(options, compact, own)
+            await self._compact(options, compact, extension)
         elif options.prompt.prefill and not self._follows:
             await self._foresee(options, turns, room)
         if late is not None and late.parts:  # behind what lazy drops compare, and a summary replaces
             put(data, late.text, as_system=self._late_as_system)
             self._service.metrics.count_rewrite(self._tenant, "late", late.tokens)
-        return bool(own or resumed or options.rewrites) or applied is not None or compact is not None
+        return bool(extension or resumed or options.rewrites) or applied is not None or compact is not None
 
     async def _run(self, work: Callable[..., T], *args: Any) -> T:
         return await self._service.brief_pool.run(self._tenant, work, *args)
@@ -258,14 +258,14 @@ class PlainRequest:
         if self._follows:
             bounds = Bounds(0, 0, 0)
         context = self._tenant_state.engine.spec.max_tokens
-        kept = await self._run(
+        drops = await self._run(
             self._tenant_state.lazy_drops.serve, self._data, options.name, bounds, self._tenant_state.count, context
         )
-        options.rewrites["kept"] = kept.report()
-        if kept.parts or kept.followed:
-            result = "kept" if kept.parts else "followed"
-            self._service.metrics.count_rewrite(self._tenant, result, kept.tokens, kept.pictures)
-        return bounds.pictures - kept.pictures if kept.turns < bounds.turns else 0
+        options.rewrites["kept"] = drops.report()
+        if drops.parts or drops.followed:
+            result = "kept" if drops.parts else "followed"
+            self._service.metrics.count_rewrite(self._tenant, result, drops.tokens, drops.pictures)
+        return bounds.pictures - drops.pictures if drops.turns < bounds.turns else 0
 
     async def _foresee(self, options: RequestOptions, turns: Any, room: int | None) -> None:
         """Hold the request against its prediction, and note what is to be computed ahead of the next one.
@@ -287,15 +287,15 @@ class PlainRequest:
         if foresight.next is not None and foresight.next.body:
             options.next_prompt = foresight.next
 
-    async def _compact(self, options: RequestOptions, compact: CompactEdit, own: dict[str, Any]) -> None:
-        """Replace the turns of the body by their summary once they exceed the threshold; ``own``: its field of ours."""
+    async def _compact(self, options: RequestOptions, compact: CompactEdit, extension: dict[str, Any]) -> None:
+        """Replace the turns of the body by their summary once they exceed the threshold; ``extension``: its field of ours."""
         data = self._data
         names = ("system", "instructions", "tools", "messages", "input")
         tokens = await self._run(self._tenant_state.count, [data.get(name) for name in names])
         if tokens <= compact.threshold:
             return
         summary_tokens = max(1, min(_SUMMARY_TOKENS, self._tenant_state.engine.spec.max_tokens // 8))
-        status, answer = await self._sub_request(request_for(self._path, data, compact, summary_tokens) | own)
+        status, answer = await self._sub_request(request_for(self._path, data, compact, summary_tokens) | extension)
         if status != 200:
             _log.warning("a conversation was not compacted: its summary got status %d", status)
         summary, usage = read_summary(self._path, answer) if status == 200 else (None, {})

@@ -35,14 +35,14 @@ def _stop_descendants() -> set[psutil.Process]:
     """Stop every process below this one but trackers, those started meanwhile, too, and return them."""
     this = psutil.Process()
     stopped: set[psutil.Process] = set()
-    seen: set[psutil.Process] = set()
-    while found := set(this.children(recursive=True)) - seen:
-        for child in found:
+    visited: set[psutil.Process] = set()
+    while children := set(this.children(recursive=True)) - visited:
+        for child in children:
             with contextlib.suppress(psutil.Error):
                 if TRACKER not in " ".join(child.cmdline()):
                     child.suspend()
                     stopped.add(child)
-        seen |= found
+        visited |= children
     return stopped
 
 
