@@ -10,21 +10,23 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Any
 
 
-class _Hash(Protocol):
-    def update(self, data: bytes, /) -> None: ...
+@lru_cache(maxsize=1 << 16)
+def _integer(value: int) -> bytes:
+    raw = str(value).encode()
+    return b"i" + struct.pack(">Q", len(raw)) + raw
 
 
-def _feed(h: _Hash, value: Any) -> None:
+def _feed(h: Any, value: Any) -> None:
     if value is None:
         h.update(b"N")
     elif isinstance(value, bool):
         h.update(b"T" if value else b"F")
     elif isinstance(value, int):
-        raw = str(value).encode()
-        h.update(b"i" + struct.pack(">Q", len(raw)) + raw)
+        h.update(_integer(value))
     elif isinstance(value, float):
         h.update(b"f" + struct.pack(">d", value))
     elif isinstance(value, str):
@@ -33,7 +35,7 @@ def _feed(h: _Hash, value: Any) -> None:
     elif isinstance(value, bytes | bytearray | memoryview):
         view = memoryview(value).cast("B")
         h.update(b"b" + struct.pack(">Q", len(view)))
-        h.update(view)  # type: ignore[arg-type]  # hashlib takes any buffer
+        h.update(view)
     elif isinstance(value, Mapping):
         h.update(b"m" + struct.pack(">Q", len(value)))
         for key in sorted(value, key=str):
@@ -41,8 +43,11 @@ def _feed(h: _Hash, value: Any) -> None:
             _feed(h, value[key])
     elif isinstance(value, Sequence):
         h.update(b"l" + struct.pack(">Q", len(value)))
-        for item in value:
-            _feed(h, item)
+        if set(map(type, value)) == {int}:  # token ids: thousands, and few of them different
+            h.update(b"".join(map(_integer, value)))
+        else:
+            for item in value:
+                _feed(h, item)
     else:
         raise TypeError(
             f"identity must be built from None, bool, int, float, str, bytes, list or dict, got {type(value)}"

@@ -38,6 +38,15 @@ def test_digests_differ_exactly_where_values_or_types_do(a: object, b: object) -
     assert (digest(a) == digest(b)) == same(a, b)
 
 
+class Id(int):
+    """An integer that is fed by itself."""
+
+
+@given(st.lists(st.integers(-3, 300)), st.lists(st.integers(), max_size=3))
+def test_a_list_of_token_ids_has_the_digest_of_its_items(ids: list[int], large: list[int]) -> None:
+    assert digest(ids + large) == digest([Id(i) for i in ids + large])
+
+
 def test_concatenation_is_no_identity() -> None:
     assert digest("ab", "c") != digest("a", "bc") != digest(["a", "bc"])
     assert digest(["a"], "b") != digest(["a", "b"])
