@@ -19,10 +19,8 @@ from statistics import median
 
 import numpy as np
 
-_KEPT, _SIZES = 6, 40
-_ALL_UNTIL, _EVERY = 32, 8
-_ROUNDS = 10
-_TIERS = 8
+_KEPT, _SIZES, _NOTED = 6, 40, 4096
+_ALL_UNTIL, _EVERY, _ROUNDS, _TIERS = 32, 8, 10, 8
 
 
 class Fit:
@@ -135,6 +133,7 @@ class CostModel:
         clock: seconds; the wall's by default. The processor time of the process prices the work without the waiting.
         engine: of `Workload.amounts`, up to the first token.
         library: of choosing lanes and laying out, by 1 and the placed chunks.
+        noted: fits with amounts and what they took, which change prices at the next `settle`.
         tiers: of fetching one span or patch by where it lies, by 1 and its tokens.
     """
 
@@ -145,6 +144,7 @@ class CostModel:
 
     def __post_init__(self) -> None:
         self._lock = threading.RLock()
+        self.noted: deque[tuple[Fit, Sequence[float], float]] = deque(maxlen=_NOTED)
         self._running = 0
         self._crowds = 0
 
@@ -172,9 +172,15 @@ class CostModel:
             return self.tiers.setdefault(name, Fit(_PRIORS.get(name, (0.5, 0.01))))
 
     def fetched(self, tier: str, tokens: int, ms: float) -> None:
-        """Takes in a read."""
+        """Notes a read."""
+        self.noted.append((self._tier(tier), (1, tokens), ms))
+
+    def settle(self) -> None:
+        """Takes in all that was noted; called when no answer waits."""
         with self._lock:
-            self._tier(tier).observe((1, tokens), ms)
+            while self.noted:
+                fit, amounts, ms = self.noted.popleft()
+                fit.observe(amounts, ms)
 
     @contextmanager
     def timed(self) -> Iterator[Stopwatch]:
@@ -193,9 +199,9 @@ class CostModel:
                 watch.alone = alone and crowds == self._crowds
 
     def learn(self, fit: Fit, amounts: Sequence[float], ms: float) -> None:
-        """Takes in what something took."""
-        with self._lock:
-            fit.observe(amounts, ms)
+        """Takes in what something took, and all that was noted."""
+        self.noted.append((fit, amounts, ms))
+        self.settle()
 
 
 _PRIORS = {"at hand": (0.02, 0.0001), "MemoryStore": (0.1, 0.002)}

@@ -112,3 +112,14 @@ def test_stores_of_many_kinds_stay_few() -> None:
     for i in range(1000):
         model.fetched(f"kind {i}", 10, 1.0)
     assert len(model.tiers) <= 8
+
+
+def test_what_is_noted_changes_prices_once_it_is_settled() -> None:
+    model, reference = CostModel(), CostModel()
+    before = model.fetch_ms("MemoryStore", 100)
+    for tokens in (10, 100, 1000):
+        model.fetched("MemoryStore", tokens, 0.02 * tokens)
+        assert model.fetch_ms("MemoryStore", 100) == before
+        reference._tier("MemoryStore").observe((1, tokens), 0.02 * tokens)
+    model.settle()
+    assert model.fetch_ms("MemoryStore", 100) == reference.fetch_ms("MemoryStore", 100) != before
