@@ -291,7 +291,9 @@ class Core:
             self.inputs.close()
             self.transport.close()
 
-    def check(self, layout: Sequence[Segment], tail: Sequence[Encoded], sampling: Sampling) -> int:
+    def check(
+        self, layout: Sequence[Segment], tail: Sequence[Encoded], sampling: Sampling, rendered: np.ndarray | None = None
+    ) -> int:
         """Validate a request before it is submitted; return the position that its first token is shifted by.
 
         Positions within a prompt are vLLM's, so the segments must stand where vLLM puts them. Only the whole prompt may
@@ -301,6 +303,7 @@ class Core:
             layout: as of `Engine.generate`.
             tail: the query, where there is one.
             sampling: how to decode.
+            rendered: vLLM's positions of just these tokens, where they are known.
 
         Raises:
             ValueError, EngineFailed, UnsupportedModel: a request that vLLM would answer wrongly, or that would end it.
@@ -343,7 +346,7 @@ class Core:
                 f"positions must be in [0, {limit}), the answer's included, got up to {last}; drop chunks, or give videos "
                 "a rate and a length that the model was made for"
             )
-        if not np.array_equal(positions, self.inputs.positions(ids, media)[0]):
+        if not np.array_equal(positions, self.inputs.positions(ids, media)[0] if rendered is None else rendered):
             raise UnsupportedModel(
                 f"{self.model} places a chunk by what stands before it; its KV cannot be put together from chunks"
             )

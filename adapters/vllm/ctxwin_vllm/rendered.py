@@ -314,7 +314,7 @@ class RenderedRequest(Engine):
         if any(segment.merged for segment in layout):
             raise NotAWindow("a chunk is merged, but the request's own prompt has all of its tokens")
         engine, ask, generation = self._engine, Ask(None, Sampling(max_tokens=1), salt, builder=self), Generation()
-        base = engine.core.check(layout, (), ask.sampling)
+        base = engine.core.check(layout, (), ask.sampling, self._positions)
         segments, namespace, _ = engine.asks.fill_layout(generation, layout, base, ask)
         captures = [i for i, segment in enumerate(segments) if segment.capture and segment.span is None]
         prompt, transfer = engine.asks.transfer(segments, base, ask, captures, namespace)
@@ -359,6 +359,7 @@ class RenderedRequest(Engine):
         for medium in prompt.media:
             spans.append(MediaSpan("image", medium.name, medium.offset, medium.tokens, medium.picture.grid))
         positions, end = self._engine.core.inputs.positions(prompt.ids, spans)
+        self._positions = positions
         starts = [*(int(positions[:, at].min()) for at in cuts[:-1]), end]
         segments = []
         for i, (begin, stop) in enumerate(itertools.pairwise(cuts)):

@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 from ctxwin.engines.segments import Segment
@@ -110,9 +110,7 @@ class Conversations(Records[Conversation]):
         Raises as `Window.ask`; no KV of the new segments is recorded then. Cost: O(segments x placed), and the forwards
         of new segments before stored ones.
         """
-        fidelity = fidelity if fidelity.mode != "auto" else resolve(fidelity, engine.spec.model)
-        # vLLM's own request is the only one of a turn, with all tokens: nothing is computed between loaded segments.
-        fidelity = fidelity.model_copy(update={"recompute": None, "merge": None})
+        fidelity = _resolved(fidelity, engine.spec.model, int(time.monotonic()))
         conversation, state, edits = self._update(engine, name, fidelity, patient)
         assembly, work = Assembly(engine, memo=conversation.memo), Work()
         layout = assembly.build_layout(state, fidelity, work)
@@ -146,6 +144,7 @@ class Conversations(Records[Conversation]):
             with self._update_lock:
                 turn.conversation.write_backs.discard(turn.written_back)
             turn.written_back.set_result(None)
+            turn.engine.costs.settle()
 
     def _write_back(self, turn: Turn, captured: dict[int, SpanKV]) -> State:
         assembly = Assembly(turn.engine, memo=turn.conversation.memo)
@@ -214,6 +213,13 @@ class Conversations(Records[Conversation]):
         if 2 * best_score[1] >= sum(entry.tokens for entry in best.state.placed):
             return best
         return Conversation(key=key, name=name, size=0, state=best.state, seed=_new_seed(best.seed))
+
+
+@lru_cache(maxsize=64)
+def _resolved(fidelity: Fidelity, model: str, second: int) -> Fidelity:
+    """Return how a chat is served, whose one request has all tokens; what a profile says is read once a ``second``."""
+    fidelity = fidelity if fidelity.mode != "auto" else resolve(fidelity, model)
+    return fidelity.model_copy(update={"recompute": None, "merge": None})
 
 
 def _new_seed(base: str) -> str:
