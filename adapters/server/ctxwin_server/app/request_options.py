@@ -8,6 +8,7 @@ client of the engine looks them up and records the usage. The answer gets a head
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 from collections.abc import Iterator, Mapping
@@ -42,6 +43,7 @@ class RequestOptions(ChatOptions):
         rewrites: how the prompt may differ from what was sent, by kind (``kept``, ``late``), as ``usage`` says it.
         resend: receives the request as it came; None unless the prompt differs.
         refused: it was refused with that prompt, which is not answered: it is served again as it came.
+        answered: set once its answer is sent.
     """
 
     tenant: str = ""
@@ -54,6 +56,7 @@ class RequestOptions(ChatOptions):
     rewrites: dict[str, dict[str, Any]] = field(default_factory=dict)
     resend: Receive | None = None
     refused: bool = False
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
 
     def refuse(self, status: int) -> bool:
         """Return whether an answer with this status may be due to how its prompt differs, and mark it as refused then."""
@@ -88,6 +91,7 @@ class PendingRequests:
             yield
         finally:
             del self._asked[key]
+            options.answered.set()
 
     def read(self, headers: Mapping[str, str] | None) -> tuple[RequestOptions | None, dict[str, str] | None]:
         """Return the options of a request with these tracing headers, and the headers without the key; None where absent."""

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import lru_cache, partial
 from typing import Any
 
@@ -105,13 +105,8 @@ class ChatClient:
                 yield output
 
     async def _prefill(
-        self,
-        state: TenantState,
-        ahead: Ahead,
-        rendered: RenderedPrompt | None,
-        request_id: str,
-        options: dict[str, Any],
-    ) -> AsyncGenerator[Any, None]:
+        self, state: TenantState, ahead: Ahead, rendered: RenderedPrompt | None, request_id: str, options: dict[str, Any],
+    ) -> AsyncGenerator[Any, None]:  # fmt: skip
         """Compute a predicted prompt while nothing else is under way. It ends like a request whose client has left."""
         from vllm import SamplingParams
 
@@ -234,13 +229,15 @@ class ChatClient:
         )
 
     def _finish(self, request: RequestOptions, state: TenantState, turn: Turn, *, finished: bool) -> None:
-        """Write back the request's KV in a worker thread; the answer does not wait for it."""
+        """Write back the request's KV in a worker thread behind the answer, but do not wait for a client that reads slowly."""
         conversations = state.conversations
         conversations.expect_write_back(turn)
         if finished and request.usage:
             self._service.metrics.chat(request.tenant, request.usage)
 
         async def settle() -> None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(request.answered.wait(), 0.1)  # else the end of the answer would be slower
             try:
                 await self._service.chat_pool.run(request.tenant, lambda: conversations.finish(turn, finished=finished))
             except Exception as error:
