@@ -49,7 +49,7 @@ class Server:
     """A running server, and the seconds that each of its answers took.
 
     Attributes:
-        processes: of the API and of the engine.
+        process: id of the first of its processes.
     """
 
     port: int
@@ -57,6 +57,7 @@ class Server:
     seconds: list[float] = field(default_factory=list)
 
     def connect(self) -> None:
+        """Open a new connection."""
         self._connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
 
     def ask(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -126,9 +127,7 @@ def running(arguments: list[str] | None) -> Iterator[Server]:
                     if connection.getresponse().status == 200:
                         break
                 time.sleep(0.5)
-            server = Server(port, process.pid)
-            server.connect()
-            yield server
+            yield Server(port, process.pid)
         finally:
             process.terminate()
             process.wait(60)
@@ -136,6 +135,7 @@ def running(arguments: list[str] | None) -> Iterator[Server]:
 
 def chat(server: Server, rng: Random, turns: int, pictures: list[str], tokens: int) -> None:
     """A chat of so many turns, with ``pictures`` where there are any."""
+    server.connect()  # idle connections are closed
     head = f"This is chat {rng.randrange(10**9)}. "
     messages: list[Any] = [{"role": "system", "content": SYSTEM}]
     for turn in range(turns):
