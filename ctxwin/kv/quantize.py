@@ -1,9 +1,8 @@
-"""Factors in few bits: each direction of each layer takes as many bits as its singular value is worth.
+"""Factors in few bits: each direction of each layer takes the bits that lose the least energy for their bytes.
 
-Reverse water-filling over the spectra of all layers (Cover and Thomas, Elements of Information Theory, section 10.3.3): a
-direction of singular value s takes about ``log2(s / level)`` bits a number, and none where that is little; the level is the
-lowest whose bytes fit. On natural text and SmolLM2 that restores at an eighth of a chunk's bytes what factors in bfloat16 of
-one rank need four times as many for (`evals/results/released.md`).
+Reverse water-filling over the spectra of all layers (Cover and Thomas, Elements of Information Theory, section 10.3.3), with
+the errors of a uniform quantizer: a Lagrangian weighs the energy that a direction loses at so many bits against its bytes. On
+natural text that restores more than factors in bfloat16 of four times the bytes (`evals/results/released.md`).
 """
 
 from __future__ import annotations
