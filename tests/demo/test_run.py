@@ -179,7 +179,7 @@ def test_without_a_profile_lanes_earn_trust_between_asks(tmp_path: Path, monkeyp
 
 def test_a_video_of_ones_own(engine: Any, tmp_path: Path) -> None:
     clip = tmp_path / "mine.mp4"
-    WorldFootage(clip, 5, 8, 4)
+    assert len(WorldFootage(clip, 5, 8, 4).chunks) == 8  # writes it
     options = Options(video=clip, out=tmp_path / "out", window=4, frames=8, steps=9, questions=("what?",), max_tokens=2)
     result = run(engine, options, prepare(options))
     assert {step["query"] for step in result["steps"]} == {"what?"}
