@@ -26,7 +26,7 @@ def _feed(h: Any, value: Any) -> None:
     elif isinstance(value, bool):
         h.update(b"T" if value else b"F")
     elif isinstance(value, int):
-        h.update(_integer(value))
+        h.update(_integer(int(value)))  # equal numbers share a cached encoding, members of an enumeration as well
     elif isinstance(value, float):
         h.update(b"f" + struct.pack(">d", value))
     elif isinstance(value, str):

@@ -1,8 +1,12 @@
-"""Programs of the system that some tests need: found, or the test is skipped by name."""
+"""Programs of the system that some tests need, found or the test is skipped by name; and how processes of tests end."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
+import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -44,3 +48,13 @@ def _need(name: str, program: str) -> str:
     if found is None:
         pytest.skip(f"{name} {REMEDY}", allow_module_level=True)
     return found
+
+
+def stop_session(process: subprocess.Popen[bytes]) -> None:
+    """End a process that leads a session, within 30 s, and kill what is left of its group."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

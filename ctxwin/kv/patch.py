@@ -98,6 +98,11 @@ class Patch:
         """Bytes of its own tensors; a shared basis is counted in `SharedBasis.nbytes`, once for all its patches."""
         return sum(x.numel() * x.element_size() for x in self.tensors().values())
 
+    @property
+    def unpacked_nbytes(self) -> int:
+        """Bytes that its factors take in memory beside `nbytes`: those of few bits, unpacked; 0 for others."""
+        return 0 if self.quantized is None or self.right is None else self.left.nbytes + self.right.nbytes
+
     def share(self, spec: KVSpec) -> float:
         """Return `nbytes` over the bytes of the chunk's KV in bf16."""
         return self.nbytes / max(1, spec.span_bytes(self.tokens, _KV_ITEMSIZE))
@@ -293,6 +298,7 @@ def compress(
     cap = min(t, width if layout == "per_layer" else n * width)
     dense_size = n * t * width
     rank_kept = cap if rank is None else min(cap, rank)
+    budget: float = rank_kept * per_rank  # numbers of the factors' dtype
     if bytes_share is not None:
         budget = bytes_share * spec.span_bytes(t, _KV_ITEMSIZE) / dtype.itemsize
         rank_kept = cap if dense_size <= budget else min(cap, int(budget / per_rank))
@@ -304,12 +310,7 @@ def compress(
     if dense:
         left_factor = torch.stack(rows).to(dtype)
     elif layout == "quantized" and n and rank != 0:
-        share = (
-            rank_kept * per_rank * dtype.itemsize
-            if bytes_share is None
-            else bytes_share * spec.span_bytes(t, _KV_ITEMSIZE)
-        )
-        quantized = quantize(rows, int(share))
+        quantized = quantize(rows, int(budget * dtype.itemsize))
         left_factor, right = quantized.factors(t, width, dtype)
         rank_kept = int(left_factor.shape[-1])
     elif not rank_kept:

@@ -81,7 +81,7 @@ def quantize(matrices: Sequence[torch.Tensor], budget: int) -> QuantizedFactors:
 
     Cost: an eigendecomposition of ``[min(T, W), min(T, W)]`` and two products a layer.
     """
-    x = torch.stack(list(matrices)).float()
+    x = torch.stack(list(matrices)).to("cpu", torch.float32)
     tokens, width = x.shape[1:]
     tall = tokens > width
     # Exact whatever the accuracy of the eigenvectors, as long as they are orthonormal.
@@ -111,22 +111,22 @@ def _allocate(values: torch.Tensor, tokens: int, width: int, budget: int) -> tor
     lost = values.double().square()[..., None] * torch.tensor(list(_LOST.values()), dtype=torch.float64)
     prices = choices.double() * (tokens + width) / 8 + (choices > 0) * groups * _SCALE_BITS / 8  # bytes
 
-    def at(price: float) -> torch.Tensor:
-        return choices[(lost + 2.0**price * prices).argmin(-1)]
+    def choose(weight: float) -> torch.Tensor:
+        return (lost + float(2.0**weight) * prices).argmin(-1)
 
-    def size(bits: torch.Tensor) -> float:
-        last = int((bits > 0).any(0).sum())
-        overhead = len(bits) * last + 2 * len(choices)  # `bits` itself, and codes that fill no whole byte
-        return float((bits.double() * (tokens + width) / 8 + (bits > 0) * groups * _SCALE_BITS / 8).sum()) + overhead
+    def fits(chosen: torch.Tensor) -> bool:
+        directions = int((chosen > 0).any(0).sum())
+        overhead = len(chosen) * directions + 2 * len(choices)  # `bits` itself, and codes that fill no whole byte
+        return float(prices[chosen].sum()) + overhead <= budget
 
     largest = float(lost.max().clamp_min(torch.finfo(torch.float32).tiny).log2())
     low, high = largest - 60, largest + 1
-    if size(at(low)) <= budget:
-        return at(low)
+    if fits(choose(low)):
+        return choices[choose(low)]
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if size(at(middle)) > budget else (low, middle)
-    return at(high)
+        low, high = (low, middle) if fits(choose(middle)) else (middle, high)
+    return choices[choose(high)]
 
 
 def _codes(rows: torch.Tensor, bits: int) -> tuple[np.ndarray, torch.Tensor]:

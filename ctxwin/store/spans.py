@@ -458,6 +458,7 @@ class SpanRepository:
         return match
 
     def _cache(self, key: str, entry: Entry[Any], size: int) -> None:
+        size += getattr(entry[0], "unpacked_nbytes", 0)
         if self._shares_bytes and key.startswith("span/") and not is_packed(entry[1]):
             self._live.put(key, (entry, size), 0)
             if self.store.tier(key) == _IN_PROCESS and self.store.contains(key):

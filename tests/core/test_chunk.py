@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from enum import Enum
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,18 @@ class Id(int):
 @given(st.lists(st.integers(-3, 300)), st.lists(st.integers(), max_size=3))
 def test_a_list_of_token_ids_has_the_digest_of_its_items(ids: list[int], large: list[int]) -> None:
     assert digest(ids + large) == digest([Id(i) for i in ids + large])
+
+
+class Kind(int, Enum):
+    """An integer whose text is its name."""
+
+    ONE = 1
+
+
+def test_equal_integers_have_one_digest_in_any_order() -> None:
+    for members in ([Kind.ONE, 1], [1, Kind.ONE]):
+        assert len({digest(member) for member in members}) == 1
+    assert digest([Kind.ONE]) == digest([1])
 
 
 def test_concatenation_is_no_identity() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -138,9 +139,9 @@ def test_namespaces_are_kept_apart(repo: SpanRepository) -> None:
     assert sorted(repo.store.list()) == ["embed/a", "source/a"]
 
 
-def make_patch(rank: int = 2) -> Patch:
+def make_patch(rank: int = 2, **options: Any) -> Patch:
     base = span(1, torch.float32, start=0, tokens=12)
-    return form_patch(span(2, torch.float32, start=0, tokens=12), base, SPEC, rank=rank)
+    return form_patch(span(2, torch.float32, start=0, tokens=12), base, SPEC, rank=rank, **options)
 
 
 @pytest.mark.parametrize("key", ["a", "patch/a", "orbit/a"])
@@ -152,6 +153,17 @@ def test_patches(repo: SpanRepository, key: str) -> None:
         assert got is not None
         assert got.describe() == patch.describe()
         assert all(torch.equal(got.tensors()[n], t) for n, t in patch.tensors().items())
+
+
+def test_factors_in_few_bits_count_with_the_memory_that_they_take_unpacked() -> None:
+    patch = make_patch(layout="quantized")
+    for room, stays in ((patch.unpacked_nbytes, False), (1 << 20, True)):
+        repo = SpanRepository(MemoryStore(), "engine", room)
+        repo.put_patch("a", patch)
+        first, second = (repo.get_patch("a") for _ in range(2))
+        assert first is not None and second is not None and torch.equal(first.left, second.left)
+        assert (first is second) == stays
+    assert patch.unpacked_nbytes > patch.nbytes and make_patch().unpacked_nbytes == 0
 
 
 def test_a_patch_on_a_shared_basis_brings_the_basis(repo: SpanRepository) -> None:

@@ -169,6 +169,8 @@ def test_a_removal_patch_answers_like_a_re_prefill_of_what_stayed(engine: Engine
         window.slide(1)
         assert close(ask(window, QUESTIONS[0]).first_token_logprobs, reprefill(engine, window, QUESTIONS[0]), 1e-4)
         assert [entry.lane for entry in window.chunks] == ["resident", "patched", "patched"]
+        keys = [p.kv.patch for p in window.snapshot().placed if p.kv and p.kv.patch]
+        assert {engine.repo.get_patch(key).layout for key in keys} == {layout}
         for question in QUESTIONS:
             answer, reference = ask(window, question), reprefill(engine, window, question)
             assert not answer.usage.exact and answer.usage.reused_tokens["patched"] > 0

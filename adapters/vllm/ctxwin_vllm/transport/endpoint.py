@@ -33,7 +33,8 @@ from ctxwin_vllm.transport.base import Endpoint, RequestMeta, SaveSpec, is_handl
 from ctxwin_vllm.transport.shared_memory import DRAFTED, check_room, sum_of
 
 LIVE_BYTES = 2 << 30
-"""Spans and patches that each endpoint keeps decoded. They are mapped, not copied: the memory is the folder's."""
+"""Spans and patches that each endpoint keeps decoded. They are mapped, not copied: the memory is the folder's. Factors in
+few bits are unpacked, and count for both."""
 _LEAST_BYTES = 32 << 10
 """Counted for a record at least, since a process may have some 65,000 mappings."""
 _CHECKED = 4
@@ -218,7 +219,8 @@ class SharedMemoryEndpoint(Endpoint):
                 record = make(*codec.decode_tensors(blob, checked=False))
             except (KeyError, TypeError, ValueError) as error:
                 raise StoreCorrupt(f"{name} is not what it is called: {error}") from error
-            self._live.put(key, record, max(len(blob), _LEAST_BYTES))
+            size = len(blob) + getattr(record, "unpacked_nbytes", 0)
+            self._live.put(key, record, max(size, _LEAST_BYTES))
         return record
 
 

@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from system import stop_session
 
 REFUSED = (400, 401, 403, 404, 413, 415, 422, 429)
 
@@ -145,12 +146,7 @@ def besieged(folder: Path, *arguments: str, tree: str = "", tenants: bool = True
             time.sleep(0.5)
         yield victim
     finally:
-        if process.poll() is None:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        stop_session(process)
 
 
 def refused(status: int, answer: Any) -> None:

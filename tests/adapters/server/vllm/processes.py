@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from openai import OpenAI
+
+from system import stop_session
 
 
 @dataclass
@@ -97,12 +98,7 @@ def running_server(
         made.wait()
         yield made
     finally:
-        if process.poll() is None:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        stop_session(process)
 
 
 def running_in(group: int) -> list[str]:
