@@ -9,7 +9,7 @@ decides. For each chunk, front to back, the cheapest admissible lane is taken:
   edited, survivor, patched, orbit, served before, partial, computed replaces an earlier one where it saves at least five
   milliseconds and a quarter: measured prices fluctuate, and each change of lane changes the context of later chunks.
 - KV that was served after the same contents is served again rather than computed. So no ask computes more whole chunks
-  than a user of a prefix cache who asks the same, unless that is measured to be faster; toggled chunks apart.
+  than a user of a prefix cache who asks the same, unless that is measured to be faster; the canonicals of toggled chunks apart.
 """
 
 from __future__ import annotations
@@ -231,7 +231,10 @@ def _admissible(
             yield Choice(entry, lane, front, here.model_copy(update={"lane": lane}), compute=True)
         return
 
-    if fidelity.mode != "exact":
+    if fidelity.mode == "exact":
+        if fidelity.allows("resident") and has(here.span):  # computed behind the same clean views
+            yield Choice(entry, "resident", front, here)
+    else:
         reusable = (
             previous if previous and has(previous.span) and (previous.patch is None or has(previous.patch)) else None
         )

@@ -164,6 +164,29 @@ def test_toggle_off_and_on_is_bit_identical(engine: FakeEngine, window: Window) 
     assert engine.counters.vision_encodes == 1
 
 
+def test_an_exact_window_computes_what_follows_a_clean_view_once(engine: FakeEngine) -> None:
+    def clean_again(window: Window) -> tuple[Any, int]:
+        window.toggle(window.ids[1], conditioned=False)
+        answer = window.ask("q", 3, logprobs=-1)
+        window.toggle(window.ids[1], conditioned=True)
+        assert window.ask("q").usage.computed_tokens == 3
+        return answer.first_token_logprobs, answer.usage.computed_tokens
+
+    chunks = [Chunk.text(text) for text in ("aa", "bbb", "cccc", "ddddd")]
+    with Window(engine, "hd", fidelity=Fidelity("exact")) as window:
+        window.extend(chunks)
+        window.ask("q")
+        first, *again = (clean_again(window) for _ in range(3))
+        assert first[1] == 3 + 4 + 5 + 3, "its canonical, what follows it, and the query"
+        assert again == [(first[0], 3)] * 2
+        window.append(Chunk.text("ee"))
+        window.ask("q")
+        assert clean_again(window)[1] == 2 + 3, "and what is new behind it"
+        window.evict(window.ids[0])
+        window.ask("q")
+        assert clean_again(window)[1] == 4 + 5 + 2 + 3, "another view: nothing in front of it now"
+
+
 def test_a_toggled_chunks_conditioned_span_stays_leased(engine: FakeEngine, window: Window) -> None:
     b = window.ids[1]
     span = window.snapshot().placed[1].kv.span  # type: ignore[union-attr]
