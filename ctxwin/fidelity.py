@@ -62,7 +62,7 @@ class Fidelity(BaseModel):
         layers: ``all``, or ``deep`` for the deeper half only (Kamera, appendix C.3); of a shared basis, those it covers.
         survivors: treatment of a chunk whose antecedents were evicted: ``keep`` only rotates it; ``slid`` does so only if they
             were the first of those before it, as after a slide, and forms it again otherwise; ``removal`` corrects it with a
-            removal patch (formed by one forward, served from the next ask on); ``refresh`` forms it again.
+            removal patch (formed by the forward of an ask, or ahead of a slide that is expected); ``refresh`` forms it again.
         orbit: one patch may serve every order of its antecedents: one formed by `Window.maintenance.prepare_orbit`, or the mean
             over the observed orders. Wrong by definition if the answer depends on the order, so off by default.
         recompute: number of first tokens of each picture that are computed in context, in addition to all text, if a chunk
@@ -134,6 +134,11 @@ class Fidelity(BaseModel):
     def keeps_survivors(self) -> bool:
         """True if a chunk whose antecedents were evicted may be served unchanged."""
         return self.survivors in ("keep", "slid")
+
+    @property
+    def forms_removals(self) -> bool:
+        """True if a chunk whose antecedents were evicted may be served with a removal patch."""
+        return self.survivors == "removal" and self.mode == "patched" and self.allows("patched")
 
     def allows(self, lane: Lane) -> bool:
         """Return True if this (resolved) fidelity may serve ``lane``."""

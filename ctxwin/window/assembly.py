@@ -86,8 +86,7 @@ class Assembly:
         plan = plan_of(state, choices, kv, system_prompt_key(state), has, prices)
         encoded_query = None if query is None else self.engine.encode_query(query)
         if encoded_query is not None:
-            *preceding, answer = plan.steps
-            more = encoded_query.tokens
+            (*preceding, answer), more = plan.steps, encoded_query.tokens
             answer = replace(answer, tokens=answer.tokens + more, computed=answer.computed + more)
             plan = replace(plan, steps=(*preceding, answer))
         if not self.engine.forecasts:
@@ -278,7 +277,7 @@ class Assembly:
         record = {"chunk": encoded.chunk_id, "provenance": "", "exact": True, "absorbed": [], **fields}
         self.repo.put_span(key, span, {"token_ids": list(encoded.token_ids), **record})
 
-    def _put_chunk(self, layout: Layout, index: int, span: SpanKV, conditioning: Conditioning) -> None:
+    def put_chunk(self, layout: Layout, index: int, span: SpanKV, conditioning: Conditioning) -> None:
         """Store KV of the chunk at ``index``, computed in its place, under ``conditioning``."""
         record = {"provenance": conditioning.provenance, "exact": conditioning.exact}
         encoded, absorbed = layout.segments[index + 1].encoded, layout.absorbed(index)
@@ -378,7 +377,7 @@ class Assembly:
                     if i not in captured:
                         entries.append(p)
                         continue
-                    self._put_chunk(layout, i - 1, captured[i], choice.conditioning)
+                    self.put_chunk(layout, i - 1, captured[i], choice.conditioning)
                     choice = replace(choice, lane="resident", partial_base=None)
                 p = p.replace(kv=choice.conditioning, seen=True, unseen=())
             entries.append(p)
@@ -423,7 +422,7 @@ class Assembly:
                 key = self.form(span, base, conditioning.provenance, encoded, fidelity, absorbed, front)
                 if key is not None:
                     return patched_conditioning(conditioning, "patched", base, key)
-        self._put_chunk(layout, index, span, conditioning)
+        self.put_chunk(layout, index, span, conditioning)
         if conditioning.exact and fidelity.allows("orbit") and fidelity.mode == "patched":
             observe_order(self, state, index, span, fidelity)
         return conditioning.model_copy(update={"base": None})
@@ -468,16 +467,17 @@ class Assembly:
         span, layout = self._in_place(state, index, layout, work)
         return self.write_back(state, layout, {index + 1: span}, fidelity)
 
-    def compute_chunk(self, state: State, layout: Layout, index: int, work: Work) -> Layout:
-        """Compute and store the exact KV of the chunk at ``index``, which has an exact prefix with KV; return the layout with it.
-        The window does not change: the next ask finds the KV by its provenance."""
+    def compute_chunk(self, state: State, layout: Layout, index: int, work: Work, *, store: bool = True) -> Layout:
+        """Compute the exact KV of the chunk at ``index``, which has an exact prefix with KV; return the layout with it.
+        The window does not change: the next ask finds what is stored by its provenance."""
         system_prompt = self._computed_system_prompt(state, layout.segments[0], work)
         layout = replace(layout, segments=(system_prompt, *layout.segments[1:]))
         segment, conditioning = layout.segments[index + 1], layout.choices[index].conditioning
         span = layout.ahead.get(index + 1)
         if span is None:
             span, _ = self._in_place(state, index, layout, work)
-        self._put_chunk(layout, index, span, conditioning)
+        if store:
+            self.put_chunk(layout, index, span, conditioning)
         segments = list(layout.segments)
         segments[index + 1] = replace(segment, span=span, capture=False)
         return replace(layout, segments=tuple(segments))
@@ -494,6 +494,6 @@ class Assembly:
         span, layout = self._in_place(state, index, layout, work)
         choice = layout.choices[index]
         conditioning = choice.front.computed(choice.entry.chunk_id, "formed")
-        self._put_chunk(layout, index, span, conditioning)  # in full: a patch would be another approximation
+        self.put_chunk(layout, index, span, conditioning)  # in full: a patch would be another approximation
         formed = choice.entry.replace(kv=conditioning, seen=True, unseen=())
         return state.replace(placed=(*state.placed[:index], formed, *state.placed[index + 1 :]))

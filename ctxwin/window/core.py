@@ -386,7 +386,7 @@ class WindowCore:
         self.engine.repo.note_forgetting()
         self.audits.forget()
         if self.idle is not None:
-            self.idle.predictor.forget()
+            self.idle.forget()
         self.commit(state, "forget", [entry.id], remember=False)
         with _opening:
             others = [core for core in _open[self.engine.repo] if core.id != self.id and not core.closed]

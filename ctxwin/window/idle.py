@@ -5,6 +5,8 @@ A window submits each version (`IdlePrefill.submit`); an exact window that is ex
 once the engine has been idle for a moment, and computes chunk by chunk what is missing, as long as its prefix is exact. It writes
 to the store only: the ask finds the KV there by its provenance, so neither the window's state nor its writer is concerned, and a
 wrong prediction costs tokens and never an answer.
+A window that corrects survivors (`Fidelity.forms_removals`) submits what a slide will leave, too, of which removal patches are
+stored: what survives lacks them of a re-prefill of what is left (Kamera, section 5, "Sliding-window survival"; eq. 2).
 A forward in progress is given up as soon as a request waits for the engine.
 """
 
@@ -18,19 +20,24 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.errors import AnswerStopped
+from ctxwin.fidelity import Fidelity
 from ctxwin.window import edits
 from ctxwin.window.assembly import Assembly
+from ctxwin.window.choice import Choice
+from ctxwin.window.lanes import choose
 from ctxwin.window.layout import Layout, Work
 from ctxwin.window.prediction import SlidePredictor, follows, survivors
-from ctxwin.window.state import State
+from ctxwin.window.recurrent import preceding_states
+from ctxwin.window.state import Conditioning, State, patch_key
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
-    from ctxwin.fidelity import Fidelity
+    from ctxwin.kv.layout import SpanKV
 
 _QUIET_S, _LONGEST_QUIET_S = 0.05, 2.0
 """Seconds that an engine must be idle before a job begins: the first try, and after many interruptions."""
@@ -93,6 +100,12 @@ class _Job:
         """Return True once the forward in progress is to be given up."""
         return self.cancelled or self.window.assembly.engine.busy
 
+    def begin(self, place: int) -> None:
+        """Begin the forward of a chunk. Raises AnswerStopped where it is to be given up."""
+        if self.stopped():
+            raise AnswerStopped("the engine is wanted for other work")
+        self.began, self.place = time.monotonic(), place
+
     def serves(self, state: State) -> bool:
         """Return True if the chunk in progress follows the same chunks in ``state``."""
 
@@ -115,6 +128,7 @@ class IdlePrefill:
         answered: tokens of chunks and questions that answers computed, or found computed ahead.
         slid: chunks of the expected version for which KV was computed since the last answer.
         spent_s: seconds of work since the last answer.
+        spans: exact KV of that version by store key, until all removal patches that need it are formed.
     """
 
     assembly: Assembly
@@ -125,15 +139,17 @@ class IdlePrefill:
     predictor: SlidePredictor = field(default_factory=SlidePredictor)
     slid: Sequence[tuple[str, bool]] = ()
     spent_s: float = 0.0
+    spans: dict[str, SpanKV] = field(default_factory=dict)
 
     def submit(self, state: State, fidelity: Fidelity, *, answered: bool = False) -> None:
         """Compute ``state`` ahead instead of an earlier version, or what a slide is expected to leave of it, unless too much was
         for nothing. ``answered``: True right behind an answer of it, when there is nothing to compute but for a slide."""
-        exact = fidelity.mode == "exact"  # else survivors may be served as they are
-        if answered and exact:
+        self.predictor.exact = fidelity.mode == "exact"
+        slides = self.predictor.exact or fidelity.forms_removals  # else survivors may be served as they are
+        if answered and slides:
             self.predictor.begin(state)
         self.predictor.note_lazy(state)
-        leaving = self.predictor.leaving(state) if exact else []
+        leaving = self.predictor.leaving(state) if slides else []
         unlikely = state.tokens + self.reserved > state.budget  # it is about to slide, none knows how
         wasteful = self.counts.missed + self.pending_tokens > state.budget + _SHARE * self.answered
         prefiller = prefiller_of(self.assembly.engine)
@@ -153,8 +169,9 @@ class IdlePrefill:
     def served(self, state: State, layout: Layout, computed: int, reserved: int) -> tuple[int, int]:
         """Count an answer of ``state``; return the tokens that were computed ahead and served to it, and those computed for
         nothing. What was computed for a slide is not, as long as there was no edit."""
-        resident = {c.conditioning.span for c in layout.choices if not c.compute}
-        pending, self.pending = self.pending, {}
+        loaded = [c.conditioning for c in layout.choices if not c.compute]
+        resident = {key for conditioning in loaded for key in (conditioning.span, conditioning.patch)}
+        pending, self.pending, self.spans = self.pending, {}, {}
         tokens_by_key = list(pending.items())
         used = sum(tokens for key, tokens in tokens_by_key if key in resident)
         others = {key: tokens for key, tokens in tokens_by_key if key not in resident}
@@ -182,12 +199,17 @@ class IdlePrefill:
             self.counts.misses += not hit
         self.slid = ()
 
+    def forget(self) -> None:
+        """Drop what the turn knows of a chunk that is forgotten."""
+        self.predictor.forget()
+        self.spans = {}
+
     def close(self) -> None:
         """End the work on this window, and count what was for nothing. No thread runs for it afterwards."""
         prefiller_of(self.assembly.engine).cancel(self, wait=True)
         self._judge(None)
         self.counts.missed += self.pending_tokens
-        self.pending = {}
+        self.pending, self.spans = {}, {}
 
     @property
     def pending_tokens(self) -> int:
@@ -337,6 +359,9 @@ class Prefiller:
     def _work(self, job: _Job) -> None:
         window, assembly = job.window, job.window.assembly
         work = Work(background=True, stopped=job.stopped)
+        if job.slid and job.fidelity.forms_removals:
+            _form_removals(job, work)
+            return
         tokens = 0
         try:
             layout = assembly.build_layout(job.state, job.fidelity, work)
@@ -347,9 +372,7 @@ class Prefiller:
                 if not choice.conditioning.exact or job.last:
                     break
                 if choice.compute:
-                    if job.stopped():
-                        raise AnswerStopped("the engine is wanted for other work")
-                    job.began, job.place = time.monotonic(), i
+                    job.begin(i)
                     layout = assembly.compute_chunk(job.state, layout, i, work)
                     window.pending[choice.conditioning.span] = work.tokens - tokens
                     tokens = work.tokens
@@ -357,6 +380,60 @@ class Prefiller:
         finally:
             window.counts.tokens += work.tokens
             window.counts.missed += work.tokens - tokens  # in front of a forward that was given up
+
+
+def _form_removals(job: _Job, work: Work) -> None:
+    """Compute a version exactly, and form the removal patches that serve it. Exact KV is stored where no patch is smaller."""
+    window, assembly, fidelity = job.window, job.window.assembly, job.fidelity
+    choices = choose(job.state, fidelity, cache(assembly.has), assembly.prices, assembly.memo, assembly.engine)
+    needed = {i: c.conditioning for i, c in enumerate(choices) if c.compute and not _has_patch(assembly, c, fidelity)}
+    last = max((i for i, here in needed.items() if here.base is not None), default=None)
+    if last is None:
+        return
+    tokens = 0
+    try:
+        layout = assembly.build_layout(job.state, Fidelity("exact"), work)
+        keys = enumerate((choice.conditioning.span for choice in layout.choices), start=1)
+        computed = {i: window.spans[key] for i, key in keys if key in window.spans}
+        layout = replace(layout, ahead={**computed, **layout.ahead})
+        for i, choice in enumerate(layout.choices[: last + 1]):
+            if not choice.conditioning.exact or job.last:
+                return
+            job.begin(i)
+            if choice.compute:
+                layout = assembly.compute_chunk(job.state, layout, i, work, store=False)
+            span = layout.segments[i + 1].span
+            assert span is not None, "an exact prefix has KV"
+            window.spans[choice.conditioning.span] = span
+            if i in needed:
+                key = _form_removal(assembly, layout, i, needed[i], fidelity)
+                window.pending[key] = work.tokens - tokens
+                tokens = work.tokens
+                window.slid = (not job.cancelled and job.slid) or window.slid
+        window.spans = {}
+    finally:
+        window.counts.tokens += work.tokens
+        window.counts.missed += work.tokens - tokens  # in front of a forward that was given up
+
+
+def _has_patch(assembly: Assembly, choice: Choice, fidelity: Fidelity) -> bool:
+    """Return True if the removal patch of a chunk is stored: then it is computed because that takes less time."""
+    here = choice.conditioning
+    return here.base is not None and assembly.has(patch_key(here.provenance, here.base, fidelity.patch_name))
+
+
+def _form_removal(assembly: Assembly, layout: Layout, index: int, here: Conditioning, fidelity: Fidelity) -> str:
+    """Store the exact KV of a chunk as its next ask would, as ``here``; return the store key."""
+    segment, key = layout.segments[index + 1], None
+    assert segment.span is not None, "it is computed"
+    if here.base is not None and here.antecedents:
+        front = preceding_states(layout, {}, index) if assembly.engine.spec.kv.recurrent else None
+        absorbed = layout.absorbed(index)
+        key = assembly.form(segment.span, here.base, here.provenance, segment.encoded, fidelity, absorbed, front)
+    if key is None:
+        key = layout.choices[index].conditioning.span
+        assembly.put_chunk(layout, index, segment.span, layout.choices[index].conditioning)
+    return key
 
 
 _prefillers: weakref.WeakKeyDictionary[Any, Prefiller] = weakref.WeakKeyDictionary()

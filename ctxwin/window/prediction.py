@@ -44,7 +44,9 @@ def _by_budget(turns: SlidePredictor, state: State, expected: int) -> list[Place
     """The window makes room by its own eviction for as much as arrived in the last turns."""
     try:
         reserved, tail = turns.reserved + expected, edits.free_tail(state)
-        return edits.leaving_for_budget(state, turns.ranked(state), reserved, mark=turns.mark, tail=tail, exact=True)
+        return edits.leaving_for_budget(
+            state, turns.ranked(state), reserved, mark=turns.mark, tail=tail, exact=turns.exact
+        )
     except BudgetExceeded:
         return []
 
@@ -78,6 +80,7 @@ class SlidePredictor:
         mark: tokens that it falls to.
         eviction: what leaves first.
         places: where the chunks stood that left in the last turn, by index.
+        exact: False for a window that corrects survivors by removal patches.
     """
 
     base: State | None = None
@@ -85,6 +88,7 @@ class SlidePredictor:
     mark: int | None = None
     eviction: Eviction = field(default_factory=LeastRecentlyRead)
     places: tuple[int, ...] = ()
+    exact: bool = True
     _noted: bool = False
     _lazy: set[str] = field(default_factory=set)  # chunks that an edit of this turn has leave with the next break
     _arrivals: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_TURNS))

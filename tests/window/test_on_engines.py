@@ -18,6 +18,7 @@ from ctxwin.engines.segments import Segment
 from ctxwin.profiles import PROFILES_VARIABLE, ModelBasis, require_basis, user_profile, write_basis
 from ctxwin.tiny import checkpoint_dir, world
 from ctxwin.window.ask import kl
+from ctxwin.window.idle import prefiller_of
 
 HEADER = "You watch a camera."
 SHARED = Fidelity("patched", advanced={"layout": "shared"}, rank=48)
@@ -175,6 +176,31 @@ def test_a_removal_patch_answers_like_a_re_prefill_of_what_stayed(engine: Engine
             answer, reference = ask(window, question), reprefill(engine, window, question)
             assert not answer.usage.exact and answer.usage.reused_tokens["patched"] > 0
             assert reference != answer.first_token_logprobs and kl(reference, answer.first_token_logprobs) < 0.05
+
+
+def test_removal_patches_formed_ahead_serve_a_slide_close_to_a_re_prefill(engine: Engine) -> None:
+    """The ask behind a slide computes its new chunk and question, and answers more like a re-prefill than survivors do."""
+    tokens = [engine.encode(chunk(i)).tokens for i in range(6)]
+    query = max(engine.encode_query(question).tokens for question in QUESTIONS)
+    budget = engine.encode_system_prompt(HEADER).tokens + 4 * max(tokens) + query + 2
+    lost: dict[str, float] = {}
+    for survivors in ("keep", "removal"):
+        fidelity = Fidelity("patched", rank=16, survivors=survivors)
+        with Window(engine, HEADER, budget, fidelity, prefill="idle") as window:
+            for i in range(6):
+                window.append(chunk(i))
+                window.slide(reserve_tokens=query + 2)
+                answers = [ask(window, question) for question in QUESTIONS]
+                assert prefiller_of(engine).drain(60)
+            exact = [reprefill(engine, window, question) for question in QUESTIONS]
+            lost[survivors] = sum(
+                kl(one, answer.first_token_logprobs) for one, answer in zip(exact, answers, strict=True)
+            )
+            usage, counts = answers[0].usage, window.maintenance.prefill_counts
+            assert usage.computed_tokens <= tokens[5] + query + 32 and usage.reused_tokens["computed"] == tokens[5]
+            assert counts is not None and counts.predictions == (2 if survivors == "removal" else 0)
+            assert usage.reused_tokens.get("patched", 0) == (sum(tokens[3:5]) if survivors == "removal" else 0)
+    assert 0 < lost["removal"] < lost["keep"] / 2
 
 
 def test_a_clock_in_the_system_prompt_leaves_chunks_the_kv_they_had(engine: Engine) -> None:

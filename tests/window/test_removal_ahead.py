@@ -1,0 +1,272 @@
+"""Removal patches of a window's next slide, formed while the engine idles (Kamera, section 5, "Sliding-window survival"; eq. 2).
+
+The oracle is the KV of a re-prefill of what is placed: a patch of full rank gives it, but for the 16 bits of its numbers.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from ctxwin import Chunk, Fidelity, Window
+from ctxwin.engines.segments import Segment
+from ctxwin.errors import AnswerStopped, EngineFailed
+from ctxwin.kv.layout import SpanKV
+from ctxwin.kv.patch import apply_patch
+from ctxwin.kv.relocate import relocate
+from ctxwin.window.idle import PrefillCounts, prefiller_of
+from ctxwin.window.state import content_name
+from twins import twins
+from window.fake import KV, FakeEngine
+from window.slow_engine import RESERVED, SlowEngine
+from window.test_idle_predictions import (
+    BUDGET,
+    by_budget,
+    by_hand_behind,
+    by_hand_first,
+    second_oldest,
+    with_a_lazy_eviction,
+)
+from window.test_idle_prefill import TURNS, edit
+
+pytestmark = pytest.mark.usefixtures("all_of_the_time")
+
+FULL = Fidelity("patched", rank=64, survivors="removal")
+CLOSE = 0.08
+"""Largest relative distance of KV that went through numbers of 16 bits a few times."""
+
+
+def spans_of(window: Window) -> list[SpanKV]:
+    """KV of the placed chunks as the last answer was served it."""
+    state, repo = window.snapshot(), window.engine.repo
+    spans = []
+    for p, start in zip(state.placed, state.starts(), strict=True):
+        assert p.kv is not None
+        base, patch = repo.get_span(p.kv.span), p.kv.patch and repo.get_patch(p.kv.patch)
+        assert base is not None
+        spans.append(apply_patch(base[0], patch, KV, start) if patch else relocate(base[0], KV, start))
+    return spans
+
+
+def distance(window: Window) -> float:
+    """Largest difference of the KV that was served from that of a re-prefill, relative to the largest number of the latter."""
+    front, state, largest = (
+        [Segment(window.engine.encode_system_prompt(window.system_prompt), 0)],
+        window.snapshot(),
+        0.0,
+    )
+    with FakeEngine() as other:
+        for p, start, span in zip(state.placed, state.starts(), spans_of(window), strict=True):
+            encoded = other.encode(p.chunk)
+            exact = other.prefill(front, encoded, start)
+            front.append(Segment(encoded, start))
+            for have, want in ((span.k, exact.k), (span.v, exact.v)):
+                largest = max(largest, float((have - want).abs().max() / want.abs().max()))
+    return largest
+
+
+def turn_over(window: Window, turn: Any, count: int) -> list[Any]:
+    """Run turns, each with time to compute ahead; return the usages."""
+    usages = []
+    for i in range(count):
+        turn(window, i)
+        usages.append(window.ask("what?", 4).usage)
+        assert prefiller_of(window.engine).drain(60)
+    return usages
+
+
+def counts_of(window: Window) -> PrefillCounts:
+    counts = window.maintenance.prefill_counts
+    assert counts is not None
+    return counts
+
+
+def patches(engine: FakeEngine) -> list[str]:
+    return list(engine.store.list("patch/"))
+
+
+@pytest.mark.parametrize("turn", [by_budget, by_hand_first, by_hand_behind, second_oldest, with_a_lazy_eviction])
+@pytest.mark.parametrize("options", [{}, {"low_water": 0.7}])
+def test_a_slide_takes_its_new_chunk_and_question_and_is_served_by_patches(
+    engine: FakeEngine, turn: Any, options: dict[str, Any]
+) -> None:
+    with Window(engine, "watch", BUDGET, FULL, prefill="idle", **options) as window:
+        usages = turn_over(window, turn, 14)
+        query = engine.encode_query("what?").tokens
+        assert max(usage.computed_tokens for usage in usages[8:]) <= 8 + query
+        slid = [usage for usage in usages[8:] if usage.reused_tokens.get("patched")]
+        assert any(usage.prefilled_tokens for usage in slid) and distance(window) < CLOSE
+        counts = counts_of(window)
+        assert counts.hits and not counts.misses and counts.used + counts.missed <= counts.tokens
+    with FakeEngine() as other, Window(other, "watch", BUDGET, Fidelity("patched", rank=64)) as keeping:
+        turn_over(keeping, turn, 14)
+        assert distance(keeping) > 4 * CLOSE, "what survivors absorbed is seen in their KV"
+
+
+def test_only_patches_are_stored_of_what_will_survive(engine: FakeEngine) -> None:
+    with Window(engine, "watch", BUDGET, FULL, prefill="idle") as window:
+        turn_over(window, by_budget, 9)
+        plan, before = window.plan(), set(engine.store.list("span/"))
+        assert plan.prefilled_tokens == 8 * (len(window.ids) - 1)
+        turn_over(window, by_budget, 1)
+        new = set(engine.store.list("span/")) - before
+        assert len(new) == 2, "the canonical of what stands first, and the chunk that arrived"
+        assert window.core.idle is not None and not window.core.idle.spans
+
+
+@pytest.mark.parametrize(
+    "fidelity",
+    [
+        Fidelity("exact"),
+        Fidelity("blind", survivors="removal"),
+        Fidelity("exact", survivors="removal"),
+        *(Fidelity("patched", rank=64, survivors=survivors) for survivors in ("keep", "slid", "refresh")),
+        Fidelity("patched", rank=64, survivors="removal", advanced={"forbid": ("patched",)}),
+    ],
+)
+def test_none_is_formed_where_none_may_serve(engine: FakeEngine, fidelity: Fidelity) -> None:
+    with Window(engine, "watch", BUDGET, fidelity, prefill="idle") as window:
+        turn_over(window, by_budget, 10)
+        assert not patches(engine) and bool(counts_of(window).predictions) == (fidelity.mode == "exact")
+
+
+def test_an_engine_that_is_never_idle_forms_none() -> None:
+    class Busy(FakeEngine):
+        idle_s = 0.0
+
+    with Busy() as engine, Window(engine, "watch", BUDGET, FULL, prefill="idle") as window:
+        for i in range(9):
+            by_budget(window, i)
+            usage = window.ask("what?", 4).usage
+        assert usage.reused_tokens["formed"] == 8 * (len(window.ids) - 1)
+        assert counts_of(window) == PrefillCounts()
+
+
+def test_a_request_ends_a_forward_at_once_and_no_chunk_is_computed_twice() -> None:
+    class Interrupted(FakeEngine):
+        interrupt, starts = 0, list[int]()
+
+        def prefill(self, context: Any, target: Any, start: int, **options: Any) -> Any:
+            if options.get("background"):
+                self.interrupt -= 1
+                if not self.interrupt:
+                    raise AnswerStopped("a request waits")
+                self.starts.append(start)
+            return super().prefill(context, target, start, **options)
+
+    with Interrupted() as engine, Window(engine, "watch", BUDGET, FULL, prefill="idle") as window:
+        turn_over(window, by_budget, 8)
+        by_budget(window, 8)
+        engine.interrupt, engine.starts = 4, []
+        window.ask("what?", 4)
+        assert prefiller_of(engine).drain(60)
+        assert counts_of(window).interrupted == 1
+        assert len(engine.starts) == len(set(engine.starts)) == len(window.ids) - 1
+    with SlowEngine() as slow, Window(slow, "watch", BUDGET, FULL, prefill="idle") as window:
+        slow.go_on.set()
+        turn_over(window, by_budget, 8)
+        by_budget(window, 8)
+        slow.go_on.clear()
+        slow.begun.clear()
+        window.ask("what?", 4)
+        assert slow.begun.wait(60)  # of the next slide
+        slow.waiting = True
+        while not counts_of(window).interrupted:
+            threading.Event().wait(0.001)
+        slow.waiting = False
+        slow.go_on.set()
+        assert prefiller_of(slow).drain(60) and distance(window) < CLOSE
+
+
+def test_an_error_costs_what_a_slide_without_patches_costs(engine: FakeEngine) -> None:
+    with Window(engine, "watch", BUDGET, FULL, prefill="idle") as window:
+        turn_over(window, by_budget, 8)
+        by_budget(window, 8)
+        window.ask("what?", 4)
+        engine.fail = EngineFailed("out of memory")
+        assert prefiller_of(engine).drain(60)
+        failed, engine.fail = counts_of(window).failed, None
+        by_budget(window, 9)
+        usage = window.ask("what?", 4).usage
+        assert failed == 1 and usage.reused_tokens["formed"] == 8 * 5
+        assert prefiller_of(engine).drain(60) and distance(window) < CLOSE
+
+
+def test_a_store_that_refuses_patches_is_given_exact_kv(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.repo, "put_patch", lambda *_: False)
+    with Window(engine, "watch", BUDGET, FULL, prefill="idle") as window:
+        usages = turn_over(window, by_budget, 10)
+        assert usages[-1].exact and usages[-1].computed_tokens == 8 + engine.encode_query("what?").tokens
+
+
+def test_nothing_of_a_forgotten_chunk_is_left(engine: FakeEngine) -> None:
+    with Window(engine, "watch", BUDGET, FULL, prefill="idle") as window:
+        turn_over(window, by_budget, 9)
+        forgotten = window.ids[2]
+        name = content_name(window.chunk(forgotten).id)
+        assert any(name in engine.repo.get_patch(key).meta["absorbed"] for key in patches(engine))
+        window.evict(forgotten, forget=True)
+        assert prefiller_of(engine).drain(60)
+        assert not any(name in engine.repo.get_patch(key).meta["absorbed"] for key in patches(engine))
+        window.ask("what?", 4)
+        assert distance(window) < CLOSE
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["append", "insert", "evict", "forget", "slide", "recall", "look_back", "reorder", "undo", "ask", "ask"]
+        ),
+        st.integers(0, 99),
+        st.booleans(),
+    ),
+    max_size=10,
+)
+
+
+def check_trace(turn: str, size: int, waits: bool, between: list[tuple[str, int, bool]]) -> None:
+    """Regular turns with random edits in between: whatever is served is what a re-prefill gives, and all work is counted."""
+    regular = [(op, size, waits or op == "ask") for op in turn.split()]
+    with FakeEngine() as engine:
+        system, chunk = engine.encode_system_prompt("watch").tokens, engine.encode(Chunk.text(f"10 {'ab' * 4}")).tokens
+        with Window(engine, "watch", system + 6 * chunk + RESERVED, FULL, prefill="idle") as window:
+            steps = [*[("append", size, False)] * 5, *regular * 4, *between, *regular * 3]
+            for i, (op, at, drains) in enumerate((*steps, ("ask", 0, True))):
+                if op == "ask":
+                    edit(window, "room", 0, Chunk.text("-"))
+                    window.ask(f"what of {at % 3}?", 2)
+                    # KV behind KV that went through 16 bits is three times as far from a re-prefill's on this engine.
+                    assert distance(window) < 3 * CLOSE
+                else:
+                    edit(window, op, at, Chunk.text(f"{i} {'ab' * (at % 5)}"))
+                if drains:
+                    assert prefiller_of(engine).drain(60)
+                window.maintenance.check()
+            core = window.core
+        assert core.idle is not None and not core.idle.spans
+        counts = core.idle.counts
+        assert counts.failed == 0 and counts.used + counts.missed == counts.tokens
+        assert engine.store.stats().leased == 0
+
+
+test_whatever_is_served_is_what_a_re_prefill_gives, test_whatever_is_served_in_many_traces = twins(
+    check_trace, 4, 40, st.sampled_from(TURNS), st.integers(0, 4), st.booleans(), STEPS
+)
+
+
+def test_the_oracle_sees_a_patch_of_another_slide(engine: FakeEngine) -> None:
+    with Window(engine, "watch", BUDGET, FULL, prefill="idle") as window:
+        turn_over(window, by_budget, 9)
+        state = window.snapshot()
+        entry = state.placed[3]
+        assert entry.kv is not None and entry.kv.patch is not None
+        patch = engine.repo.get_patch(entry.kv.patch)
+        assert patch is not None and patch.right is None
+        torch.nn.init.zeros_(patch.left)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(engine.repo, "get_patch", lambda _: patch)
+            assert distance(window) > CLOSE
