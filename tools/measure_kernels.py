@@ -1,8 +1,9 @@
 """Measure the cost of a load: ``python tools/measure_kernels.py``.
 
-Copy, rotate, and rotate with a joint patch, each by the reference and by the fast kernels, construction included, on
-random KV. All are run once per round, one after the other, so that a busy machine affects all of them; read the median over
-the rounds, the least shows what the machine can do.
+Copy, rotate, and rotate with a joint patch and with a quantized one of its bytes, each by the reference and by the fast
+kernels, construction included, on random KV; and unpack the quantized one, as reading it from a store does. All are run once
+per round, one after the other, so that a busy machine affects all of them; read the median over the rounds, the least shows
+what the machine can do.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ctxwin.kv.kernels.choice import Kernel
 from ctxwin.kv.kernels.parts import SpanSlice
 from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
 from ctxwin.kv.patch import Patch
+from ctxwin.kv.quantize import quantize
 
 
 @dataclass(frozen=True)
@@ -73,13 +75,16 @@ def measure(setting: Setting) -> list[Row]:
     if min(setting.layers, setting.heads, setting.parts, setting.rounds) < 1 or setting.tokens < setting.parts:
         raise ValueError(f"layers, heads, parts and rounds must be >= 1 and tokens >= parts, got {setting}")
     spec, dtype, device = setting.spec(), getattr(torch, setting.dtype), torch.device(setting.device)
-    plain, patched = _parts(setting, spec, dtype, False), _parts(setting, spec, dtype, True)
+    plain = _parts(setting, spec, dtype)
+    patched = {name: _parts(setting, spec, dtype, form) for name, form in (("rank", _joint), ("quantized", _quantized))}
     moves: dict[tuple[str, str], Callable[[], None]] = {("copy", ""): lambda: _copy(plain, device)}
     for kernel in get_args(Kernel):
         if kernel == "triton" and device.type == "cpu":
             continue
         moves["rotate", kernel] = _load(plain, spec, dtype, device, kernel)
-        moves[f"rotate, rank {setting.rank}", kernel] = _load(patched, spec, dtype, device, kernel)
+        for name, parts in patched.items():
+            moves[f"rotate, {name} {setting.rank}", kernel] = _load(parts, spec, dtype, device, kernel)
+    moves["unpack", ""] = lambda: _unpack([part.patch for part in patched["quantized"]])
     times: dict[tuple[str, str], list[float]] = {name: [] for name in moves}
     for warm in [True, *[False] * setting.rounds]:
         for name, move in moves.items():
@@ -93,7 +98,10 @@ def measure(setting: Setting) -> list[Row]:
     return [Row(what, kernel, median(t), min(t), size) for (what, kernel), t in times.items()]
 
 
-def _parts(setting: Setting, spec: KVSpec, dtype: torch.dtype, patched: bool) -> list[SpanSlice]:
+_Form = Callable[[Setting, KVSpec, int, torch.Generator, torch.dtype], Patch]
+
+
+def _parts(setting: Setting, spec: KVSpec, dtype: torch.dtype, form: _Form | None = None) -> list[SpanSlice]:
     noise = torch.Generator().manual_seed(0)
     parts, at = [], 100
     for i in range(setting.parts):
@@ -101,18 +109,40 @@ def _parts(setting: Setting, spec: KVSpec, dtype: torch.dtype, patched: bool) ->
         k = torch.randn(spec.layers, size, spec.heads, spec.k_dim, generator=noise).to(dtype)
         v = torch.randn(spec.layers, size, spec.heads, spec.v_dim, generator=noise).to(dtype)
         span = SpanKV(k, v, torch.arange(size).expand(3, -1), setting.frame)
-        parts.append(SpanSlice(span, at, _patch(setting, spec, size, noise, dtype) if patched else None))
+        parts.append(SpanSlice(span, at, form(setting, spec, size, noise, dtype) if form is not None else None))
         at += size
     return parts
 
 
-def _patch(setting: Setting, spec: KVSpec, tokens: int, noise: torch.Generator, dtype: torch.dtype) -> Patch:
+def _joint(setting: Setting, spec: KVSpec, tokens: int, noise: torch.Generator, dtype: torch.dtype) -> Patch:
     width = spec.heads * (spec.k_dim + spec.v_dim)
     left_factor = torch.randn(tokens, setting.rank, generator=noise).to(dtype)
     right_factor = torch.randn(spec.layers, setting.rank, width, generator=noise).to(dtype)
     return Patch.of(
         spec, layout="joint", layers=tuple(range(spec.layers)), rank=setting.rank, left=left_factor, right=right_factor
     )
+
+
+def _quantized(setting: Setting, spec: KVSpec, tokens: int, noise: torch.Generator, dtype: torch.dtype) -> Patch:
+    """Return factors of spectra that fall as those of released models do, in the bytes of joint ones."""
+    width = spec.heads * (spec.k_dim + spec.v_dim)
+    scales = torch.arange(1, min(tokens, width) + 1) ** -0.8
+    matrices = [
+        torch.randn(tokens, len(scales), generator=noise) * scales @ torch.randn(len(scales), width, generator=noise)
+        for _ in range(spec.layers)
+    ]
+    factors = quantize(matrices, setting.rank * (tokens + spec.layers * width) * dtype.itemsize)
+    left_factor, right_factor = factors.factors(tokens, width, dtype)
+    covered, rank = tuple(range(spec.layers)), left_factor.shape[-1]
+    return Patch.of(
+        spec, layout="quantized", layers=covered, rank=rank, left=left_factor, right=right_factor, quantized=factors
+    )
+
+
+def _unpack(patches: Sequence[Patch | None]) -> None:
+    for patch in patches:
+        assert patch is not None
+        Patch.from_tensors(patch.tensors(), patch.describe())
 
 
 def _load(

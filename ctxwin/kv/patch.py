@@ -108,7 +108,10 @@ class Patch:
         return self.nbytes / max(1, spec.span_bytes(self.tokens, _KV_ITEMSIZE))
 
     def factors(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return ``(left [T, m], right [m, W])`` of one layer, K columns first; None where it is dense or not covered."""
+        """Return ``(left [T, m], right [m, W])`` of one layer, K columns first; None where it is dense or not covered.
+
+        m is the layer's own number of directions for quantized factors, the patch's `rank` for others.
+        """
         if self.dense or layer not in self.layers:
             return None
         i = self.layers.index(layer)
@@ -117,6 +120,9 @@ class Patch:
         else:
             assert self.right is not None
             right = self.right[i]
+        if self.quantized is not None:
+            rank = self.quantized.ranks[i]
+            return self.left[i, :, :rank], right[:rank]
         return (self.left if self.left.ndim == 2 else self.left[i]), right
 
     def delta(self, layer: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor] | None:

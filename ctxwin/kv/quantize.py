@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -37,6 +38,12 @@ class QuantizedFactors:
     bits: torch.Tensor
     codes: torch.Tensor
     scales: torch.Tensor
+
+    @cached_property
+    def ranks(self) -> list[int]:
+        """Number of leading directions of each layer behind which none has bits."""
+        order = torch.arange(1, self.bits.shape[1] + 1)
+        return [int(row.max()) if row.numel() else 0 for row in (self.bits > 0) * order]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return its tensors by name, for a codec."""
@@ -156,5 +163,12 @@ def _pack(numbers: np.ndarray, bits: int) -> np.ndarray:
 
 def _unpack(data: np.ndarray, bits: int, count: int) -> np.ndarray:
     """Undo `_pack` of ``count`` numbers."""
-    shown = np.unpackbits(data, count=count * bits).reshape(count, bits)
-    return shown @ (1 << np.arange(bits - 1, -1, -1, dtype=np.uint8))
+    eights = -(-count // 8)  # eight numbers are so many whole bytes as a number has bits
+    words = np.zeros((eights, 8), dtype=np.uint8)
+    filled = np.zeros(eights * bits, dtype=np.uint8)
+    filled[: len(data)] = data
+    words[:, 8 - bits :] = filled.reshape(eights, bits)
+    word, numbers = words.view(">u8")[:, 0].astype(np.uint64), words
+    for i in range(8):
+        numbers[:, i] = (word >> np.uint64(bits * (7 - i))) & np.uint64(2**bits - 1)
+    return numbers.reshape(-1)[:count]

@@ -13,7 +13,7 @@ from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.patch import Layers, Patch, form_patch
 from ctxwin.kv.pooling import fit_basis, project
 
-LAYOUTS = ["joint", "per_layer", "shared joint", "shared per_layer", "dense", "rank 0"]
+LAYOUTS = ["joint", "per_layer", "quantized", "shared joint", "shared per_layer", "dense", "rank 0"]
 
 
 def stack(plan: LoadPlan) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,5 +49,5 @@ def patch_of(
         assert patch.dense or not patch.layers
         return patch
     kept = 0 if layout == "rank 0" else rank
-    shape = "per_layer" if layout == "per_layer" else "joint"
+    shape = layout if layout in ("per_layer", "quantized") else "joint"
     return form_patch(other, base, spec, rank=kept, layers=layers, layout=shape, dtype=dtype)

@@ -308,9 +308,9 @@ def test_refuses_what_does_not_fit():
 
 def test_measuring_command(capsys):
     main(["--tokens", "64", "--layers", "2", "--rank", "4", "--parts", "3", "--rounds", "2", "--json"])
-    shown = json.loads(capsys.readouterr().out)
+    shown, moves = json.loads(capsys.readouterr().out), ("rotate", "rotate, rank 4", "rotate, quantized 4")
     assert [(row["what"], row["kernel"]) for row in shown["rows"]] == [
-        ("copy", ""), ("rotate", "cpu"), ("rotate, rank 4", "cpu"), ("rotate", "reference"), ("rotate, rank 4", "reference"),
+        ("copy", ""), *((what, kernel) for kernel in ("cpu", "reference") for what in moves), ("unpack", "")
     ]  # fmt: skip
     assert all(0 < row["least_ms"] <= row["median_ms"] for row in shown["rows"])
     assert shown["setting"]["parts"] == 3 and shown["rows"][0]["megabytes"] == pytest.approx(64 * 2 * 256 * 2 / 1e6)

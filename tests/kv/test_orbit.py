@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from operator_oracle import make_spec, placed, random_span, specs, worst
 
-from ctxwin.kv.deficit import deficit
-from ctxwin.kv.orbit import OrbitMean
-from ctxwin.kv.patch import apply_patch, compress, form_patch
+from ctxwin.kv.deficit import Deficit, deficit
+from ctxwin.kv.orbit import OrbitMean, update_mean
+from ctxwin.kv.patch import apply_patch, captured_energy, compress, form_patch
 from ctxwin.kv.relocate import canonicalise, relocate
 
 F64 = torch.float64
@@ -46,6 +48,26 @@ def test_running_mean_equals_batch_and_knows_its_spread():
     energy = float(mean_k.pow(2).sum() + mean_v.pow(2).sum())
     away = sum(float((d.k - mean_k).pow(2).sum() + (d.v - mean_v).pow(2).sum()) for d in lost) / 6
     assert running.spread == pytest.approx((away / energy) ** 0.5, rel=1e-9)
+
+
+@pytest.mark.parametrize("layout", ["joint", "quantized"])
+def test_a_mean_stored_as_a_patch_after_each_order_is_as_near_as_one_formed_from_all(layout):
+    spec, tokens = make_spec(layers=4, heads=2, k_dim=16, v_dim=16), 60
+    noise = torch.Generator().manual_seed(2)
+    decay = torch.arange(1, 33).view(2, 16) ** -1.0
+    common = torch.randn(2, 4, tokens, 2, 16, generator=noise) * decay
+    lost = []
+    for _ in range(12):
+        k, v = common + 0.3 * torch.randn(2, 4, tokens, 2, 16, generator=noise) * decay
+        lost.append(Deficit(k, v, torch.full((4,), 1e3, dtype=torch.float64), 1e-6))
+    mean = None
+    for count, order in enumerate(lost):
+        mean = compress(update_mean(mean, count, order), spec, bytes_share=0.12, layout=layout)
+    whole = replace(lost[0], k=sum(d.k for d in lost) / 12, v=sum(d.v for d in lost) / 12)
+    stored, once = (
+        captured_energy(whole, p)["captured"] for p in (mean, compress(whole, spec, bytes_share=0.12, layout=layout))
+    )
+    assert 1 - stored < 1.3 * (1 - once)
 
 
 def test_orders_that_agree_have_no_spread():

@@ -219,10 +219,7 @@ class TritonKernel:
                 table[:, j, 2] = 0
                 continue
             for at, i in enumerate(layers):
-                if i in part.patch.layers:
-                    self._fill_factors(factors[at], j, i)
-                else:
-                    table[at, j, 2] = 0
+                table[at, j, 2] = self._fill_factors(factors[at], j, i) if i in part.patch.layers else 0
         return alignment
 
     def _at_once(self, layer_bytes: int) -> int:
@@ -246,7 +243,8 @@ class TritonKernel:
                 )
         return resident
 
-    def _fill_factors(self, factors: torch.Tensor, j: int, layer: int) -> None:
+    def _fill_factors(self, factors: torch.Tensor, j: int, layer: int) -> int:
+        """Put a layer's factors together; return its rank as in `fused.FIELDS`."""
         part, (rank, left_at, right) = self._parts[j], self._entries[j][2:5]
         patch, tokens = part.patch, slice(part.begin, part.stop)
         assert patch is not None
@@ -255,8 +253,10 @@ class TritonKernel:
         elif rank:
             sides = patch.factors(layer)
             assert sides is not None
+            rank = sides[0].shape[1]
             factors[left_at : left_at + part.tokens * rank].view(-1, rank).copy_(sides[0][tokens])
             self._cut(factors, right, sides[1])
+        return rank
 
     def _cut(self, factors: torch.Tensor, at: int, rows: torch.Tensor) -> None:
         """Rows over all columns of a layer, cut to the heads that are served, from ``at`` on."""
