@@ -66,7 +66,7 @@ AGENTS = ("sliding", "openai", "anthropic", "langchain", "habits", "clock")
 SYSTEM, KEEP, FRAMES, ASKS = "You watch a camera.", 4, 5, 16
 LOG = "The door is shut. Nobody is there. All is quiet. Two boats pass.\n"
 RULES = "Name what is asked for, in one word."
-CLOCKED = {"no clock": "off", "as sent": "off", "late": "late"}
+CLOCKED = {"no clock": "off", "as sent": "off", "late": "late", "append": "append"}
 """What is asked with a clock in the system prompt, and without, to ``volatile`` of the requests."""
 LONGEST = 40
 """Turns in a history whose old turns stay as text; a longer one loses its older half."""

@@ -18,7 +18,7 @@ EDIT_FIELDS = ("context_management", "compaction")
 _SESSION = "x-session-id"
 _NAMES = ("prompt_cache_key", "conversation", "user")
 _MOST_NAME = 512
-_SWITCHES = {"volatile": "late", "prefill": "idle"}
+_SWITCHES = {"volatile": ("late", "append"), "prefill": ("idle",)}
 """What switches an option on; ``off`` switches it off."""
 
 
@@ -28,12 +28,12 @@ class PromptOptions:
 
     Attributes:
         lazy_drops: how much of what the client drops may stay in it; None is nothing.
-        volatile: whether what changes in the system prompt may be served late.
+        volatile: where what changes in the system prompt is served: ``late``, ``append`` or, in its place, "".
         prefill: whether the next prompt may be computed while the engine idles.
     """
 
     lazy_drops: Bounds | None = None
-    volatile: bool = False
+    volatile: str = ""
     prefill: bool = False
 
     def replace(self, texts: Mapping[str, str]) -> PromptOptions:
@@ -41,10 +41,10 @@ class PromptOptions:
         drops = texts.get("lazy_drops")
         switches = {name: _parse(name, texts[name]) for name in _SWITCHES if name in texts}
         fields = vars(self) | switches | ({} if drops is None else {"lazy_drops": Bounds.parse(drops)})
-        return PromptOptions(**fields)
+        return PromptOptions(**fields | {"prefill": bool(fields["prefill"])})
 
     def __bool__(self) -> bool:
-        return self.lazy_drops is not None or self.volatile or self.prefill
+        return self.lazy_drops is not None or bool(self.volatile) or self.prefill
 
 
 AS_SENT = PromptOptions()
@@ -54,10 +54,10 @@ _PROMPT = tuple(PromptOptions.__dataclass_fields__)
 _FIELDS = ("windows", "fidelity", *_PROMPT)
 
 
-def _parse(name: str, text: str) -> bool:
-    if text not in (_SWITCHES[name], "off"):
-        raise ValueError(f"{name} must be {_SWITCHES[name]} or off, got {text[:80]!r}")
-    return text != "off"
+def _parse(name: str, text: str) -> str:
+    if text not in (*_SWITCHES[name], "off"):
+        raise ValueError(f"{name} must be {', '.join(_SWITCHES[name])} or off, got {text[:80]!r}")
+    return "" if text == "off" else text
 
 
 @dataclass

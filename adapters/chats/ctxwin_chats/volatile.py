@@ -7,16 +7,23 @@ that question and its answer are computed again with it, but nothing in front of
 as well, but models take what stands last for the question: SmolLM2-135M answers with the time then.
 
 What is late stays late until the frame breaks, because one of its lines is gone or stands elsewhere. Then what has not changed
-for `SETTLED` requests returns to its place. Nothing is served that the request itself does not hold.
+for `SETTLED` requests returns to its place. Nothing is served that the request itself does not hold. A conversation that begins
+is served with the frame of another one of the tenant where all that it has besides stands where the other's late lines stood.
+
+With ``append`` the system prompt stays as the conversation was first served, and each turn keeps in front of its question the
+lines that had changed until then, so that the prompt only grows. What is gone from the system prompt therefore stays in it, up
+to a share of the context; from then on what changes is late. Where the history begins with another turn, all is computed again,
+and one late text is left.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise, takewhile
 from typing import Any
 
 from ctxwin.hashing import digest
@@ -28,24 +35,45 @@ SETTLED = 8
 """Requests in a row after which a late line counts as one that does not change."""
 SHORT = 1000
 """Characters that may be late although the frame has fewer, in a conversation that begins with the same turn."""
+SHARE = 16
+"""Earlier requests' lines may take one part of the context in so many."""
+_HEADER_TOKENS = 10
+"""Tokens that a template adds around a message and where it divides another, by estimate."""
 _MOST_PIECES = 4096
+_MOST_TEXTS = 512
+"""Texts that are remembered of conversations that begin with the same turn."""
 _RULES = ("system", "developer")
 _SENTENCE = re.compile(r"(?<=[.!?])[ \t]+(?=\S)")
 _BILLING = "x-anthropic-billing-header"
 """Begins a text that vLLM takes out of system prompts, since it changes with every request."""
 
 
+Lines = tuple[tuple[int, str], ...]
+"""Lines of a system prompt, each with its hash."""
+
+
 @dataclass(frozen=True)
 class Late:
-    """Parts of a request's system prompt that are served behind its last turn."""
+    """Parts of system prompts that are served elsewhere than in that of the request.
+
+    Attributes:
+        earlier: how many of their tokens are of earlier requests; None where these are left out.
+        key: of the conversation; "" where the request is served as sent.
+        lines: of the request's system prompt; standing: hashes of those in their place.
+    """
 
     parts: int = 0
     tokens: int = 0
     text: str = ""
+    earlier: int | None = None
+    key: str = ""
+    lines: Lines = ()
+    standing: frozenset[int] = frozenset()
 
     def report(self, *, as_system: bool) -> dict[str, Any]:
         """Return the entry of an answer's ``usage``."""
-        return {"parts": self.parts, "tokens": self.tokens, "form": "system" if as_system else "text"}
+        entry = {"parts": self.parts, "tokens": self.tokens, "form": "system" if as_system else "text"}
+        return entry if self.earlier is None else entry | {"earlier": self.earlier}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -54,16 +82,58 @@ class Frame(Record):
 
     Attributes:
         late: the others of the last request, and for how many requests in a row each has been late.
+        gaps: before how many of the lines each of those stands.
         first: digest of the first turn behind the system prompt.
+        origin: names the first frame that this one continues.
     """
 
     lines: tuple[int, ...]
     late: dict[int, int]
+    gaps: frozenset[int]
     first: str
+    origin: str
+
+
+@dataclass(frozen=True)
+class Appended:
+    """Lines in front of the question of one turn.
+
+    Attributes:
+        lines: those that had changed since the turn before; tokens: of these.
+        current: hashes of all lines of the system prompt at that time.
+    """
+
+    lines: Lines
+    tokens: int
+    current: frozenset[int]
+
+
+@dataclass(eq=False, kw_only=True)
+class Growing(Record):
+    """A conversation whose prompt only grows.
+
+    Attributes:
+        head: its system prompt as first served (`_head`); lines: of that.
+        texts: what was appended, by the digest of the turns up to its own.
+    """
+
+    head: tuple[dict[str, Any], list[Any]]
+    lines: Lines
+    texts: Mapping[str, Appended]
 
 
 class VolatilePrompts(Records[Frame]):
-    """The frames of one tenant's conversations. A conversation without a name is known by its first turn."""
+    """The frames of one tenant's conversations. A conversation without a name is known by its first turn.
+
+    Args:
+        most, ttl: see `Records`.
+        context: tokens that the model takes.
+    """
+
+    def __init__(self, most: int, ttl: float, context: int = 1 << 15) -> None:
+        super().__init__(most, ttl)
+        self._growing: Records[Growing] = Records(most, ttl)
+        self._most_earlier = context // SHARE
 
     def take(self, data: dict[str, Any], name: str, count: Count) -> Late:
         """Take what is volatile out of the system prompt of the body ``data``. Cost: linear in the system prompt."""
@@ -79,23 +149,93 @@ class VolatilePrompts(Records[Frame]):
         first = turns if isinstance(turns, str) else next(turn for turn in turns if not _is_rules(turn))
         first = Part.read(first).digest
         name = name or f"first:{first}"
-        key = digest("volatile", turns_field(data), name, json.dumps([data.get(f) for f in ("model", "cache_salt")]))
-        hashes = [hash(piece.strip()) for _, piece in pieces]
-        record, stable = self._continued(key, first, hashes, [len(piece) for _, piece in pieces])
+        shared = digest("volatile", turns_field(data), json.dumps([data.get(f) for f in ("model", "cache_salt")]))
+        key = digest("volatile", shared, name)
+        hashes, sizes = [hash(piece.strip()) for _, piece in pieces], [len(piece) for _, piece in pieces]
+        record, stable = self._continued(key, first, hashes, sizes)
+        if record is None:
+            stable = self._begun(shared, hashes, sizes)
         late = [i for i in range(len(pieces)) if i not in stable]
-        ages = {hashes[i]: 1 + (record.late.get(hashes[i], 0) if record else 0) for i in late}
-        lines = tuple(hashes[i] for i in sorted(stable))
-        self.keep(record, Frame(key=key, name=name, size=128 * len(pieces) + 1024, lines=lines, late=ages, first=first))
+        standing = tuple(hashes[i] for i in sorted(stable))
+        is_most = 2 * sum(sizes[i] for i in stable) >= sum(sizes)  # else, perhaps, the prompt of another agent
+        origin = record.origin if record and is_most else digest("frame", key, str(hashes))
+        frame = Frame(
+            key=key, name=name, size=128 * len(pieces) + 1024, first=first, origin=origin,
+            lines=standing, gaps=frozenset(_gaps(stable, len(pieces))),
+            late={hashes[i]: 1 + (record.late.get(hashes[i], 0) if record else 0) for i in late},
+        )  # fmt: skip
+        self.keep(record, frame)
+        lines = tuple((line, piece.rstrip()) for line, (_, piece) in zip(hashes, pieces, strict=True))
+        taken = Late(key=origin, lines=lines, standing=frozenset(standing))
         if not late:
-            return Late()
+            return taken
+        same = (one for one in self.find(shared) if one.lines == frame.lines)
+        self.keep(next(same, None), replace(frame, key=shared, name=f"all:{shared}"))
         texts = [""] * len(slots)
         for i in sorted(stable):
             texts[pieces[i][0]] += pieces[i][1]
         for (holder, field), text in zip(slots, texts, strict=True):
             holder[field] = text
         _drop(data, [holder for (holder, _), text in zip(slots, texts, strict=True) if not text])
-        text = "\n".join(pieces[i][1].rstrip() for i in late)
-        return Late(len(late), count(text), text)
+        text = "\n".join(lines[i][1] for i in late)
+        return replace(taken, parts=len(late), tokens=count(text), text=text)
+
+    def place(self, data: dict[str, Any], late: Late, count: Count, *, as_system: bool, appends: bool = False) -> Late:
+        """Put what was taken out of ``data``, which may have other turns since, in front of the question; return what stands so.
+
+        Args:
+            appends: earlier requests' lines stay where they stood, as these will. Cost: linear in the request.
+        """
+        if not appends or not late.key:
+            if late.parts:
+                put(data, late.text, as_system=as_system)
+            return late
+        head, turns = _head(data)
+        at = _last_turn(turns)
+        assert at is not None, "`take` leaves such a request as it is"
+        parts = [Part.read(turn).digest for turn in turns]
+        digests = [*accumulate(parts, lambda front, part: digest("turns", front, part))]
+        key = digest("growing", late.key, digests[0], json.dumps([*_others(data)]))
+        current = frozenset(line for line, _ in late.lines)
+        old = next(iter(self._growing.find(key)), None)
+        gone = tuple(one for one in old.lines if one[0] not in current) if old is not None else ()
+        texts: dict[str, Appended] = {}
+        if old is None or count(_text(gone)) > self._most_earlier:
+            lines, gone = tuple(one for one in late.lines if one[0] in late.standing), ()
+            head = copy.deepcopy(head)
+        else:
+            head, lines, texts = old.head, old.lines, dict(old.texts)
+            data.update(copy.deepcopy(head[0]))
+            if isinstance(data[turns_field(data)], list):
+                data[turns_field(data)] = [*copy.deepcopy(head[1]), *turns]
+        texts.pop(digests[at], None)
+        earlier = [(i, texts[turn]) for i, turn in enumerate(digests[:at]) if turn in texts]
+        known = earlier[-1][1].current if earlier else frozenset(line for line, _ in lines)
+        fresh = tuple(one for one in late.lines if one[0] not in known)
+        new = Appended(fresh, count(_text(fresh)), current)
+        tokens = sum(one.tokens for _, one in earlier) + count(_text(gone))
+        headers = _HEADER_TOKENS * (1 + len(earlier))
+        if current != known and tokens + new.tokens + headers <= self._most_earlier:
+            texts = dict([*texts.items(), (digests[at], new)][-_MOST_TEXTS:])
+        size = len(json.dumps(head)) + sum(512 + 100 * len(one.current) + 8 * one.tokens for one in texts.values())
+        self._growing.keep(old, Growing(key=key, name="", size=size, head=head, lines=lines, texts=texts))
+        for i, one in [(at, new), *reversed(earlier)]:
+            if one.lines:
+                put(data, _text(one.lines), as_system=as_system, at=len(head[1]) + i)
+        moved = len(fresh) + len(gone) + sum(len(one.lines) for _, one in earlier)
+        return replace(late, parts=moved, tokens=tokens + new.tokens, text=_text(fresh), earlier=tokens)
+
+    def _begun(self, shared: str, hashes: Sequence[int], sizes: Sequence[int]) -> set[int]:
+        """Return the pieces that stay in a conversation's first request, by frames of other conversations; else all."""
+        for record in reversed(self.find(shared)):
+            standing = _embed(record.lines, hashes)
+            if (
+                standing is not None
+                and 2 * sum(sizes[i] for i in standing) >= sum(sizes)
+                and record.gaps.issuperset(_gaps(standing, len(hashes)))
+            ):
+                return standing
+        return set(range(len(hashes)))
 
     def _continued(
         self, key: str, first: str, hashes: Sequence[int], sizes: Sequence[int]
@@ -115,17 +255,18 @@ class VolatilePrompts(Records[Frame]):
         return best[1:]
 
 
-def put(data: dict[str, Any], text: str, *, as_system: bool) -> None:
+def put(data: dict[str, Any], text: str, *, as_system: bool, at: int | None = None) -> None:
     """Put what is late in front of the question, the last text of the user's last turn; behind a result of a tool.
 
     Args:
         as_system: in a system message, which divides a turn that shows something in front of its question.
+        at: the turn; None is the last one.
     """
     name = turns_field(data)
     if isinstance(data[name], str):
         data[name] = [{"role": "user", "content": data[name]}]
     turns = data[name]
-    at = _last_turn(turns)
+    at = _last_turn(turns) if at is None else at
     assert at is not None, "`take` leaves such a request as it is"
     turn = turns[at]
     field = "output" if "output" in turn else "content"
@@ -188,6 +329,30 @@ def _embed(lines: Sequence[int], hashes: Sequence[int]) -> set[int] | None:
     return set(positions) if len(positions) == len(lines) else None
 
 
+def _gaps(stable: set[int], total: int) -> Iterator[int]:
+    """Yield for each piece that is not stable how many stable ones are in front of it."""
+    before = 0
+    for i in range(total):
+        if i in stable:
+            before += 1
+        else:
+            yield before
+
+
+def _text(lines: Lines) -> str:
+    return "\n".join(text for _, text in lines)
+
+
+def _head(data: Mapping[str, Any]) -> tuple[tuple[dict[str, Any], list[Any]], list[Any]]:
+    """Return a system prompt, as fields of the body and as turns, and the turns behind it."""
+    turns = data[turns_field(data)]
+    if isinstance(turns, str):
+        turns = [{"role": "user", "content": turns}]
+    rules = [*takewhile(_is_rules, turns)]
+    fields = {name: data[name] for name in ("instructions", "system") if name in data}
+    return (fields, rules), turns[len(rules) :]
+
+
 def _is_rules(turn: Any) -> bool:
     return isinstance(turn, dict) and turn.get("role") in _RULES
 
@@ -199,6 +364,15 @@ def _holders(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
     turns = data.get(turns_field(data))
     for turn in takewhile(_is_rules, turns if isinstance(turns, list) else ()):
         yield turn, "content"
+
+
+def _others(data: dict[str, Any]) -> Iterator[Any]:
+    """Yield the parts of a system prompt that are no texts."""
+    for holder, name in _holders(data):
+        content = holder.get(name)
+        for part in content if isinstance(content, list) else ():
+            if not (isinstance(part, dict) and isinstance(part.get("text"), str)):
+                yield part
 
 
 def _slots(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:

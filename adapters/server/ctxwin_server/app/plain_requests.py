@@ -27,7 +27,6 @@ from ctxwin_chats.continuation import turns_field
 from ctxwin_chats.lazy_drops import Bounds
 from ctxwin_chats.options import EDIT_FIELDS, ROUTES, read_options
 from ctxwin_chats.typed_tools import describe_tools
-from ctxwin_chats.volatile import put
 from ctxwin_client.errors import NotAllowed, TooLarge
 from ctxwin_server.app.accounts import BodyReader, Malformed, parse_json
 from ctxwin_server.app.endpoints import (
@@ -230,7 +229,6 @@ class PlainRequest:
                 options.reports["context_management"] = {"applied_edits": applied}
         if options.prompt.volatile and not self._follows:
             late = await self._run(self._tenant_state.volatile.take, data, options.name, self._tenant_state.count)
-            options.rewrites["late"] = late.report(as_system=self._late_as_system)
         turns = data.get(turns_field(data)) if options.prompt.prefill else None  # as sent
         if is_managed or options.prompt.lazy_drops is None:  # an explicit wish: nothing of what it drops is held back
             if options.name:
@@ -241,17 +239,18 @@ class PlainRequest:
             await self._compact(options, compact, extension)
         elif options.prompt.prefill and not self._follows:
             await self._foresee(options, turns, room)
-        if late is not None and late.parts:  # behind what lazy drops compare, and a summary replaces
-            put(data, late.text, as_system=self._late_as_system)
-            self._service.metrics.count_rewrite(self._tenant, "late", late.tokens)
+        if late is not None:  # behind what lazy drops compare, and a summary replaces
+            as_system = self._service.late_system and data.get("chat_template") is None
+            appends = options.prompt.volatile == "append"
+            place = partial(self._tenant_state.volatile.place, as_system=as_system, appends=appends)
+            late = await self._run(place, data, late, self._tenant_state.count)
+            options.rewrites["late"] = late.report(as_system=as_system)
+            if late.parts:
+                self._service.metrics.count_rewrite(self._tenant, "late", late.tokens)
         return bool(extension or resumed or options.rewrites) or applied is not None or compact is not None
 
     async def _run(self, work: Callable[..., T], *args: Any) -> T:
         return await self._service.brief_pool.run(self._tenant, work, *args)
-
-    @property
-    def _late_as_system(self) -> bool:
-        return self._service.late_system and self._data.get("chat_template") is None
 
     async def _keep_drops(self, options: RequestOptions, bounds: Bounds) -> int:
         """Put back what the client dropped, within the bounds; return how many more pictures may be dropped until it follows."""

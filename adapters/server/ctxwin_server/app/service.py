@@ -309,7 +309,7 @@ class Service:
             idempotency=IdempotencyCache(),
             conversations=Conversations(most, self.limits.window_ttl_s),
             lazy_drops=LazyDrops(most, self.limits.window_ttl_s),
-            volatile=VolatilePrompts(most, self.limits.window_ttl_s),
+            volatile=VolatilePrompts(most, self.limits.window_ttl_s, engine.spec.max_tokens),
             histories=Histories(most, self.limits.window_ttl_s, missed),
             streams=Streams(name, most, context, self.pool, self.metrics, self.quarantine.running),
             count=counter(engine),

@@ -36,7 +36,7 @@ class Settings:
         "off", "What chats drop stays in their prompts, up to e.g. pictures=8,tokens=4096,turns=10."
     )
     volatile: str = _setting(
-        "off", "What changes in chats' system prompts is served in front of the question.", "late|off"
+        "off", "What changes in chats' system prompts is served in front of the question.", "late|append|off"
     )
     prefill: str = _setting(
         "off", "What chats are expected to send next is computed while the engine idles.", "idle|off"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import httpx
@@ -219,27 +219,30 @@ def test_a_request_chooses_by_field_or_header(server: Process) -> None:
     assert wrong.status_code == 400 and "lazy drops must be on, off, or like pictures=8" in wrong.text
 
 
-def clocked(path: str, steps: int, rules: str, late: str = "", seed: int = 0) -> dict[str, Any]:
-    """A request of a route with a picture in each turn; ``late``: a system message in front of the last question."""
+def clocked(path: str, steps: int, rules: str, late: Mapping[int, str] | None = None, seed: int = 0) -> dict[str, Any]:
+    """A request of a route with a picture in each turn; ``late``: system messages in front of the questions of some."""
     body = turns_of(path, 0, steps, seed)
     turns = body["input" if path == RESPONSES else "messages"]
     if path == CHAT:
         turns[0] = system(rules)
     else:
         body["instructions" if path == RESPONSES else "system"] = rules
-    if late:
-        *shown, asked = turns.pop()["content"]
-        turns += [{"role": "user", "content": shown}, system(late), {"role": "user", "content": [asked]}]
+    for step in sorted(late or (), reverse=True):
+        at = 2 * step + (path == CHAT)
+        *shown, asked = turns[at]["content"]
+        divided = [{"role": "user", "content": content} for content in (shown, [asked])]
+        turns[at : at + 1] = [divided[0], system(late[step]), divided[1]]
     return body
 
 
+@pytest.mark.parametrize("way", ["late", "append"])
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 def test_a_clock_in_the_system_prompt_is_answered_as_if_it_stood_in_front_of_the_question(
-    server: Process, path: str
+    server: Process, path: str, way: str
 ) -> None:
-    """The first request is served as sent, the others as with a system message late in it; a tenant's, too."""
-    before, name = server.metrics(), path.rpartition("/")[2]
-    volatile = {"volatile": "late", "lazy_drops": "off"}
+    """The first request is served as sent, the others as with a system message late in it, or one a turn; a tenant's, too."""
+    before, name = server.metrics(), f"{way} {path.rpartition('/')[2]}"
+    volatile = {"volatile": way, "lazy_drops": "off"}
     for key, turns in (("key-acme", 2), ("key-own", 5)):
         computed, tokens = [0, 0], 0
         for steps in range(1, turns + 1):
@@ -249,10 +252,16 @@ def test_a_clock_in_the_system_prompt_is_answered_as_if_it_stood_in_front_of_the
             late = ask(server, path, sent, "clock", key, cache_salt=f"late {name}", ctxwin=volatile, **fields)
             assert late.status_code == 200, late.text
             said = late.json()["usage"]["ctxwin"]["late"]
-            assert said == {"parts": int(steps > 1), "tokens": said["tokens"], "form": "system"}
-            assert (said["tokens"] > 0) == (steps > 1)
+            parts = 0 if steps == 1 else 1 if way == "late" else steps
+            said["earlier"] = said.get("earlier", 0)
+            assert said == {"parts": parts, "tokens": said["tokens"], "form": "system", "earlier": said["earlier"]}
+            assert (said["tokens"] > said["earlier"]) == (steps > 1) and (said["earlier"] > 0) == (parts > 1)
             tokens += said["tokens"]
-            placed = clocked(path, steps, "You watch. Be brief.", clock) if steps > 1 else sent
+            rules, first = (
+                ("You watch. Be brief.", steps - 1) if way == "late" else ("You watch. It is 12:01.\nBe brief.", 1)
+            )
+            clocks = {step: f"It is 12:0{step + 1}." for step in range(first, steps)}
+            placed = clocked(path, steps, rules, clocks) if steps > 1 else sent
             alone = ask(server, path, placed, "", key, cache_salt=f"placed {name}", ctxwin=OFF, **fields)
             assert words(late) == words(alone) and prompt_and_cached(late)[0] == prompt_and_cached(alone)[0]
             if path == CHAT:
@@ -328,5 +337,5 @@ def test_what_an_agent_drops_stays_behind_a_clock(server: Process) -> None:
         lazy["messages"][0] = system(f"You watch.\nIt is {last}.")
         answer = ask(server, CHAT, lazy, "both", cache_salt="both", ctxwin={"volatile": "late"})
         assert kept(answer)["pictures"] == first
-    longer = clocked(CHAT, 5, "You watch.\n", "It is 5.", 9900)
+    longer = clocked(CHAT, 5, "You watch.\n", {4: "It is 5."}, 9900)
     assert words(answer) == words(ask(server, CHAT, longer, "", cache_salt="both alone", ctxwin=OFF))
