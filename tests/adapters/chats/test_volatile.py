@@ -192,15 +192,20 @@ def test_conversations_are_known_by_name_or_by_their_first_turn() -> None:
 
 
 def test_a_conversation_begins_with_what_others_have_shown_to_move() -> None:
-    prompts, list_line = VolatilePrompts(16, 1e9), "Watch.\nOne more.\n"
-    late_of(prompts, clocked(1), "n")
-    assert late_of(prompts, clocked(2, user("ho")), "m") == "", "nothing has moved yet"
-    assert late_of(prompts, clocked(3), "n") == "It is 3."
-    assert late_of(prompts, clocked(4, user("hu")), "o") == "It is 4."
-    assert late_of(prompts, clocked(4, user("hu"), model="other"), "o") == ""
-    assert late_of(prompts, {"messages": [{"role": "system", "content": "You watch."}, user("ha")]}, "p") == ""
-    assert late_of(prompts, clocked(4, user("hu"), rules=f"{list_line}You watch."), "q") == "", "in front of the frame"
-    assert late_of(prompts, clocked(4, user("hu"), rules="You watch.\n" + "Much more. " * 9), "r") == "", "most of it"
+    prompts = VolatilePrompts(16, 1e9)
+
+    def late(time: int, name: str, rules: str = "You watch a door, and say who comes.", **fields: Any) -> str:
+        return late_of(prompts, clocked(time, user(name), rules=rules, **fields), name)
+
+    assert late(1, "n") == late(2, "m") == "", "nothing has moved yet"
+    assert late(3, "n") == "It is 3."
+    assert late(4, "o") == "It is 4."
+    assert late(4, "o", model="other") == ""
+    assert late(4, "p", "Go on.\nYou watch a door, and say who comes.") == "", (
+        "in front of the frame, where nothing moved"
+    )
+    assert late(4, "q", "You watch a door, and say who comes.\nGo on.") == "Go on.\nIt is 4.", "where the clock stands"
+    assert late(4, "r", "You watch a door, and say who comes.\n" + "Much more. " * 9) == "", "most of it"
 
 
 def test_another_system_prompt_of_a_name_has_a_frame_of_its_own() -> None:
@@ -362,6 +367,14 @@ def test_a_growing_prompt_shows_each_line_once_while_it_stands() -> None:
         seen.append((late.text, late.parts, late.earlier))
     first, second = "It is 1.", "It is 2."
     assert seen == [("", 0, 0), (memory, 1, 0), (first, 3, 3 + 3), ("", 3, 3 + 3 + 3), (second, 4, 3 + 3 + 3)]
+
+
+def test_what_a_request_did_not_have_when_it_was_sent_again_is_not_appended() -> None:
+    prompts = VolatilePrompts(16, 1e9)
+    for time, turns, shown in ((0, 1, []), (1, 2, [1]), (0, 2, []), (2, 3, [2]), (3, 4, [2, 3])):
+        served, _ = grown(prompts, clocked(time, *history(turns)))
+        clocks = [turn["content"] for turn in served["messages"][1:] if turn["role"] == "system"]
+        assert clocks == [f"It is {time}." for time in shown]
 
 
 def test_a_growing_prompt_is_bounded() -> None:
