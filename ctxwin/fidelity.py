@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, field_validator, model_validator
 
 Mode = Literal["auto", "exact", "patched", "blind"]
 Lane = Literal[
@@ -59,7 +59,8 @@ class Fidelity(BaseModel):
             Without one it begins ``exact``, and admits lanes that audits of its own answers show to be safe (`ctxwin.audit`).
         rank: rank of stored patches, also of a hybrid's states in each recurrent layer; None if ``bytes_share`` decides.
         bytes_share: largest share of a chunk's bf16 KV bytes a patch may take; overrides ``rank``.
-        layers: ``all``, or ``deep`` for the deeper half only (Kamera, appendix C.3); of a shared basis, those it covers.
+        layers: ``all``, ``deep`` for the deeper half only, or shares of the depth ``(first, last)``: ``(0.25, 1)`` leaves out the
+            first quarter (Kamera, appendix C.3: how deep depends on the model). Of a shared basis, those it covers.
         survivors: treatment of a chunk whose antecedents were evicted: ``keep`` only rotates it; ``slid`` does so only if they
             were the first of those before it, as after a slide, and forms it again otherwise; ``removal`` corrects it with a
             removal patch (formed by the forward of an ask, or ahead of a slide that is expected); ``refresh`` forms it again.
@@ -84,7 +85,7 @@ class Fidelity(BaseModel):
     mode: Mode = "auto"
     rank: int | None = Field(default=32, ge=1)
     bytes_share: float | None = Field(default=None, gt=0, le=1)
-    layers: Literal["all", "deep"] = "all"
+    layers: Literal["all", "deep"] | tuple[float, float] = "all"
     survivors: Literal["keep", "slid", "removal", "refresh"] = "keep"
     orbit: bool = False
     recompute: int | None = Field(default=None, ge=0)
@@ -99,6 +100,13 @@ class Fidelity(BaseModel):
             name = min(moved)
             raise ValueError(f"{name} must be given in advanced; write Fidelity(advanced={{{name!r}: {data[name]!r}}})")
         super().__init__(mode=mode, **data)
+
+    @field_validator("layers")
+    @classmethod
+    def _depth(cls, layers: str | tuple[float, float]) -> str | tuple[float, float]:
+        if isinstance(layers, tuple) and not 0 <= layers[0] < layers[1] <= 1:
+            raise ValueError(f"layers must be all, deep or shares 0 <= first < last <= 1 of the depth, got {layers}")
+        return layers
 
     @model_validator(mode="wrap")
     @classmethod

@@ -7,6 +7,7 @@ formed at one position is right at every position.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
@@ -22,7 +23,7 @@ from ctxwin.kv.rope import Move
 from ctxwin.kv.states import States, factors, named, recondition_states, states_in
 
 Layout = Literal["joint", "per_layer", "quantized", "shared"]
-Layers = Literal["all", "deep"] | Sequence[int]
+Layers = Literal["all", "deep"] | tuple[float, float] | Sequence[int]
 
 _PLAIN = ("identity", "layout", "heads", "k_dim", "v_dim", "rank", "dense")
 # Budgets are shares of a chunk's KV in bf16, whatever dtype the patch has.
@@ -267,8 +268,7 @@ def compress(
             ``bytes_share``: the full rank. A hybrid's states keep as many in each recurrent layer.
         bytes_share: instead of ``rank``: the largest rank whose bytes stay within this share of the chunk's KV in bf16,
             the deficit itself where that fits. Rank 0 where not even one direction fits; see ``meta["captured"]``.
-        layers: ``all``, ``deep`` (the upper half) or layer numbers. Where the deficit is arithmetic noise a layer is
-            dropped.
+        layers: as `select_layers` takes them. Where the deficit is arithmetic noise a layer is dropped.
         layout: ``joint`` (one left factor for all layers), ``per_layer``, or ``quantized``: factors by layer in few bits
             (`ctxwin.kv.quantize`), within the bytes of ``bytes_share``, or of joint factors of ``rank``. Shared ones come
             from `pooling.project`.
@@ -395,12 +395,18 @@ def apply_patch(base: SpanKV, patch: Patch, spec: KVSpec, start: int) -> SpanKV:
 
 
 def select_layers(layers: Layers, count: int) -> tuple[int, ...]:
-    """Return the layer numbers of ``all``, ``deep`` (the upper half) or a sequence; ValueError where one is out of range."""
+    """Return the layer numbers of ``all``, ``deep`` (the upper half), two floats (shares of the depth, the layers at both ends
+    included) or a sequence of numbers. Raises ValueError where one is out of range."""
     if isinstance(layers, str):
         if layers not in ("all", "deep"):
             raise ValueError(f"layers must be all, deep or layer numbers, got {layers!r}")
         return tuple(range(count // 2 if layers == "deep" else 0, count))
-    chosen = tuple(sorted(set(layers)))
+    if len(layers) == 2 and all(isinstance(share, float) for share in layers):
+        first, last = (round(share * count, 6) for share in layers)
+        if not 0 <= first < last <= count:
+            raise ValueError(f"layers must be shares 0 <= first < last <= 1 of the depth, got {layers}")
+        return tuple(range(math.floor(first), math.ceil(last)))
+    chosen = tuple(sorted({int(layer) for layer in layers}))
     if any(not 0 <= layer < count for layer in chosen):
         raise ValueError(f"layers must be in [0, {count}), got {chosen}")
     return chosen

@@ -47,11 +47,20 @@ def test_allowed_lanes() -> None:
     [
         {"mode": "fast"}, {"rank": 0}, {"bytes_share": 1.5}, {"survivors": "drop"}, {"ranks": 3},
         {"advanced": {"rank": 3}}, {"advanced": {"forbid": ("formed",)}}, {"advanced": {}, "forbid": ()},
+        {"layers": "shallow"}, {"layers": (0.5, 0.5)}, {"layers": (0.5, 1.5)}, {"layers": (0.1, 0.2, 0.3)},
     ],
 )  # fmt: skip
 def test_bad_fidelity(bad: dict[str, object]) -> None:
     with pytest.raises(ValueError):
         Fidelity(**bad)  # type: ignore[arg-type]
+
+
+def test_layers_are_words_or_shares_of_the_depth() -> None:
+    quarter = Fidelity("patched", layers=(0.25, 1))
+    read = Fidelity.model_validate_json(quarter.model_dump_json().replace("1.0", "1"))
+    assert read == quarter and read.patch_name == quarter.patch_name and isinstance(read.layers[1], float)
+    names = {Fidelity("patched", layers=layers).patch_name for layers in ("all", "deep", (0.25, 1), (0.5, 1))}  # type: ignore[arg-type]
+    assert len(names) == 4 and "rank=32,layers=deep" in names
 
 
 MOVED = {"layout": "shared", "basis": "b", "eliminate": True, "reference": "nearer", "forbid": ("survivor",)}

@@ -8,6 +8,7 @@ from ctxwin_evals.arms import ARM_FORMS, ARMS, BASES, parse_arm, parse_arms
 from ctxwin_evals.arms.recall import Recall, Stale, Update
 from ctxwin_evals.arms.reuse import Blind, Orbit, Patched, Transfer
 from ctxwin_evals.arms.tokens import FirstK
+from ctxwin_evals.patching import parse_variant
 from ctxwin_evals.run import plan_jobs
 from ctxwin_evals.tasks import expand, open_task
 from ctxwin_evals.tasks.edits import other_orders
@@ -24,6 +25,8 @@ def test_every_form_parses() -> None:
     assert parse_arm("stale:full@.5") == Stale("", None, 0.5) != Stale("", None)
     assert parse_arm("recall:8@0.25") == Recall("", 8, 0.25)
     assert parse_arm("patched:8@deep") == Patched("", 8, "deep") != Patched("", 8)
+    assert parse_arm("patched:8@25-100") == Patched("", 8, "25-100")
+    assert parse_variant("shared+25-75+output") == ("shared", (0.25, 0.75), "output")
     assert parse_arm("patched:8@shared+deep+output").name == "patched:8@shared+deep+output"
     assert parse_arm("transfer:4") == Transfer("", 4) != Orbit("", 4)
     assert [a.name for a in parse_arms("reprefill,removal:3, survivor,")] == ["reprefill", "removal:3", "survivor"]
@@ -46,7 +49,8 @@ def test_every_arm_says_what_it_is() -> None:
     "text",
     ["patched", "patched:", "patched:-1", "patched:x", "patched:1.5", "blind:3", "blind:", "first_k:full",
      "first_k", "stale:8@1.5", "stale:8@", "recall:8", "recall:8@-0.5", "removal:all", "orbit:8@0.5", "kamera",
-     "patched:8 8", "patched:8@", "patched:8@deeper", "patched:8@joint+shared", "patched:8@deep+deep"],
+     "patched:8 8", "patched:8@", "patched:8@deeper", "patched:8@joint+shared", "patched:8@deep+deep",
+     "patched:8@75-25", "patched:8@25-125", "patched:8@deep+0-50", "patched:8@-50"],
 )  # fmt: skip
 def test_a_bad_arm_is_named_with_the_forms(text: str) -> None:
     with pytest.raises(ValueError, match="an arm must be one of") as caught:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from operator_oracle import make_spec, pair, placed, plain_rope, specs, worst
 
 from ctxwin.kv.deficit import deficit
 from ctxwin.kv.lowrank import Weight, truncated_svd
-from ctxwin.kv.patch import Patch, apply_patch, compress, form_patch
+from ctxwin.kv.patch import Patch, apply_patch, compress, form_patch, select_layers
 from ctxwin.kv.relocate import canonicalise, relocate
 from ctxwin.kv.rope import turn
 
@@ -130,6 +131,36 @@ def test_deep_and_named_layers():
         form_patch(conditioned, base, spec, layers=(9,))
     with pytest.raises(ValueError, match="layers must be"):
         form_patch(conditioned, base, spec, layers="shallow")
+
+
+@pytest.mark.parametrize(
+    ("shares", "layers"),
+    [
+        ((0.5, 1.0), (2, 3, 4)), ((0.25, 1.0), (1, 2, 3, 4)), ((0.25, 0.75), (1, 2, 3)), ((0.75, 1.0), (3, 4)),
+        ((0.0, 1.0), (0, 1, 2, 3, 4)), ((0.4, 0.6), (2,)), ((0.8, 1.0), (4,)),
+    ],
+)  # fmt: skip
+def test_shares_of_the_depth(shares: tuple[float, float], layers: tuple[int, ...]) -> None:
+    spec = make_spec(layers=5)
+    base, conditioned, _ = pair(spec, 6, 2, 50)
+    assert select_layers(shares, 5) == layers
+    by_share, by_number = (form_patch(conditioned, base, spec, rank=2, layers=chosen) for chosen in (shares, layers))
+    assert torch.equal(apply_patch(base, by_share, spec, 50).k, apply_patch(base, by_number, spec, 50).k)
+    assert set(by_share.layers) <= set(layers)
+
+
+@pytest.mark.parametrize("count", range(1, 40))
+def test_the_deeper_half_is_a_share_and_every_share_has_a_layer(count: int) -> None:
+    assert select_layers((0.5, 1.0), count) == select_layers("deep", count)
+    cuts = [i / 10 for i in range(11)]
+    parts = [select_layers(ends, count) for ends in pairwise(cuts)]
+    assert all(parts) and set().union(*parts) == set(range(count))
+
+
+@pytest.mark.parametrize("shares", [(0.5, 0.5), (0.75, 0.25), (0.5, 1.5), (-0.5, 1.0)])
+def test_shares_out_of_range_are_refused(shares: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="layers must be shares"):
+        select_layers(shares, 4)
 
 
 @pytest.mark.parametrize("layout", ["joint", "per_layer"])

@@ -161,9 +161,11 @@ def test_approximation_is_close_and_never_reaches_an_exact_window(engine: Engine
                 assert ask(exact, question).usage.exact
 
 
-@pytest.mark.parametrize("layout", ["joint", "quantized"])
-def test_a_removal_patch_answers_like_a_re_prefill_of_what_stayed(engine: Engine, layout: str) -> None:
-    removing = Fidelity("patched", bytes_share=0.11, layers="deep", survivors="removal", advanced={"layout": layout})
+@pytest.mark.parametrize(
+    ("layout", "layers"), [("joint", "deep"), ("quantized", "deep"), ("joint", (0.25, 1)), ("joint", (0.75, 1))]
+)
+def test_a_removal_patch_answers_like_a_re_prefill_of_what_stayed(engine: Engine, layout: str, layers: Any) -> None:
+    removing = Fidelity("patched", bytes_share=0.11, layers=layers, survivors="removal", advanced={"layout": layout})
     with Window(engine, HEADER, fidelity=removing) as window:
         window.extend([chunk(i) for i in (3, 1, 4, 0)])
         ask(window, QUESTIONS[0])
@@ -171,7 +173,9 @@ def test_a_removal_patch_answers_like_a_re_prefill_of_what_stayed(engine: Engine
         assert close(ask(window, QUESTIONS[0]).first_token_logprobs, reprefill(engine, window, QUESTIONS[0]), 1e-4)
         assert [entry.lane for entry in window.chunks] == ["resident", "patched", "patched"]
         keys = [p.kv.patch for p in window.snapshot().placed if p.kv and p.kv.patch]
-        assert {engine.repo.get_patch(key).layout for key in keys} == {layout}
+        stored = [engine.repo.get_patch(key) for key in keys]
+        assert {patch.layout for patch in stored} == {layout}
+        assert {patch.layers for patch in stored} == {{"deep": (2, 3), (0.25, 1): (1, 2, 3), (0.75, 1): (3,)}[layers]}
         for question in QUESTIONS:
             answer, reference = ask(window, question), reprefill(engine, window, question)
             assert not answer.usage.exact and answer.usage.reused_tokens["patched"] > 0

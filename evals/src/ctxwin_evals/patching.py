@@ -126,18 +126,34 @@ def _cut(patch: Patch, rank: int) -> Patch:
     return replace(patch, rank=rank, left=left_factor, right=right_factor, meta={**patch.meta, "cut_from": patch.rank})
 
 
+DEPTHS = ("deep", "25-100", "75-100")
+"""Ranges of layers that the probe tries, as `parse_depth` reads them."""
+
+
+def parse_depth(word: str) -> Layers | None:
+    """Return the layers of ``deep``, or of ``FIRST-LAST`` in percents of the depth; None for anything else."""
+    first, _, last = word.partition("-")
+    shares = tuple(int(end) / 100 for end in (first, last) if end.isdecimal())
+    fits = len(shares) == 2 and shares[0] < shares[1] <= 1
+    return "deep" if word == "deep" else (shares if fits else None)
+
+
 def parse_variant(name: str) -> tuple[Layout, Layers, Weighting] | None:
     """(layout, layers, weight) of words joined by ``+``, e.g. ``shared+deep``; None for anything else.
 
-    Words: ``joint`` (the default), ``per_layer``, ``quantized`` or ``shared``; ``deep``; ``balanced`` or ``output``; one each.
+    Words: ``joint`` (the default), ``per_layer``, ``quantized`` or ``shared``; ``deep`` or percents of the depth, ``25-100`` say;
+    ``balanced`` or ``output``; one each.
     """
     words, choices = name.split("+"), []
-    for options, default in ((get_args(Layout), "joint"), (("deep",), "all"), (("balanced", "output"), "none")):
+    depths = tuple(filter(parse_depth, words))
+    for options, default in ((get_args(Layout), "joint"), (depths, "all"), (("balanced", "output"), "none")):
         some = [word for word in words if word in options]
         if len(some) > 1:
             return None
         choices.append(some[0] if some else default)
-    return tuple(choices) if len(words) == sum(word in words for word in choices) else None  # type: ignore[return-value]
+    if len(words) != sum(word in words for word in choices):
+        return None
+    return choices[0], parse_depth(choices[1]) or "all", choices[2]  # type: ignore[return-value]
 
 
 def fitted(

@@ -18,6 +18,7 @@ from ctxwin_evals.probe.verdict import (
     Limits,
     Setting,
     Summary,
+    candidate,
     cheapest,
     judge,
     may_keep,
@@ -214,6 +215,22 @@ def test_the_cheapest_way_is_the_smallest_share_that_is_enough() -> None:
     best = cheapest(rows, Limits())["joint"]
     assert best is not None and best["rank"] == 4
     assert cheapest(rows[:1], Limits()) == {"joint": None}
+
+
+def test_the_layers_that_windows_serve_are_the_cheapest_range_that_is_enough() -> None:
+    curve = [
+        {"way": way, "rank": rank, "eta": eta, "flips": 0.0, "share": share}
+        for way, rank, eta, share in (
+            ("joint", 4, 0.99, 0.2), ("deep", 8, 0.99, 0.15), ("25-100", 4, 0.99, 0.12), ("75-100", 64, 0.1, 0.05),
+            ("per_layer", 2, 0.99, 0.01),
+        )
+    ]  # fmt: skip
+    assert candidate(curve, Limits(), 64) == ("25-100", 4)
+    assert candidate(curve[:2], Limits(), 64) == ("deep", 8)
+    assert candidate(curve[:1], Limits(), 64) == ("", 4) and candidate(curve[3:], Limits(), 64) == ("", 64)
+    found = Setting(4, (0.25, 1.0), 0.12, True, {})
+    blind = {"flips": 0.5, "flips_ci95": (0.4, 0.6)}
+    assert "layers from 25% to 100% of the depth" in sentence(Judgement("binds", "cross"), found, blind)  # type: ignore[arg-type]
 
 
 def test_energy_ranks_of_a_deficit_of_known_rank() -> None:

@@ -22,7 +22,7 @@ from ctxwin_evals.decoder import Decoder, Reader
 from ctxwin_evals.group import Group
 from ctxwin_evals.items import Item
 from ctxwin_evals.measure import BATCH, Measurer, by_shape
-from ctxwin_evals.patching import Patcher, fitted
+from ctxwin_evals.patching import DEPTHS, Patcher, fitted, parse_depth
 from ctxwin_evals.probe import structure, verdict
 from ctxwin_evals.probe.contexts import PLACED, Kind, Source
 from ctxwin_evals.probe.cost import SIZES, costs
@@ -38,10 +38,9 @@ FORMAT = 2
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 LADDER = (2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64)
 """Ranks that may end up in a profile."""
-WAYS = ("", "deep", "per_layer", "per_layer+deep", "balanced", "output", "shared", "shared+deep")
-"""Ways to compress, as `ctxwin_evals.patching.parse_variant` reads them; "" is one joint factorisation of all layers."""
-SERVED = WAYS[:2]
-"""The ways that windows serve."""
+SERVED = ("", *DEPTHS)
+"""Ways to compress that windows serve, as `parse_variant` reads them; "" is one joint factorisation of all layers."""
+WAYS = (*SERVED, "per_layer", "per_layer+deep", "balanced", "output", "shared", "shared+deep")
 TURNED = (0, 1, PLACED - 1)
 """How many of the preceding chunks are replaced between an eviction and the recall."""
 _TOKENS = 8192
@@ -306,11 +305,11 @@ class Probe:
         Answers to questions of kinds that the model does not read (others than ``reads``) decide nothing: any rounding changes
         them.
         """
-        layers, rank = verdict.candidate(curve, self.limits, LADDER[-1])
+        way, rank = verdict.candidate(curve, self.limits, LADDER[-1])
         at = next((i for i, r in enumerate(LADDER) if r >= rank), len(LADDER) - 1)
         # What was enough on a few contexts may not be on more of them: then a larger one is shown safe.
         rungs = LADDER[max(0, at - 1) :]
-        way = "deep" if layers == "deep" else ""
+        layers = parse_depth(way) or "all"
         arms = [parse_arm(spelling(r, way)) for r in rungs]
         self.measurer.patcher.floor = rungs[-1]
         items = self.source.items(self.sizes.proving, "proving")

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict
 from ctxwin.kv.patch import Layers
 from ctxwin_evals.items import Task
 from ctxwin_evals.metrics import cell
+from ctxwin_evals.patching import DEPTHS
 from ctxwin_evals.probe.contexts import Kind
 from ctxwin_evals.probe.reading import Competence
 from ctxwin_evals.samples import Sample
@@ -255,13 +256,13 @@ def cheapest(curve: Sequence[Mapping[str, Any]], limits: Limits) -> dict[str, Ma
     return by_way
 
 
-def candidate(curve: Sequence[Mapping[str, Any]], limits: Limits, largest: int) -> tuple[Layers, int]:
-    """Layers and rank of the cheaper of the ways that windows serve; all layers at the ``largest`` where neither is enough."""
-    by_way = cheapest([row for row in curve if row["way"] in ("joint", "deep")], limits)
+def candidate(curve: Sequence[Mapping[str, Any]], limits: Limits, largest: int) -> tuple[str, int]:
+    """Way and rank of the cheapest of the ways that windows serve; all layers at the ``largest`` where none is enough."""
+    by_way = cheapest([row for row in curve if row["way"] in ("joint", *DEPTHS)], limits)
     best = min(filter(None, by_way.values()), key=lambda row: row["share"], default=None)
     if best is None:
-        return "all", largest
-    return ("deep" if best["way"] == "deep" else "all"), int(best["rank"])
+        return "", largest
+    return best["way"].replace("joint", ""), int(best["rank"])
 
 
 def sentence(judgement: Judgement, setting: Setting | None, blind: Summary | None) -> str:
@@ -284,7 +285,9 @@ def sentence(judgement: Judgement, setting: Setting | None, blind: Summary | Non
     start = f"binds at prefill: blind reuse changes {share:.0%} of the answers to {_NAMES[judgement.evidence]}"
     if setting is None:
         return f"{start}, and no patch was shown to be safe; keep exact"
-    where = "the deep layers" if setting.layers == "deep" else "all layers"
+    where = f"{'the deep' if setting.layers == 'deep' else 'all'} layers"
+    if not isinstance(setting.layers, str):
+        where = "the layers from {:.0%} to {:.0%} of the depth".format(*setting.layers)
     return f"{start}; patched at rank {setting.rank} in {where} ({setting.share:.1%} of the bytes) is safe"
 
 
