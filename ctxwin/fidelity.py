@@ -62,8 +62,9 @@ class Fidelity(BaseModel):
         layers: ``all``, ``deep`` for the deeper half only, or shares of the depth ``(first, last)``: ``(0.25, 1)`` leaves out the
             first quarter (Kamera, appendix C.3: how deep depends on the model). Of a shared basis, those it covers.
         survivors: treatment of a chunk whose antecedents were evicted: ``keep`` only rotates it; ``slid`` does so only if they
-            were the first of those before it, as after a slide, and forms it again otherwise; ``removal`` corrects it with a
-            removal patch (formed by the forward of an ask, or ahead of a slide that is expected); ``refresh`` forms it again.
+            were the first of those before it, as after a slide, and forms it again otherwise; ``removal`` corrects it,
+            and one of whose antecedents at most half are others, with a removal patch (formed by the forward of an ask, or while
+            the engine is idle); ``refresh`` forms it again.
         orbit: one patch may serve every order of its antecedents: one formed by `Window.maintenance.prepare_orbit`, or the mean
             over the observed orders. Wrong by definition if the answer depends on the order, so off by default.
         recompute: number of first tokens of each picture that are computed in context, in addition to all text, if a chunk

@@ -6,7 +6,8 @@ once the engine has been idle for a moment, and computes chunk by chunk what is 
 to the store only: the ask finds the KV there by its provenance, so neither the window's state nor its writer is concerned, and a
 wrong prediction costs tokens and never an answer.
 A window that corrects survivors (`Fidelity.forms_removals`) submits what a slide will leave, too, of which removal patches are
-stored: what survives lacks them of a re-prefill of what is left (Kamera, section 5, "Sliding-window survival"; eq. 2).
+stored: what survives lacks them of a re-prefill of what is left (Kamera, section 5, "Sliding-window survival"; eq. 2). As it
+stands, its patches are formed anew where their antecedents have changed (appendix D, "The cheapest correct refresh").
 A forward in progress is given up as soon as a request waits for the engine.
 """
 
@@ -359,8 +360,7 @@ class Prefiller:
     def _work(self, job: _Job) -> None:
         window, assembly = job.window, job.window.assembly
         work = Work(background=True, stopped=job.stopped)
-        if job.slid and job.fidelity.forms_removals:
-            _form_removals(job, work)
+        if job.fidelity.forms_removals and _form_removals(job, work):
             return
         tokens = 0
         try:
@@ -382,14 +382,18 @@ class Prefiller:
             window.counts.missed += work.tokens - tokens  # in front of a forward that was given up
 
 
-def _form_removals(job: _Job, work: Work) -> None:
-    """Compute a version exactly, and form the removal patches that serve it. Exact KV is stored where no patch is smaller."""
+def _form_removals(job: _Job, work: Work) -> bool:
+    """Compute a version exactly, and form the removal patches that serve it. Exact KV is stored where no patch is smaller.
+
+    Returns False where no patch is missing. Of a version that is only expected nothing is computed but for patches.
+    """
     window, assembly, fidelity = job.window, job.window.assembly, job.fidelity
     choices = choose(job.state, fidelity, cache(assembly.has), assembly.prices, assembly.memo, assembly.engine)
     needed = {i: c.conditioning for i, c in enumerate(choices) if c.compute and not _has_patch(assembly, c, fidelity)}
-    last = max((i for i, here in needed.items() if here.base is not None), default=None)
-    if last is None:
-        return
+    removals = [i for i, here in needed.items() if here.base is not None]
+    if not removals:
+        return bool(job.slid)
+    last = removals[-1] if job.slid else max(needed)
     tokens = 0
     try:
         layout = assembly.build_layout(job.state, Fidelity("exact"), work)
@@ -398,7 +402,7 @@ def _form_removals(job: _Job, work: Work) -> None:
         layout = replace(layout, ahead={**computed, **layout.ahead})
         for i, choice in enumerate(layout.choices[: last + 1]):
             if not choice.conditioning.exact or job.last:
-                return
+                return True
             job.begin(i)
             if choice.compute:
                 layout = assembly.compute_chunk(job.state, layout, i, work, store=False)
@@ -411,6 +415,7 @@ def _form_removals(job: _Job, work: Work) -> None:
                 tokens = work.tokens
                 window.slid = (not job.cancelled and job.slid) or window.slid
         window.spans = {}
+        return True
     finally:
         window.counts.tokens += work.tokens
         window.counts.missed += work.tokens - tokens  # in front of a forward that was given up

@@ -248,7 +248,7 @@ def _admissible(
             and not previous.slots
             and has(previous.span)
             and fidelity.survivors == "removal"
-            and (gaps or same)
+            and (gaps or same or _changed_little(previous, front))
         ):
             # The residue of a patch over it consists of what its base absorbed.
             here = here.model_copy(
@@ -265,6 +265,13 @@ def _admissible(
         if fidelity.allows("partial"):
             yield from _partial(state, entry, front, here, fidelity, has)
     yield Choice(entry, lane, front, here.model_copy(update={"lane": lane}), compute=True)
+
+
+def _changed_little(previous: Conditioning, front: Prefix) -> bool:
+    """Return True if at least half of what KV absorbed, and of what precedes it now, is the same, in any order: then a new patch
+    over it corrects it (Kamera, appendix D, "The cheapest correct refresh")."""
+    was, now = set(previous.antecedents), front.order.ids[: front.length]
+    return 2 * sum(placement in was for placement in now) >= max(1, len(was), len(now))
 
 
 def _own_kv(

@@ -207,6 +207,26 @@ def test_removal_patches_formed_ahead_serve_a_slide_close_to_a_re_prefill(engine
     assert 0 < lost["removal"] < lost["keep"] / 2
 
 
+def test_a_removal_patch_is_formed_anew_where_chunks_change_places(engine: Engine) -> None:
+    removing = Fidelity("patched", rank=16, survivors="removal")
+    with Window(engine, HEADER, fidelity=removing, prefill="idle") as window:
+        window.extend([chunk(i) for i in (2, 5, 3, 0, 4)])
+        ask(window, QUESTIONS[0])
+        window.slide(1)
+        assert prefiller_of(engine).drain(60)
+        stale = {p.id: p.kv.patch for p in window.snapshot().placed if p.kv}
+        a, b, c, d = window.ids
+        window.reorder([a, c, b, d])
+        assert prefiller_of(engine).drain(60)
+        for question in QUESTIONS:
+            answer, exact = ask(window, question), reprefill(engine, window, question)
+            assert kl(exact, answer.first_token_logprobs) < 0.05
+            assert answer.usage.computed_tokens <= engine.encode_query(question).tokens + 32
+            assert answer.usage.reused_tokens["patched"] >= window.chunks[3].tokens
+        last = window.snapshot().placed[3]
+        assert last.kv is not None and last.kv.patch is not None and last.kv.patch != stale[d]
+
+
 def test_a_clock_in_the_system_prompt_leaves_chunks_the_kv_they_had(engine: Engine) -> None:
     """Moved, as the new text is longer; held against that KV computed and moved by hand, and against a re-prefill."""
     system_prompts = f"{HEADER} the number is 3", f"{HEADER} the number is 4 now"

@@ -6,6 +6,7 @@ The oracle is the KV of a re-prefill of what is placed: a patch of full rank giv
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.patch import apply_patch
 from ctxwin.kv.relocate import relocate
 from ctxwin.window.idle import PrefillCounts, prefiller_of
-from ctxwin.window.state import content_name
+from ctxwin.window.state import Prefix, content_name, patch_key
 from twins import twins
 from window.fake import KV, FakeEngine
 from window.slow_engine import RESERVED, SlowEngine
@@ -28,6 +29,7 @@ from window.test_idle_predictions import (
     by_budget,
     by_hand_behind,
     by_hand_first,
+    chunk_of,
     second_oldest,
     with_a_lazy_eviction,
 )
@@ -216,6 +218,73 @@ def test_nothing_of_a_forgotten_chunk_is_left(engine: FakeEngine) -> None:
         assert distance(window) < CLOSE
 
 
+def swap(window: Window) -> None:
+    ids = list(window.ids)
+    window.reorder([ids[0], ids[2], ids[1], *ids[3:]])
+
+
+def put_between(window: Window) -> None:
+    window.insert(2, Chunk.text("y" * 4))
+
+
+def put_instead(window: Window) -> None:
+    window.evict(window.ids[1])
+    window.insert(1, Chunk.text("z" * 8))
+
+
+def bring_back(window: Window) -> None:
+    window.recall(window.evicted[0], 1)
+
+
+@pytest.fixture
+def slid(engine: FakeEngine) -> Iterator[Window]:
+    """A window with room, from which a chunk has left that nothing predicted; four of the others are patched."""
+    with Window(engine, "watch", 400, FULL, prefill="idle") as window:
+        window.extend([chunk_of(i) for i in range(6)])
+        window.ask("what?", 4)
+        window.slide(1)
+        assert prefiller_of(engine).drain(60)
+        usage = window.ask("what?", 4).usage
+        assert usage.computed_tokens == engine.encode_query("what?").tokens and usage.reused_tokens["patched"] == 32
+        yield window
+
+
+@pytest.mark.parametrize("change", [swap, put_between, put_instead, bring_back])
+def test_patches_are_updated_where_antecedents_changed_little(slid: Window, change: Any) -> None:
+    stale = {p.id: p.kv.patch for p in slid.snapshot().placed if p.kv}
+    spans = {p.id: p.kv.span for p in slid.snapshot().placed if p.kv}
+    change(slid)
+    assert prefiller_of(slid.engine).drain(60)
+    usage = slid.ask("what?", 4).usage
+    assert usage.computed_tokens == slid.engine.encode_query("what?").tokens and usage.prefilled_tokens
+    assert usage.reused_tokens["patched"] >= 16 and distance(slid) < CLOSE
+    last = slid.snapshot().placed[-1]
+    assert last.kv is not None and last.kv.patch is not None and last.kv.patch != stale[last.id]
+    assert last.kv.span == spans[last.id], "the patch is another one, the KV under it is not"
+
+
+def test_nothing_is_patched_where_most_antecedents_are_others(slid: Window) -> None:
+    ids = list(slid.ids)
+    slid.reorder([ids[0], *ids[2:], ids[1]])
+    assert prefiller_of(slid.engine).drain(60)
+    usage = slid.ask("what?", 4).usage
+    *others, moved = slid.snapshot().placed[1:]
+    assert moved.kv is not None and moved.kv.exact and moved.kv.patch is None
+    assert all(p.kv is not None and p.kv.patch for p in others) and distance(slid) < CLOSE
+    assert usage.computed_tokens == slid.engine.encode_query("what?").tokens
+
+
+def check_patches(window: Window) -> None:
+    """Assert that each patch was formed for what stands in front of its chunk now, and for the KV it is added to."""
+    state, front = window.snapshot(), Prefix.of(window.snapshot())
+    for p in state.placed:
+        assert p.kv is not None
+        if p.kv.patch:
+            provenance = front.computed(p.chunk_id, "patched").provenance
+            assert p.kv.patch == patch_key(provenance, p.kv.span, window.fidelity.patch_name)
+        front = front.extended_by(p, p.kv)
+
+
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(
@@ -241,6 +310,7 @@ def check_trace(turn: str, size: int, waits: bool, between: list[tuple[str, int,
                     window.ask(f"what of {at % 3}?", 2)
                     # KV behind KV that went through 16 bits is three times as far from a re-prefill's on this engine.
                     assert distance(window) < 3 * CLOSE
+                    check_patches(window)
                 else:
                     edit(window, op, at, Chunk.text(f"{i} {'ab' * (at % 5)}"))
                 if drains:
