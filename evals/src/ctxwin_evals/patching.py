@@ -132,10 +132,10 @@ DEPTHS = ("deep", "25-100", "75-100")
 
 def parse_depth(word: str) -> Layers | None:
     """Return the layers of ``deep``, or of ``FIRST-LAST`` in percents of the depth; None for anything else."""
-    first, _, last = word.partition("-")
-    shares = tuple(int(end) / 100 for end in (first, last) if end.isdecimal())
-    fits = len(shares) == 2 and shares[0] < shares[1] <= 1
-    return "deep" if word == "deep" else (shares if fits else None)
+    if word == "deep":
+        return "deep"
+    ends = [int(end) / 100 for end in word.split("-") if end.isdecimal()]
+    return (ends[0], ends[1]) if len(ends) == 2 == len(word.split("-")) and ends[0] < ends[1] <= 1 else None
 
 
 def parse_variant(name: str) -> tuple[Layout, Layers, Weighting] | None:
