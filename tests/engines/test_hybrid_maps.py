@@ -18,6 +18,7 @@ from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.patch import Patch, form_patch
 from ctxwin.kv.states import compose_states, recondition_states, state_deficit
 from ctxwin.store import open_store
+from ctxwin.window.idle import prefiller_of
 from engines.conformance import ALL, QUERY, laid, with_spans
 from engines.hybrid_windows import CLOSE, chunk, opened, program, reprefill, window_on
 from engines.hybrids import gap
@@ -238,3 +239,17 @@ def test_removal_patches_correct_states(folders: Callable[[str], Path]) -> None:
         assert served.usage.computed_tokens == query and [c.lane for c in window.chunks][1:] == ["patched"] * 2
         exact = reprefill(engine, window)
         assert gap(served.first_token_logprobs, exact) < 0.05
+
+
+def test_removal_patches_formed_ahead_correct_states(folders: Callable[[str], Path]) -> None:
+    engine = free(folders("qwen3_5_text"))
+    fidelity = Fidelity("patched", survivors="removal", rank=32)
+    with Window(engine, "watch a camera", fidelity=fidelity, prefill="idle") as window:
+        window.extend([chunk(i) for i in range(4)])
+        window.ask(QUERY)
+        window.slide(1)
+        assert prefiller_of(engine).drain(60)
+        served = window.ask(QUERY, logprobs=-1)
+        assert served.usage.computed_tokens == engine.encode_query(QUERY).tokens and served.usage.prefilled_tokens
+        assert [c.lane for c in window.chunks][1:] == ["patched"] * 2
+        assert gap(served.first_token_logprobs, reprefill(engine, window)) < 0.05
