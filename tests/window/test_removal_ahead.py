@@ -162,22 +162,25 @@ def test_a_request_ends_a_forward_at_once_and_no_chunk_is_computed_twice() -> No
 
     with Interrupted() as engine, Window(engine, "watch", BUDGET, FULL, prefill="idle") as window:
         turn_over(window, by_budget, 8)
-        by_budget(window, 8)
-        engine.interrupt, engine.starts = 4, []
-        window.ask("what?", 4)
+        with prefiller_of(engine).hold():  # only what is computed behind the answer is to be interrupted
+            by_budget(window, 8)
+            window.ask("what?", 4)
+            engine.interrupt, engine.starts, before = 4, [], counts_of(window).interrupted
         assert prefiller_of(engine).drain(60)
-        assert counts_of(window).interrupted == 1
+        assert counts_of(window).interrupted == before + 1
         assert len(engine.starts) == len(set(engine.starts)) == len(window.ids) - 1
     with SlowEngine() as slow, Window(slow, "watch", BUDGET, FULL, prefill="idle") as window:
         slow.go_on.set()
         turn_over(window, by_budget, 8)
-        by_budget(window, 8)
-        slow.go_on.clear()
-        slow.begun.clear()
-        window.ask("what?", 4)
+        with prefiller_of(slow).hold():
+            by_budget(window, 8)
+            window.ask("what?", 4)
+            slow.go_on.clear()
+            slow.begun.clear()
+            before = counts_of(window).interrupted
         assert slow.begun.wait(60)  # of the next slide
         slow.waiting = True
-        while not counts_of(window).interrupted:
+        while counts_of(window).interrupted == before:
             threading.Event().wait(0.001)
         slow.waiting = False
         slow.go_on.set()
@@ -187,9 +190,10 @@ def test_a_request_ends_a_forward_at_once_and_no_chunk_is_computed_twice() -> No
 def test_an_error_costs_what_a_slide_without_patches_costs(engine: FakeEngine) -> None:
     with Window(engine, "watch", BUDGET, FULL, prefill="idle") as window:
         turn_over(window, by_budget, 8)
-        by_budget(window, 8)
-        window.ask("what?", 4)
-        engine.fail = EngineFailed("out of memory")
+        with prefiller_of(engine).hold():
+            by_budget(window, 8)
+            window.ask("what?", 4)
+            engine.fail = EngineFailed("out of memory")
         assert prefiller_of(engine).drain(60)
         failed, engine.fail = counts_of(window).failed, None
         by_budget(window, 9)
