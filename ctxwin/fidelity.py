@@ -20,10 +20,10 @@ class AdvancedFidelity(BaseModel):
     """Fields of `Fidelity` for research: `Fidelity(advanced=AdvancedFidelity(...))`, or the same as a dict.
 
     Attributes:
-        layout: ``joint``: every patch has directions of its own. ``quantized``: each layer has, in 2 to 8 bits a number, within
-            the bytes of ``bytes_share``, or of joint ones of ``rank`` (`ctxwin.kv.quantize`). ``shared``: patches are
-            coefficients over directions that all patches of the model share (`ctxwin.profiles`), ``rank`` numbers a token; a
-            window of a model without a basis is refused.
+        layout: ``quantized``: each layer of a patch has directions of its own, in 2 to 8 bits a number (`ctxwin.kv.quantize`).
+            ``joint``: its layers share them, in bfloat16, which restores less in the same bytes and takes fewer products to
+            load. ``shared``: patches are coefficients over directions that all patches of the model share (`ctxwin.profiles`),
+            ``rank`` numbers a token; a window of a model without a basis is refused. A hybrid's states have joint ones always.
         basis: id of the shared basis; always that of the model where a window opens, whatever is given.
         eliminate: with `Fidelity.merge`: an answer over merged chunks keeps the same share of all tokens while it is generated;
             beyond that the token 25 before the newest is dropped. On transformers only: vLLM keeps every token that it has
@@ -36,7 +36,7 @@ class AdvancedFidelity(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    layout: Literal["joint", "quantized", "shared"] = "joint"
+    layout: Literal["joint", "quantized", "shared"] = "quantized"
     basis: str | None = None
     eliminate: bool = False
     reference: Reference = "stricter"
@@ -57,8 +57,10 @@ class Fidelity(BaseModel):
         mode: ``exact`` serves only KV with exactly the provenance a re-prefill would have; ``patched`` also survivors,
             patches and, where their fields say so, other lanes; ``blind`` canonicals only; ``auto`` follows the model's profile.
             Without one it begins ``exact``, and admits lanes that audits of its own answers show to be safe (`ctxwin.audit`).
-        rank: rank of stored patches, also of a hybrid's states in each recurrent layer; None if ``bytes_share`` decides.
-        bytes_share: largest share of a chunk's bf16 KV bytes a patch may take; overrides ``rank``.
+        bytes_share: largest share of a chunk's KV in bf16 that a patch may take in bytes, and of a hybrid's states theirs. None
+            if ``rank`` decides, as it does by default where it is given; without both a patch holds all directions.
+        rank: the same by the bytes of joint factors of this rank: ``2 * rank * (T + n * W)``, for n layers of T tokens by W
+            numbers; of a hybrid's states, directions in each recurrent layer. ``bytes_share`` overrides it.
         layers: ``all``, ``deep`` for the deeper half only, or shares of the depth ``(first, last)``: ``(0.25, 1)`` leaves out the
             first quarter (Kamera, appendix C.3: how deep depends on the model). Of a shared basis, those it covers.
         survivors: treatment of a chunk whose antecedents were evicted: ``keep`` only rotates it; ``slid`` does so only if they
@@ -84,8 +86,8 @@ class Fidelity(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     mode: Mode = "auto"
-    rank: int | None = Field(default=32, ge=1)
-    bytes_share: float | None = Field(default=None, gt=0, le=1)
+    bytes_share: float | None = Field(default=0.12, gt=0, le=1)
+    rank: int | None = Field(default=None, ge=1)
     layers: Literal["all", "deep"] | tuple[float, float] = "all"
     survivors: Literal["keep", "slid", "removal", "refresh"] = "keep"
     orbit: bool = False
@@ -112,7 +114,9 @@ class Fidelity(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _read_former(cls, data: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
-        """Read snapshots and profiles in which the advanced fields stood beside the others."""
+        """Let a rank decide where only it is given; read snapshots and profiles without `advanced`, whose fields they hold."""
+        if isinstance(data, dict) and data.get("rank") is not None:
+            data = {"bytes_share": None, **data}
         if isinstance(data, dict) and "advanced" not in data:
             moved = data.keys() & AdvancedFidelity.model_fields
             kept = {name: value for name, value in data.items() if name not in moved}

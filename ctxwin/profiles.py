@@ -22,7 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ctxwin.fidelity import Fidelity
 from ctxwin.files import atomic_write
@@ -91,8 +91,6 @@ def with_overrides(base: Fidelity, fidelity: Fidelity) -> Fidelity:
     default = Fidelity()
     overrides = {n: v for n, v in fidelity if n not in ("mode", "advanced") and v != getattr(default, n)}
     advanced = {n: v for n, v in fidelity.advanced if v != getattr(default.advanced, n)}
-    if "rank" in overrides and "bytes_share" not in overrides:
-        fields["bytes_share"] = None  # an explicit rank must not lose against the profile's share
     return Fidelity(**{**fields, **overrides, "advanced": base.advanced.model_copy(update=advanced)})
 
 
@@ -123,6 +121,15 @@ class Profile(BaseModel):
     n: int = Field(ge=0)
     date: str
     ctxwin: str
+
+    @field_validator("fidelity", mode="before")
+    @classmethod
+    def _read_former(cls, data: Any) -> Any:
+        """Read profiles that name no layout: their patches were joint ones."""
+        if not isinstance(data, dict):
+            return data
+        former = {"layout": "joint"}
+        return {**data, "advanced": former | data["advanced"]} if "advanced" in data else former | data
 
     @model_validator(mode="after")
     def _check_fidelity(self) -> Profile:
@@ -307,7 +314,7 @@ def require_basis(model: str | Path) -> ModelBasis:
         why = f" ({'; '.join(refused)}; the log names the file)" if refused else ""
         raise ValueError(
             f"model {name_of(model)!r} has no shared basis{why}; fit one with `{FIT} MODEL`, or take "
-            "Fidelity(advanced={'layout': 'joint'})"
+            "Fidelity(advanced={'layout': 'quantized'})"
         )
     return max(usable, key=lambda basis: basis.date)
 

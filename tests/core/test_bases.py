@@ -63,7 +63,8 @@ def test_a_name_is_of_the_layout_and_the_basis(tmp_path: Path) -> None:
     write_basis(made, model)
     shared = resolve(SHARED, str(model))
     assert shared.advanced.basis == made.id and made.id in shared.patch_name and "shared" in shared.patch_name
-    assert resolve(Fidelity("patched", rank=4), str(model)).patch_name == "rank=4,layers=all", "as it always was"
+    joint = Fidelity("patched", rank=4, advanced={"layout": "joint"})
+    assert resolve(joint, str(model)).patch_name == "rank=4,layers=all", "as it always was"
     write_basis(other := basis_of(model, "2026-02-01", seed=1), model)
     assert (
         resolve(SHARED, str(model)).patch_name != shared.patch_name

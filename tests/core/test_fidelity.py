@@ -31,6 +31,23 @@ def test_auto_follows_the_models_profile_and_is_exact_without_one(tmp_path: Path
     assert resolve(Fidelity("blind"), str(tmp_path)).mode == "blind"
 
 
+def test_bytes_decide_unless_a_rank_is_given() -> None:
+    """Also behind a snapshot or a profile, in which every field is set."""
+    for given, (share, rank) in {
+        "{}": (0.12, None),
+        '{"rank": 8}': (None, 8),
+        '{"rank": 8, "bytes_share": 0.3}': (0.3, 8),
+        '{"rank": null, "bytes_share": null}': (None, None),
+    }.items():
+        fidelity = Fidelity("patched", **json.loads(given))
+        assert (fidelity.bytes_share, fidelity.rank) == (share, rank)
+        assert fidelity.patch_rank == (rank if share is None else None)
+        assert Fidelity.model_validate_json(fidelity.model_dump_json()) == fidelity
+    assert Fidelity().advanced.layout == "quantized"
+    shared = with_overrides(Fidelity("patched", bytes_share=0.2), Fidelity(rank=4, advanced={"layout": "joint"}))
+    assert (shared.patch_rank, shared.advanced.layout) == (4, "joint")
+
+
 def test_allowed_lanes() -> None:
     exact = Fidelity("exact")
     assert [lane for lane in ("resident", "survivor", "patched", "orbit", "computed") if exact.allows(lane)] == [  # type: ignore[arg-type]
@@ -60,7 +77,7 @@ def test_layers_are_words_or_shares_of_the_depth() -> None:
     read = Fidelity.model_validate_json(quarter.model_dump_json().replace("1.0", "1"))
     assert read == quarter and read.patch_name == quarter.patch_name and isinstance(read.layers[1], float)
     names = {Fidelity("patched", layers=layers).patch_name for layers in ("all", "deep", (0.25, 1), (0.5, 1))}  # type: ignore[arg-type]
-    assert len(names) == 4 and "rank=32,layers=deep" in names
+    assert len(names) == 4 and "share=0.12,layers=deep,layout=quantized,basis=None" in names
 
 
 MOVED = {"layout": "shared", "basis": "b", "eliminate": True, "reference": "nearer", "forbid": ("survivor",)}

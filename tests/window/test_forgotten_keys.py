@@ -35,7 +35,7 @@ FIDELITIES = {
     "partial": Fidelity("patched", rank=2, recompute=2),
     "edited": Fidelity("patched", rank=2, edited_tokens=64),
     "merged": Fidelity("patched", rank=2, merge=0.5),
-    "quantized": Fidelity("patched", rank=2, survivors="removal", advanced={"layout": "quantized"}),
+    "joint": Fidelity("patched", rank=2, survivors="removal", advanced={"layout": "joint"}),
     "shared": Fidelity("patched", bytes_share=0.1, advanced={"layout": "shared"}),
 }
 STORES = ("memory:", "disk:{}", "tiered:memory:,disk:{}")

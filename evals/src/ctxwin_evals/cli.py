@@ -75,7 +75,7 @@ def run(
     system_prompt: Annotated[
         str, typer.Option(help="System prompt of items without their own.")
     ] = "You watch a camera.",
-    layout: Annotated[str, typer.Option(help="Patch factors: joint, per_layer or shared.")] = "joint",
+    layout: Annotated[str, typer.Option(help="Patch factors: joint, per_layer, quantized or shared.")] = "joint",
     layers: Annotated[str, typer.Option(help="Patched layers: all or deep.")] = "all",
     weight: Annotated[str, typer.Option(help="How truncation is measured: none, balanced or output.")] = "none",
     patch_dtype: Annotated[str, typer.Option(help="Stored factors: bfloat16, float16 or float32.")] = "bfloat16",

@@ -89,10 +89,8 @@ class Patcher:
         cached = cache.get(key)
         if cached is not None and rank is not None and rank <= cached.rank:
             return _cut(cached, rank)
-        deficit, options = (
-            lost(),
-            {"layers": self.layers, "layout": self.layout, "dtype": self.dtype, "weight": self.weight},
-        )
+        deficit = lost()
+        options = {"layers": self.layers, "layout": self.layout, "dtype": self.dtype, "weight": self.weight}
         # Factors that would be dense at the floor are formed at the rank itself.
         for size in dict.fromkeys((rank if rank is None else max(rank, self.floor), rank)):
             patch = compress(deficit, self.spec, rank=size, **options)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 
@@ -51,7 +51,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
-            ("layout", self.layout, ("joint", "per_layer", "shared")),
+            ("layout", self.layout, get_args(Layout)),
             ("layers", self.layers, ("all", "deep")),
             ("weight", self.weight, ("none", "balanced", "output")),
             ("dtype", self.dtype, tuple(PATCH_DTYPES)),

@@ -117,8 +117,8 @@ def test_every_way_to_compress_serves_latent_attention_and_a_full_one_is_exact(l
     items = [item for item in source.items(2) if item.meta["kind"] == "cross"]
     heard = list(probe.measurer.samples(items, arms, base=BLIND))
     assert len(heard) == 2 * len(arms)
-    full = [h.kl for h in heard if h.arm in ("patched:64", "patched:64@per_layer", "patched:64@balanced")]
-    assert max(full) < 1e-4 < max(h.kl for h in heard if h.arm == "patched:1")
+    full = [h.kl for h in heard if h.arm in ("patched:64@joint", "patched:64@per_layer", "patched:64@balanced")]
+    assert max(full) < 1e-4 < max(h.kl for h in heard if h.arm == "patched:1@joint")
     assert all(0 < h.stored < h.over for h in heard if h.arm.startswith("patched:1@"))
 
 

@@ -54,7 +54,7 @@ def test_the_bundled_model_binds_and_a_patch_of_its_deep_layers_is_safe() -> Non
     with opened(checkpoint_dir()) as engine:
         result = probed(engine)
     verdict, blind = result["verdict"], result["arms"]["cross"]["blind"]
-    assert verdict["finding"] == "binds" and "patched at rank" in verdict["sentence"]
+    assert verdict["finding"] == "binds" and "quantized patches" in verdict["sentence"]
     assert blind["flips"] > 0.6 and result["arms"]["one"]["blind"]["flips"] == 0
     oracle = result["arms"]["cross"]["oracle"]
     assert oracle["kl"] == pytest.approx(blind["kl"], rel=0.2), "what is lost is conditioning"
@@ -64,8 +64,8 @@ def test_the_bundled_model_binds_and_a_patch_of_its_deep_layers_is_safe() -> Non
     told = f"answer {once['other_than_window']:.1%} of 8 questions otherwise than a re-prefill of what is placed"
     assert any(told in reason for reason in verdict["reasons"]), "keeping survivors is no re-prefill, and said so"
     fidelity = Fidelity(**result["fidelity"])
-    assert (fidelity.mode, fidelity.layers) == ("patched", "deep")
-    assert fidelity.bytes_share is not None and 0.02 <= fidelity.bytes_share <= 0.3
+    assert (fidelity.mode, fidelity.advanced.layout) == ("patched", "quantized")
+    assert fidelity.bytes_share is not None and 0.01 <= fidelity.bytes_share <= 0.12
     assert [s["share"] for s in result["proving"]] == sorted(s["share"] for s in result["proving"])
     norm = result["deficit"]["relative_norm"]
     assert norm[0] < 1e-4 and norm[-1] > norm[1], "nothing in the first layer, most in the deep ones"

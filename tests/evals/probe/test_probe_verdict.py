@@ -11,6 +11,7 @@ import torch
 
 from ctxwin.kv.deficit import Deficit
 from ctxwin_evals.probe.contexts import normal
+from ctxwin_evals.probe.probe import SERVED
 from ctxwin_evals.probe.reading import Competence, Reading, addressing, competence
 from ctxwin_evals.probe.structure import energy_ranks, functional_rank
 from ctxwin_evals.probe.verdict import (
@@ -188,9 +189,11 @@ def test_survivors_are_kept_where_one_slide_is_safe_by_the_stricter_reference_an
 def test_a_setting_is_safe_by_the_ends_of_its_intervals() -> None:
     def tried(flipped: int, kl: float) -> Setting:
         made = heard("patched:8@deep", share(96, flipped), kl)
-        return proven(8, "deep", made, made, 0.0, Limits())
+        return proven(8, "deep", "quantized", made, made, 0.0, Limits())
 
     assert tried(0, 0.001).safe and tried(0, 0.001).share == pytest.approx(0.1)
+    said = sentence(Judgement("binds", "cross"), tried(0, 0.001), heard("blind", share(96, 96)))
+    assert said.endswith("quantized patches of the deep layers are safe at 10.0% of the bytes")
     assert not tried(2, 0.001).safe, "2 of 96 may be more than 5 %"
     assert not tried(0, 0.4).safe, "a tenth of the loss is left"
 
@@ -221,13 +224,14 @@ def test_the_layers_that_windows_serve_are_the_cheapest_range_that_is_enough() -
     curve = [
         {"way": way, "rank": rank, "eta": eta, "flips": 0.0, "share": share}
         for way, rank, eta, share in (
-            ("joint", 4, 0.99, 0.2), ("deep", 8, 0.99, 0.15), ("25-100", 4, 0.99, 0.12), ("75-100", 64, 0.1, 0.05),
-            ("per_layer", 2, 0.99, 0.01),
+            ("joint", 4, 0.99, 0.2), ("deep", 8, 0.99, 0.15), ("quantized", 4, 0.99, 0.12), ("75-100", 64, 0.1, 0.05),
+            ("per_layer", 2, 0.99, 0.01), ("quantized+25-100", 2, 0.99, 0.05),
         )
     ]  # fmt: skip
-    assert candidate(curve, Limits(), 64) == ("25-100", 4)
-    assert candidate(curve[:2], Limits(), 64) == ("deep", 8)
-    assert candidate(curve[:1], Limits(), 64) == ("", 4) and candidate(curve[3:], Limits(), 64) == ("", 64)
+    assert candidate(curve, Limits(), SERVED) == ("quantized+25-100", 2)
+    assert candidate(curve[:5], Limits(), SERVED) == ("quantized", 4)
+    assert candidate(curve[:2], Limits(), SERVED) == ("deep", 8)
+    assert candidate(curve[3:5], Limits(), SERVED) is None, "none that windows serve is enough"
     found = Setting(4, (0.25, 1.0), 0.12, True, {})
     blind = {"flips": 0.5, "flips_ci95": (0.4, 0.6)}
     assert "layers from 25% to 100% of the depth" in sentence(Judgement("binds", "cross"), found, blind)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from ctxwin.engines.base import Engine
 from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.kv.deficit import deficit
 from ctxwin.kv.layout import SpanKV
-from ctxwin.kv.patch import Layers, apply_patch, compress
+from ctxwin.kv.patch import Layers, Layout, apply_patch, compress
 from ctxwin.kv.relocate import relocate
 from ctxwin.store import open_store
 from ctxwin.store.spans import SpanRepository
@@ -27,7 +27,7 @@ REPEATS = 3
 
 
 def costs(
-    engine: Engine, system_prompt: str, rank: int, layers: Layers, sizes: Iterable[int] = SIZES
+    engine: Engine, system_prompt: str, rank: int, layers: Layers, layout: Layout, sizes: Iterable[int] = SIZES
 ) -> list[dict[str, Any]]:
     """Milliseconds by chunk size, the best of `REPEATS`: computing a chunk after another of its size, and loading it.
 
@@ -38,10 +38,11 @@ def costs(
     encoded = engine.encode_system_prompt(system_prompt)
     lead = Segment(encoded, 0, span=engine.prefill([], encoded, 0, salt=unshared_salt()))
     limit = engine.spec.max_tokens - encoded.tokens
-    return [_one(engine, lead, size, rank, layers) for size in sizes if 2 * size < limit]
+    options = {"rank": rank, "layers": layers, "layout": layout}
+    return [_one(engine, lead, size, options) for size in sizes if 2 * size < limit]
 
 
-def _one(engine: Engine, lead: Segment, size: int, rank: int, layers: Layers) -> dict[str, Any]:
+def _one(engine: Engine, lead: Segment, size: int, options: dict[str, Any]) -> dict[str, Any]:
     spec, start = engine.spec.kv, lead.encoded.advance
     rng = np.random.default_rng((0x636F7374, size))
     places = np.tile(np.arange(size, dtype=np.int64), (3, 1))
@@ -57,11 +58,11 @@ def _one(engine: Engine, lead: Segment, size: int, rank: int, layers: Layers) ->
 
     conditioned, canonical = prefill(), alone()
     lost = deficit(conditioned, canonical, spec)
-    patch = compress(lost, spec, rank=rank, layers=layers)
+    patch = compress(lost, spec, **options)
     ms = {
         "prefill": _best(prefill),
         "alone": _best(alone),
-        "compress": _best(lambda: compress(deficit(conditioned, canonical, spec), spec, rank=rank, layers=layers)),
+        "compress": _best(lambda: compress(deficit(conditioned, canonical, spec), spec, **options)),
         "relocate": _best(lambda: relocate(canonical, spec, at)),
         "apply": _best(lambda: apply_patch(canonical, patch, spec, at)),
     }

@@ -14,7 +14,7 @@ import numpy as np
 from ctxwin import __version__
 from ctxwin.engines.base import Engine
 from ctxwin.fidelity import Fidelity
-from ctxwin.kv.patch import Layers
+from ctxwin.kv.patch import Layers, Layout
 from ctxwin.profiles import Profile, model_digest
 from ctxwin_evals.arms import BASES, Arm, parse_arm
 from ctxwin_evals.arms.base import Served
@@ -22,7 +22,7 @@ from ctxwin_evals.decoder import Decoder, Reader
 from ctxwin_evals.group import Group
 from ctxwin_evals.items import Item
 from ctxwin_evals.measure import BATCH, Measurer, by_shape
-from ctxwin_evals.patching import DEPTHS, Patcher, fitted, parse_depth
+from ctxwin_evals.patching import DEPTHS, Patcher, fitted, parse_variant
 from ctxwin_evals.probe import structure, verdict
 from ctxwin_evals.probe.contexts import PLACED, Kind, Source
 from ctxwin_evals.probe.cost import SIZES, costs
@@ -38,8 +38,8 @@ FORMAT = 2
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 LADDER = (2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64)
 """Ranks that may end up in a profile."""
-SERVED = ("", *DEPTHS)
-"""Ways to compress that windows serve, as `parse_variant` reads them; "" is one joint factorisation of all layers."""
+SERVED = ("joint", *DEPTHS, "quantized", *(f"quantized+{depth}" for depth in DEPTHS))
+"""The ways to compress that windows serve and a profile may name, as `ctxwin_evals.patching.parse_variant` reads them."""
 WAYS = (*SERVED, "per_layer", "per_layer+deep", "balanced", "output", "shared", "shared+deep")
 TURNED = (0, 1, PLACED - 1)
 """How many of the preceding chunks are replaced between an eviction and the recall."""
@@ -173,14 +173,14 @@ class Probe:
         sentence = verdict.sentence(judgement, self.served, blind)
         result["verdict"] = {"finding": judgement.finding, "evidence": judgement.evidence, "sentence": sentence}
         result["verdict"] |= {"reasons": reasons, "limits": asdict(self.limits)}
-        result["served"] = self.served and {k: getattr(self.served, k) for k in ("rank", "layers", "share")}
+        result["served"] = self.served and {k: getattr(self.served, k) for k in ("rank", "layers", "layout", "share")}
         result["seconds"] = round(time.monotonic() - self._begun, 1)
         return result
 
     @property
-    def _setting(self) -> tuple[int, Layers]:
-        """Rank and layers of the patches that moves and costs are measured with."""
-        return (self.served.rank, self.served.layers) if self.served else (16, "all")
+    def _setting(self) -> tuple[int, Layers, Layout]:
+        """Rank, layers and layout of the patches that moves and costs are measured with."""
+        return (self.served.rank, self.served.layers, self.served.layout) if self.served else (16, "all", "quantized")
 
     def _use(self, source: Source) -> None:
         self.source = source
@@ -282,13 +282,13 @@ class Probe:
             assert figures is not None
             keep = {k: figures[k] for k in ("n", "flips", "flips_ci95", "kl", "eta", "eta_ci95", "share")}
             basis = self.measurer.patcher.variant(way).basis_bytes(rank)
-            curve.append({"way": way or "joint", "rank": rank, **keep, "basis_bytes": basis})
+            curve.append({"way": way, "rank": rank, **keep, "basis_bytes": basis})
         ranks = {}
         blind = of_arm(samples, "blind")
-        for way in ("", "per_layer"):
+        for way in ("joint", "per_layer"):
             if way in ways:
                 kls = [[s.answer_kl for s in of_arm(samples, spelling(rank, way))] for rank in RANKS]
-                ranks[way or "joint"] = structure.functional_rank(
+                ranks[way] = structure.functional_rank(
                     RANKS, np.array(kls), np.array([s.answer_kl for s in blind]), [s.cluster for s in blind]
                 )
         return {"curve": curve, "cheapest": verdict.cheapest(curve, self.limits), "functional_rank": ranks}
@@ -300,16 +300,16 @@ class Probe:
         return self.source.fits or not way.startswith("shared")
 
     def _prove(self, evidence: Kind, reads: Sequence[Kind], curve: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The cheaper of the ways that windows serve, on fresh contexts, at ranks from the one that was enough upwards.
+        """The cheapest of the ways that windows serve, on fresh contexts, at ranks from the one that was enough upwards.
 
         Answers to questions of kinds that the model does not read (others than ``reads``) decide nothing: any rounding changes
         them.
         """
-        way, rank = verdict.candidate(curve, self.limits, LADDER[-1])
+        way, rank = verdict.candidate(curve, self.limits, SERVED) or ("quantized", LADDER[-1])
+        layout, layers, _ = parse_variant(way) or ("joint", "all", "none")
         at = next((i for i, r in enumerate(LADDER) if r >= rank), len(LADDER) - 1)
         # What was enough on a few contexts may not be on more of them: then a larger one is shown safe.
         rungs = LADDER[max(0, at - 1) :]
-        layers = parse_depth(way) or "all"
         arms = [parse_arm(spelling(r, way)) for r in rungs]
         self.measurer.patcher.floor = rungs[-1]
         items = self.source.items(self.sizes.proving, "proving")
@@ -325,7 +325,7 @@ class Probe:
                 summary(_of_kind(some, kinds), self.source, effective) for kinds in ([evidence], [evidence, *reads])
             )
             assert of_evidence is not None and every is not None
-            settings.append(verdict.proven(r, layers, of_evidence, every, noise, self.limits))
+            settings.append(verdict.proven(r, layers, layout, of_evidence, every, noise, self.limits))
         self.served = verdict.with_margin(verdict.smallest_safe(settings), settings)
         return [asdict(s) for s in settings]
 
@@ -348,17 +348,15 @@ class Probe:
 
     def _moves(self) -> dict[str, Any]:
         """Orders and recalls of the last chunk, at the setting that was found safe (Kamera, section 5, appendices B, D)."""
-        rank, layers = self._setting
-        patcher = Patcher(self.decoder.spec, layers=layers, floor=rank)
+        rank, layers, layout = self._setting
+        patcher = Patcher(self.decoder.spec, layout, layers, floor=rank)
         measurer = self._measurer(patcher)
 
         def measure(items: Sequence[Item], names: Sequence[str], base: Arm, stage: str) -> dict[str, list[Sample]]:
             arms = [parse_arm(f"{name}:{rank}") for name in names]
             batches = self._batches(stage, items, 1.0)
-            samples_of_all = [
-                s for batch in batches for s in measurer.samples(batch, arms, base=base) if s.unscored is None
-            ]
-            return {name: of_arm(samples_of_all, arm.name) for name, arm in zip(names, arms, strict=True)}
+            scored = [s for batch in batches for s in measurer.samples(batch, arms, base=base) if s.unscored is None]
+            return {name: of_arm(scored, arm.name) for name, arm in zip(names, arms, strict=True)}
 
         kinds: tuple[Kind, ...] = ("cross", "yours")
         items = _of_kind(self.source.items(self.sizes.moving), kinds)
@@ -368,10 +366,9 @@ class Probe:
         recalls = []
         back = _of_kind(self.source.items(self.sizes.moving, strangers=True), kinds)
         for turned in TURNED:
-            samples_of_all = measure(
-                [recalled(item, turned) for item in back], ("stale", "update"), BASES["recall"], "recalls"
-            )
-            stale, fresh = (summary(samples, self.source) for samples in samples_of_all.values())
+            returned = [recalled(item, turned) for item in back]
+            by_name = measure(returned, ("stale", "update"), BASES["recall"], "recalls")
+            stale, fresh = (summary(samples, self.source) for samples in by_name.values())
             recalls.append({"replaced": turned / (PLACED - 1), "stale": stale, "fresh": fresh})
         exact, transfer, orbit = (summary(samples, self.source) for samples in orders.values())
         reorder = {"rank": rank, "exact": exact, "transfer": transfer, "orbit": orbit}
@@ -386,7 +383,8 @@ class Probe:
         # Shares in whole percents upwards, so that the rank that was proven is not lost to rounding.
         share = min(1.0, float(np.ceil(round(100 * self.served.share, 6)) / 100))
         survivor_mode = "keep" if verdict.may_keep(survivors, self.limits) else "refresh"
-        return {"mode": "patched", "bytes_share": share, "layers": self.served.layers, "survivors": survivor_mode}
+        patches = {"bytes_share": share, "layers": self.served.layers, "advanced": {"layout": self.served.layout}}
+        return {"mode": "patched", "survivors": survivor_mode, **patches}
 
     def _about(self) -> dict[str, Any]:
         """Return the model, the contexts and the machine of this probe."""
@@ -421,7 +419,9 @@ def as_profile(result: Mapping[str, Any], model: str) -> Profile:
     measured = {name: result[name] for name in ("source", "engine", "served")}
     measured |= {"limits": verdict["limits"], "reasons": verdict["reasons"], "blind": blind, "noise": noise}
     measured |= {
-        "settings": [{k: s[k] for k in ("rank", "layers", "share", "safe")} for s in result.get("proving", [])],
+        "settings": [
+            {k: s[k] for k in ("rank", "layers", "layout", "share", "safe")} for s in result.get("proving", [])
+        ],
         "functional_rank": result.get("functional_rank", {}),
         "survivors_by_slides": {str(s["slides"]): s[f"other_than_{s['stricter']}"] for s in survivors},
     }
@@ -445,7 +445,7 @@ def recalled(item: Item, turned: int) -> Item:
 
 def spelling(rank: int, way: str) -> str:
     """The arm of a rank and a way to compress."""
-    return f"patched:{rank}@{way}" if way else f"patched:{rank}"
+    return f"patched:{rank}@{way}"
 
 
 def of_arm(samples: Sequence[Sample], name: str) -> list[Sample]:

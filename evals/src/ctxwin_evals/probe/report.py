@@ -135,7 +135,7 @@ def _compression(result: Mapping[str, Any]) -> Section:
 def _proving(result: Mapping[str, Any]) -> Section:
     rows: list[Row] = [
         {
-            "setting": f"rank {s['rank']}, {s['layers']}"
+            "setting": f"{s['layout']}, rank {s['rank']}, {s['layers']}"
             + (" (served)" if result["served"] and s["rank"] == result["served"]["rank"] else ""),
             "bytes": share(s["share"]),
             **_changed_answers(s["figures"]),

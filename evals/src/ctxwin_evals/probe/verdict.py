@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Literal, TypedDict
 
-from ctxwin.kv.patch import Layers
+from ctxwin.kv.patch import Layers, Layout
 from ctxwin_evals.items import Task
 from ctxwin_evals.metrics import cell
-from ctxwin_evals.patching import DEPTHS
 from ctxwin_evals.probe.contexts import Kind
 from ctxwin_evals.probe.reading import Competence
 from ctxwin_evals.samples import Sample
@@ -96,7 +95,7 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Setting:
-    """A patch (rank, layers, share of the chunks' bytes) that was tried on held-out contexts.
+    """A patch (rank, or its bytes where it is quantized; layers; share of the chunks' bytes) tried on held-out contexts.
 
     ``safe`` tells whether it restores enough and changes few enough answers, by the ends of the intervals; ``figures`` are
     those of the questions that the verdict rests on, with ``flips_all`` over all questions.
@@ -107,6 +106,7 @@ class Setting:
     share: float
     safe: bool
     figures: Mapping[str, Any]
+    layout: Layout = "joint"
 
 
 def summary(samples: Sequence[Sample], task: Task, effective: float | None = None) -> Summary | None:
@@ -177,7 +177,9 @@ def _judged(
     return Judgement("binds" if low > limit else "chains" if safe else "unclear", kind, reasons)
 
 
-def proven(rank: int, layers: Layers, evidence: Summary, every: Summary, noise: float, limits: Limits) -> Setting:
+def proven(
+    rank: int, layers: Layers, layout: Layout, evidence: Summary, every: Summary, noise: float, limits: Limits
+) -> Setting:
     """A setting judged by the limits on held-out questions: those of the verdict, and all of them together.
 
     ``noise`` is the share of answers that arithmetic alone changes.
@@ -185,7 +187,7 @@ def proven(rank: int, layers: Layers, evidence: Summary, every: Summary, noise: 
     limit = limits.flips + noise
     restored = evidence["eta"] is None or (evidence["eta_ci95"] is not None and evidence["eta_ci95"][0] >= limits.eta)
     safe = restored and evidence["flips_ci95"][1] <= limit and every["flips_ci95"][1] <= limit
-    return Setting(rank, layers, evidence["share"], safe, {**evidence, "flips_all": every["flips"]})
+    return Setting(rank, layers, evidence["share"], safe, {**evidence, "flips_all": every["flips"]}, layout)
 
 
 def smallest_safe(settings: Sequence[Setting]) -> Setting | None:
@@ -256,13 +258,11 @@ def cheapest(curve: Sequence[Mapping[str, Any]], limits: Limits) -> dict[str, Ma
     return by_way
 
 
-def candidate(curve: Sequence[Mapping[str, Any]], limits: Limits, largest: int) -> tuple[str, int]:
-    """Way and rank of the cheapest of the ways that windows serve; all layers at the ``largest`` where none is enough."""
-    by_way = cheapest([row for row in curve if row["way"] in ("joint", *DEPTHS)], limits)
+def candidate(curve: Sequence[Mapping[str, Any]], limits: Limits, ways: Collection[str]) -> tuple[str, int] | None:
+    """The cheapest in bytes of some ways, and its rank; None where none is enough."""
+    by_way = cheapest([row for row in curve if row["way"] in ways], limits)
     best = min(filter(None, by_way.values()), key=lambda row: row["share"], default=None)
-    if best is None:
-        return "", largest
-    return best["way"].replace("joint", ""), int(best["rank"])
+    return None if best is None else (str(best["way"]), int(best["rank"]))
 
 
 def sentence(judgement: Judgement, setting: Setting | None, blind: Summary | None) -> str:
@@ -288,7 +288,7 @@ def sentence(judgement: Judgement, setting: Setting | None, blind: Summary | Non
     where = f"{'the deep' if setting.layers == 'deep' else 'all'} layers"
     if not isinstance(setting.layers, str):
         where = "the layers from {:.0%} to {:.0%} of the depth".format(*setting.layers)
-    return f"{start}; patched at rank {setting.rank} in {where} ({setting.share:.1%} of the bytes) is safe"
+    return f"{start}; {setting.layout} patches of {where} are safe at {setting.share:.1%} of the bytes"
 
 
 def _read(c: Competence) -> str:
