@@ -9,12 +9,15 @@ machine counts no more than any other.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from statistics import median
 
 import numpy as np
@@ -30,8 +33,8 @@ class Fit:
         prior: rates to begin with. Their ratios hold until calls tell them apart, their scale until the first call.
 
     The six newest calls of each of forty sizes are kept. Weighted least squares with weights by the last residuals finds the
-    least sum of relative absolute errors; a weak pull to the prior decides what the calls leave open. Cost of `observe`:
-    below a millisecond after each of the first 32 calls and every eighth later; rates change at no other time.
+    least sum of relative absolute errors; a weak pull to the prior decides what the calls leave open. Cost of `refit`:
+    below a millisecond, due after each of the first 32 calls and every eighth later; rates change at no other time.
     """
 
     def __init__(self, prior: Sequence[float]) -> None:
@@ -44,20 +47,20 @@ class Fit:
         """Milliseconds for these amounts."""
         return sum(amount * rate for amount, rate in zip(amounts, self.rates, strict=True))
 
-    def observe(self, amounts: Sequence[float], ms: float) -> None:
-        """Takes in a call that took ``ms``."""
+    def observe(self, amounts: Sequence[float], ms: float) -> bool:
+        """Takes in a call that took ``ms``; returns True if `refit` is due."""
         if not ms > 0:
-            return
+            return False
         size = tuple(int(amount).bit_length() for amount in amounts)
         self._sizes.setdefault(size, deque(maxlen=_KEPT)).append((tuple(amounts), ms))
         self._sizes.move_to_end(size)
         if len(self._sizes) > _SIZES:
             self._sizes.popitem(last=False)
         self.calls += 1
-        if self.calls <= _ALL_UNTIL or self.calls % _EVERY == 0:
-            self._refit()
+        return self.calls <= _ALL_UNTIL or self.calls % _EVERY == 0
 
-    def _refit(self) -> None:
+    def refit(self) -> None:
+        """Fits the rates to the calls."""
         observations = [call for calls in self._sizes.values() for call in calls]
         took = np.array([ms for _, ms in observations])
         # In units of the prior, and of what each call took: rates near one, residuals that are shares.
@@ -143,7 +146,7 @@ class CostModel:
     tiers: dict[str, Fit] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock, self._settling = threading.RLock(), threading.Lock()
         self.noted: deque[tuple[Fit, Sequence[float], float]] = deque(maxlen=_NOTED)
         self._running = 0
         self._crowds = 0
@@ -173,14 +176,25 @@ class CostModel:
 
     def fetched(self, tier: str, tokens: int, ms: float) -> None:
         """Notes a read."""
-        self.noted.append((self._tier(tier), (1, tokens), ms))
+        self.learn(self._tier(tier), (1, tokens), ms)
 
     def settle(self) -> None:
         """Takes in all that was noted; called when no answer waits."""
-        with self._lock:
+        with self._settling:
+            due: dict[int, Fit] = {}
             while self.noted:
                 fit, amounts, ms = self.noted.popleft()
-                fit.observe(amounts, ms)
+                if fit.observe(amounts, ms):
+                    due[id(fit)] = fit
+            for fit in due.values():
+                fit.refit()
+
+    def settle_later(self) -> None:
+        """Has `settle` called by a thread, so that no answer waits for it."""
+        try:
+            _thread(os.getpid()).submit(self.settle)
+        except RuntimeError:  # the interpreter ends, and takes no more work
+            self.settle()
 
     @contextmanager
     def timed(self) -> Iterator[Stopwatch]:
@@ -199,9 +213,14 @@ class CostModel:
                 watch.alone = alone and crowds == self._crowds
 
     def learn(self, fit: Fit, amounts: Sequence[float], ms: float) -> None:
-        """Takes in what something took, and all that was noted."""
+        """Notes what something took."""
         self.noted.append((fit, amounts, ms))
-        self.settle()
+
+
+@cache
+def _thread(process: int) -> ThreadPoolExecutor:
+    """Return the thread of this process that fits prices; a forked process has none of its parent's."""
+    return ThreadPoolExecutor(1, thread_name_prefix="ctxwin-prices")
 
 
 _PRIORS = {"at hand": (0.02, 0.0001), "MemoryStore": (0.1, 0.002)}

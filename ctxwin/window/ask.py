@@ -225,6 +225,7 @@ def ask(
         )
         ids_of_event = (remembered,) if remembered else ()
         core.announce(core.event("ask", ids_of_event, query=query, answer=answer, lanes=lanes, ended=ended_by_model))
+        core.engine.costs.settle_later()
     return answer
 
 

@@ -219,6 +219,7 @@ class WindowCore:
     def plan(self, query: str | None = None) -> Plan:
         """Return how the next ask would serve each chunk, and its cost. Reads no KV."""
         self.lease()  # what was lost may have been stored again by another window
+        self.engine.costs.settle()  # the ask that follows goes by the same prices
         plan = self.assembly.plan(self.audits.with_fallbacks(self.state), self.fidelity, query)
         ahead = self.idle.pending_tokens if self.idle is not None else 0
         return replace(plan, sliding=self.sliding_advice(), prefilled_tokens=ahead)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Callable
 
 import pytest
 
-from ctxwin.engines.cost import CostModel, Fit, Workload, attended
+from ctxwin import Chunk, Window
+from ctxwin.engines.cost import CostModel, Fit, Workload, _thread, attended
+from window.fake import FakeEngine
 
 pytestmark = pytest.mark.learns_prices
 
@@ -39,6 +42,7 @@ def test_it_finds_what_things_cost_through_noise_and_outliers(scale: float) -> N
         amounts = load(rng).amounts
         waited = 8.0 if rng.random() < 0.2 else 1.0  # one call in five met a busy machine
         model.learn(model.engine, amounts, scale * cost(amounts) * waited * rng.uniform(0.95, 1.05))
+    model.settle()
     errors = []
     for _ in range(100):
         amounts = load(rng).amounts
@@ -49,7 +53,8 @@ def test_it_finds_what_things_cost_through_noise_and_outliers(scale: float) -> N
 
 def test_the_first_call_sets_the_scale_and_the_prior_the_rest() -> None:
     fit = Fit((4.0, 0.1))
-    fit.observe((1, 100), 140.0)
+    assert fit.observe((1, 100), 140.0)
+    fit.refit()
     assert fit(1, 100) == pytest.approx(140.0, rel=0.05)
     assert fit(1, 200) == pytest.approx(240.0, rel=0.2), "ten times the prior's 24"
 
@@ -60,6 +65,7 @@ def test_many_equal_calls_do_not_drive_out_the_others() -> None:
         fit.observe((1, tokens), 5 + 0.2 * tokens)
     for _ in range(5000):
         fit.observe((1, 100), 25.0)
+    fit.refit()
     assert fit(1, 4000) == pytest.approx(805, rel=0.05)
     assert sum(len(calls) for calls in fit._sizes.values()) <= 6 * 40
 
@@ -71,12 +77,13 @@ def test_it_follows_a_machine_that_changes() -> None:
         for _ in range(300):
             tokens = rng.choice((10, 100, 1000))
             fit.observe((1, tokens), speed * (5 + 0.2 * tokens))
+    fit.refit()
     assert fit(1, 500) == pytest.approx(3 * 105, rel=0.05)
 
 
 def test_what_took_no_time_teaches_nothing() -> None:
     fit = Fit((1.0, 1.0))
-    fit.observe((1, 5), 0.0)
+    assert not fit.observe((1, 5), 0.0)
     assert fit.calls == 0 and fit(1, 5) == 6.0
 
 
@@ -121,5 +128,29 @@ def test_what_is_noted_changes_prices_once_it_is_settled() -> None:
         model.fetched("MemoryStore", tokens, 0.02 * tokens)
         assert model.fetch_ms("MemoryStore", 100) == before
         reference._tier("MemoryStore").observe((1, tokens), 0.02 * tokens)
+    reference._tier("MemoryStore").refit()
     model.settle()
     assert model.fetch_ms("MemoryStore", 100) == reference.fetch_ms("MemoryStore", 100) != before
+
+
+def test_no_answer_waits_for_a_fit_and_a_plan_goes_by_what_was_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, refit = list[str](), Fit.refit
+
+    def counted(self: Fit) -> None:
+        threads.append(threading.current_thread().name)
+        refit(self)
+
+    monkeypatch.setattr(Fit, "refit", counted)
+    with FakeEngine() as engine, Window(engine, "h") as window:
+        window.extend([Chunk.text(text * 9) for text in "abc"])
+        for calls in range(1, 4):
+            window.ask("q")
+            window.plan()
+            assert not engine.costs.noted and engine.costs.engine.calls >= calls
+        window.ask("q")
+        _thread(os.getpid()).submit(int).result()  # behind what the ask has submitted
+        assert not engine.costs.noted and any(name.startswith("ctxwin-prices") for name in threads)
+        threads.clear()
+        monkeypatch.setattr(engine.costs, "settle_later", lambda: None)
+        window.ask("q")
+        assert engine.costs.noted and not threads
