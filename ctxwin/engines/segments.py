@@ -122,6 +122,8 @@ class Segment:
             serves the other tokens (MPIC, section 4.1). ``capture`` then returns all of it as served. Excludes a patch.
         merged: whether ``span`` has fewer slots than there are tokens (`ctxwin.kv.merge`); the next segment keeps its
             position. Implies ``approximate``; excludes a patch and ``recompute``.
+        cached: whether the engine's prefix cache is known to hold its exact KV and that of all segments in front, but for what
+            takes less time to compute than to load: it needs no ``span``. What has left that cache meanwhile is computed.
     """
 
     encoded: Encoded
@@ -134,11 +136,17 @@ class Segment:
     approximate: bool = False
     recompute: tuple[tuple[int, int], ...] = ()
     merged: bool = False
+    cached: bool = False
 
     @property
     def tokens(self) -> int:
         """Number of tokens."""
         return self.encoded.tokens
+
+    @property
+    def available(self) -> bool:
+        """True if its KV need not be computed."""
+        return self.cached or self.span is not None
 
     @property
     def slots(self) -> int:

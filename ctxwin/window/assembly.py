@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ctxwin import tracing
@@ -44,7 +45,6 @@ from ctxwin.window.storage_policy import Demand
 
 if TYPE_CHECKING:
     from ctxwin.kv.layout import SpanKV
-    from ctxwin.kv.patch import Patch
     from ctxwin.kv.states import States
     from ctxwin.store.spans import SpanRepository
 
@@ -62,6 +62,7 @@ class Assembly:
         missing: keys that could not be read.
         memo: how chunks were served, by the contents that preceded them; see `lanes.ServedMemo`. A restart forgets it.
         salt: keeps what it prefills out of the exact prefix cache; "" does not.
+        cached_tokens: of an exact layout with KV for its first tokens, how many of these need no spans; see `Segment.cached`.
     """
 
     engine: Engine
@@ -69,6 +70,7 @@ class Assembly:
     missing: set[str] = field(default_factory=set)
     memo: OrderedDict[str, ServedMemo] = field(default_factory=OrderedDict)
     salt: str = ""
+    cached_tokens: Callable[[int], int] | None = None
 
     @property
     def repo(self) -> SpanRepository:
@@ -121,7 +123,7 @@ class Assembly:
             fetched = self._fetch_layout(state, choices, work, ahead)
             if fetched is not None:
                 own_ms = 1e3 * (costs.clock() - began) - (work.priced_ms - priced)
-                costs.noted.append((costs.library, (1, len(choices)), own_ms))
+                costs.learn(costs.library, (1, len(choices)), own_ms)
                 return replace(fetched, ms=ms)
 
     def _fetch_layout(
@@ -133,34 +135,39 @@ class Assembly:
         """
         reads = Reads(self.engine.costs, self.repo.tier)
         encodeds = [self._encoded(choice.entry) for choice in choices]
-        for choice, encoded in zip(choices, encodeds, strict=True):
-            if not choice.compute and not choice.form_canonical:
+        ends = [*accumulate((encoded.tokens for encoded in encodeds), initial=state.system_prompt_tokens)][1:]
+        cached = 0
+        if self.cached_tokens is not None and self.has(system_prompt_key(state)):
+            computed = (end - c.entry.tokens for c, end in zip(choices, ends, strict=True) if c.compute)
+            cached = self.cached_tokens(min(computed, default=state.tokens))
+        for choice, encoded, end in zip(choices, encodeds, ends, strict=True):
+            if not choice.compute and not choice.form_canonical and end > cached:
                 source = choice.partial_base or choice.conditioning
                 reads.begin(source.span, choice.slots, self._span_read(source, encoded, choice.entry.chunk_id))
                 if (key := choice.conditioning.patch) is not None:
                     reads.begin(key, encoded.tokens, partial(self.repo.get_patch, key))
-        system_prompt = self.system_prompt(state, work, reads)
+        system_prompt = self.system_prompt(state, work, reads, cached)
         segments = [system_prompt]
         contents: dict[str, None] = {}  # in order, each once
         counts = [0]
         early: dict[int, SpanKV] = {}
-        for choice, encoded, start in zip(choices, encodeds, state.starts(), strict=True):
+        for choice, encoded, start, end in zip(choices, encodeds, state.starts(), ends, strict=True):
             conditioning, entry = choice.conditioning, choice.entry
             contents[content_name(entry.chunk_id)] = None
             linked = choice.partial_base
-            segment = Segment(encoded, start, capture=choice.compute or linked is not None, span_key=conditioning.span)
-            if not choice.compute:
+            captured = choice.compute or linked is not None
+            segment = Segment(encoded, start, capture=captured, span_key=conditioning.span, cached=end <= cached)
+            if not choice.compute and not segment.cached:
                 formed = None
                 if choice.form_canonical:
                     system_prompt = segments[0] = self._computed_system_prompt(state, system_prompt, work)
                     _, formed = self.canonical(state, entry, system_prompt, work)
                 # A canonical formed just now serves even if the store refused it; asking again would never end.
-                stored = (
-                    (formed, {}) if formed else self._span(linked or conditioning, encoded, entry.chunk_id, work, reads)
-                )
-                patch = None
-                if stored is not None and conditioning.patch is not None:
-                    patch = self._patch(conditioning.patch, encoded.tokens, work, reads)
+                source, patch = linked or conditioning, None
+                read = self._span_read(source, encoded, entry.chunk_id)
+                stored = (formed, {}) if formed else self._stored(source.span, encoded.tokens, work, read, reads)
+                if stored is not None and (key := conditioning.patch) is not None:
+                    patch = self._stored(key, encoded.tokens, work, partial(self.repo.get_patch, key), reads)
                 if stored is None or (patch is None and conditioning.patch is not None):
                     return None
                 for record in (patch.meta if patch else {}, {} if conditioning.exact else stored[1]):
@@ -173,7 +180,7 @@ class Assembly:
                     segment = replace(
                         segment, recompute=partial_ranges(encoded.media_ranges, choice.recompute, encoded.tokens)
                     )
-            elif conditioning.span in ahead or reads.left_ms > 2 * self.prices.request_ms:
+            elif not segment.cached and (conditioning.span in ahead or reads.left_ms > 2 * self.prices.request_ms):
                 # Reads go on meanwhile; a chunk before the loaded KV takes a request of its own anyway.
                 system_prompt = segments[0] = self._computed_system_prompt(state, system_prompt, work)
                 span = ahead.get(conditioning.span)
@@ -198,10 +205,12 @@ class Assembly:
             )
         return encoded
 
-    def system_prompt(self, state: State, work: Work, reads: Reads | None = None) -> Segment:
+    def system_prompt(self, state: State, work: Work, reads: Reads | None = None, cached: int = 0) -> Segment:
         encoded = self.engine.encode_system_prompt(state.system_prompt)
         key = system_prompt_key(state)
         stored = None
+        if encoded.tokens <= cached:
+            return Segment(encoded, 0, span_key=key, cached=True)
         if self.has(key):
             reads = reads or Reads(self.engine.costs, self.repo.tier)
             stored = self._read(key, encoded.tokens, work, partial(self.repo.get_span, key, encoded.token_ids), reads)
@@ -210,7 +219,7 @@ class Assembly:
 
     def _computed_system_prompt(self, state: State, system_prompt: Segment, work: Work) -> Segment:
         """Return ``system_prompt`` with its KV, computed once for all canonicals formed after it."""
-        if system_prompt.span is not None:
+        if system_prompt.available:
             return system_prompt
         span = self.prefill([], system_prompt.encoded, 0, work)
         work.system_prompt = True
@@ -231,22 +240,12 @@ class Assembly:
             self.repo.get_span, conditioning.span, encoded.token_ids, positions=encoded.positions, **expected
         )
 
-    def _span(
-        self, conditioning: Conditioning, encoded: Encoded, chunk: str, work: Work, reads: Reads
-    ) -> tuple[SpanKV, Mapping[str, Any]] | None:
-        """Return the span of ``conditioning`` and its record; None if it is gone or late."""
-        stored = self._read(
-            conditioning.span, encoded.tokens, work, self._span_read(conditioning, encoded, chunk), reads
-        )
+    def _stored(self, key: str, tokens: int, work: Work, read: Callable[[], T | None], reads: Reads) -> T | None:
+        """Return the result of ``read`` for ``key``, which a layout needs; None if it is gone or late."""
+        stored = self._read(key, tokens, work, read, reads)
         if stored is None:
-            self._miss(conditioning.span, work)
-        return stored
-
-    def _patch(self, key: str, tokens: int, work: Work, reads: Reads) -> Patch | None:
-        patch = self._read(key, tokens, work, partial(self.repo.get_patch, key), reads)
-        if patch is None:
             self._miss(key, work)
-        return patch
+        return stored
 
     def _read(self, key: str, tokens: int, work: Work, read: Callable[[], T | None], reads: Reads) -> T | None:
         """Return the result of ``read`` for ``key``, whether it was begun earlier or not."""

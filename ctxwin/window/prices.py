@@ -65,9 +65,9 @@ def workload(segments: Iterable[Segment], requests: int) -> Workload:
     work, offset = Workload(requests), 0
     for segment in segments:
         for part in segment.parts():
-            if part.span is None:
+            if not part.available:
                 work.compute(part.tokens, offset)
-            elif part.tokens:
+            elif part.tokens and not part.cached:
                 work.load(part.tokens, part.patch is not None)
             offset += part.tokens
     return work

@@ -91,7 +91,8 @@ class AskRunner:
         generation = Generation()
         # Without spans everything is computed in place, which is exact, so it belongs to (and may use) the exact namespace.
         bare = [
-            replace(segment, span=None, patch=None, approximate=False, recompute=(), merged=False) for segment in layout
+            replace(segment, span=None, patch=None, approximate=False, recompute=(), merged=False, cached=False)
+            for segment in layout
         ]
         if self._kv.recurrent:  # states before the last segment are read back only where spans are loaded
             last = len(bare) - 1 if not ask.tail else -1
@@ -188,8 +189,8 @@ class AskRunner:
         for i, segment in enumerate(segments[:last]):
             span_follows = i + 1 < len(segments) and segments[i + 1].span is not None
             alone = (recurrent and segment.capture) or (self._kv.maps and i <= last_mapped)
-            if segment.span is None and (span_follows or alone):
-                run = [j for j in range(i + 1) if segments[j].span is None]
+            if not segment.available and (span_follows or alone):
+                run = [j for j in range(i + 1) if not segments[j].available]
                 prefix, rest = self._core.inputs.end_at(segments, i + 1)
                 part = Ask(rest, Sampling(max_tokens=1), ask.salt, background=ask.background, builder=ask.builder)
                 run_namespace = namespace
@@ -221,7 +222,9 @@ class AskRunner:
             segments = segments[: max((i + 1 for i, s in enumerate(segments) if not s.merged), default=0)]
         if any(segment.merged for segment in segments):
             segments, base, namespace, loaded_only = compact_prompt(segments, base, ask.salt, self._kv)
-        prompt, transfer = self.transfer(segments, base, ask, capture, namespace)
+        transfer = self.transfer(segments, base, ask, capture, namespace)
+        ids, media = join([*(segment.encoded for segment in segments), *ask.tail])
+        prompt = (ask.builder or self._prompts).prompt(ids, media, namespace, transfer)
         transfer.placeholder_tokens = max(transfer.placeholder_tokens, loaded_only)
         eos = sorted(self._prompts.encoder.checkpoint.eos)
         try:
@@ -261,27 +264,26 @@ class AskRunner:
 
     def transfer(
         self, segments: Sequence[Segment], base: int, ask: Ask, capture: Sequence[int], namespace: CacheNamespace
-    ) -> tuple[dict[str, Any], Transfer]:
-        """Return the prompt of one request, and its transfer."""
-        encoded = [*(segment.encoded for segment in segments), *ask.tail]
-        offsets = [0, *itertools.accumulate(part.tokens for part in encoded)]
-        leading = itertools.takewhile(lambda segment: segment.span is not None, segments)
+    ) -> Transfer:
+        """Return the transfer of one request."""
+        offsets = [0, *itertools.accumulate(segment.tokens for segment in segments)]
+        cached = sum(1 for _ in itertools.takewhile(lambda segment: segment.cached, segments))
+        leading = itertools.takewhile(lambda segment: segment.span is not None, segments[cached:])
         loads = tuple(replace(segment, start=segment.start - base) for segment in leading if segment.tokens)
         captures: dict[str, tuple[int, int | None]] = {
             str(i): (offsets[i], offsets[i + 1]) for i in capture if segments[i].encoded.tokens
         }
         if ask.capture_query:
             captures[_QUERY] = (offsets[len(segments)], None)
-        ids, media = join(encoded)
-        transfer = Transfer(
+        return Transfer(
             loads=loads,
             tenant=self._prompts.tenant,
             captures=captures,
             private_from=namespace.private_from,
             min_load=self._core.min_load if namespace.exact else 0,
             queries_of=ask.queries_of,
+            expected_hit=offsets[cached],
         )
-        return (ask.builder or self._prompts).prompt(ids, media, namespace, transfer), transfer
 
     def span_of(self, transfer: Transfer, name: str, encoded: Encoded, start: int) -> SpanKV:
         """Return a captured span; a query's has generated tokens after the encoded ones."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -87,8 +87,13 @@ class EnginePrompts:
 
     def names(self, ids: list[int], media: list[MediaSpan], namespace: CacheNamespace) -> list[bytes]:
         """Return the names of a prompt's blocks in `Core.prefixes`: others than other tenants' and adapters'."""
-        salt = digest("record", self.salted(namespace.salt), self._identity)
-        return self.core.prefixes.names(ids, media, namespace.marks, salt)
+        return self.salted_names(ids, media, self.salted(namespace.salt), namespace.marks)
+
+    def salted_names(
+        self, ids: Sequence[int], media: Sequence[MediaSpan], salt: str, marks: Mapping[int, str] | None = None
+    ) -> list[bytes]:
+        """Return them for a prompt with this ``cache_salt``."""
+        return self.core.prefixes.names(ids, media, marks or {}, digest("record", salt, self._identity))
 
     def salted(self, salt: str) -> str:
         """Return the ``cache_salt`` of a namespace; "" for exact windows of no tenant, which share plain requests' blocks."""

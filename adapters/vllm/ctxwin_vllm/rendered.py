@@ -13,12 +13,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
+from ctxwin.engines.cost import CostModel, Stopwatch, Workload
 from ctxwin.engines.results import Generation
 from ctxwin.engines.sampling import Sampling
 from ctxwin.engines.segments import Encoded, MediaSpan, Segment
@@ -40,6 +42,8 @@ HEADER = 16
 LONG = 256
 """Tokens of a text from which on it is also cut after a line."""
 MOST_SEGMENTS = 512
+STEP_MS = 4.0
+"""Milliseconds of the step in which vLLM's processes load KV in the background, apart from the load itself."""
 _PICTURE_BYTES = 512
 
 
@@ -218,6 +222,7 @@ class SubmittedRequest:
         handle: what its ``kv_transfer_params`` hold under `transport.PARAM`.
         captures: indices of the segments whose KV is read back.
         generation: the forwards that prepared it.
+        costs: prices of the engine; watch: the time that it took, once it has ended.
     """
 
     prompt: dict[str, Any] = field(repr=False)
@@ -226,6 +231,31 @@ class SubmittedRequest:
     segments: list[Segment]
     captures: list[int]
     generation: Generation
+    costs: CostModel = field(repr=False)
+    watch: Stopwatch | None = None
+
+    def timed(self, outputs: AsyncGenerator[Any, None]) -> aclosing[AsyncGenerator[Any, None]]:
+        """Return a context of vLLM's ``outputs`` of the request; the time to the first of them is noted."""
+        return aclosing(self._timed(outputs))
+
+    async def _timed(self, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+        async with aclosing(outputs):
+            with self.costs.timed() as watch:
+                async for output in outputs:
+                    watch.lap()
+                    yield output
+            self.watch = watch
+
+    def learn(self) -> None:
+        """Note what the request took, where no other ran beside it."""
+        watch, reused = self.watch, self.transfer.local_tokens + self.transfer.planned_tokens
+        if watch is None or not watch.alone or not watch.first:
+            return
+        work = Workload(1)
+        work.compute(sum(segment.tokens for segment in self.segments) - reused, reused)
+        if self.transfer.planned_tokens:
+            work.load(self.transfer.planned_tokens, False)
+        self.costs.learn(self.costs.engine, work.amounts, watch.first)
 
 
 class RenderedRequest(Engine):
@@ -264,6 +294,12 @@ class RenderedRequest(Engine):
         self.system_prompt, self._first = first
         self.query_chunk, self.query = last
         self.chunks = [chunk for chunk, _ in between]
+        prefixes = engine.core.prefixes
+        self._block_names = (
+            engine.prompts.salted_names(prompt.ids, self._spans, prompt.salt) if engine.core.caches else []
+        )
+        # vLLM computes a prompt's last token, and with it its block.
+        self._hit = min(prefixes.hit(self._block_names), (len(prompt.ids) - 1) // prefixes.block * prefixes.block)
 
     def encode(self, chunk: Chunk) -> Encoded:
         return self._encoded[chunk.id]
@@ -306,6 +342,15 @@ class RenderedRequest(Engine):
         """Start no more forwards, since the client has left. The preparing thread gets AnswerStopped."""
         self._abandoned = True
 
+    def cached_tokens(self, stored: int) -> int:
+        """Return how many of the first ``stored`` tokens, whose KV is stored, need no spans: vLLM's prefix cache holds them, as
+        far as earlier requests of this process tell, or they are few and would be loaded later than they are computed."""
+        core, costs, tokens = self._engine.core, self.costs, stored - min(stored, self._hit)
+        load_ms, forward_ms = STEP_MS + costs.load_ms(tokens, False), costs.forward_ms(tokens, stored - tokens)
+        if tokens >= core.block or (load_ms < forward_ms and not core.min_load):
+            return self._hit
+        return max(stored, self._hit)
+
     def submit(self, layout: Sequence[Segment], salt: str) -> SubmittedRequest:
         """Compute the missing KV before spans, submit the request after ``layout``, and return it for vLLM's server to run.
 
@@ -313,26 +358,31 @@ class RenderedRequest(Engine):
         """
         if any(segment.merged for segment in layout):
             raise NotAWindow("a chunk is merged, but the request's own prompt has all of its tokens")
+        self._check_awaited()
         engine, ask, generation = self._engine, Ask(None, Sampling(max_tokens=1), salt, builder=self), Generation()
         base = engine.core.check(layout, (), ask.sampling, self._positions)
         segments, namespace, _ = engine.asks.fill_layout(generation, layout, base, ask)
         captures = [i for i, segment in enumerate(segments) if segment.capture and segment.span is None]
-        prompt, transfer = engine.asks.transfer(segments, base, ask, captures, namespace)
+        transfer = engine.asks.transfer(segments, base, ask, captures, namespace)
         engine_input = dict(self._rendered.engine_input)
-        if prompt.get("cache_salt"):
-            engine_input["cache_salt"] = prompt["cache_salt"]
+        if namespace.salt:
+            engine_input["cache_salt"], self._block_names = self._salt(namespace), []
         handle = engine.core.transport.add(transfer)
-        return SubmittedRequest(engine_input, handle, transfer, segments, captures, generation)
+        return SubmittedRequest(engine_input, handle, transfer, segments, captures, generation, self.costs)
 
     def collect(self, submitted: SubmittedRequest, *, finished: bool) -> dict[int, SpanKV]:
         """Return the captured spans of a request by segment; none unless it ``finished``. Blocks until they are read back."""
-        transport, transfer = self._engine.core.transport, submitted.transfer
+        core, transfer = self._engine.core, submitted.transfer
         try:
-            transport.collect(submitted.handle, transfer, finished)
+            core.transport.collect(submitted.handle, transfer, finished)
         finally:
-            transport.remove(submitted.handle)
+            core.transport.remove(submitted.handle)
         if not finished or transfer.error is not None:
             return {}
+        submitted.learn()
+        if transfer.local_tokens < min(self._hit, transfer.expected_hit):
+            core.prefixes.clear()  # which blocks vLLM has dropped is not known
+        core.prefixes.add(self._block_names)
         captured = dict(submitted.generation.captured)
         for i in submitted.captures:
             if str(i) in transfer.captured:
@@ -348,18 +398,23 @@ class RenderedRequest(Engine):
         self, ids: list[int], media: list[MediaSpan], namespace: CacheNamespace, transfer: Transfer
     ) -> dict[str, Any]:
         """See `PromptBuilder`."""
+        self._check_awaited()
+        return build_input(ids, [(self._media[span.key], span.offset) for span in media], self._salt(namespace))
+
+    def _check_awaited(self) -> None:
         if self._abandoned:
             raise AnswerStopped("the client has left")
+
+    def _salt(self, namespace: CacheNamespace) -> str:
         client_salt = self._rendered.salt
-        salt = self._engine.prompts.salted(digest(namespace.salt, client_salt)) if namespace.salt else client_salt
-        return build_input(ids, [(self._media[span.key], span.offset) for span in media], salt)
+        return self._engine.prompts.salted(digest(namespace.salt, client_salt)) if namespace.salt else client_salt
 
     def _segments(self, cuts: Sequence[int]) -> list[tuple[Chunk, Encoded]]:
         prompt, spans = self._rendered, []
         for medium in prompt.media:
             spans.append(MediaSpan("image", medium.name, medium.offset, medium.tokens, medium.picture.grid))
         positions, end = self._engine.core.inputs.positions(prompt.ids, spans)
-        self._positions = positions
+        self._positions, self._spans = positions, spans
         starts = [*(int(positions[:, at].min()) for at in cuts[:-1]), end]
         segments = []
         for i, (begin, stop) in enumerate(itertools.pairwise(cuts)):

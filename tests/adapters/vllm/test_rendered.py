@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctxwin_vllm.rendered import HEADER, LONG, NotAWindow, Pictures, split
+from ctxwin.engines.cost import CostModel, attended
+from ctxwin.engines.results import Generation
+from ctxwin.engines.segments import Encoded, Segment
+from ctxwin_vllm.rendered import HEADER, LONG, NotAWindow, Pictures, SubmittedRequest, split
+from ctxwin_vllm.transport import Transfer
 
 OPEN, CLOSE, LINE, START, PAD, END = 90, 91, 10, 92, 93, 94
 SPECIAL = frozenset((OPEN, CLOSE, START, PAD, END))
@@ -128,3 +135,37 @@ def test_a_prefix_ends_in_a_picture_only_where_it_may() -> None:
         inside = medium.offset < end < medium.offset + medium.tokens
         assert prompt.boundary(end, uncut=False) == end
         assert prompt.boundary(end, uncut=True) == (medium.offset + medium.tokens if inside else end)
+
+
+def test_a_chats_time_to_its_first_token_teaches_prices_where_it_ran_alone() -> None:
+    clock = itertools.count()
+    costs = CostModel(clock=lambda: float(next(clock)))
+    segment = Segment(Encoded("a", tuple(range(30)), np.zeros((3, 30), dtype=np.int64), 30), 0)
+
+    def submitted(**reused: int) -> SubmittedRequest:
+        return SubmittedRequest({}, "", Transfer(**reused), [segment, segment], [], Generation(), costs)
+
+    async def outputs() -> AsyncGenerator[int, None]:
+        for i in range(3):
+            yield i
+
+    async def run(requests: list[SubmittedRequest], most: int = 9) -> None:
+        async def follow(request: SubmittedRequest) -> None:
+            async with request.timed(outputs()) as answer:
+                async for i in answer:
+                    await asyncio.sleep(0)
+                    if i + 1 == most:
+                        break
+
+        await asyncio.gather(*map(follow, requests))
+        for request in requests:
+            request.learn()
+
+    asyncio.run(run([submitted(local_tokens=32, planned_tokens=8)]))
+    asyncio.run(run([submitted()]))
+    asyncio.run(run([submitted(), submitted()]))  # they waited for each other
+    asyncio.run(run([submitted()], most=1))  # its client has left
+    assert [(amounts, ms) for _, amounts, ms in costs.noted] == [
+        ((1, 20, attended(20, 40), 8, 1, 0), 1e3),
+        ((1, 60, attended(60, 0), 0, 0, 0), 1e3),
+    ]

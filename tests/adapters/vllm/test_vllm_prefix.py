@@ -29,6 +29,9 @@ from adapters.vllm.prefixes import (
 from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.baselines import POLICIES
 from ctxwin.demo.run import Options, prepare, run
+from ctxwin.engines.cost import Fit
+from ctxwin_server.chat.conversations import Conversations
+from ctxwin_vllm.transport import PARAM
 
 
 @pytest.fixture(scope="module")
@@ -328,6 +331,84 @@ def test_plain_requests_in_the_same_steps_as_windows(view: Any) -> None:
         assert max(gap(p, q) for p, q in zip(right, logprobs_of(output), strict=True)) < CLOSE
     for window in windows:
         window.close()
+
+
+class TestChats:
+    """Exact windows behind plain chats, as a server has them."""
+
+    @staticmethod
+    def turn(view: Any, conversations: Any, window: Window, salt: str = "") -> tuple[Any, Any]:
+        """One request for what ``window`` holds, and vLLM's output; its KV is written back."""
+        from vllm import SamplingParams
+
+        from ctxwin_vllm.rendered import Pictures, RenderedRequest
+        from ctxwin_vllm.requests import _next
+
+        core, (ids, media) = view.core, prompt_of(view, window)
+        rendered = Pictures().read(core.inputs.prompt(ids, media, view.embed, salt or view.plain_salt).prompt)
+        turn = conversations.prepare(RenderedRequest(view, rendered), "", Fidelity("exact"))
+        handle = {"kv_transfer_params": {PARAM: turn.submitted.handle}}
+        parameters = SamplingParams(max_tokens=4, temperature=0, logprobs=-1, detokenize=False, extra_args=handle)
+        ticket = core.driver.submit(turn.submitted.prompt, parameters, 0)
+        while not (output := _next(core.driver, ticket.outputs, None)).finished:
+            pass
+        conversations.finish(turn, finished=True)
+        return turn, output
+
+    def assert_as_alone(self, view: Any, window: Window, output: Any) -> None:
+        alone = plain(view, plain_request(view, window, cache_salt="alone"))
+        assert alone.outputs[0].token_ids[0] == output.outputs[0].token_ids[0]
+        assert gap(logprobs_of(output)[0], logprobs_of(alone)[0]) < CLOSE
+
+    @pytest.mark.parametrize("token_ms", [0.0, 10.0])
+    def test_a_growing_chat_reads_and_loads_less_than_a_block_beside_the_prefix_cache(
+        self, view: Any, token_ms: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It computes that where it takes less time: a load in the background takes a step of vLLM's."""
+        monkeypatch.setattr(view.costs, "engine", Fit((0.0, token_ms, 0.0, 0.0, 0.0, 0.0)))
+        view.core.prefixes.clear()
+        loaded, conversations = 0, Conversations(4, 600.0)
+        with window_on(view, [frame(i) for i in range(3)]) as window:
+            for i in range(3, 8):
+                reads, records = view.repo.counters.hits["span"], len(list(view.store.list()))
+                turn, output = self.turn(view, conversations, window)
+                transfer, loads = turn.submitted.transfer, turn.submitted.transfer.loads
+                assert len(list(view.store.list())) > records, "what is new is stored: the prefix cache may drop it"
+                assert len(loads) <= view.repo.counters.hits["span"] - reads <= 1 and transfer.loaded_tokens < BLOCK
+                assert whole_blocks(transfer.expected_hit) <= transfer.local_tokens
+                loaded += transfer.loaded_tokens
+                assert (transfer.expected_hit > 0) == (i > 3) and output.num_cached_tokens >= transfer.local_tokens
+                self.assert_as_alone(view, window, output)
+                window.append(frame(i) if i % 2 else words(i))
+        assert bool(loaded) == bool(token_ms)
+
+    def test_what_vllm_has_dropped_meanwhile_is_computed_and_then_loaded(self, view: Any) -> None:
+        conversations = Conversations(4, 600.0)
+        with window_on(view, [frame(i) for i in range(3)]) as window:
+            self.turn(view, conversations, window)
+            window.append(words(4))
+            view.core.driver.reset_prefix_cache()
+            turn, output = self.turn(view, conversations, window)
+            assert turn.submitted.transfer.expected_hit > 0 and not output.num_cached_tokens
+            self.assert_as_alone(view, window, output)
+            view.core.driver.reset_prefix_cache()
+            view.core.prefixes.clear()  # as a failed load does
+            turn, output = self.turn(view, conversations, window)
+            assert turn.submitted.transfer.expected_hit == 0 and output.num_cached_tokens >= turn.lanes["resident"]
+            self.assert_as_alone(view, window, output)
+
+    def test_no_other_tenant_or_salt_is_taken_to_be_in_the_prefix_cache(self, engine: Any) -> None:
+        engine.core.driver.reset_prefix_cache()
+        conversations = {name: Conversations(4, 600.0) for name in "ab"}
+        with engine.view("a") as a, engine.view("b") as b:
+            views = {"a": a, "b": b}
+            earlier = set[tuple[str, str]]()
+            for name, salt in (("a", ""), ("b", ""), ("a", "own"), ("b", "own"), ("a", ""), ("a", "own"), ("b", "own")):
+                with window_on(views[name], [words(i) for i in range(5)]) as window:
+                    turn, output = self.turn(views[name], conversations[name], window, salt and f"{name}-{salt}")
+                assert (turn.submitted.transfer.expected_hit > 0) == ((name, salt) in earlier)
+                assert bool(output.num_cached_tokens) == ((name, salt) in earlier)
+                earlier.add((name, salt))
 
 
 class TestTenants:

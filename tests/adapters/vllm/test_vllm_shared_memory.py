@@ -27,7 +27,7 @@ from ctxwin.kv.pooling import fit_basis, project
 from ctxwin.store import codec, open_store
 from ctxwin.store.spans import SpanRepository
 from ctxwin_vllm.lifecycle import folders
-from ctxwin_vllm.transport import PARAM, RequestMeta, SharedMemoryTransport, Transfer
+from ctxwin_vllm.transport import PARAM, LocalTransport, RequestMeta, SharedMemoryTransport, Transfer
 from ctxwin_vllm.transport import endpoint as endpoints
 from ctxwin_vllm.transport.base import new_handle
 from ctxwin_vllm.transport.endpoint import SharedMemoryEndpoint
@@ -85,6 +85,23 @@ def test_a_shared_basis_is_written_once_and_read_once(transport: SharedMemoryTra
     for handle in handles:
         transport.remove(handle)
     assert files[0].exists(), "kept for later requests, as spans are"
+
+
+def test_loads_begin_behind_what_the_prefix_cache_holds(transport: SharedMemoryTransport) -> None:
+    """A request that finds less of it loads nothing, as no load has it."""
+    endpoint, local = SharedMemoryEndpoint(transport.source), LocalTransport(KV)
+    transfer = Transfer(loads=(segment(0, None), segment(1, None)), expected_hit=8)
+    assert transfer.covered == 18
+    for here, handle in ((endpoint, transport.add(transfer)), (local, local.add(transfer))):
+        meta = here.request_meta(handle)
+        assert meta is not None
+        assert [meta.tokens_to_load(hit, 30) for hit in (0, 4, 8, 12, 18, 20)] == [0, 0, 10, 6, 0, 0]
+        for hit in (8, 11, 14):
+            parts = here.parts(handle, hit, 18)
+            assert sum(part.end - part.begin for part in parts) == 18 - hit
+            assert [part.begin for part in parts] == [(hit - 8) % 5, *[0] * (len(parts) - 1)]
+            assert torch.equal(parts[-1].span.k, transfer.loads[-1].span.k)  # type: ignore[union-attr]
+    local.close()
 
 
 def test_another_basis_or_none_fails_the_load(transport: SharedMemoryTransport) -> None:

@@ -112,14 +112,15 @@ class Conversations(Records[Conversation]):
         """
         fidelity = _resolved(fidelity, engine.spec.model, int(time.monotonic()))
         conversation, state, edits = self._update(engine, name, fidelity, patient)
-        assembly, work = Assembly(engine, memo=conversation.memo), Work()
+        cached = engine.cached_tokens if fidelity.mode == "exact" else None
+        assembly, work = Assembly(engine, memo=conversation.memo, cached_tokens=cached), Work()
         layout = assembly.build_layout(state, fidelity, work)
         end = layout.end(state).computed(engine.query_chunk.id, "computed")
         start = state.system_prompt_advance + sum(p.advance for p in state.placed)
         query = Segment(engine.query, start, capture=True, span_key=end.span)
         submitted = engine.submit([*layout.segments, query], layout.salt)
         lanes: Counter[str] = Counter()
-        is_resident = layout.segments[0].span is not None and not work.system_prompt
+        is_resident = layout.segments[0].available and not work.system_prompt
         lanes["resident" if is_resident else "computed"] += state.system_prompt_tokens
         for choice in layout.choices:
             lanes[choice.lane] += choice.entry.tokens

@@ -145,18 +145,17 @@ class ChatClient:
                 async for output in outputs:
                     yield output
             return
-        windowed = sampling.clone()
-        windowed.extra_args = {**(sampling.extra_args or {}), "kv_transfer_params": {PARAM: turn.submitted.handle}}
+        submitted, params = turn.submitted, sampling.clone()
+        params.extra_args = {**(sampling.extra_args or {}), "kv_transfer_params": {PARAM: submitted.handle}}
         begun = ended = False
         try:
-            async with aclosing(self._generate(turn.submitted.prompt, windowed, request_id, options)) as outputs:
+            async with submitted.timed(self._generate(submitted.prompt, params, request_id, options)) as outputs:
                 async for output in outputs:
                     if not begun and any(part.finish_reason == "error" for part in output.outputs):
                         break
                     begun = True
                     self._count(request, turn, output)
-                    if output.finished:
-                        ended = True
+                    if ended := output.finished:
                         failed = any(part.finish_reason == "error" for part in output.outputs)
                         self._finish(request, state, turn, finished=not failed)
                     yield output

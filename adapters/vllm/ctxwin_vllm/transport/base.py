@@ -54,6 +54,8 @@ class RequestMeta:
             without a handle. See `cache_namespace.CacheNamespace`.
         min_load: fewest tokens to load behind a prefix hit; fewer are computed with the new ones. 0 where the
             loaded KV is not what a forward would compute.
+        expected_hit: prompt tokens that vLLM's own prefix cache is known to hold, and that no load has: where it has dropped
+            some of them, all that follows is computed.
     """
 
     covered: int = 0
@@ -61,13 +63,14 @@ class RequestMeta:
     captures: dict[str, tuple[int, int | None]] = field(default_factory=dict)
     private_from: int = 0
     min_load: int = 0
+    expected_hit: int = 0
 
     def tokens_to_load(self, hit: int, prompt: int) -> int:
         """Return the number of tokens to load after a prefix hit of ``hit`` tokens; vLLM always computes the last prompt token.
 
         vLLM's hits are whole blocks, but a load may end, and so begin to be continued, anywhere in one.
         """
-        count = max(0, min(self.covered, prompt - 1) - hit)
+        count = max(0, min(self.covered, prompt - 1) - hit) if hit >= self.expected_hit else 0
         return 0 if count < self.min_load and hit >= max(1, self.placeholder_tokens) else count
 
     def capture_after(self, loaded: int) -> int:
@@ -85,8 +88,8 @@ class Transfer(RequestMeta):
     """One request: its instructions and their outcome.
 
     Attributes:
-        loads: segments with spans that cover one contiguous prefix of the prompt, in order; positions count from its
-            begin.
+        loads: segments with spans that cover one contiguous prefix of the prompt behind the ``expected_hit``, in order;
+            positions count from its begin.
         tenant: owner of the loads; the same key names other KV for another tenant.
         embeddings: vision embeddings ``[tokens, width]`` for the encoder cache, by multimodal identifier.
         local_tokens: prompt tokens that vLLM's own prefix cache served.
@@ -118,7 +121,7 @@ class Transfer(RequestMeta):
     error: BaseException | None = None
 
     def __post_init__(self) -> None:
-        self.covered = sum(segment.tokens for segment in self.loads)
+        self.covered = self.expected_hit + sum(segment.tokens for segment in self.loads)
 
 
 @dataclass(frozen=True)

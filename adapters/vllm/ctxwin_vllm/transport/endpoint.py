@@ -137,9 +137,9 @@ class SharedMemoryEndpoint(Endpoint):
         raw = read_json(self.path / f"job-{handle}.json") if is_handle(handle) else None
         if raw is None:
             raise LookupError("the transfer was removed")
-        entries = raw["loads"]
+        entries, ahead = raw["loads"], raw["job"]["expected_hit"]
         slices = []
-        for i, first, last in overlaps((entry["tokens"] for entry in entries), begin, end):
+        for i, first, last in overlaps((entry["tokens"] for entry in entries), begin - ahead, end - ahead):
             entry = entries[i]
             basis = entry["basis"] and self._get(entry["basis"], lambda t, m: SharedBasis.from_tensors(t, m["basis"]))
             patch = entry["patch"] and self._get(entry["patch"], partial(_patch, basis))

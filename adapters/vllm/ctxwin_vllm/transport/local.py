@@ -95,7 +95,8 @@ class LocalTransport(Transport, Endpoint):
         if transfer is None:
             raise LookupError("the transfer was removed")
         slices = []
-        for i, first, last in overlaps((segment.tokens for segment in transfer.loads), begin, end):
+        ahead = transfer.expected_hit
+        for i, first, last in overlaps((s.tokens for s in transfer.loads), begin - ahead, end - ahead):
             segment = transfer.loads[i]
             assert segment.span is not None
             slices.append(SpanSlice(segment.span, segment.start, segment.patch, first, last, segment.approximate))

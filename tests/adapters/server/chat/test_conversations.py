@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import wait
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,13 +37,21 @@ class Handed:
     captured: dict[int, SpanKV]
     computed: int
 
+    def timed(self, outputs: Any) -> Any:
+        return aclosing(outputs)
+
 
 class FakePrompt(FakeEngine):
-    """A prompt as `RenderedRequest` cuts it: first the system prompt, then the chunks, and the question at its end."""
+    """A prompt as `RenderedRequest` cuts it: first the system prompt, then the chunks, and the question at its end.
 
-    def __init__(self, store: Store, parts: list[str], identity: str = "rendered") -> None:
+    ``cached_tokens``: what the engine's prefix cache is taken to hold; ``hit``: what it holds once the request runs.
+    """
+
+    def __init__(
+        self, store: Store, parts: list[str], identity: str = "rendered", cached_tokens: int = 0, hit: int = 0
+    ) -> None:
         super().__init__(store)
-        self.identity = identity
+        self.identity, self._cached_tokens, self._hit = identity, cached_tokens, hit
         self._by_id: dict[str, Encoded] = {}
         chunks = [Chunk.tokens([ord(c) for c in part], keep_source=False) for part in parts]
         for chunk in chunks:
@@ -58,11 +67,17 @@ class FakePrompt(FakeEngine):
     def encode_system_prompt(self, system_prompt: str) -> Encoded:
         return self._by_id[self.system_prompt.id]
 
+    def cached_tokens(self, stored: int) -> int:
+        return self._cached_tokens
+
     def submit(self, layout: list[Segment], salt: str) -> Handed:
         if self.fail:
             raise self.fail
         assert [s.encoded for s in layout[1:-1]] == [self.encode(c) for c in self.chunks] and layout[-1].span is None
         spans, captured, computed, _ = self._run(layout)
+        cached = sum(segment.tokens for segment in layout if segment.cached)
+        if self._hit >= cached:
+            computed -= cached
         return Handed(Generation(), spans, captured, computed)
 
     def collect(self, submitted: Handed, *, finished: bool) -> dict[int, SpanKV]:
@@ -129,6 +144,47 @@ def check_re_prefill(requests: list[tuple[str, str, list[str]]]) -> None:
     for name, system, parts in requests:
         prompt = [system, *parts, "why?"]
         assert_exact(chat.ask(prompt, name), prompt)
+
+
+def check_cached(parts: list[str], expected: int, dropped: int) -> None:
+    """Nothing of what the prefix cache is known to hold is read, all of it stays, and what has left is computed."""
+    chat, prompt = Chat(), ["sys", *parts, "why?"]
+    chat.ask(prompt)
+    repositories: list[Any] = []
+    for tokens in (0, expected):
+        turn = chat.ask(prompt, cached_tokens=tokens, hit=expected - dropped)
+        assert_exact(turn, prompt)
+        repositories.append(turn.engine.repo)
+        begin = 0
+        for segment in turn.layout.segments:
+            begin += segment.tokens
+            assert segment.cached == (begin <= tokens) and segment.available and not (segment.cached and segment.span)
+        assert turn.lanes["resident"] == len("".join(prompt[:-1]))
+        cached_tokens = sum(segment.tokens for segment in turn.layout.segments if segment.cached)
+        assert computed(turn) == len("why?") + (cached_tokens if expected - dropped < cached_tokens else 0)
+    reads = [repo.counters.hits["span"] for repo in repositories]
+    assert reads == [1 + len(parts), sum(not segment.cached for segment in turn.layout.segments)]
+
+
+test_what_the_prefix_cache_holds_is_not_read, test_much_that_the_prefix_cache_holds_is_not_read = twins(
+    check_cached, 15, 60, PARTS, st.integers(0, 24), st.integers(0, 24)
+)
+
+
+def test_what_is_not_read_is_used_all_the_same() -> None:
+    """It stays in the store as long as what is read, for a time when the prefix cache no longer holds it."""
+    chat = Chat(store=open_store("memory:", max_bytes=12000))
+    for i in range(60):
+        chat.ask(["sys", "long enough", "why?"], "s", cached_tokens=99, hit=99)
+        chat.ask(["sys", f"passing {i}", "why?"], "other")
+    assert computed(chat.ask(["sys", "long enough", "why?"], "s")) == len("why?")
+    assert chat.ask(["sys", "passing 0", "why?"], "other").lanes["computed"] > len("why?")
+
+
+def test_an_approximate_chat_relies_on_no_prefix_cache() -> None:
+    chat, parts = Chat(), ["sys", "aaaa", "bbbb", "q1"]
+    chat.ask(parts, "s", PATCHED)
+    assert not any(s.cached for s in chat.ask(parts, "s", PATCHED, cached_tokens=99, hit=99).layout.segments)
 
 
 test_exact_conversations_are_re_prefill, test_many_exact_conversations_are = twins(check_re_prefill, 15, 60, REQUESTS)
