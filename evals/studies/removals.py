@@ -5,7 +5,8 @@ through a window of six chunks, one a turn: a new chunk, room for it, a question
 next 32 tokens of the text over the KV that the answer was served; what it expects there is compared with what it expects over a
 re-prefill of what is placed.
 
-Ways: ``keep`` rotates survivors, ``removal:RANK`` corrects them (`Fidelity(survivors="removal")`, ``prefill="idle"``).
+Ways: ``keep`` rotates survivors, ``removal`` corrects them (`Fidelity("patched", survivors="removal")`, ``prefill="idle"``) by
+patches as they are by default, ``removal:RANK`` by joint factors.
 """
 
 from __future__ import annotations
@@ -80,11 +81,10 @@ def open_window(engine: HFEngine, way: str, budget: int) -> Window:
     name, _, rank = way.partition(":")
     if name == "keep" and not rank:
         return Window(engine, SYSTEM_PROMPT, budget, Fidelity("patched", survivors="keep"))
-    if name != "removal" or not rank.isdecimal():
-        raise ValueError(f"a way must be keep or removal:RANK, got {way!r}")
-    return Window(
-        engine, SYSTEM_PROMPT, budget, Fidelity("patched", survivors="removal", rank=int(rank)), prefill="idle"
-    )
+    if name != "removal" or not (rank.isdecimal() or way == name):
+        raise ValueError(f"a way must be keep, removal or removal:RANK, got {way!r}")
+    size: dict[str, Any] = {"rank": int(rank), "advanced": {"layout": "joint"}} if rank else {}
+    return Window(engine, SYSTEM_PROMPT, budget, Fidelity("patched", survivors="removal", **size), prefill="idle")
 
 
 def measure(reader: Reader, context: Context, way: str, references: dict[int, Tensor]) -> Iterator[dict[str, Any]]:
@@ -162,7 +162,9 @@ def _table(summary: Sequence[dict[str, Any]]) -> Any:
 def main(
     model: Annotated[str, typer.Option(help="tiny, or the folder of a text model.")] = "tiny",
     texts: Annotated[str, typer.Option(help="Set of contexts, text-PLACEDxTOKENS.")] = "text-6x64",
-    ways: Annotated[str, typer.Option(help="Ways to serve survivors, comma-separated.")] = "keep,removal:16,removal:32",
+    ways: Annotated[
+        str, typer.Option(help="Ways to serve survivors, comma-separated.")
+    ] = "keep,removal,removal:16,removal:32",
     n: Annotated[int, typer.Option(help="Contexts, each a stream.", min=1)] = 4,
     seed: Seed = 0,
     threads: Threads = 0,

@@ -30,7 +30,7 @@ def test_patches_of_full_rank_serve_what_a_re_prefill_gives_and_survivors_do_not
         rows = run(Reader(engine), contexts, ["keep", "removal:40"], steps.append)
         assert not list(engine.store.list("span/")), "a way finds no KV of another"
         with pytest.raises(ValueError, match="a way must be"):
-            open_window(engine, "removal", 100)
+            open_window(engine, "removal:full", 100)
     keep, removal = summarise(rows)
     assert keep["n"] == removal["n"] == len(contexts[0].chunks) - 4 and steps == [1, 1]
     assert keep["kl"] > 1e-4 and removal["kl"] < 0.05 * keep["kl"]
