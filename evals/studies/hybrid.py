@@ -243,7 +243,7 @@ def measure_windows(engine: HFEngine, n: int, done: Callable[[int], None]) -> li
         for i in range(n):
             item = make_item(SEED + i, "multi_hop", 2 + i % 3, conflict=0.8)
             question = item.questions[0].text
-            fidelity = Fidelity("patched", rank=rank)
+            fidelity = Fidelity("patched", rank=rank, advanced={"layout": "joint"})
             with isolated(engine), Window(engine, SYSTEM_PROMPT, fidelity=fidelity) as window:
                 window.extend([Chunk.image(render(frame)) for frame in item.frames])
                 first_answer = window.ask(question, max_tokens=4).text
