@@ -38,7 +38,7 @@ def reuse(
     model_dir: ModelDir = None,
     ops: Annotated[str, typer.Option(help="Edits, comma-separated.")] = "slide,recall,reorder,toggle,ahead",
     tokens: Annotated[str, typer.Option(help="Reused tokens, comma-separated.")] = "256,512,1024,2048",
-    rank: Annotated[int, typer.Option(help="Rank of the stored patches.")] = 32,
+    rank: Annotated[int, typer.Option(help="Rank of the stored patches: the bytes of joint factors.")] = 16,
     runs: Annotated[int, typer.Option(help="Paired runs of each figure.")] = 5,
     threads: Threads = 0,
     seed: Annotated[int, typer.Option(help="Seed of the model's weights and of the content.")] = 0,

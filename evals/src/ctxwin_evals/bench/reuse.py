@@ -104,14 +104,14 @@ class Settings:
     Attributes:
         ops: names of `MOVES`.
         tokens: reused tokens, those of the system prompt and the query not counted.
-        rank: of the patches of those moves that have any.
+        rank: of the patches of those moves that have any, quantized in the bytes of joint factors of this rank.
         runs: paired repetitions of each figure.
         seed: of the content.
     """
 
     ops: tuple[str, ...] = tuple(MOVES)
     tokens: tuple[int, ...] = (256, 512, 1024, 2048)
-    rank: int = 32
+    rank: int = 16
     runs: int = 5
     seed: int = 0
 
