@@ -120,10 +120,12 @@ class Segment:
             call's salt.
         recompute: token ranges, ascending and disjoint, that are computed in place although there is a ``span``; the span
             serves the other tokens (MPIC, section 4.1). ``capture`` then returns all of it as served. Excludes a patch.
+            Runs of such tokens are computed at once, each behind the others' spans: see `gap_runs`.
         merged: whether ``span`` has fewer slots than there are tokens (`ctxwin.kv.merge`); the next segment keeps its
             position. Implies ``approximate``; excludes a patch and ``recompute``.
         cached: whether the engine's prefix cache is known to hold its exact KV and that of all segments in front, but for what
             takes less time to compute than to load: it needs no ``span``. What has left that cache meanwhile is computed.
+        canonical: of a part that ``recompute`` names: what the span has in its place.
     """
 
     encoded: Encoded
@@ -137,6 +139,7 @@ class Segment:
     recompute: tuple[tuple[int, int], ...] = ()
     merged: bool = False
     cached: bool = False
+    canonical: SpanKV | None = None
 
     @property
     def tokens(self) -> int:
@@ -165,6 +168,11 @@ class Segment:
             return self.span_key
         return f"{self.span_key}+{self.patch_key}" if self.span_key and self.patch_key else ""
 
+    @property
+    def gap(self) -> bool | None:
+        """Return True for a part that is computed over its canonical, False for other missing KV, None for what is loaded."""
+        return None if self.available else self.canonical is not None
+
     def parts(self) -> list[Segment]:
         """Split the segment where it changes between computing and loading; a list of itself where it does not.
 
@@ -190,11 +198,32 @@ class Segment:
         for i, (begin, end) in enumerate(itertools.pairwise(cuts)):
             if begin < end:
                 key = f"{self.span_key}[{begin}:{end}]" if self.span_key else ""
-                span = None if i % 2 else self.span.slice(begin, end)
-                capture = self.capture and span is None
+                span, canonical = self.span.slice(begin, end), None
+                if i % 2:
+                    span, canonical = None, span
                 part = replace(self, encoded=self.encoded.part(begin, end), span=span, span_key=key, recompute=())
-                parts.append(replace(part, capture=capture))
+                parts.append(replace(part, capture=self.capture and span is None, canonical=canonical))
         return parts
+
+
+def gap_runs(parts: Sequence[bool | None], first: int) -> list[range]:
+    """Return the runs of parts from ``first`` on that are computed at once, each between loaded parts.
+
+    Every run sees what stands in front of it as it is stored, so that none depends on another; in MPIC's single step (section
+    4.1) a token also sees what is computed in front of it in that step. A chunk without KV ends what is computed at once, and
+    so does the end: a run that touches them is computed with them, behind all that is served.
+
+    Args:
+        parts: `Segment.gap` of each; ``first`` is the first one of a run.
+    """
+    runs: list[range] = []
+    for gap, group in itertools.groupby(range(first, len(parts)), lambda i: parts[i] is not None):
+        run = list(group)
+        if gap and (run[-1] + 1 == len(parts) or not all(parts[i] for i in run)):
+            break
+        if gap:
+            runs.append(range(run[0], run[-1] + 1))
+    return runs
 
 
 def partial_ranges(media: Iterable[tuple[int, int]], count: int, tokens: int) -> tuple[tuple[int, int], ...]:

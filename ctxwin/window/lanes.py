@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ctxwin.engines.segments import gap_runs
 from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.window.answer import Plan, PlanEntry, PlanRequest
 from ctxwin.window.antecedents import Order
@@ -171,13 +172,14 @@ def choose(
         differences = Differences(state, engine, fidelity.edited_tokens or 0)
     # A chunk that must be exact needs an exact prefix.
     last = max((i for i, entry in enumerate(state.placed) if entry.exact_only), default=-1)
-    exactly = Fidelity("exact")
+    exactly, request_ms = Fidelity("exact"), prices.request_ms
     for i, entry in enumerate(state.placed):
-        # A forward right after another, or right before the query, shares its request.
+        # A forward right after another, or right before the query, shares its request; gaps are computed at once.
         joins = entry is state.placed[-1] or (bool(choices) and choices[-1].compute)
+        linked = bool(choices) and choices[-1].partial_base is not None
         allowed = exactly if i <= last else fidelity
         admissible = _admissible(state, entry, front, survival, differences, allowed, has, memo or {})
-        choice = _cheapest(admissible, prices, offset, 0.0 if joins else prices.request_ms)
+        choice = _cheapest(admissible, prices, offset, 0.0 if joins else request_ms, 0.0 if linked else request_ms)
         choices.append(choice)
         front, offset = front.extended_by(entry, choice.conditioning), offset + entry.tokens
     return choices
@@ -187,14 +189,18 @@ SAVES_MS, SAVES_SHARE = 5.0, 0.25
 """Least saving for which a lane replaces an earlier one of the order: milliseconds, and share of the cost."""
 
 
-def _cheapest(admissible: Iterator[Choice], prices: Prices, offset: int, request_ms: float) -> Choice:
-    """Return the cheapest of ``admissible``, which come in order; see the module."""
+def _cheapest(
+    admissible: Iterator[Choice], prices: Prices, offset: int, compute_ms: float, partial_ms: float
+) -> Choice:
+    """Return the cheapest of ``admissible``, which come in order; see the module.
+
+    Args:
+        compute_ms: what the request of a forward costs; ``partial_ms``: that of gaps.
+    """
     best, least = None, 0.0
     for choice in admissible:
         ms = prices.of(choice, offset)
-        # A load after computed tokens begins a request of its own.
-        pieces = sum(compute for _, compute in choice.parts) if choice.partial_base else 0
-        total = ms + request_ms * choice.compute + prices.request_ms * pieces
+        total = ms + compute_ms * choice.compute + partial_ms * (choice.partial_base is not None)
         if best is None or least - total >= max(SAVES_MS, SAVES_SHARE * least):
             best, least = replace(choice, ms=ms), total
         if least < SAVES_MS:
@@ -427,20 +433,25 @@ def _steps(
     system_prompt: int, system_prompt_resident: bool, choices: Sequence[Choice], canonicals: Sequence[int]
 ) -> tuple[PlanRequest, ...]:
     """Return the engine's requests in order: canonicals after the system prompt, one for each run of computed chunks that is
-    followed by loaded ones, then the answer."""
+    followed by loaded ones, with all gaps that are computed at once as one, then the answer."""
     steps: list[PlanRequest] = []
     if canonicals and system_prompt and not system_prompt_resident:
         steps.append(PlanRequest("system_prompt", system_prompt, system_prompt))
         system_prompt_resident = True
     steps += [PlanRequest("canonical", system_prompt + tokens, tokens) for tokens in canonicals]
-    layout = [(system_prompt, not system_prompt_resident), *(part for c in choices for part in c.parts)]
-    layout = [(tokens, compute) for tokens, compute in layout if tokens]  # an empty system prompt is neither
-    last = max((i for i, (_, compute) in enumerate(layout) if not compute), default=0)
-    total = computed = 0
-    for i, (tokens, compute) in enumerate(layout):
-        if computed and not compute and i <= last:
+    layout = [(system_prompt, None if system_prompt_resident else False)]
+    layout += [
+        (tokens, c.partial_base is not None if compute else None) for c in choices for tokens, compute in c.parts
+    ]
+    layout = [(tokens, gap) for tokens, gap in layout if tokens]  # an empty system prompt is neither
+    gaps = [gap for _, gap in layout]
+    total = computed = until = 0
+    for i, (tokens, gap) in enumerate(layout):
+        if gap and i >= until and (runs := gap_runs(gaps, i)):
+            until = runs[-1].stop
+        if computed and gap is None and i >= until:
             steps.append(PlanRequest("chunks", total, computed))
             computed = 0
         total += tokens
-        computed += tokens * compute
+        computed += tokens * (gap is not None)
     return (*steps, PlanRequest("answer", total, computed))

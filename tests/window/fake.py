@@ -18,7 +18,7 @@ from ctxwin.chunk import Chunk, MediaPart, TextPart, TokensPart
 from ctxwin.engines.base import Engine, EngineSpec
 from ctxwin.engines.results import AttendedKV, EngineCounters, Generation, Tally
 from ctxwin.engines.sampling import Sampling
-from ctxwin.engines.segments import Encoded, MediaSpan, Segment
+from ctxwin.engines.segments import Encoded, MediaSpan, Segment, gap_runs
 from ctxwin.errors import AnswerStopped, ChunkUnavailable
 from ctxwin.hashing import digest
 from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
@@ -162,16 +162,33 @@ class FakeEngine(Engine):
         spans: list[SpanKV] = []
         captured: dict[int, SpanKV] = {}
         tokens = loaded = 0
+        parts = [(i, part) for i, segment in enumerate(segments) for part in segment.parts()]
+        kinds, until = [part.gap for _, part in parts], 0
+        made: list[SpanKV] = []
+        stored: list[SpanKV] = []  # what gaps see that are computed at once
+        for n, (_, part) in enumerate(parts):
+            if part.gap and n >= until and (runs := gap_runs(kinds, n)):
+                until = runs[-1].stop
+            if n >= until:
+                stored = made[:]
+            if part.span is not None:
+                made.append(relocate(part.span, KV, part.start))
+                loaded += part.span.nbytes
+            else:
+                made.append(self._forward(stored[:], part.encoded, part.start))
+                tokens += part.tokens
+            at_once = n < until and part.gap and n + 1 < len(kinds) and kinds[n + 1] is None
+            stored.append(made[-1])
+            if at_once:
+                back = n
+                while back >= 0 and kinds[back]:
+                    canonical = parts[back][1].canonical
+                    assert canonical is not None
+                    stored[back] = relocate(canonical, KV, parts[back][1].start)
+                    back -= 1
         for i, segment in enumerate(segments):
-            made: list[SpanKV] = []
-            for part in segment.parts():
-                if part.span is not None:
-                    made.append(relocate(part.span, KV, segment.start))
-                    loaded += part.span.nbytes
-                else:
-                    made.append(self._forward([*spans, *made], part.encoded, segment.start))
-                    tokens += part.tokens
-            k, v = (torch.cat([getattr(span, name) for span in made], 1) for name in "kv")
+            own = [span for (j, _), span in zip(parts, made, strict=True) if j == i]
+            k, v = (torch.cat([getattr(span, name) for span in own], 1) for name in "kv")
             spans.append(SpanKV(k, v, torch.from_numpy(segment.places.copy()), segment.start))
             if segment.capture and (segment.span is None or segment.recompute):
                 captured[i] = spans[-1]

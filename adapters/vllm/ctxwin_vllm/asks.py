@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from ctxwin.engines.outputs import concat_outputs
 from ctxwin.engines.results import EngineCounters, Generation, Tally
 from ctxwin.engines.sampling import Sampling
-from ctxwin.engines.segments import Encoded, Segment
+from ctxwin.engines.segments import Encoded, Segment, gap_runs
 from ctxwin.errors import CtxwinError, EngineFailed
 from ctxwin.hashing import digest
 from ctxwin.kv.kernels.staging import to_host
@@ -27,7 +28,7 @@ from ctxwin_vllm.compact_prompt import compact_prompt
 from ctxwin_vllm.draft_model import unrotated_rows
 from ctxwin_vllm.inputs import join
 from ctxwin_vllm.prompts import EnginePrompts, PromptBuilder
-from ctxwin_vllm.requests import CallerError, Forced, LoadError, Outcome, StreamGuard, run
+from ctxwin_vllm.requests import CallerError, Forced, LoadError, Outcome, StreamGuard, run, run_together
 from ctxwin_vllm.transport import Transfer
 
 _QUERY = "query"
@@ -170,8 +171,9 @@ class AskRunner:
         """Compute the missing segments before spans; return the segments, their namespace, and the tokens computed for that.
 
         vLLM takes external KV as one prefix only, so a missing segment before a span is computed by a request of its own and
-        then loaded with the others. A hybrid's states are read back where a request ends, so each of its missing segments that
-        is captured has its own request; where its map is captured as well, that request computes nothing else.
+        then loaded with the others; gaps that do not depend on each other are computed in one step. A hybrid's states are read
+        back where a request ends, so each of its missing segments that is captured has its own request; where its map is
+        captured as well, that request computes nothing else.
         """
         segments = list(layout)
         for i, segment in enumerate(segments):
@@ -186,12 +188,16 @@ class AskRunner:
             last = len(segments) if ask.tail else len(segments) - 1
         last_mapped = max((i for i, s in enumerate(segments) if s.span is not None or s.capture), default=-1)
         computed = 0
-        for i, segment in enumerate(segments[:last]):
+        for i in range(last):
+            segment = segments[i]
+            if segment.gap and (runs := gap_runs([s.gap for s in segments], i)):
+                self._link(generation, segments, runs, base, ask)
+                continue
             span_follows = i + 1 < len(segments) and segments[i + 1].span is not None
             alone = (recurrent and segment.capture) or (self._kv.maps and i <= last_mapped)
             if not segment.available and (span_follows or alone):
                 run = [j for j in range(i + 1) if not segments[j].available]
-                prefix, rest = self._core.inputs.end_at(segments, i + 1)
+                prefix, rest = self._core.inputs.end_at(segments, i + 1, self._core.uncut)
                 part = Ask(rest, Sampling(max_tokens=1), ask.salt, background=ask.background, builder=ask.builder)
                 run_namespace = namespace
                 if rest is not None and any(s.approximate for s in segments):
@@ -202,6 +208,68 @@ class AskRunner:
                 for j in run:
                     segments[j] = replace(segments[j], span=generation.captured[j])
         return segments, namespace, computed
+
+    def _link(
+        self, generation: Generation, segments: list[Segment], runs: Sequence[range], base: int, ask: Ask
+    ) -> None:
+        """Compute runs of parts, each behind what is stored in front of it, and put their KV into ``segments``; see `gap_runs`.
+
+        They are requests of one step, in a namespace that no other call finds: names of blocks say nothing of the canonicals in
+        them. There they share the blocks that end before their own tokens. In what follows another one's prompt has the same
+        tokens and other KV, so the last loaded token, which is never computed, has another id, and names the block.
+        """
+        core, salt = self._core, f"linked-{uuid.uuid4().hex}"
+        canonical = [
+            replace(s, span=s.canonical, span_key=s.span_key and f"{s.span_key} canonical") if s.gap else s
+            for s in segments[: runs[-1].stop]
+        ]
+        ids, media = join([segment.encoded for segment in segments])
+        if core.uncut or any(m.sound or m.modality == "audio" for m in media) or any(s.merged for s in canonical):
+            for run in runs:
+                front = [*canonical[: run.start], *segments[run.start :]]
+                prefix, rest = core.inputs.end_at(front, run.stop, core.uncut)
+                part = Ask(
+                    rest, Sampling(max_tokens=1), f"{salt}-{run}", background=ask.background, builder=ask.builder
+                )
+                self.request(generation, prefix, base, part, run, CacheNamespace(part.salt))
+        else:
+            loads = [replace(segment, start=segment.start - base) for segment in canonical]
+            offsets = [0, *itertools.accumulate(segment.tokens for segment in canonical)]
+            requests = []
+            for run in runs:
+                begin, end = offsets[run.start], offsets[run.stop]
+                prompt, space = ids[:end], CacheNamespace(salt)
+                if begin and all(m.modality == "image" for m in media):
+                    prompt[begin - 1] = int(not prompt[begin - 1])
+                else:  # positions may depend on the token in front of other media
+                    space = CacheNamespace(f"{salt}-{begin}")
+                transfer = Transfer(
+                    loads=tuple(segment for segment in loads[: run.start] if segment.tokens),
+                    tenant=self._prompts.tenant,
+                    captures={str(i): (offsets[i], offsets[i + 1]) for i in run},
+                )
+                shown = [m for m in media if m.offset < end]
+                requests.append(((ask.builder or self._prompts).prompt(prompt, shown, space, transfer), transfer))
+            self._run_together(generation, requests, ask)
+            for run, (_, transfer) in zip(runs, requests, strict=True):
+                for i in run:
+                    begin = segments[i].start - base
+                    generation.captured[i] = self.span_of(transfer, str(i), segments[i].encoded, begin)
+        for i in itertools.chain(*runs):
+            segments[i] = replace(segments[i], span=generation.captured[i])
+
+    def _run_together(
+        self, generation: Generation, requests: Sequence[tuple[dict[str, Any], Transfer]], ask: Ask
+    ) -> None:
+        driver, transport, only = self._core.driver, self._core.transport, Sampling(max_tokens=1)
+        try:
+            run_together(driver, transport, requests, only, background=ask.background, lora=self._lora)
+        finally:
+            for prompt, transfer in requests:
+                cached = transfer.local_tokens + transfer.planned_tokens
+                generation.computed_tokens += len(prompt["prompt_token_ids"]) - cached
+                generation.bytes_loaded += transfer.bytes_loaded
+            generation.forwards += 1
 
     def request(
         self,

@@ -90,15 +90,15 @@ class Driver(ABC):
         """Its ``LLMEngine`` or ``AsyncLLM``; None once closed."""
 
     @contextlib.contextmanager
-    def counted(self, background: bool) -> Iterator[None]:
-        """Count a request while it is under way."""
+    def counted(self, background: bool, requests: int = 1) -> Iterator[None]:
+        """Count requests while they are under way."""
         with self._counting:
-            self._under_way[background] += 1
+            self._under_way[background] += requests
         try:
             yield
         finally:
             with self._counting:
-                self._under_way[background] -= 1
+                self._under_way[background] -= requests
                 self._waited = self._waited if background else time.monotonic()
 
     @property
@@ -117,6 +117,10 @@ class Driver(ABC):
     def _unfinished(self) -> int:
         """Return the number of requests under way in vLLM where plain ones may be among them, else 0."""
         return 0
+
+    def together(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context within which submitted requests begin in one step, where the driver steps vLLM itself."""
+        return contextlib.nullcontext()
 
     @abstractmethod
     def submit(self, prompt: dict[str, Any], parameters: Any, priority: int, lora: Any = None) -> Ticket:
@@ -191,6 +195,9 @@ class StepDriver(Driver):
     @property
     def engine(self) -> Any:
         return self._engine
+
+    def together(self) -> contextlib.AbstractContextManager[Any]:
+        return self._wake
 
     def submit(self, prompt: dict[str, Any], parameters: Any, priority: int, lora: Any = None) -> Ticket:
         ticket = Ticket()

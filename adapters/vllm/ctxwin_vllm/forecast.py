@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ctxwin.engines.segments import Call, Encoded, Segment
+from ctxwin.engines.segments import Call, Encoded, Segment, gap_runs
 from ctxwin.hashing import digest
 from ctxwin_vllm.cache_namespace import CacheNamespace
 from ctxwin_vllm.inputs import join
@@ -34,8 +34,14 @@ def _requests(prompts: EnginePrompts, call: Call, blocks: set[bytes]) -> Iterato
     namespace = prompts.namespace(segments, call.salt)
     last = max((i for i, segment in enumerate(segments) if segment.span is not None), default=0)
     for i in range(last):
-        if segments[i].span is None and segments[i + 1].span is not None:
-            prefix, rest = prompts.core.inputs.end_at(segments, i + 1)
+        if segments[i].gap and (runs := gap_runs([s.gap for s in segments], i)):
+            rests = [prompts.core.inputs.end_at(segments, run.stop, prompts.core.uncut)[1] for run in runs]
+            at_once = [j for run in runs for j in run]
+            yield sum(segments[j].tokens for j in at_once) + sum(rest.tokens for rest in rests if rest is not None)
+            for j in at_once:
+                segments[j] = replace(segments[j], span=call.placeholder)
+        elif segments[i].span is None and segments[i + 1].span is not None:
+            prefix, rest = prompts.core.inputs.end_at(segments, i + 1, prompts.core.uncut)
             run_namespace = namespace
             if rest is not None and any(s.approximate for s in segments):
                 run_namespace = prompts.namespace(prefix, digest(call.salt, "rest", i))

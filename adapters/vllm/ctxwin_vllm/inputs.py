@@ -57,7 +57,7 @@ def cut_medium(
 
     Models count positions by whole rows of a picture and whole frames of a video, and some look for the token that closes a
     medium (``marked``: of every kind). So the prompt goes on to the end of the row or frame, which makes a smaller medium with
-    the same positions, or to the end of a sound. With one axis of positions a picture may end anywhere.
+    the same positions, or to the end of a sound.
     """
     ids, media = join(prefix)
     last = max(media, key=lambda m: m.offset + m.tokens, default=None)
@@ -102,7 +102,7 @@ class Inputs:
         files: whether embeddings reach vLLM as files, through its encoder-cache connector, and not inside requests.
 
     Attributes:
-        takes_pixels_only: see `vision.takes_pixels_only`. ``ends_anywhere``: True if a picture may be cut anywhere.
+        takes_pixels_only: see `vision.takes_pixels_only`.
         takes_audio: True if the model takes audio.
         marked: whether it looks for the tokens around its media.
         secret: known to this vLLM alone; part of every name in its caches that clients must not be able to guess.
@@ -117,7 +117,6 @@ class Inputs:
         self.model = model
         self.multimodal = bool(config.is_multimodal_model)
         self.takes_pixels_only = takes_pixels_only(config.hf_config)
-        self.ends_anywhere = self.takes_pixels_only and not config.uses_mrope
         self.takes_audio = hasattr(text_backbone(config.hf_config), "audio_config") and self.multimodal
         self.marked = text_backbone(config.hf_config).model_type == "qwen3_omni_moe_thinker"
         self._placeholders: dict[Any, Any] = {}
@@ -155,12 +154,15 @@ class Inputs:
             raise UnsupportedModel(f"the model must give positions [3, {count}], got {list(rows.shape)}")
         return rows, count + int(delta)
 
-    def end_at(self, segments: Sequence[Segment], end: int) -> tuple[list[Segment], Encoded | None]:
-        """Return the segments before ``end``, and the tokens that must follow them where ``end`` cuts a medium."""
+    def end_at(self, segments: Sequence[Segment], end: int, uncut: bool) -> tuple[list[Segment], Encoded | None]:
+        """Return the segments before ``end``, and the tokens that must follow them where ``end`` cuts a medium.
+
+        A prompt may end in a picture or video, which then reaches beyond it, unless they must stay ``uncut`` (`Core.uncut`).
+        """
         prefix = list(segments[:end])
         encoded = [segment.encoded for segment in segments]
-        medium_cut = None if self.ends_anywhere else cut_medium(encoded[:end], encoded[end:], self.marked)
-        if medium_cut is None:
+        medium_cut = cut_medium(encoded[:end], encoded[end:], self.marked)
+        if medium_cut is None or not (uncut or medium_cut[0].sound or medium_cut[0].modality == "audio"):
             return prefix, None
         (medium, cut, rest), begin = medium_cut, 0
         for i, segment in enumerate(prefix):
@@ -189,8 +191,8 @@ class Inputs:
 
         Args:
             token_ids: placeholders expanded.
-            media: with offsets within ``token_ids``. One may have fewer tokens than embeddings (`cut_medium`), or, with one
-                axis of positions, reach beyond the end: vLLM takes the first embeddings.
+            media: with offsets within ``token_ids``. One may have fewer tokens than embeddings (`cut_medium`), or reach beyond
+                the end: vLLM takes the first embeddings.
             embed: embeddings by key.
             salt: separates prefix-cache entries; "" for none.
             covered: leading tokens whose KV will be loaded. The embeddings of media among them are not read, and need not
@@ -218,8 +220,6 @@ class Inputs:
                 rows = None if tail is None or end <= tail else cached_embedding(span.key)
             placeholder_tokens = max(end, placeholder_tokens) if rows is None else placeholder_tokens
             mark = (marks or {}).get(span.offset, "")
-            if self.ends_anywhere:
-                span = replace(span, tokens=min(span.tokens, len(token_ids) - span.offset))
             places, indices = span.placeholders(0, span.tokens)
             if not places:
                 continue  # text tokens of the medium alone

@@ -138,22 +138,68 @@ def run(
     Raises:
         LoadError, CallerError: see there. vLLM's own errors pass through. The request is cancelled in each case.
     """
+    requests = [(prompt, transfer)]
+    return run_together(driver, transport, requests, sampling, ending, on_token, background, forced, lora)[0]
+
+
+def run_together(
+    driver: Driver,
+    transport: Transport,
+    requests: Sequence[tuple[dict[str, Any], Transfer]],
+    sampling: Sampling,
+    ending: Sequence[int] = (),
+    on_token: Callable[[list[int]], bool] | None = None,
+    background: bool = False,
+    forced: Forced | None = None,
+    lora: Any = None,
+) -> list[Outcome]:
+    """Run several requests, submitted at once so that vLLM steps them together; see `run`.
+
+    Args:
+        requests: the prompt and the transfer of each.
+
+    Raises:
+        LoadError, CallerError: of any of them; all are cancelled.
+    """
+    handles: list[str] = []
+    tickets: list[Ticket] = []
+    outcomes = [Outcome() for _ in requests]
+    collected = 0
     try:
-        handle = transport.add(transfer)
-    except OSError as error:
-        raise LoadError(f"no room to submit what the request loads: {error}") from error
-    outcome = Outcome()
-    try:
-        parameters = _parameters(sampling, ending, handle, forced)
-        with driver.counted(background):
-            ticket = driver.submit(prompt, parameters, BACKGROUND if background else 0, lora)
-            reason = _follow(driver, ticket, outcome, sampling, on_token, forced)
-        transport.collect(handle, transfer, reason != "error")
+        for _, transfer in requests:
+            try:
+                handles.append(transport.add(transfer))
+            except OSError as error:
+                raise LoadError(f"no room to submit what the request loads: {error}") from error
+        parameters = [_parameters(sampling, ending, handle, forced) for handle in handles]
+        reasons = []
+        with driver.counted(background, len(requests)):
+            with driver.together():
+                for (prompt, _), options in zip(requests, parameters, strict=True):
+                    tickets.append(driver.submit(prompt, options, BACKGROUND if background else 0, lora))
+            for outcome in outcomes:
+                reasons.append(_follow(driver, tickets.pop(0), outcome, sampling, on_token, forced))
+        for handle, (_, transfer), reason in zip(handles, requests, reasons, strict=True):
+            transport.collect(handle, transfer, reason != "error")
+            collected += 1
     except Exception:
-        transport.collect(handle, transfer, False)  # its cost counts all the same
+        for ticket in tickets:
+            driver.cancel(ticket)
+        for handle, (_, transfer) in list(zip(handles, requests, strict=False))[collected:]:
+            transport.collect(handle, transfer, False)  # its cost counts all the same
         raise
     finally:
-        transport.remove(handle)
+        for handle in handles:
+            transport.remove(handle)
+    for (prompt, transfer), outcome, reason in zip(requests, outcomes, reasons, strict=True):
+        _check_outcome(driver, prompt, transfer, outcome, reason, forced)
+    return outcomes
+
+
+def _check_outcome(
+    driver: Driver, prompt: dict[str, Any], transfer: Transfer, outcome: Outcome, reason: str, forced: Forced | None
+) -> None:
+    """Raise LoadError where a request was not computed behind the KV that it was to load."""
     cached = transfer.local_tokens + transfer.planned_tokens
     if forced is not None and forced.tokens and cached >= len(prompt["prompt_token_ids"]) - forced.tokens:
         raise EngineFailed("places of the answer were not computed, so that it could not be scored")
@@ -162,7 +208,7 @@ def run(
         # matter: served again, the caller would receive once more what it has stopped.
         if transfer.error is not None or transfer.loaded_tokens != transfer.planned_tokens:
             transfer.captured.clear()
-        return outcome
+        return
     if transfer.error is not None or reason == "error":
         raise LoadError(str(transfer.error or "vLLM reported a failed load")) from transfer.error
     if transfer.loaded_tokens != transfer.planned_tokens:
@@ -173,7 +219,6 @@ def run(
         # vLLM did not query the connector, or not for all tokens: zeros were computed in place of media.
         driver.reset_prefix_cache()
         raise LoadError(f"{transfer.placeholder_tokens} tokens were to come from the cache or from spans, got fewer")
-    return outcome
 
 
 def _follow(

@@ -17,7 +17,7 @@ from ctxwin.engines.hf import model as hf_model
 from ctxwin.engines.hf import recurrent
 from ctxwin.engines.outputs import concat_outputs, rows_of
 from ctxwin.engines.results import EngineCounters
-from ctxwin.engines.segments import Encoded, MediaSpan, Segment, check_states
+from ctxwin.engines.segments import Encoded, MediaSpan, Segment, check_states, gap_runs
 from ctxwin.errors import AnswerStopped, EngineFailed
 from ctxwin.kv.config import attention_layers, sliding_window
 from ctxwin.kv.kernels.staging import to_host
@@ -26,6 +26,9 @@ from ctxwin.kv.patch import apply_patch
 from ctxwin.kv.relocate import relocate
 from ctxwin.kv.rows import from_rows, to_rows
 from ctxwin.kv.states import States, compose_states
+
+Gaps = tuple[torch.Tensor, torch.Tensor]
+"""Slots that new tokens take in the cache, and the first slot of the run of each; see `hf_model.masks`."""
 
 
 @dataclass
@@ -116,26 +119,35 @@ class Decoder:
     def fill(
         self, done: ForwardPass, segments: Sequence[Segment], keep: int = 1, stopped: Callable[[], bool] | None = None
     ) -> None:
-        """Load or compute ``segments`` after the cached ones: neighbours with a span share a load, others a forward.
+        """Load or compute ``segments`` after the cached ones: neighbours with a span share a load, others a forward, and so do
+        gaps that are computed at once.
 
         ``stopped`` is polled before each forward, which then covers one segment; once it is true, AnswerStopped is raised.
         """
-        filled = (part for segment in segments if segment.tokens for part in segment.parts())
+        parts = [part for segment in segments if segment.tokens for part in segment.parts()]
+        kinds, filled = [part.gap for part in parts], 0
         if self.spec.kv.recurrent:
             check_states(self.spec.model, segments, self.spec.state_patches)
         try:
             with torch.no_grad():
-                for loaded, grouped in itertools.groupby(filled, lambda segment: segment.span is not None):
-                    run = list(grouped)
+                while filled < len(parts):
+                    loaded, begin = kinds[filled] is None, filled
+                    runs = gap_runs(kinds, begin) if kinds[begin] else []
+                    same = itertools.takewhile(lambda kind: (kind is None) == loaded, kinds[begin:])  # noqa: B023
+                    filled = runs[-1].stop if runs else begin + len(list(same))
+                    run = parts[begin:filled]
                     if loaded:
                         self._load(done, run)
                         continue
                     # A state is there at the end of a forward only.
-                    separate = stopped is not None or self.spec.kv.recurrent
-                    for part in [[segment] for segment in run] if separate else [run]:
+                    separate = (stopped is not None or self.spec.kv.recurrent) and not runs
+                    for some in [[segment] for segment in run] if separate else [run]:
                         if stopped is not None and stopped():
                             raise AnswerStopped("the engine is wanted for other work")
-                        self._compute(done, part, keep)
+                        if runs:
+                            self._fill_gaps(done, some, [range(r.start - begin, r.stop - begin) for r in runs])
+                        else:
+                            self._compute(done, some, keep)
         except RuntimeError as error:  # torch's own: out of memory, a failed kernel
             if isinstance(error, AnswerStopped):
                 raise
@@ -188,6 +200,26 @@ class Decoder:
                 end_states = compose_states(end_states, states_here) if segment.approximate else states_here
             recurrent.set_states(done.cache, end_states)
 
+    def _fill_gaps(self, done: ForwardPass, parts: Sequence[Segment], runs: Sequence[range]) -> None:
+        """Load ``parts``, then compute ``runs`` of them in one forward, each behind what is loaded in front of it."""
+        past = self.slots(done)
+        self._load(done, [replace(part, span=part.canonical) if part.gap else part for part in parts])
+        begins = list(itertools.accumulate((part.tokens for part in parts), initial=past))
+        spans = [(begins[run.start], begins[run.stop]) for run in runs]
+        at = torch.cat([torch.arange(*span) for span in spans])
+        first = torch.cat([torch.full((end - begin,), begin) for begin, end in spans])
+        past = self.slots(done)
+        self._forward(done, [parts[i] for run in runs for i in run], gaps=(at, first))
+        for layer in (done.cache.layers[i] for i in self._attention):
+            for rows in (layer.keys, layer.values):
+                rows[:, :, at] = rows[:, :, past:]
+        done.cache.crop(past)
+        if self.spec.outputs:
+            fresh, outputs = done.outputs.pop(), concat_outputs(done.outputs)
+            for name, rows in outputs.items():
+                rows[at] = fresh[name]
+            done.outputs = [outputs]
+
     def _compute(self, done: ForwardPass, segments: Sequence[Segment], keep: int) -> None:
         """Run `_forward`, and keep the states after it where they are captured."""
         if not self.spec.kv.recurrent:
@@ -211,22 +243,24 @@ class Decoder:
             done.cache.layers[layer].crop(-count)
         recurrent.set_states(done.cache, states)
 
-    def _forward(self, done: ForwardPass, segments: Sequence[Segment], keep: int = 1) -> None:
-        """Run one forward over neighbouring segments after everything in the cache."""
+    def _forward(self, done: ForwardPass, segments: Sequence[Segment], keep: int = 1, gaps: Gaps | None = None) -> None:
+        """Run one forward over neighbouring segments after everything in the cache, or over ``gaps`` in it."""
         fed = self.inputs([p.encoded for p in segments], done.embed)
         positions = torch.from_numpy(np.concatenate([p.encoded.positions + p.start for p in segments], axis=1))
-        self.feed(done, fed, positions, keep)
+        self.feed(done, fed, positions, keep, gaps)
         tokens = int(fed.embeds.shape[0])
         done.computed += tokens
         done.forwards += 1
         done.counters.prefill_tokens += tokens
         done.counters.prefill_forwards += 1
 
-    def feed(self, done: ForwardPass, fed: hf_model.Inputs, positions: torch.Tensor, keep: int = 1) -> None:
-        """Run T tokens at ``positions [3, T]`` and put the logits of the last ``keep`` into ``done``."""
+    def feed(
+        self, done: ForwardPass, fed: hf_model.Inputs, positions: torch.Tensor, keep: int = 1, gaps: Gaps | None = None
+    ) -> None:
+        """Run T tokens at ``positions [3, T]`` and put the logits of the last ``keep`` into ``done``; see `hf_model.masks`."""
         past, new = self.slots(done), int(fed.embeds.shape[0])
         text, head = self.model.get_decoder(), self.model.get_output_embeddings()
-        mask = hf_model.masks(self.model, past, new, self.window, fed.pictures, self.both_ways != "sliding")
+        mask = hf_model.masks(self.model, past, new, self.window, fed.pictures, self.both_ways != "sliding", gaps)
         places = positions.to(self.device)
         run: dict[str, Any] = dict(
             inputs_embeds=fed.embeds[None],

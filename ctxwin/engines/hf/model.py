@@ -121,9 +121,15 @@ def _sound_positions(rule: Any, token_ids: Sequence[int], media: Sequence[MediaS
 
 
 def masks(
-    model: Any, past: int, new: int, window: int | None, pictures: torch.Tensor | None = None, everywhere: bool = True
+    model: Any,
+    past: int,
+    new: int,
+    window: int | None,
+    pictures: torch.Tensor | None = None,
+    everywhere: bool = True,
+    gaps: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Any:
-    """Return the attention masks of the last ``new`` of ``past + new`` slots, as the decoder takes them.
+    """Return the attention masks of ``new`` tokens behind ``past`` cached slots, as the decoder takes them.
 
     They are explicit because transformers would otherwise infer packed sequences from positions that jump.
 
@@ -131,13 +137,18 @@ def masks(
         window: window of the sliding layers, which counts backwards only; None for a model without.
         pictures: see `Inputs`.
         everywhere: whether pictures see later tokens in all layers, not only in those that slide.
+        gaps: where the new tokens stand among the cached ones: the slot of each, and that of the first one of its run. They see
+            the cached slots in front of their run, and of the new tokens those of their run.
     """
-    mask = torch.ones(new, past + new, dtype=torch.bool, device=model.device).tril(past)[None, None]
+    device = model.device
+    at, begin = (torch.arange(past, past + new), torch.full((new,), past)) if gaps is None else gaps
+    at, begin, slots = at.to(device), begin.to(device), torch.arange(past, device=device)
+    mask = torch.cat([slots < begin[:, None], (begin[:, None] == begin) & (at <= at[:, None])], dim=1)[None, None]
     near = mask.clone()
     if pictures is not None:
         near[..., past:] |= (pictures[:, None] == pictures) & (pictures >= 0)
     mask = near if everywhere else mask
-    near = near if window is None else near & ~torch.ones_like(mask).tril(past - window)
+    near = near if window is None else near & (at[:, None] - torch.cat([slots, at]) < window)
     if model.config.get_text_config()._attn_implementation == "eager":
         low = torch.finfo(model.dtype).min
         mask, near = (
