@@ -198,11 +198,10 @@ class Segment:
         for i, (begin, end) in enumerate(itertools.pairwise(cuts)):
             if begin < end:
                 key = f"{self.span_key}[{begin}:{end}]" if self.span_key else ""
-                span, canonical = self.span.slice(begin, end), None
-                if i % 2:
-                    span, canonical = None, span
-                part = replace(self, encoded=self.encoded.part(begin, end), span=span, span_key=key, recompute=())
-                parts.append(replace(part, capture=self.capture and span is None, canonical=canonical))
+                stored, gap = self.span.slice(begin, end), bool(i % 2)
+                part = replace(self, encoded=self.encoded.part(begin, end), span_key=key, recompute=())
+                span, canonical = (None, stored) if gap else (stored, None)
+                parts.append(replace(part, span=span, canonical=canonical, capture=self.capture and gap))
         return parts
 
 

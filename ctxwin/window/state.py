@@ -358,7 +358,7 @@ def orbit_key(system_prompt_key: str, chunk_id: str, antecedents: Sequence[str],
 def partial_key(provenance: str, approximations: str, base: str, count: int) -> str:
     """Return the store key of a chunk of which all text and the first ``count`` tokens of each picture were computed in
     context, and the rest is the span ``base``."""
-    return span_key(provenance, _digest("partial", approximations, base, count))
+    return span_key(provenance, _digest("partial at once", approximations, base, count))
 
 
 def merged_key(span: str, patch: str | None, slots: int) -> str:
