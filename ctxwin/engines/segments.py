@@ -213,9 +213,14 @@ def gap_runs(parts: Sequence[bool | None], first: int) -> list[range]:
     so does the end: a run that touches them is computed with them, behind all that is served.
 
     Args:
-        parts: `Segment.gap` of each; ``first`` is the first one of a run.
+        parts: `Segment.gap` of each.
+
+    Returns:
+        Ranges of indices. Empty where none begins at ``first``, as within a run.
     """
     runs: list[range] = []
+    if first and parts[first - 1] is not None:
+        return runs
     for gap, group in itertools.groupby(range(first, len(parts)), lambda i: parts[i] is not None):
         run = list(group)
         if gap and (run[-1] + 1 == len(parts) or not all(parts[i] for i in run)):

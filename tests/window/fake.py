@@ -163,29 +163,24 @@ class FakeEngine(Engine):
         captured: dict[int, SpanKV] = {}
         tokens = loaded = 0
         parts = [(i, part) for i, segment in enumerate(segments) for part in segment.parts()]
-        kinds, until = [part.gap for _, part in parts], 0
+        kinds = [part.gap for _, part in parts]
         made: list[SpanKV] = []
-        stored: list[SpanKV] = []  # what gaps see that are computed at once
+        run_of: dict[int, range] = {}
+        begin = 0  # of what is computed at once
         for n, (_, part) in enumerate(parts):
-            if part.gap and n >= until and (runs := gap_runs(kinds, n)):
-                until = runs[-1].stop
-            if n >= until:
-                stored = made[:]
+            if part.gap and n not in run_of:
+                begin, runs = n, gap_runs(kinds, n)
+                run_of |= {i: run for run in runs for i in run}
             if part.span is not None:
                 made.append(relocate(part.span, KV, part.start))
                 loaded += part.span.nbytes
-            else:
-                made.append(self._forward(stored[:], part.encoded, part.start))
-                tokens += part.tokens
-            at_once = n < until and part.gap and n + 1 < len(kinds) and kinds[n + 1] is None
-            stored.append(made[-1])
-            if at_once:
-                back = n
-                while back >= 0 and kinds[back]:
-                    canonical = parts[back][1].canonical
-                    assert canonical is not None
-                    stored[back] = relocate(canonical, KV, parts[back][1].start)
-                    back -= 1
+                continue
+            front = made[:]
+            for m in range(begin, run_of[n].start if n in run_of else begin):
+                canonical = parts[m][1].canonical
+                front[m] = made[m] if canonical is None else relocate(canonical, KV, parts[m][1].start)
+            made.append(self._forward(front, part.encoded, part.start))
+            tokens += part.tokens
         for i, segment in enumerate(segments):
             own = [span for (j, _), span in zip(parts, made, strict=True) if j == i]
             k, v = (torch.cat([getattr(span, name) for span in own], 1) for name in "kv")

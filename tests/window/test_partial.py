@@ -37,6 +37,10 @@ def test_files_of_a_library_are_linked_in_any_order(engine: FakeEngine) -> None:
     plan = window.plan()
     assert [e.lane for e in plan.entries] == ["partial"] * 4 and not plan.exact
     assert [e.compute for e in plan.entries] == [6] * 4, "the text, and two of six frames"
+    header = engine.encode_system_prompt("header").tokens
+    assert [(step.purpose, step.computed) for step in plan.steps] == [
+        ("chunks", header + 6), ("chunks", 3 * 6), ("answer", 0)
+    ], "what touches the new system prompt, then all other gaps at once"  # fmt: skip
     answer = window.ask("q")
     assert answer.usage.computed_tokens == plan.computed_tokens + 3
     assert answer.usage.reused_tokens["partial"] == 40

@@ -37,7 +37,10 @@ class Scripted:
         self.script = script
         self.local = True
 
-    def counted(self, background: bool) -> AbstractContextManager[None]:
+    def counted(self, background: bool, requests: int = 1) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def together(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def submit(self, prompt: Any, parameters: Any, priority: int, lora: Any = None) -> Any:
@@ -144,7 +147,10 @@ class Preempting:
         self._transport = transport
         self.cancelled = 0
 
-    def counted(self, background: bool) -> AbstractContextManager[None]:
+    def counted(self, background: bool, requests: int = 1) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def together(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def submit(self, prompt: Any, parameters: Any, priority: int, lora: Any = None) -> Any:
