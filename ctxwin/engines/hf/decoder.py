@@ -210,14 +210,15 @@ class Decoder:
         first = torch.cat([torch.full((end - begin,), begin) for begin, end in spans])
         past = self.slots(done)
         self._forward(done, [parts[i] for run in runs for i in run], gaps=(at, first))
+        at = at.to(self.device)
         for layer in (done.cache.layers[i] for i in self._attention):
-            for rows in (layer.keys, layer.values):
-                rows[:, :, at] = rows[:, :, past:]
-        done.cache.crop(past)
+            layer.keys, layer.values = (
+                rows[:, :, :past].index_copy(2, at, rows[:, :, past:]) for rows in (layer.keys, layer.values)
+            )
         if self.spec.outputs:
             fresh, outputs = done.outputs.pop(), concat_outputs(done.outputs)
             for name, rows in outputs.items():
-                rows[at] = fresh[name]
+                rows[at.to(rows.device)] = fresh[name]
             done.outputs = [outputs]
 
     def _compute(self, done: ForwardPass, segments: Sequence[Segment], keep: int) -> None:
