@@ -26,7 +26,7 @@ from ctxwin.kv.states import has_maps
 from ctxwin_vllm.cache_namespace import CacheNamespace
 from ctxwin_vllm.compact_prompt import compact_prompt
 from ctxwin_vllm.draft_model import unrotated_rows
-from ctxwin_vllm.inputs import join
+from ctxwin_vllm.inputs import is_closed, join
 from ctxwin_vllm.prompts import EnginePrompts, PromptBuilder
 from ctxwin_vllm.requests import CallerError, Forced, LoadError, Outcome, StreamGuard, run, run_together
 from ctxwin_vllm.transport import Transfer
@@ -224,7 +224,7 @@ class AskRunner:
             for s in segments[: runs[-1].stop]
         ]
         ids, media = join([segment.encoded for segment in segments])
-        if core.uncut or any(m.sound or m.modality == "audio" for m in media) or any(s.merged for s in canonical):
+        if core.uncut or any(map(is_closed, media)) or any(segment.merged for segment in canonical):
             for run in runs:
                 front = [*canonical[: run.start], *segments[run.start :]]
                 prefix, rest = core.inputs.end_at(front, run.stop, core.uncut)

@@ -50,14 +50,20 @@ def join(encoded: Sequence[Encoded]) -> tuple[list[int], list[MediaSpan]]:
     return ids, list(media.values())
 
 
+def is_closed(medium: MediaSpan) -> bool:
+    """Return True for a medium whose end models look for as they count positions: sound, and a video whose times are text."""
+    stamped = medium.modality == "video" and medium.seconds_per_grid is None
+    return stamped or medium.sound or medium.modality == "audio"
+
+
 def cut_medium(
-    prefix: Sequence[Encoded], suffix: Sequence[Encoded], marked: bool = False
+    prefix: Sequence[Encoded], suffix: Sequence[Encoded], marked: bool = False, uncut: bool = True
 ) -> tuple[MediaSpan, MediaSpan, Encoded] | None:
     """Return the medium that the end of ``prefix`` cuts, its shortened form for vLLM, and the tokens that must follow; else None.
 
     Models count positions by whole rows of a picture and whole frames of a video, and some look for the token that closes a
     medium (``marked``: of every kind). So the prompt goes on to the end of the row or frame, which makes a smaller medium with
-    the same positions, or to the end of a sound.
+    the same positions, or to the end of a sound. Where nothing needs that (``uncut``) the whole medium may reach beyond it.
     """
     ids, media = join(prefix)
     last = max(media, key=lambda m: m.offset + m.tokens, default=None)
@@ -68,6 +74,8 @@ def cut_medium(
     following, following_media = join(suffix)
     if sound_follows or last.sound or last.modality == "audio":
         return last, last, _rest_of_sound(len(ids), last, following, following_media)
+    if not uncut and not is_closed(last):
+        return None
     inside, (frames, height, width) = len(ids) - last.offset, last.grid_thw
     each = last.tokens // frames
     merge = math.isqrt(height * width // each)
@@ -78,7 +86,7 @@ def cut_medium(
     else:
         count = -(-inside // each) * each
         grid = (count // each, height, width)
-    closed = marked or (last.modality == "video" and last.seconds_per_grid is None)
+    closed = marked or is_closed(last)
     rest = following[: count - inside] + following[last.tokens - inside :][: int(closed)]
     places = np.zeros((3, len(rest)), dtype=np.int64)
     return last, replace(last, tokens=count, grid_thw=grid), Encoded("", tuple(rest), places, len(rest))
@@ -157,12 +165,12 @@ class Inputs:
     def end_at(self, segments: Sequence[Segment], end: int, uncut: bool) -> tuple[list[Segment], Encoded | None]:
         """Return the segments before ``end``, and the tokens that must follow them where ``end`` cuts a medium.
 
-        A prompt may end in a picture or video, which then reaches beyond it, unless they must stay ``uncut`` (`Core.uncut`).
+        A prompt may end in most media, which then reach beyond it, unless they must stay ``uncut`` (`Core.uncut`).
         """
         prefix = list(segments[:end])
         encoded = [segment.encoded for segment in segments]
-        medium_cut = cut_medium(encoded[:end], encoded[end:], self.marked)
-        if medium_cut is None or not (uncut or medium_cut[0].sound or medium_cut[0].modality == "audio"):
+        medium_cut = cut_medium(encoded[:end], encoded[end:], self.marked, uncut)
+        if medium_cut is None:
             return prefix, None
         (medium, cut, rest), begin = medium_cut, 0
         for i, segment in enumerate(prefix):
