@@ -79,6 +79,8 @@ def cut_medium(
     inside, (frames, height, width) = len(ids) - last.offset, last.grid_thw
     each = last.tokens // frames
     merge = math.isqrt(height * width // each)
+    if not merge:  # one axis of positions
+        return last, replace(last, tokens=inside), Encoded("", (), np.zeros((3, 0), dtype=np.int64), 0)
     row = width // merge
     if inside <= each:
         count = -(-inside // row) * row
@@ -178,7 +180,7 @@ class Inputs:
             media = tuple(replace(cut, offset=at) if m.offset == at else m for m in segment.encoded.media)
             prefix[i] = replace(segment, encoded=replace(segment.encoded, media=media))
             begin += segment.encoded.tokens
-        return prefix, rest
+        return prefix, rest if rest.tokens else None
 
     def prompt(
         self,
