@@ -6,7 +6,8 @@ The oracle is the KV of a re-prefill of what is placed: a patch of full rank giv
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from ctxwin import Chunk, Fidelity, Window
 from ctxwin.engines.segments import Segment
 from ctxwin.errors import AnswerStopped, EngineFailed
 from ctxwin.kv.layout import SpanKV
-from ctxwin.kv.patch import apply_patch
+from ctxwin.kv.patch import apply_patch, compress
 from ctxwin.kv.relocate import relocate
+from ctxwin.window import assembly as assembling
 from ctxwin.window.idle import PrefillCounts, prefiller_of
 from ctxwin.window.state import Prefix, content_name, patch_key
 from twins import twins
@@ -38,8 +40,31 @@ from window.test_idle_prefill import TURNS, edit
 pytestmark = pytest.mark.usefixtures("all_of_the_time")
 
 FULL = Fidelity("patched", rank=64, survivors="removal")
-CLOSE = 0.08
+CLOSE = 0.02
 """Largest relative distance of KV that went through numbers of 16 bits a few times."""
+
+
+class PatchingEngine(FakeEngine):
+    """Adds patches to the KV that it is served."""
+
+    def _run(self, segments: Sequence[Segment]) -> tuple[list[SpanKV], dict[int, SpanKV], int, int]:
+        return super()._run([_patched(segment) for segment in segments])
+
+
+def _patched(segment: Segment) -> Segment:
+    if segment.span is None or segment.patch is None:
+        return segment
+    return replace(segment, span=apply_patch(segment.span, segment.patch, KV, segment.start), patch=None)
+
+
+class SlowPatchingEngine(SlowEngine, PatchingEngine):
+    """Both."""
+
+
+@pytest.fixture
+def engine() -> Iterator[PatchingEngine]:
+    with PatchingEngine() as opened:
+        yield opened
 
 
 def spans_of(window: Window) -> list[SpanKV]:
@@ -106,7 +131,7 @@ def test_a_slide_takes_its_new_chunk_and_question_and_is_served_by_patches(
         assert counts.hits and not counts.misses and counts.used + counts.missed <= counts.tokens
     with FakeEngine() as other, Window(other, "watch", BUDGET, Fidelity("patched", rank=64)) as keeping:
         turn_over(keeping, turn, 14)
-        assert distance(keeping) > 4 * CLOSE, "what survivors absorbed is seen in their KV"
+        assert distance(keeping) > 10 * CLOSE, "what survivors absorbed is seen in their KV"
 
 
 def test_only_patches_are_stored_of_what_will_survive(engine: FakeEngine) -> None:
@@ -137,7 +162,7 @@ def test_none_is_formed_where_none_may_serve(engine: FakeEngine, fidelity: Fidel
 
 
 def test_an_engine_that_is_never_idle_forms_none() -> None:
-    class Busy(FakeEngine):
+    class Busy(PatchingEngine):
         idle_s = 0.0
 
     with Busy() as engine, Window(engine, "watch", BUDGET, FULL, prefill="idle") as window:
@@ -149,7 +174,7 @@ def test_an_engine_that_is_never_idle_forms_none() -> None:
 
 
 def test_a_request_ends_a_forward_at_once_and_no_chunk_is_computed_twice() -> None:
-    class Interrupted(FakeEngine):
+    class Interrupted(PatchingEngine):
         interrupt, starts = 0, list[int]()
 
         def prefill(self, context: Any, target: Any, start: int, **options: Any) -> Any:
@@ -169,7 +194,7 @@ def test_a_request_ends_a_forward_at_once_and_no_chunk_is_computed_twice() -> No
         assert prefiller_of(engine).drain(60)
         assert counts_of(window).interrupted == before + 1
         assert len(engine.starts) == len(set(engine.starts)) == len(window.ids) - 1
-    with SlowEngine() as slow, Window(slow, "watch", BUDGET, FULL, prefill="idle") as window:
+    with SlowPatchingEngine() as slow, Window(slow, "watch", BUDGET, FULL, prefill="idle") as window:
         slow.go_on.set()
         turn_over(window, by_budget, 8)
         with prefiller_of(slow).hold():
@@ -304,7 +329,11 @@ STEPS = st.lists(
 def check_trace(turn: str, size: int, waits: bool, between: list[tuple[str, int, bool]]) -> None:
     """Regular turns with random edits in between: whatever is served is what a re-prefill gives, and all work is counted."""
     regular = [(op, size, waits or op == "ask") for op in turn.split()]
-    with FakeEngine() as engine:
+    with PatchingEngine() as engine, pytest.MonkeyPatch.context() as patched:
+        # Errors of 16 bits would grow from chunk to chunk: this engine is very sensitive.
+        patched.setattr(
+            assembling, "compress_deficit", lambda lost, _, spec, __: compress(lost, spec, dtype=torch.float32)
+        )
         system, chunk = engine.encode_system_prompt("watch").tokens, engine.encode(Chunk.text(f"10 {'ab' * 4}")).tokens
         with Window(engine, "watch", system + 6 * chunk + RESERVED, FULL, prefill="idle") as window:
             steps = [*[("append", size, False)] * 5, *regular * 4, *between, *regular * 3]
@@ -312,8 +341,7 @@ def check_trace(turn: str, size: int, waits: bool, between: list[tuple[str, int,
                 if op == "ask":
                     edit(window, "room", 0, Chunk.text("-"))
                     window.ask(f"what of {at % 3}?", 2)
-                    # KV behind KV that went through 16 bits is three times as far from a re-prefill's on this engine.
-                    assert distance(window) < 3 * CLOSE
+                    assert distance(window) < 1e-4
                     check_patches(window)
                 else:
                     edit(window, op, at, Chunk.text(f"{i} {'ab' * (at % 5)}"))
@@ -328,7 +356,7 @@ def check_trace(turn: str, size: int, waits: bool, between: list[tuple[str, int,
 
 
 test_whatever_is_served_is_what_a_re_prefill_gives, test_whatever_is_served_in_many_traces = twins(
-    check_trace, 4, 40, st.sampled_from(TURNS), st.integers(0, 4), st.booleans(), STEPS
+    check_trace, 4, 20, st.sampled_from(TURNS), st.integers(0, 4), st.booleans(), STEPS
 )
 
 
