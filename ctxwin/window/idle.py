@@ -374,7 +374,8 @@ class Prefiller:
                 if choice.compute:
                     job.begin(i)
                     layout = assembly.compute_chunk(job.state, layout, i, work)
-                    window.pending[choice.conditioning.span] = work.tokens - tokens
+                    key = choice.conditioning.span
+                    window.pending[key] = window.pending.get(key, 0) + work.tokens - tokens
                     tokens = work.tokens
                     window.slid = (not job.cancelled and job.slid) or window.slid
         finally:
@@ -411,7 +412,8 @@ def _form_removals(job: _Job, work: Work) -> bool:
             window.spans[choice.conditioning.span] = span
             if i in needed:
                 key = _form_removal(assembly, layout, i, needed[i], fidelity)
-                window.pending[key] = work.tokens - tokens
+                # What was forgotten may be formed a second time.
+                window.pending[key] = window.pending.get(key, 0) + work.tokens - tokens
                 tokens = work.tokens
                 window.slid = (not job.cancelled and job.slid) or window.slid
         window.spans = {}

@@ -22,6 +22,7 @@ from ctxwin.kv.patch import apply_patch, compress
 from ctxwin.kv.relocate import relocate
 from ctxwin.window import assembly as assembling
 from ctxwin.window.idle import PrefillCounts, prefiller_of
+from ctxwin.window.layout import Work
 from ctxwin.window.state import Prefix, content_name, patch_key
 from twins import twins
 from window.fake import KV, FakeEngine
@@ -68,14 +69,11 @@ def engine() -> Iterator[PatchingEngine]:
 
 
 def spans_of(window: Window) -> list[SpanKV]:
-    """KV of the placed chunks as the last answer was served it."""
-    state, repo = window.snapshot(), window.engine.repo
-    spans = []
-    for p, start in zip(state.placed, state.starts(), strict=True):
-        assert p.kv is not None
-        base, patch = repo.get_span(p.kv.span), p.kv.patch and repo.get_patch(p.kv.patch)
-        assert base is not None
-        spans.append(apply_patch(base[0], patch, KV, start) if patch else relocate(base[0], KV, start))
+    """KV of the placed chunks as the last answer was served it: nothing is left to compute behind it."""
+    core, spans = window.core, []
+    for segment in core.assembly.build_layout(core.state, window.fidelity, Work()).segments[1:]:
+        assert segment.span is not None
+        spans.append(relocate(_patched(segment).span, KV, segment.start))  # type: ignore[arg-type]
     return spans
 
 
@@ -305,13 +303,13 @@ def test_nothing_is_patched_where_most_antecedents_are_others(slid: Window) -> N
 
 def check_patches(window: Window) -> None:
     """Assert that each patch was formed for what stands in front of its chunk now, and for the KV it is added to."""
-    state, front = window.snapshot(), Prefix.of(window.snapshot())
-    for p in state.placed:
-        assert p.kv is not None
-        if p.kv.patch:
+    core, front = window.core, Prefix.of(window.snapshot())
+    for choice in core.assembly.build_layout(core.state, window.fidelity, Work()).choices:
+        here, p = choice.conditioning, choice.entry
+        if here.patch:
             provenance = front.computed(p.chunk_id, "patched").provenance
-            assert p.kv.patch == patch_key(provenance, p.kv.span, window.fidelity.patch_name)
-        front = front.extended_by(p, p.kv)
+            assert here.patch == patch_key(provenance, here.span, window.fidelity.patch_name)
+        front = front.extended_by(p, here)
 
 
 STEPS = st.lists(
