@@ -13,8 +13,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -233,18 +232,6 @@ class SubmittedRequest:
     generation: Generation
     costs: CostModel = field(repr=False)
     watch: Stopwatch | None = None
-
-    def timed(self, outputs: AsyncGenerator[Any, None]) -> aclosing[AsyncGenerator[Any, None]]:
-        """Return a context of vLLM's ``outputs`` of the request; the time to the first of them is noted."""
-        return aclosing(self._timed(outputs))
-
-    async def _timed(self, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-        async with aclosing(outputs):
-            with self.costs.timed() as watch:
-                async for output in outputs:
-                    watch.lap()
-                    yield output
-            self.watch = watch
 
     def learn(self) -> None:
         """Note what the request took, where no other ran beside it."""

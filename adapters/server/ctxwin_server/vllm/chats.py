@@ -147,19 +147,21 @@ class ChatClient:
             return
         submitted, params = turn.submitted, sampling.clone()
         params.extra_args = {**(sampling.extra_args or {}), "kv_transfer_params": {PARAM: submitted.handle}}
-        begun = ended = False
+        ended = False
         try:
-            async with submitted.timed(self._generate(submitted.prompt, params, request_id, options)) as outputs:
-                async for output in outputs:
-                    if not begun and any(part.finish_reason == "error" for part in output.outputs):
-                        break
-                    begun = True
-                    self._count(request, turn, output)
-                    if ended := output.finished:
-                        failed = any(part.finish_reason == "error" for part in output.outputs)
-                        self._finish(request, state, turn, finished=not failed)
-                    yield output
-            if begun:
+            with submitted.costs.timed() as watch:
+                async with aclosing(self._generate(submitted.prompt, params, request_id, options)) as outputs:
+                    async for output in outputs:
+                        if watch.first is None and any(part.finish_reason == "error" for part in output.outputs):
+                            break
+                        watch.lap()
+                        self._count(request, turn, output)
+                        if ended := output.finished:
+                            failed = any(part.finish_reason == "error" for part in output.outputs)
+                            self._finish(request, state, turn, finished=not failed)
+                        yield output
+            submitted.watch = watch
+            if watch.first is not None:
                 return
         finally:
             if not ended:
