@@ -59,6 +59,10 @@ def test_a_killed_run_ends_as_an_undisturbed_one(engine: HFEngine, tmp_path: Pat
     assert len(lines) == len(whole.rows) == len({(r["task"], r["arm"], r["index"]) for r in map(json.loads, lines)})
 
 
+LINKS = ("mpic", "first_k", "epic", "cacheblend-oracle")
+"""Arms whose tokens see each other's stored KV on an engine that is served, and what is computed for them inside the decoder."""
+
+
 def same_figures(ours: Runner, theirs: Runner) -> None:
     assert ours.samples.rows.keys() == theirs.samples.rows.keys()
     for key, one in ours.samples.rows.items():
@@ -66,7 +70,8 @@ def same_figures(ours: Runner, theirs: Runner) -> None:
         assert (one.answer, one.reference, one.base, one.unscored) == (
             other.answer, other.reference, other.base, other.unscored
         )  # fmt: skip
-        assert other.answer_kl == pytest.approx(one.answer_kl, rel=0.02, abs=2e-3), key
+        bound = 0.1 if key[1].partition(":")[0] in LINKS else 0.02
+        assert other.answer_kl == pytest.approx(one.answer_kl, rel=bound, abs=2e-3), key
         assert (one.stored, one.over, one.computed) == (other.stored, other.over, other.computed)
 
 

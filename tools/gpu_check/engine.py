@@ -39,6 +39,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 TIMES = "7B"
 BOUNDS = {"float32": 1e-3, "bfloat16": 0.5}
 """How far log-probabilities may be from those of a re-prefill by the same vLLM, or of the transformers engine."""
+PATCHES = {"mode": "patched", "bytes_share": 0.11, "survivors": "keep", "advanced": {"layout": "joint"}}
+"""Of factors that two engines form alike: codes of quantized ones differ where KV does in its last bits."""
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -102,7 +104,7 @@ def mixed(engine: Engine, chunks: list[Chunk], questions: list[str], bound: floa
     """
     from ctxwin import Chunk, Fidelity, Window
 
-    fidelities = [Fidelity("exact"), Fidelity("blind"), Fidelity("patched", bytes_share=0.11, survivors="keep")]
+    fidelities = [Fidelity("exact"), Fidelity("blind"), Fidelity(**PATCHES)]
     answers: dict[str, Answers] = {}
     steps: dict[str, int] = {}
     vllm = engine.core.driver._engine  # type: ignore[attr-defined]  # of `VLLMEngine`
@@ -156,7 +158,7 @@ def reuse(engine: Engine, kind: str, chunks: list[Chunk], questions: list[str]) 
     """Answers of a window that reuses KV approximately, through slides, a look-back and another order."""
     from ctxwin import Fidelity, Window
 
-    fidelity = Fidelity("blind") if kind == "blind" else Fidelity("patched", bytes_share=0.11, survivors="keep")
+    fidelity = Fidelity("blind") if kind == "blind" else Fidelity(**PATCHES)
     answers: Answers = []
 
     def ask(window: Window) -> None:

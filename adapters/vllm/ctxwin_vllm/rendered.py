@@ -117,8 +117,8 @@ class RenderedPrompt:
         return build_input(self.ids[:tokens], media, self.salt)
 
     def boundary(self, tokens: int, *, uncut: bool) -> int:
-        """Return where to end a prefix of so many tokens, or more; ``uncut``: in no picture."""
-        ends = (m.offset + m.tokens for m in self.media if uncut and m.offset < tokens < m.offset + m.tokens)
+        """Return where to end a prefix of so many tokens, or more; ``uncut``: in no picture, nor between one and its marks."""
+        ends = (m.offset + m.tokens + 1 for m in self.media if uncut and m.offset <= tokens <= m.offset + m.tokens)
         return next(ends, tokens)
 
 
