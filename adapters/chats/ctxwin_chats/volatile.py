@@ -95,7 +95,7 @@ class Frame(Record):
 
 
 @dataclass(frozen=True)
-class Appended:
+class AppendedLines:
     """Lines in front of the question of one turn.
 
     Attributes:
@@ -109,7 +109,7 @@ class Appended:
 
 
 @dataclass(eq=False, kw_only=True)
-class Growing(Record):
+class GrowingPrompt(Record):
     """A conversation whose prompt only grows.
 
     Attributes:
@@ -119,7 +119,7 @@ class Growing(Record):
 
     head: tuple[dict[str, Any], list[Any]]
     lines: Lines
-    texts: Mapping[str, Appended]
+    texts: Mapping[str, AppendedLines]
 
 
 class VolatilePrompts(Records[Frame]):
@@ -132,7 +132,7 @@ class VolatilePrompts(Records[Frame]):
 
     def __init__(self, most: int, ttl: float, context: int = 1 << 15) -> None:
         super().__init__(most, ttl)
-        self._growing: Records[Growing] = Records(most, ttl)
+        self._growing_prompts: Records[GrowingPrompt] = Records(most, ttl)
         self._most_earlier = context // SHARE
 
     def take(self, data: dict[str, Any], name: str, count: Count) -> Late:
@@ -197,9 +197,9 @@ class VolatilePrompts(Records[Frame]):
         digests = [*accumulate(parts, lambda front, part: digest("turns", front, part))]
         key = digest("growing", late.key, digests[0], json.dumps([*_others(data)]))
         current = frozenset(line for line, _ in late.lines)
-        old = next(iter(self._growing.find(key)), None)
+        old = next(iter(self._growing_prompts.find(key)), None)
         gone = tuple(one for one in old.lines if one[0] not in current) if old is not None else ()
-        texts: dict[str, Appended] = {}
+        texts: dict[str, AppendedLines] = {}
         if old is None or count(_text(gone)) > self._most_earlier:
             lines, gone = tuple(one for one in late.lines if one[0] in late.standing), ()
             head = copy.deepcopy(head)
@@ -212,13 +212,13 @@ class VolatilePrompts(Records[Frame]):
         earlier = [(i, texts[turn]) for i, turn in enumerate(digests[:at]) if turn in texts]
         known = earlier[-1][1].current if earlier else frozenset(line for line, _ in lines)
         fresh = tuple(one for one in late.lines if one[0] not in known)
-        new = Appended(fresh, count(_text(fresh)), current)
+        new = AppendedLines(fresh, count(_text(fresh)), current)
         tokens = sum(one.tokens for _, one in earlier) + count(_text(gone))
         headers = _HEADER_TOKENS * (1 + len(earlier))
         if current != known and tokens + new.tokens + headers <= self._most_earlier:
             texts = dict([*texts.items(), (digests[at], new)][-_MOST_TEXTS:])
         size = len(json.dumps(head)) + sum(512 + 100 * len(one.current) + 8 * one.tokens for one in texts.values())
-        self._growing.keep(old, Growing(key=key, name="", size=size, head=head, lines=lines, texts=texts))
+        self._growing_prompts.keep(old, GrowingPrompt(key=key, name="", size=size, head=head, lines=lines, texts=texts))
         for i, one in [(at, new), *reversed(earlier)]:
             if one.lines:
                 put(data, _text(one.lines), as_system=as_system, at=len(head[1]) + i)
