@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import wait
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.audit import attach_audits
 from ctxwin.audit.evidence import Ledger
+from ctxwin.engines.cost import CostModel
 from ctxwin.engines.results import Generation
 from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.errors import EngineFailed
@@ -36,9 +36,7 @@ class Handed:
     spans: list[SpanKV]
     captured: dict[int, SpanKV]
     computed: int
-
-    def timed(self, outputs: Any) -> Any:
-        return aclosing(outputs)
+    costs: CostModel = field(default_factory=CostModel)
 
 
 class FakePrompt(FakeEngine):
