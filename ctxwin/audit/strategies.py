@@ -35,9 +35,7 @@ def _with(*lanes: Lane) -> Fidelity:
     Survivors of slides only: those that lost a chunk from their midst do more harm (`evals/studies/trust.py`) and are rare.
     """
     forbidden = tuple(lane for lane in LANES if lane not in {"computed", "formed", "resident", *lanes})
-    return Fidelity(
-        "patched", rank=32, orbit="orbit" in lanes, survivors="slid", advanced=AdvancedFidelity(forbid=forbidden)
-    )
+    return Fidelity("patched", orbit="orbit" in lanes, survivors="slid", advanced=AdvancedFidelity(forbid=forbidden))
 
 
 STRATEGIES: dict[str, Strategy] = {
