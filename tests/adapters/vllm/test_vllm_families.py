@@ -221,12 +221,14 @@ class TestLatentAttention(OnVLLM):
 
 @pytest.mark.slow
 class TestLlama(OnVLLM):
+    """Grouped heads, Llama 3's scaled frequencies."""
+
     vision = False
 
     @pytest.fixture(scope="class")
     @classmethod
     def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return models.write_llama(tmp_path_factory.mktemp("vllm_llama") / "gqa", kv_heads=1)
+        return models.write_llama(tmp_path_factory.mktemp("vllm_llama") / "gqa", kv_heads=1, rope=models.LLAMA3)
 
     def test_text_against_transformers(self, engine: Engine, reference: Engine) -> None:
         self.compare(engine, reference, [Chunk.text(f"frame {i} is red\n") for i in range(3)], "text")
@@ -316,10 +318,15 @@ def write_llava_next_video(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("write", "kind"), [(write_qianfan, "qianfan_ocr"), (write_llava_next_video, "llava_next_video")]
+    ("write", "kind"),
+    [
+        (write_qianfan, "qianfan_ocr"),
+        (write_llava_next_video, "llava_next_video"),
+        (models.write_deepseek_vl, "deepseek_vl"),
+    ],
 )
 def test_what_vllm_knows_otherwise_is_refused(write: Callable[[Path], Path], kind: str, tmp_path: Path) -> None:
-    """A class of its own for the config, or a model that sees less."""
+    """A class of its own for the config, a model that sees less, or another generation only."""
     folder = write(tmp_path / "model")
     with pytest.raises(UnsupportedModel, match=rf"'{kind}' cannot be served on vLLM: .*; open it as hf:"):
         open_engine(f"vllm:{folder}")

@@ -8,6 +8,7 @@ from engines.models.text import (
     GEMMA3,
     GEMMA4,
     GEMMA4_SHARING,
+    LLAMA3,
     SHARP,
     write_decoder,
     write_hybrid,
@@ -17,6 +18,7 @@ from engines.models.text import (
 )
 from engines.models.vision import (
     write_deepseek_ocr,
+    write_deepseek_vl,
     write_glm4v,
     write_internvl,
     write_kimi,
@@ -31,6 +33,7 @@ __all__ = [
     "GEMMA3",
     "GEMMA4",
     "GEMMA4_SHARING",
+    "LLAMA3",
     "OMNI",
     "SHARP",
     "SIZES",
@@ -39,6 +42,7 @@ __all__ = [
     "wide",
     "write_decoder",
     "write_deepseek_ocr",
+    "write_deepseek_vl",
     "write_gemma3",
     "write_gemma4",
     "write_gemma4_sharing",

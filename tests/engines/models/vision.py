@@ -270,6 +270,54 @@ def write_deepseek_ocr(folder: Path) -> Path:
     return folder
 
 
+DEEPSEEK = (
+    "{% set seps = ['\n\n', '<|im_end|>'] %}You are a helpful language and vision assistant. \n\n{% for message in messages %}"
+    "{% if message['role']|lower == 'user' %}User: {% elif message['role']|lower == 'assistant' %}Assistant:"
+    "{% if not (loop.last and not add_generation_prompt and message['content'][0]['type']=='text' and "
+    "message['content'][0]['text']=='') %} {% endif %}{% else %}{{ message['role'].capitalize() }}: {% endif %}"
+    "{% for content in message['content'] %}{% if content['type'] == 'image' %}<image_placeholder>"
+    "{% elif content['type'] == 'text' %}{% set text = content['text'] %}{% if loop.first %}{% set text = text.lstrip() %}"
+    "{% endif %}{% if loop.last %}{% set text = text.rstrip() %}{% endif %}"
+    "{% if not loop.first and message['content'][loop.index0-1]['type'] == 'text' %}{{ ' ' + text }}{% else %}{{ text }}"
+    "{% endif %}{% endif %}{% endfor %}{% if not loop.last or add_generation_prompt %}"
+    "{% if message['role']|lower == 'user' %}{{ seps[0] }}{% else %}{{ seps[1] }}{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+"""DeepSeek-VL's own, but for the end of a turn and most of its first words: texts are trimmed, contents are lists."""
+
+
+def write_deepseek_vl(folder: Path, hybrid: bool = False) -> Path:
+    """A random DeepSeek-VL: every picture is scaled to 56 px, and to 96 px (``hybrid``) for a second tower; 16 tokens."""
+    import torch
+    import transformers
+
+    tokenizer = build_tokenizer(DEEPSEEK, image_token="<image_placeholder>")
+    torch.manual_seed(0)
+    text = text_fields(len(tokenizer)) | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    small = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, initializer_range=0.15)
+    vision = small | dict(intermediate_size=48, image_size=56, patch_size=14, vision_use_head=False)
+    more: dict[str, Any] = {}
+    sizes: dict[str, Any] = {"size": {"height": 56, "width": 56}}
+    if hybrid:
+        sam = dict(image_size=96, patch_size=16, output_channels=8, mlp_dim=64, global_attn_indexes=[1], window_size=3)
+        more["high_res_vision_config"] = small | sam
+        sizes["high_res_size"] = {"height": 96, "width": 96}
+    name = f"DeepseekVL{'Hybrid' * hybrid}"
+    config = getattr(transformers, f"{name}Config")(
+        text_config=text, vision_config=vision, **more, image_token_id=tokenizer.convert_tokens_to_ids("<image_placeholder>")
+    )  # fmt: skip
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    if hybrid:
+        model.model.high_res_vision_alpha.data.fill_(0.5)  # zero before it is trained
+    save_model(model, folder)
+    processor = getattr(transformers, f"{name}Processor")(
+        image_processor=getattr(transformers, f"{name}ImageProcessor")(**sizes), tokenizer=tokenizer, num_image_tokens=16,
+        chat_template=DEEPSEEK,
+    )  # fmt: skip
+    processor.save_pretrained(folder)
+    return folder
+
+
 MISTRAL = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}[SYSTEM_PROMPT]{{ m.content }}[/SYSTEM_PROMPT]"
     "{% elif m.role == 'user' %}[INST]{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
