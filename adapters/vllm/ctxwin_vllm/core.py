@@ -58,21 +58,19 @@ _DTYPES = {"auto": None, "half": "float16", "float": "float32"}  # further names
 
 
 def read_model(
-    model: str | Path, dtype: Any = "auto", cache: Any = "auto", position_free: bool = False
+    model: str | Path, dtype: Any = "auto", cache: Any = "auto", position_free: bool = False, remote_code: bool = False
 ) -> tuple[Checkpoint, KVSpec]:
     """Return a checkpoint and the layout of its KV as vLLM serves it in one dtype. Weights are read only for their digest.
 
     KV of a quantised ``cache`` (vLLM's ``kv_cache_dtype``) counts as another model's KV: its name is part of the identity. So is
-    whether a hybrid's maps are kept (``position_free``).
+    whether a hybrid's maps are kept (``position_free``). ``remote_code``: as in `open_checkpoint`.
 
     Raises UnsupportedModel for a model whose config says that KV cannot be moved, ValueError for an unknown dtype.
     """
-    from transformers import AutoConfig
+    from ctxwin.engines.encoding.checkpoint import open_checkpoint, read_config
 
-    from ctxwin.engines.encoding.checkpoint import open_checkpoint
-
-    checkpoint = open_checkpoint(model)
-    config = AutoConfig.from_pretrained(checkpoint.path)  # the checkpoint's own may be a part of it
+    checkpoint = open_checkpoint(model, engine="vllm", remote_code=remote_code)
+    config = read_config(checkpoint.path)  # the checkpoint's own may be a part of it
     if reason := refused(config):
         raise UnsupportedModel(f"{config.model_type!r} cannot be served on vLLM: {reason}; open it as hf:MODEL")
     name = checkpoint.dtype(_DTYPES.get(dtype, dtype), "bfloat16")
@@ -110,7 +108,8 @@ def engine_arguments(model: str | Path, options: dict[str, Any]) -> dict[str, An
         )
     options = dict(options)
     free = bool(options.pop("position_free", False))
-    checkpoint, kv = read_model(model, options.get("dtype") or "auto", options.get("kv_cache_dtype"), free)
+    cache, remote_code = options.get("kv_cache_dtype"), bool(options.get("trust_remote_code"))
+    checkpoint, kv = read_model(model, options.get("dtype") or "auto", cache, free, remote_code)
     transport = SharedMemoryTransport(kv)
     try:
         arguments = startup.with_connector(str(checkpoint.path), {**options, "dtype": kv.dtype}, transport)
@@ -215,7 +214,8 @@ class Core:
             raise ValueError("enable_lora must not be set under ctxwin, got True; name the adapter: lora=FOLDER")
         options |= {} if lora is None else {**options_for(lora), **options}
         free = bool(options.pop("position_free", False))
-        checkpoint, kv = read_model(model, options.pop("dtype", "auto"), options.get("kv_cache_dtype"), free)
+        cache, remote_code = options.get("kv_cache_dtype"), bool(options.get("trust_remote_code"))
+        checkpoint, kv = read_model(model, options.pop("dtype", "auto"), cache, free, remote_code)
         if processes is None:
             processes = "multi" if startup.ranks(options) > 1 else "single"
         outputs = bool(options.pop("outputs", False))
@@ -257,7 +257,7 @@ class Core:
         if engine is llm and loop is None:
             raise ValueError("an AsyncLLM needs loop=, the running event loop that it was started on")
         dtype, cache = str(config.model_config.dtype), config.cache_config.cache_dtype
-        checkpoint, kv = read_model(model, dtype, cache, transport.kv.maps)
+        checkpoint, kv = read_model(model, dtype, cache, transport.kv.maps, config.model_config.trust_remote_code)
         transport.kv = kv
         driver: Driver
         driver = StepDriver(llm, lambda _: None) if engine is not llm else LoopDriver(llm, cast("Any", loop))

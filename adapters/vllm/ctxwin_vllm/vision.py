@@ -18,7 +18,7 @@ from ctxwin_vllm.relocation import TOKENS, refusal
 from ctxwin_vllm.transport import PARAM, connect
 
 _PIXELS, _SEEN = "see-", "seen-"
-_PIXELS_ONLY = ("kimi_k25", "paddleocr_vl")
+_PIXELS_ONLY = ("kimi_k25", "kimi_vl", "paddleocr_vl")
 
 Vision = Callable[..., "torch.Tensor"]
 """``(pixels, grids int64 [items, 3]) -> embeddings [tokens, width]`` of all items in order, on the CPU.
@@ -67,6 +67,8 @@ def see(model: Any, config: Any, pixels: torch.Tensor, grids: torch.Tensor, hear
     elif family.tiles:
         token = torch.tensor([config.image_token_id])
         kwargs = {"pixel_values": inputs, "image_num_patches": grids[:, 0], "image_token_id": token}
+    elif config.model_type == "kimi_vl":
+        kwargs = {"pixel_values": inputs, "image_grid_hws": grids[:, 1:]}
     elif config.model_type == "paddleocr_vl":
         kwargs = {"pixel_values": torch.split(inputs, grids.prod(-1).tolist()), "image_grid_thw": grids}
     else:

@@ -66,6 +66,7 @@ FAMILIES = {
     "internvl": Family(tiles=True),
     "qianfan_ocr": Family(tiles=True),
     "kimi_k25": Family(),
+    "kimi_vl": Family(),
     "glm4v": Family(),
     "glm4v_moe": Family(),
     "glm_ocr": Family(),
@@ -127,6 +128,8 @@ def both_ways(config: Any) -> str:
 
 def patches_per_token(config: Any, image_processor: Any) -> int:
     """Return how many patches of the grid become one token; not for a family with marks."""
+    if kernel := getattr(image_processor, "merge_kernel_size", None):  # Kimi-VL's
+        return int(kernel[0]) * int(kernel[1])
     ratio = getattr(config, "downsample_ratio", None)
     side = int(image_processor.merge_size) if ratio is None else round(1 / ratio)
     return side * side
@@ -253,6 +256,9 @@ def process_images(
         return pixels, torch.tensor([[tiles, int(high) // cell, int(wide) // cell]])
     if not family.tiles:
         processed = processor(images=list(pictures), return_tensors="pt")
+        if "image_grid_hws" in processed:  # Kimi-VL's
+            sizes = torch.as_tensor(processed["image_grid_hws"])
+            return processed["pixel_values"], torch.cat([torch.ones_like(sizes[:, :1]), sizes], dim=1)
         return processed["pixel_values"], processed["image_grid_thw"]
     # InternVL's own processor requests tiles from its image processor whatever that one's settings say.
     processed = processor(images=list(pictures), crop_to_patches=not frames, return_tensors="pt")
