@@ -15,7 +15,7 @@ import torch
 from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.engines.base import Engine
 from ctxwin.engines.outputs import HIDDEN, concat_outputs, rows_of
-from ctxwin.errors import EngineFailed, UnsupportedModel
+from ctxwin.errors import EngineFailed
 from ctxwin.store import open_store
 from engines import models
 from engines.conformance import HEADER, QUERY, picture
@@ -147,12 +147,3 @@ def test_a_remembered_exchange_has_them(folder: Path) -> None:
         assert (
             len(answer.outputs[HIDDEN]) == window.tokens + engine.encode_query(QUERY).tokens + len(answer.token_ids) - 1
         )
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_where_they_cannot_be_kept_is_said(folder: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="processes='single'"):
-        open_engine(f"vllm:{folder}", outputs=True, processes="multi")
-    with pytest.raises(UnsupportedModel, match="enforce_eager=True"):
-        open_engine(f"vllm:{folder}", outputs=True, enforce_eager=False, dtype="float32")

@@ -62,7 +62,7 @@ class VLLMEngine(EncodingEngine):
         position_free: of a hybrid, whether chunks' maps on the recurrent states are kept as well (`ctxwin.kv.states`), so that a
             chunk may follow other chunks than those it was computed after; three times the bytes of its states, and each missing
             chunk takes a request of its own. Eager execution, and a version of vLLM among `transitions.HOOKED`.
-        **options: ``outputs=True`` keeps what a forward gives for each token beside its KV (one process, eager execution);
+        **options: ``outputs=True`` keeps what a forward gives for each token beside its KV (`stage_outputs`);
             engine arguments of vLLM (``dtype``, ``max_model_len``, ``gpu_memory_utilization`` ...). On a CPU the
             defaults are blocks of 32 tokens, a paged cache of 1 GiB and eager execution. ``allow_untested_vllm=True``
             runs a version of vLLM that ctxwin was not tested with.

@@ -15,6 +15,7 @@ from ctxwin.store import codec
 from ctxwin_vllm.internals import draft_model_of, pipeline, stage_inputs, tensor_parallel
 from ctxwin_vllm.lifecycle.folders import write_file
 from ctxwin_vllm.relocation import TOKENS, refusal
+from ctxwin_vllm.stage_outputs import StageOutputs
 from ctxwin_vllm.transport import PARAM, connect
 
 _PIXELS, _SEEN = "see-", "seen-"
@@ -107,6 +108,14 @@ class WorkerExtension:
         return refusal(
             self.get_model(), self.vllm_config, endpoint.paged, inputs, draft_model_of(self), endpoint.draft_model
         )
+
+    def ctxwin_outputs(self) -> None:
+        """Keep stage outputs from now on; their rows are the same on all ranks of the last stage, whose first one keeps them."""
+        endpoint = connect(self.vllm_config.kv_transfer_config.kv_connector_extra_config[PARAM])
+        stage, stages = pipeline()
+        if stage == stages - 1 and tensor_parallel()[0] == 0:
+            assert endpoint.paged is not None
+            endpoint.outputs = StageOutputs(self.model_runner, endpoint.paged)
 
     def ctxwin_see(self, source: str, target: str, heard: bool) -> None:
         """Read pixels (or a spectrogram: ``heard``) and grids from ``source``, write embeddings to ``target``.
