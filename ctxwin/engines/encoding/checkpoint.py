@@ -165,6 +165,7 @@ def open_checkpoint(name: str | Path, *, engine: Engine = "hf", remote_code: boo
     # Transformers makes an empty one where there are no files.
     if not tokenizer("a", add_special_tokens=False)["input_ids"]:
         raise UnsupportedModel(_without("a tokenizer", path))
+    _check_spelling(tokenizer)
     try:
         generation = GenerationConfig.from_pretrained(path)
     except OSError:
@@ -233,6 +234,18 @@ def _file_digest(file: Path) -> str:
                 stream.seek(8 + length + begin)
                 h.update(stream.read(min(_SAMPLE, end - begin)))
         return h.hexdigest()
+
+
+def _check_spelling(tokenizer: Any) -> None:
+    """Raise UnsupportedModel for a tokenizer that reads special tokens wherever a text spells them, as content might."""
+    spelled, token_id = tokenizer.eos_token, tokenizer.eos_token_id
+    if getattr(tokenizer, "backend_tokenizer", None) is not None or spelled is None:
+        return  # `Tokens` sets a Rust backend's own option
+    if token_id in tokenizer(str(spelled), add_special_tokens=False, split_special_tokens=True)["input_ids"]:
+        raise UnsupportedModel(
+            f"a tokenizer must be able to take {spelled!r} in a text as text, got {type(tokenizer).__name__}, with which any "
+            "content could end a turn; put a tokenizer.json in the model's folder"
+        )
 
 
 def _load(kind: Any, path: Path, remote_code: bool) -> Any:
