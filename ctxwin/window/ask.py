@@ -14,7 +14,7 @@ from ctxwin import tracing
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
 from ctxwin.engines.results import Generation
-from ctxwin.engines.sampling import Sampling, SamplingOptions, check_sampling
+from ctxwin.engines.sampling import Sampling, SamplingOptions, check_sampling, sampling_under
 from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.errors import AnswerStopped, BudgetExceeded
 from ctxwin.hashing import digest
@@ -156,13 +156,9 @@ def ask(
                 return (on_token is None or on_token(token, text)) and not ended
 
             captures_query = bool(remember) or core.engine.spec.outputs
-            if (
-                fidelity.advanced.eliminate
-                and fidelity.merge
-                and not captures_query
-                and any(c.conditioning.slots for c in layout.choices)
-            ):
-                sampling = replace(sampling, hold=fidelity.merge)
+            if not captures_query:
+                merged = any(choice.conditioning.slots for choice in layout.choices)
+                sampling = sampling_under(fidelity, sampling, merged)
             generation = core.assembly.run(layout, encoded, sampling, capture_query=captures_query, on_token=relay)
             if stopped():
                 raise AnswerStopped("the answer was stopped before its end")
@@ -178,6 +174,8 @@ def ask(
             remembered = None
             if remember is True or (remember and remember(text)):
                 new_state, remembered = _with_exchange(core, new_state, layout, question, ids, generation, work)
+            if sampling.merge_prompt:  # what the chunks have stays theirs
+                layout = layout.as_computed(state)
         total = time.perf_counter() - begin
         if stopped():
             raise AnswerStopped("the answer was stopped before its end")
@@ -189,7 +187,7 @@ def ask(
         core.commit(new_state)
         core.prefill_ahead(answered=True)
         usage = _usage(core, state, layout, encoded, generation, work, layout_s, total)
-        usage = replace(usage, planned_s=planned_ms / 1e3)
+        usage = replace(usage, planned_s=planned_ms / 1e3, exact=usage.exact and sampling.hold == 1)
         usage = replace(usage, prefilled_tokens=used, missed_tokens=missed)
         core.vision_encodes = 0
         tracing.note(
