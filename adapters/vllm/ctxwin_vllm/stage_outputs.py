@@ -55,8 +55,11 @@ class StageOutputs:
         return table
 
     def write(self, parts: Sequence[SpanSlice], slots: torch.Tensor) -> None:
-        """Write the rows of loaded spans into these slots."""
-        outputs = concat_outputs([{n: rows[p.begin : p.stop] for n, rows in p.span.outputs.items()} for p in parts])
+        """Write the rows of loaded spans into these slots; a merged span has none, and answers over it return none."""
+        filled = [p for p in parts if p.span.outputs]
+        outputs = concat_outputs([{n: rows[p.begin : p.stop] for n, rows in p.span.outputs.items()} for p in filled])
+        tokens = torch.tensor([p.stop - p.begin for p in parts], dtype=torch.int64)
+        slots = slots[torch.tensor([bool(p.span.outputs) for p in parts]).repeat_interleave(tokens)]
         for name, rows in outputs.items():
             table = self._table(name, rows)
             table[slots.to(table.device)] = rows.to(table.device)

@@ -225,3 +225,18 @@ def test_rows_of_both_runners_stand_in_their_slots(slots_name: str) -> None:
     assert torch.equal(stored[HIDDEN], expected) and torch.equal(stored["1"], expected * 2) and len(stored) == 2
     outputs.close()
     assert "execute_model" not in vars(runner), "the runner must be as it was"
+
+
+@pytest.mark.slow
+def test_a_merged_chunk_has_no_rows_and_serves_all_the_same(eager: Any) -> None:
+    """Its load must not fail for them; once it is whole again, everything is as without reuse."""
+    with eager.view("merged") as own, Window(own, HEADER, fidelity=Fidelity("patched", merge=0.5)) as window:
+        window.extend([*CHUNKS.values()][:3])
+        assert asked(window).outputs is not None
+        window.maintenance.merge(window.ids[1])
+        half = asked(window)
+        assert half.outputs is None and not half.usage.exact and half.usage.fallbacks == half.usage.misses == 0
+        window.maintenance.merge(window.ids[1], 1)
+        window.maintenance.refresh()
+        whole, alone = asked(window).outputs, without_reuse(eager, placed(window), "whole").outputs
+        assert whole is not None and alone is not None and torch.equal(whole[HIDDEN], alone[HIDDEN])
