@@ -21,6 +21,8 @@ _TRIES = 32
 _PLACEHOLDER = re.compile(r"\s*(?:[\[<(](?![^\n]*(?:redact|secret|private))[^\n]{0,78}[\])>])?\s*", re.IGNORECASE)
 KEYED = ("model", "cache_salt", "system", "instructions", "tools", "documents")
 """Fields besides the turns that stand in a prompt, or decide whose prompt it is."""
+RULES = ("system", "developer")
+"""Roles of the turns of a system prompt."""
 CUTS = ("previous_response_id", "truncate_prompt_tokens")
 """Fields of requests whose prompt is not what they hold."""
 
@@ -129,6 +131,18 @@ class Continuation:
 def turns_field(data: Mapping[str, Any]) -> str:
     """Return the name of the field with a request's turns."""
     return "input" if "input" in data else "messages"
+
+
+def first_turn(turns: Any) -> str:
+    """Return a name of a conversation that has none, by its first turn behind the rules; "" where there is no such turn."""
+    if isinstance(turns, list):
+        turns = next((turn for turn in turns if not is_rules(turn)), None)
+    return "" if turns is None else f"first:{Part.read(turns).digest}"
+
+
+def is_rules(turn: Any) -> bool:
+    """Return whether a turn is part of the system prompt."""
+    return isinstance(turn, dict) and turn.get("role") in RULES
 
 
 def continue_history(remembered: Sequence[Part], sent: Sequence[Part]) -> Continuation | None:
@@ -279,7 +293,7 @@ def _kind(value: Any, calls: Sequence[str]) -> str:
     if not isinstance(value, dict):
         return "placeholder" if isinstance(value, str) and _PLACEHOLDER.fullmatch(value) else ""
     kind, role = value.get("type"), value.get("role")
-    if role in ("system", "developer"):
+    if role in RULES:
         return "rules"
     if role == "tool" or kind in ("tool_result", "function_call_output"):
         return "result"

@@ -3,7 +3,7 @@
 `Histories` holds each request against the one before it. What its client has dropped, or replaced by a placeholder, is expected
 to happen next to what stands at the same place among its kind (the first picture, the second turn of the user), once there are as
 many of that kind as there were before, or at once where it happens with every request. The history without it is how the next
-prompt begins, which `ctxwin_server.chat.prefill` computes while the engine idles. A wrong prediction costs time of an idle
+prompt begins, which `ctxwin_chats.prefill` computes while the engine idles. A wrong prediction costs time of an idle
 engine, and never changes an answer.
 """
 
@@ -14,11 +14,14 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainSerializer
 
 from ctxwin.hashing import digest
 from ctxwin_chats.continuation import CUTS, KEYED, Continuation, Lost, Part, continue_history, is_cleared, turns_field
 from ctxwin_chats.records import Record, Records
+from ctxwin_chats.shared_records import SavedRecords
 
 _TRUSTED = 2
 """Right predictions in a row from which on those of a conversation are computed again, behind a wrong one."""
@@ -71,6 +74,13 @@ class Foresight:
     next: Prediction | None = None
 
 
+_Replacements = Annotated[
+    Mapping[Place, Part | None],
+    PlainSerializer(lambda replacements: [*replacements.items()]),
+    BeforeValidator(lambda pairs: {tuple(place): part for place, part in pairs}),
+]
+
+
 @dataclass(frozen=True)
 class Habit:
     """The last change of a client to its history, and how often it makes one.
@@ -82,7 +92,7 @@ class Habit:
         since: requests since.
     """
 
-    replacements: Mapping[Place, Part | None]
+    replacements: _Replacements
     count: int
     period: int = 0
     since: int = 0
@@ -123,13 +133,26 @@ class Histories(Records[History]):
         super().__init__(most, ttl)
         self._missed = missed
 
-    def follow(self, data: Mapping[str, Any], turns: Any, name: str, room: int | None = None) -> Foresight:
+    def saved(self) -> list[SavedRecords[Any]]:
+        """Return what a conversation's record has of its last request; what was computed ahead is of this process alone."""
+        saved = SavedRecords.of("histories", self, History)
+
+        def pack(record: History) -> Any:
+            ahead = record.prediction and Prediction({}, 0, record.prediction.leaves, record.prediction.fresh)
+            return saved.pack(replace(record, prediction=ahead))
+
+        return [replace(saved, pack=pack)]
+
+    def follow(
+        self, data: Mapping[str, Any], turns: Any, name: str, room: int | None = None, shelf: str = ""
+    ) -> Foresight:
         """Note a request, and hold it against its prediction.
 
         Args:
             data: its body as served.
             turns: its turns as the client sent them.
             name: the client's name of the conversation; "" for none.
+            shelf: see `Record`.
             room: pictures that the client may drop on its next turn before the prompt follows; None: it follows at once.
 
         Cost: linear in the request.
@@ -157,7 +180,9 @@ class Histories(Records[History]):
                     size = sum(part.size for part in parts)
                     prediction = change.predict(data, size, computed=right >= _TRUSTED)
         size = sum(part.size for part in sent)
-        record = History(key=key, name=name, size=size, turns=sent, habit=habit, prediction=prediction, right=right)
+        record = History(
+            key=key, name=name, size=size, turns=sent, habit=habit, prediction=prediction, right=right, shelf=shelf
+        )
         self.keep(old, record)
         return Foresight(ended, hit, prediction)
 

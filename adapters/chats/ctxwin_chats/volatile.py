@@ -23,13 +23,15 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from itertools import accumulate, pairwise, takewhile
 from typing import Any
 
 from ctxwin.hashing import digest
 from ctxwin_chats.context_management import Count
-from ctxwin_chats.continuation import CUTS, Part, turns_field
+from ctxwin_chats.continuation import CUTS, Part, first_turn, is_rules, turns_field
 from ctxwin_chats.records import Record, Records
+from ctxwin_chats.shared_records import SavedRecords
 
 SETTLED = 8
 """Requests in a row after which a late line counts as one that does not change."""
@@ -42,7 +44,6 @@ _HEADER_TOKENS = 10
 _MOST_PIECES = 4096
 _MOST_TEXTS = 512
 """Texts that are remembered of conversations that begin with the same turn."""
-_RULES = ("system", "developer")
 _SENTENCE = re.compile(r"(?<=[.!?])[ \t]+(?=\S)")
 _BILLING = "x-anthropic-billing-header"
 """Begins a text that vLLM takes out of system prompts, since it changes with every request."""
@@ -60,6 +61,7 @@ class Late:
         earlier: how many of their tokens are of earlier requests; None where these are left out.
         key: of the conversation; "" where the request is served as sent.
         lines: of the request's system prompt; standing: hashes of those in their place.
+        shelf: see `Record`.
     """
 
     parts: int = 0
@@ -69,6 +71,7 @@ class Late:
     key: str = ""
     lines: Lines = ()
     standing: frozenset[int] = frozenset()
+    shelf: str = ""
 
     def report(self, *, as_system: bool) -> dict[str, Any]:
         """Return the entry of an answer's ``usage``."""
@@ -135,7 +138,14 @@ class VolatilePrompts(Records[Frame]):
         self._growing_prompts: Records[GrowingPrompt] = Records(most, ttl)
         self._most_earlier = context // SHARE
 
-    def take(self, data: dict[str, Any], name: str, count: Count) -> Late:
+    def saved(self) -> list[SavedRecords[Any]]:
+        """Return what a conversation's record has of its system prompt."""
+        return [
+            SavedRecords.of("frames", self, Frame),
+            SavedRecords.of("growing_prompts", self._growing_prompts, GrowingPrompt),
+        ]
+
+    def take(self, data: dict[str, Any], name: str, count: Count, shelf: str = "") -> Late:
         """Take what is volatile out of the system prompt of the body ``data``. Cost: linear in the system prompt."""
         turns: Any = data.get(turns_field(data))
         slots = [*_slots(data)]
@@ -146,12 +156,11 @@ class VolatilePrompts(Records[Frame]):
             or any(data.get(c) is not None for c in CUTS)
         ):
             return Late()
-        first = turns if isinstance(turns, str) else next(turn for turn in turns if not _is_rules(turn))
-        first = Part.read(first).digest
-        name = name or f"first:{first}"
+        first = first_turn(turns)
+        name = name or first
         shared = digest("volatile", turns_field(data), json.dumps([data.get(f) for f in ("model", "cache_salt")]))
         key = digest("volatile", shared, name)
-        hashes, sizes = [hash(piece.strip()) for _, piece in pieces], [len(piece) for _, piece in pieces]
+        hashes, sizes = [_hash(piece.strip()) for _, piece in pieces], [len(piece) for _, piece in pieces]
         record, stable = self._continued(key, first, hashes, sizes)
         if record is None:
             stable = self._begun(shared, hashes, sizes)
@@ -160,17 +169,17 @@ class VolatilePrompts(Records[Frame]):
         is_most = 2 * sum(sizes[i] for i in stable) >= sum(sizes)  # else, perhaps, the prompt of another agent
         origin = record.origin if record and is_most else digest("frame", key, str(hashes))
         frame = Frame(
-            key=key, name=name, size=128 * len(pieces) + 1024, first=first, origin=origin,
+            key=key, name=name, size=128 * len(pieces) + 1024, first=first, origin=origin, shelf=shelf,
             lines=standing, gaps=frozenset(_gaps(stable, len(pieces))),
             late={hashes[i]: 1 + (record.late.get(hashes[i], 0) if record else 0) for i in late},
         )  # fmt: skip
         self.keep(record, frame)
         lines = tuple((line, piece.rstrip()) for line, (_, piece) in zip(hashes, pieces, strict=True))
-        taken = Late(key=origin, lines=lines, standing=frozenset(standing))
+        taken = Late(key=origin, lines=lines, standing=frozenset(standing), shelf=shelf)
         if not late:
             return taken
         same = (one for one in self.find(shared) if one.lines == frame.lines)
-        self.keep(next(same, None), replace(frame, key=shared, name=f"all:{shared}"))
+        self.keep(next(same, None), replace(frame, key=shared, name=f"all:{shared}", shelf=""))
         texts = [""] * len(slots)
         for i in sorted(stable):
             texts[pieces[i][0]] += pieces[i][1]
@@ -218,7 +227,8 @@ class VolatilePrompts(Records[Frame]):
         if current != known and tokens + new.tokens + headers <= self._most_earlier:
             texts = dict([*texts.items(), (digests[at], new)][-_MOST_TEXTS:])
         size = len(json.dumps(head)) + sum(512 + 100 * len(one.current) + 8 * one.tokens for one in texts.values())
-        self._growing_prompts.keep(old, GrowingPrompt(key=key, name="", size=size, head=head, lines=lines, texts=texts))
+        grown = GrowingPrompt(key=key, name="", size=size, head=head, lines=lines, texts=texts, shelf=late.shelf)
+        self._growing_prompts.keep(old, grown)
         for i, one in [(at, new), *reversed(earlier)]:
             if one.lines:
                 put(data, _text(one.lines), as_system=as_system, at=len(head[1]) + i)
@@ -320,6 +330,11 @@ def takes_late_system(render: Callable[[list[dict[str, str]]], str]) -> bool:
     return is_last and late.startswith(prefix) and "It is late." in late[len(prefix) :]
 
 
+def _hash(line: str) -> int:
+    """Return a hash of a line that is the same in every process."""
+    return int.from_bytes(blake2b(line.encode("utf-8", "surrogatepass"), digest_size=8).digest())
+
+
 def _embed(lines: Sequence[int], hashes: Sequence[int]) -> set[int] | None:
     """Return the first pieces that are the lines of a frame, in its order; None where one is not there."""
     positions: list[int] = []
@@ -348,13 +363,9 @@ def _head(data: Mapping[str, Any]) -> tuple[tuple[dict[str, Any], list[Any]], li
     turns = data[turns_field(data)]
     if isinstance(turns, str):
         turns = [{"role": "user", "content": turns}]
-    rules = [*takewhile(_is_rules, turns)]
+    rules = [*takewhile(is_rules, turns)]
     fields = {name: data[name] for name in ("instructions", "system") if name in data}
     return (fields, rules), turns[len(rules) :]
-
-
-def _is_rules(turn: Any) -> bool:
-    return isinstance(turn, dict) and turn.get("role") in _RULES
 
 
 def _holders(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
@@ -362,7 +373,7 @@ def _holders(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
     yield data, "instructions"
     yield data, "system"
     turns = data.get(turns_field(data))
-    for turn in takewhile(_is_rules, turns if isinstance(turns, list) else ()):
+    for turn in takewhile(is_rules, turns if isinstance(turns, list) else ()):
         yield turn, "content"
 
 

@@ -15,13 +15,13 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ctxwin import tracing
+from ctxwin_chats.prefill import Ahead
 from ctxwin_client.errors import MemoryShort
 from ctxwin_server.app.authentication import OPEN
 from ctxwin_server.app.error_shape import reshape_errors, to_body
 from ctxwin_server.app.plain_requests import AHEAD, FOLLOW, EarlyResponse, route
 from ctxwin_server.app.request_options import REQUEST_OPTIONS, ReportingSend, RequestOptions
 from ctxwin_server.app.service import STATE, TENANT, Service
-from ctxwin_server.chat.prefill import Ahead
 
 GATEWAY = "ctxwin_server.app.middleware.Gateway"
 """The middleware as vLLM's ``--middleware`` takes it."""
@@ -89,6 +89,8 @@ class Gateway:
             if options is not None:
                 stack.enter_context(service.pending_requests.carry(options, scope))
             await self._app(scope, receive, send if options is None else ReportingSend(send, options))
+            if options is not None and options.off:  # else it is saved with its window
+                service.tenant_state(options.tenant).shared.save(options.shelf)
             if options is not None and options.next_prompt is not None:
                 service.chat_prefill.submit(options.tenant, options.next_prompt, partial(self._send_ahead, first))
 
@@ -138,5 +140,7 @@ def _is_preflight(scope: Scope) -> bool:
     headers = Headers(scope=scope)
     if "origin" not in headers or "access-control-request-method" not in headers:
         return False
-    cors_options = [entry.kwargs for entry in scope["app"].user_middleware if entry.cls is CORSMiddleware]
+    cors_options = [
+        middleware.kwargs for middleware in scope["app"].user_middleware if middleware.cls is CORSMiddleware
+    ]
     return any(options.get("allow_origins") or options.get("allow_origin_regex") for options in cors_options)

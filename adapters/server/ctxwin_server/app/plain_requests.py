@@ -26,6 +26,7 @@ from ctxwin_chats.context_management import Count, manage
 from ctxwin_chats.continuation import turns_field
 from ctxwin_chats.lazy_drops import Bounds
 from ctxwin_chats.options import EDIT_FIELDS, ROUTES, read_options
+from ctxwin_chats.prefill import Ahead
 from ctxwin_chats.typed_tools import describe_tools
 from ctxwin_client.errors import NotAllowed, TooLarge
 from ctxwin_server.app.accounts import BodyReader, Malformed, parse_json
@@ -43,7 +44,6 @@ from ctxwin_server.app.isolation import bind, check_options, check_scores, plain
 from ctxwin_server.app.request_options import REQUEST_OPTIONS, RequestOptions
 from ctxwin_server.app.service import TENANT, Service
 from ctxwin_server.chat.expansion import expand
-from ctxwin_server.chat.prefill import Ahead
 from ctxwin_server.sandbox.grammars import PLACES
 
 SubRequest = Callable[[dict[str, Any]], Awaitable[tuple[int, Any]]]
@@ -221,6 +221,8 @@ class PlainRequest:
         if chat is None:
             return bool(extension) or resumed
         self.options = options = RequestOptions(**vars(chat), tenant=self._tenant)
+        if options.prompt or not options.off:
+            options.shelf = await self._tenant_state.shared.open(options.name, data.get(turns_field(data)))
         compact, applied, late, room = None, None, None, None
         if not data.keys().isdisjoint(EDIT_FIELDS) or self._service.policy is not None:
             compact = take_compaction(path, data)
@@ -228,7 +230,8 @@ class PlainRequest:
             if applied is not None:
                 options.reports["context_management"] = {"applied_edits": applied}
         if options.prompt.volatile and not self._follows:
-            late = await self._run(self._tenant_state.volatile.take, data, options.name, self._tenant_state.count)
+            take = partial(self._tenant_state.volatile.take, shelf=options.shelf)
+            late = await self._run(take, data, options.name, self._tenant_state.count)
         turns = data.get(turns_field(data)) if options.prompt.prefill else None  # as sent
         if is_managed or options.prompt.lazy_drops is None:  # an explicit wish: nothing of what it drops is held back
             if options.name:
@@ -277,7 +280,8 @@ class PlainRequest:
             fidelity = resolve(fidelity, self._tenant_state.engine.spec.model)
         if not options.off and fidelity.mode != "exact":
             return
-        foresight = await self._run(self._tenant_state.histories.follow, self._data, turns, options.name, room)
+        follow = partial(self._tenant_state.histories.follow, shelf=options.shelf)
+        foresight = await self._run(follow, self._data, turns, options.name, room)
         if foresight.ended is not None:
             service.metrics.count_prefilled(self._tenant, foresight.ended.tokens, used=foresight.hit)
             if foresight.hit:

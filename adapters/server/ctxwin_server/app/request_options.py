@@ -22,7 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 from ctxwin_chats.compaction import Compaction, encode_event
 from ctxwin_chats.options import HEADER, ChatOptions
 from ctxwin_chats.prediction import Prediction
-from ctxwin_server.chat.prefill import Ahead
+from ctxwin_chats.prefill import Ahead
 
 REQUEST_OPTIONS = "ctxwin.request_options"
 """Key of a request's `RequestOptions` in its ASGI scope; absent if it may not use a window."""

@@ -15,7 +15,6 @@ from typing import TypeVar
 from ctxwin.audit import Evidence, attach_audits, auditor_of
 from ctxwin.audit.strategies import STRATEGIES
 from ctxwin.engines.base import Engine
-from ctxwin.engines.outputs import OutputReferences
 from ctxwin.errors import CtxwinError, EngineFailed
 from ctxwin.store import parse_bytes
 from ctxwin.store.base import Store
@@ -24,6 +23,8 @@ from ctxwin_chats.context_management import Count, Policy, counter
 from ctxwin_chats.lazy_drops import LazyDrops
 from ctxwin_chats.options import AS_SENT, PromptOptions
 from ctxwin_chats.prediction import Histories, Prediction
+from ctxwin_chats.prefill import ChatPrefill
+from ctxwin_chats.shared_records import SharedConversations
 from ctxwin_chats.template_arguments import TemplateArguments
 from ctxwin_chats.volatile import VolatilePrompts
 from ctxwin_server.app.accounts import BodyBytes, Rate, RunningRequests
@@ -34,7 +35,6 @@ from ctxwin_server.app.quarantine import Quarantine
 from ctxwin_server.app.request_options import PendingRequests, RequestOptions
 from ctxwin_server.app.tenants import Tenant
 from ctxwin_server.chat.conversations import Conversations
-from ctxwin_server.chat.prefill import ChatPrefill
 from ctxwin_server.process.fair import BackgroundWork, FairPool, Put, Stopped
 from ctxwin_server.process.metrics import Metrics
 from ctxwin_server.protocol.limits import Limits
@@ -55,6 +55,8 @@ TENANT = "ctxwin.tenant"
 """Key of the tenant's name in an ASGI scope."""
 OpenEngine = Callable[[str, Tenant | None], Engine]
 """``(tenant name, its entry)`` -> an engine of that tenant, which the service closes together with its store."""
+SAVED = 16
+"""Plain chats in a tenant's store for each that is remembered here: servers share it."""
 _BRIEF_THREADS = 4
 _STORES_S = 1.0
 _log = logging.getLogger("ctxwin.serve")
@@ -74,6 +76,7 @@ class TenantState:
     lazy_drops: LazyDrops
     volatile: VolatilePrompts
     histories: Histories
+    shared: SharedConversations
     streams: Streams
     count: Count
     max_text: int
@@ -225,7 +228,9 @@ class Service:
         """Refuse new requests, give running ones ``seconds`` to finish, and tell the others to stop. Blocks."""
         running = self.requests.drain(seconds)
         if running:
-            _log.warning("%d requests are unfinished after %g s and are stopped (--shutdown-timeout)", running, seconds)
+            _log.warning(
+                "%d requests had not finished after %g s and are stopped (--shutdown-timeout)", running, seconds
+            )
         self.closing.set()
 
     def readiness(self) -> str:
@@ -266,13 +271,18 @@ class Service:
     def refresh_metrics(self) -> None:
         """Update metrics from counters kept elsewhere."""
         self.metrics.read_memory(self.memory.used, self.memory.limit, self.memory.refused)
-        for state in self._tenant_states.values():
-            self.metrics.read(state.tenant, state.engine, len(state.windows), self.pool.waiting(state.tenant))
-            auditor = auditor_of(state.engine)
-            strategies = auditor.ledger(state.engine, self.limits.fidelity.advanced.reference).record.ways
+        for tenant_state in self._tenant_states.values():
+            self.metrics.read(
+                tenant_state.tenant,
+                tenant_state.engine,
+                len(tenant_state.windows),
+                self.pool.waiting(tenant_state.tenant),
+            )
+            auditor = auditor_of(tenant_state.engine)
+            strategies = auditor.ledger(tenant_state.engine, self.limits.fidelity.advanced.reference).record.ways
             known = {name: strategies.get(name, Evidence()) for name in STRATEGIES}
             standing = {name: (evidence.promoted, bool(evidence.stopped)) for name, evidence in known.items()}
-            self.metrics.read_audits(state.tenant, auditor.counted(state.tenant), standing)
+            self.metrics.read_audits(tenant_state.tenant, auditor.counted(tenant_state.tenant), standing)
 
     def _open(self, name: str, tenant: Tenant | None) -> TenantState:
         engine = self._open_engine(name, tenant)
@@ -289,11 +299,16 @@ class Service:
         uploads = Uploads(engine, self.limits, partial(self._decoders.decode, tenant=name))
         split = partial(self._file_splitters.split, tenant=name)
         windows = WindowRegistry(engine, most, self.limits, self._open_windows, watch=watch, records=records)
+        bounds = most, self.limits.window_ttl_s
+        conversations, histories = Conversations(*bounds), Histories(*bounds, missed)
+        volatile = VolatilePrompts(*bounds, engine.spec.max_tokens)
+        saved = [*conversations.saved(), *volatile.saved(), *histories.saved()]
+        count = partial(self.metrics.count_record, name)
+        shared = SharedConversations(windows.records, saved, SAVED * most, self.limits.window_ttl_s, count)
         libraries = Libraries(name, engine, self._references, self.limits, split, self.preparation.due)
-        outputs = OutputReferences(self.limits.max_output_bytes, self.limits.output_ttl)
 
         def context() -> OperationContext:
-            return OperationContext(windows, uploads, libraries, outputs, uploads.allowance())
+            return OperationContext(windows, uploads, libraries, uploads.allowance())
 
         return TenantState(
             tenant=name,
@@ -302,10 +317,11 @@ class Service:
             uploads=uploads,
             libraries=libraries,
             idempotency=IdempotencyCache(),
-            conversations=Conversations(most, self.limits.window_ttl_s),
-            lazy_drops=LazyDrops(most, self.limits.window_ttl_s),
-            volatile=VolatilePrompts(most, self.limits.window_ttl_s, engine.spec.max_tokens),
-            histories=Histories(most, self.limits.window_ttl_s, missed),
+            conversations=conversations,
+            lazy_drops=LazyDrops(*bounds),
+            volatile=volatile,
+            histories=histories,
+            shared=shared,
             streams=Streams(name, most, context, self.pool, self.metrics, self.quarantine.running),
             count=counter(engine),
             max_text=self.limits.text(engine.spec.max_tokens),
@@ -337,6 +353,7 @@ class Service:
         self.preparation.close()
         tenant_states, self._tenant_states = self._tenant_states, {}
         for tenant_state in tenant_states.values():
+            tenant_state.shared.close()
             tenant_state.windows.close()
             if tenant_state.windows.records is not tenant_state.engine.repo.store:
                 tenant_state.windows.records.close()

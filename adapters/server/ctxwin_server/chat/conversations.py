@@ -8,6 +8,7 @@ shares less than half with the request stays unchanged, and a branch of it conti
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -16,12 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ctxwin.engines.segments import Segment
 from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
 from ctxwin.profiles import resolve
+from ctxwin.window.antecedents import pack
 from ctxwin.window.assembly import Assembly
 from ctxwin.window.lanes import ServedMemo
 from ctxwin.window.layout import Layout, Work
@@ -29,6 +31,7 @@ from ctxwin.window.placement import initial_state, placement
 from ctxwin.window.state import Placed, State
 from ctxwin.window.sync import sync_steps
 from ctxwin_chats.records import Record, Records
+from ctxwin_chats.shared_records import SavedRecords
 
 if TYPE_CHECKING:
     from ctxwin.kv.layout import SpanKV
@@ -54,12 +57,37 @@ class Conversation(Record):
     Attributes:
         memo: how chunks were served before, see `Assembly`.
         write_backs: of answered requests whose KV is not written back yet; each is done once it is.
+        packed: JSON of its chunks, without antecedents, by placement.
     """
 
     state: State
     seed: str
     memo: OrderedDict[str, ServedMemo] = field(default_factory=OrderedDict)
     write_backs: set[Future[None]] = field(default_factory=set)
+    packed: dict[str, tuple[Placed, str]] = field(default_factory=dict)
+
+    def pack(self) -> str:
+        """Return its JSON for another server. Cost: of the chunks that have changed since the last time, and O(chunks) steps."""
+        state, parts, packed = self.state, dict[str, str](), dict[str, tuple[Placed, str]]()
+        lists = {"placed": state.placed, "evicted": state.evicted}
+        fronts = {name: [p.kv.antecedents if p.kv else None for p in chunks] for name, chunks in lists.items()}
+        sliced = pack({name: [{"kv": {"": 0}} for _ in chunks] for name, chunks in lists.items()}, fronts)
+        for name, chunks in lists.items():
+            texts = []
+            for entry, slot in zip(chunks, sliced[name], strict=True):
+                before, text = self.packed.get(entry.id, (None, ""))
+                if before is not entry:
+                    bare = entry.replace(kv=entry.kv and entry.kv.without_antecedents())
+                    text = bare.model_dump_json(exclude_defaults=True)
+                packed[entry.id] = entry, text
+                place = json.dumps(slot["kv"].get("antecedents", []))
+                texts.append(text.replace('"antecedents":[]', f'"antecedents":{place}', 1))
+            parts[name] = f'"{name}":[{",".join(texts)}]'
+        self.packed = packed
+        head = state.replace(placed=(), evicted=()).model_dump_json(exclude_defaults=True)
+        ids = json.dumps(sliced.get("ids", []))
+        whole = f'{head[:-1]},{parts["placed"]},{parts["evicted"]},"ids":{ids}}}'
+        return f'{{"key":{json.dumps(self.key)},"seed":{json.dumps(self.seed)},"state":{whole}}}'
 
 
 @dataclass
@@ -95,23 +123,37 @@ class Conversations(Records[Conversation]):
         super().__init__(most, ttl)
         self._update_lock = threading.Lock()
 
-    def begin(self, build: Callable[[], RenderedRequest], name: str, fidelity: Fidelity, patient: bool) -> Turn:
-        """Do as `prepare`, for a request that ``build`` returns."""
-        return self.prepare(build(), name, fidelity, patient=patient)
+    def saved(self) -> list[SavedRecords[Any]]:
+        """Return what a conversation's record has of its windows."""
 
-    def prepare(self, engine: RenderedRequest, name: str, fidelity: Fidelity, *, patient: bool = True) -> Turn:
+        def unpack(data: dict[str, Any]) -> Conversation:
+            state = State.model_validate(data["state"])
+            return Conversation(key=data["key"], name="", size=0, seed=data["seed"], state=state)
+
+        return [SavedRecords("windows", self, Conversation.pack, unpack)]
+
+    def begin(
+        self, build: Callable[[], RenderedRequest], name: str, fidelity: Fidelity, shelf: str, patient: bool
+    ) -> Turn:
+        """Do as `prepare`, for a request that ``build`` returns."""
+        return self.prepare(build(), name, fidelity, shelf, patient=patient)
+
+    def prepare(
+        self, engine: RenderedRequest, name: str, fidelity: Fidelity, shelf: str = "", *, patient: bool = True
+    ) -> Turn:
         """Update a conversation's window to a prompt, and submit its KV to the engine.
 
         Args:
             engine: of the rendered prompt.
             name: the client's name of the conversation; "" for none.
+            shelf: see `Record`.
             patient: raise WriteBackPending while KV of the conversation is being written back; otherwise recompute it.
 
         Raises as `Window.ask`; no KV of the new segments is recorded then. Cost: O(segments x placed), and the forwards
         of new segments before stored ones.
         """
         fidelity = _resolved(fidelity, engine.spec.model, int(time.monotonic()))
-        conversation, state, edits = self._update(engine, name, fidelity, patient)
+        conversation, state, edits = self._update(engine, name, fidelity, shelf, patient)
         cached = engine.cached_tokens if fidelity.mode == "exact" else None
         assembly, work = Assembly(engine, memo=conversation.memo, cached_tokens=cached), Work()
         layout = assembly.build_layout(state, fidelity, work)
@@ -177,7 +219,7 @@ class Conversations(Records[Conversation]):
         )
 
     def _update(
-        self, engine: RenderedRequest, name: str, fidelity: Fidelity, patient: bool
+        self, engine: RenderedRequest, name: str, fidelity: Fidelity, shelf: str, patient: bool
     ) -> tuple[Conversation, State, Mapping[str, int]]:
         """Return the conversation of a prompt, its state with exactly the prompt's segments placed, and the edits by kind."""
         opened = initial_state(engine, engine.system_prompt.id, engine.spec.max_tokens, fidelity)
@@ -192,7 +234,7 @@ class Conversations(Records[Conversation]):
                 state = new
                 edits[edit.op] += len(ids)
             conversation.state = state = state.replace(evicted=state.evicted[-KEPT:])
-            conversation.used = time.monotonic()
+            conversation.used, conversation.shelf = time.monotonic(), shelf
             self.keep(conversation, conversation)
         return conversation, state, edits
 

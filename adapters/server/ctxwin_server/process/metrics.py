@@ -96,6 +96,11 @@ class Metrics:
         self.alone = counter(
             "chats_alone", "Plain chats with windows that vLLM computed without one, by reason", "reason"
         )
+        self.chat_records = counter(
+            "chat_records",
+            "Records of plain chats in the store: written, refused or failed there, taken_up by this server, fenced_off",
+            "result",
+        )
         self.rewrites = counter(
             "rewrites",
             "Plain chats with dropped parts still in their prompts (kept) or no longer (followed), or with volatile parts of "
@@ -177,6 +182,10 @@ class Metrics:
         self.with_labels(self.rewrites, tenant, result).inc()
         self.with_labels(self.rewrite_tokens, tenant, result).inc(tokens)
         self.with_labels(self.kept_pictures, tenant).inc(pictures)
+
+    def count_record(self, tenant: str, result: str) -> None:
+        """Count what happened to the record of a plain chat in the store."""
+        self.with_labels(self.chat_records, tenant, result).inc()
 
     def count_prefill(self, tenant: str, result: str) -> None:
         """Count a prompt that was computed ahead of a plain chat, or was to be."""

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
@@ -228,7 +227,6 @@ class LiveStream:
     def answer(self, request: LiveAsk, put: Put, stopped: Stopped) -> dict[str, Any]:
         """Answer a question on a fork of the window, or on the window itself if the answer is to be remembered."""
         context, running = self.streams.context(), self.streams.running
-        keep = partial(context.outputs.put, folder=f"/windows/{self.window_id}/outputs")
         question = request.question(context.libraries.find)
         with self.editing() as window:
             chunks = [p.chunk_id for p in window.core.state.placed]
@@ -237,11 +235,10 @@ class LiveStream:
                 context.check_room(window, request.most_placed)
                 with running(name):
                     answer = stream_answer(window, question, put, stopped)
-                return {"type": "answer", "answer": serialization.answer_to(answer, keep)}
+                return {"type": "answer", "answer": serialization.answer_to(answer)}
             branch = window.fork()
         with closing(branch), running(name):
-            answer = stream_answer(branch, question, put, stopped)
-            return {"type": "answer", "answer": serialization.answer_to(answer, keep)}
+            return {"type": "answer", "answer": serialization.answer_to(stream_answer(branch, question, put, stopped))}
 
 
 @dataclass(frozen=True)

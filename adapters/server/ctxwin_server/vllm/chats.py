@@ -17,10 +17,10 @@ from typing import Any
 
 from ctxwin.errors import EngineFailed
 from ctxwin_chats.prediction import common_prefix
+from ctxwin_chats.prefill import Ahead
 from ctxwin_server.app.request_options import RequestOptions
 from ctxwin_server.app.service import Service, TenantState
 from ctxwin_server.chat.conversations import Turn, WriteBackPending
-from ctxwin_server.chat.prefill import Ahead
 from ctxwin_vllm.engine import VLLMEngine
 from ctxwin_vllm.media_cache import ReceivedMedia, confirm_media, names_of, names_sent
 from ctxwin_vllm.rendered import NotAWindow, Pictures, RenderedPrompt, RenderedRequest
@@ -181,7 +181,7 @@ class ChatClient:
         assert isinstance(state.engine, VLLMEngine)
         build = lru_cache(1)(partial(RenderedRequest, state.engine, rendered))  # in a worker thread, and once
         fidelity = request.fidelity or self._service.limits.fidelity
-        begin = partial(state.conversations.begin, build, request.name, fidelity)
+        begin = partial(state.conversations.begin, build, request.name, fidelity, request.shelf)
 
         async def prepare() -> Turn:
             try:
@@ -245,6 +245,7 @@ class ChatClient:
                 _log.warning("KV of a chat was not read back (%s); it is computed again", error)
                 if not turn.written_back.done():  # it was not accepted: the queue is full, or the server shuts down
                     await asyncio.to_thread(conversations.finish, turn, finished=False)
+            state.shared.save(request.shelf)
 
         self._spawn(settle())
 

@@ -96,16 +96,20 @@ class Chat:
     store: Store = field(default_factory=lambda: open_store("memory:"))
     known: Conversations = field(default_factory=lambda: Conversations(8, 3600.0))
 
-    def turn(self, parts: list[str], name: str = "", fidelity: Fidelity = EXACT, **options: Any) -> Turn:
+    def turn(
+        self, parts: list[str], name: str = "", fidelity: Fidelity = EXACT, shelf: str = "", **options: Any
+    ) -> Turn:
         engine: Any = FakePrompt(self.store, parts, **options)
         try:
-            return self.known.prepare(engine, name, fidelity)
+            return self.known.prepare(engine, name, fidelity, shelf)
         except WriteBackPending as error:
             wait(error.pending)
-        return self.known.prepare(engine, name, fidelity, patient=False)
+        return self.known.prepare(engine, name, fidelity, shelf, patient=False)
 
-    def ask(self, parts: list[str], name: str = "", fidelity: Fidelity = EXACT, **options: Any) -> Turn:
-        turn = self.turn(parts, name, fidelity, **options)
+    def ask(
+        self, parts: list[str], name: str = "", fidelity: Fidelity = EXACT, shelf: str = "", **options: Any
+    ) -> Turn:
+        turn = self.turn(parts, name, fidelity, shelf, **options)
         self.known.expect_write_back(turn)
         self.known.finish(turn, finished=True)
         return turn

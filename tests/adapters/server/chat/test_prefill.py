@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from ctxwin_chats import prefill
 from ctxwin_chats.prediction import Prediction
-from ctxwin_server.chat import prefill
-from ctxwin_server.chat.prefill import Ahead, ChatPrefill
+from ctxwin_chats.prefill import Ahead, ChatPrefill
 
 
 class Engine:

@@ -16,6 +16,7 @@ from adapters.server.chat.test_conversations import FakePrompt
 from ctxwin import Fidelity
 from ctxwin.errors import EngineFailed
 from ctxwin.store import open_store
+from ctxwin_chats.shared_records import SharedConversations
 from ctxwin_server.app.request_options import PendingRequests, RequestOptions
 from ctxwin_server.chat.conversations import Conversations
 
@@ -58,7 +59,8 @@ class Seam:
         self.store, self.asked = open_store("memory:"), PendingRequests()
         self.conversations = Conversations(4, 60.0)
         engine = chats.VLLMEngine.__new__(chats.VLLMEngine)
-        tenant_state = SimpleNamespace(engine=engine, conversations=self.conversations)
+        shared = SharedConversations(self.store, self.conversations.saved(), 4, 60.0)
+        tenant_state = SimpleNamespace(engine=engine, conversations=self.conversations, shared=shared)
         metrics = SimpleNamespace(
             chat=lambda *_: self.counted.append("window"),
             chat_left_alone=lambda _, why, *, failed: self.counted.append(f"{'failed' if failed else 'none'}: {why}"),
