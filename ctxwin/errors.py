@@ -57,6 +57,10 @@ class StoreFull(CtxwinError, OSError):
     """The store, or the disk or shared memory below it, is full."""
 
 
+class OutputGone(CtxwinError, LookupError):
+    """A stage output that waits no longer, or never did."""
+
+
 class UnknownFile(CtxwinError, KeyError):
     """A file that its library does not have, or no longer has."""
 

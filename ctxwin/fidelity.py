@@ -26,8 +26,10 @@ class AdvancedFidelity(BaseModel):
             ``rank`` numbers a token; a window of a model without a basis is refused. A hybrid's states have joint ones always.
         basis: id of the shared basis; always that of the model where a window opens, whatever is given.
         eliminate: with `Fidelity.merge`: an answer over merged chunks keeps the same share of all tokens while it is generated;
-            beyond that the token 25 before the newest is dropped. On transformers only: vLLM keeps every token that it has
-            computed, and a window with ``merge`` and this does not open there.
+            beyond that the token 25 before the newest is dropped. True or 1: with each token; 16: sixteen tokens at once; 0:
+            never. On vLLM an answer is a request for each so many tokens.
+        merge_prompt: with `Fidelity.merge`: the prompt of each ask is merged to that share for its answer, by the attention of
+            all of it. All of it is computed, whatever `Window.plan` says, and the chunks stay whole.
         reference: reference of audits: the ``stricter`` of both re-prefills, that of the placed chunks (``window``), that of all
             chunks seen (``stream``), or the ``nearer`` one, if an answer may remember evicted chunks. While trust is earned both
             are valid by default: where they disagree, nothing is lost (`ctxwin.audit`).
@@ -38,7 +40,8 @@ class AdvancedFidelity(BaseModel):
 
     layout: Literal["joint", "quantized", "shared"] = "quantized"
     basis: str | None = None
-    eliminate: bool = False
+    eliminate: int = Field(0, ge=0)
+    merge_prompt: bool = False
     reference: Reference = "stricter"
     forbid: tuple[Lane, ...] = ()
 

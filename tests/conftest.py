@@ -68,6 +68,7 @@ GUARDS = (
     "adapters/vllm/test_vllm_families.py::test_qwen3_vl_moe_against_transformers",
     "adapters/vllm/test_vllm_families.py::test_glm4v_moe_against_transformers",
     "adapters/vllm/test_vllm_modes.py::",
+    "adapters/vllm/test_vllm_outputs.py::",
     "adapters/vllm/test_vllm_plain_requests.py::",
     "adapters/vllm/test_vllm_relocation.py::test_a_model_is_refused",
     "adapters/vllm/test_vllm_settings.py::",

@@ -2,6 +2,7 @@
 
 SERVER_OF = {
     "adapters/vllm/test_vllm.py": "engine",
+    "adapters/vllm/test_vllm_elimination.py": "engine",
     "adapters/vllm/test_vllm_faults.py": "engine",
     "adapters/server/chat/test_edited_chats.py": "stock",
     "adapters/server/chat/test_lazy_chats.py": "keys",

@@ -79,7 +79,7 @@ def measure(setting: Setting) -> list[Row]:
     patched = {name: _parts(setting, spec, dtype, form) for name, form in (("rank", _joint), ("quantized", _quantized))}
     moves: dict[tuple[str, str], Callable[[], None]] = {("copy", ""): lambda: _copy(plain, device)}
     for kernel in get_args(Kernel):
-        if kernel == "triton" and device.type == "cpu":
+        if kernel == ("triton" if device.type == "cpu" else "llvm"):
             continue
         moves["rotate", kernel] = _load(plain, spec, dtype, device, kernel)
         for name, parts in patched.items():

@@ -77,12 +77,16 @@ def architectures_of_vllm() -> dict[str, Any]:
     from vllm.model_executor.models import registry
 
     from ctxwin.doctor.models import Assessment, assess_config
+    from ctxwin.engines.vllm_support import VLLM_ONLY, register_config
 
     kinds: dict[str, str] = {}
     for name in filter(lambda name: name.endswith("_MAPPING_NAMES"), dir(modeling_auto)):
         for kind, classes in getattr(modeling_auto, name).items():
             for architecture in [classes] if isinstance(classes, str) else classes:
                 kinds.setdefault(architecture, kind)
+    for kind in VLLM_ONLY:
+        register_config(kind)
+        kinds[CONFIG_MAPPING[kind].__name__.replace("Config", "ForConditionalGeneration")] = kind
     unknown = "transformers has no config class for it"
     assessments = {}
     for name in sorted({*registry._TEXT_GENERATION_MODELS, *registry._MULTIMODAL_MODELS}):

@@ -132,10 +132,15 @@ def kernel() -> Finding:
     ran, output = done
     if not ran:
         named = os.environ.get("CTXWIN_KERNEL")
-        remedy = "unset CTXWIN_KERNEL, or name cpu, reference or triton in it" if named else "fix torch first"
+        remedy = "unset CTXWIN_KERNEL, or name cpu, llvm, reference or triton in it" if named else "fix torch first"
         return Finding("load kernel", "broken", output, remedy)
     if "; " in output:
-        return Finding("load kernel", "note", output, "loads are right, and slower; install the triton of this torch")
+        return Finding(
+            "load kernel",
+            "note",
+            output,
+            "loads are right, and slower; install the triton of this torch, on a CPU the llvmlite of vLLM",
+        )
     return Finding("load kernel", "ok", output)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from ctxwin.errors import UnsupportedModel
 
 Standing = Literal["tested", "measured", "refused", "unknown"]
-_BOTH, _HF = ("hf", "vllm"), ("hf",)
+_BOTH, _HF, _VLLM = ("hf", "vllm"), ("hf",), ("vllm",)
 
 
 def _each(kinds: str, engines: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
@@ -33,7 +33,9 @@ TESTED = {
     ),
     **_each("qwen2_5_omni qwen3_omni_moe", _BOTH),
     **_each("qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen3_next", _BOTH),
-    **_each("deepseek_ocr2 apertus cohere ernie4_5 exaone4 gpt_oss granitemoe ministral nemotron olmo2 olmoe phi", _HF),
+    **_each("apertus cohere ernie4_5 exaone4 gpt_oss granitemoe ministral nemotron olmo2 olmoe phi", _HF),
+    **_each("deepseek_ocr2 deepseek_vl deepseek_vl_hybrid", _HF),
+    **_each("kimi_vl", _VLLM),
     **_each("qianfan_ocr llava_next_video starcoder2 qwen2_5_omni_thinker qwen3_omni_moe_thinker", _HF),
 }
 """Engines on which a test compares a ``model_type`` with transformers (``tests/**/test_*families.py``)."""
@@ -67,18 +69,18 @@ class Assessment:
 
 def assess(name: str | Path) -> Assessment:
     """Assess a local folder, a Hugging Face Hub name (only its config is read) or ``tiny``. Cost: reading the config."""
-    from transformers import AutoConfig
-
-    from ctxwin.engines.encoding.checkpoint import model_path
+    from ctxwin.engines.encoding.checkpoint import model_path, read_config
     from ctxwin.engines.torchvision_repair import repair
     from ctxwin.tiny import checkpoint_dir
 
     repair()
     name = str(name).removeprefix("hf:").removeprefix("vllm:")
     try:
-        config = AutoConfig.from_pretrained(checkpoint_dir() if name == "tiny" else model_path(name) or name)
+        config = read_config(checkpoint_dir() if name == "tiny" else model_path(name) or name)
     except (OSError, ValueError) as error:  # no such model, no network, or a class that only its own code has
         return Assessment(name, "", "unknown", str(error).splitlines()[0])
+    except UnsupportedModel as error:  # one that vLLM alone has, without vLLM
+        return Assessment(name, "", "refused", str(error))
     return assess_config(config, name)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ctxwin.engines.cost import CostModel
 from ctxwin.engines.results import EngineCounters
+from ctxwin.engines.sampling import Sampling
 from ctxwin.errors import ChunkUnavailable, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from ctxwin.chunk import Chunk
     from ctxwin.engines.encoding.templates import Template
     from ctxwin.engines.results import AttendedKV, Generation, Tally
-    from ctxwin.engines.sampling import Sampling
     from ctxwin.engines.segments import Call, Encoded, Segment
     from ctxwin.kv.layout import KVSpec, SpanKV
     from ctxwin.store.base import Store
@@ -57,6 +57,8 @@ class EngineSpec:
 
 BEST = 32
 """Number of the highest log-probabilities that `Engine.forced_logprobs` returns at each position."""
+WHOLE = Sampling()
+"""All KV is kept."""
 
 
 class Engine(ABC):
@@ -188,6 +190,7 @@ class Engine(ABC):
         best: int = BEST,
         stopped: Callable[[], bool] = lambda: False,
         tally: Tally | None = None,
+        sampling: Sampling = WHOLE,
     ) -> list[list[dict[int, float]]]:
         """Score given answers after a layout: the model's distribution at each token of an answer, and after its last.
 
@@ -198,6 +201,7 @@ class Engine(ABC):
             best: how many log-probabilities to return at each position.
             stopped: polled; once it is true the work ends and AnswerStopped is raised.
             tally: the cost of the call is added to it.
+            sampling: how much of the KV is kept along the answers: ``hold``, ``hold_every`` and ``merge_prompt``.
 
         Returns:
             For each answer of n tokens n + 1 rows: log-probabilities by token id, in nats, of the ``best`` tokens and, where
@@ -231,10 +235,12 @@ class Engine(ABC):
         """
         raise UnsupportedModel(f"the {self.spec.name} engine does not expose its attention, so it cannot merge chunks")
 
-    @property
-    def drops_tokens(self) -> bool:
-        """True if it can drop tokens while it answers (`Sampling.hold` below 1)."""
-        return False
+    def check_hold(self, sampling: Sampling) -> None:
+        """Raise UnsupportedModel where it cannot answer with less than all of the KV, as `Sampling.hold` and its kin say."""
+        if sampling.hold < 1:
+            raise UnsupportedModel(
+                f"the {self.spec.name} engine keeps every token: hold must be 1, got {sampling.hold}"
+            )
 
     @property
     def busy(self) -> bool:

@@ -8,13 +8,16 @@ one row per token is an output, under its own name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 
-from ctxwin.errors import EngineFailed
+from ctxwin.errors import EngineFailed, OutputGone, StoreFull
 from ctxwin.hashing import digest
 
 HIDDEN = "hidden_states"
@@ -74,3 +77,78 @@ def concat_outputs(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, tor
     if any(names - part.keys() for part in parts):
         raise EngineFailed(f"every span of a prompt must hold the same outputs, of {sorted(names)} some are missing")
     return {name: torch.cat([part[name] for part in parts]) for name in sorted(names)}
+
+
+class OutputReferences:
+    """Stage outputs that wait for a next stage in another process, by the digest of their bytes. Thread-safe.
+
+    Args:
+        max_bytes: of all that wait; the oldest give way.
+        ttl: seconds for which an output waits.
+        clock: as ``time.monotonic``.
+    """
+
+    def __init__(self, max_bytes: int, ttl: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.max_bytes, self.ttl, self._clock = max_bytes, ttl, clock
+        self._blobs: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # and until when; the first ends first
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that wait. O(n)."""
+        with self._lock:
+            self._drop()
+            return self._nbytes()
+
+    def put(self, outputs: Mapping[str, torch.Tensor], folder: str = "") -> dict[str, dict[str, Any]]:
+        """Keep the outputs of an answer; return a reference to each, plain JSON, by name: its path is in ``folder``. Idempotent.
+
+        Raises:
+            StoreFull: they are larger than all that may wait. Cost: a copy and a digest of the bytes.
+        """
+        from safetensors.torch import save
+
+        blobs = {name: save({name: rows.contiguous()}) for name, rows in outputs.items()}
+        if (size := sum(map(len, blobs.values()))) > self.max_bytes:
+            raise StoreFull(
+                f"the outputs of an answer must have at most {self.max_bytes} bytes together (--max-output-bytes), got {size}"
+            )
+        references = {}
+        for name, blob in blobs.items():
+            key, rows = digest("output", blob), outputs[name]
+            described = {"shape": list(rows.shape), "dtype": str(rows.dtype).removeprefix("torch."), "bytes": len(blob)}
+            described["expires_in"] = self.ttl
+            references[name] = {"name": name, "path": f"{folder}/{key}", "digest": key, **described}
+            with self._lock:
+                self._blobs.pop(key, None)
+                self._blobs[key] = blob, self._clock() + self.ttl
+                self._drop()
+        return references
+
+    def get(self, key: str) -> bytes:
+        """Return the bytes that a digest names: a file of safetensors with one tensor, under the output's name.
+
+        Raises OutputGone where it has expired, gave way to others, or never was.
+        """
+        with self._lock:
+            self._drop()
+            if key not in self._blobs:
+                raise OutputGone(f"output {key[:80]!r} must be one that waits here; it may have expired: ask again")
+            return self._blobs[key][0]
+
+    def _nbytes(self) -> int:
+        return sum(len(blob) for blob, _ in self._blobs.values())
+
+    def _drop(self) -> None:
+        now, size = self._clock(), self._nbytes()
+        while self._blobs and (size > self.max_bytes or next(iter(self._blobs.values()))[1] <= now):
+            size -= len(self._blobs.popitem(last=False)[1][0])
+
+
+def load_output(blob: bytes, reference: Mapping[str, Any]) -> torch.Tensor:
+    """Return the tensor of a reference's bytes. Raises EngineFailed where they are not what it names."""
+    from safetensors.torch import load
+
+    if digest("output", blob) != reference["digest"]:
+        raise EngineFailed(f"the bytes of output {reference['name']!r} must have its digest; fetch it again")
+    return load(blob)[reference["name"]]

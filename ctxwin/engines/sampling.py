@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 if TYPE_CHECKING:
-    pass
+    from ctxwin.fidelity import Fidelity
 
 
 SEED = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -59,6 +59,10 @@ class Sampling:
         token_logprobs: generated ids are `ScoredToken` with this many of the most likely tokens; None: plain ints.
         hold: largest share of the tokens whose slots are kept, in (0, 1]: beyond it each generated token drops the one 25
             before the newest, never one of the system prompt (Elastic Cache's fixed-point elimination, algorithm 1).
+        hold_every: after how many tokens they really go, all those at once that would have gone one by one. On vLLM an answer
+            is a request for each so many tokens.
+        merge_prompt: whether the prompt is merged to that share as well, once it is computed, by the attention of all of it
+            (section 3.3); the first token is from before. All of it is computed: neither spans nor cached blocks serve it.
         json_schema: the answer is JSON of this schema (JSON text); None: any text.
 
     An engine raises UnsupportedModel for a setting that it does not support.
@@ -77,7 +81,18 @@ class Sampling:
     repetition_penalty: float = 1.0
     token_logprobs: int | None = None
     hold: float = 1.0
+    hold_every: int = 1
+    merge_prompt: bool = False
     json_schema: str | None = None
+
+
+def sampling_under(fidelity: Fidelity, sampling: Sampling, merged: bool) -> Sampling:
+    """Return ``sampling`` with the share of the KV that an answer keeps; ``merged``: some of its chunks are."""
+    advanced = fidelity.advanced
+    if fidelity.merge is None or not (advanced.merge_prompt or (advanced.eliminate and merged)):
+        return sampling
+    every = advanced.eliminate or sampling.max_tokens
+    return replace(sampling, hold=fidelity.merge, hold_every=every, merge_prompt=advanced.merge_prompt)
 
 
 _RANGES = options_model(SamplingOptions)
@@ -91,6 +106,8 @@ def check_sampling(sampling: Sampling) -> None:
         raise ValueError(f"logprobs must be an int >= -1 (-1: the whole vocabulary), got {sampling.logprobs!r}")
     if not 0 < sampling.hold <= 1:
         raise ValueError(f"hold must be in (0, 1], got {sampling.hold}")
+    if not isinstance(sampling.hold_every, int) or sampling.hold_every < 1:
+        raise ValueError(f"hold_every must be an int >= 1, got {sampling.hold_every!r}")
     try:
         _RANGES.model_validate({name: getattr(sampling, name) for name in _RANGES.model_fields}, strict=True)
     except ValidationError as error:

@@ -205,6 +205,14 @@ class Segment:
         return parts
 
 
+def without_spans(layout: Sequence[Segment]) -> list[Segment]:
+    """Return the layout of which everything is computed in place, which is exact."""
+    return [
+        replace(segment, span=None, patch=None, approximate=False, recompute=(), merged=False, cached=False)
+        for segment in layout
+    ]
+
+
 def gap_runs(parts: Sequence[bool | None], first: int) -> list[range]:
     """Return the runs of parts from ``first`` on that are computed at once, each between loaded parts.
 

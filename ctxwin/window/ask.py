@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Unpack
@@ -14,7 +14,7 @@ from ctxwin import tracing
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
 from ctxwin.engines.results import Generation
-from ctxwin.engines.sampling import Sampling, SamplingOptions, check_sampling
+from ctxwin.engines.sampling import Sampling, SamplingOptions, check_sampling, sampling_under
 from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.errors import AnswerStopped, BudgetExceeded
 from ctxwin.hashing import digest
@@ -54,6 +54,8 @@ class AskOptions(SamplingOptions, total=False):
             looked up, at most four times; it stays in the window where the exchange is remembered. Of a server: a
             `RemoteLibrary`, or its name.
         n: how many answers, which differ where ``temperature`` is above 0; those behind the first are in ``Answer.others``.
+        outputs: names of the stage outputs to return in ``Answer.outputs``, of an engine that keeps them; default: all of
+            them, of a server none. A server returns references, for `ctxwin_client.fetch_output`.
     """
 
     remember: bool
@@ -63,6 +65,7 @@ class AskOptions(SamplingOptions, total=False):
     tools: Sequence[Mapping[str, Any]] | None
     libraries: Sequence[Any] | None
     n: int | None
+    outputs: Sequence[str] | None
 
 
 def not_stopped() -> bool:
@@ -83,6 +86,7 @@ class Question:
         tools: what the model may call, as OpenAI describes tools; `ctxwin.window.tools` asks such questions.
         libraries: where the model may look things up while it answers.
         n: how many answers; those behind the first are in `Answer.others`.
+        outputs: names of the stage outputs to return; None is all that the engine keeps.
     """
 
     query: str
@@ -94,6 +98,7 @@ class Question:
     tools: tuple[Mapping[str, Any], ...] = ()
     libraries: tuple[Searchable, ...] = ()
     n: int = 1
+    outputs: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.query, str) or not (self.query or self.bare):
@@ -110,7 +115,7 @@ class Question:
         chosen: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         remember, stop, schema = chosen.pop("remember", False), chosen.pop("stop", ()), chosen.get("json_schema")
         tools, libraries = tuple(chosen.pop("tools", ())), tuple(chosen.pop("libraries", ()))
-        n = chosen.pop("n", 1)
+        n, outputs = chosen.pop("n", 1), chosen.pop("outputs", None)
         stops = [stop] if isinstance(stop, str | int) else list(stop)
         if any(not isinstance(s, str | int) or s == "" for s in stops):
             raise ValueError(f"stop must be non-empty texts or token ids, got {stop!r}")
@@ -118,7 +123,8 @@ class Question:
             chosen["json_schema"] = json.dumps(dict(schema))
         sampling = Sampling(max_tokens, stop_ids=tuple(s for s in stops if isinstance(s, int)), **chosen)
         texts = tuple(s for s in stops if isinstance(s, str))
-        return cls(query, sampling, remember, texts, tools=tools, libraries=libraries, n=n)
+        names = None if outputs is None else tuple(outputs)
+        return cls(query, sampling, remember, texts, tools=tools, libraries=libraries, n=n, outputs=names)
 
 
 def ask(
@@ -135,6 +141,11 @@ def ask(
     ``audited``: True if audits may sample this answer.
     """
     query, sampling, remember = question.query, question.sampling, question.remember
+    wants_outputs = core.engine.spec.outputs and question.outputs != ()
+    if question.outputs and not wants_outputs:
+        raise ValueError(
+            f"outputs must be left out, got {list(question.outputs)}: the engine was opened without outputs=True"
+        )
     with tracing.span("ask"), core.writing(edit=bool(remember)) as state:
         begin = time.perf_counter()
         state, (strategy, fidelity) = core.audits.with_fallbacks(state), core.audits.in_force()
@@ -155,14 +166,10 @@ def ask(
                 text, ended = until_stop(text, question.stop)
                 return (on_token is None or on_token(token, text)) and not ended
 
-            captures_query = bool(remember) or core.engine.spec.outputs
-            if (
-                fidelity.advanced.eliminate
-                and fidelity.merge
-                and not captures_query
-                and any(c.conditioning.slots for c in layout.choices)
-            ):
-                sampling = replace(sampling, hold=fidelity.merge)
+            captures_query = bool(remember) or wants_outputs
+            if not captures_query:
+                merged = any(choice.conditioning.slots for choice in layout.choices)
+                sampling = sampling_under(fidelity, sampling, merged)
             generation = core.assembly.run(layout, encoded, sampling, capture_query=captures_query, on_token=relay)
             if stopped():
                 raise AnswerStopped("the answer was stopped before its end")
@@ -178,6 +185,8 @@ def ask(
             remembered = None
             if remember is True or (remember and remember(text)):
                 new_state, remembered = _with_exchange(core, new_state, layout, question, ids, generation, work)
+            if sampling.merge_prompt:  # what the chunks have stays theirs
+                layout = layout.as_computed(state)
         total = time.perf_counter() - begin
         if stopped():
             raise AnswerStopped("the answer was stopped before its end")
@@ -186,10 +195,12 @@ def ask(
             used, missed = core.idle.served(
                 state, layout, generation.computed_tokens + work.tokens, encoded.tokens + sampling.max_tokens
             )
+        exact = all(choice.conditioning.exact for choice in layout.choices)
+        outputs = _outputs(layout, generation, question.outputs) if wants_outputs and exact else None
         core.commit(new_state)
         core.prefill_ahead(answered=True)
         usage = _usage(core, state, layout, encoded, generation, work, layout_s, total)
-        usage = replace(usage, planned_s=planned_ms / 1e3)
+        usage = replace(usage, planned_s=planned_ms / 1e3, exact=usage.exact and sampling.hold == 1)
         usage = replace(usage, prefilled_tokens=used, missed_tokens=missed)
         core.vision_encodes = 0
         tracing.note(
@@ -201,7 +212,6 @@ def ask(
             bytes_loaded=usage.bytes_loaded,
             **{f"lane.{lane}": tokens for lane, tokens in usage.reused_tokens.items()},
         )
-        outputs = _outputs(layout, generation) if core.engine.spec.outputs and usage.exact else None
         answer = Answer(text, ids, usage, generation.logprobs, remembered=remembered, outputs=outputs)
         lanes = {c.entry.id: c.lane for c in layout.choices}
         ended_by_model = not ended and len(ids) < sampling.max_tokens and generation.finished
@@ -297,15 +307,18 @@ def _usage(
     )
 
 
-def _outputs(layout: Layout, generation: Generation) -> dict[str, torch.Tensor] | None:
-    """Return the outputs of the forwards for each token of the prompt and of the answer; None if some are missing."""
+def _outputs(layout: Layout, generation: Generation, names: Collection[str] | None) -> dict[str, torch.Tensor] | None:
+    """Return the named outputs of the forwards for each token of the prompt and of the answer; None if some are missing."""
     from ctxwin.engines.outputs import concat_outputs
 
     spans = [generation.captured.get(i, segment.span) for i, segment in enumerate(layout.segments)]
     spans.append(generation.query_span)
     if any(span is None for span in spans):
         return None  # it was stopped before all of it was read back
-    return concat_outputs([span.outputs for span in spans if span is not None and span.tokens])
+    outputs = concat_outputs([span.outputs for span in spans if span is not None and span.tokens])
+    if unknown := set(names or ()) - outputs.keys():
+        raise ValueError(f"outputs must be of {', '.join(outputs)}, got {', '.join(sorted(unknown))}")
+    return {name: rows for name, rows in outputs.items() if names is None or name in names}
 
 
 def exchange(engine: Engine, query: str, ids: Sequence[int], after: str | None = None) -> tuple[Chunk, Encoded]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +42,12 @@ def scores_to(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> 
     return {"content": content, "refusal": None}
 
 
-def answer_to(answer: Answer) -> dict[str, Any]:
-    """Return an answer as JSON; ``first_token_logprobs`` by token id as text."""
+def answer_to(answer: Answer, keep: Callable[[Mapping[str, Any]], Any] | None = None) -> dict[str, Any]:
+    """Return an answer as JSON; ``first_token_logprobs`` by token id as text.
+
+    ``keep`` returns references to stage outputs, which take their place; without it they are left out.
+    """
+    references = {"outputs": keep(answer.outputs)} if keep is not None and answer.outputs else {}
     return {
         "text": answer.text,
         "token_ids": list(answer.token_ids),
@@ -54,7 +58,8 @@ def answer_to(answer: Answer) -> dict[str, Any]:
         "tool_calls": [asdict(call) for call in answer.tool_calls],
         "broken_calls": [asdict(call) for call in answer.broken_calls],
         "looked_up": [asdict(done) for done in answer.looked_up],
-        "others": [answer_to(other) for other in answer.others],
+        "others": [answer_to(other, keep) for other in answer.others],
+        **references,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self
 
+from ctxwin.engines.sampling import Sampling, sampling_under
 from ctxwin.errors import UnsupportedModel
 from ctxwin.fidelity import KV_ONLY, Fidelity, Lane
 from ctxwin.profiles import resolve
@@ -25,6 +26,7 @@ class Unaudited:
 
     Raises:
         UnsupportedModel: a fidelity that the model or the engine cannot serve.
+        ValueError: one that audits cannot follow.
     """
 
     def __init__(self, engine: Engine, requested: Fidelity, on_finding: OnFinding = lambda *_: None) -> None:
@@ -39,11 +41,9 @@ class Unaudited:
                 f"{engine.spec.model} has recurrent layers, whose states depend on the entire prefix: mode must be 'exact' "
                 f"or 'auto', got {requested.mode!r}; open it with position_free=True for others"
             )
-        if self._fixed.advanced.eliminate and self._fixed.merge is not None and not engine.drops_tokens:
-            raise UnsupportedModel(
-                f"eliminate must be False on the {engine.spec.name} engine with {engine.spec.model}, which keeps every token "
-                "that it has computed, got True; omit it, or open the model as hf:MODEL"
-            )
+        if self._fixed.audit and self._fixed.merge is not None and self._fixed.advanced.merge_prompt:
+            raise ValueError(f"audit must be 0 with merge_prompt, which audits do not replay, got {self._fixed.audit}")
+        engine.check_hold(sampling_under(self._fixed, Sampling(), merged=True))
         self.due: Answer | None = None
         self._exact: frozenset[str] = frozenset()
 

@@ -101,7 +101,8 @@ class Views:
         """Return log-probabilities of the target's tokens over what is served, float32 ``[tokens, vocab]``."""
         group, query = self.group(""), self.decoder.engine.encode(Chunk.tokens(self.context.query))
         begin = group.begin if served.begin is None else served.begin
-        rows = forced_logits(self.decoder, group.memory([served.spans]), [query], begin, [self.context.target])
+        policy = served.policy if served.policy is not None and served.policy.window is None else None
+        rows = forced_logits(self.decoder, group.memory([served.spans]), [query], begin, [self.context.target], policy)
         return rows[0].log_softmax(-1)
 
     @cached_property

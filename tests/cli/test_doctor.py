@@ -109,7 +109,7 @@ def test_little_shared_memory_and_no_compiler(monkeypatch: pytest.MonkeyPatch) -
 def test_the_load_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CTXWIN_KERNEL", "cuda")
     wrong = checks.kernel()
-    assert (wrong.status, "must be one of cpu, reference, triton" in wrong.what) == ("broken", True)
+    assert (wrong.status, "must be one of cpu, llvm, reference, triton" in wrong.what) == ("broken", True)
     assert "unset CTXWIN_KERNEL" in wrong.remedy
     said = "cpu, for spans on cuda:0; the Triton load kernel is not used on cuda:0 for torch.bfloat16: out of registers"
     monkeypatch.setattr(checks, "_run", lambda code: (True, said))

@@ -366,6 +366,11 @@ class EngineConformance:
             got = engine.generate(layout, query, ALL, salt=f"merged {share}", capture_query=True)
             assert got.computed_tokens == encoded[2].tokens + query.tokens and not got.fallbacks
             assert got.captured[2].start == spans[2].start
+            behind = engine.prefill(
+                layout, query, spans[last].start + encoded[last].advance, salt=f"merged query {share}"
+            )
+            assert got.query_span is not None
+            assert_same_kv(relocate(got.query_span.slice(0, query.tokens), engine.spec.kv, behind.start), behind)
             if same:
                 assert_same_answer(
                     replace(got, token_ids=got.token_ids[:1]), replace(whole, token_ids=whole.token_ids[:1])

@@ -13,7 +13,9 @@ from engines.models import (
     GEMMA3,
     GEMMA4,
     GEMMA4_SHARING,
+    LLAMA3,
     write_decoder,
+    write_deepseek_vl,
     write_gemma3,
     write_gemma4,
     write_gemma4_sharing,
@@ -28,10 +30,6 @@ from engines.models import (
     write_vision_model,
 )
 
-LLAMA3 = dict(
-    rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-    original_max_position_embeddings=64,
-)  # fmt: skip
 GEMMA4_EXPERTS = dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=48)
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "qwen3_vl": lambda folder: write_vision_model(folder, "qwen3_vl"),
@@ -63,6 +61,8 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "gemma3_text": lambda folder: write_decoder(folder, "Gemma3", **GEMMA3),
     "llama_gqa": lambda folder: write_decoder(folder, "Llama", rope_parameters=LLAMA3),
     "llama_mha": lambda folder: write_decoder(folder, "Llama", num_key_value_heads=4),
+    "deepseek_vl": write_deepseek_vl,
+    "deepseek_vl_hybrid": lambda folder: write_deepseek_vl(folder, hybrid=True),
     "deepseek_v2": write_mla_model,
     "deepseek_v3": lambda folder: write_mla_model(folder, "DeepseekV3"),
 }

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedTokenizer
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.encoding import checkpoint as checkpoint_module
@@ -312,3 +313,35 @@ class TestBounds:
         assert done[0] - began > 0.5, "else this shows nothing"
         assert len(waits) > 10
         assert sorted(waits)[len(waits) // 2] < 0.2
+
+
+class LetterTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
+    """Each letter is a token; ``<e>`` is one wherever it stands, or not at all."""
+
+    reads_special: bool = True
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"<e>": 0, "<": 1, "e": 2, ">": 3}
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.get_vocab())
+
+    def _tokenize(self, text: str, **options: Any) -> list[str]:
+        return [text] if text == "<e>" and self.reads_special else list(text)
+
+    def _convert_token_to_id(self, token: str) -> int:
+        return self.get_vocab()[token]
+
+
+@pytest.mark.parametrize("reads_special", [True, False])
+def test_a_tokenizer_must_take_special_tokens_in_content_as_text(reads_special: bool) -> None:
+    """Kimi's published one, code in Python, does not."""
+    tokenizer = LetterTokenizer(eos_token="<e>")
+    tokenizer.reads_special = reads_special
+    if not reads_special:
+        checkpoint_module._check_spelling(tokenizer)
+        assert Tokens(tokenizer, None).content("<e>") == [1, 2, 3]
+        return
+    with pytest.raises(UnsupportedModel, match="'<e>' in a text as text, got LetterTokenizer"):
+        checkpoint_module._check_spelling(tokenizer)

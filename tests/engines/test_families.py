@@ -244,6 +244,20 @@ class TestKimi(OnTransformers):
         return folders("kimi")
 
 
+@guard
+class TestDeepseekVL(OnTransformers):
+    """Every picture of one size, for two towers; a template that trims texts and takes lists only."""
+
+    picture_tokens = (16, 16)
+    words = ("one", "two")
+    gridded = False
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
+        return folders("deepseek_vl_hybrid")
+
+
 @pytest.mark.parametrize("name", WRITERS)
 def test_doctor_says_what_opening_does(name: str, folders: Callable[[str], Path]) -> None:
     found = assess(folders(name))  # which other tests here open

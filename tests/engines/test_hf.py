@@ -208,7 +208,8 @@ def test_models_whose_kv_cannot_move_are_refused_by_name(kind: str, tmp_path: Pa
         open_engine(f"{kind}:{tmp_path}")
 
 
-def test_elimination_hides_what_stands_behind_the_newest_25(text_dir: Path) -> None:
+@pytest.mark.parametrize("every", [1, 4, 16])
+def test_elimination_hides_what_stands_behind_the_newest_25(text_dir: Path, every: int) -> None:
     """Elastic Cache, algorithm 1, against one forward over prompt and answer in which later tokens do not see dropped ones."""
     engine = HFEngine(text_dir)
     parts = [
@@ -216,17 +217,21 @@ def test_elimination_hides_what_stands_behind_the_newest_25(text_dir: Path) -> N
         engine.encode(Chunk.text("a red square stands left of a blue circle")),
     ]
     layout, query = laid(parts), engine.encode_query(QUERY)
-    made = engine.generate(layout, query, Sampling(max_tokens=40, hold=0.9, stop_ids=()))
+    made = engine.generate(layout, query, Sampling(max_tokens=40, hold=0.9, hold_every=every, stop_ids=()))
     plain = engine.generate(layout, query, Sampling(max_tokens=40))
     head, prompt = parts[0].tokens, sum(p.tokens for p in parts) + query.tokens
     ids = [i for part in (*parts, query) for i in part.token_ids] + made.token_ids[:-1]
     mask = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
     held = list(range(prompt))
+    seen: list[int] = list(held)
     for at in range(prompt, len(ids)):
         held.append(at)
-        mask[at] &= torch.isin(torch.arange(len(ids)), torch.tensor(held))
+        seen.append(at)
+        mask[at] &= torch.isin(torch.arange(len(ids)), torch.tensor(seen))
         if len(held) > max(prompt, -(-9 * (at + 1) // 10)):
             held.pop(max(len(held) - 1 - 25, head))
+        if not (at - prompt + 1) % every:
+            seen = list(held)
     logits = engine.decoder.model(torch.tensor([ids]), attention_mask=mask[None, None]).logits[0]
     assert made.token_ids == logits[prompt - 1 :].argmax(-1).tolist()
     assert made.token_ids != plain.token_ids and len(held) == max(prompt, -(-9 * len(ids) // 10))

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.engines.base import Engine
-from ctxwin.engines.outputs import HIDDEN, concat_outputs, rows_of
-from ctxwin.errors import EngineFailed, UnsupportedModel
+from ctxwin.engines.outputs import HIDDEN, OutputReferences, concat_outputs, load_output, rows_of
+from ctxwin.errors import EngineFailed, OutputGone, StoreFull
 from ctxwin.store import open_store
 from engines import models
 from engines.conformance import HEADER, QUERY, picture
@@ -149,10 +151,41 @@ def test_a_remembered_exchange_has_them(folder: Path) -> None:
         )
 
 
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_where_they_cannot_be_kept_is_said(folder: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="processes='single'"):
-        open_engine(f"vllm:{folder}", outputs=True, processes="multi")
-    with pytest.raises(UnsupportedModel, match="enforce_eager=True"):
-        open_engine(f"vllm:{folder}", outputs=True, enforce_eager=False, dtype="float32")
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3), st.integers(0, 4)), max_size=25), st.integers(300, 900))
+def test_outputs_wait_as_in_a_list(steps: list[tuple[int, int, int]], max_bytes: int) -> None:
+    """Against a plain list of what waits, oldest first."""
+    now = 0.0
+    references = OutputReferences(max_bytes, 5.0, clock=lambda: now)
+    waiting: list[tuple[str, int, float, torch.Tensor]] = []
+    known: set[str] = set()
+    for rows, value, pause in steps:
+        now += pause
+        tensor = torch.full((rows, 8), float(value))
+        waiting = [entry for entry in waiting if entry[2] > now]
+        try:
+            reference = references.put({HIDDEN: tensor}, "/windows/w")[HIDDEN]
+        except StoreFull:
+            assert rows * 32 + 100 > max_bytes
+        else:
+            key, size = reference["digest"], reference["bytes"]
+            known.add(key)
+            waiting = [*(entry for entry in waiting if entry[0] != key), (key, size, now + 5.0, tensor)]
+            while sum(entry[1] for entry in waiting) > max_bytes:
+                waiting.pop(0)
+        assert references.nbytes == sum(entry[1] for entry in waiting) <= max_bytes
+        for key, _, _, tensor in waiting:
+            assert torch.equal(load_output(references.get(key), {"name": HIDDEN, "digest": key}), tensor)
+        for key in known - {entry[0] for entry in waiting}:
+            with pytest.raises(OutputGone):
+                references.get(key)
+
+
+def test_an_ask_names_the_outputs_it_wants(folder: Path) -> None:
+    with open_engine(f"hf:{folder}", dtype="float32", outputs=True) as engine, Window(engine, HEADER) as window:
+        window.append(CHUNKS[1])
+        everything = window.ask(QUERY, max_tokens=2).outputs
+        named = window.ask(QUERY, max_tokens=2, outputs=[HIDDEN]).outputs
+        assert everything is not None and named is not None and torch.equal(named[HIDDEN], everything[HIDDEN])
+        assert window.ask(QUERY, max_tokens=2, outputs=[]).outputs is None
+        with pytest.raises(ValueError, match="outputs must be of hidden_states, got logits"):
+            window.ask(QUERY, max_tokens=2, outputs=["logits"])

@@ -33,7 +33,16 @@ SEEING = [
     name
     for name in WRITERS
     if not name.startswith(
-        ("llama", "deepseek", "gemma2", "gemma3_text", "gemma4_text", "gemma4_sharing", "gemma4_experts")
+        (
+            "llama",
+            "deepseek_v2",
+            "deepseek_v3",
+            "gemma2",
+            "gemma3_text",
+            "gemma4_text",
+            "gemma4_sharing",
+            "gemma4_experts",
+        )
     )
 ]
 
@@ -45,7 +54,7 @@ def test_pictures_against_the_real_model_path(name: str, folders: Callable[[str]
 
     folder = folders(name)
     engine = opened(folder)
-    lists = name.startswith(("smolvlm", "idefics3", "llava", "paddleocr"))
+    lists = name.startswith(("smolvlm", "idefics3", "llava", "paddleocr", "deepseek"))
     lead = ["look at "] * (name in ("smolvlm", "idefics3"))  # a text in front of the first picture
     content = [{"type": "text", "text": text} for text in lead]
     content += [{"type": "image"}, {"type": "image"}, {"type": "text", "text": QUERY}]

@@ -92,7 +92,7 @@ def test_rounds_once(family, dtype, layout):
     wide = [replace(p, span=replace(p.span, k=p.span.k.double(), v=p.span.v.double())) for p in parts]
     want = stack(LoadPlan(wide, spec, dtype=F64, kernel="reference"))
     unit = torch.finfo(dtype).eps / 2
-    for kernel in ("cpu", "reference"):
+    for kernel in ("cpu", "llvm", "reference"):
         served = stack(LoadPlan(parts, spec, dtype=dtype, kernel=kernel))
         for got, exact in zip(served, want, strict=True):
             assert got.dtype == dtype and got.is_contiguous()
@@ -158,9 +158,9 @@ def test_segments_are_the_whole(dtype):
 def test_what_needs_no_work_is_not_copied():
     spec = FAMILIES["gqa"]
     span = canonical(spec, 6, 0, BF16)
-    k, v = LoadPlan([SpanSlice(span, 0, begin=1)], spec, dtype=BF16).layer(2)
+    k, v = LoadPlan([SpanSlice(span, 0, begin=1)], spec, dtype=BF16, kernel="cpu").layer(2)
     assert k.data_ptr() == span.k[2, 1:].data_ptr() and v.data_ptr() == span.v[2, 1:].data_ptr()
-    k, v = LoadPlan([SpanSlice(span, 40)], spec, dtype=BF16).layer(2)
+    k, v = LoadPlan([SpanSlice(span, 40)], spec, dtype=BF16, kernel="cpu").layer(2)
     assert k.data_ptr() != span.k[2].data_ptr() and v.data_ptr() == span.v[2].data_ptr()
     # Neither a share of the heads nor another dtype can be served as it lies.
     for plan in (
@@ -206,9 +206,9 @@ def test_sums_of_sixteen_bits_are_rounded_once_or_not_used():
     with mock.patch.object(torch, "addmm", twice):
         assert not rounds_once(BF16, "cpu")
         part = three_parts(FAMILIES["gqa"], BF16, "joint")[:1]
-        without = stack(LoadPlan(part, FAMILIES["gqa"], dtype=BF16))
+        without = stack(LoadPlan(part, FAMILIES["gqa"], dtype=BF16, kernel="cpu"))
     rounds_once.cache_clear()
-    for got, want in zip(stack(LoadPlan(part, FAMILIES["gqa"], dtype=BF16)), without, strict=True):
+    for got, want in zip(stack(LoadPlan(part, FAMILIES["gqa"], dtype=BF16, kernel="cpu")), without, strict=True):
         assert float((got.double() - want.double()).abs().max()) < 2**-8 * float(want.abs().max())
 
 
@@ -299,7 +299,7 @@ def test_refuses_what_does_not_fit():
             place(SpanSlice(span, 0), heads=heads)
     with pytest.raises(ValueError, match="floating-point"):
         place(SpanSlice(span, 0), dtype=torch.int8)
-    with pytest.raises(ValueError, match="kernel must be one of cpu, reference, triton, got 'cuda'"):
+    with pytest.raises(ValueError, match="kernel must be one of cpu, llvm, reference, triton, got 'cuda'"):
         place(SpanSlice(span, 0), kernel="cuda")
     for layer in (-1, 3):
         with pytest.raises(IndexError, match=r"\[0, 3\)"):
@@ -310,7 +310,7 @@ def test_measuring_command(capsys):
     main(["--tokens", "64", "--layers", "2", "--rank", "4", "--parts", "3", "--rounds", "2", "--json"])
     shown, moves = json.loads(capsys.readouterr().out), ("rotate", "rotate, rank 4", "rotate, quantized 4")
     assert [(row["what"], row["kernel"]) for row in shown["rows"]] == [
-        ("copy", ""), *((what, kernel) for kernel in ("cpu", "reference") for what in moves), ("unpack", "")
+        ("copy", ""), *((what, kernel) for kernel in ("cpu", "llvm", "reference") for what in moves), ("unpack", "")
     ]  # fmt: skip
     assert all(0 < row["least_ms"] <= row["median_ms"] for row in shown["rows"])
     assert shown["setting"]["parts"] == 3 and shown["rows"][0]["megabytes"] == pytest.approx(64 * 2 * 256 * 2 / 1e6)

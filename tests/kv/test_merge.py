@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctxwin.kv.layout import SpanKV
-from ctxwin.kv.merge import attention_sums, merge, merged_slots
+from ctxwin.kv.merge import RECENT, FixedPoint, attention_sums, merge, merged_slots
 from ctxwin.kv.relocate import relocate
 from kv.operator_oracle import make_spec, plain_rope
 
@@ -69,3 +71,39 @@ def test_what_does_not_fit_is_refused() -> None:
         merge(span_of(4), torch.zeros(2, 5), 3)
     with pytest.raises(ValueError, match=r"count must be 2\.\.4"):
         merge(span_of(4), torch.zeros(2, 4), 1)
+
+
+@given(
+    share=st.floats(0.05, 1),
+    tokens=st.integers(1, 80),
+    slots=st.integers(1, 80),
+    head=st.integers(0, 80),
+    every=st.sampled_from([1, 2, 5, 16]),
+    count=st.integers(0, 90),
+)
+def test_the_fixed_point_is_the_same_however_many_go_at_once(
+    share: float, tokens: int, slots: int, head: int, every: int, count: int
+) -> None:
+    """Algorithm 1 on a list, one token at a time; what really goes lags by less than ``every``."""
+    slots, head = min(slots, tokens), min(head, slots, tokens)
+    naive, held = list(range(slots)), list(range(slots))
+    schedule = FixedPoint(share, tokens, slots, head, every)
+    for i in range(1, count + 1):
+        naive.append(slots + i)
+        held.append(slots + i)
+        if len(naive) > max(slots, ceil(share * (tokens + i) - 1e-9)):
+            naive.pop(min(max(len(naive) - 1 - RECENT, head, 1), len(naive) - 1))
+        kept = schedule.append(1)
+        if kept is not None:
+            held = [held[slot] for slot in kept]
+        assert set(naive) <= set(held) <= set(naive) | set(range(slots + count + 1))
+        if i % every == 0:
+            assert held == naive
+    at_once = FixedPoint(share, tokens, slots, head, every)
+    pieces = list(range(slots))
+    for begin in range(0, count, every):
+        some = range(begin + 1, min(begin + every, count) + 1)
+        pieces += [slots + i for i in some]
+        kept = at_once.append(len(some))
+        pieces = pieces if kept is None else [pieces[slot] for slot in kept]
+    assert pieces == held

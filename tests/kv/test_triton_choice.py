@@ -41,7 +41,7 @@ class TestChoice:
 
     def test_by_device_argument_and_environment(self, kernel, monkeypatch):
         spec = FAMILIES["partial"]
-        assert choose(spec, F32, torch.device("cpu")) == "cpu"
+        assert choose(spec, F32, torch.device("cpu")) == "llvm"
         self.at(monkeypatch, kernel)
         assert choose(spec, F32, self.GPU) == "triton" and not choice.faults()
         assert choose(spec, F32, self.GPU, kernel="reference") == "reference"
@@ -49,7 +49,9 @@ class TestChoice:
         assert choose(spec, F32, self.GPU) == "cpu"
         assert choose(spec, F32, self.GPU, kernel="triton") == "triton"
         monkeypatch.setenv(choice.KERNEL, "cuda")
-        with pytest.raises(ValueError, match="must be one of cpu, reference, triton, got 'cuda' in CTXWIN_KERNEL"):
+        with pytest.raises(
+            ValueError, match="must be one of cpu, llvm, reference, triton, got 'cuda' in CTXWIN_KERNEL"
+        ):
             choose(spec, F32, torch.device("cpu"))
 
     def test_no_triton(self, monkeypatch):

@@ -91,7 +91,7 @@ def test_refuses_what_does_not_fit_a_cache():
     assert lines is not None
     parts = [SpanSlice(canonical(spec, 4, 0, F32), 5)]
     plan = LoadPlan(parts, spec, dtype=F32, kernel="triton")
-    assert plan.stores and not LoadPlan(parts, spec, dtype=F32).stores
+    assert plan.stores and not LoadPlan(parts, spec, dtype=F32, kernel="cpu").stores
     with pytest.raises(ValueError, match=r"must hold torch.float32 and there must be 4 slots .* and 3 on cpu"):
         plan.store(0, [cache], lines, torch.arange(3))
     with pytest.raises(ValueError, match=r"got torch.bfloat16 on cpu"):

@@ -63,7 +63,8 @@ def _rows_behind(total: bytes, rows: int, token_ids: tuple[int, ...]) -> np.ndar
 class FakeEngine(Engine):
     """See the module. Vocabulary of 50 tokens; media are one token per frame, derived from the pixels' digest."""
 
-    drops_tokens = True
+    def check_hold(self, sampling: Sampling) -> None:
+        """Whatever is asked: nothing of it changes the answers."""
 
     def __init__(self, store: Store | None = None, max_tokens: int = 4096, name: str = "fake") -> None:
         self.spec = EngineSpec(name, "fake-model", digest("fake", name), KV, max_tokens, vision=True)

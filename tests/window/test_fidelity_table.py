@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.engines.base import Engine
+from ctxwin.engines.sampling import Sampling
 from ctxwin.errors import UnsupportedModel
 from ctxwin.fidelity import AdvancedFidelity
 from engines import models
@@ -63,7 +64,8 @@ FIDELITIES = st.builds(
     advanced=st.builds(
         AdvancedFidelity,
         layout=st.sampled_from(["joint", "joint", "shared"]),
-        eliminate=st.booleans(),
+        eliminate=st.sampled_from([0, 1, 16]),
+        merge_prompt=st.booleans(),
         reference=st.sampled_from(["stricter", "window", "stream", "nearer"]),
         forbid=st.sampled_from([(), ("resident",), ("survivor", "patched"), ("canonical",)]),
     ),
@@ -115,12 +117,15 @@ test_it_answers_or_does_not_open, test_it_answers_or_does_not_open_at_length = t
 )
 
 
-def test_tokens_are_dropped_where_the_engine_can(engine: Engine) -> None:
-    fidelity = Fidelity("patched", rank=4, merge=0.5, advanced={"eliminate": True})
-    if engine.drops_tokens:
+@pytest.mark.parametrize("advanced", [{"eliminate": True}, {"eliminate": 16, "merge_prompt": True}])
+def test_tokens_are_dropped_where_the_engine_can(engine: Engine, advanced: dict[str, int]) -> None:
+    fidelity = Fidelity("patched", rank=4, merge=0.5, advanced=advanced)
+    try:
+        engine.check_hold(Sampling(hold=0.5, merge_prompt="merge_prompt" in advanced))
         with Window(engine, "watch", fidelity=fidelity) as window:
             use(window)
-    else:
+    except UnsupportedModel as refusal:
+        assert "must" in str(refusal) or "has" in str(refusal) or "caps" in str(refusal)
         with pytest.raises(UnsupportedModel):
             Window(engine, "watch", fidelity=fidelity)
         with Window(engine, "watch", fidelity=Fidelity("exact")) as window:

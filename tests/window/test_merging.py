@@ -147,11 +147,11 @@ def test_fidelities_that_do_not_allow_it(engine: FakeEngine) -> None:
 
 
 def test_answers_over_merged_chunks_may_drop_tokens(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    held: list[float] = []
+    held: list[tuple[float, int, bool]] = []
     plain = engine.generate
 
     def generate(layout: object, query: object, sampling: Sampling, **options: object) -> object:
-        held.append(sampling.hold)
+        held.append((sampling.hold, sampling.hold_every, sampling.merge_prompt))
         return plain(layout, query, sampling, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(engine, "generate", generate)
@@ -159,7 +159,19 @@ def test_answers_over_merged_chunks_may_drop_tokens(engine: FakeEngine, monkeypa
     window.maintenance.merge(window.ids[0])
     window.ask("q")
     window.ask("q", remember=True)
-    assert held == [1.0, 0.5, 1.0], "nothing is merged; something is; what is remembered is whole"
+    whole = (1.0, 1, False)
+    assert held == [whole, (0.5, 1, False), whole], "nothing is merged; something is; what is remembered is whole"
+    window = opened(engine, MERGES.with_advanced(eliminate=16, merge_prompt=True))
+    held.clear()
+    window.ask("q")
+    window.ask("q", remember=True)
+    assert held == [(0.5, 16, True), whole]
+    assert window.ask("q", max_tokens=7).text and opened(engine, MERGES.with_advanced(merge_prompt=True)).ask(
+        "q", max_tokens=7
+    )
+    assert held[-1] == (0.5, 7, True), "never eliminated"
+    with pytest.raises(ValueError, match="audit must be 0"):
+        opened(engine, MERGES.model_copy(update={"audit": 0.5}).with_advanced(merge_prompt=True))
 
 
 def test_an_engine_that_hides_its_attention(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -551,3 +551,25 @@ def test_merged_chunks_on_both_engines(engine: Engine) -> None:
         exact = ask(window, QUESTIONS[1])
         assert exact.usage.exact
         assert close(exact.first_token_logprobs, reprefill(engine, window, QUESTIONS[1]), 1e-5)
+
+
+def test_a_prompt_is_merged_for_its_answer_and_the_window_stays_whole(engine: Engine) -> None:
+    fidelity = Fidelity("exact", merge=0.3, advanced={"merge_prompt": True, "eliminate": 4})
+    with Window(engine, HEADER, fidelity=fidelity) as window:
+        window.extend([chunk(i) for i in range(3)])
+        merged = window.ask(QUESTIONS[0], max_tokens=12, logprobs=-1)
+        assert merged.usage.computed_tokens == merged.usage.prompt_tokens and merged.usage.forwards == 1
+        assert not merged.usage.exact
+        assert close(merged.first_token_logprobs, reprefill(engine, window, QUESTIONS[0]), 1e-5)
+        query = engine.encode_query(QUESTIONS[0])
+        held = Sampling(12, hold=0.3, hold_every=4, merge_prompt=True)
+        layout = [Segment(engine.encode_system_prompt(HEADER), 0)]
+        for entry in window.chunks:
+            encoded = engine.encode(chunk(len(layout) - 1))
+            layout.append(Segment(encoded, entry.start))
+        assert merged.token_ids == tuple(engine.generate(layout, query, held).token_ids)
+        with Window(engine, HEADER, fidelity=Fidelity("exact")) as whole:
+            whole.extend([chunk(i) for i in range(3)])
+            again = ask(whole, QUESTIONS[0])
+            assert again.usage.exact and close(again.first_token_logprobs, merged.first_token_logprobs, 1e-5)
+            assert again.usage.computed_tokens < merged.usage.computed_tokens / 2

@@ -17,15 +17,17 @@ from ctxwin.extras import optional_imports
 if TYPE_CHECKING:
     from ctxwin_client.library import RemoteLibrary
     from ctxwin_client.live import AsyncLiveStream, LiveStream
-    from ctxwin_client.transport import chunk_part, upload
+    from ctxwin_client.transport import chunk_part, fetch_output, upload
     from ctxwin_client.window import RemoteWindow
 
-__all__ = ["AsyncLiveStream", "LiveStream", "RemoteLibrary", "RemoteWindow", "chunk_part", "upload"]
+__all__ = ["AsyncLiveStream", "LiveStream", "RemoteLibrary", "RemoteWindow", "chunk_part", "fetch_output", "upload"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    modules = {"RemoteLibrary": "library", "RemoteWindow": "window", "chunk_part": "transport", "upload": "transport"}
+    modules = {"RemoteLibrary": "library", "RemoteWindow": "window"}
     with optional_imports():
-        return getattr(import_module(f"{__name__}.{modules.get(name, 'live')}"), name)
+        return getattr(
+            import_module(f"{__name__}.{modules.get(name, 'transport' if name.islower() else 'live')}"), name
+        )

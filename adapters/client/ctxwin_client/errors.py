@@ -73,6 +73,7 @@ KINDS = (
     Kind(UnknownLibrary, 404, "unknown_library", "not_found_error"),
     Kind(errors.UnknownFile, 404, "unknown_file", "not_found_error"),
     Kind(errors.NameTaken, 409, "name_taken", "invalid_request_error"),
+    Kind(errors.OutputGone, 404, "output_gone", "not_found_error"),
     Kind(errors.ChunkUnavailable, 410, "chunk_unavailable", "not_found_error"),
     Kind(errors.WindowBusy, 409, "window_busy", "conflict_error"),
     Kind(errors.StaleOwner, 409, "stale_owner", "conflict_error"),

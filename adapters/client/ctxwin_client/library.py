@@ -10,6 +10,8 @@ from openai.types import FileObject, VectorStoreSearchResponse
 
 from ctxwin_client import transport
 
+Source = str | Path | bytes  # a path, or a file's content
+
 
 class RemoteLibrary:
     """A library on a server started with ``ctxwin serve``: one of the key's tenant, or one that was shared with it.
@@ -29,13 +31,7 @@ class RemoteLibrary:
         transport.post(self._client, "/libraries", {"name": self.name, "expires_after": ttl})
 
     def add(
-        self,
-        source: str | Path | bytes,
-        name: str = "",
-        *,
-        caption: str = "",
-        ttl: float | None = None,
-        replace: bool = False,
+        self, source: Source, name: str = "", *, caption: str = "", ttl: float | None = None, replace: bool = False
     ) -> FileObject:
         """Add a file, as `ctxwin.Library.add`. The server computes its KV when idle.
 

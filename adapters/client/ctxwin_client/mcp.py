@@ -105,10 +105,7 @@ class WindowTools:
     @_in_turn
     def fork(self, system_prompt: str | None = None, window: str = "") -> Report:
         """Opens a branch that shares every chunk and costs nothing: try something there, by passing its id as window.
-
-        Args:
-            system_prompt: opens the branch with another system prompt.
-        """
+        A system_prompt replaces the window's own in the branch."""
         if len(self._branches) >= MOST_BRANCHES:
             raise ValueError(f"at most {MOST_BRANCHES} branches may be open, got one more; adopt or drop one")
         branch = self._at(window).fork(system_prompt)

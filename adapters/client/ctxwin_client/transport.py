@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack, aclosing, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import httpx
 from openai import APIError, AsyncOpenAI, AsyncStream, OpenAI, Stream
 
 from ctxwin.chunk import Chunk, MediaPart, TextPart
@@ -42,9 +43,16 @@ def our_errors() -> Iterator[None]:
 
 
 @our_errors()
-def get(client: OpenAI, path: str) -> Any:
-    """Return the JSON at ``path``."""
-    return client.get(path, cast_to=object, options={"headers": _session(path)})
+def get(client: OpenAI, path: str, kind: Any = object) -> Any:
+    """Return the JSON at ``path``, or the whole response (``httpx.Response``)."""
+    return client.get(path, cast_to=kind, options={"headers": _session(path)})
+
+
+def fetch_output(client: OpenAI, reference: Mapping[str, Any]) -> Any:
+    """Fetch the tensor that a reference in ``Answer.outputs`` names. Raises OutputGone once it has expired."""
+    from ctxwin.engines.outputs import load_output  # which loads torch
+
+    return load_output(get(client, reference["path"], httpx.Response).content, reference)
 
 
 @our_errors()
@@ -100,9 +108,8 @@ async def texts_of(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[str
 
 def question(query: str, max_tokens: int, options: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """Return a question with its options as JSON, with libraries by name."""
-    libraries = options.get("libraries")
-    names = {} if libraries is None else {"libraries": [getattr(library, "name", library) for library in libraries]}
-    return {"query": query, "max_tokens": max_tokens, **more, **options, **names}
+    libraries = [getattr(library, "name", library) for library in options.get("libraries") or ()]
+    return {"query": query, "max_tokens": max_tokens, **more, **options, "libraries": libraries}
 
 
 def _request(path: str, body: Mapping[str, Any], files: Files | None = None) -> dict[str, Any]:

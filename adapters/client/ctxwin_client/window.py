@@ -97,8 +97,7 @@ class RemoteWindow:
 
     Args:
         client: an official client, e.g. ``openai.OpenAI(base_url="http://localhost:8000/v1", api_key=KEY)``.
-        system_prompt, budget, fidelity, budget_bytes, low_water, prefill: as for `ctxwin.Window`; fidelity: the server's by
-            default.
+        system_prompt, budget, fidelity, budget_bytes, low_water, prefill: as for `ctxwin.Window`; the server's fidelity.
         async_client: client of `aask` and `astream`; default: a new one for each call, with the settings of ``client``.
 
     Attributes:
@@ -109,8 +108,7 @@ class RemoteWindow:
         BudgetExceeded: the system prompt alone does not fit. openai.APIError: no such server, or a key that it does not accept.
 
     Every method is one request (`append` of a new chunk two or three) and raises the errors of `ctxwin.Window`. The window
-    stays on the server until `close`. The server suspends a window that has been idle for its ``--window-ttl`` and restores
-    it at the next call. `attach` opens an existing window by its id.
+    stays on the server until `close`; idle for its ``--window-ttl`` it is suspended until the next call. `attach` opens it by id.
     """
 
     id: str

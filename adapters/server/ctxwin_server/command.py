@@ -63,9 +63,7 @@ def serve(
     from ctxwin_server.process.supervisor import DIED, JOURNAL, EngineDied, supervise
 
     if JOURNAL not in os.environ:
-        typer.echo(
-            f"starting vLLM with {model}: its log follows, and ends in 'Application startup complete.'", err=True
-        )
+        typer.echo(f"starting vLLM with {model}: its log follows, ending in 'Application startup complete.'", err=True)
         status = supervise([sys.executable, "-m", "ctxwin", *sys.argv[1:]], restarts)
         if status == INTERRUPTED:
             typer.echo("\nstopped; windows are kept where --store is durable", err=True)

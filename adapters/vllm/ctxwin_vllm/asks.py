@@ -6,7 +6,8 @@ import itertools
 import logging
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from ctxwin.engines.outputs import concat_outputs
 from ctxwin.engines.results import EngineCounters, Generation, Tally
 from ctxwin.engines.sampling import Sampling
-from ctxwin.engines.segments import Encoded, Segment, gap_runs
+from ctxwin.engines.segments import Encoded, Segment, gap_runs, without_spans
 from ctxwin.errors import CtxwinError, EngineFailed
 from ctxwin.hashing import digest
 from ctxwin.kv.kernels.staging import to_host
@@ -32,6 +33,8 @@ from ctxwin_vllm.requests import CallerError, Forced, LoadError, Outcome, Stream
 from ctxwin_vllm.transport import Transfer
 
 _QUERY = "query"
+ALL = "all"
+"""Name of the capture of an ask with `Ask.capture_all`."""
 _log = logging.getLogger("ctxwin.engines")
 
 
@@ -40,6 +43,7 @@ class Ask:
     """The request that follows a layout; without a query it computes KV only.
 
     Attributes:
+        capture_all: read back the KV of the whole prompt and of the answer: `Outcome.kv`.
         builder: builder of its prompts; None is the engine itself.
     """
 
@@ -52,11 +56,25 @@ class Ask:
     answer: Encoded | None = None
     forced: Forced | None = None
     queries_of: str = ""
+    capture_all: bool = False
     builder: PromptBuilder | None = None
 
     @property
     def tail(self) -> list[Encoded]:
         return [part for part in (self.query, self.answer) if part is not None]
+
+
+@contextmanager
+def engine_errors() -> Iterator[None]:
+    """Raise vLLM's own errors as EngineFailed, and a caller's as they are."""
+    try:
+        yield
+    except CallerError as error:
+        raise error.__cause__ or error from None
+    except (CtxwinError, LoadError):
+        raise
+    except Exception as error:
+        raise EngineFailed(f"vLLM could not answer the request: {error}") from error
 
 
 class AskRunner:
@@ -91,10 +109,7 @@ class AskRunner:
             raise ValueError("salt must name a namespace of the layout's own, since merged KV is not exact, got ''")
         generation = Generation()
         # Without spans everything is computed in place, which is exact, so it belongs to (and may use) the exact namespace.
-        bare = [
-            replace(segment, span=None, patch=None, approximate=False, recompute=(), merged=False, cached=False)
-            for segment in layout
-        ]
+        bare = without_spans(layout)
         if self._kv.recurrent:  # states before the last segment are read back only where spans are loaded
             last = len(bare) - 1 if not ask.tail else -1
             bare = [replace(segment, capture=segment.capture and i == last) for i, segment in enumerate(bare)]
@@ -103,9 +118,10 @@ class AskRunner:
             tries.pop()
         for remaining, (segments, request) in zip(range(len(tries) - 1, -1, -1), tries, strict=True):
             try:
-                outcome = self._attempt(generation, segments, base, request)
-                if ask.on_token is not None:
-                    ask.on_token.check(outcome.token_ids)
+                with engine_errors():
+                    outcome = self._attempt(generation, segments, base, request)
+                    if ask.on_token is not None:
+                        ask.on_token.check(outcome.token_ids)
                 break
             except LoadError as error:
                 self._core.prefixes.clear()  # which blocks vLLM dropped with it is not known
@@ -115,16 +131,14 @@ class AskRunner:
                 _log.warning("loading spans into vLLM failed (%s); %s", error, remedy)
                 generation = Generation(computed_tokens=generation.computed_tokens, forwards=generation.forwards)
                 generation.fallbacks = int(remaining == 1)
-                with self._counting:
-                    self._counters.retries += 1
-            except CallerError as error:
-                raise error.__cause__ or error from None
-            except CtxwinError:
-                raise
-            except Exception as error:
-                raise EngineFailed(f"vLLM could not answer the request: {error}") from error
+                self.count_retry()
         self.count(generation, tally)
         return generation, outcome
+
+    def count_retry(self) -> None:
+        """Add a request that was submitted again to the engine's counters."""
+        with self._counting:
+            self._counters.retries += 1
 
     def count(self, generation: Generation, tally: Tally | None = None) -> None:
         """Add what a generation took to the engine's counters, and to ``tally``."""
@@ -288,6 +302,7 @@ class AskRunner:
         driver, transport, loaded_only = self._core.driver, self._core.transport, 0
         if not ask.tail:  # no later token needs them, and vLLM computes the KV of a prompt's last token
             segments = segments[: max((i + 1 for i, s in enumerate(segments) if not s.merged), default=0)]
+        end = segments[-1].start + segments[-1].encoded.advance if segments else base
         if any(segment.merged for segment in segments):
             segments, base, namespace, loaded_only = compact_prompt(segments, base, ask.salt, self._kv)
         transfer = self.transfer(segments, base, ask, capture, namespace)
@@ -316,15 +331,14 @@ class AskRunner:
             generation.cached_tokens += max(0, transfer.local_tokens - computed)
             generation.forwards += 1
             generation.bytes_loaded += transfer.bytes_loaded
-        outcome.queries = transfer.queries
+        outcome.queries, outcome.kv, outcome.begin = transfer.queries, transfer.captured.get(ALL), end - base
         if ask.builder is None:  # a chat's prompt has the client's own salt
             self._prompts.record(parts, outcome.token_ids[:-1] if outcome.finished else (), namespace)
         for i in capture:
             if outcome.finished or str(i) in transfer.captured:  # else stopped while preempted: its blocks are gone
                 generation.captured[i] = self.span_of(transfer, str(i), segments[i].encoded, segments[i].start - base)
         if ask.capture_query and ask.query is not None and (outcome.finished or _QUERY in transfer.captured):
-            begin = segments[-1].start - base + segments[-1].encoded.advance if segments else 0
-            span = self.span_of(transfer, _QUERY, ask.query, begin)
+            span = self.span_of(transfer, _QUERY, ask.query, end - base)
             if not outcome.finished:  # vLLM was a step ahead of the caller who stopped it
                 span = span.slice(0, min(span.tokens, ask.query.tokens + len(outcome.token_ids) - 1))
             generation.query_span = span
@@ -343,6 +357,8 @@ class AskRunner:
         }
         if ask.capture_query:
             captures[_QUERY] = (offsets[len(segments)], None)
+        if ask.capture_all:
+            captures[ALL] = (0, None)
         return Transfer(
             loads=loads,
             tenant=self._prompts.tenant,

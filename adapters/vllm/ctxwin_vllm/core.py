@@ -33,6 +33,7 @@ from ctxwin_vllm.internals import (
     share_item_entry,
     worker_draft_model,
     worker_model,
+    worker_runner,
 )
 from ctxwin_vllm.lifecycle import folders, startup
 from ctxwin_vllm.lora import Adapter, options_for
@@ -58,21 +59,19 @@ _DTYPES = {"auto": None, "half": "float16", "float": "float32"}  # further names
 
 
 def read_model(
-    model: str | Path, dtype: Any = "auto", cache: Any = "auto", position_free: bool = False
+    model: str | Path, dtype: Any = "auto", cache: Any = "auto", position_free: bool = False, remote_code: bool = False
 ) -> tuple[Checkpoint, KVSpec]:
     """Return a checkpoint and the layout of its KV as vLLM serves it in one dtype. Weights are read only for their digest.
 
     KV of a quantised ``cache`` (vLLM's ``kv_cache_dtype``) counts as another model's KV: its name is part of the identity. So is
-    whether a hybrid's maps are kept (``position_free``).
+    whether a hybrid's maps are kept (``position_free``). ``remote_code``: as in `open_checkpoint`.
 
     Raises UnsupportedModel for a model whose config says that KV cannot be moved, ValueError for an unknown dtype.
     """
-    from transformers import AutoConfig
+    from ctxwin.engines.encoding.checkpoint import open_checkpoint, read_config
 
-    from ctxwin.engines.encoding.checkpoint import open_checkpoint
-
-    checkpoint = open_checkpoint(model)
-    config = AutoConfig.from_pretrained(checkpoint.path)  # the checkpoint's own may be a part of it
+    checkpoint = open_checkpoint(model, engine="vllm", remote_code=remote_code)
+    config = read_config(checkpoint.path)  # the checkpoint's own may be a part of it
     if reason := refused(config):
         raise UnsupportedModel(f"{config.model_type!r} cannot be served on vLLM: {reason}; open it as hf:MODEL")
     name = checkpoint.dtype(_DTYPES.get(dtype, dtype), "bfloat16")
@@ -109,9 +108,11 @@ def engine_arguments(model: str | Path, options: dict[str, Any]) -> dict[str, An
             "enable_lora must not be set under ctxwin, got True: a server's plain requests would name adapters"
         )
     options = dict(options)
-    free = bool(options.pop("position_free", False))
-    checkpoint, kv = read_model(model, options.get("dtype") or "auto", options.get("kv_cache_dtype"), free)
-    transport = SharedMemoryTransport(kv)
+    free, outputs = bool(options.pop("position_free", False)), bool(options.pop("outputs", False))
+    cache, remote_code = options.get("kv_cache_dtype"), bool(options.get("trust_remote_code"))
+    checkpoint, kv = read_model(model, options.get("dtype") or "auto", cache, free, remote_code)
+    transport = SharedMemoryTransport(replace(kv, identity=outputs_identity(kv.identity, outputs)))
+    transport.keeps_outputs = outputs
     try:
         arguments = startup.with_connector(str(checkpoint.path), {**options, "dtype": kv.dtype}, transport)
     except BaseException:
@@ -158,6 +159,8 @@ class Core:
         self.on_gpu = not on_a_processor()
         self.min_load = self.block if self.on_gpu else 0
         self.draft_model = draft_model_spec(driver.config.speculative_config, self.kv)
+        if outputs and self.draft_model is not None:
+            raise UnsupportedModel("outputs=True needs a vLLM whose drafter keeps no KV; leave out speculative_config")
         self._users = 0
         self._segments: set[str] = set()  # shared memory of processes that it started
         self._lock = threading.Lock()
@@ -169,10 +172,6 @@ class Core:
                 pass_embeddings(model_here)
             layers = driver.config.compilation_config.static_forward_context
             if self.draft_model is not None:
-                if outputs:
-                    raise UnsupportedModel(
-                        "outputs=True needs a vLLM whose drafter keeps no KV; leave out speculative_config"
-                    )
                 layers, draft_layers = split(layers, self.kv.layers)
                 transport.draft_model = DraftModelKV(draft_layers, self.draft_model, self.block, alone=True)
             transport.paged = PagedKV(layers, self.kv, self.block, alone=True)
@@ -180,10 +179,7 @@ class Core:
                 groups = layer_groups(cast("StepDriver", driver).llm)
                 transport.states = PagedStates(layers, groups, self.kv.maps)
             if outputs:
-                if not config.enforce_eager:
-                    raise UnsupportedModel("outputs=True needs enforce_eager=True: a recorded graph hands nothing on")
-                slots = int(transport.paged.layers[0].kv_cache.shape[0]) * self.block
-                transport.outputs = StageOutputs(model_here, slots)
+                transport.outputs = StageOutputs(worker_runner(cast("StepDriver", driver).llm), transport.paged)
         elif isinstance(transport, SharedMemoryTransport):
             transport.alive = lambda: driver.dead is None
             transport.step = lambda: driver.rpc("ctxwin_step")
@@ -192,6 +188,8 @@ class Core:
             transport.ranks = int(parallel.tensor_parallel_size) * int(parallel.pipeline_parallel_size)
             transport.stages = int(parallel.pipeline_parallel_size)
             transport.draft_model = self.draft_model
+            if outputs:
+                driver.rpc("ctxwin_outputs")
             self.inputs = Inputs(config, driver.renderer, bare_model(config), files=True)
             self.see = remote(driver.rpc, transport.path)
         whole = driver.config.scheduler_config.disable_chunked_mm_input or getattr(config, "is_mm_prefix_lm", False)
@@ -215,12 +213,11 @@ class Core:
             raise ValueError("enable_lora must not be set under ctxwin, got True; name the adapter: lora=FOLDER")
         options |= {} if lora is None else {**options_for(lora), **options}
         free = bool(options.pop("position_free", False))
-        checkpoint, kv = read_model(model, options.pop("dtype", "auto"), options.get("kv_cache_dtype"), free)
+        cache, remote_code = options.get("kv_cache_dtype"), bool(options.get("trust_remote_code"))
+        checkpoint, kv = read_model(model, options.pop("dtype", "auto"), cache, free, remote_code)
         if processes is None:
             processes = "multi" if startup.ranks(options) > 1 else "single"
         outputs = bool(options.pop("outputs", False))
-        if outputs and processes != "single":
-            raise UnsupportedModel("outputs=True needs vLLM in this process: processes='single', one worker")
         kv = replace(kv, identity=outputs_identity(kv.identity, outputs))
         transport: Transport
         transport = LocalTransport(kv) if processes == "single" else SharedMemoryTransport(kv)
@@ -257,12 +254,12 @@ class Core:
         if engine is llm and loop is None:
             raise ValueError("an AsyncLLM needs loop=, the running event loop that it was started on")
         dtype, cache = str(config.model_config.dtype), config.cache_config.cache_dtype
-        checkpoint, kv = read_model(model, dtype, cache, transport.kv.maps)
-        transport.kv = kv
+        checkpoint, kv = read_model(model, dtype, cache, transport.kv.maps, config.model_config.trust_remote_code)
+        transport.kv = replace(kv, identity=outputs_identity(kv.identity, transport.keeps_outputs))
         driver: Driver
         driver = StepDriver(llm, lambda _: None) if engine is not llm else LoopDriver(llm, cast("Any", loop))
         try:
-            core = cls(model, checkpoint, driver, transport)
+            core = cls(model, checkpoint, driver, transport, transport.keeps_outputs)
             core.check_relocation()
         except BaseException:
             driver.close()

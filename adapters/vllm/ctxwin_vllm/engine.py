@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 
-from ctxwin.engines.base import BEST, EngineSpec
+from ctxwin.engines.base import BEST, WHOLE, EngineSpec
 from ctxwin.engines.encoding.encoder import Encoder, EncodingEngine
 from ctxwin.engines.results import AttendedKV, EngineCounters, Generation, Tally
 from ctxwin.engines.sampling import Sampling
@@ -35,6 +35,7 @@ from ctxwin.store import open_store
 from ctxwin.store.spans import SpanRepository
 from ctxwin_vllm.asks import Ask, AskRunner
 from ctxwin_vllm.core import Core
+from ctxwin_vllm.elimination import BudgetedAnswer, check_hold
 from ctxwin_vllm.forecast import forecast
 from ctxwin_vllm.lora import Adapter, identity_with
 from ctxwin_vllm.prompts import EnginePrompts, PromptBuilder
@@ -62,7 +63,7 @@ class VLLMEngine(EncodingEngine):
         position_free: of a hybrid, whether chunks' maps on the recurrent states are kept as well (`ctxwin.kv.states`), so that a
             chunk may follow other chunks than those it was computed after; three times the bytes of its states, and each missing
             chunk takes a request of its own. Eager execution, and a version of vLLM among `transitions.HOOKED`.
-        **options: ``outputs=True`` keeps what a forward gives for each token beside its KV (one process, eager execution);
+        **options: ``outputs=True`` keeps what a forward gives for each token beside its KV (`stage_outputs`);
             engine arguments of vLLM (``dtype``, ``max_model_len``, ``gpu_memory_utilization`` ...). On a CPU the
             defaults are blocks of 32 tokens, a paged cache of 1 GiB and eager execution. ``allow_untested_vllm=True``
             runs a version of vLLM that ctxwin was not tested with.
@@ -219,8 +220,15 @@ class VLLMEngine(EncodingEngine):
     ) -> Generation:
         began = time.perf_counter()
         guard = None if on_token is None else StreamGuard(on_token, self.decode)
-        ask = Ask(query, sampling, salt, capture_query, guard, background, builder=builder)
-        generation, outcome = self.asks.serve(layout, ask)
+        if sampling.hold < 1:
+            if capture_query:
+                raise UnsupportedModel("an exchange is remembered with all of its KV: hold must be 1, got less")
+            answer = BudgetedAnswer(self._core, self.asks, layout, query, sampling, salt)
+            outcome = answer.generate(guard, background, builder)
+            generation = replace(answer.generation, query_span=None)
+        else:
+            ask = Ask(query, sampling, salt, capture_query, guard, background, builder=builder)
+            generation, outcome = self.asks.serve(layout, ask)
         ended = time.perf_counter()
         generation.token_ids, generation.text = outcome.token_ids, self.decode(outcome.token_ids)
         generation.logprobs, generation.finished = outcome.logprobs, outcome.finished
@@ -235,12 +243,22 @@ class VLLMEngine(EncodingEngine):
         best: int = BEST,
         stopped: Callable[[], bool] = lambda: False,
         tally: Tally | None = None,
+        sampling: Sampling = WHOLE,
     ) -> list[list[dict[int, float]]]:
         """See `Engine.forced_logprobs`: requests whose prompts end in the answers.
 
         Missing segments are computed by an earlier request: vLLM computes logits of the whole vocabulary for every prompt token
         that it scores, which must not be more than a query and an answer.
         """
+        if sampling.hold < 1:
+            budgeted = [BudgetedAnswer(self._core, self.asks, layout, query, sampling, "") for query, _ in answers]
+            rows = [one.score(ids, best, stopped) for one, (_, ids) in zip(budgeted, answers, strict=True)]
+            if any(one.generation.fallbacks for one in budgeted):
+                raise EngineFailed("spans could not be loaded, so that what they serve could not be scored")
+            if tally is not None:
+                tally.forwards += sum(one.generation.forwards for one in budgeted)
+                tally.tokens += sum(one.generation.computed_tokens for one in budgeted)
+            return rows
         # A namespace of this call alone: in a shared one an answer's own tokens could come from the cache, unscored.
         # Without marks the salt separates all segments, exact ones included.
         salt = f"forced-{uuid.uuid4().hex}"
@@ -305,6 +323,9 @@ class VLLMEngine(EncodingEngine):
         ]
         span = relocate(generation.captured[len(before)], self.spec.kv, start)
         return AttendedKV(span, torch.stack(sums))
+
+    def check_hold(self, sampling: Sampling) -> None:
+        check_hold(self._core, sampling)
 
     def forecast(self, calls: Sequence[Call]) -> list[int] | None:
         return forecast(self.prompts, calls)

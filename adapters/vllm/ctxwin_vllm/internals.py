@@ -14,6 +14,7 @@ import contextlib
 import gc
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import InvalidStateError
 from functools import partial
 from typing import Any
@@ -59,6 +60,31 @@ def draft_model_of(worker: Any) -> Any:
     """Return the proposer of drafts in a worker, of either model runner; a draft model has ``model`` and ``hidden_size``."""
     runner = worker.model_runner
     return getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+
+
+def worker_runner(llm: Any) -> Any:
+    """Return the model runner of an ``LLM`` that runs in this process."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def observe_forwards(runner: Any, receive: Callable[[Any, dict[str, torch.Tensor]], None]) -> Callable[[], None]:
+    """Call ``receive(outputs, slots by layer)`` behind each forward of a model runner; return a function that ends that.
+
+    Whether the forward was eager, compiled or the replay of a graph, both runners keep what it gave until they sample
+    (``execute_model_state``); in a pipeline the last stage does.
+    """
+    execute = runner.execute_model
+
+    def observed(*args: Any, **options: Any) -> Any:
+        result, state = execute(*args, **options), runner.execute_model_state
+        if state is not None and state.hidden_states is not None:
+            slots = getattr(state, "slot_mappings", None) or getattr(state, "slot_mappings_by_layer", None)
+            if slots:
+                receive((state.hidden_states, state.aux_hidden_states), slots)
+        return result
+
+    runner.execute_model = observed
+    return partial(delattr, runner, "execute_model")
 
 
 def layer_groups(llm: Any) -> list[list[str]]:

@@ -5,8 +5,8 @@ packing depends on the instruction set. Writing therefore goes through the backe
 backend has. There is no reading counterpart, so `PagedKV` learns the packing once: it writes the index of each number into a
 scratch block, in digits that the cache dtype represents exactly, and inverts the permutation.
 
-A load kernel that can write slots itself (Triton's) does so where the packing has constant strides, as in FlashAttention,
-FlashInfer and Triton: keys and values then go straight from where they are computed to where they stay.
+A load kernel that can write slots itself does so where the packing has constant strides, as in FlashAttention, FlashInfer,
+Triton and most of a CPU's: keys and values then go straight from where they are computed to where they stay.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PagedKV:
             that could keep one.
 
     Raises:
-        UnsupportedModel: a cache that cannot be read back exactly; the message names the property. Cost: on a GPU some
+        UnsupportedModel: a cache that cannot be read back exactly; the message names the property. Cost: some
         seconds, in which load kernels are compiled and tried.
     """
 
@@ -101,7 +101,7 @@ class PagedKV:
                 self._gathers[shape] = self._probe(layer, shape)
         self.kernel = choose(kv, self.dtype, self.device, kernel=kernel)
         self._alone = alone and self.device.type == "cpu"
-        self._strides = self._find_strides() if self.kernel == "triton" and self._fp8 is None else None
+        self._strides = self._find_strides() if self.kernel in ("llvm", "triton") and self._fp8 is None else None
 
     @property
     def direct(self) -> bool:
@@ -284,7 +284,7 @@ class PagedKV:
         except Exception as error:  # anything that a compiler or a driver may raise
             fault = f"{type(error).__name__}: {error}"
         if fault is not None:
-            report(f"the Triton load kernel does not write the paged cache itself on {self.device}: {fault}")
+            report(f"the {self.kernel} load kernel does not write the paged cache itself on {self.device}: {fault}")
             return None
         return strides
 
@@ -294,8 +294,10 @@ class PagedKV:
 
     def _scratch_kernel(self, parts: Sequence[SpanSlice], spec: KVSpec, **options: Any) -> Any:
         """Return a kernel whose layers go through scattered slots of a scratch cache, packed like the first layer's."""
-        plan = LoadPlan(parts, spec, dtype=options["dtype"], device=options["device"], kernel="triton")
-        slots = torch.randperm(2 * self.block_size, generator=torch.Generator().manual_seed(0))[: plan.tokens]
+        plan = LoadPlan(parts, spec, dtype=options["dtype"], device=options["device"], kernel=self.kernel)
+        # A block as it is usually filled, then scattered slots.
+        rest = torch.randperm(self.block_size, generator=torch.Generator().manual_seed(0)) + self.block_size
+        slots = torch.cat([torch.arange(self.block_size), rest])[: plan.tokens]
 
         def layer(i: int) -> tuple[torch.Tensor, torch.Tensor]:
             scratch = torch.zeros_like(self.layers[0].kv_cache[:2])

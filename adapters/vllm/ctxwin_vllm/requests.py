@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctxwin.engines.results import ScoredToken
 from ctxwin.engines.sampling import Sampling, SamplingOptions
-from ctxwin.errors import AnswerStopped, EngineFailed, UnsupportedModel
+from ctxwin.errors import AnswerStopped, EngineFailed
 from ctxwin_vllm.transport.base import PARAM, Transfer, Transport
 
 if TYPE_CHECKING:
@@ -46,6 +46,9 @@ class Outcome:
         finished: False where ``on_token`` stopped it.
         forced: log-probabilities by token id before each of the scored last prompt tokens, then after them.
         queries: rotated queries of the requested chunk, ``[tokens, layers, heads, dim]``.
+        kv: ``(k, v)`` of the prompt and of the answer, where all of it is captured: ``[layers, slots, heads, dim]``, in vLLM's
+            positions.
+        begin: vLLM's position of the question.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -54,6 +57,8 @@ class Outcome:
     finished: bool = True
     forced: list[dict[int, float]] = field(default_factory=list)
     queries: torch.Tensor | None = None
+    kv: tuple[torch.Tensor, torch.Tensor] | None = None
+    begin: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,12 +89,17 @@ class StreamGuard:
         self._decode = decode
         self._ids: list[int] = []
         self._continue = True
+        self.earlier: list[int] = []
 
     def __call__(self, ids: list[int]) -> bool:
         """Pass on the last of all ``ids`` generated so far; return False once the caller stops.
 
+        The ``earlier`` ones of an answer of several requests are not among them.
+
         Raises EngineFailed if a token that was passed on has changed.
         """
+        if self.earlier:
+            ids = [*self.earlier, *continued(ids, len(self.earlier))]
         at = len(ids) - 1
         if at >= len(self._ids):
             self._ids.append(ids[at])
@@ -107,6 +117,11 @@ class StreamGuard:
         return EngineFailed(
             "KV of the answer was lost while it was streamed, and computed anew the answer is another one; ask again"
         )
+
+
+def continued(ids: Sequence[int], count: int) -> list[int]:
+    """Return the tokens of an answer that follow ``count`` of an earlier request."""
+    return [ScoredToken(i, i.index + count, i.logprob, i.best) if isinstance(i, ScoredToken) else i for i in ids]
 
 
 def run(
@@ -320,10 +335,7 @@ def check(driver: Driver, sampling: Sampling) -> None:
 
     Raises:
         ValueError: ids and counts beyond the vocabulary, a schema that vLLM cannot enforce.
-        UnsupportedModel: an answer that drops tokens it has computed.
     """
-    if sampling.hold < 1:
-        raise UnsupportedModel("vLLM keeps every token that it has computed; eliminate them on transformers (hf:MODEL)")
     if sampling.json_schema is None and sampling.logprobs <= 0 and not sampling.stop_ids:
         return
     config = driver.config

@@ -1,8 +1,10 @@
 """Stage outputs on vLLM: tensors with a row for each slot of the paged cache.
 
-A forward of vLLM's model runner writes its tokens' KV into slots; a hook on the model writes its outputs into the rows of the
-same numbers, as vLLM-Omni does ("Automatic Prefix Caching in Omni Models"). So a hit in the prefix cache finds the rows of its
-blocks, loads and captures treat both alike, and a block's partial tail needs no special case.
+A forward of vLLM's model runner writes its tokens' KV into slots; what the runner hands from there to sampling is written into
+the rows of the same numbers, as vLLM-Omni does ("Automatic Prefix Caching in Omni Models"). So a hit in the prefix cache finds
+the rows of its blocks, loads and captures treat both alike, and a block's partial tail needs no special case. It is the same
+in every mode, because nothing is taken from within the model, whose Python neither a compiled nor a recorded graph runs: the
+last hidden states, and auxiliary ones where the runner has them. Other tensors of vLLM's models never leave its forward.
 """
 
 from __future__ import annotations
@@ -12,47 +14,55 @@ from typing import Any
 
 import torch
 
-from ctxwin.engines.outputs import concat_outputs, rows_of
+from ctxwin.engines.outputs import HIDDEN, concat_outputs, rows_of
 from ctxwin.kv.kernels import SpanSlice
+from ctxwin_vllm.internals import observe_forwards
+from ctxwin_vllm.paged import PagedKV
 
 
 class StageOutputs:
-    """Stage outputs of one model that runs in this process.
+    """Stage outputs of the model in one worker.
 
     Args:
-        model: the module that vLLM's runner calls; returns hidden states, or tensors with names.
-        slots: of the paged cache. Memory: a row for each slot and output, from the first forward on.
+        runner: vLLM's model runner.
+        paged: the worker's cache. Memory: a row for each of its slots and each output, on the model's device.
     """
 
-    def __init__(self, model: torch.nn.Module, slots: int) -> None:
-        self._slots = slots
-        self._rows: dict[str, torch.Tensor] = {}
-        self._hook = model.register_forward_hook(self._store)
+    def __init__(self, runner: Any, paged: PagedKV) -> None:
+        self._layer: str = paged.layers[0].layer_name
+        # One row more than slots: -1 is the slot of rows that pad a batch, and no copy to the host has to sort them out.
+        self._count = int(paged.layers[0].kv_cache.shape[0]) * paged.block_size + 1
+        config = runner.model_config
+        width, options = int(config.get_hidden_size()), {"dtype": config.dtype, "device": runner.device}
+        self._rows: dict[str, torch.Tensor] = {HIDDEN: torch.zeros(self._count, width, **options)}
+        self._close = observe_forwards(runner, self._store)
 
     def close(self) -> None:
-        """Remove the hook and drop the rows."""
-        self._hook.remove()
+        """Stop observing the runner and drop the rows."""
+        self._close()
         self._rows.clear()
 
-    def _store(self, model: Any, args: Any, output: Any) -> None:
-        slots = _slots()
-        if slots is None:
-            return
-        used = slots >= 0  # rows that pad a batch have no slot
+    def _store(self, output: Any, slots_by_layer: dict[str, torch.Tensor]) -> None:
+        slots = slots_by_layer[self._layer][: len(output[0])]
         for name, rows in rows_of(output, len(slots)).items():
-            self._table(name, rows)[slots[used]] = rows[used]
+            self._table(name, rows)[slots] = rows
 
     def _table(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        if name not in self._rows:
-            self._rows[name] = rows.new_zeros((self._slots, *rows.shape[1:]))
-        return self._rows[name]
+        table = self._rows.get(name)
+        if table is None or table.shape[1:] != rows.shape[1:] or table.dtype != rows.dtype:
+            device = self._rows[HIDDEN].device
+            self._rows[name] = table = torch.zeros(self._count, *rows.shape[1:], dtype=rows.dtype, device=device)
+        return table
 
     def write(self, parts: Sequence[SpanSlice], slots: torch.Tensor) -> None:
-        """Write the rows of loaded spans into these slots."""
-        outputs = concat_outputs([{n: rows[p.begin : p.stop] for n, rows in p.span.outputs.items()} for p in parts])
+        """Write the rows of loaded spans into these slots; a merged span has none, and answers over it return none."""
+        filled = [p for p in parts if p.span.outputs]
+        outputs = concat_outputs([{n: rows[p.begin : p.stop] for n, rows in p.span.outputs.items()} for p in filled])
+        tokens = torch.tensor([p.stop - p.begin for p in parts], dtype=torch.int64)
+        slots = slots[torch.tensor([bool(p.span.outputs) for p in parts]).repeat_interleave(tokens)]
         for name, rows in outputs.items():
             table = self._table(name, rows)
-            table[slots.to(table.device)] = rows.to(table.device, table.dtype)
+            table[slots.to(table.device)] = rows.to(table.device)
 
     def read(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the rows of these slots, on the CPU."""

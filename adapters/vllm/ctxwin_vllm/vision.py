@@ -15,10 +15,11 @@ from ctxwin.store import codec
 from ctxwin_vllm.internals import draft_model_of, pipeline, stage_inputs, tensor_parallel
 from ctxwin_vllm.lifecycle.folders import write_file
 from ctxwin_vllm.relocation import TOKENS, refusal
+from ctxwin_vllm.stage_outputs import StageOutputs
 from ctxwin_vllm.transport import PARAM, connect
 
 _PIXELS, _SEEN = "see-", "seen-"
-_PIXELS_ONLY = ("kimi_k25", "paddleocr_vl")
+_PIXELS_ONLY = ("kimi_k25", "kimi_vl", "paddleocr_vl")
 
 Vision = Callable[..., "torch.Tensor"]
 """``(pixels, grids int64 [items, 3]) -> embeddings [tokens, width]`` of all items in order, on the CPU.
@@ -67,6 +68,8 @@ def see(model: Any, config: Any, pixels: torch.Tensor, grids: torch.Tensor, hear
     elif family.tiles:
         token = torch.tensor([config.image_token_id])
         kwargs = {"pixel_values": inputs, "image_num_patches": grids[:, 0], "image_token_id": token}
+    elif config.model_type == "kimi_vl":
+        kwargs = {"pixel_values": inputs, "image_grid_hws": grids[:, 1:]}
     elif config.model_type == "paddleocr_vl":
         kwargs = {"pixel_values": torch.split(inputs, grids.prod(-1).tolist()), "image_grid_thw": grids}
     else:
@@ -105,6 +108,14 @@ class WorkerExtension:
         return refusal(
             self.get_model(), self.vllm_config, endpoint.paged, inputs, draft_model_of(self), endpoint.draft_model
         )
+
+    def ctxwin_outputs(self) -> None:
+        """Keep stage outputs from now on; their rows are the same on all ranks of the last stage, whose first one keeps them."""
+        endpoint = connect(self.vllm_config.kv_transfer_config.kv_connector_extra_config[PARAM])
+        stage, stages = pipeline()
+        if stage == stages - 1 and tensor_parallel()[0] == 0:
+            assert endpoint.paged is not None
+            endpoint.outputs = StageOutputs(self.model_runner, endpoint.paged)
 
     def ctxwin_see(self, source: str, target: str, heard: bool) -> None:
         """Read pixels (or a spectrogram: ``heard``) and grids from ``source``, write embeddings to ``target``.

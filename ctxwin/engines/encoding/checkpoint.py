@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ctxwin.engines import vllm_support
 from ctxwin.engines.encoding.families import Family, family_of, patches_per_token
 from ctxwin.engines.encoding.templates import Template
 from ctxwin.engines.torchvision_repair import repair
 from ctxwin.errors import UnsupportedModel
 from ctxwin.hashing import digest
+from ctxwin.kv.config import Engine
 
 _WHOLE = 1 << 30
 """Weight files up to this many bytes are hashed as a whole."""
@@ -105,23 +107,42 @@ class Checkpoint:
         return digest("model", _plain(config), self.weights, dtype, self.processors, positions)
 
 
-def open_checkpoint(name: str | Path) -> Checkpoint:
+def read_config(source: str | Path) -> Any:
+    """Return the transformers config of a folder or a Hub name; of a model that vLLM alone has, by vLLM's class.
+
+    Code that a model brings along is not run. Raises UnsupportedModel for a model of vLLM's where there is no vLLM.
+    """
+    from transformers import AutoConfig, PreTrainedConfig
+
+    kind = str(PreTrainedConfig.get_config_dict(source)[0].get("model_type"))
+    if kind in vllm_support.VLLM_ONLY:
+        vllm_support.register_config(kind)
+    return AutoConfig.from_pretrained(source, trust_remote_code=False)
+
+
+def open_checkpoint(name: str | Path, *, engine: Engine = "hf", remote_code: bool = False) -> Checkpoint:
     """Opens a local folder or a Hugging Face Hub name (downloaded once, safetensors only).
+
+    ``engine`` is the one that opens it; ``remote_code``: whether a processor or a tokenizer that the model brings along, and
+    transformers does not know, may run.
 
     Cost: reading the weight files once for their digest (of files above 1 GiB samples, see `weights_digest`).
 
     Raises:
         ValueError: neither a model folder nor a name that the Hub knows.
         UnsupportedModel: positions under which KV cannot be moved (ALiBi ...), a vision model of no known family, no
-            safetensors weights, or a chat template that cannot be cut into pieces.
+            safetensors weights, a chat template that cannot be cut into pieces, a model that another engine alone has, or a
+            folder with code of its own that may not run.
     """
     repair()
-    path = local_folder(name)
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    path = local_folder(name, remote_code)
+    from transformers import AutoTokenizer, GenerationConfig
 
     from ctxwin.kv.config import check_supported, text_backbone
 
-    config = text_backbone(AutoConfig.from_pretrained(path))
+    config = text_backbone(read_config(path))
+    if engine == "hf" and config.model_type in vllm_support.VLLM_ONLY:
+        raise UnsupportedModel(f"transformers has no model {config.model_type!r}; open it as vllm:{name}")
     check_supported(config)  # before gigabytes of weights are read
     text_config = config.get_text_config()
     family = family_of(config)
@@ -131,7 +152,7 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
         from transformers import AutoProcessor
 
         with _named_files("a processor", path):
-            processor = AutoProcessor.from_pretrained(path)
+            processor = _load(AutoProcessor, path, remote_code)
         tokenizer = processor.tokenizer
         image_processor = getattr(processor, "image_processor", None)
         video_processor = getattr(processor, "video_processor", None)
@@ -139,11 +160,12 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
         media = _media_tokens(config, processor, family, family.video and video_processor is not None)
     else:
         with _named_files("a tokenizer", path):
-            tokenizer = AutoTokenizer.from_pretrained(path)
+            tokenizer = _load(AutoTokenizer, path, remote_code)
         source = tokenizer.chat_template
     # Transformers makes an empty one where there are no files.
     if not tokenizer("a", add_special_tokens=False)["input_ids"]:
         raise UnsupportedModel(_without("a tokenizer", path))
+    _check_spelling(tokenizer)
     try:
         generation = GenerationConfig.from_pretrained(path)
     except OSError:
@@ -214,6 +236,31 @@ def _file_digest(file: Path) -> str:
         return h.hexdigest()
 
 
+def _check_spelling(tokenizer: Any) -> None:
+    """Raise UnsupportedModel for a tokenizer that reads special tokens wherever a text spells them, as content might."""
+    spelled, token_id = tokenizer.eos_token, tokenizer.eos_token_id
+    if getattr(tokenizer, "backend_tokenizer", None) is not None or spelled is None:
+        return  # `Tokens` sets a Rust backend's own option
+    if token_id in tokenizer(str(spelled), add_special_tokens=False, split_special_tokens=True)["input_ids"]:
+        raise UnsupportedModel(
+            f"a tokenizer must be able to take {spelled!r} in a text as text, got {type(tokenizer).__name__}, with which any "
+            "content could end a turn; put a tokenizer.json in the model's folder"
+        )
+
+
+def _load(kind: Any, path: Path, remote_code: bool) -> Any:
+    try:
+        return kind.from_pretrained(path, trust_remote_code=False)
+    except ValueError as error:
+        if "custom code" not in str(error):
+            raise
+        if not remote_code:
+            raise ValueError(
+                "it is code in the folder: if you trust it, open vllm: with trust_remote_code=True"
+            ) from error
+        return kind.from_pretrained(path, trust_remote_code=True)
+
+
 @contextmanager
 def _named_files(what: str, path: Path) -> Iterator[None]:
     """Says what a folder lacks, whatever transformers raises of it."""
@@ -249,8 +296,8 @@ def model_path(name: str | Path) -> Path | None:
     return None
 
 
-def local_folder(name: str | Path) -> Path:
-    """A model's folder, downloaded where ``name`` is the Hub's. Raises ValueError for neither."""
+def local_folder(name: str | Path, remote_code: bool = False) -> Path:
+    """A model's folder, downloaded where ``name`` is the Hub's, with its code on demand. Raises ValueError for neither."""
     path = model_path(name)
     if path is not None:
         if not (path / "config.json").is_file():
@@ -259,7 +306,7 @@ def local_folder(name: str | Path) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "ctxwin-basis.st"]
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "ctxwin-basis.st", *["*.py"] * remote_code]
     try:
         return Path(snapshot_download(str(name), allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
@@ -272,9 +319,10 @@ def local_folder(name: str | Path) -> Path:
 def _media_tokens(config: Any, processor: Any, family: Family, video: bool) -> MediaTokens:
     vocabulary = processor.tokenizer.get_vocab()
 
-    def find(token: str, *names: str) -> int:
-        places = (getattr(source, name, None) for source in (config, processor) for name in names)
-        token_id = next((place for place in (*places, vocabulary.get(token)) if place is not None), None)
+    def find(tokens: str, *names: str) -> int:
+        places = [getattr(source, name, None) for source in (config, processor) for name in names]
+        places += map(vocabulary.get, tokens.split())
+        token_id = next((place for place in places if place is not None), None)
         if token_id is None:
             raise UnsupportedModel(f"the config of a vision model must name {names[0]}, got none")
         return int(token_id)
@@ -288,12 +336,14 @@ def _media_tokens(config: Any, processor: Any, family: Family, video: bool) -> M
         sound = dict(
             zip(("audio", "audio_start", "audio_end"), (vocabulary[getattr(processor, n)] for n in audio), strict=True)
         )
-    # Qwen's and Kimi's names, InternVL's, GLM's.
+    # Qwen's and Kimi K2.5's names, InternVL's, GLM's; Kimi-VL's config names the placeholder alone.
     return MediaTokens(
         **sound,
-        start=find("<|vision_start|>", "vision_start_token_id", "start_image_token_id", "image_start_token_id"),
-        end=find("<|vision_end|>", "vision_end_token_id", "end_image_token_id", "image_end_token_id"),
-        image=find("<|image_pad|>", "image_token_id"),
+        start=find(
+            "<|media_start|> <|vision_start|>", "vision_start_token_id", "start_image_token_id", "image_start_token_id"
+        ),
+        end=find("<|media_end|> <|vision_end|>", "vision_end_token_id", "end_image_token_id", "image_end_token_id"),
+        image=find("<|image_pad|>", "image_token_id", "media_placeholder_token_id"),
         video=find("<|video_pad|>", "video_token_id") if video else None,
     )
 

@@ -3,7 +3,8 @@
 A *grid* (t, h, w) counts patches before merging. Qwen's and Kimi's processors give it with the pixels; InternVL's cut a
 picture into square tiles of a fixed size, which count as the first axis here. SmolVLM's and Idefics3's grid says how many tiles
 there are, and their rows and columns (0 and 0 for a single one). LLaVA-NeXT's gives the tiles and the picture's own pixels,
-LLaVA's of a video the frames and their pixels, DeepSeek-OCR 2's the picture and its tiles, and their sides in pixels.
+LLaVA's of a video the frames and their pixels, DeepSeek-OCR 2's the picture and its tiles, and their sides in pixels (the larger
+DeepSeek-VL's the picture in two sizes).
 That of sound is (1, 1, frames of its spectrogram).
 
 LLaVA-OneVision's processor cuts the only picture of a prompt into tiles, and takes each of several uncut. A chunk must not depend
@@ -65,6 +66,7 @@ FAMILIES = {
     "internvl": Family(tiles=True),
     "qianfan_ocr": Family(tiles=True),
     "kimi_k25": Family(),
+    "kimi_vl": Family(),
     "glm4v": Family(),
     "glm4v_moe": Family(),
     "glm_ocr": Family(),
@@ -74,6 +76,8 @@ FAMILIES = {
     "idefics3": Family(tiles=True, marks=True),
     "gemma3": Family(marks=True, square=True, both_ways="all"),
     "deepseek_ocr2": Family(marks=True),
+    "deepseek_vl": Family(marks=True),
+    "deepseek_vl_hybrid": Family(marks=True),
     "llava": Family(marks=True),
     "llava_next": Family(marks=True),
     "llava_next_video": Family(video=True, marks=True),
@@ -89,6 +93,8 @@ REFUSED = {
     "paligemma": "every token before the answer attends both ways",
 }
 """Reasons why some known families cannot be served."""
+_IN_TWO_SIZES = {"deepseek_ocr2": "pixel_values_local", "deepseek_vl_hybrid": "high_res_pixel_values"}
+"""Further pixels of families whose towers take a picture in two sizes, by the name that their processors give them."""
 _SEVERAL = 2
 """Number of pictures reported to LLaVA-OneVision's processor: with more than one it leaves each uncut."""
 
@@ -122,6 +128,8 @@ def both_ways(config: Any) -> str:
 
 def patches_per_token(config: Any, image_processor: Any) -> int:
     """Return how many patches of the grid become one token; not for a family with marks."""
+    if kernel := getattr(image_processor, "merge_kernel_size", None):  # Kimi-VL's
+        return int(kernel[0]) * int(kernel[1])
     ratio = getattr(config, "downsample_ratio", None)
     side = int(image_processor.merge_size) if ratio is None else round(1 / ratio)
     return side * side
@@ -162,13 +170,16 @@ def run_tower(model: Any, family: Family, config: Any, pixels: torch.Tensor, gri
     """Run the vision tower of transformers' model on the output of `process_images` or `process_video`."""
     if is_clip(config, pixels):
         return model.get_video_features(pixels[None], return_dict=True)
-    if str(config.model_type) == "deepseek_ocr2":
+    images = (
+        getattr(model, "get_image_features", None) or model.base_model.get_image_features
+    )  # DeepSeek-VL's is within
+    if further := _IN_TWO_SIZES.get(str(config.model_type)):
         count, side, tile = (int(n) for n in grids[0])
-        thumbnail, tiles = pixels[: 3 * side**2], pixels[3 * side**2 :]
-        cut = (
-            {"pixel_values_local": tiles.view(-1, 3, tile, tile), "num_local_patches": [count - 1]} if count > 1 else {}
-        )
-        return model.get_image_features(thumbnail.view(1, 3, side, side), **cut, return_dict=True)
+        first, rest = pixels[: 3 * side**2], pixels[3 * side**2 :]
+        others: dict[str, Any] = {further: rest.view(-1, 3, tile, tile)} if count > 1 else {}
+        if others and further == "pixel_values_local":
+            others["num_local_patches"] = [count - 1]
+        return images(first.view(1, 3, side, side), **others, return_dict=True)
     options: dict[str, Any] = {}
     if family.listed:
         options = {"image_position_ids": patch_places(grids, int(pixels.shape[-2]))}
@@ -178,7 +189,7 @@ def run_tower(model: Any, family: Family, config: Any, pixels: torch.Tensor, gri
         options = {"image_sizes": grids[:, 1:] * _cell(config)}
     if str(config.model_type) == "llava_onevision":
         options["batch_num_images"] = [_SEVERAL]
-    return model.get_image_features(pixels, **options, return_dict=True)
+    return images(pixels, **options, return_dict=True)
 
 
 def _cell(config: Any) -> int:
@@ -188,7 +199,8 @@ def _cell(config: Any) -> int:
 
 def _has_sizes(config: Any) -> bool:
     """Return True if the tower takes pictures of any size; else each has the size of the tower's images."""
-    return str(config.model_type) != "llava" or str(config.vision_config.model_type) == "pixtral"
+    kind = str(config.model_type)
+    return kind != "deepseek_vl" and (kind != "llava" or str(config.vision_config.model_type) == "pixtral")
 
 
 def patch_places(grids: torch.Tensor, count: int) -> torch.Tensor:
@@ -223,12 +235,9 @@ def process_images(
         pixels = processor(images=list(pictures), return_tensors="pt", do_pan_and_scan=False)["pixel_values"]
         side = int(config.vision_config.image_size) // int(config.vision_config.patch_size)
         return pixels, torch.tensor([[1, side, side]] * len(pixels))
-    if str(config.model_type) == "deepseek_ocr2":
+    if further := _IN_TWO_SIZES.get(str(config.model_type)):
         processed = processor(images=list(pictures), return_tensors="pt")
-        parts = [
-            processed["pixel_values"],
-            *([processed["pixel_values_local"]] if "pixel_values_local" in processed else []),
-        ]
+        parts = [processed[name] for name in ("pixel_values", further) if name in processed]
         side, tile = (int(part.shape[-1]) for part in (parts[0], parts[-1]))
         return torch.cat([part.flatten() for part in parts]), torch.tensor([[sum(map(len, parts)), side, tile]])
     if family.listed:
@@ -247,6 +256,9 @@ def process_images(
         return pixels, torch.tensor([[tiles, int(high) // cell, int(wide) // cell]])
     if not family.tiles:
         processed = processor(images=list(pictures), return_tensors="pt")
+        if "image_grid_hws" in processed:  # Kimi-VL's
+            sizes = torch.as_tensor(processed["image_grid_hws"])
+            return processed["pixel_values"], torch.cat([torch.ones_like(sizes[:, :1]), sizes], dim=1)
         return processed["pixel_values"], processed["image_grid_thw"]
     # InternVL's own processor requests tiles from its image processor whatever that one's settings say.
     processed = processor(images=list(pictures), crop_to_patches=not frames, return_tensors="pt")

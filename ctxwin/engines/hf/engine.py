@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ctxwin.engines.base import BEST, EngineSpec
+from ctxwin.engines.base import BEST, WHOLE, EngineSpec
 from ctxwin.engines.encoding.checkpoint import open_checkpoint
 from ctxwin.engines.encoding.encoder import Encoder, EncodingEngine
 from ctxwin.engines.hf import model as hf_model
@@ -27,11 +27,11 @@ from ctxwin.engines.hf.recurrent import states_of
 from ctxwin.engines.outputs import outputs_identity
 from ctxwin.engines.results import AttendedKV, EngineCounters, Generation, Tally
 from ctxwin.engines.sampling import Sampling, check_sampling
-from ctxwin.engines.segments import Encoded, Segment
-from ctxwin.errors import UnsupportedModel
+from ctxwin.engines.segments import Encoded, Segment, without_spans
+from ctxwin.errors import AnswerStopped, UnsupportedModel
 from ctxwin.kv.config import kv_spec_from_config, with_maps
 from ctxwin.kv.layout import SpanKV
-from ctxwin.kv.merge import budget_slots
+from ctxwin.kv.merge import FixedPoint, merged_slots
 from ctxwin.kv.relocate import check_relocation
 from ctxwin.progress import step
 from ctxwin.store import open_store
@@ -140,15 +140,13 @@ class HFEngine(EncodingEngine):
         check_sampling(sampling)
         if sampling.json_schema is not None or sampling.repetition_penalty != 1:
             raise UnsupportedModel("the hf engine has no JSON schemas and no repetition_penalty; open it as vllm:MODEL")
-        if sampling.hold < 1 and self.spec.kv.recurrent:
-            raise UnsupportedModel("a recurrent state cannot drop a token: hold must be 1, got less")
         if sampling.hold < 1 and capture_query:
             raise UnsupportedModel("an exchange is remembered with all of its KV: hold must be 1, got less")
         begun = time.perf_counter()
         generation = Generation()
         with self._turn(background), self._lock:
             start = _end(layout)
-            done = self._run([*layout, Segment(query, start)], room=sampling.max_tokens)
+            done, sums = self._run_prompt(layout, query, sampling, sampling.max_tokens)
             generation.computed_tokens, generation.forwards = done.computed, done.forwards
             generation.bytes_loaded = done.bytes_loaded
             for i, segment in enumerate(layout):
@@ -156,7 +154,8 @@ class HFEngine(EncodingEngine):
                     generation.captured[i] = self.decoder.span(
                         done, done.slices[i], segment.encoded.positions, segment.start
                     )
-            fed = self._decode_loop(done, query, start, sampling, generation, on_token, begun)
+            schedule = self._schedule(done, sampling, sums)
+            fed = self._decode_loop(done, query, start, sampling, generation, on_token, begun, schedule)
             if capture_query:  # positions relative to its start
                 begin, end = done.slices[-1]
                 later = np.tile(np.arange(query.advance, query.advance + fed, dtype=np.int64), (3, 1))
@@ -169,14 +168,7 @@ class HFEngine(EncodingEngine):
     def attended(
         self, context: Sequence[Segment], target: Encoded, start: int, *, tally: Tally | None = None
     ) -> AttendedKV:
-        if self.spec.kv.recurrent:
-            raise UnsupportedModel(f"{self.spec.model} has recurrent layers, whose states cannot be merged")
-        if self.decoder.window is not None:
-            raise UnsupportedModel(f"{self.spec.model} has sliding layers, whose attention does not tell what to merge")
-        if self.text_model.config._attn_implementation == "eager":
-            raise UnsupportedModel(
-                f"{self.spec.model} caps its attention or has sinks, so sums of it do not tell what to merge"
-            )
+        self._check_merging()
         with self._turn(background=True), self._lock:
             done = self._begin([*context, Segment(target, start)])
             self.decoder.check([*context, Segment(target, start)])
@@ -190,9 +182,44 @@ class HFEngine(EncodingEngine):
             span = self.decoder.span(done, done.slices[-1], target.positions, start)
             return AttendedKV(span, torch.stack([sums[layer] for layer in sorted(sums)]))
 
-    @property
-    def drops_tokens(self) -> bool:
-        return not self.spec.kv.recurrent
+    def _check_merging(self) -> None:
+        if self.spec.kv.recurrent:
+            raise UnsupportedModel(f"{self.spec.model} has recurrent layers, whose states cannot be merged")
+        if self.decoder.window is not None:
+            raise UnsupportedModel(f"{self.spec.model} has sliding layers, whose attention does not tell what to merge")
+        if self.text_model.config._attn_implementation == "eager":
+            raise UnsupportedModel(
+                f"{self.spec.model} caps its attention or has sinks, so sums of it do not tell what to merge"
+            )
+
+    def check_hold(self, sampling: Sampling) -> None:
+        if sampling.hold < 1 and self.spec.kv.recurrent:
+            raise UnsupportedModel("a recurrent state cannot drop a token: hold must be 1, got less")
+        if sampling.hold < 1 and sampling.merge_prompt:
+            self._check_merging()
+
+    def _run_prompt(
+        self, layout: Sequence[Segment], query: Encoded, sampling: Sampling, room: int
+    ) -> tuple[ForwardPass, dict[int, torch.Tensor]]:
+        """Run a prompt; return the attention that it got by layer, too, where it is to be merged."""
+        self.check_hold(sampling)
+        merging = sampling.hold < 1 and sampling.merge_prompt
+        segments = [*(without_spans(layout) if merging else layout), Segment(query, _end(layout))]
+        tokens = sum(segment.tokens for segment in segments)
+        if not merging:
+            return self._run(segments, room=room), {}
+        with hf_model.capture_attention(self.text_model, tokens) as sums:
+            return self._run(segments, room=room), sums
+
+    def _schedule(self, done: ForwardPass, sampling: Sampling, sums: dict[int, torch.Tensor]) -> FixedPoint | None:
+        """Merge a prompt where `_run_prompt` gave its attention; return what is kept from then on, None where all is."""
+        if sampling.hold >= 1:
+            return None
+        slots, head = self.decoder.slots(done), done.slices[0][1]
+        if sums:
+            head, slots = 1, merged_slots(sampling.hold, slots)
+            hf_model.merge_slots(done.cache, torch.stack([sums[layer] for layer in sorted(sums)]), slots)
+        return FixedPoint(sampling.hold, done.tokens, slots, head, sampling.hold_every)
 
     def logits(self, layout: Sequence[Segment], query: Encoded) -> torch.Tensor:
         """Return next-token logits after ``query``, float32 ``[vocab]`` on the CPU; one forward over segments without KV."""
@@ -207,8 +234,11 @@ class HFEngine(EncodingEngine):
         best: int = BEST,
         stopped: Callable[[], bool] = lambda: False,
         tally: Tally | None = None,
+        sampling: Sampling = WHOLE,
     ) -> list[list[dict[int, float]]]:
         """See `Engine.forced_logprobs`. ``stopped`` is polled before each forward, which covers one segment."""
+        if sampling.hold < 1:
+            return [self._forced_within(layout, query, ids, best, stopped, tally, sampling) for query, ids in answers]
         scores = []
         with self._lock:
             tails = [_tail(layout, query, answer) for query, answer in answers]
@@ -227,6 +257,36 @@ class HFEngine(EncodingEngine):
                     tally.forwards += done.forwards
                     tally.tokens += done.computed
         return scores
+
+    def _forced_within(
+        self,
+        layout: Sequence[Segment],
+        query: Encoded,
+        answer: Sequence[int],
+        best: int,
+        stopped: Callable[[], bool],
+        tally: Tally | None,
+        sampling: Sampling,
+    ) -> list[dict[int, float]]:
+        """`forced_logprobs` of one answer of which slots are dropped, ``hold_every`` tokens a forward."""
+        with self._lock, torch.no_grad():
+            done, sums = self._run_prompt(layout, query, sampling, len(answer))
+            schedule, rows = self._schedule(done, sampling, sums), [done.usable_logits()[-1:]]
+            assert schedule is not None
+            at = _end(layout) + query.advance
+            for begin in range(0, len(answer), sampling.hold_every):
+                if stopped():
+                    raise AnswerStopped("the engine is wanted for other work")
+                ids = torch.tensor(answer[begin : begin + sampling.hold_every])
+                places = torch.arange(at + begin, at + begin + len(ids)).expand(3, -1)
+                self.decoder.feed(done, hf_model.Inputs(self.decoder.words(ids), ids=ids), places, len(ids))
+                rows.append(done.usable_logits())
+                if (slots := schedule.append(len(ids))) is not None:
+                    hf_model.select_slots(done.cache, slots)
+            if tally is not None:
+                tally.forwards += done.forwards
+                tally.tokens += done.computed
+            return hf_model.score_answer(torch.cat(rows), answer, best)
 
     @property
     def busy(self) -> bool:
@@ -307,13 +367,13 @@ class HFEngine(EncodingEngine):
         generation: Generation,
         on_token: Callable[[int, str], bool] | None,
         begun: float,
+        schedule: FixedPoint | None,
     ) -> int:
         """Sample until an end; return how many generated tokens were fed back (their KV is in the cache)."""
         ends = self._checkpoint.eos | set(sampling.stop_ids)
         generator = torch.Generator().manual_seed(sampling.seed) if sampling.seed is not None else None
         at, fed = start + query.advance, 0
         logits = done.last
-        head, prompt_slots = done.slices[0][1], done.slices[-1][1]
         if sampling.logprobs:
             generation.logprobs = hf_model.top_logprobs(logits, sampling.logprobs)
         with torch.no_grad():
@@ -336,10 +396,8 @@ class HFEngine(EncodingEngine):
                 self.decoder.feed(done, hf_model.Inputs(self.decoder.words(ids), ids=ids), torch.full((3, 1), at + fed))
                 fed += 1
                 logits = done.last
-                if sampling.hold < 1 and self.decoder.slots(done) > max(
-                    prompt_slots, budget_slots(sampling.hold, done.tokens + fed)
-                ):
-                    hf_model.drop_slot(done.cache, head)
+                if schedule is not None and (slots := schedule.append(1)) is not None:
+                    hf_model.select_slots(done.cache, slots)
 
 
 def _tail(layout: Sequence[Segment], query: Encoded, answer_ids: Sequence[int]) -> list[Segment]:

@@ -16,7 +16,7 @@ from ctxwin.engines.sampling import Sampling
 from ctxwin.engines.segments import MediaSpan
 from ctxwin.errors import AnswerStopped, EngineFailed, UnsupportedModel
 from ctxwin.kv.config import text_backbone
-from ctxwin.kv.merge import RECENT, attention_sums
+from ctxwin.kv.merge import attention_sums, bucket_means, buckets_of
 
 
 @dataclass(frozen=True)
@@ -240,14 +240,21 @@ def score_answer(logits: torch.Tensor, answer: Sequence[int], best: int) -> list
     return [top_logprobs(row, best) | extra for row, extra in zip(scores, [*answer_rows, {}], strict=True)]
 
 
-def drop_slot(cache: Any, head: int) -> None:
-    """Drop the slot before the newest 25, never one of the first ``head`` (algorithm 1). Cost: a copy of the cache."""
-    count = int(cache.get_seq_length())
-    out = min(max(count - 1 - RECENT, head, 1), count - 1)
+def select_slots(cache: Any, slots: Sequence[int]) -> None:
+    """Keep these slots only. Cost: a copy of the cache."""
+    index = torch.tensor(slots)
     for layer in cache.layers:
         for name in ("keys", "values"):
             cached = getattr(layer, name)
-            setattr(layer, name, torch.cat([cached[:, :, :out], cached[:, :, out + 1 :]], dim=2))
+            setattr(layer, name, cached.index_select(2, index.to(cached.device)))
+
+
+def merge_slots(cache: Any, attended: torch.Tensor, count: int) -> None:
+    """Merge the cache to ``count`` slots by the attention ``[L, S]`` that they got. Cost: a pass over the cache."""
+    for layer, buckets in zip(cache.layers, buckets_of(attended, count), strict=True):
+        for name in ("keys", "values"):
+            cached = getattr(layer, name)
+            setattr(layer, name, bucket_means(cached[None], buckets[None].to(cached.device), count)[0])
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from ctxwin.kv.kernels.choice import Kernel, choose
+from ctxwin.kv.kernels.choice import Kernel, choose, load_class
 from ctxwin.kv.kernels.cpu import CpuKernel
 from ctxwin.kv.kernels.parts import ReferenceKernel, SpanSlice
 from ctxwin.kv.kernels.strides import CacheStrides
@@ -33,7 +33,8 @@ class LoadPlan:
         dtype: dtype that is served, that of the engine's cache.
         device: where the result is wanted; spans and patches may lie elsewhere. Only ``cpu`` is tested.
         heads: the KV heads to serve (a tensor-parallel rank's share); None is all of them.
-        kernel: which implementation; None is what `choose` takes for the device.
+        kernel: which implementation; None is what `choose` takes for the device. ``cpu`` stands in for
+            ``llvm`` where that does not take the parts (float64).
 
     Attributes:
         kernel: the implementation.
@@ -72,6 +73,10 @@ class LoadPlan:
         self.nbytes = self.layers * self.tokens * (last - first) * (spec.k_dim + spec.v_dim) * dtype.itemsize
         device = torch.device(device)
         self.kernel = choose(spec, dtype, device, last - first, kernel)
+        if self.kernel == "llvm":
+            from ctxwin.kv.kernels.llvm_kernel import fits
+
+            self.kernel = "llvm" if fits(parts, spec, dtype, device) else "cpu"
         self._kernel: _Kernel = _make(self.kernel)(tuple(parts), spec, dtype=dtype, device=device, heads=(first, last))
 
     def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,9 +129,6 @@ class LoadPlan:
 
 
 def _make(kernel: Kernel) -> Callable[..., _Kernel]:
-    if kernel == "triton":
-        # Triton comes with torch's builds for GPUs only.
-        from ctxwin.kv.kernels.triton_kernel import TritonKernel
-
-        return TritonKernel
+    if kernel in ("llvm", "triton"):
+        return load_class(kernel)
     return CpuKernel if kernel == "cpu" else ReferenceKernel

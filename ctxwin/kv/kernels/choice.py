@@ -1,4 +1,4 @@
-"""Choice of the load kernel of a device: Triton's on a GPU, once a trial has shown it correct there; torch's elsewhere."""
+"""Choice of the load kernel of a device: Triton's on a GPU, LLVM's on a CPU, once a trial has shown it correct; else torch's."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ctxwin.kv.kernels.parts import ReferenceKernel, SpanSlice
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.patch import Patch
 
-Kernel = Literal["cpu", "reference", "triton"]
-"""``cpu``: torch operators, one layer at a time, on any device. ``triton``: one launch for many layers, on GPUs.
-``reference``: the slow oracle."""
+Kernel = Literal["cpu", "llvm", "reference", "triton"]
+"""``cpu``: torch operators, one layer at a time, on any device. ``llvm``: one pass over many layers, on CPUs. ``triton``: one
+launch for many layers, on GPUs. ``reference``: the slow oracle."""
 
 KERNEL = "CTXWIN_KERNEL"
 """Environment variable that names the load kernel of this process and those it starts, tested or not."""
 
 Make = Callable[..., Any]
 _log = logging.getLogger("ctxwin.engines")
-_good: dict[tuple[Any, ...], bool] = {}  # whether a layout on a device gets Triton's kernel
+_good: dict[tuple[Any, ...], bool] = {}  # whether a layout on a device gets the fast kernel
 _faults: list[str] = []
 _lock = threading.Lock()
 
@@ -43,12 +43,12 @@ def choose(
         kernel: takes this one, whatever it is; None asks the environment (`KERNEL`), and then the device.
 
     Returns:
-        ``triton`` on a GPU where Triton is installed and `trial` finds no fault; ``cpu`` otherwise. A fault is logged
-        once, as a warning, and is one of `faults`.
+        ``triton`` on a GPU where Triton is installed, ``llvm`` on a CPU where llvmlite is (vLLM brings it along), if `trial`
+        finds no fault; ``cpu`` otherwise. A fault is logged once, as a warning, and is one of `faults`.
 
     Raises:
-        ValueError: no kernel of that name. Cost: on a GPU the first call for a layout compiles the kernel, some seconds;
-        nothing on a CPU and afterwards.
+        ValueError: no kernel of that name. Cost: the first call for a layout compiles the kernel: some seconds on a GPU,
+        one on a CPU; nothing afterwards.
     """
     named = kernel if kernel is not None else os.environ.get(KERNEL) or None
     if named is not None:
@@ -58,20 +58,24 @@ def choose(
         chosen: Kernel = named  # type: ignore[assignment]  # mypy does not narrow by get_args
         return chosen
     if spec.in_rows or len({(kind.rope.rotary_dim, kind.rope.pairing) for kind in spec.alike}) > 1:
-        return "cpu"  # Triton's kernel is compiled for one
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return "cpu"  # fast kernels are compiled for one
+    fast: Kernel = "llvm" if device.type == "cpu" else "triton"
+    package = "llvmlite" if fast == "llvm" else "triton"
+    if device.type not in ("cpu", "cuda") or importlib.util.find_spec(package) is None:
+        return "cpu"
+    if fast == "llvm" and dtype is torch.float64:
         return "cpu"
     count = spec.heads if heads is None else heads
     rope = spec.rope
     key = (str(device), dtype, count, spec.k_dim, spec.v_dim, rope.rotary_dim, rope.pairing)
     with _lock:
         if key not in _good:
-            _good[key] = _tried(replace(spec, heads=count), dtype, device)
-        return "triton" if _good[key] else "cpu"
+            _good[key] = _tried(fast, replace(spec, heads=count), dtype, device)
+        return fast if _good[key] else "cpu"
 
 
 def faults() -> list[str]:
-    """Why Triton's kernel is not used, or not everywhere, in this process: a line for each device and layout."""
+    """Why a fast kernel is not used, or not everywhere, in this process: a line for each device and layout."""
     return list(_faults)
 
 
@@ -134,13 +138,22 @@ def samples(spec: KVSpec, dtype: torch.dtype, tokens: Sequence[int]) -> list[Spa
     return parts
 
 
-def _tried(spec: KVSpec, dtype: torch.dtype, device: torch.device) -> bool:
-    try:
-        from ctxwin.kv.kernels.triton_kernel import TritonKernel
+def load_class(kernel: Kernel) -> Make:
+    """Return the class of a fast kernel, which is imported only now, for what it needs comes with engines."""
+    if kernel == "llvm":
+        from ctxwin.kv.kernels.llvm_kernel import LlvmKernel
 
-        fault = trial(TritonKernel, spec, dtype, device)
+        return LlvmKernel
+    from ctxwin.kv.kernels.triton_kernel import TritonKernel
+
+    return TritonKernel
+
+
+def _tried(kernel: Kernel, spec: KVSpec, dtype: torch.dtype, device: torch.device) -> bool:
+    try:
+        fault = trial(load_class(kernel), spec, dtype, device)
     except Exception as error:  # whatever a compiler or a driver comes up with
         fault = f"{type(error).__name__}: {error}"
     if fault is not None:
-        report(f"the Triton load kernel is not used on {device} for {dtype}: {fault}")
+        report(f"the {kernel} load kernel is not used on {device} for {dtype}: {fault}")
     return fault is None

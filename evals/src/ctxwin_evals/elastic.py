@@ -17,40 +17,9 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
+from ctxwin.kv.importance import Attended, AttendedByHead, AttendedMost
 from ctxwin.kv.merge import RECENT, bucket_means, bucket_of, budget_slots, most_important
 from ctxwin_evals.decoder import Held, Memory, Watch
-
-
-class Attended:
-    """Attention that slots got, summed over all queries so far and averaged over the heads of a layer.
-
-    This is the layer-wise sum of section 3.3, ``I_n^i = 1/K sum_j sum_m A_mn^ij``. `watch` takes the weights of passes.
-
-    Args:
-        sums: float32 ``[L, B, S]`` to start from; copied.
-
-    Attributes:
-        sums: float32 ``[L, B, S]``.
-    """
-
-    def __init__(self, sums: Tensor) -> None:
-        self.sums = sums.clone()
-
-    def watch(self, layer: int, weights: Tensor) -> None:
-        """Add attention weights ``[B, heads, T, S]`` of one layer; new slots start at zero."""
-        got = weights.float().sum(2).mean(1)
-        self.widen(int(got.shape[1]))
-        self.sums[layer, :, : got.shape[1]] += got
-
-    def widen(self, slots: int) -> None:
-        """Make room for slots up to ``slots``."""
-        new = slots - self.sums.shape[2]
-        if new > 0:
-            self.sums = torch.nn.functional.pad(self.sums, (0, new))
-
-    def keep(self, slots: Tensor) -> None:
-        """Follow a memory of which only ``slots [L, B, n]`` are left."""
-        self.sums = self.sums.gather(2, slots)
 
 
 def merged(memory: Memory, anchors: Tensor) -> Memory:
@@ -60,7 +29,7 @@ def merged(memory: Memory, anchors: Tensor) -> Memory:
 
     Args:
         memory: of S slots.
-        anchors: int64 ``[L, B, n]``, ascending.
+        anchors: int64 ``[L, B, n]``, ascending, or ``[L, B, H, n]``, each head's own.
     """
     buckets, count = bucket_of(anchors, memory.slots), int(anchors.shape[-1])
     return Memory(bucket_means(memory.k, buckets, count), bucket_means(memory.v, buckets, count))
@@ -195,6 +164,25 @@ class Elastic(Policy):
     def drop(self, cache: Held, attended: Attended, head: int) -> None:
         """Algorithm 1: the slot before the newest 25, never the first one (nor the system prompt)."""
         cache.drop(min(max(cache.slots - 1 - RECENT, head, 1), cache.slots - 1))
+
+
+class ElasticMost(Elastic):
+    """Anchors by the most attention that a slot got, instead of the sum."""
+
+    attention = AttendedMost
+
+
+class ElasticByHead(Elastic):
+    """Anchors of each KV head's own (table 3, "head-wise")."""
+
+    attention = AttendedByHead
+
+
+class ElasticShared(Elastic):
+    """Anchors that all layers share (table 3, "shared")."""
+
+    def chosen(self, sums: Tensor, count: int) -> Tensor:
+        return super().chosen(sums.mean(0, keepdim=True), count).expand(len(sums), -1, -1)
 
 
 class H2O(Policy):

@@ -8,8 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
+from PIL import Image
+from transformers import AutoProcessor
 
 from adapters.vllm.on_vllm import ALL, CLOSE, OnVLLM, gap
 from ctxwin.chunk import Chunk
@@ -18,10 +22,13 @@ from ctxwin.engines.base import Engine
 from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.errors import UnsupportedModel
 from ctxwin.opening import open_engine
-from ctxwin.store import open_store
+from ctxwin.store import Store, open_store
 from engines import models
 from engines.conformance import HEADER, QUERY, laid, picture
 from twins import guard
+
+if TYPE_CHECKING:
+    from ctxwin_vllm.core import Core
 
 # The smallest latent that vLLM's CPU kernel for latent attention takes.
 LATENT = dict(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32)
@@ -192,6 +199,57 @@ class TestKimi(OnVLLM):
         self.compare(engine, reference, [Chunk.image(picture(1)), Chunk.image(picture(2, 56)), clip], "pictures")
 
 
+@guard
+class TestKimiVL(OnVLLM):
+    """A model that vLLM alone has, whose processor is code in its folder; vLLM's own path is the oracle."""
+
+    opening = 4
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return models.write_kimi_vl(tmp_path_factory.mktemp("vllm_kimi_vl") / "model", **LATENT)
+
+    @classmethod
+    def make_engine(cls, model_dir: Path, store: Store) -> Engine:
+        from ctxwin_vllm.engine import VLLMEngine
+
+        return VLLMEngine(model_dir, dtype="float32", store=store, trust_remote_code=True)
+
+    def test_doctor_says_that_it_is_served(self, engine: Engine, model_dir: Path) -> None:
+        found = assess(model_dir)
+        assert found.standing == "tested" and found.engines == ("vllm",), found
+
+    def test_pictures_against_vllm(self, engine: Engine, model_dir: Path) -> None:
+        """Its processor's ids for the whole prompt, its tower and its answer from pixels."""
+        from vllm import SamplingParams
+
+        processor = AutoProcessor.from_pretrained(model_dir, trust_remote_code=True)
+        shown = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": QUERY}]
+        messages = [{"role": "system", "content": HEADER}, {"role": "user", "content": shown}]
+        text = processor.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        images = [Image.fromarray(p) for p in (picture(1), picture(2, 60))]
+        prompt = {"prompt": text, "multi_modal_data": {"image": images}}
+        core: Core = engine._core  # type: ignore[attr-defined]
+        parameters = SamplingParams(max_tokens=4, temperature=0.0, logprobs=-1)
+        (plain,) = core.driver.call(lambda: core.driver.llm.generate([prompt], parameters, use_tqdm=False))
+        encoded = [engine.encode_system_prompt(HEADER), *(engine.encode(Chunk.image(np.asarray(i))) for i in images)]
+        query = engine.encode_query(QUERY)
+        assert [i for each in [*encoded, query] for i in each.token_ids] == plain.prompt_token_ids
+        ours = engine.generate(laid(encoded), query, ALL)
+        assert list(ours.token_ids) == list(plain.outputs[0].token_ids)
+        first = plain.outputs[0].logprobs[0]
+        assert max(abs(first[token].logprob - value) for token, value in ours.logprobs.items()) < CLOSE
+
+
+def test_code_of_a_model_runs_on_demand_only(tmp_path: Path) -> None:
+    folder = models.write_kimi_vl(tmp_path / "model", **LATENT)
+    with pytest.raises(UnsupportedModel, match=r"code in the folder: if you trust it, .* trust_remote_code=True"):
+        open_engine(f"vllm:{folder}")
+    with pytest.raises(UnsupportedModel, match="transformers has no model 'kimi_vl'; open it as vllm:"):
+        open_engine(f"hf:{folder}")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mistral3", "smolvlm", "internvl", "llava", "paddleocr", "gemma4_sharing"])
 def test_pictures_between_processes(name: str, tmp_path: Path) -> None:
@@ -221,12 +279,14 @@ class TestLatentAttention(OnVLLM):
 
 @pytest.mark.slow
 class TestLlama(OnVLLM):
+    """Grouped heads, Llama 3's scaled frequencies."""
+
     vision = False
 
     @pytest.fixture(scope="class")
     @classmethod
     def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return models.write_llama(tmp_path_factory.mktemp("vllm_llama") / "gqa", kv_heads=1)
+        return models.write_llama(tmp_path_factory.mktemp("vllm_llama") / "gqa", kv_heads=1, rope=models.LLAMA3)
 
     def test_text_against_transformers(self, engine: Engine, reference: Engine) -> None:
         self.compare(engine, reference, [Chunk.text(f"frame {i} is red\n") for i in range(3)], "text")
@@ -316,10 +376,15 @@ def write_llava_next_video(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("write", "kind"), [(write_qianfan, "qianfan_ocr"), (write_llava_next_video, "llava_next_video")]
+    ("write", "kind"),
+    [
+        (write_qianfan, "qianfan_ocr"),
+        (write_llava_next_video, "llava_next_video"),
+        (models.write_deepseek_vl, "deepseek_vl"),
+    ],
 )
 def test_what_vllm_knows_otherwise_is_refused(write: Callable[[Path], Path], kind: str, tmp_path: Path) -> None:
-    """A class of its own for the config, or a model that sees less."""
+    """A class of its own for the config, a model that sees less, or another generation only."""
     folder = write(tmp_path / "model")
     with pytest.raises(UnsupportedModel, match=rf"'{kind}' cannot be served on vLLM: .*; open it as hf:"):
         open_engine(f"vllm:{folder}")

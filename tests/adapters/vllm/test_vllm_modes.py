@@ -4,6 +4,7 @@ nothing but names and numbers between the processes."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,9 @@ import torch
 
 from ctxwin import Answer, Chunk, Fidelity, Window, open_engine
 from ctxwin.audit import Options, auditor_of
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Segment
+from ctxwin.errors import UnsupportedModel
 from ctxwin.tiny import world
 
 needs_processes = pytest.mark.vllm
@@ -219,6 +223,24 @@ def test_an_audit_says_what_it_says_on_transformers(opened: Opened) -> None:
         assert one.token_ids == two.token_ids and one.audit == pytest.approx(two.audit, rel=1e-2, abs=1e-4)
     assert found[1][0].audit and found[1][0].audit > 1e-3
     assert lost[0] == lost[1] > 0
+
+
+def test_answers_within_a_share_of_the_kv_are_those_of_transformers(opened: Opened) -> None:
+    sampling, ids, rows = Sampling(hold=0.8, hold_every=4), list(range(300, 312)), []
+    with open_engine("tiny", engine="hf", dtype="float32") as other:
+        for engine in (opened.engine, other):
+            parts = [engine.encode_system_prompt(HEADER), *(engine.encode(frame(i)) for i in range(2))]
+            starts = itertools.accumulate((part.advance for part in parts), initial=0)
+            layout = [Segment(part, start) for part, start in zip(parts, starts, strict=False)]
+            rows += engine.forced_logprobs(
+                layout, [(engine.encode_query(QUESTIONS[0]), ids)], best=-1, sampling=sampling
+            )
+            whole = engine.forced_logprobs(layout, [(engine.encode_query(QUESTIONS[0]), ids)], best=-1)[0]
+            assert max(abs(whole[-1][token] - rows[-1][-1][token]) for token in whole[-1]) > CLOSE
+    for one, two in zip(*rows, strict=True):
+        assert max(abs(one[token] - two[token]) for token in two) < 1e-3
+    with pytest.raises(UnsupportedModel, match="in one process"):
+        opened.engine.check_hold(Sampling(hold=0.5, merge_prompt=True))
 
 
 def test_nothing_but_names_and_numbers_travels(opened: Opened) -> None:

@@ -115,6 +115,16 @@ def test_captures_are_whole(engines: tuple[Any, Any]) -> None:
         torch.testing.assert_close(span2.v, span.v, atol=CLOSE, rtol=0)
 
 
+def test_slots_are_dropped_on_both_ranks(engines: tuple[Any, Any]) -> None:
+    sampling, ids = Sampling(hold=0.6, hold_every=8), list(range(20, 50))
+    rows = [
+        engine.forced_logprobs(laid(parts_of(engine, [1])), [(engine.encode_query(QUERY), ids)], sampling=sampling)[0]
+        for engine in engines
+    ]
+    for one, two, token in zip(*rows, ids, strict=False):
+        assert one[token] == pytest.approx(two[token], abs=1e-3)
+
+
 def test_spans_go_from_either_to_the_other(engines: tuple[Any, Any]) -> None:
     """In another order, so that every span is turned on its way into both ranks' caches."""
     one, two = engines

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from engines.models.parts import CHATML, build_tokenizer, randomise, save_model, text_fields
+
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 
 def write_text_model(folder: Path, chat_template: str | None = CHATML) -> Path:
@@ -15,7 +18,7 @@ def write_text_model(folder: Path, chat_template: str | None = CHATML) -> Path:
 
     tokenizer = build_tokenizer(chat_template)
     torch.manual_seed(0)
-    config = Qwen2Config(**text_fields(len(tokenizer)), rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    config = Qwen2Config(**text_fields(len(tokenizer)), rope_parameters=dict(DEFAULT_ROPE))
     model = Qwen2ForCausalLM(config)
     randomise(model)
     model.save_pretrained(folder)
@@ -30,7 +33,7 @@ def write_decoder(folder: Path, kind: str, **fields: Any) -> Path:
 
     tokenizer = build_tokenizer()
     torch.manual_seed(0)
-    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    rope = {"rope_parameters": dict(DEFAULT_ROPE)}
     model = getattr(transformers, f"{kind}ForCausalLM")
     if fields.get("hidden_size_per_layer_input"):
         fields = {**fields, "vocab_size_per_layer_input": len(tokenizer)}
@@ -67,7 +70,14 @@ GEMMA4_SHARING = GEMMA4 | {
 """As Gemma 4's smaller models: the last layers read the KV of earlier ones, each layer is fed an embedding of its own."""
 
 
-def write_llama(folder: Path, kv_heads: int) -> Path:
+LLAMA3: dict[str, Any] = dict(
+    rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)  # fmt: skip
+"""Llama 3's scaled frequencies, over a context so short that heads of 16 have frequencies on both sides and between."""
+
+
+def write_llama(folder: Path, kv_heads: int, rope: Mapping[str, Any] = DEFAULT_ROPE) -> Path:
     """A random Llama with two heads of 32: grouped (``kv_heads=1``) or multi-head attention (2)."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -75,8 +85,7 @@ def write_llama(folder: Path, kv_heads: int) -> Path:
     tokenizer = build_tokenizer()
     torch.manual_seed(0)
     fields = text_fields(len(tokenizer)) | {"num_attention_heads": 2, "num_key_value_heads": kv_heads}
-    rope = {"rope_type": "default", "rope_theta": 1e4}
-    LlamaForCausalLM(LlamaConfig(**fields, rope_parameters=rope)).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**fields, rope_parameters=dict(rope))).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

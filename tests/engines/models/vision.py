@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from engines.models.parts import (
     save_model,
     text_fields,
 )
-from engines.models.text import EXPERTS, hybrid_fields, mla_fields
+from engines.models.text import EXPERTS, hybrid_fields, mla_fields, write_mla_model
 
 
 def write_vision_model(folder: Path, kind: str = "qwen2_5_vl") -> Path:
@@ -158,6 +159,80 @@ def write_kimi(folder: Path, decoder: str = "deepseek_v3", **fields: Any) -> Pat
     return folder
 
 
+KIMI_VL = (
+    "{%- for message in messages -%}{%- if loop.first and messages[0]['role'] != 'system' -%}"
+    "{{'<|im_system|>system<|im_middle|>You are a helpful assistant<|im_end|>'}}{%- endif -%}"
+    "{{- '<|im_' + message['role'] + '|>' + message['role'] + '<|im_middle|>' -}}{%- if message['content'] is string -%}"
+    "{{- message['content'] + '<|im_end|>' -}}{%- else -%}{%- for content in message['content'] -%}"
+    "{%- if content['type'] == 'image' or 'image' in content or 'image_url' in content -%}"
+    "{{'<|media_start|>image<|media_content|><|media_pad|><|media_end|>'}}{%- else -%}{{content['text']}}{%- endif -%}"
+    "{%- endfor -%}{{'<|im_end|>'}}{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{'<|im_assistant|>assistant<|im_middle|>'}}{%- endif -%}"
+)
+
+
+def write_kimi_vl(folder: Path, **fields: Any) -> Path:
+    """A random Kimi-VL in vLLM's layout, since transformers has none; 84x84 pictures become 9 tokens."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    turns = {n: f"<|{n}|>" for n in ("im_system", "im_user", "im_assistant", "im_middle")}
+    marks = {n: f"<|{n}|>" for n in ("media_start", "media_content", "media_pad", "media_end")}
+    write_mla_model(folder, "DeepseekV3", topk_method="noaux_tc", scoring_func="sigmoid", **fields)
+    tokenizer = build_tokenizer(KIMI_VL, **turns, **marks)
+    config = json.loads((folder / "config.json").read_text())
+    width, inner, patch, side, generator = 32, 48, 14, 6, torch.Generator().manual_seed(0)
+    shapes: dict[str, tuple[int, ...]] = {
+        "vision_tower.patch_embed.proj.weight": (width, 3, patch, patch), "vision_tower.patch_embed.proj.bias": (width,),
+        "vision_tower.patch_embed.pos_emb.weight": (side, side, width),
+        "multi_modal_projector.linear_1.weight": (4 * width, 4 * width), "multi_modal_projector.linear_1.bias": (4 * width,),
+        "multi_modal_projector.linear_2.weight": (config["hidden_size"], 4 * width),
+        "multi_modal_projector.linear_2.bias": (config["hidden_size"],),
+    }  # fmt: skip
+    norms = ["vision_tower.encoder.final_layernorm", "multi_modal_projector.pre_norm"]
+    for i in range(2):
+        block = f"vision_tower.encoder.blocks.{i}"
+        norms += [f"{block}.norm0", f"{block}.norm1"]
+        layers = {
+            "wqkv": (3 * width, width),
+            "wo": (width, width),
+            "mlp.fc0": (inner, width),
+            "mlp.fc1": (width, inner),
+        }
+        for name, (rows, columns) in layers.items():
+            shapes |= {f"{block}.{name}.weight": (rows, columns), f"{block}.{name}.bias": (rows,)}
+    weights = {n: 0.15 * torch.randn(shape, generator=generator) for n, shape in shapes.items()}
+    for norm in norms:
+        weights |= {f"{norm}.weight": torch.ones(width), f"{norm}.bias": 0.1 * torch.randn(width, generator=generator)}
+    text = load_file(folder / "model.safetensors")
+    extra = len(tokenizer) - config["vocab_size"]  # tokens of the marks
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        text[name] = torch.cat([text[name], 0.15 * torch.randn(extra, config["hidden_size"], generator=generator)])
+    save_file(weights | {f"language_model.{n}": w for n, w in text.items()}, folder / "model.safetensors")
+    vision = dict(
+        model_type="moonvit", patch_size=patch, init_pos_emb_height=side, init_pos_emb_width=side, num_attention_heads=2,
+        num_hidden_layers=2, hidden_size=width, intermediate_size=inner, merge_kernel_size=[2, 2],
+    )  # fmt: skip
+    ids = {"media_placeholder_token_id": tokenizer.convert_tokens_to_ids("<|media_pad|>"), "pad_token_id": 0}
+    whole = {
+        "architectures": ["KimiVLForConditionalGeneration"],
+        "model_type": "kimi_vl",
+        "vision_config": vision,
+        **ids,
+    }
+    config["vocab_size"] = len(tokenizer)
+    (folder / "config.json").write_text(json.dumps(whole | {"text_config": config}))
+    tokenizer.save_pretrained(folder)
+    classes = {"AutoImageProcessor": "KimiVLImageProcessor", "AutoProcessor": "KimiVLProcessor"}
+    settings = {
+        "image_processor_type": "KimiVLImageProcessor", "processor_class": "KimiVLProcessor", "in_token_limit": 36,
+        "patch_size": patch, "auto_map": {k: f"kimi_vl_processing.{v}" for k, v in classes.items()},
+    }  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    shutil.copy(Path(__file__).with_name("kimi_vl_processing.py"), folder)
+    return folder
+
+
 def write_glm4v(folder: Path, experts: bool = False, ocr: bool = False) -> Path:
     """A random GLM-4.1V, GLM-4.5V (``experts``) or GLM-OCR: 28 px a token, 84x84 pictures become 9 tokens."""
     import torch
@@ -267,6 +342,54 @@ def write_deepseek_ocr(folder: Path) -> Path:
     save_model(transformers.DeepseekOcr2ForConditionalGeneration(config), folder)
     images = transformers.DeepseekOcr2ImageProcessor()
     transformers.DeepseekOcr2Processor(image_processor=images, tokenizer=tokenizer).save_pretrained(folder)
+    return folder
+
+
+DEEPSEEK = (
+    "{% set seps = ['\n\n', '<|im_end|>'] %}You are a helpful language and vision assistant. \n\n{% for message in messages %}"
+    "{% if message['role']|lower == 'user' %}User: {% elif message['role']|lower == 'assistant' %}Assistant:"
+    "{% if not (loop.last and not add_generation_prompt and message['content'][0]['type']=='text' and "
+    "message['content'][0]['text']=='') %} {% endif %}{% else %}{{ message['role'].capitalize() }}: {% endif %}"
+    "{% for content in message['content'] %}{% if content['type'] == 'image' %}<image_placeholder>"
+    "{% elif content['type'] == 'text' %}{% set text = content['text'] %}{% if loop.first %}{% set text = text.lstrip() %}"
+    "{% endif %}{% if loop.last %}{% set text = text.rstrip() %}{% endif %}"
+    "{% if not loop.first and message['content'][loop.index0-1]['type'] == 'text' %}{{ ' ' + text }}{% else %}{{ text }}"
+    "{% endif %}{% endif %}{% endfor %}{% if not loop.last or add_generation_prompt %}"
+    "{% if message['role']|lower == 'user' %}{{ seps[0] }}{% else %}{{ seps[1] }}{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+"""DeepSeek-VL's own, but for the end of a turn and most of its first words: texts are trimmed, contents are lists."""
+
+
+def write_deepseek_vl(folder: Path, hybrid: bool = False) -> Path:
+    """A random DeepSeek-VL: every picture is scaled to 56 px, and to 96 px (``hybrid``) for a second tower; 16 tokens."""
+    import torch
+    import transformers
+
+    tokenizer = build_tokenizer(DEEPSEEK, image_token="<image_placeholder>")
+    torch.manual_seed(0)
+    text = text_fields(len(tokenizer)) | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    small = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, initializer_range=0.15)
+    vision = small | dict(intermediate_size=48, image_size=56, patch_size=14, vision_use_head=False)
+    more: dict[str, Any] = {}
+    sizes: dict[str, Any] = {"size": {"height": 56, "width": 56}}
+    if hybrid:
+        sam = dict(image_size=96, patch_size=16, output_channels=8, mlp_dim=64, global_attn_indexes=[1], window_size=3)
+        more["high_res_vision_config"] = small | sam
+        sizes["high_res_size"] = {"height": 96, "width": 96}
+    name = f"DeepseekVL{'Hybrid' * hybrid}"
+    config = getattr(transformers, f"{name}Config")(
+        text_config=text, vision_config=vision, **more, image_token_id=tokenizer.convert_tokens_to_ids("<image_placeholder>")
+    )  # fmt: skip
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    if hybrid:
+        model.model.high_res_vision_alpha.data.fill_(0.5)  # zero before it is trained
+    save_model(model, folder)
+    processor = getattr(transformers, f"{name}Processor")(
+        image_processor=getattr(transformers, f"{name}ImageProcessor")(**sizes), tokenizer=tokenizer, num_image_tokens=16,
+        chat_template=DEEPSEEK,
+    )  # fmt: skip
+    processor.save_pretrained(folder)
     return folder
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from ctxwin.chunk import Chunk
+from ctxwin.engines.sampling import Sampling
 from ctxwin_evals.arms import parse_arm
 from ctxwin_evals.arms.compress import ElasticCache, HeavyHitters, MostRecent, attention_of
-from ctxwin_evals.decoder import Decoder, Memory
+from ctxwin_evals.decoder import Decoder, Memory, concatenated
 from ctxwin_evals.elastic import H2O, Elastic, Local
 from ctxwin_evals.generation import Reading, forced_logits, generate
 from ctxwin_evals.group import Group
@@ -69,7 +70,18 @@ def test_arms_parse() -> None:
     assert parse_arm("elastic:0.5") == ElasticCache("", 0.5) != HeavyHitters("", 0.5)
     assert parse_arm("h2o:0.2@prompt") == HeavyHitters("", 0.2, "prompt") != HeavyHitters("", 0.2)
     assert parse_arm("local:1") == MostRecent("", 1.0)
-    for text in ("elastic", "elastic:1.1", "elastic:0.5@", "elastic:0.5@window2", "h2o:-1", "local:x", "local:@prompt"):
+    assert parse_arm("elastic:0.5+max") == ElasticCache("", 0.5, "window", "max") != ElasticCache("", 0.5)
+    wrong = (
+        "elastic",
+        "elastic:1.1",
+        "elastic:0.5@",
+        "elastic:0.5@window2",
+        "elastic:0.5+min",
+        "h2o:-1",
+        "local:x",
+        "h2o:0+max",
+    )
+    for text in (*wrong, "local:@prompt"):
         with pytest.raises(ValueError, match="an arm must be one of"):
             parse_arm(text)
 
@@ -187,6 +199,12 @@ def test_answers_under_a_budget(family: str, method: str, request: pytest.Fixtur
         # In the first layer a key depends on its token and its place only.
         torch.testing.assert_close(thin.held.memory.k[0, :, :, -1], plain.held.memory.k[0, :, :, -1])
     assert not torch.allclose(thin.logits(), plain.logits())
+    if method == "elastic":  # as the engine itself does
+        layout, sampling = group.segments(0, group.items[0].placed, None), Sampling(hold=0.3, merge_prompt=True)
+        (rows,) = decoder.engine.forced_logprobs(layout, [(query, answer)], best=-1, sampling=sampling)
+        want = forced_logits(decoder, memory, [query], group.begin, [answer], served.policy)[0].log_softmax(-1)
+        have = torch.tensor([[row[token] for token in range(want.shape[1])] for row in rows[:-1]])
+        torch.testing.assert_close(have, want, atol=1e-4, rtol=1e-4)
     whole = parse_arm(f"{method}:1@prompt").serve(group)[0]
     assert whole is not None
     want = forced_logits(decoder, memory, [query], group.begin, [answer])[0]
@@ -227,3 +245,51 @@ def test_served_spans_are_the_stored_ones(decoder: Decoder) -> None:
     finally:
         del decoder.run  # type: ignore[method-assign]
     assert not runs
+
+
+@pytest.mark.parametrize("moment", ["", "@prompt"])
+def test_variants_choose_other_anchors(decoder: Decoder, moment: str) -> None:
+    """By head each head is merged like a model of that head alone; shared, all layers take one choice; max is no sum."""
+    group, kept = group_of(decoder), 0.3
+    lead, tokens = group.system_prompt_span.tokens, group.context_tokens
+    weights = {layer: torch.zeros(0) for layer in range(decoder.layers)}
+    memory = group.behind_system_prompt(len(group))
+    whole = concatenated([decoder.tokens([group.system_prompt] * len(group)), group.context])
+    empty = Memory(memory.k[:, :, :, :0], memory.v[:, :, :, :0]).grown(whole.count)
+    decoder.run(whole, empty, torch.arange(whole.count), watch=lambda layer, w: weights.update({layer: w.float()}))
+    all_weights = torch.stack([weights[layer] for layer in range(decoder.layers)])  # [L, B, heads, T, S]
+    heads = empty.k.shape[2]
+    by_head = all_weights.sum(3).unflatten(2, (heads, -1)).mean(3)[..., lead:]
+    served = {by: parse_arm(f"elastic:{kept}{moment}+{by}").serve(group) for by in ("max", "heads", "shared")}
+    if moment:
+        seen = {by: s[0].policy.seen for by, s in served.items() if s[0] is not None and s[0].policy is not None}
+        torch.testing.assert_close(seen["heads"][:, 0, :, lead:], by_head[:, 0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(seen["max"][:, 0], all_weights.amax(3).mean(2)[:, 0], atol=1e-5, rtol=1e-4)
+        query, answer = decoder.query(group.items[0].query), [5 + i for i in range(6)]
+        logits = {}
+        for by, entries in served.items():
+            assert entries[0] is not None
+            one = Memory(group.memory(group.exact).k[:, :1], group.memory(group.exact).v[:, :1])
+            logits[by] = forced_logits(decoder, one, [query], group.begin, [answer], entries[0].policy)[0]
+        assert not torch.allclose(logits["max"], logits["heads"]) and not torch.allclose(
+            logits["heads"], logits["shared"]
+        )
+        return
+    count = ceil(kept * tokens - 1e-9)
+    exact = group.memory(group.exact)
+    sums = {
+        "max": all_weights.amax(3).mean(2)[:, :, None, lead:].expand_as(by_head),
+        "heads": by_head,
+        "shared": by_head.mean((0, 2), keepdim=True).expand_as(by_head),
+    }
+    for by, rows in served.items():
+        for layer in range(decoder.layers):
+            for head in range(heads):
+                ranked = sorted(range(1, tokens - 1), key=lambda t: -sums[by][layer, 0, head, t])
+                anchors = sorted([0, tokens - 1, *ranked[: count - 2]])
+                near = [min(range(count), key=lambda i: (abs(anchors[i] - t), i)) for t in range(tokens)]
+                want = torch.stack(
+                    [exact.k[layer, 0, head, lead:][[n == i for n in near]].mean(0) for i in range(count)]
+                )
+                assert rows[0] is not None
+                torch.testing.assert_close(rows[0].spans[0].k[layer, :, head], want)

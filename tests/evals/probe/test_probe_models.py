@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 CHAINING = Path(__file__).parents[2] / "models" / "chaining"
 SMALL = Sizes(
-    reading=24, looks=(16, 48), choosing=2, proving=24, fitting=2, survivors=8, streams=2, slides=2, moving=2, layouts=False,
+    reading=24, looks=(16, 48), choosing=6, proving=24, fitting=2, survivors=8, streams=2, slides=2, moving=2, layouts=False,
     chunks=(32,),
 )  # fmt: skip
 LENIENT = Limits(flips=0.2)

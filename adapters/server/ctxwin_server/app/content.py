@@ -113,9 +113,7 @@ class ContentReader:
         if not isinstance(kind, str):
             raise ValueError(f"the type of a content part must be a text, got {_excerpt(kind)}")
         if kind in EMBEDDINGS:
-            raise NotAllowed(
-                "embeddings are not served to tenants: nothing checks them before the engine; send the media"
-            )
+            raise NotAllowed("embeddings are not served to tenants: nothing checks them before the engine; send media")
         if kind in TEXTS:
             _refuse_media(part, f"a content part of type {kind!r}", {_DATA_OF.get(kind, "")})
             for name in _TEXT_FIELDS & part.keys():

@@ -134,9 +134,7 @@ def _message(detail: Any, status: int, method: str, path: str) -> str:
     below = path.removeprefix("/v1/")
     if status == 404 and detail in (None, "Not Found"):
         instead = next((text for name, text in _ELSEWHERE.items() if below == name or below.startswith(name + "/")), "")
-        return (
-            f"{method} {path[:200]} is not served here; {instead or 'see /openapi.json or the reference for what is'}"
-        )
+        return f"{method} {path[:200]} is not served here; {instead or 'see /openapi.json or the reference'}"
     if status == 405:
         return f"{path[:200]} does not take {method}"
     return detail if isinstance(detail, str) else json.dumps(detail)[:2000]

@@ -140,7 +140,5 @@ def _is_preflight(scope: Scope) -> bool:
     headers = Headers(scope=scope)
     if "origin" not in headers or "access-control-request-method" not in headers:
         return False
-    cors_options = [
-        middleware.kwargs for middleware in scope["app"].user_middleware if middleware.cls is CORSMiddleware
-    ]
+    cors_options = [entry.kwargs for entry in scope["app"].user_middleware if entry.cls is CORSMiddleware]
     return any(options.get("allow_origins") or options.get("allow_origin_regex") for options in cors_options)

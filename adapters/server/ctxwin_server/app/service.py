@@ -15,6 +15,7 @@ from typing import TypeVar
 from ctxwin.audit import Evidence, attach_audits, auditor_of
 from ctxwin.audit.strategies import STRATEGIES
 from ctxwin.engines.base import Engine
+from ctxwin.engines.outputs import OutputReferences
 from ctxwin.errors import CtxwinError, EngineFailed
 from ctxwin.store import parse_bytes
 from ctxwin.store.base import Store
@@ -228,9 +229,7 @@ class Service:
         """Refuse new requests, give running ones ``seconds`` to finish, and tell the others to stop. Blocks."""
         running = self.requests.drain(seconds)
         if running:
-            _log.warning(
-                "%d requests had not finished after %g s and are stopped (--shutdown-timeout)", running, seconds
-            )
+            _log.warning("%d requests are unfinished after %g s and are stopped (--shutdown-timeout)", running, seconds)
         self.closing.set()
 
     def readiness(self) -> str:
@@ -271,18 +270,13 @@ class Service:
     def refresh_metrics(self) -> None:
         """Update metrics from counters kept elsewhere."""
         self.metrics.read_memory(self.memory.used, self.memory.limit, self.memory.refused)
-        for tenant_state in self._tenant_states.values():
-            self.metrics.read(
-                tenant_state.tenant,
-                tenant_state.engine,
-                len(tenant_state.windows),
-                self.pool.waiting(tenant_state.tenant),
-            )
-            auditor = auditor_of(tenant_state.engine)
-            strategies = auditor.ledger(tenant_state.engine, self.limits.fidelity.advanced.reference).record.ways
+        for state in self._tenant_states.values():
+            self.metrics.read(state.tenant, state.engine, len(state.windows), self.pool.waiting(state.tenant))
+            auditor = auditor_of(state.engine)
+            strategies = auditor.ledger(state.engine, self.limits.fidelity.advanced.reference).record.ways
             known = {name: strategies.get(name, Evidence()) for name in STRATEGIES}
             standing = {name: (evidence.promoted, bool(evidence.stopped)) for name, evidence in known.items()}
-            self.metrics.read_audits(tenant_state.tenant, auditor.counted(tenant_state.tenant), standing)
+            self.metrics.read_audits(state.tenant, auditor.counted(state.tenant), standing)
 
     def _open(self, name: str, tenant: Tenant | None) -> TenantState:
         engine = self._open_engine(name, tenant)
@@ -306,9 +300,10 @@ class Service:
         count = partial(self.metrics.count_record, name)
         shared = SharedConversations(windows.records, saved, SAVED * most, self.limits.window_ttl_s, count)
         libraries = Libraries(name, engine, self._references, self.limits, split, self.preparation.due)
+        outputs = OutputReferences(self.limits.max_output_bytes, self.limits.output_ttl)
 
         def context() -> OperationContext:
-            return OperationContext(windows, uploads, libraries, uploads.allowance())
+            return OperationContext(windows, uploads, libraries, outputs, uploads.allowance())
 
         return TenantState(
             tenant=name,

@@ -32,15 +32,14 @@ class Settings:
     fidelity: str = _setting("auto", "Default fidelity: auto, exact, patched or blind.")
     windows: str = _setting("off", "Default of plain chats: served with windows or not.", "auto|off")
     context_policy: str = _setting("", "TOML: default context edits of such chats.", "FILE")
-    lazy_drops: str = _setting(
-        "off", "What chats drop stays in their prompts, up to e.g. pictures=8,tokens=4096,turns=10."
-    )
+    lazy_drops: str = _setting("off", "What chats drop stays in prompts, up to e.g. pictures=8,tokens=4096,turns=10.")
     volatile: str = _setting(
         "off", "What changes in chats' system prompts is served in front of the question.", "late|append|off"
     )
-    prefill: str = _setting(
-        "off", "What chats are expected to send next is computed while the engine idles.", "idle|off"
-    )
+    prefill: str = _setting("off", "What chats will likely send next is computed while the engine idles.", "idle|off")
+    outputs: bool = _setting(False, "Keep what forwards give for each token, for a next stage.")
+    max_output_bytes: int = _setting(256 << 20, "Most bytes of a tenant's outputs that wait for a next stage.")
+    output_ttl: float = _setting(300.0, "Seconds for which an output waits.")
     max_windows: int = _setting(256, "Most open windows per tenant.")
     max_windows_total: int = _setting(1024, "Most open windows of all tenants.")
     window_ttl: float = _setting(3600.0, "Seconds until an idle window is saved and closed.")

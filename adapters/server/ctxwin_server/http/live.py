@@ -87,17 +87,17 @@ class LiveSession:
                 done.add_done_callback(lambda _: give_back())
                 reply_fields, work = {"number": self._frames}, lambda: done
             else:
-                reply_fields, preceding = {"id": message.id}, live.pending()
+                reply_fields, earlier = {"id": message.id}, live.pending()
                 if isinstance(message, Recall):
-                    work = partial(self._run_after, preceding, partial(live.recall, message, self._options))
+                    work = partial(self._run_after, earlier, partial(live.recall, message, self._options))
                 elif isinstance(message, LiveAsk):
                     await self._service.grammars.check(self._tenant, {"json_schema": message.json_schema})
                     if message.id in self._answers or len(self._answers) >= _MOST_ANSWERS:
                         raise TooManyRequests(
-                            f"a socket may wait for {_MOST_ANSWERS} answers, each under an id of its own"
+                            f"a socket may await {_MOST_ANSWERS} answers, each under an id of its own"
                         )
                     self._answers[message.id] = None
-                    work = partial(self._answer, [] if message.now else preceding, message)
+                    work = partial(self._answer, [] if message.now else earlier, message)
                 elif running := self._answers.get(message.id):
                     running.close()
                 else:
@@ -118,16 +118,16 @@ class LiveSession:
             await self._fail(error, reply_fields)
 
     async def _run_after(
-        self, preceding: list[asyncio.Future[Any]], work: Callable[[], dict[str, Any]]
+        self, earlier: list[asyncio.Future[Any]], work: Callable[[], dict[str, Any]]
     ) -> dict[str, Any]:
-        if preceding:
-            await asyncio.wait(preceding)
+        if earlier:
+            await asyncio.wait(earlier)
         return await self._service.pool.run(self._tenant, work)
 
-    async def _answer(self, preceding: list[asyncio.Future[Any]], question: LiveAsk) -> dict[str, Any]:
+    async def _answer(self, earlier: list[asyncio.Future[Any]], question: LiveAsk) -> dict[str, Any]:
         try:
-            if preceding:
-                await asyncio.wait(preceding)
+            if earlier:
+                await asyncio.wait(earlier)
             if question.id not in self._answers:
                 raise EngineFailed("the answer was stopped before it began")
             work = self._answers[question.id] = self._service.begin(self._tenant, partial(self._live.answer, question))

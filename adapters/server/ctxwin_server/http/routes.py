@@ -124,6 +124,13 @@ async def read(window_id: str, what: str, context: CurrentRequest) -> Response:
     return response
 
 
+@router.get(WINDOWS + "/{window_id}/outputs/{digest}")
+async def output(digest: str, context: CurrentRequest) -> Response:
+    """Return a stage output that an answer refers to, as a file of safetensors."""
+    raw = await context.run_briefly(context.tenant_state.context().outputs.get, digest)
+    return Response(raw, media_type="application/octet-stream")
+
+
 @router.delete(WINDOWS + "/{window_id}")
 async def close(window_id: str, context: CurrentRequest) -> Response:
     """Close a window for good."""
@@ -139,6 +146,7 @@ async def ask(window_id: str, context: CurrentRequest) -> Response:
     key = None if body.stream else context.idempotency_key
 
     audited_answers: list[Answer] = []
+    keep = partial(context.tenant_state.context().outputs.put, folder=f"/windows/{window_id}/outputs")
 
     def work(put: Put, stopped: Stopped) -> bytes:
         def answer_question(window: Window) -> bytes:
@@ -151,7 +159,7 @@ async def ask(window_id: str, context: CurrentRequest) -> Response:
                 answer = generate(stopped=stopped)
             if window.core.audits.due is answer:
                 audited_answers.append(answer)
-            return encode_json(serialization.answer_to(answer))
+            return encode_json(serialization.answer_to(answer, keep))
 
         return context.in_window_once(window_id, path, key, raw, answer_question)
 
@@ -162,7 +170,7 @@ async def ask(window_id: str, context: CurrentRequest) -> Response:
             while answer.audit is None and time.monotonic() < until and not context.service.closing.is_set():
                 await asyncio.sleep(_POLL_S)
             if answer.audit is not None:
-                raw_answer = await context.run_briefly(encode_json, serialization.answer_to(answer))
+                raw_answer = await context.run_briefly(encode_json, serialization.answer_to(answer, keep))
         return raw_answer
 
     async def final_events(raw_answer: bytes) -> list[bytes]:

@@ -152,9 +152,7 @@ def _end_group(group: int, seconds: float) -> None:
     """Wait until no process of ``group`` is left; kill those that stay for ``seconds``."""
     until = time.monotonic() + seconds
     while True:
-        with contextlib.suppress(
-            ChildProcessError
-        ):  # orphans are reparented to this process if it is a container's first
+        with contextlib.suppress(ChildProcessError):  # a container's first process inherits orphans
             while os.waitpid(-group, os.WNOHANG)[0]:
                 pass
         late = time.monotonic() > until

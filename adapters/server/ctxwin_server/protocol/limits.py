@@ -26,6 +26,7 @@ class Limits:
         max_frames: pictures and frames of one request, whatever their size: small ones cost a run of the vision tower, too.
         max_chunks: of one window, placed and evicted, and of one call.
         max_libraries: of a tenant; max_library_files, max_library_bytes: of one of them, which has at most max_chunks passages.
+        max_output_bytes, output_ttl: of a tenant's stage outputs that wait for a next stage, and for how many seconds each does.
         max_windows: open windows of a tenant; the least recently used idle one is saved and closed for a new one.
         max_windows_total: open windows of all tenants; one of the tenant that has most is saved and closed for a new one.
         window_ttl_s: seconds after which an idle window is closed; its snapshot stays in the store.
@@ -49,6 +50,8 @@ class Limits:
     max_libraries: int = 32
     max_library_files: int = 1000
     max_library_bytes: int = 1 << 30
+    max_output_bytes: int = 256 << 20
+    output_ttl: float = 300.0
     max_windows: int = 256
     max_windows_total: int = 1024
     window_ttl_s: float = 3600.0

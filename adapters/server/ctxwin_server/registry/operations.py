@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, create_model
 
 from ctxwin.chunk import Chunk
+from ctxwin.engines.outputs import OutputReferences
 from ctxwin.engines.sampling import SEED, options_model
 from ctxwin.fidelity import Fidelity
 from ctxwin.library import Library
@@ -43,6 +44,7 @@ class OperationContext:
     windows: WindowRegistry
     uploads: Uploads
     libraries: Libraries
+    outputs: OutputReferences
     allowance: Allowance
 
     def chunk(self, data: ChunkData) -> Chunk:
@@ -82,6 +84,7 @@ class Ask(options_model(AskOptions), Body):  # type: ignore[misc]  # its fields 
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
     libraries: list[str] | None = Field(default=None, max_length=16)
     n: Annotated[int, Field(ge=1, le=16)] | None = None
+    outputs: list[str] = Field(default=[], max_length=16)
     stream: bool = False
 
     def question(self, find: Callable[[str], Library]) -> Question:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
@@ -227,6 +228,7 @@ class LiveStream:
     def answer(self, request: LiveAsk, put: Put, stopped: Stopped) -> dict[str, Any]:
         """Answer a question on a fork of the window, or on the window itself if the answer is to be remembered."""
         context, running = self.streams.context(), self.streams.running
+        keep = partial(context.outputs.put, folder=f"/windows/{self.window_id}/outputs")
         question = request.question(context.libraries.find)
         with self.editing() as window:
             chunks = [p.chunk_id for p in window.core.state.placed]
@@ -235,10 +237,11 @@ class LiveStream:
                 context.check_room(window, request.most_placed)
                 with running(name):
                     answer = stream_answer(window, question, put, stopped)
-                return {"type": "answer", "answer": serialization.answer_to(answer)}
+                return {"type": "answer", "answer": serialization.answer_to(answer, keep)}
             branch = window.fork()
         with closing(branch), running(name):
-            return {"type": "answer", "answer": serialization.answer_to(stream_answer(branch, question, put, stopped))}
+            answer = stream_answer(branch, question, put, stopped)
+            return {"type": "answer", "answer": serialization.answer_to(answer, keep)}
 
 
 @dataclass(frozen=True)

@@ -64,9 +64,7 @@ def main() -> None:
         spent = used.ru_utime + used.ru_stime
         if os.WIFSIGNALED(status) or not output:
             late = os.WIFSIGNALED(status) and os.WTERMSIG(status) in _LATE
-            why = (
-                f"took more than {seconds:g} s of processor time" if late else f"needed more than {max_bytes >> 20} MiB"
-            )
+            why = f"took over {seconds:g} s of processor time" if late else f"needed more than {max_bytes >> 20} MiB"
             output = bytes([COSTLY]) + why.encode()
         return ANSWER.pack(spent, output[0]) + output[1:]
 

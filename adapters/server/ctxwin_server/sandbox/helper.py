@@ -164,10 +164,8 @@ class Helper:
             raise EngineFailed("the server is shutting down; try another one")
         try:
             self._scratch = Scratch() if self._writes_files else None
-            environment = None if self._scratch is None else {**os.environ, "TMPDIR": str(self._scratch.path)}
-            self._popen = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-            )
+            variables = None if self._scratch is None else {**os.environ, "TMPDIR": str(self._scratch.path)}
+            self._popen = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables)
         except OSError as error:
             self._kill()
             raise EngineFailed(f"a process that reads requests must be startable, got {error}") from error

@@ -33,13 +33,14 @@ def parse(model: str, arguments: Sequence[str]) -> Namespace:
     return args
 
 
-def prepare(args: Namespace, arguments: Sequence[str]) -> None:
+def prepare(args: Namespace, arguments: Sequence[str], outputs: bool) -> None:
     """Set in vLLM's namespace what ctxwin needs, so that vLLM's server starts with the connector.
 
     ``tiny`` is the bundled model.
 
     Args:
         arguments: the command line that ``args`` was parsed from.
+        outputs: whether stage outputs are kept.
 
     Raises:
         ValueError, UnsupportedModel: an argument that ctxwin does not support; the message has a remedy.
@@ -58,7 +59,7 @@ def prepare(args: Namespace, arguments: Sequence[str]) -> None:
         args.shutdown_timeout = args.shutdown_timeout or _SHUTDOWN_S
     args.plain_max_logprobs = args.max_logprobs  # of plain requests; windows may ask for the whole vocabulary
     names = {f.name for f in fields(AsyncEngineArgs)} - {"model", "max_logprobs"}
-    for name, value in engine_arguments(args.model, _chosen(args, words, names)).items():
+    for name, value in engine_arguments(args.model, {**_chosen(args, words, names), "outputs": outputs}).items():
         setattr(args, name, value)
     if startup.eager_on_cpu(vars(args)):
         # vLLM's few compiled sampling functions take 5-17 s to compile, and win nothing back here.

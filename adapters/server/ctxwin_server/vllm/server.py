@@ -163,7 +163,7 @@ class Windows:
         keys, tenants = server_keys(args), self._given["tenants"]
         self._keys = Keys.of(keys, tenants)  # before minutes of loading: keys may clash
         _warn_of_clients(bool(keys), tenants)
-        prepare(args, arguments)
+        prepare(args, arguments, self._settings.outputs)
         # vLLM guards its routes with every key; which tenant one belongs to is decided by our gateway.
         args.api_key = [*keys, *(key for tenant in tenants for key in tenant.keys)] or None
         args.middleware = [*args.middleware, GATEWAY]

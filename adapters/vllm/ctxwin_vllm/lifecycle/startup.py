@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from ctxwin.engines import vllm_support as versions
+from ctxwin.engines.encoding.checkpoint import read_config
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.progress import step
 from ctxwin_vllm import internals
@@ -75,7 +76,6 @@ def start(
         )
     versions.check(options.get("allow_untested_vllm"))
     with _lock, in_turn() if processes == "single" else contextlib.nullcontext(), _unnoticed(processes, options):
-        from transformers import AutoConfig
         from vllm import envs
 
         arguments = {
@@ -87,7 +87,7 @@ def start(
         if not connector:
             for name in ("kv_transfer_config", "ec_transfer_config", "worker_extension_cls"):
                 arguments.pop(name, None)
-        internals.import_model_classes(AutoConfig.from_pretrained(model).architectures)
+        internals.import_model_classes(read_config(model).architectures)
         internals.let_numba_be_scanned()  # Kimi's model imports it
         envs.disable_envs_cache()  # vLLM keeps the settings of the first engine of a process, which may be of another kind
         step("vLLM loads weights and makes room for KV")
@@ -113,7 +113,6 @@ def ranks(options: dict[str, Any]) -> int:
 
 def with_connector(model: str, options: dict[str, Any], transport: Transport) -> dict[str, Any]:
     """See `core.engine_arguments`; ``transport`` is where the connector finds its transfers."""
-    from transformers import AutoConfig
     from vllm.platforms import current_platform
 
     options = dict(options)
@@ -129,7 +128,7 @@ def with_connector(model: str, options: dict[str, Any], transport: Transport) ->
             arguments.setdefault("block_size", 32)  # the smallest for CPU kernels: less to load after a prefix hit
         arguments.setdefault("enforce_eager", True)  # compiling costs more than a CPU window wins back
         if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
-            text = AutoConfig.from_pretrained(model).get_text_config()
+            text = read_config(model).get_text_config()
             longest = arguments.get("max_model_len") or text.max_position_embeddings
             room = int(longest) + 2 * arguments.get("block_size", 128)
             whole = kv.span_bytes(room, 4 if kv.dtype == "float32" else 2)

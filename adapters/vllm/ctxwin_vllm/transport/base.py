@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ctxwin_vllm.draft_model import DraftModelKV
     from ctxwin_vllm.paged import PagedKV
     from ctxwin_vllm.paged_states import PagedStates
+    from ctxwin_vllm.stage_outputs import StageOutputs
 
 PARAM = "ctxwin"
 """Key of the handle in ``kv_transfer_params``, and of the transport's source in the connector's extra config."""
@@ -216,6 +217,7 @@ class Endpoint(ABC):
         paged: the worker's paged cache, once it is allocated.
         states: states of a hybrid's recurrent layers.
         draft_model: layers of the speculative draft model, where they keep KV.
+        outputs: the stage outputs beside the cache, in the worker that keeps them.
         heads: the KV heads that the worker has; None is all of them.
     """
 
@@ -223,6 +225,7 @@ class Endpoint(ABC):
     paged: PagedKV | None = None
     states: PagedStates | None = None
     draft_model: DraftModelKV | None = None
+    outputs: StageOutputs | None = None
     heads: slice | None = None
 
     @abstractmethod
@@ -276,6 +279,8 @@ class Endpoint(ABC):
         if self.draft_model is not None:
             draft = self.draft_model
             write(draft.paged, draft.slices(parts), draft.kv, load, draft.heads)
+        if self.outputs is not None:
+            self.outputs.write(parts, self.paged.slots(load.blocks, load.begin, load.end))
         self.finish_load(load, nbytes + write(self.paged, parts, self.kv, load, self.heads))
 
     def capture(self, capture: CaptureSpec) -> None:

@@ -20,7 +20,7 @@ from ctxwin.errors import StoreCorrupt, UnsupportedModel
 from ctxwin.kv.basis import SharedBasis
 from ctxwin.kv.kernels import SpanSlice
 from ctxwin.kv.kernels.staging import to_host
-from ctxwin.kv.layout import KVSpec, SpanKV, outputs_in
+from ctxwin.kv.layout import KVSpec, SpanKV, outputs_in, outputs_named
 from ctxwin.kv.patch import Patch
 from ctxwin.kv.states import States, named, states_in
 from ctxwin.store import codec
@@ -163,7 +163,8 @@ class SharedMemoryEndpoint(Endpoint):
                 at_end = self.states is not None and end == save.computed
                 states = self.states.read(save.states) if at_end and self.states is not None else {}
                 drafted = None if self.draft_model is None else self.draft_model.paged.read(save.blocks, begin, end)
-                self.write_capture(save.handle, name, k, v, states, drafted)
+                outputs = None if self.outputs is None else self.outputs.read(self.paged.slots(save.blocks, begin, end))
+                self.write_capture(save.handle, name, k, v, states, drafted, outputs)
         except Exception as error:
             self.fail(save.handle, error)
             _log.warning("reading spans back from the paged cache failed: %s", error)
@@ -176,12 +177,14 @@ class SharedMemoryEndpoint(Endpoint):
         v: torch.Tensor,
         states: States | None = None,
         drafted: tuple[torch.Tensor, torch.Tensor] | None = None,
+        outputs: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Write a capture (this rank's heads) for the engine. Raises OSError where there is no room for it."""
         if self._exists(handle):
             k, v = to_host(k), to_host(v)
             draft_tensors = {} if drafted is None else dict(zip(DRAFTED, drafted, strict=True))
-            blob = codec.encode_tensors({"k": k, "v": v, **draft_tensors, **named(states or {})})
+            more = {**draft_tensors, **named(states or {}), **outputs_named(outputs or {})}
+            blob = codec.encode_tensors({"k": k, "v": v, **more})
             check_room(self.path, len(blob))
             self._report(handle, f"out-{handle}-{name}.{self._rank}", blob)
 

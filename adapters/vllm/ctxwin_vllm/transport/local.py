@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from ctxwin.kv.kernels import SpanSlice
 from ctxwin.kv.layout import KVSpec
-from ctxwin_vllm.stage_outputs import Queries, StageOutputs
+from ctxwin_vllm.stage_outputs import Queries
 from ctxwin_vllm.transport.base import (
     Endpoint,
     LoadSpec,
@@ -31,12 +31,10 @@ class LocalTransport(Transport, Endpoint):
     """Both sides of the transport of an engine whose connector runs in this process.
 
     Attributes:
-        paged: access to the engine's cache, as `states` and `draft_model`; the engine sets them once vLLM is up.
-        outputs: the stage outputs beside it, where they are kept.
+        paged: access to the engine's cache, as `states`, `draft_model` and `outputs`; the engine sets them once vLLM is up.
         queries: the queries of what is computed, within `capturing_queries`.
     """
 
-    outputs: StageOutputs | None = None
     queries: Queries | None = None
 
     def __init__(self, kv: KVSpec) -> None:
@@ -101,12 +99,6 @@ class LocalTransport(Transport, Endpoint):
             assert segment.span is not None
             slices.append(SpanSlice(segment.span, segment.start, segment.patch, first, last, segment.approximate))
         return slices
-
-    def load(self, load: LoadSpec) -> None:
-        super().load(load)
-        if self.outputs is not None and self.paged is not None:
-            slots = self.paged.slots(load.blocks, load.begin, load.end)
-            self.outputs.write(self.parts(load.handle, load.begin, load.end), slots)
 
     def finish_load(self, load: LoadSpec, nbytes: int) -> None:
         transfer = self._transfers.get(load.handle)

@@ -48,7 +48,7 @@ from ctxwin.engines.segments import Segment
 from ctxwin.errors import EngineFailed, StoreCorrupt
 from ctxwin.hashing import digest
 from ctxwin.kv.basis import SharedBasis
-from ctxwin.kv.layout import KVSpec, SpanKV, outputs_named
+from ctxwin.kv.layout import KVSpec, SpanKV, outputs_in, outputs_named
 from ctxwin.kv.patch import Patch
 from ctxwin.kv.states import named, since_exact, states_in
 from ctxwin.store import codec
@@ -118,6 +118,7 @@ class SharedMemoryTransport(Transport):
         self.step: Callable[[], object] = lambda: None
         self.ranks = 1  # of all stages
         self.stages = 1
+        self.keeps_outputs = False  # whether spans hold stage outputs, set where its vLLM is started
         self.draft_model: KVSpec | None = None  # layout of the draft model's KV, set by the engine
         self._files: OrderedDict[str, tuple[int, int]] = OrderedDict()  # bytes and sum by file, most recently used last
         self._used: Counter[str] = Counter()  # running transfers by file
@@ -312,6 +313,8 @@ class SharedMemoryTransport(Transport):
         if self.draft_model is not None:
             k, v = (gather([p[x] for p in parts], self.draft_model.heads) for x in DRAFTED)
             transfer.drafted[name] = k, v
+        if outputs := outputs_in(parts[-(self.ranks // self.stages)]):
+            transfer.outputs[name] = outputs  # the first rank of the last stage has them
         if states := states_in(parts[0]):
             transfer.states[name] = states
 

@@ -2,8 +2,7 @@
 
 By default the placed chunks' exact KV is thinned out before the question comes, which is what a window would hold; the
 first token changes. ``@prompt`` is the paper's moment: system prompt, chunks and question are encoded exactly, then thinned
-out together, and only the rest of the answer is affected. Slots differ by layer. Here the whole context is thinned out as one;
-windows keep single chunks merged (`Window.maintenance.merge`), which move.
+out together, and only the rest of the answer is affected (`Sampling.merge_prompt`). Slots differ by layer.
 """
 
 from __future__ import annotations
@@ -16,10 +15,11 @@ import torch
 from torch import Tensor
 
 from ctxwin.errors import UnsupportedModel
+from ctxwin.kv.importance import Attended, AttendedByHead
 from ctxwin.kv.merge import merge, merged_slots
 from ctxwin_evals.arms.base import SHARE, Arm, Served, SharedArm
 from ctxwin_evals.decoder import Memory, concatenated
-from ctxwin_evals.elastic import H2O, Attended, Elastic, Local, Policy, Window
+from ctxwin_evals.elastic import H2O, Elastic, ElasticByHead, ElasticMost, ElasticShared, Local, Policy, Window
 from ctxwin_evals.group import Group
 
 WEIGHTS_AT_ONCE = 1 << 26
@@ -47,7 +47,7 @@ class _Compressed(SharedArm, settings=("window",), inside=True, argument=f"(?P<s
 
     def _thin_after_question(self, group: Group) -> list[Served | None]:
         """Serve exact chunks, and a policy that thins them out after the question."""
-        policy = self.policy(self.share, attention_of(group))
+        policy = self.policy(self.share, attention_of(group, self.policy.attention))
         tokens = group.context_tokens
         return [
             Served(row, over=group.kv_bytes(), computed=tokens, forwards=1, policy=policy.of([b]))
@@ -64,10 +64,22 @@ class _Compressed(SharedArm, settings=("window",), inside=True, argument=f"(?P<s
         return [Served([span], stored, over, policy=policy.of([b]), extra=extra) for b, span in enumerate(spans)]
 
 
-class ElasticCache(_Compressed, form="elastic:B", source="Elastic Cache, sections 3.2-3.3, eq. 1-3, algorithm 1"):
-    """The chunks' KV merged around the most attended tokens, layer by layer; first and last token are among them."""
+_VARIANTS: dict[str, type[Policy]] = {"max": ElasticMost, "heads": ElasticByHead, "shared": ElasticShared}
 
-    policy: ClassVar[type[Policy]] = Elastic
+
+_ELASTIC = rf"{_Compressed.argument}(?:\+(?P<by>{'|'.join(_VARIANTS)}))?"
+
+
+@dataclass(frozen=True)
+class ElasticCache(_Compressed, form="elastic:B", source="Elastic Cache, sections 3.2-3.3", argument=_ELASTIC):
+    """The chunks' KV merged around the most attended tokens, layer by layer; first and last token are among them. ``+max``: by
+    the maximum instead of the sum; ``+heads``: head by head; ``+shared``: alike in all layers."""
+
+    by: str = ""
+
+    @property
+    def policy(self) -> type[Policy]:  # type: ignore[override]
+        return _VARIANTS.get(self.by, Elastic)
 
 
 class HeavyHitters(_Compressed, form="h2o:B", source="Elastic Cache, section 4.1 (H2O, Frequency Cache)"):
@@ -109,18 +121,17 @@ class Merged(SharedArm, form="merged:B", source="Elastic Cache, section 3.3 (chu
 def thinned(kind: type[Policy], share: float, group: Group) -> tuple[Memory, Policy]:
     """The placed chunks' exact KV thinned out before a question comes, and the policy from then on; for the whole group."""
     sums, lead = attention_of(group, kind.attention), group.system_prompt_span.tokens
-    tokens, attended = group.context_tokens, kind.attention(sums[:, :, lead:])
+    tokens, attended = group.context_tokens, kind.attention(sums[..., lead:])
     whole = group.decoder.memory(group.exact)
     compressed = kind(share, sums, Window(lead, tokens, tokens)).compress(whole, attended)
-    sums_left = torch.cat([sums[:, :, :lead], attended.sums], 2)
+    sums_left = torch.cat([sums[..., :lead], attended.sums], -1)
     return compressed, kind(share, sums_left, Window(lead, tokens, compressed.slots))
 
 
 def attention_of(group: Group, kind: type[Attended] = Attended) -> Tensor:
     """Attention that system prompt and placed chunks give each other, by slot: float32 ``[L, B, system prompt + context]``.
 
-    Summed over all queries, averaged over heads (section 3.3), or as ``kind`` has it. Cost: one eager pass for each group, in
-    blocks of rows; a server would add it up in the pass that conditions the chunks.
+    Summed over all queries, averaged over heads (section 3.3), or as ``kind`` has it. Cost: an eager pass for each group.
     """
     if group.decoder.window is not None:
         raise UnsupportedModel("sliding layers see by distance, which thinned-out slots do not keep; take another arm")
@@ -130,7 +141,8 @@ def attention_of(group: Group, kind: type[Attended] = Attended) -> Tensor:
         tokens = concatenated([decoder.tokens([group.system_prompt] * batch), group.context])
         empty = group.behind_system_prompt(batch)
         memory = Memory(empty.k[:, :, :, :0], empty.v[:, :, :, :0]).grown(tokens.count)
-        attended = kind(torch.zeros(decoder.layers, batch, tokens.count, device=memory.k.device))
+        by_head = memory.k.shape[2:3] if kind is AttendedByHead else ()
+        attended = kind(torch.zeros(decoder.layers, batch, *by_head, tokens.count, device=memory.k.device))
         heads = int(decoder.engine.text_model.config.num_attention_heads)
         rows = max(1, WEIGHTS_AT_ONCE // (batch * heads * tokens.count))
         for begin in range(0, tokens.count, rows):

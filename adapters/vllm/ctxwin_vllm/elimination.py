@@ -1,0 +1,232 @@
+"""Answers that keep a share of the KV (Elastic Cache, arXiv 2407.18121): a request for each few tokens.
+
+vLLM drops none of a running request's tokens, and puts a token at the position that its slot has. So an answer is generated in
+pieces: between two of them the KV is compacted where it lies, and the next request loads it as its prefix, all keys turned by as
+much as its tokens stand too early; see `compact_prompt`. It waits in the frame of the first request, from which each request
+turns it anew, so rounding does not add up.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+import torch
+
+from ctxwin.engines.results import Generation
+from ctxwin.engines.sampling import Sampling, check_sampling
+from ctxwin.engines.segments import Encoded, Segment, without_spans
+from ctxwin.errors import AnswerStopped, EngineFailed, UnsupportedModel
+from ctxwin.kv.config import sliding_window
+from ctxwin.kv.kernels.staging import to_host
+from ctxwin.kv.layout import SpanKV
+from ctxwin.kv.merge import FixedPoint, attention_sums, merge, merged_slots
+from ctxwin.kv.relocate import relocate
+from ctxwin_vllm.asks import ALL, Ask, AskRunner, engine_errors
+from ctxwin_vllm.cache_namespace import CacheNamespace
+from ctxwin_vllm.core import Core
+from ctxwin_vllm.prompts import PromptBuilder
+from ctxwin_vllm.requests import Forced, LoadError, Outcome, StreamGuard, continued
+from ctxwin_vllm.transport import LocalTransport
+
+_SUBMISSIONS = 3
+_log = logging.getLogger("ctxwin.engines")
+
+
+def check_hold(core: Core, sampling: Sampling) -> None:
+    """Raise UnsupportedModel for what cannot be answered with a share of the KV; see `Engine.check_hold`."""
+    if sampling.hold >= 1:
+        return
+    reasons = {
+        "a recurrent state cannot drop a token": core.kv.recurrent,
+        "sliding layers see by distance, which dropped tokens change": sliding_window(core.checkpoint.config)
+        is not None,
+        "outputs=True keeps rows of all tokens": core.outputs,
+        "the draft model keeps KV of all tokens": core.draft_model is not None,
+        "an answer in several requests has no json_schema and no penalties": sampling.json_schema is not None
+        or (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (0, 0, 1),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise UnsupportedModel(f"{reason}: hold must be 1 with {core.model} on vLLM, got {sampling.hold}")
+    transport = core.transport
+    if sampling.merge_prompt and (
+        not isinstance(transport, LocalTransport) or transport.paged is None or core.kv.family == "mla"
+    ):
+        raise UnsupportedModel(
+            "a prompt is merged by its attention, which vLLM shows in one process (processes='single') and for GQA or MHA "
+            "only: merge_prompt must be False, got True; or open the model as hf:MODEL"
+        )
+
+
+class BudgetedAnswer:
+    """One answer at work, and the KV that it keeps.
+
+    Args:
+        sampling: with a ``hold`` below 1.
+        salt: as of `Engine.generate`.
+
+    Attributes:
+        generation: what its requests captured and cost.
+    """
+
+    def __init__(
+        self, core: Core, asks: AskRunner, layout: Sequence[Segment], query: Encoded, sampling: Sampling, salt: str
+    ) -> None:
+        check_sampling(sampling)
+        check_hold(core, sampling)
+        self._core, self._asks, self._query, self._sampling = core, asks, query, sampling
+        self._layout, self._salt = list(layout), salt
+        if sampling.merge_prompt:  # a prefix hit would compute no queries
+            self._layout, self._salt = without_spans(layout), _unshared()
+        self._one = replace(sampling, hold=1.0, merge_prompt=False)
+        core.check(self._layout, [query], self._one)
+        self.generation = Generation()
+        self._kv, self._at = (torch.empty(0), torch.empty(0)), 0
+
+    def generate(self, guard: StreamGuard | None, background: bool, builder: PromptBuilder | None) -> Outcome:
+        """Generate the answer; its outcome holds the tokens of all requests."""
+        sampling, most, every = self._one, self._sampling.max_tokens, self._sampling.hold_every
+        count = 1 if self._sampling.merge_prompt else min(most, 1 + every)
+        first = replace(sampling, max_tokens=count)
+        ask = Ask(self._query, first, self._salt, on_token=guard, background=background, builder=builder)
+        outcome = answer = self._serve_prompt(ask)
+        while outcome.finished and len(outcome.token_ids) == count and len(answer.token_ids) < most:
+            done = len(answer.token_ids)
+            if outcome is answer:
+                schedule = self._hold_prompt(answer, done - 1)
+            else:
+                self._hold_piece(schedule, count)
+            count = min(every, most - done)
+            seed = None if sampling.seed is None else (sampling.seed + done) % 2**63
+            piece = replace(sampling, max_tokens=count, logprobs=0, seed=seed)
+            if guard is not None:
+                guard.earlier = list(answer.token_ids)
+            words = _words([int(answer.token_ids[-1])])
+            outcome = self._request(Ask(words, piece, "", True, guard, background))
+            answer.token_ids += continued(outcome.token_ids, done)
+            answer.finished = outcome.finished
+        if guard is not None:
+            guard.earlier = []
+            guard.check(answer.token_ids)
+        return answer
+
+    def score(self, answer: Sequence[int], best: int, stopped: Callable[[], bool]) -> list[dict[int, float]]:
+        """Return the rows of `Engine.forced_logprobs` for an answer, read in the pieces that it would be generated in."""
+        only, every = Sampling(max_tokens=1), self._sampling.hold_every
+        self._salt = _unshared()  # in a shared namespace its tokens could come from the cache, unscored
+        ids = [int(token) for token in answer]
+
+        def ask(query: Encoded, scored: Sequence[int]) -> Ask:
+            forced = Forced(len(scored), best, stopped)
+            return Ask(
+                query, only, self._salt, background=True, answer=_words(scored) if scored else None, forced=forced
+            )
+
+        outcome = self._serve_prompt(ask(self._query, ids[:1]))
+        rows, schedule = outcome.forced, self._hold_prompt(outcome, 0, len(ids[:1]))
+        for begin in range(0, len(ids), every):
+            if stopped():
+                raise AnswerStopped("the engine is wanted for other work")
+            rows.pop()  # of KV that is dropped by now
+            words = _words(ids[begin : begin + 1])
+            rows += self._request(replace(ask(words, ids[begin + 1 : begin + every + 1]), capture_query=True)).forced
+            self._hold_piece(schedule, len(ids[begin : begin + every]))
+        return rows
+
+    def _serve_prompt(self, ask: Ask) -> Outcome:
+        """Run the request of the prompt, and capture the KV of all of it; its queries as well, where it is to be merged."""
+        merging, transport = self._sampling.merge_prompt, self._core.transport
+        ask = replace(ask, capture_all=True, queries_of=ALL if merging else "")
+        capturing = cast("LocalTransport", transport).capturing_queries() if merging else nullcontext()
+        with capturing:
+            self.generation, outcome = self._asks.serve(self._layout, ask)
+        return outcome
+
+    def _hold_prompt(self, outcome: Outcome, fed: int, unread: int = 0) -> FixedPoint:
+        """Keep the prompt's KV and that of ``fed`` tokens behind it, but not that of the ``unread`` last ones."""
+        if outcome.kv is None:
+            raise EngineFailed("the KV of the prompt was not captured; vLLM ended the request early")
+        k, v = outcome.kv
+        end = int(k.shape[1]) - unread
+        slots, head = end - fed, self._layout[0].slots if self._layout else self._query.tokens
+        tokens = sum(segment.tokens for segment in self._layout) + self._query.tokens
+        if self._sampling.merge_prompt:
+            paged, queries = cast("LocalTransport", self._core.transport).paged, outcome.queries
+            assert paged is not None and queries is not None and slots == tokens
+            scales = [float(layer.impl.scale) for layer in paged.layers]
+            sums = [attention_sums(queries[:end, i], k[i, :end], scale) for i, scale in enumerate(scales)]
+            head, slots = 1, merged_slots(self._sampling.hold, tokens)
+            merged = merge(_span(k[:, :end], v[:, :end]), torch.stack(sums), slots)
+            self._kv = merged.k, merged.v
+        else:
+            self._kv = k[:, :end], v[:, :end]
+        self._at = outcome.begin + self._query.advance + fed
+        schedule = FixedPoint(self._sampling.hold, tokens, slots, head, self._sampling.hold_every)
+        self._drop(schedule.append(fed))
+        return schedule
+
+    def _hold_piece(self, schedule: FixedPoint, count: int) -> None:
+        """Keep the KV of the first ``count`` tokens of the last request."""
+        span = self.generation.query_span
+        if span is None or span.tokens < count:
+            raise EngineFailed("the KV of the answer was not captured; vLLM ended the request early")
+        span = relocate(span.slice(0, count), self._core.kv, self._at)
+        k, v = self._kv
+        self._kv = torch.cat([k, span.k.to(k.device)], dim=1), torch.cat([v, span.v.to(v.device)], dim=1)
+        self._at += count
+        self._drop(schedule.append(count))
+
+    def _drop(self, slots: Sequence[int] | None) -> None:
+        if slots is not None:
+            index = torch.tensor(slots, device=self._kv[0].device)
+            self._kv = self._kv[0].index_select(1, index), self._kv[1].index_select(1, index)
+
+    def _request(self, ask: Ask) -> Outcome:
+        """Run a request behind the KV that is held; approximations are submitted again where loading fails."""
+        k, v = self._kv
+        span = _span(to_host(k), to_host(v))
+        paged = getattr(self._core.transport, "paged", None)
+        if paged is not None:
+            paged.keep(span, k, v)
+        filler = Encoded("", (0,) * span.tokens, span.positions.numpy(), self._at)
+        segment = Segment(filler, 0, span=span, approximate=True, merged=True)
+        for remaining in reversed(range(_SUBMISSIONS)):
+            if self._asks.closed:
+                raise EngineFailed("the engine is closed; open a new one")
+            piece, salt = Generation(), _unshared()
+            try:
+                with engine_errors():
+                    return self._asks.request(piece, [segment], 0, replace(ask, salt=salt), (), CacheNamespace(salt))
+            except LoadError as error:
+                if not remaining:
+                    raise EngineFailed(f"the KV of the answer so far could not be loaded: {error}") from error
+                _log.warning("loading the KV of an answer so far into vLLM failed (%s); it is submitted again", error)
+                self._asks.count_retry()
+            finally:
+                if ask.forced is None:  # a step of the answer, no prefill
+                    piece.forwards = piece.computed_tokens = 0
+                self._asks.count(piece)
+                self.generation.query_span = piece.query_span
+                self.generation.forwards += piece.forwards
+                self.generation.computed_tokens += piece.computed_tokens
+                self.generation.bytes_loaded += piece.bytes_loaded
+        raise AssertionError("the last submission returns or raises")
+
+
+def _span(k: torch.Tensor, v: torch.Tensor) -> SpanKV:
+    return SpanKV(k, v, torch.arange(k.shape[1]).expand(3, -1), 0)
+
+
+def _words(ids: Sequence[int]) -> Encoded:
+    places = np.tile(np.arange(len(ids), dtype=np.int64), (3, 1))
+    return Encoded("", tuple(ids), places, len(ids))
+
+
+def _unshared() -> str:
+    return f"held-{uuid.uuid4().hex}"
