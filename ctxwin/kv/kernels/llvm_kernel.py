@@ -132,23 +132,28 @@ class LlvmKernel:
         if part.start == part.span.start:
             table[:, _AT["turn"]] = self._angles(part, part.span.start)
         table[:, _AT["frame"]] = self._angles(part, 0)
-        columns = first * spec.k_dim, spec.heads * spec.k_dim + first * spec.v_dim
         dtype = getattr(torch, self._factors[-1])
-        shared: torch.Tensor | None = None  # the left factor of all layers
-        for i, layer in enumerate(patch.layers):
-            row = table[layer]
-            sides = patch.factors(layer)
-            if sides is None:
-                right = self._keep(patch.left[i, part.begin : part.stop], dtype)
-                row[_AT["mode"]] = simd.MODES.index("dense")
-            else:
-                if shared is None or patch.left.ndim > 2:
-                    shared = self._keep(sides[0][part.begin : part.stop], dtype)
-                left_factor, right = shared, self._keep(sides[1], dtype)
-                row[_AT["mode"]], row[_AT["rank"]] = simd.MODES.index("product"), right.shape[0]
-                row[_AT["left"]], row[_AT["left_token"]] = left_factor.data_ptr(), left_factor.stride(0)
-            row[_AT["right_row"]] = right.stride(0)
-            row[_AT["right_k"]], row[_AT["right_v"]] = (right.data_ptr() + right.itemsize * c for c in columns)
+        layers, covered = np.array(patch.layers, dtype=np.int64), np.arange(len(patch.layers))
+        left_factor = self._keep(patch.left, dtype)
+        left_factor = left_factor[..., part.begin :, :]
+        right, at = left_factor, covered  # the delta itself
+        mode: simd.Mode = "dense"
+        if not patch.dense:
+            mode = "product"
+            if patch.basis is not None:
+                at = np.array([patch.basis.layers.index(layer) for layer in patch.layers])
+            basis = patch.right if patch.basis is None else patch.basis.right
+            assert basis is not None
+            right = self._keep(basis, dtype)
+            step = left_factor.stride(0) if left_factor.ndim > 2 else 0
+            table[layers, _AT["left"]] = left_factor.data_ptr() + left_factor.itemsize * step * covered
+            table[layers, _AT["left_token"]] = left_factor.stride(-2)
+            table[layers, _AT["rank"]] = right.shape[1] if patch.quantized is None else patch.quantized.ranks
+        table[layers, _AT["mode"]] = simd.MODES.index(mode)
+        table[layers, _AT["right_row"]] = right.stride(1)
+        columns = first * spec.k_dim, spec.heads * spec.k_dim + first * spec.v_dim
+        for name, column in zip(("right_k", "right_v"), columns, strict=True):
+            table[layers, _AT[name]] = right.data_ptr() + right.itemsize * (right.stride(0) * at + column)
         return table
 
     def _angles(self, part: SpanSlice, old: int) -> list[int]:
