@@ -58,8 +58,7 @@ MORE = (
     "slide12/survivor", "floor/pieces", "floor/bfloat16", "floor/bfloat16-pieces",
 )  # fmt: skip
 FLOORS = ("pieces", "bfloat16", "bfloat16-pieces")
-REPREFILL = "reprefill"
-PIECE = 100
+REPREFILL, PIECE = "reprefill", 100
 RIGHT = 0.9
 """Share of right answers by re-prefill under which a form of facts is too hard for the model, and not scored."""
 _RANK = 32

@@ -1,9 +1,9 @@
 """Answers that keep a share of the KV (Elastic Cache, arXiv 2407.18121): a request for each few tokens.
 
 vLLM drops none of a running request's tokens, and puts a token at the position that its slot has. So an answer is generated in
-pieces: between two of them the KV is compacted where it lies, and the next request loads it as its prefix, all keys turned by as
-much as its tokens stand too early; see `compact_prompt`. It waits in the frame of the first request, from which each request
-turns it anew, so rounding does not add up.
+pieces. What a piece computed is read back and joins the KV of the answer, slots leave that on the device where it is, and the
+next request loads it as its prefix, all keys turned by as much as its tokens stand too early; see `compact_prompt`. It waits in
+the frame of the first request, from which each request turns it anew, so rounding does not add up.
 """
 
 from __future__ import annotations
