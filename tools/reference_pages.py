@@ -86,7 +86,8 @@ def architectures_of_vllm() -> dict[str, Any]:
                 kinds.setdefault(architecture, kind)
     for kind in VLLM_ONLY:
         register_config(kind)
-        kinds[CONFIG_MAPPING[kind].__name__.replace("Config", "ForConditionalGeneration")] = kind
+        prefix = CONFIG_MAPPING[kind].__name__.removesuffix("Config")
+        kinds |= {name: kind for name in registry._MULTIMODAL_MODELS if name.startswith(prefix)}
     unknown = "transformers has no config class for it"
     assessments = {}
     for name in sorted({*registry._TEXT_GENERATION_MODELS, *registry._MULTIMODAL_MODELS}):

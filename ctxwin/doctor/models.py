@@ -35,7 +35,7 @@ TESTED = {
     **_each("qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen3_next", _BOTH),
     **_each("apertus cohere ernie4_5 exaone4 gpt_oss granitemoe ministral nemotron olmo2 olmoe phi", _HF),
     **_each("deepseek_ocr2 deepseek_vl deepseek_vl_hybrid", _HF),
-    **_each("kimi_vl", _VLLM),
+    **_each("deepseek_vl_v2 kimi_vl", _VLLM),
     **_each("qianfan_ocr llava_next_video starcoder2 qwen2_5_omni_thinker qwen3_omni_moe_thinker", _HF),
 }
 """Engines on which a test compares a ``model_type`` with transformers (``tests/**/test_*families.py``)."""

@@ -33,8 +33,11 @@ REFUSED = {
     "Qwen3OmniMoeThinkerForConditionalGeneration": "vLLM opens the whole model's folder only",
 }
 """Why models that the transformers engine serves are not served here, by architecture."""
-VLLM_ONLY = {"kimi_vl": "KimiVLConfig"}
-"""Models that transformers has no class of, by ``model_type``, with vLLM's class of their config."""
+VLLM_ONLY = {
+    "deepseek_vl_v2": ("deepseek_vl2", "DeepseekVLV2Config", "DeepseekVLV2Processor"),
+    "kimi_vl": ("kimi_vl", "KimiVLConfig", ""),
+}
+"""Models that transformers has no class of, by ``model_type``: vLLM's module, and its classes of their config and processor."""
 _log = logging.getLogger("ctxwin.engines")
 
 
@@ -55,16 +58,20 @@ def installed() -> tuple[str, str] | None:
 
 
 def register_config(kind: str) -> None:
-    """Let transformers read configs of a model that vLLM alone has (`VLLM_ONLY`). Cost: importing vLLM, seconds once.
+    """Let transformers read a folder of a model that vLLM alone has (`VLLM_ONLY`). Cost: importing vLLM, seconds once.
 
     Raises UnsupportedModel where no vLLM is installed.
     """
     if installed() is None:
         raise UnsupportedModel(f"the model {kind!r} is known to vLLM only; `pip install {requirement('vllm')!r}`")
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoProcessor
 
-    module = importlib.import_module(f"vllm.transformers_utils.configs.{kind}")
-    AutoConfig.register(kind, getattr(module, VLLM_ONLY[kind]), exist_ok=True)
+    module, config, processor = VLLM_ONLY[kind]
+    config_class = getattr(importlib.import_module(f"vllm.transformers_utils.configs.{module}"), config)
+    AutoConfig.register(kind, config_class, exist_ok=True)
+    if processor:
+        processors = importlib.import_module(f"vllm.transformers_utils.processors.{module}")
+        AutoProcessor.register(config_class, getattr(processors, processor), exist_ok=True)
 
 
 def on_a_processor() -> bool:

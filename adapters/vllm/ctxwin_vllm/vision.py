@@ -59,6 +59,8 @@ def see(model: Any, config: Any, pixels: torch.Tensor, grids: torch.Tensor, hear
     elif family.tiles and family.marks:
         mask = torch.ones(inputs[0].shape[0], *inputs.shape[-2:], dtype=torch.bool, device=like.device)
         kwargs = {"pixel_values": inputs[0], "pixel_attention_mask": mask, "num_patches": grids[:, 0]}
+    elif config.model_type == "deepseek_vl_v2":
+        kwargs = {"pixel_values": inputs, "images_spatial_crop": torch.ones(len(grids), 2, dtype=torch.int64)}
     elif family.square:
         kwargs = {"pixel_values": inputs, "num_patches": torch.ones(len(inputs), dtype=torch.int64)}
     elif is_clip(config, pixels):

@@ -154,7 +154,10 @@ def open_checkpoint(name: str | Path, *, engine: Engine = "hf", remote_code: boo
         with _named_files("a processor", path):
             processor = _load(AutoProcessor, path, remote_code)
         tokenizer = processor.tokenizer
-        image_processor = getattr(processor, "image_processor", None)
+        # DeepSeek-VL2's has no parts.
+        image_processor = (
+            processor if config.model_type == "deepseek_vl_v2" else getattr(processor, "image_processor", None)
+        )
         video_processor = getattr(processor, "video_processor", None)
         source = getattr(processor, "chat_template", None) or tokenizer.chat_template
         media = _media_tokens(config, processor, family, family.video and video_processor is not None)

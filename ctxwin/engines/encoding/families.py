@@ -7,8 +7,9 @@ LLaVA's of a video the frames and their pixels, DeepSeek-OCR 2's the picture and
 DeepSeek-VL's the picture in two sizes).
 That of sound is (1, 1, frames of its spectrogram).
 
-LLaVA-OneVision's processor cuts the only picture of a prompt into tiles, and takes each of several uncut. A chunk must not depend
-on its neighbours, so every picture is taken uncut, as one of several; on vLLM too, whose own processor always cuts.
+LLaVA-OneVision's processor cuts the only picture of a prompt into tiles, DeepSeek-VL2's cuts up to two, and both take each of
+several uncut. A chunk must not depend on its neighbours, so every picture is taken uncut, as one of several; on vLLM too, whose
+own processor cuts LLaVA-OneVision's always.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ FAMILIES = {
     "gemma3": Family(marks=True, square=True, both_ways="all"),
     "deepseek_ocr2": Family(marks=True),
     "deepseek_vl": Family(marks=True),
+    "deepseek_vl_v2": Family(marks=True),
     "deepseek_vl_hybrid": Family(marks=True),
     "llava": Family(marks=True),
     "llava_next": Family(marks=True),
@@ -96,7 +98,8 @@ REFUSED = {
 _IN_TWO_SIZES = {"deepseek_ocr2": "pixel_values_local", "deepseek_vl_hybrid": "high_res_pixel_values"}
 """Further pixels of families whose towers take a picture in two sizes, by the name that their processors give them."""
 _SEVERAL = 2
-"""Number of pictures reported to LLaVA-OneVision's processor: with more than one it leaves each uncut."""
+"""Number of pictures reported to LLaVA-OneVision's processor: with more than one it leaves each uncut; DeepSeek-VL2's: with one
+more."""
 
 
 def family_of(config: Any) -> Family | None:
@@ -140,7 +143,10 @@ def picture_text(config: Any, processor: Any, grid: Grid) -> str:
     import numpy as np
 
     count, high, wide = grid
-    if str(config.model_type) == "deepseek_ocr2":  # its processor has no method for one picture
+    if str(config.model_type) == "deepseek_vl_v2":  # neither of these processors has a method for one picture
+        rows = -(-high // int(processor.downsample_ratio))
+        return str(processor.image_token) * (count * rows * (rows + 1) + 1)
+    if str(config.model_type) == "deepseek_ocr2":
         return str(processor._expand_image_tokens([str(processor.image_token)], [count - 1])[0])
     cell, side = _cell(config), int(getattr(config.vision_config, "image_size", 1))
     tile = np.empty((1, 3, side, side), dtype=np.uint8)  # LLaVA's processors read its shape
@@ -240,6 +246,11 @@ def process_images(
         parts = [processed[name] for name in ("pixel_values", further) if name in processed]
         side, tile = (int(part.shape[-1]) for part in (parts[0], parts[-1]))
         return torch.cat([part.flatten() for part in parts]), torch.tensor([[sum(map(len, parts)), side, tile]])
+    if str(config.model_type) == "deepseek_vl_v2":
+        several = [*pictures] * (_SEVERAL + 1)
+        pixels = processor(text=processor.image_token * len(several), images=several)["pixel_values"][:2]
+        side = int(pixels.shape[-1]) // int(processor.patch_size)
+        return pixels, torch.tensor([[len(pixels), side, side]])
     if family.listed:
         processed = processor(images=list(pictures), return_tensors="pt")
         wide, high = (processed["image_position_ids"].amax(dim=1) + 1).unbind(dim=1)

@@ -9,11 +9,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import numpy as np
 import pytest
 from PIL import Image
-from transformers import AutoProcessor
+from transformers import AutoTokenizer
 
 from adapters.vllm.on_vllm import ALL, CLOSE, OnVLLM, gap
 from ctxwin.chunk import Chunk
@@ -24,7 +25,7 @@ from ctxwin.errors import UnsupportedModel
 from ctxwin.opening import open_engine
 from ctxwin.store import Store, open_store
 from engines import models
-from engines.conformance import HEADER, QUERY, laid, picture
+from engines.conformance import HEADER, QUERY, EngineConformance, laid, picture
 from twins import guard
 
 if TYPE_CHECKING:
@@ -221,17 +222,20 @@ class TestKimiVL(OnVLLM):
         assert found.standing == "tested" and found.engines == ("vllm",), found
 
     def test_pictures_against_vllm(self, engine: Engine, model_dir: Path) -> None:
-        """Its processor's ids for the whole prompt, its tower and its answer from pixels."""
+        """Its processor's ids for the whole prompt with three pictures, its tower and its answer from pixels."""
         from vllm import SamplingParams
 
-        processor = AutoProcessor.from_pretrained(model_dir, trust_remote_code=True)
-        shown = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": QUERY}]
-        messages = [{"role": "system", "content": HEADER}, {"role": "user", "content": shown}]
-        text = processor.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        images = [Image.fromarray(p) for p in (picture(1), picture(2, 60))]
-        prompt = {"prompt": text, "multi_modal_data": {"image": images}}
+        shown = {"type": "image"}
+        messages = [
+            {"role": "system", "content": HEADER},
+            {"role": "user", "content": [shown, shown, shown, {"type": "text", "text": QUERY}]},
+        ]
+        tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        images = [Image.fromarray(p) for p in (picture(1), picture(2, 60), picture(3, 56))]
         core: Core = engine._core  # type: ignore[attr-defined]
         parameters = SamplingParams(max_tokens=4, temperature=0.0, logprobs=-1)
+        prompt = {"prompt": text, "multi_modal_data": {"image": images}}
         (plain,) = core.driver.call(lambda: core.driver.llm.generate([prompt], parameters, use_tqdm=False))
         encoded = [engine.encode_system_prompt(HEADER), *(engine.encode(Chunk.image(np.asarray(i))) for i in images)]
         query = engine.encode_query(QUERY)
@@ -240,6 +244,26 @@ class TestKimiVL(OnVLLM):
         assert list(ours.token_ids) == list(plain.outputs[0].token_ids)
         first = plain.outputs[0].logprobs[0]
         assert max(abs(first[token].logprob - value) for token, value in ours.logprobs.items()) < CLOSE
+
+
+@guard
+class TestDeepseekVL2(TestKimiVL):
+    """Another one, over a tower of timm's: each picture whole, as one of several."""
+
+    picture_tokens = (13, 13)
+    gridded = False
+    opening = EngineConformance.opening
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        pytest.importorskip("timm")
+        return models.write_deepseek_vl2(tmp_path_factory.mktemp("vllm_deepseek_vl2") / "model", **LATENT)
+
+    @classmethod
+    def make_engine(cls, model_dir: Path, store: Store) -> Engine:
+        with mock.patch("timm.create_model", models.small_siglip):
+            return super().make_engine(model_dir, store)
 
 
 def test_code_of_a_model_runs_on_demand_only(tmp_path: Path) -> None:

@@ -17,8 +17,10 @@ from engines.models.text import (
     write_text_model,
 )
 from engines.models.vision import (
+    small_siglip,
     write_deepseek_ocr,
     write_deepseek_vl,
+    write_deepseek_vl2,
     write_glm4v,
     write_internvl,
     write_kimi,
@@ -40,10 +42,12 @@ __all__ = [
     "SIZES",
     "build_tokenizer",
     "edit_config",
+    "small_siglip",
     "wide",
     "write_decoder",
     "write_deepseek_ocr",
     "write_deepseek_vl",
+    "write_deepseek_vl2",
     "write_gemma3",
     "write_gemma4",
     "write_gemma4_sharing",

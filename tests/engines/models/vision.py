@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -173,42 +174,21 @@ KIMI_VL = (
 
 def write_kimi_vl(folder: Path, **fields: Any) -> Path:
     """A random Kimi-VL in vLLM's layout, since transformers has none; 84x84 pictures become 9 tokens."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
     turns = {n: f"<|{n}|>" for n in ("im_system", "im_user", "im_assistant", "im_middle")}
     marks = {n: f"<|{n}|>" for n in ("media_start", "media_content", "media_pad", "media_end")}
-    write_mla_model(folder, "DeepseekV3", topk_method="noaux_tc", scoring_func="sigmoid", **fields)
     tokenizer = build_tokenizer(KIMI_VL, **turns, **marks)
-    config = json.loads((folder / "config.json").read_text())
-    width, inner, patch, side, generator = 32, 48, 14, 6, torch.Generator().manual_seed(0)
-    shapes: dict[str, tuple[int, ...]] = {
-        "vision_tower.patch_embed.proj.weight": (width, 3, patch, patch), "vision_tower.patch_embed.proj.bias": (width,),
-        "vision_tower.patch_embed.pos_emb.weight": (side, side, width),
-        "multi_modal_projector.linear_1.weight": (4 * width, 4 * width), "multi_modal_projector.linear_1.bias": (4 * width,),
-        "multi_modal_projector.linear_2.weight": (config["hidden_size"], 4 * width),
-        "multi_modal_projector.linear_2.bias": (config["hidden_size"],),
-    }  # fmt: skip
-    norms = ["vision_tower.encoder.final_layernorm", "multi_modal_projector.pre_norm"]
-    for i in range(2):
-        block = f"vision_tower.encoder.blocks.{i}"
-        norms += [f"{block}.norm0", f"{block}.norm1"]
-        layers = {
-            "wqkv": (3 * width, width),
-            "wo": (width, width),
-            "mlp.fc0": (inner, width),
-            "mlp.fc1": (width, inner),
-        }
-        for name, (rows, columns) in layers.items():
-            shapes |= {f"{block}.{name}.weight": (rows, columns), f"{block}.{name}.bias": (rows,)}
-    weights = {n: 0.15 * torch.randn(shape, generator=generator) for n, shape in shapes.items()}
-    for norm in norms:
-        weights |= {f"{norm}.weight": torch.ones(width), f"{norm}.bias": 0.1 * torch.randn(width, generator=generator)}
-    text = load_file(folder / "model.safetensors")
-    extra = len(tokenizer) - config["vocab_size"]  # tokens of the marks
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        text[name] = torch.cat([text[name], 0.15 * torch.randn(extra, config["hidden_size"], generator=generator)])
-    save_file(weights | {f"language_model.{n}": w for n, w in text.items()}, folder / "model.safetensors")
+    width, inner, patch, side = 32, 48, 14, 6
+    tower, joint = "vision_tower", "multi_modal_projector"
+    layers = {f"{joint}.linear_1": (4 * width, 4 * width), f"{joint}.linear_2": (64, 4 * width)}
+    norms = {f"{tower}.encoder.final_layernorm": width, f"{joint}.pre_norm": width}
+    for block in (f"{tower}.encoder.blocks.{i}" for i in range(2)):
+        norms |= {f"{block}.norm0": width, f"{block}.norm1": width}
+        layers |= {f"{block}.wqkv": (3 * width, width), f"{block}.wo": (width, width)}
+        layers |= {f"{block}.mlp.fc0": (inner, width), f"{block}.mlp.fc1": (width, inner)}
+    layers[f"{tower}.patch_embed.proj"] = (width, 3, patch, patch)
+    parameters = {f"{tower}.patch_embed.pos_emb.weight": (side, side, width)}
+    fields = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", **fields}
+    text = _write_over_mla(folder, tokenizer, "language_model", layers, norms, parameters, "DeepseekV3", **fields)
     vision = dict(
         model_type="moonvit", patch_size=patch, init_pos_emb_height=side, init_pos_emb_width=side, num_attention_heads=2,
         num_hidden_layers=2, hidden_size=width, intermediate_size=inner, merge_kernel_size=[2, 2],
@@ -220,9 +200,7 @@ def write_kimi_vl(folder: Path, **fields: Any) -> Path:
         "vision_config": vision,
         **ids,
     }
-    config["vocab_size"] = len(tokenizer)
-    (folder / "config.json").write_text(json.dumps(whole | {"text_config": config}))
-    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(whole | {"text_config": text}))
     classes = {"AutoImageProcessor": "KimiVLImageProcessor", "AutoProcessor": "KimiVLProcessor"}
     settings = {
         "image_processor_type": "KimiVLImageProcessor", "processor_class": "KimiVLProcessor", "in_token_limit": 36,
@@ -231,6 +209,64 @@ def write_kimi_vl(folder: Path, **fields: Any) -> Path:
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     shutil.copy(Path(__file__).with_name("kimi_vl_processing.py"), folder)
     return folder
+
+
+def write_deepseek_vl2(folder: Path, **fields: Any) -> Path:
+    """A random DeepSeek-VL2 in vLLM's layout, since transformers has none, over `small_siglip`; a picture has 13 tokens."""
+    names = ("image_token", "ref", "ref_end", "det", "det_end", "grounding", "user", "assistant")
+    marks = ("<image>", "<|ref|>", "<|/ref|>", "<|det|>", "<|/det|>", "<|grounding|>", "<|User|>", "<|Assistant|>")
+    template = CHATML.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>")  # the published one has none
+    tokenizer = build_tokenizer(template, **dict(zip(names, marks, strict=True)))
+    tokenizer.bos_token = "<|endoftext|>"
+    shapes = {f"vision.{n}": tuple(p.shape) for n, p in small_siglip().named_parameters()}
+    shapes |= {"image_newline": (64,), "view_seperator": (64,)}
+    layers = {"projector.layers.0": (64, 4 * 32), "projector.layers.2": (64, 64)}
+    text = _write_over_mla(folder, tokenizer, "language", layers, {}, shapes, "DeepseekV2", **fields)
+    whole = {
+        "architectures": ["DeepseekVLV2ForCausalLM"], "model_type": "deepseek_vl_v2", "tile_tag": "2D", "global_view_pos": "head",
+        "candidate_resolutions": [[56, 56], [112, 56]], "vision_config": {"image_size": 56, "patch_size": 14, "width": 32},
+        "projector_config": {"input_dim": 32, "n_embed": 64, "depth": 2, "mlp_ratio": 1, "downsample_ratio": 2},
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(whole | {"language_config": text}))
+    settings = {
+        "processor_class": "DeepseekVLV2Processor", "candidate_resolutions": whole["candidate_resolutions"], "patch_size": 14,
+        "downsample_ratio": 2, "image_token": "<image>", "pad_token": "<|endoftext|>",
+    }  # fmt: skip
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def small_siglip(*_: Any, **options: Any) -> Any:
+    """A vision tower of timm's, in place of the only one that vLLM makes."""
+    from timm.models.vision_transformer import VisionTransformer
+
+    options.pop("pretrained", None)
+    sizes = dict(img_size=56, patch_size=14, embed_dim=32, depth=2, num_heads=2, mlp_ratio=2, class_token=False)
+    return VisionTransformer(**{"num_classes": 0, **sizes, **options}, global_pool="map")
+
+
+def _write_over_mla(
+    folder: Path, tokenizer: Any, prefix: str, layers: Mapping[str, tuple[int, ...]], norms: Mapping[str, int],
+    parameters: Mapping[str, tuple[int, ...]], kind: str, **fields: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Write a random decoder with latent attention under a prefix beside weights of the shapes given; return its config."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    write_mla_model(folder, kind, vocab_size=len(tokenizer), **fields)
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    generator = torch.Generator().manual_seed(0)
+    shapes = {**parameters, **{f"{n}.weight": shape for n, shape in layers.items()}}
+    shapes |= {f"{n}.bias": shape[:1] for n, shape in layers.items()} | {
+        f"{n}.bias": (size,) for n, size in norms.items()
+    }
+    weights = {n: 0.15 * torch.randn(shape, generator=generator) for n, shape in shapes.items()}
+    weights |= {f"{norm}.weight": torch.ones(size) for norm, size in norms.items()}
+    text = load_file(folder / "model.safetensors")
+    save_file(weights | {f"{prefix}.{n}": w for n, w in text.items()}, folder / "model.safetensors")
+    (folder / "chat_template.jinja").unlink()  # of the decoder's own tokenizer
+    tokenizer.save_pretrained(folder)
+    return config
 
 
 def write_glm4v(folder: Path, experts: bool = False, ocr: bool = False) -> Path:
