@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ctxwin.engines.outputs import HIDDEN, concat_outputs, rows_of
+from ctxwin.errors import EngineFailed
 from ctxwin.kv.kernels import SpanSlice
 from ctxwin_vllm.internals import observe_forwards
 from ctxwin_vllm.paged import PagedKV
@@ -26,6 +27,8 @@ class StageOutputs:
     Args:
         runner: vLLM's model runner.
         paged: the worker's cache. Memory: a row for each of its slots and each output, on the model's device.
+
+    Raises EngineFailed where the device has no room for the hidden states.
     """
 
     def __init__(self, runner: Any, paged: PagedKV) -> None:
@@ -34,7 +37,13 @@ class StageOutputs:
         self._count = int(paged.layers[0].kv_cache.shape[0]) * paged.block_size + 1
         config = runner.model_config
         width, options = int(config.get_hidden_size()), {"dtype": config.dtype, "device": runner.device}
-        self._rows: dict[str, torch.Tensor] = {HIDDEN: torch.zeros(self._count, width, **options)}
+        try:
+            self._rows: dict[str, torch.Tensor] = {HIDDEN: torch.zeros(self._count, width, **options)}
+        except torch.OutOfMemoryError as error:
+            size = self._count * width * config.dtype.itemsize >> 20
+            raise EngineFailed(
+                f"outputs=True needs {size} MiB beside the paged cache; lower gpu_memory_utilization"
+            ) from error
         self._close = observe_forwards(runner, self._store)
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -240,3 +241,14 @@ def test_a_merged_chunk_has_no_rows_and_serves_all_the_same(eager: Any) -> None:
         window.maintenance.refresh()
         whole, alone = asked(window).outputs, without_reuse(eager, placed(window), "whole").outputs
         assert whole is not None and alone is not None and torch.equal(whole[HIDDEN], alone[HIDDEN])
+
+
+def test_a_device_without_room_for_them_is_said() -> None:
+    from ctxwin_vllm.stage_outputs import StageOutputs
+
+    config = SimpleNamespace(get_hidden_size=lambda: 1024, dtype=torch.float32)
+    layer = SimpleNamespace(layer_name="model.layers.0", kv_cache=torch.zeros(1024, 1))
+    runner: Any = SimpleNamespace(model_config=config, device=torch.device("cpu"), execute_model=None)
+    full = mock.patch.object(torch, "zeros", side_effect=torch.OutOfMemoryError("out of memory"))
+    with full, pytest.raises(EngineFailed, match=r"needs 64 MiB .* lower gpu_memory_utilization"):
+        StageOutputs(runner, SimpleNamespace(layers=[layer], block_size=16))  # type: ignore[arg-type]
