@@ -95,7 +95,7 @@ def fleet(args: FleetArguments | dict[str, Any]) -> Any:
         **scaling,
     )
     name = arguments.name or f"ctxwin@{ray.get_runtime_context().gcs_address}"
-    front = serve.deployment(Front, name="front").options(
+    front = serve.deployment(serve.ingress()(Front), name="front").options(
         num_replicas=arguments.fronts, ray_actor_options={"num_cpus": 0}, max_ongoing_requests=16 * arguments.ongoing
     )
     bound = replicas.bind(arguments.model, arguments.vllm, arguments.settings, name)

@@ -1,4 +1,4 @@
-"""The front: reads a request, derives its routing hint, and passes on the answer of a replica."""
+"""The front: reads a request, derives its routing hint, and passes on the answer of a replica; WebSockets both ways."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+from starlette.websockets import WebSocket, WebSocketState
 
 from ctxwin.errors import EngineFailed
 from ctxwin_client.errors import TooManyRequests
 from ctxwin_ray.hints import Request, hint_of
+from ctxwin_ray.sockets import relay
 from ctxwin_server.app.accounts import BodyBytes, BodyReader, parse_json
 from ctxwin_server.app.error_shape import to_body
 from ctxwin_server.protocol.limits import Limits
 
 _CONNECTION_HEADERS = {b"connection", b"content-length", b"host", b"keep-alive", b"transfer-encoding", b"upgrade"}
+
+_ENDED = "the replica that had this request has ended; send it again"
 
 
 class Front:
@@ -28,10 +33,46 @@ class Front:
 
     def __init__(self, replicas: Any, limits: Limits) -> None:
         self._replicas = replicas.options(stream=True, method_name="answer")
+        self._addresses = replicas.options(method_name="address")
         self._limits = limits
         self._body_bytes = BodyBytes(limits.max_body_bytes, max(limits.max_body_bytes // 2, limits.max_upload_bytes))
 
-    async def __call__(self, request: HttpRequest) -> Response:
+    def __serve_build_asgi_app__(self) -> Any:
+        """Return the ASGI app that Ray serves."""
+
+        async def app(
+            scope: Scope, receive: Receive, send: Send
+        ) -> None:  # of a bound method uvicorn thinks it is ASGI 2
+            await self._serve(scope, receive, send)
+
+        return app
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await self._relay(WebSocket(scope, receive, send))
+        elif scope["type"] == "http":
+            request = HttpRequest(scope, receive)
+            await (await self.answer(request))(scope, receive, send)
+        else:  # of the app's own start and end
+            for event in ("startup", "shutdown"):
+                await receive()
+                await send({"type": f"lifespan.{event}.complete"})
+
+    async def _relay(self, client: WebSocket) -> None:
+        """Pass a WebSocket on to the replica of its window."""
+        headers = tuple((k, v) for k, v in client.headers.raw if k.lower() not in _CONNECTION_HEADERS)
+        try:
+            hint = hint_of(client.scope["path"], client.headers, b"", partial(parse_json, self._limits))
+            routed = Request(hint, "GET", client.scope["path"], client.scope["query_string"], headers, b"")
+            address = await self._addresses.remote(routed)
+            await relay(client, address, headers, self._limits.max_upload_bytes)
+        except Exception as error:
+            if client.application_state is not WebSocketState.CONNECTING:
+                raise
+            error = EngineFailed(_ENDED) if isinstance(error, OSError | TimeoutError) else error
+            await client.send_denial_response(_error_response(error))
+
+    async def answer(self, request: HttpRequest) -> Response:
         """Answer an HTTP request."""
         sender = request.client.host if request.client else ""
         # Its bytes count against the limit until the replica answers, as its key is not checked yet.
@@ -75,5 +116,5 @@ def _public_error(error: Exception) -> Exception:
     if isinstance(error, BackPressureError):
         return TooManyRequests("every replica has as many requests as it takes; send it again later")
     if isinstance(error, RayError | DeploymentUnavailableError | StopAsyncIteration):
-        return EngineFailed("the replica that had this request has ended; send it again")
+        return EngineFailed(_ENDED)
     return error

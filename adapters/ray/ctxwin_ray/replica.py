@@ -14,12 +14,14 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray import serve
 
 from ctxwin.errors import EngineFailed
 from ctxwin.hashing import digest
 from ctxwin.store import STORE_KEY
 from ctxwin_ray.hints import Head, Request, window_prefix
+from ctxwin_ray.sockets import Address, listening
 from ctxwin_server.app.settings import Settings
 
 MEMBER_S = 15.0
@@ -57,6 +59,10 @@ class Replica:
         own_process()  # Ray gives each replica one
         self._app, self._service = await self._running.enter_async_context(
             serving_app(self._model, self._arguments, self._settings, journal(self._fleet))
+        )
+        most_bytes = self._service.limits.max_upload_bytes
+        self._address = await self._running.enter_async_context(
+            listening(self._app, ray.util.get_node_ip_address(), most_bytes)
         )
         for tenant_state in self._service.tenant_states():
             tenant_state.engine.window_prefix = window_prefix(self._name)
@@ -98,6 +104,10 @@ class Replica:
             while not task.done():
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(pieces.get(), 0.1)
+
+    async def address(self, request: Request) -> Address:
+        """Return where the front passes on a WebSocket that is routed here."""
+        return self._address
 
     async def check_health(self) -> None:
         """Raise if the engine has died or another fleet has taken the registry; Ray then starts another replica."""

@@ -21,7 +21,9 @@ import psutil
 from openai import OpenAI
 
 from ctxwin import Chunk
-from ctxwin_client import RemoteWindow
+from ctxwin.errors import EngineFailed
+from ctxwin_client import LiveStream, RemoteWindow
+from ctxwin_client.errors import UnknownWindow
 from store.redis_server import Server as Redis
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
@@ -79,10 +81,28 @@ def test_windows_of_a_fleet_from_a_file_outlive_a_replica(tmp_path: Path) -> Non
             model="tiny", messages=[{"role": "user", "content": "which door?"}], max_tokens=2
         )
         assert made.usage is not None and made.usage.model_dump()["ctxwin"]["lanes"]
+        branches = [window.fork() for window in windows]
+        streams = [LiveStream(client, branch.id) for branch in branches]
+        for stream, text in zip(streams, before, strict=True):
+            stream.__enter__()
+            assert stream.ask("Which door is open?", 6).text == text
+        with pytest.raises(UnknownWindow), LiveStream(client, "nowhere"):
+            pass
         replicas = [p for p in psutil.process_iter(["cmdline"]) if _is_replica(p)]
         assert len(replicas) == 2
         os.kill(replicas[0].pid, signal.SIGKILL)
         assert [window.ask("Which door is open?", 6).text for window in windows] == before
+        ended = 0
+        for branch, stream, text in zip(branches, streams, before, strict=True):
+            try:
+                assert stream.ask("Which door is open?", 6).text == text
+            except EngineFailed as error:
+                assert "1012" in str(error) and "connect again" in str(error)
+                ended += 1
+                with LiveStream(client, branch.id) as again:
+                    assert again.ask("Which door is open?", 6).text == text
+            stream.__exit__(None, None, None)
+        assert ended, "a replica took its streams with it"
         for window in windows:
             window.evict(window.ids[0])
             window.check()

@@ -189,7 +189,7 @@ def test_bodies_in_hand_are_bounded_before_anybody_has_shown_a_key() -> None:
                 return {"type": "http.request", "body": b" " * size, "more_body": False}
 
             scope = {"type": "http", "method": "POST", "path": "/v1/chunks", "query_string": b"", "headers": []}
-            return (await front(HttpRequest({**scope, "client": (host, 1)}, receive))).status_code
+            return (await front.answer(HttpRequest({**scope, "client": (host, 1)}, receive))).status_code
 
         waiting = [asyncio.create_task(send(100, "a"))]
         await asyncio.sleep(0.05)
