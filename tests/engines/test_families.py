@@ -17,7 +17,7 @@ from ctxwin.engines.encoding.families import both_ways
 from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.kv.config import sliding_window
 from ctxwin.store import Store
-from engines.conformance import EngineConformance
+from engines.conformance import EngineConformance, RandomEdits
 from engines.families import WRITERS
 from twins import guard
 
@@ -163,7 +163,7 @@ class TestGemma2(OnTransformers):
         return folders("gemma2")
 
 
-class TestGemma3(OnTransformers):
+class TestGemma3(RandomEdits, OnTransformers):
     """Every picture of one size, whose tokens see each other both ways."""
 
     picture_tokens = (10, 10)  # four of them the tower's
@@ -223,7 +223,7 @@ class TestGemma4Sharing(OnTransformers):
         return folders("gemma4_sharing")
 
 
-class TestDeepseekV2(OnTransformers):
+class TestDeepseekV2(RandomEdits, OnTransformers):
     """Latent attention."""
 
     vision = False
@@ -245,7 +245,7 @@ class TestKimi(OnTransformers):
 
 
 @guard
-class TestDeepseekVL(OnTransformers):
+class TestDeepseekVL(RandomEdits, OnTransformers):
     """Every picture of one size, for two towers; a template that trims texts and takes lists only."""
 
     picture_tokens = (16, 16)

@@ -25,7 +25,7 @@ from ctxwin.errors import UnsupportedModel
 from ctxwin.opening import open_engine
 from ctxwin.store import Store, open_store
 from engines import models
-from engines.conformance import HEADER, QUERY, EngineConformance, laid, picture
+from engines.conformance import HEADER, QUERY, EngineConformance, RandomEdits, laid, picture
 from twins import guard
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ class TestKimi(OnVLLM):
 
 
 @guard
-class TestKimiVL(OnVLLM):
+class TestKimiVL(RandomEdits, OnVLLM):
     """A model that vLLM alone has, whose processor is code in its folder; vLLM's own path is the oracle."""
 
     opening = 4
@@ -289,7 +289,7 @@ def test_pictures_between_processes(name: str, tmp_path: Path) -> None:
         OnVLLM().compare(engine, reference, [Chunk.image(picture(1)), Chunk.image(picture(2, small))], "pictures")
 
 
-class TestLatentAttention(OnVLLM):
+class TestLatentAttention(RandomEdits, OnVLLM):
     vision = False
 
     @pytest.fixture(scope="class")
