@@ -184,6 +184,7 @@ class LiveStream:
 
     def __init__(self, client: OpenAI, window: str, **options: int) -> None:
         self.state = AsyncLiveStream(client, window, **options)
+        self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as opening:
