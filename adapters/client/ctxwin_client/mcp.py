@@ -128,10 +128,8 @@ class WindowTools:
 
     @_in_turn
     def ask(self, query: str, max_tokens: int = 64, window: str = "") -> Report:
-        """Asks the model a question about the chunks in the context window.
-
-        Returns its answer and how many of the prompt's tokens were computed for it.
-        """
+        """Asks the model a question about the chunks in the context window. Returns its answer and how many of the prompt's
+        tokens were computed for it."""
         answer = self._at(window).ask(query, max_tokens)
         return {"answer": answer.text, **_values(answer.usage, "prompt_tokens", "computed_tokens", "exact")}
 
