@@ -34,6 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "float32, Triton attention, eager": {"dtype": "float32", "attention_backend": "TRITON_ATTN", "enforce_eager": True},
     "bfloat16, vLLM's attention, eager": {"dtype": "bfloat16", "enforce_eager": True},
     "bfloat16, compiled, CUDA graphs": {"dtype": "bfloat16"},
+    "bfloat16, compiled, CUDA graphs, stage outputs": {"dtype": "bfloat16", "outputs": True},
 }
 """The engines that programs run on; the first one also on a processor."""
 TIMES = "7B"
@@ -86,6 +87,9 @@ def programs(name: str, device: torch.device) -> Iterator[Row]:
     with _open(str(checkpoint_dir()), device, **OPTIONS[name]) as engine:
         paged = engine.core.transport.paged  # type: ignore[attr-defined]  # of `VLLMEngine`
         kernel = {"kernel": paged.kernel, "in_place": paged.direct, "backend": type(paged.layers[0].impl).__name__}
+        if engine.spec.outputs:
+            yield {"program": "hidden states, text"} | kernel | hidden_states(engine, *_texts()[1:])
+            return
         for content in (_texts(), _pictures()):
             yield {"program": f"exact, {content[0]}"} | kernel | exact(engine, *content[1:], BOUNDS[dtype])
             for kind in ("survivors", "patches", "blind"):
@@ -152,6 +156,29 @@ def exact(engine: Engine, chunks: list[Chunk], questions: list[str], bound: floa
                 result = reprefill(window, question, f"alone {len(want)}", 2)
                 want.append((result.text, got[-1][1], result.logprobs))
     return compare(got, want, bound)
+
+
+def hidden_states(engine: Engine, chunks: list[Chunk], questions: list[str]) -> Row:
+    """Ask an exact window after each chunk, and a view that reuses nothing; compare the hidden states of the prompts' tokens.
+
+    ``away`` is their largest distance, relative to the length of a prompt's hidden states; ``equal`` counts those of no distance.
+    """
+    from ctxwin import Fidelity, Window
+
+    distances: list[float] = []
+    with Window(engine, HEADER, fidelity=Fidelity("exact")) as window:
+        for i, chunk in enumerate(chunks):
+            window.append(chunk)
+            got = window.ask(questions[0], max_tokens=4)
+            with engine.view(f"outputs {i}") as alone, Window(alone, HEADER, fidelity=Fidelity("exact")) as other:
+                other.extend(chunks[: i + 1])
+                want = other.ask(questions[0], max_tokens=4)
+            prompt = slice(0, got.usage.prompt_tokens)
+            ours, theirs = (answer.outputs["hidden_states"][prompt].float() for answer in (got, want))  # type: ignore[index]
+            distances.append(float((ours - theirs).norm() / theirs.norm()))
+    away, bound = max(distances), 0.05
+    fault = None if away <= bound else f"hidden states are {away:.2g} away, more than {bound}"
+    return {"asks": len(chunks), "compared": len(chunks), "equal": distances.count(0), "away": away, "fault": fault}
 
 
 def reuse(engine: Engine, kind: str, chunks: list[Chunk], questions: list[str]) -> Answers:
