@@ -49,6 +49,7 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
             *by("rewrite_tokens", "result"), ("sum(rate(ctxwin_kept_pictures_total[$__rate_interval]))", "pictures"),
         ]),
         ("Their next prompts, ahead of time", "ops", by("prefills", "result")),
+        ("Their records in the store", "ops", by("chat_records", "result")),
         ("First token", "s", [
             (quantile(0.5, "ttft_seconds"), "median"), (quantile(0.95, "ttft_seconds"), "95 %"),
             (quantile(0.5, "time_to_first_token_seconds", "vllm:"), "vLLM, median"),

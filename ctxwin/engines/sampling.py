@@ -85,6 +85,11 @@ class Sampling:
     merge_prompt: bool = False
     json_schema: str | None = None
 
+    @property
+    def has_penalties(self) -> bool:
+        """True if a token's score depends on the tokens before it."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+
 
 def sampling_under(fidelity: Fidelity, sampling: Sampling, merged: bool) -> Sampling:
     """Return ``sampling`` with the share of the KV that an answer keeps; ``merged``: some of its chunks are."""

@@ -15,11 +15,12 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from typing import Any, Generic
+from uuid import uuid4
 
 from pydantic import TypeAdapter
 
@@ -28,7 +29,7 @@ from ctxwin.hashing import digest
 from ctxwin.store.base import Store
 from ctxwin.store.memory import MemoryStore
 from ctxwin.store.tiered import TieredStore
-from ctxwin_chats.continuation import first_turn
+from ctxwin_chats.continuation import first_turn, turns_field
 from ctxwin_chats.records import R, Records
 
 WAIT_S = 0.002
@@ -85,6 +86,9 @@ class SharedConversations:
         count: called with what happened to a record: ``written``, ``taken_up``, ``fenced_off``, ``refused`` where the store has
             no room or it is too large, ``failed`` where the store does not answer or what it has cannot be read.
         wait_s: see `WAIT_S`.
+
+    Attributes:
+        has_store: the store outlives this process; nothing is written or read otherwise.
     """
 
     def __init__(
@@ -98,6 +102,8 @@ class SharedConversations:
     ) -> None:
         last = store.tiers[-1] if isinstance(store, TieredStore) else store
         self._store = None if isinstance(last, MemoryStore) else store
+        self.has_store = self._store is not None
+        self._writer = uuid4().hex
         self._saved, self._places, self._ttl, self._count, self._wait_s = saved, places, ttl, count, wait_s
         self._tokens: dict[str, int] = {}  # by place, of those that this process owns
         self._unsaved: dict[str, None] = {}  # names, the oldest first
@@ -106,15 +112,18 @@ class SharedConversations:
         self._is_failing = False
         self._lock = threading.Lock()
 
-    async def open(self, name: str, turns: Any) -> str:
+    async def open(self, name: str, data: Mapping[str, Any]) -> str:
         """Take over a conversation that this process does not own; see `WAIT_S`. Return its name here, "" where it has none.
 
         Args:
-            name: that the client gives it; otherwise it is known by the first of its ``turns``.
+            name: that the client gives it; otherwise it is known by its first turn.
+            data: a request's body.
         """
         if self._store is None:
             return ""
-        shelf = name or await asyncio.get_running_loop().run_in_executor(_THREADS, first_turn, turns)
+        shelf = name or await asyncio.get_running_loop().run_in_executor(
+            _THREADS, first_turn, data.get(turns_field(data))
+        )
         if (reading := self.begin(shelf)) is not None:
             await asyncio.wait([asyncio.wrap_future(reading.answered)], timeout=self._wait_s)
             if reading.answered.done():  # what is there is read to its end: some 0.1 ms a segment
@@ -193,6 +202,9 @@ class SharedConversations:
         is_its = record["format"] == _FORMAT and record["shelf"] == digest("shelf", shelf)
         if not is_its or record["written"] + self._ttl < time.time():
             return
+        # What this process wrote itself is older than what it remembers: a request came before the write had ended.
+        if record["writer"] == self._writer and any(one.records.on_shelf(shelf) for one in self._saved):
+            return
         loaded = [[(named, one.unpack(data)) for named, data in record["records"][one.kind]] for one in self._saved]
         for one, records in zip(self._saved, loaded, strict=True):
             for named, each in records:
@@ -220,7 +232,9 @@ class SharedConversations:
         for one in self._saved:
             packed = (f"[{json.dumps(bool(record.name))},{one.pack(record)}]" for record in one.records.on_shelf(shelf))
             kinds.append(f'"{one.kind}":[{",".join(packed)}]')
-        head = json.dumps({"format": _FORMAT, "shelf": digest("shelf", shelf), "written": time.time()})
+        head = json.dumps(
+            {"format": _FORMAT, "shelf": digest("shelf", shelf), "written": time.time(), "writer": self._writer}
+        )
         plain = f'{head[:-1]},"records":{{{",".join(kinds)}}}}}'.encode()
         raw = zlib.compress(plain, 1)
         token = self._tokens.get(place)

@@ -49,7 +49,7 @@ def check_hold(core: Core, sampling: Sampling) -> None:
         "outputs=True keeps rows of all tokens": core.outputs,
         "the draft model keeps KV of all tokens": core.draft_model is not None,
         "an answer in several requests has no json_schema and no penalties": sampling.json_schema is not None
-        or (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (0, 0, 1),
+        or sampling.has_penalties,
     }
     for reason, applies in reasons.items():
         if applies:

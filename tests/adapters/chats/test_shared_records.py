@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from adapters.chats.changing_prompts import DIALECTS, body, user, words
 from ctxwin.store import open_store
+from ctxwin.store.disk import DiskStore
 from ctxwin_chats.prediction import Histories, Prediction
 from ctxwin_chats.shared_records import MOST_BYTES, SharedConversations
 from ctxwin_chats.volatile import VolatilePrompts
@@ -113,3 +116,30 @@ def test_a_conversation_without_a_name_is_known_by_its_first_turn(turns: Any) ->
     if turns == [user("hi")]:
         system = {"role": "system", "content": "other"}
         assert first_turn([system, user("hi"), user("more")]) == name != first_turn([user("ho")])
+
+
+def test_what_is_read_before_the_first_write_ended_replaces_nothing_newer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client's next request comes while the record of its first one is being written: it is read, and is an older one."""
+    server, gate, writing = Server(str(tmp_path)), threading.Event(), threading.Event()
+    claim = DiskStore.claim
+
+    def wait_and_claim(store: DiskStore, name: str) -> Any:
+        writing.set()
+        assert gate.wait(60)
+        return claim(store, name)
+
+    monkeypatch.setattr(DiskStore, "claim", wait_and_claim)
+    prompts = [body("chat", ["Rule.", f"It is {n}."], " ", [user(f"{n}") for n in range(n + 1)]) for n in range(2)]
+    server.volatile.take(prompts[0], "n", words, "n")
+    server.shared.save("n")
+    assert writing.wait(60), "the record is in the store, and its writer does not know of it yet"
+    reading = server.shared.begin("n")
+    assert reading is not None
+    server.volatile.take(prompts[1], "n", words, "n")
+    remembered = server.volatile.on_shelf("n")
+    gate.set()
+    reading.ended.result(60)
+    assert server.volatile.on_shelf("n") == remembered
+    server.shared.close()

@@ -221,8 +221,8 @@ class PlainRequest:
         if chat is None:
             return bool(extension) or resumed
         self.options = options = RequestOptions(**vars(chat), tenant=self._tenant)
-        if options.prompt or not options.off:
-            options.shelf = await self._tenant_state.shared.open(options.name, data.get(turns_field(data)))
+        if self._tenant_state.shared.has_store and (not options.off or options.prompt):
+            options.shelf = await self._tenant_state.shared.open(options.name, data)
         compact, applied, late, room = None, None, None, None
         if not data.keys().isdisjoint(EDIT_FIELDS) or self._service.policy is not None:
             compact = take_compaction(path, data)

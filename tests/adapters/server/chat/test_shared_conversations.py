@@ -54,7 +54,7 @@ class Server:
 
     def ask(self, parts: list[str], name: str, fidelity: Fidelity = EXACT, *, written: bool = True) -> Any:
         """Answer a request; ``written``: and wait until the store has its conversation."""
-        shelf = asyncio.run(self.shared.open(name, None))
+        shelf = asyncio.run(self.shared.open(name, {}))
         turn = self.chat.turn(parts, name, fidelity, shelf)
         self.chat.known.expect_write_back(turn)
         self.chat.known.finish(turn, finished=True)
@@ -129,7 +129,7 @@ def test_a_former_owner_writes_nothing(redis: Redis) -> None:
     first, second = fleet(redis)
     name, parts = "n", ["sys", "aaaa", "why?"]
     first.ask(parts, name)
-    shelf = asyncio.run(first.shared.open(name, None))
+    shelf = asyncio.run(first.shared.open(name, {}))
     in_hand = first.chat.turn([*parts, "bbbb", "when?"], name, EXACT, shelf)
     second.ask([*parts, "cccc", "who?"], name)
     (key,) = first.store.list("conversation/")
@@ -149,7 +149,7 @@ def test_two_servers_that_begin_one_conversation_at_once_are_not_both_its_owner(
     start = threading.Barrier(4)
 
     def ask(server: Server) -> None:
-        shelf = asyncio.run(server.shared.open(name, None))
+        shelf = asyncio.run(server.shared.open(name, {}))
         start.wait(60)
         server.chat.ask(["sys", "aaaa", "why?"], name, shelf=shelf)
         server.shared.save(shelf)
