@@ -52,6 +52,9 @@ demo: install
 demo-fleet: install
 	$(BIN)/python examples/fleet.py
 
+# A test that hangs in spite of its timeout: it is printed where each thread stands, and another process goes on with the next test.
+END_HANGS = -o faulthandler_timeout=$(1) -o faulthandler_exit_on_timeout=true --max-worker-restart 2
+
 # Small models are computed with half the processor time by one thread: a second one mostly waits for the first.
 check clients released test test-slow test-next guard: export OMP_NUM_THREADS ?= 1
 # pytest rewrites some hundred modules in each of its processes, for seconds, where it may not keep what it has made of them.
@@ -70,14 +73,15 @@ docs: $(VENV)/.deps
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(TREE) $(BIN)/mkdocs build --strict -q
 
 test: install system-deps-if-root
-	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/pytest -n $(JOBS) $(call END_HANGS,420) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-slow: install system-deps-if-root
 	$(BIN)/pytest -m slow --timeout 3600 $(PYTEST_ARGS)
 
 # All of them in an hour and a half on two cores; TURN=3/8 is the fourth of eight shares.
 guard: install
-	$(BIN)/pytest -m guard --timeout 1800 -n $(JOBS) --dist loadscope $(if $(TURN),--turn $(TURN)) $(PYTEST_ARGS)
+	$(BIN)/pytest -m guard --timeout 1800 -n $(JOBS) $(call END_HANGS,2100) --dist loadscope \
+		$(if $(TURN),--turn $(TURN)) $(PYTEST_ARGS)
 
 # On a machine with torch, Triton and transformers; a network is not needed. GPU_ARGS="--quick" takes a minute on a
 # processor. What else is imported is taken from .gpu-packages, if that is there.

@@ -14,17 +14,17 @@ from adapters.server.odd_requests import odd_requests, send
 from adapters.server.vllm.processes import Process
 
 pytestmark = pytest.mark.vllm
+LONG = (pytest.mark.slow, pytest.mark.timeout(3600))
 COUNTS = [
     40,
     pytest.param(150, marks=[pytest.mark.slow, pytest.mark.guard]),
-    pytest.param(int(os.environ.get("CTXWIN_ODD_REQUESTS", "20000")) // 2, marks=pytest.mark.slow),
+    pytest.param(int(os.environ.get("CTXWIN_ODD_REQUESTS", "20000")) // 2, marks=LONG),
 ]
 SEED = int(os.environ.get("CTXWIN_ODD_SEED", "0"))
 
 
 @pytest.mark.parametrize("key", ["key-own", "key-acme"])
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.timeout(3600)
 def test_no_odd_option_is_an_error_of_the_servers(vllm_server: Process, key: str, count: int) -> None:
     outcome = send(vllm_server.url, key, odd_requests(count, SEED + (key == "key-acme")))
     print(json.dumps(outcome.statuses))
