@@ -121,13 +121,13 @@ class SharedConversations:
         """
         if self._store is None:
             return ""
-        shelf = name or await asyncio.get_running_loop().run_in_executor(
-            _THREADS, first_turn, data.get(turns_field(data))
-        )
+        # Not by `_THREADS`, all of which may wait for a store.
+        shelf = name or await asyncio.to_thread(first_turn, data.get(turns_field(data)))
         if (reading := self.begin(shelf)) is not None:
             await asyncio.wait([asyncio.wrap_future(reading.answered)], timeout=self._wait_s)
             if reading.answered.done():  # what is there is read to its end: some 0.1 ms a segment
-                await asyncio.wrap_future(reading.ended)
+                # A request that is cancelled meanwhile must not cancel what others wait for.
+                await asyncio.shield(asyncio.wrap_future(reading.ended))
         return shelf
 
     def begin(self, shelf: str) -> Reading | None:

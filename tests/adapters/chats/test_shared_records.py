@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import copy
 import json
 import threading
@@ -143,3 +145,51 @@ def test_what_is_read_before_the_first_write_ended_replaces_nothing_newer(
     reading.ended.result(60)
     assert server.volatile.on_shelf("n") == remembered
     server.shared.close()
+
+
+def test_a_request_that_is_cancelled_leaves_the_record_to_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two requests of a conversation come at once, and the client of the first one leaves while their record is taken up."""
+    first, second = Server(str(tmp_path)), Server(str(tmp_path))
+    second.shared._wait_s = 60.0
+    first.serve(body("chat", ["Rule.", "It is 1."], " ", [user("1")]), appends=False)
+    inside, gate = threading.Event(), threading.Event()
+    take_up = second.shared._take_up
+
+    def wait_and_take_up(shelf: str, raw: bytes) -> None:
+        inside.set()
+        assert gate.wait(60)
+        take_up(shelf, raw)
+
+    monkeypatch.setattr(second.shared, "_take_up", wait_and_take_up)
+
+    async def main() -> str:
+        requests = [asyncio.create_task(second.shared.open("n", {})) for _ in range(2)]
+        await asyncio.to_thread(inside.wait, 60)
+        await asyncio.sleep(0.01)  # both stand behind the record
+        requests[0].cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await requests[0]
+        gate.set()
+        return await asyncio.wait_for(requests[1], 60)
+
+    assert asyncio.run(main()) == "n"
+    assert second.counts == ["taken_up"]
+
+
+def test_a_store_that_hangs_keeps_no_request_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More conversations than threads that wait for the store, and requests without a name among them."""
+    server, gate = Server(str(tmp_path)), threading.Event()
+    monkeypatch.setattr(DiskStore, "claim", lambda store, name: gate.wait(60) and (1, b""))
+
+    async def main() -> list[str]:
+        requests = [server.shared.open("" if i % 2 else f"n {i}", {"messages": [user(f"{i}")]}) for i in range(12)]
+        return await asyncio.wait_for(asyncio.gather(*requests), 30)
+
+    try:
+        names = asyncio.run(main())
+        assert len(set(names)) == 12 and not server.counts, "no record was read yet"
+    finally:
+        gate.set()
+        server.shared.close()
