@@ -20,6 +20,12 @@ _NAMES = ("prompt_cache_key", "conversation", "user")
 _MOST_NAME = 512
 _SWITCHES = {"volatile": ("late", "append"), "prefill": ("idle",)}
 """What switches an option on; ``off`` switches it off."""
+_WINDOWS_ONLY = {
+    "audit": "whose answers are not audited",
+    "merge": "which vLLM answers over all tokens of its prompt",
+    "recompute": "whose one request has all tokens",
+}
+"""Fields of a fidelity that a chat is not served by, and why."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +104,12 @@ def read_options(
         raise ValueError(f"ctxwin must be an object with {', '.join(_FIELDS)}; leave out what else it has")
     fidelity = extension.get("fidelity")
     options = ChatOptions(fidelity=None if fidelity is None else validate(Fidelity.model_validate, fidelity))
-    if options.fidelity is not None and options.fidelity.audit:
-        raise ValueError(
-            f"audit must be 0 behind a chat, whose answers are not audited, got {options.fidelity.audit}; omit it, or ask a "
-            "window (POST /v1/windows)"
-        )
+    for name, lack in _WINDOWS_ONLY.items():
+        if value := getattr(options.fidelity, name, None):
+            raise ValueError(
+                f"{name} must be {Fidelity.model_fields[name].default} behind a chat, {lack}, got {value}; omit it, or ask a "
+                "window (POST /v1/windows)"
+            )
     values = {name: extension.get(name) or headers.get(f"x-ctxwin-{name.replace('_', '-')}") for name in _PROMPT}
     options.prompt = prompt.replace({name: str(value) for name, value in values.items() if value is not None})
     has_options = bool(options.prompt) or values["lazy_drops"] is not None

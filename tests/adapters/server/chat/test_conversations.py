@@ -230,10 +230,23 @@ def test_no_promoted_strategy_serves_a_chat(monkeypatch: pytest.MonkeyPatch) -> 
     assert_exact(slid, ["s", "bb", "cc", "dd", "q?"])
 
 
-def test_a_chat_that_asks_for_audits_is_refused() -> None:
-    body = {"ctxwin": {"fidelity": {"mode": "blind", "audit": 0.05}}}
-    with pytest.raises(ValueError, match=r"audit must be 0 behind a chat.*got 0\.05; omit it"):
-        read_options("/v1/chat/completions", {}, body, "auto")
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("windows", ["auto", "off"])
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"audit": 0.05}, r"audit must be 0\.0 .*, got 0\.05"),
+        ({"recompute": 32}, "recompute must be None .*, got 32"),
+        ({"merge": 0.5}, r"merge must be None .*, got 0\.5"),
+        ({"merge": 0.5, "advanced": {"eliminate": 16, "merge_prompt": True}}, r"merge must be None .*, got 0\.5"),
+    ],
+)
+def test_a_chat_that_asks_for_what_only_windows_have_is_refused(
+    path: str, windows: str, fields: dict[str, Any], complaint: str
+) -> None:
+    body = {"ctxwin": {"fidelity": {"mode": "patched", **fields}}}
+    with pytest.raises(ValueError, match=complaint + r"; omit it, or ask a window \(POST /v1/windows\)"):
+        read_options(path, {}, body, windows)
 
 
 def test_texts_that_stand_at_many_places_are_not_moved() -> None:
