@@ -6,10 +6,9 @@ of agent, all written against the official clients and unchanged between the way
 
 - ``sliding``: sixteen questions about the last five frames of a stream, as chats with pictures, as chats that name chunks, and on
   a `RemoteWindow`;
-- ``openai``, ``anthropic``, ``langchain``: a loop that keeps four screenshots and drops the oldest on every turn, with OpenAI's
-  client, Anthropic's, and LangChain's ordinary chat model (``pip install langchain-openai``);
+- ``openai``, ``anthropic``: a loop that keeps four screenshots and drops the oldest on every turn, with either's client;
 - ``habits``: that loop with OpenAI's client in each of `HABITS`, how agents keep their old screenshots out of a prompt. The ways
-  take turns here, so that their times are of the same minutes;
+  take turns here, so that their times are of the same minutes; lazy drops are also held against vLLM alone with their prompt;
 - ``clock``: that loop with its whole history, 30 turns at most, with and without a clock in the system prompt, which is served
   as sent or late, behind the history.
 
@@ -24,7 +23,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import http.client
-import importlib
 import io
 import json
 import math
@@ -62,7 +60,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "profile": {"windows": "auto"},
 }
 BY_HAND: dict[str, Any] = {"mode": "patched", "rank": 11, "layers": "deep"}
-AGENTS = ("sliding", "openai", "anthropic", "langchain", "habits", "clock")
+AGENTS = ("sliding", "openai", "anthropic", "habits", "clock")
 SYSTEM, KEEP, FRAMES, ASKS = "You watch a camera.", 4, 5, 16
 LOG = "The door is shut. Nobody is there. All is quiet. Two boats pass.\n"
 RULES = "Name what is asked for, in one word."
@@ -70,6 +68,7 @@ CLOCKED = {"no clock": "off", "as sent": "off", "late": "late", "append": "appen
 """What is asked with a clock in the system prompt, and without, to ``volatile`` of the requests."""
 LONGEST = 40
 """Turns in a history whose old turns stay as text; a longer one loses its older half."""
+Described = dict[str, Any]
 Ask = Callable[[list[Any]], tuple[str, int, int, float]]
 """Messages to the answer, prompt tokens, tokens found, and seconds to the first token."""
 
@@ -85,6 +84,7 @@ class Row:
     computed: int = 0
     first_s: list[float] = field(default_factory=list)
     whole_s: list[float] = field(default_factory=list)
+    as_served: list[bool] = field(default_factory=list)
 
     def add(self, answer: str, prompt: int, cached: int, first: float) -> None:
         self.answers.append(answer)
@@ -111,6 +111,7 @@ class Row:
             "computed_alone": round(self.computed / reference.computed, 3),
             "same": same / n, "same_low": low, "same_high": high,
             "first_token_ms": round(1e3 * statistics.median(self.first_s), 1), **times,
+            **({"same_as_served": sum(self.as_served)} if self.as_served else {}),
         }  # fmt: skip
 
 
@@ -126,17 +127,24 @@ def median_interval(values: list[float]) -> tuple[float, float, float]:
 def running_server(model: str, arguments: list[str]) -> Iterator[tuple[str, int]]:
     """``ctxwin serve MODEL``, until the block ends: its address and its process. ``random``: the benchmark's random model."""
     model = str(ensure_model(Sizes(), 0)[0]) if model == "random" else model
+    with running_module(["ctxwin", "serve", model, "--restarts", "0", *arguments]) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def running_module(command: list[str], environment: dict[str, str] | None = None) -> Iterator[tuple[str, int]]:
+    """A module of Python that serves HTTP, until the block ends: its address and its process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "ctxwin", "serve", model, "--host", "127.0.0.1", "--port", str(port), *arguments]
+    command = [sys.executable, "-m", *command, "--host", "127.0.0.1", "--port", str(port)]
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen([*command, "--restarts", "0"], stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
             for _ in range(600):
                 if process.poll() is not None:
                     log.seek(0)
-                    raise RuntimeError(f"the server ended: {log.read()[-2000:].decode(errors='replace')}")
+                    raise RuntimeError(f"the server ended: {log.read()[-4000:].decode(errors='replace')}")
                 try:
                     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5)) as connection:
                         connection.request("GET", "/health")
@@ -169,8 +177,10 @@ def png(pixels: np.ndarray) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-def openai_asker(client: OpenAI, model: str, agent: str, way: str, **fields: Any) -> Ask:
-    """Stream a chat, as an agent would; ``fields``: further ones of each request."""
+def openai_asker(
+    client: OpenAI, model: str, agent: str, way: str, kept: dict[str, int] | None = None, **fields: Any
+) -> Ask:
+    """Stream a chat, as an agent would. ``kept`` gets what lazy drops keep; ``fields``: further ones of each request."""
     extra = {"ctxwin": WAYS[way], "cache_salt": f"{agent}-{way}", "return_token_ids": True, **fields}
 
     def ask(messages: list[Any]) -> tuple[str, int, int, float]:
@@ -188,6 +198,9 @@ def openai_asker(client: OpenAI, model: str, agent: str, way: str, **fields: Any
             usage = event.usage or usage
         assert usage is not None
         details = usage.prompt_tokens_details
+        if kept is not None:
+            kept.clear()
+            kept.update((usage.model_extra or {}).get("ctxwin", {}).get("kept", {}))
         return text or str(ids), usage.prompt_tokens, (details and details.cached_tokens) or 0, first
 
     return ask
@@ -224,30 +237,6 @@ def anthropic_asker(url: str, model: str, agent: str, way: str) -> Ask:
     return ask
 
 
-def langchain_asker(url: str, model: str, agent: str, way: str) -> Ask:
-    """LangChain's own chat model for OpenAI's API; nothing of it knows windows."""
-    extra = {"ctxwin": WAYS[way], "cache_salt": f"{agent}-{way}"}
-    headers = {"x-session-id": f"{agent}-{way}"}
-    chat: Any = importlib.import_module("langchain_openai").ChatOpenAI(
-        model=model, base_url=f"{url}/v1", api_key="none", temperature=0, max_tokens=8, stream_usage=True,
-        default_headers=headers, extra_body=extra, max_retries=0,
-    )  # fmt: skip
-
-    def ask(messages: list[Any]) -> tuple[str, int, int, float]:
-        begin, first, text, usage = time.perf_counter(), 0.0, "", None
-        for part in chat.stream(messages):
-            first = first or time.perf_counter() - begin
-            text += part.text
-            usage = part.usage_metadata or usage
-        assert usage is not None
-        return text, usage["input_tokens"], usage.get("input_token_details", {}).get("cache_read", 0), first
-
-    return ask
-
-
-ASKERS: dict[str, Callable[[str, str, str, str], Ask]] = {"anthropic": anthropic_asker, "langchain": langchain_asker}
-
-
 def step(turn: int, pictures: list[str]) -> list[dict[str, Any]]:
     data = {"url": "data:image/png;base64," + pictures[turn % len(pictures)]}
     return [
@@ -271,9 +260,9 @@ History = list[list[dict[str, Any]]]
 """Turns: a user's message, and the answer to it."""
 
 
-def _with_text(history: History, words: str, at_once: int = 1) -> History:
-    """The history with a text in place of all screenshots but the last four, ``at_once`` together."""
-    end, text = max(0, len(history) - KEEP) // at_once * at_once, {"type": "text", "text": words}
+def _with_text(history: History, words: str, keep: int, at_once: int = 1) -> History:
+    """The history with a text in place of all screenshots but the last ``keep``, ``at_once`` together."""
+    end, text = max(0, len(history) - keep) // at_once * at_once, {"type": "text", "text": words}
     old = [
         [{**one[0], "content": [text if p["type"] == "image_url" else p for p in one[0]["content"]]}, *one[1:]]
         for one in history[:end]
@@ -281,32 +270,40 @@ def _with_text(history: History, words: str, at_once: int = 1) -> History:
     return [*old, *history[end:]]
 
 
-def _together(history: History) -> History:
-    """The last four screenshots and the question in one message."""
-    *captions, question = (one[0]["content"] for one in history[-KEEP:])
+def _dropped(history: History, keep: int) -> History:
+    return history[-keep:]
+
+
+def _together(history: History, keep: int) -> History:
+    """The last screenshots and the question in one message."""
+    *captions, question = (one[0]["content"] for one in history[-keep:])
     return [[{"role": "user", "content": [*(part for parts in captions for part in parts[:2]), *question]}]]
 
 
-def _replaced(history: History) -> History:
-    return _with_text(history, "[an old screenshot]")
+def _whole(history: History, keep: int) -> History:
+    return history
 
 
-def _cleared(history: History) -> History:
-    return _with_text(history, CLEARED)
+def _replaced(history: History, keep: int) -> History:
+    return _with_text(history, "[an old screenshot]", keep)
 
 
-def _cleared_together(history: History) -> History:
-    return _with_text(history, CLEARED, KEEP)
+def _cleared(history: History, keep: int) -> History:
+    return _with_text(history, CLEARED, keep)
 
 
-HABITS: dict[str, tuple[Callable[[History], History], Callable[[History], History]]] = {
-    "drop the oldest turn": (lambda history: history[-KEEP:], lambda history: history[-KEEP:]),
+def _cleared_together(history: History, keep: int) -> History:
+    return _with_text(history, CLEARED, keep, keep)
+
+
+HABITS: dict[str, tuple[Callable[[History, int], History], Callable[[History, int], History]]] = {
+    "drop the oldest turn": (_dropped, _dropped),
     "all in one message": (_together, _together),
     "replaced by a text": (_replaced, _replaced),
-    "context_management": (lambda history: history, _cleared),
-    "context_management, four at once": (lambda history: history, _cleared_together),
+    "context_management": (_whole, _cleared),
+    "context_management, all at once": (_whole, _cleared_together),
 }
-"""What an agent sends of its history, and what vLLM alone has to be sent for the same prompt."""
+"""What an agent that keeps so many screenshots sends of its history, and what vLLM alone has to be sent for the same prompt."""
 
 
 def prefilled(client: OpenAI) -> dict[str, int]:
@@ -316,43 +313,53 @@ def prefilled(client: OpenAI) -> dict[str, int]:
     return {result: int(float(tokens)) for result, tokens in found}
 
 
-def habits(client: OpenAI, model: str, turns: int, pictures: list[str], think: float = 0.0) -> Iterator[dict[str, Any]]:
+def habits(client: OpenAI, name: str, turns: int, shown: list[str], keep: int, think: float) -> Iterator[Described]:
     """The loop in each habit; at each turn the ways are asked the same one behind the other, another one first each time, and
-    vLLM's own answer becomes history. An agent whose next prompt is computed ahead thinks for ``think`` seconds behind each."""
+    vLLM's own answer becomes history. An agent whose next prompt is computed ahead thinks for ``think`` seconds behind each.
+    Answers of lazy drops are also held against vLLM's own to the prompt as served."""
     for habit, (sent, sent_alone) in HABITS.items():
-        once = {"type": "images", "value": KEEP if sent_alone is _cleared_together else 1}
-        clear = {"type": "clear_images", "keep": {"type": "images", "value": KEEP}, "clear_at_least": once}
-        fields = {"context_management": {"edits": [clear]}} if sent_alone in (_cleared, _cleared_together) else {}
-        asks = {way: openai_asker(client, model, habit, way, **({} if way == "off" else fields)) for way in WAYS}
-        history: History = []
+        once = {"type": "images", "value": keep if sent_alone is _cleared_together else 1}
+        clear = {"type": "clear_images", "keep": {"type": "images", "value": keep}, "clear_at_least": once}
+        fields = {"context_management": {"edits": [clear]}} if sent is _whole else {}
+        kept: dict[str, int] = {}
+        asks = {way: openai_asker(client, name, habit, way, kept, **fields) for way in WAYS}
+        asks["off"] = openai_asker(client, name, habit, "off")
+        alone = openai_asker(client, name, f"{habit} as served", "off")
+        history, older = History(), History()
         results = {way: Row(habit, way) for way in WAYS}
         before = prefilled(client)
         for turn in range(turns):
             first = turn % len(WAYS)
             if len(history) == LONGEST:
-                del history[: LONGEST // 2]
-            history.append([{"role": "user", "content": step(turn, pictures)}])
+                older, history = history[: LONGEST // 2], history[LONGEST // 2 :]
+            history.append([{"role": "user", "content": step(turn, shown)}])
             for way in [*WAYS][first:] + [*WAYS][:first]:
-                sent_turns = (sent_alone if way == "off" else sent)(history)
-                messages = [{"role": "system", "content": SYSTEM}, *(message for one in sent_turns for message in one)]
+                messages = _messages((sent_alone if way == "off" else sent)(history, keep))
                 begin = time.perf_counter()
                 answer, *cost = asks[way](messages)
                 results[way].whole_s.append(time.perf_counter() - begin)
                 results[way].add(answer, *cost)  # type: ignore[arg-type]
+                if way == "lazy":  # more than pictures stay where old turns do
+                    more, parts = kept.get("pictures", 0), kept.get("parts", 0)
+                    served = [*older, *history] if parts > more else history
+                    reply, prompt, *_ = alone(_messages(sent_alone(served, keep + more)))
+                    results[way].as_served.append((reply, prompt) == (answer, cost[0]))
                 time.sleep(think if "prefill" in WAYS[way] else 0.0)
             history[-1].append({"role": "assistant", "content": results["off"].answers[-1] or "-"})
+        counted = {result: tokens - before.get(result, 0) for result, tokens in prefilled(client).items()}
         for way, row in results.items():
-            counted = {
-                "prefilled": {result: tokens - before.get(result, 0) for result, tokens in prefilled(client).items()}
-            }
-            yield row.described(results["off"]) | (counted if "prefill" in WAYS[way] else {})
+            yield row.described(results["off"]) | ({"prefilled": counted} if "prefill" in WAYS[way] else {})
+
+
+def _messages(history: History) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": SYSTEM}, *(message for one in history for message in one)]
 
 
 def clock(client: OpenAI, model: str, turns: int, pictures: list[str]) -> Iterator[dict[str, Any]]:
     """A loop that keeps its whole history behind a system prompt that tells the time."""
     reference: Row | None = None
     for way, volatile in CLOCKED.items():
-        fields = {"ctxwin": {"windows": "off", "volatile": volatile}, "cache_salt": f"clock {way}"}
+        fields: dict[str, Any] = {"ctxwin": {"windows": "off", "volatile": volatile}, "cache_salt": f"clock {way}"}
         ask, row = openai_asker(client, model, f"clock {way}", "off", **fields), Row("clock", way)
         history: list[dict[str, Any]] = []
         for turn in range(turns):
@@ -404,6 +411,7 @@ def run(
     arguments: list[str],
     output: Path | None,
     think: float = 0.0,
+    keep: int = KEEP,
 ) -> list[dict[str, Any]]:
     """Every agent in every way; pictures of the loops are ``scale`` times as large as the world's.
 
@@ -429,7 +437,7 @@ def run(
             ]:
                 rows_of_all.append(sliding(client, name, kind, way, frames, questions).described(reference))
         if "habits" in agents:
-            for described in habits(client, name, turns, pictures, think):
+            for described in habits(client, name, turns, pictures, keep, think):
                 rows_of_all.append(described)
                 if output is not None:
                     output.write_text(json.dumps(rows_of_all, indent=1))
@@ -438,9 +446,9 @@ def run(
         for agent in agents:
             rows = {way: Row(agent, way) for way in WAYS if agent not in ("sliding", "habits", "clock")}
             for way, row in rows.items():
-                ask = (
-                    ASKERS[agent](url, name, agent, way) if agent in ASKERS else openai_asker(client, name, agent, way)
-                )
+                ask = openai_asker(client, name, agent, way)
+                if agent == "anthropic":
+                    ask = anthropic_asker(url, name, agent, way)
                 computer(ask, row, turns, pictures)
                 rows_of_all.append(row.described(rows["off"]))
     return rows_of_all
@@ -455,6 +463,7 @@ def main(
     ways: Annotated[str, typer.Option(help=f"Which of {', '.join(WAYS)} the loops take; off is the reference.")] = "",
     dtype: Annotated[str, typer.Option(help="What the server computes in.")] = "float32",
     think: Annotated[float, typer.Option(min=0, help="Seconds between turns where the next is computed ahead.")] = 2.0,
+    keep: Annotated[int, typer.Option(min=1, help="Screenshots that the habits keep.")] = KEEP,
     output: Annotated[Path | None, typer.Option(help="Where the rows go, as JSON.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -467,7 +476,7 @@ def main(
             raise ValueError(f"ways must be of {', '.join(WAYS)}, got {', '.join(sorted(unknown))}")
         for way in [way for way in WAYS if ways and way not in ("off", *ways.split(","))]:
             del WAYS[way]
-        rows = run(model, turns, seed, scale, chosen, ["--dtype", dtype], output, think)
+        rows = run(model, turns, seed, scale, chosen, ["--dtype", dtype], output, think, keep)
     if output is not None:
         output.write_text(json.dumps(rows, indent=1))
     table = new_table(
@@ -477,6 +486,7 @@ def main(
     )
     for row in rows:
         same = f"{row['same']:.2f} [{row['same_low']:.2f}, {row['same_high']:.2f}]"
+        same += f"; {row['same_as_served']} as served" if "same_as_served" in row else ""
         computed = f"{row['computed']:.1%}", f"{row['computed_alone']:.3f}"
         cells = row["asks"], row["prompt_tokens"], *computed, same, row["first_token_ms"]
         ratios = [row[f"{name}_times_alone"] for name in ("first", "turn") if f"{name}_times_alone" in row]

@@ -1,19 +1,24 @@
-"""A clock in the system prompt: what chunks lose that keep their KV when it goes on (lane ``edited``), beside the floor.
+"""Edits behind which chunks keep their KV (lane ``edited``): what that loses, beside the floor of another arithmetic.
 
 ``make released`` and then ``python -m evals.studies.clock --model ~/.cache/ctxwin/released/smollm2``; without ``--model`` the
-bundled model. Every item is served in three ways and compared with a window that is exact at the same time:
+bundled model. Every item is served in these ways and compared with a window that is exact at the same time:
 
-- ``tick``: all chunks were computed one to nine minutes earlier;
+- ``tick``: a clock in the system prompt goes on, and all chunks were computed one to nine minutes earlier;
 - ``turns``: each chunk was computed a minute after the one in front of it, behind what the clock had left of that;
+- ``edited``: with ``--edit one``, ``cut`` or ``pronoun``, a chunk was replaced by one that states another fact of that form
+  (`released_texts`), all others computed before: another code; another thing in a sentence, or another person, of which the
+  next chunk tells the rest;
 - ``floor``: nothing is reused, and the arithmetic is bfloat16 in place of float32.
 
-Questions: what comes next in the text, or the shapes and colours of frames; and, of a model of text, the time itself.
+Questions: what comes next in the text, or the shapes and colours of frames; of a model of text, the time; or the fact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,16 +35,57 @@ from ctxwin.tiny.world import make_stream, questions_for, render
 from ctxwin.window.layout import Work
 from ctxwin.window.window import Window
 from ctxwin_evals.console import Json, Threads, errors, new_table, open_model, progress, show
-from ctxwin_evals.stats import bootstrap_mean, share_interval
+from ctxwin_evals.stats import bootstrap_mean, share_interval, wilson
 
 from .command import Output, Seed, write_result
-from .released_texts import Texts
+from .released_texts import MEN, OBJECTS, WOMEN, Texts
 
 EDITED = Fidelity("patched", survivors="refresh", edited_tokens=16)
 SYSTEM_PROMPT = "You read what follows. The time is 10:0{minute} on this day."
 CHUNKS, TOKENS, ANSWER = 6, 64, 10
 _BEST = 1024
-Item = tuple[list[Chunk], dict[str, Encoded]]
+PIECES: dict[str, tuple[int, str, tuple[Sequence[object], ...]]] = {
+    "one": (0, " is {}.", (range(1000, 10000),)),
+    "cut": (-1, " The code of the {} is", (OBJECTS,)),
+    "pronoun": (-1, " This is {}.", (WOMEN, MEN)),
+}
+"""By form: the edited chunk's distance from the asked one, what it says, and words that may take one another's place there."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """Chunks as they are once edited, and what is read behind them.
+
+    Attributes:
+        before: place of the chunk that was replaced, and the one before it; None where a clock goes on.
+        target: tokens of the right answer; () where nobody knows it.
+    """
+
+    chunks: list[Chunk]
+    queries: dict[str, Encoded]
+    before: tuple[int, Chunk] | None = None
+    target: tuple[int, ...] = ()
+
+
+def fact_items(engine: HFEngine, seed: int, n: int, form: str) -> Iterator[Item]:
+    """Yield texts in which one fact is another than before, and a question about it."""
+    distance, piece, kinds = PIECES[form]
+    for context in Texts(engine, seed).contexts(f"facts-{form}", n):
+        placed = context.chunks[-context.placed :]
+        place, rng = context.asked + distance, np.random.default_rng((seed, context.index))
+        ids = placed[place]
+        at, size, words = next(
+            (at, len(now), [other for other in kind if other != word])
+            for kind in kinds
+            for word in kind
+            for now in [engine.text_ids(piece.format(word))]
+            for at in range(len(ids))
+            if ids[at : at + len(now)] == now
+        )
+        before = ids[:at] + engine.text_ids(piece.format(words[int(rng.integers(len(words)))])) + ids[at + size :]
+        query = engine.encode(Chunk.tokens(list(context.query)))
+        chunks = [Chunk.tokens(list(chunk)) for chunk in placed]
+        yield Item(chunks, {"fact": query}, (place, Chunk.tokens(list(before))), context.target)
 
 
 def text_items(engine: HFEngine, seed: int, n: int) -> Iterator[Item]:
@@ -47,7 +93,7 @@ def text_items(engine: HFEngine, seed: int, n: int) -> Iterator[Item]:
     time_query = engine.encode(Chunk.tokens(engine.text_ids("\nThe time is 10:0")))
     for context in Texts(engine, seed).contexts(f"text-{CHUNKS}x{TOKENS}", n):
         chunks = [Chunk.tokens(list(ids)) for ids in context.chunks[-CHUNKS:]]
-        yield chunks, {"text": engine.encode(Chunk.tokens(list(context.query))), "time": time_query}
+        yield Item(chunks, {"text": engine.encode(Chunk.tokens(list(context.query))), "time": time_query})
 
 
 def frame_items(engine: HFEngine, seed: int, n: int) -> Iterator[Item]:
@@ -56,7 +102,7 @@ def frame_items(engine: HFEngine, seed: int, n: int) -> Iterator[Item]:
         rng = np.random.default_rng((seed, index))
         frames = make_stream(rng, CHUNKS, window=CHUNKS)
         question = questions_for(frames, 1, rng, ("multi_hop", "single_hop"))[0].text
-        yield [Chunk.image(render(frame)) for frame in frames], {"frames": engine.encode_query(question)}
+        yield Item([Chunk.image(render(frame)) for frame in frames], {"frames": engine.encode_query(question)})
 
 
 def segments_of(window: Window) -> tuple[Segment, ...]:
@@ -92,19 +138,38 @@ def edited_segments(engine: HFEngine, chunks: Sequence[Chunk], minute: int, *, t
         return segments_of(window)
 
 
+def replaced_segments(engine: HFEngine, item: Item, minute: int) -> tuple[Segment, ...]:
+    """Return the segments of a window in which one chunk was replaced once all were computed."""
+    assert item.before is not None
+    place, before = item.before
+    with Window(engine, SYSTEM_PROMPT.format(minute=minute), fidelity=EDITED) as window:
+        window.extend([*item.chunks[:place], before, *item.chunks[place + 1 :]])
+        segments_of(window)
+        window.evict(window.chunks[place].id)
+        window.insert(place, item.chunks[place])
+        lanes = {entry.lane for entry in window.chunks[place + 1 :]}
+        if lanes != {"edited"}:
+            raise RuntimeError(f"all chunks behind the replaced one must keep their KV, got lanes {sorted(lanes)}")
+        return segments_of(window)
+
+
 def greedy_answer(engine: HFEngine, segments: Sequence[Segment], query: Encoded) -> tuple[int, ...]:
     """Return the greedy answer."""
     return tuple(engine.generate(segments, query, Sampling(ANSWER)).token_ids)
 
 
 def measure(engine: HFEngine, rounded: HFEngine, item: Item, minute: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each way and question: KL along the exact answer, top-1 flips, and if the greedy answer is another."""
-    chunks, queries = item
-    tick, turns = (edited_segments(engine, chunks, minute, turns=turns) for turns in (False, True))
-    reference = exact_segments(engine, chunks, minute)  # last, or edited chunks would find its KV
-    floor = exact_segments(rounded, chunks, minute)
-    ways = {"tick": (engine, tick), "turns": (engine, turns), "floor": (rounded, floor)}
-    for question, query in queries.items():
+    """Yield a row for each way and question: KL along the exact answer, and if the greedy answer is another, and right."""
+    if item.before is None:
+        edited = {
+            name: edited_segments(engine, item.chunks, minute, turns=name == "turns") for name in ("tick", "turns")
+        }
+    else:
+        edited = {"edited": replaced_segments(engine, item, minute)}
+    reference = exact_segments(engine, item.chunks, minute)  # last, or edited chunks would find its KV
+    floor = exact_segments(rounded, item.chunks, minute)
+    ways = {name: (engine, segments) for name, segments in edited.items()} | {"floor": (rounded, floor)}
+    for question, query in item.queries.items():
         answer = greedy_answer(engine, reference, query)
 
         def rows(of: HFEngine, segments: Sequence[Segment], query: Encoded = query, ids: Any = answer) -> Rows:
@@ -113,8 +178,9 @@ def measure(engine: HFEngine, rounded: HFEngine, item: Item, minute: int) -> Ite
         expected = rows(engine, reference)
         for way, (of, segments) in ways.items():
             divergence = diverge(expected, rows(of, segments), ended=False)
-            changed = greedy_answer(of, segments, query) != answer
-            yield {"way": way, "question": question, "kl": divergence.kl, "changed": changed}
+            given, size = greedy_answer(of, segments, query), len(item.target)
+            right = [bool(size) and ids[:size] == item.target for ids in (answer, given)]
+            yield {"way": way, "question": question, "kl": divergence.kl, "changed": given != answer, "right": right}
     for of in (engine, rounded):
         for key in list(of.store.list("span/")):
             of.repo.delete(key)
@@ -127,47 +193,61 @@ def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         some = [row for row in rows if (row["question"], row["way"]) == (question, way)]
         clusters, changed = [str(row["item"]) for row in some], [float(row["changed"]) for row in some]
         kls = [row["kl"] for row in some]
+        right = [float(row["right"][1]) for row in some if row["right"][0]]
         result.append(
             {
                 "question": question, "way": way, "n": len(some),
                 "kl": sum(kls) / len(kls), "kl_ci95": bootstrap_mean(kls, clusters),
                 "changed": sum(changed) / len(changed), "changed_ci95": share_interval(changed, clusters),
+                "right_exact": len(right), "still_right": sum(right),
+                "still_right_ci95": wilson(sum(right), len(right)) if right else None,
             }
         )  # fmt: skip
     return result
 
 
 def _table(summary: Sequence[dict[str, Any]]) -> Any:
-    table = new_table("A clock that goes on", "question | way | n | KL | 95 % | answers changed | 95 %", left=(0, 1))
+    columns = "question | way | n | KL | 95 % | answers changed | 95 % | right, still right | 95 %"
+    table = new_table("Chunks behind an edit", columns, left=(0, 1))
     for f in summary:
-        kl, changed = (f[f"{name}_ci95"] or (0.0, 0.0) for name in ("kl", "changed"))
+        kl, changed, right = (f[f"{name}_ci95"] or (0.0, 0.0) for name in ("kl", "changed", "still_right"))
         table.add_row(
             f["question"], f["way"], str(f["n"]), f"{f['kl']:.2g}", f"{kl[0]:.2g}, {kl[1]:.2g}",
             f"{f['changed']:.1%}", f"{changed[0]:.1%}, {changed[1]:.1%}",
+            f"{f['right_exact']}, {f['still_right']:.0f}", f"{right[0]:.1%}, {right[1]:.1%}",
         )  # fmt: skip
     return table
 
 
 def main(
     model: Annotated[str, typer.Option(help="tiny, or the folder of a text model.")] = "tiny",
+    edit: Annotated[str, typer.Option(help=f"clock, or a fact of a text model: {', '.join(PIECES)}.")] = "clock",
     n: Annotated[int, typer.Option(help="Items.", min=1)] = 40,
     seed: Seed = 0,
     threads: Threads = 0,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Measure what a clock in the system prompt costs chunks that keep their KV."""
+    """Measure what chunks lose that keep their KV when a clock in the system prompt, or a fact in front of them, changes."""
     with errors():
         engine, rounded = (open_model(model, dtype, "cpu", threads) for dtype in ("float32", "bfloat16"))
-        items = frame_items if model == "tiny" else text_items
+        if edit not in ("clock", *PIECES):
+            raise ValueError(f"edit must be clock, {', '.join(PIECES)}, got {edit!r}")
+        items = frame_items if model == "tiny" else text_items if edit == "clock" else partial(fact_items, form=edit)
         rows: list[dict[str, Any]] = []
         with progress("items", n) as advance:
             for index, item in enumerate(items(engine, seed, n)):
                 minute = CHUNKS + index % (10 - CHUNKS)
                 rows += [{"item": index, **row} for row in measure(engine, rounded, item, minute)]
                 advance(1)
-        result: dict[str, Any] = {"model": Path(model).name, "n": n, "seed": seed, "ways": summarise(rows)}
-        write_result(output, f"clock-{result['model']}.json", result)
+        result: dict[str, Any] = {
+            "model": Path(model).name,
+            "edit": edit,
+            "n": n,
+            "seed": seed,
+            "ways": summarise(rows),
+        }
+        write_result(output, f"{edit}-{result['model']}.json", result)
         show(result, as_json, _table(result["ways"]))
 
 

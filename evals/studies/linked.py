@@ -1,86 +1,25 @@
 """Linking in one step: gaps of stored chunks computed at once, each behind stored KV alone (`ctxwin.engines.segments.gap_runs`).
 
-``speed`` links the same files in other orders on vLLM: a random model of half a billion parameters, whose answers are noise and
-whose cost is real. ``tasks`` and ``texts`` are ``ctxwin eval run`` and `evals.studies.released` with more arms: for each of
-``mpic``, ``epic`` and ``cacheblend-oracle``, which compute in MPIC's single step (section 4.1), ``NAME-once`` and ``NAME-twice``
-compute the same tokens at once, and at once again over the result. ``shallow`` chooses by keys of layer 1 (LMCache's blender).
+The same files are linked in other orders on vLLM: a random model of half a billion parameters, whose answers are noise and whose
+cost is real.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 import typer
-from torch import Tensor
 
 from ctxwin.engines.base import Engine
 from ctxwin.engines.sampling import Sampling
 from ctxwin.engines.segments import Segment, partial_ranges
-from ctxwin.kv.layout import SpanKV
-from ctxwin_evals.arms import ARMS, Served, tokens
-from ctxwin_evals.arms.base import SharedArm
 from ctxwin_evals.console import Json, errors, show
-from ctxwin_evals.group import Group
 
 SHARE = 0.15
-
-
-def at_once(group: Group, rows: Sequence[Sequence[SpanKV]], chosen: Tensor, sweeps: int) -> list[list[SpanKV]]:
-    """Return ``rows`` with runs of the chosen tokens computed, each behind ``rows`` alone; again over the result."""
-    out, lead = [], group.system_prompt_span.tokens
-    for b, row in enumerate(rows):
-        at = chosen[b].nonzero()[:, 0]
-        memory, count = group.memory([row]), len(at)
-        run = torch.cat([torch.zeros(1, dtype=torch.int64), (at.diff() > 1).cumsum(0)])[:count]
-        begin = torch.stack([at[run == r][0] for r in run]) + lead if count else at
-        for _ in range(sweeps if count else 0):
-            slots, grown = memory.slots, memory.grown(count)
-            own = (run == run[:, None]) & (at <= at[:, None])
-            mask = torch.cat([torch.arange(slots) < begin[:, None], own], dim=1)
-            places = torch.arange(slots, slots + count)
-            group.decoder.run(group.context.of([b]).pick(at[None]), grown, places, mask=mask)
-            for stored, fresh in ((memory.k, grown.k), (memory.v, grown.v)):
-                stored[:, :, :, at + lead] = fresh[:, :, :, slots:]
-        out += tokens.spans_of(group, memory, [b])
-    return out
-
-
-def add_arms() -> None:
-    """Add the arms of this study to those of the harness."""
-    for kind in (tokens.Mpic, tokens.Epic, tokens.CacheblendOracle, Shallow):
-        head, _, argument = kind.form.partition(":")
-        ARMS[head] = kind
-        for sweeps, suffix in ((1, "once"), (2, "twice")):
-            ARMS[f"{head}-{suffix}"] = _arm(kind, f"{head}-{suffix}:{argument}", sweeps)
-
-
-def _arm(kind: Any, form: str, sweeps: int) -> Any:
-    class AtOnce(kind, form=form, source="linking in one step"):  # type: ignore[misc,call-arg]
-        def serve(self, group: Group) -> list[Served | None]:
-            chosen = self.chosen(group)
-            rows = at_once(group, group.blind, chosen, sweeps)
-            return tokens.serve_rows(group, rows, chosen.sum(dim=1).tolist(), forwards=sweeps)
-
-    return dataclass(frozen=True)(AtOnce)
-
-
-class Shallow(
-    SharedArm, tokens._Recomputing, form="shallow:R", source="CacheBlend as LMCache has it: keys of layer 1 choose"
-):
-    """The share of placed tokens whose keys of layer 1 are furthest off."""
-
-    def chosen(self, group: Group) -> Tensor:
-        scores = [
-            torch.cat([(x.k[1] - y.k[1]).double().pow(2).sum((1, 2)) for x, y in zip(exact, blind, strict=True)])
-            for exact, blind in zip(group.exact, group.blind, strict=True)
-        ]
-        return tokens._highest_share(torch.stack(scores), self.share)
 
 
 def ranges_of(chosen: Sequence[int], join: int = 0) -> tuple[tuple[int, int], ...]:
@@ -162,15 +101,4 @@ def main(
 
 
 if __name__ == "__main__":
-    part = sys.argv.pop(1) if sys.argv[1:] else "speed"
-    add_arms()
-    if part == "tasks":
-        from ctxwin_evals.cli import app
-
-        app()
-    elif part == "texts":
-        from .released import main as texts
-
-        typer.run(texts)
-    else:
-        typer.run(main)
+    typer.run(main)

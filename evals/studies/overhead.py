@@ -13,10 +13,6 @@ import contextlib
 import http.client
 import json
 import os
-import socket
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,7 +25,7 @@ import typer
 from ctxwin.tiny import checkpoint_dir
 from ctxwin_evals.console import Json, errors, new_table, show
 
-from .chats import SYSTEM, median_interval, screens
+from .chats import SYSTEM, median_interval, running_module, screens
 
 PAUSE_S, SPIN_S = 0.05, 1.5
 """Seconds between two turns, and between two chats: vLLM's workers wait actively for a second after a step."""
@@ -52,13 +48,13 @@ class Server:
         process: id of the first of its processes.
     """
 
-    port: int
+    address: str
     process: int
     seconds: list[float] = field(default_factory=list)
 
     def connect(self) -> None:
         """Open a new connection."""
-        self._connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        self._connection = http.client.HTTPConnection(self.address, timeout=60)
 
     def ask(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to a chat; its time is noted."""
@@ -101,36 +97,15 @@ class Server:
 @contextlib.contextmanager
 def running(arguments: list[str] | None) -> Iterator[Server]:
     """A server until the block ends: vLLM's own where there are no ``arguments``."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     environment = {**os.environ, **_ENVIRONMENT}
     if arguments is None:
         environment["VLLM_PLUGINS"] = ""  # ours is installed, too
-        command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint_dir())]
+        command = ["vllm.entrypoints.openai.api_server", "--model", str(checkpoint_dir())]
         command.append("--enable-prompt-tokens-details")
     else:
-        command = ["-m", "ctxwin", "serve", str(checkpoint_dir()), "--restarts", "0", *arguments]
-    command += ["--host", "127.0.0.1", "--port", str(port), *_ARGUMENTS]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen([sys.executable, *command], stdout=log, stderr=subprocess.STDOUT, env=environment)
-        try:
-            for _ in range(600):
-                if process.poll() is not None:
-                    log.seek(0)
-                    raise RuntimeError(f"the server ended: {log.read()[-4000:].decode(errors='replace')}")
-                with (
-                    contextlib.suppress(OSError),
-                    contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5)) as connection,
-                ):
-                    connection.request("GET", "/health")
-                    if connection.getresponse().status == 200:
-                        break
-                time.sleep(0.5)
-            yield Server(port, process.pid)
-        finally:
-            process.terminate()
-            process.wait(60)
+        command = ["ctxwin", "serve", str(checkpoint_dir()), "--restarts", "0", *arguments]
+    with running_module([*command, *_ARGUMENTS], environment) as (url, process):
+        yield Server(url.removeprefix("http://"), process)
 
 
 def chat(server: Server, rng: Random, turns: int, pictures: list[str], tokens: int) -> None:

@@ -4,7 +4,7 @@
 the standard library's documentation. Each ask brings one chunk and a question, so the window slides at each ask once it is full:
 
 - ``default``: no profile, audits between the asks, as an engine that idles runs them; all their tokens are counted;
-- ``low water``: the same with ``low_water=0.5``;
+- ``low water``, ``auto``: the same with ``low_water=0.5`` or ``"auto"``;
 - ``exact``: nothing approximate is tried.
 
 The opponents (`ctxwin.baselines`) send the same chunks as prompts to a prefix cache. An answer is compared with a re-prefill of
@@ -35,8 +35,10 @@ ANSWER_TOKENS, RESERVED = 6, 24
 WAYS: dict[str, dict[str, Any]] = {
     "default": {},
     "low water": {"low_water": 0.5},
+    "auto": {"low_water": "auto"},
     "exact": {"fidelity": Fidelity("exact")},
     "exact, low water": {"fidelity": Fidelity("exact"), "low_water": 0.5},
+    "exact, auto": {"fidelity": Fidelity("exact"), "low_water": "auto"},
 }
 
 
