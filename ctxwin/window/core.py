@@ -241,8 +241,9 @@ class WindowCore:
         advice = self.sliding_advice()
         if advice is not None and self._single_slides == _SLIDES:
             _log.warning(
-                "window %s is exact and slides %d of %d chunks at a time: all behind them, about %.0f tokens, is computed at "
-                "every ask; with Window(low_water=0.5) it would be %.0f (see ctxwin.policies.best_low_water)",
+                "window %s is exact and slides %d of %d chunks at a time, so that each ask computes all chunks behind them, "
+                'about %.0f tokens; Window(low_water="auto") makes room for several at once: about %.0f an ask, with three '
+                "quarters of the chunks shown on average (see ctxwin.policies.best_low_water)",
                 self.id, count, remaining + count, advice.one_by_one, advice.halved.tokens,
             )  # fmt: skip
 

@@ -167,9 +167,10 @@ def test_a_policy_with_a_mark_keeps_its_order_and_its_place() -> None:
 
 
 def test_who_slides_one_by_one_is_told_once_what_a_mark_saves(
-    engine: FakeEngine, caplog: pytest.LogCaptureFixture
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Window(engine, "h", budget=100, fidelity=Fidelity("exact")) as window, caplog.at_level(logging.WARNING):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as in a script that configures no logging
+    with Window(engine, "h", budget=100, fidelity=Fidelity("exact")) as window:
         for i in range(16):
             window.append(Chunk.text(chr(97 + i) * 9))
             window.slide(reserve_tokens=10)
@@ -178,7 +179,8 @@ def test_who_slides_one_by_one_is_told_once_what_a_mark_saves(
         assert advice is not None and advice.saved == usage.low_water_saves > 0
         assert "low-water mark" in str(window.plan())
         assert plan_from(json.loads(json.dumps(plan_to(window.plan())))) == window.plan()
-    assert len([r for r in caplog.records if "low_water" in r.getMessage()]) == 1
+    [hint] = [line for line in capsys.readouterr().err.splitlines() if "low_water" in line]
+    assert 'Window(low_water="auto")' in hint and f"about {advice.one_by_one:.0f} tokens" in hint
     with Window(engine, "h", 100, Fidelity("exact"), low_water=0.5) as window:
         for i in range(16):
             window.append(Chunk.text(chr(97 + i) * 9))
