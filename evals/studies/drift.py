@@ -152,13 +152,7 @@ class _Stream:
     def run(self, begin: int, points: Sequence[int], every: int) -> tuple[list[Asked], list[Asked]]:
         """A window that starts with what is placed after ``begin`` slides, exact, and slides on to the last point.
 
-        Args:
-            begin: slides left out.
-            points: numbers of slides after which questions are asked.
-            every: slides between refreshes; 0 for none.
-
-        Returns:
-            What was asked right after slides, and again after the refresh that falls on them.
+        Returns what was asked after those numbers of slides, and again after the refresh (``every`` so many; 0: none) there.
         """
         unrefreshed: list[Asked] = []
         refreshed: list[Asked] = []

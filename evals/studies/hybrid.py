@@ -120,8 +120,7 @@ def changed(
 ) -> Iterator[tuple[str, list[Segment], Generation]]:
     """The same spans after an edit: name, layout, and what a forward over what is then placed answers.
 
-    Args:
-        about: the chunk asked about, which is recalled after the others.
+    The chunk asked ``about`` is recalled after the others.
     """
     n = len(encoded)
     last = [*(i for i in range(n) if i != about), about]

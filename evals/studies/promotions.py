@@ -138,12 +138,7 @@ def draw_window(
 
 
 def by_windows(windows: Windows, draws: np.random.Generator, strategy: str, *, once: bool = False) -> Result:
-    """Apply the rule to one strategy; see `ctxwin.audit.evidence`.
-
-    Args:
-        draws: generator that chooses the asks to try.
-        once: end a stream with its first decision of any kind.
-    """
+    """Apply the rule (`ctxwin.audit.evidence`) to one strategy; ``once`` ends a stream with its first decision of any kind."""
     first = next(windows)
     streams, asks = first[0].shape
     per_ask = asks // ASKS if asks >= ASKS else 1

@@ -1,6 +1,6 @@
 """Reuse on released weights: natural text and facts, every way to serve the same contexts, beside the floor.
 
-``make released`` and then ``python -m evals.studies.released`` measure SmolLM2-135M; ``--model`` takes another text model.
+``make released`` and then ``python -m evals.studies.released`` measure SmolLM2-135M; ``--model`` takes another model.
 Each context is served in every way (`ctxwin_evals.arms`), and the model reads what comes next in truth: the next 32 tokens of
 the text, or the answer to a question about a fact. What it expects there is compared with what it expects behind a re-prefill.
 
@@ -43,7 +43,7 @@ from ctxwin_evals.stats import bootstrap_mean, bootstrap_ratio, share_interval
 from tools.released_models import default_cache
 
 from .command import Seed
-from .released_texts import SYSTEM_PROMPT, Context, Texts
+from .released_texts import Context, Texts
 
 Job = tuple[Context, list[str]]
 """A context and the arms that it is to be served in."""
@@ -90,7 +90,7 @@ class Views:
         self.group = cache(self._group)
 
     def _group(self, history: str) -> Group:
-        group = Group(self.decoder, [self.context.item(history)], self.patcher, SYSTEM_PROMPT)
+        group = Group(self.decoder, [self.context.item(history)], self.patcher, self.context.system_prompt)
         if history:
             plain = self.group("")
             vars(group).update(exact=plain.exact, canonical=plain.canonical, blind=plain.blind)
@@ -120,12 +120,7 @@ class Views:
 
 
 class Study:
-    """Serves contexts in every way and keeps a row for each.
-
-    Args:
-        decoder: the model in float32.
-        rounded: opens it in bfloat16, when the first floor asks for it.
-    """
+    """Serves contexts in every way and keeps a row for each; ``rounded`` opens the model in bfloat16 when a floor asks for it."""
 
     def __init__(self, decoder: Decoder, rounded: Callable[[], Decoder]) -> None:
         self.decoder, self._rounded = decoder, cache(rounded)
@@ -137,7 +132,10 @@ class Study:
         return (list(self.rows(*job)) for job in jobs)
 
     def rows(self, context: Context, names: Sequence[str]) -> Iterator[Sample]:
-        """Yield a sample of each arm. ``kl`` is the mean over the target's tokens; ``extra`` has the other figures."""
+        """Yield a sample of each arm that has a meaning for the context.
+
+        ``kl`` is the mean over the target's tokens; ``extra`` has the other figures.
+        """
         views = Views(self.decoder, self._patcher, context)
         rounded = cache(lambda: Views(self._rounded(), self._patcher, context))
         for name in names:
@@ -152,18 +150,17 @@ class Study:
                 case "floor/bfloat16-pieces":
                     reference, other = rounded().exact, rounded().in_pieces()
                 case _:
-                    served = _serve(views, name)
-                    other = views.read(served)
+                    found = _serve(views, name)
+                    if found is None:  # an orbit of a chunk behind one other, say
+                        continue
+                    served, other = found, views.read(found)
             yield _sample(context, name, views.group(""), served, reference, other)
 
 
-def _serve(views: Views, name: str) -> Served:
+def _serve(views: Views, name: str) -> Served | None:
     history, text = split(name)
     arm: Arm = BASES["recall"] if name == "recall/blind" else parse_arm(text)
-    served = arm.serve(views.group(history))[0]
-    if served is None:
-        raise ValueError(f"{name} has no meaning for {views.context.task}; leave it out of the arms")
-    return served
+    return arm.serve(views.group(history))[0]
 
 
 def _sample(context: Context, name: str, group: Group, served: Served, reference: Tensor, other: Tensor) -> Sample:
@@ -204,17 +201,10 @@ def run(
     deadline: float,
     advance: Callable[[int], None] = lambda done: None,
 ) -> bool:
-    """Serve the contexts in the arms that have no row yet; return False where the deadline (monotonic) ended it.
+    """Serve contexts of one set in the arms that have no row yet; return False where the deadline (monotonic) ended it.
 
-    Args:
-        serve: yields the rows of each job, in their order; `Study.serve`, or `Processes.serve`.
-        samples: takes the rows.
-        contexts: of one set.
-        names: of the arms.
-        deadline: after which no context begins.
-        advance: receives how many more contexts are done.
-
-    Raises ValueError where a row is of another context than the set has today.
+    ``serve`` is `Study.serve` or `Processes.serve`, ``advance`` receives how many more contexts are done. Raises ValueError where
+    a row is of another context than the set has today.
     """
     jobs: list[Job] = []
     for context in contexts:
@@ -235,14 +225,7 @@ def run(
 
 
 class Processes:
-    """Processes that each open the model and serve contexts of their own.
-
-    Args:
-        count: of the processes.
-        model: folder of the model.
-        device: of each model.
-        threads: of each process.
-    """
+    """Processes that each open the model, with so many ``threads``, and serve contexts of their own."""
 
     def __init__(self, count: int, model: str, device: str, threads: int) -> None:
         self._count, self._opening = count, (model, device, threads)
@@ -284,7 +267,7 @@ def summarise(samples: Samples) -> dict[str, Any]:
             name: _figures(arms[name], arms.get(base_of(name)) if name != REPREFILL else None) for name in names
         }
         exact = result[task][REPREFILL]
-        exact["scored"] = not task.startswith("facts") or exact["right"] >= RIGHT
+        exact["scored"] = task.startswith("text") or exact["right"] >= RIGHT
     return result
 
 
@@ -315,9 +298,9 @@ def tables(summary: dict[str, Any]) -> str:
     for task, arms in summary.items():
         exact = arms[REPREFILL]
         heading = f"{task}, n = {exact['n']}"
-        if task.startswith("facts"):
+        if not task.startswith("text"):
             heading += f", right by re-prefill {exact['right']:.1%}" + ", too few to score" * (not exact["scored"])
-        scored = task.startswith("facts") and exact["scored"]
+        scored = not task.startswith("text") and exact["scored"]
         columns = ["arm", "n", "KL", "eta", "top-1 flips", "loss rise", *["right"] * scored, "bytes", "computed"]
         lines += ["", heading, "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
         for name, f in list(arms.items())[1:]:
@@ -337,9 +320,9 @@ def _cell(figures: dict[str, Any], key: str, form: str) -> str:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="Folder of a text model.")] = str(default_cache() / "smollm2"),
+    model: Annotated[str, typer.Option(help="Folder of a model.")] = str(default_cache() / "smollm2"),
     sets: Annotated[
-        str, typer.Option(help="text-PLACEDxTOKENS, facts-one, -cut, -pronoun, -comparison.")
+        str, typer.Option(help="text-PLACEDxTOKENS, pictures-FEWEST-MOST, facts-one, -cut, -pronoun, -comparison.")
     ] = "text-6x64",
     arms: Annotated[str, typer.Option(help="main, more, or arms, separated by commas.")] = "main",
     n: Annotated[int, typer.Option(help="Contexts of each set.", min=1)] = 300,

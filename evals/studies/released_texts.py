@@ -1,17 +1,18 @@
-"""Contexts of the study on released weights, made of files that every machine with Python has: natural text, and facts in it.
+"""Contexts of the study on released weights, of what every machine with Python has: natural text, facts in it, pictures.
 
 A set of natural text is named ``text-PLACEDxTOKENS``: the documentation of the standard library, cut into passages that do
 not overlap, each a history, the placed chunks, and what the text says next. ``facts-FORM`` puts one fact into each chunk of
 such text and asks for one of them in the words of the text, so that a model that was never taught to follow instructions can
-answer by reading.
+answer by reading. ``pictures-FEWEST-MOST`` places as many frames of the bundled world and asks about one of them.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +23,8 @@ from ctxwin.chunk import Chunk
 from ctxwin.engines.encoding.encoder import EncodingEngine
 from ctxwin.hashing import digest
 from ctxwin_evals.items import Item
+from ctxwin_evals.tasks.drawn import history
+from ctxwin_evals.tasks.tiny import render_frames
 
 SYSTEM_PROMPT = "You read a manual."
 NEXT = 32
@@ -29,20 +32,18 @@ NEXT = 32
 HISTORY = 12
 """Most chunks that stand in front of the placed ones; fewer where they are long, but as many as a recall replaces."""
 FACT_CHUNKS, FACT_TOKENS = 6, 80
+PAST = 6
+"""Frames that stand in front of the placed ones."""
 _PIECE = 8000
-_LEAST = 300
+_LEAST, _SHORTEST = 300, 40
 
 OBJECTS = [
     "violin", "lantern", "kettle", "ladder", "compass", "anchor", "blanket", "barrel", "mirror", "hammer",
     "candle", "basket", "saddle", "wagon", "pillow", "trumpet", "bucket", "shovel", "curtain", "carpet",
     "statue", "fountain", "bicycle", "umbrella",
 ]  # fmt: skip
-WOMEN = [
-    "Maria", "Helen", "Julia", "Sarah", "Emma", "Alice", "Laura", "Nancy", "Diana", "Clara",
-]  # fmt: skip
-MEN = [
-    "Peter", "David", "Thomas", "Martin", "Simon", "Oliver", "Henry", "Victor", "Arthur", "Felix",
-]  # fmt: skip
+WOMEN = ["Maria", "Helen", "Julia", "Sarah", "Emma", "Alice", "Laura", "Nancy", "Diana", "Clara"]
+MEN = ["Peter", "David", "Thomas", "Martin", "Simon", "Oliver", "Henry", "Victor", "Arthur", "Felix"]
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,13 @@ class Context:
 
     Attributes:
         task, index: its set, and its number there.
-        chunks: token ids by chunk, those of the history first.
+        chunks: token ids by chunk, those of the history first; none where they are ``pictures``.
         placed: number of placed chunks.
         query: tokens that are read first.
         target: tokens that then follow in truth.
         asked: place of the chunk on which the target depends most, at least 1.
+        pictures: chunks of a picture each.
+        system_prompt: what the model is told first.
     """
 
     task: str
@@ -65,11 +68,18 @@ class Context:
     query: tuple[int, ...]
     target: tuple[int, ...]
     asked: int
+    pictures: tuple[Chunk, ...] = ()
+    system_prompt: str = SYSTEM_PROMPT
 
     @property
     def digest(self) -> str:
         """Identity of its content."""
-        return digest("released", [list(chunk) for chunk in self.chunks], list(self.query), list(self.target))
+        chunks = [chunk.id for chunk in self.pictures] or [list(chunk) for chunk in self.chunks]
+        return digest("released", chunks, list(self.query), list(self.target))
+
+    def load(self) -> list[Chunk]:
+        """Return the chunks."""
+        return list(self.pictures) or [Chunk.tokens(list(chunk)) for chunk in self.chunks]
 
     def item(self, history: str = "") -> Item:
         """Return it as an item in which nothing happened, or ``slideN`` or ``recall`` did.
@@ -77,7 +87,8 @@ class Context:
         After N slides the placed chunks are the end of a stream that ran through the window. In a recall the asked chunk's
         patch was formed behind other chunks than those that precede it now, as many.
         """
-        count, first = len(self.chunks), len(self.chunks) - self.placed
+        count = len(self.pictures or self.chunks)
+        first = count - self.placed
         placed = tuple(range(first, count))
         before: tuple[int, ...] = ()
         meta: dict[str, int] = {}
@@ -91,22 +102,26 @@ class Context:
         elif history == "recall":
             before = (*range(first - self.asked, first), placed[self.asked])
         return Item(
-            task=self.task, index=self.index, load=lambda: [Chunk.tokens(list(chunk)) for chunk in self.chunks], count=count,
+            task=self.task, index=self.index, load=self.load, count=count,
             placed=placed, before=before, asked=self.asked, query="", target=list(self.target), doc_id=str(self.index),
             cluster=str(self.index), digest=self.digest, meta=meta,
         )  # fmt: skip
 
 
-def documentation() -> Iterator[str]:
-    """Yield the reference's topics and, file by file, the long strings of the sources, which are nearly all docstrings."""
+def documentation(*, short: bool = False) -> Iterator[str]:
+    """Yield the reference's topics and, file by file, the long strings of the sources, which are nearly all docstrings.
+
+    With ``short``, yield those that are shorter instead.
+    """
     from pydoc_data.topics import topics
 
-    yield from (topics[name] for name in sorted(topics))
+    least, most = (_SHORTEST, _LEAST) if short else (_LEAST, math.inf)
+    yield from () if short else (topics[name] for name in sorted(topics))
     library = Path(os.__file__).parent
     for path in sorted(library.rglob("*.py")):
         if not {"test", "tests", "idlelib", "pydoc_data", "site-packages", "dist-packages"} & {*path.parts}:
             strings = re.findall(r'"""(.+?)"""', path.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
-            yield "\n\n".join(inspect.cleandoc(text) for text in strings if len(text) >= _LEAST)
+            yield "\n\n".join(inspect.cleandoc(text) for text in strings if least <= len(text) < most)
 
 
 @dataclass(frozen=True)
@@ -172,7 +187,10 @@ class Texts:
 
     @cached_property
     def _prose(self) -> list[int]:
-        parts = (text[at : at + _PIECE] for text in documentation() for at in range(0, len(text), _PIECE))
+        return self._ids(documentation())
+
+    def _ids(self, texts: Iterable[str]) -> list[int]:
+        parts = (text[at : at + _PIECE] for text in texts for at in range(0, len(text), _PIECE))
         return [token for part in parts for token in self._engine.text_ids(part)]
 
     def contexts(self, task: str, n: int) -> list[Context]:
@@ -184,18 +202,26 @@ class Texts:
             return self._natural(task, int(match[1]), int(match[2]), n)
         if (form := FORMS.get(task.removeprefix("facts-"))) is not None:
             return [self._fact(task, form, index) for index in range(n)]
-        raise ValueError(f"a set must be text-PLACEDxTOKENS or one of facts-{', facts-'.join(FORMS)}; got {task!r}")
+        if (match := re.fullmatch(r"pictures-([2-6])-([2-6])", task)) and match[1] <= match[2]:
+            counts = range(int(match[1]), int(match[2]) + 1)
+            return [self._scenes(task, counts[index % len(counts)], index) for index in range(n)]
+        raise ValueError(
+            "a set must be text-PLACEDxTOKENS, pictures-FEWEST-MOST (2 to 6) or one of "
+            f"facts-{', facts-'.join(FORMS)}; got {task!r}"
+        )
 
     def _natural(self, task: str, placed: int, tokens: int, n: int) -> list[Context]:
         if placed < 2 or tokens < 1:
             raise ValueError(f"a set of natural text must place at least 2 chunks of at least 1 token, got {task!r}")
         count = placed + max(placed - 1, min(HISTORY, HISTORY * 64 // tokens))
         size = count * tokens + 1 + NEXT
-        passages = len(self._prose) // size
-        if n > passages:
-            raise ValueError(f"n must be at most {passages} for {task}, the passages of the documentation; got {n}")
-        order = np.random.default_rng((self._seed, placed, tokens)).permutation(passages)[:n]
-        rows = [self._prose[int(number) * size : (int(number) + 1) * size] for number in order]
+        rng, rows = np.random.default_rng((self._seed, placed, tokens)), list[list[int]]()
+        for short in (False, True):  # the second where the first are too few, so that these stay the first ones
+            if len(rows) < n:
+                ids = self._ids(documentation(short=True)) if short else self._prose
+                rows += [ids[i * size : (i + 1) * size] for i in rng.permutation(len(ids) // size).tolist()]
+        if n > len(rows):
+            raise ValueError(f"n must be at most {len(rows)} for {task}, the passages of the documentation; got {n}")
         return [
             Context(
                 task,
@@ -206,7 +232,7 @@ class Texts:
                 tuple(row[count * tokens + 1 :]),
                 placed - 1,
             )
-            for index, row in enumerate(rows)
+            for index, row in enumerate(rows[:n])
         ]
 
     def _fact(self, task: str, form: Callable[[np.random.Generator, int, int], Fact], index: int) -> Context:
@@ -223,3 +249,12 @@ class Texts:
             at = int(rng.integers(room + 1))
             chunks.append((*begin, *filler[:at], *middle, *filler[at:room], *end))
         return Context(task, index, tuple(chunks), FACT_CHUNKS, ids(fact.question), ids(fact.answer), place)
+
+    def _scenes(self, task: str, placed: int, index: int) -> Context:
+        rng = np.random.default_rng((self._seed, 0x70696374, placed, index))
+        drawn = history(rng, placed, PAST, 0, kinds=("single_hop",))
+        question, pictures = drawn.question, tuple(render_frames(drawn.frames))
+        query, target = self._engine.encode_query(question.text), self._engine.text_ids(f" {question.answer}")
+        return Context(
+            task, index, (), placed, query.token_ids, target[:1], question.frame, pictures, "You watch a camera."
+        )

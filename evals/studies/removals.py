@@ -90,8 +90,7 @@ def open_window(engine: HFEngine, way: str, budget: int) -> Window:
 def measure(reader: Reader, context: Context, way: str, references: dict[int, Tensor]) -> Iterator[dict[str, Any]]:
     """Yield a row for each slide: KL, flips, tokens on the path of the answer, and tokens computed while the engine idled.
 
-    Args:
-        references: what is expected over re-prefills, by turn; filled by the first way.
+    ``references``, expectations over re-prefills by turn, is filled by the first way.
     """
     engine, size = reader.engine, len(context.chunks[0])
     query_tokens = engine.encode_query(QUESTION).tokens

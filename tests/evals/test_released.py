@@ -38,7 +38,7 @@ def tiny() -> Iterator[HFEngine]:
 
 @pytest.fixture(autouse=True)
 def short_documentation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(released_texts, "documentation", lambda: iter([PROSE]))
+    monkeypatch.setattr(released_texts, "documentation", lambda short=False: iter([PROSE]))
 
 
 def study_of(engine: HFEngine) -> Study:
@@ -64,6 +64,26 @@ def test_what_must_hold_on_any_model(tiny: HFEngine, monkeypatch: pytest.MonkeyP
     assert rows["slide2/removal:full"].kl < 0.02 * rows["slide2/survivor"].kl
     assert rows["floor/pieces"].kl < rows["floor/bfloat16"].kl < blind
     assert rows["patched:full"].stored > 0 == rows["blind"].stored and rows["mpic:all"].extra["recomputed"] == 1
+
+
+def test_pictures_are_served_in_every_way_and_the_model_answers(tiny: HFEngine) -> None:
+    names = [
+        "reprefill", "blind", "oracle", "patched:full", "epic:all", "mpic:all", "slide6/survivor", "slide1/removal:full",
+        "recall/blind", "recall/update:full", "floor/bfloat16",
+    ]  # fmt: skip
+    study = study_of(tiny)
+    for context in Texts(tiny, 0).contexts("pictures-2-3", 2):
+        rows = {row.arm: row for row in study.rows(context, names)}
+        assert list(rows) == names
+        assert (
+            len(context.load()) == context.placed + released_texts.PAST
+            and context.item("slide6").count == 6 + context.placed
+        )
+        for exact in ("epic:all", "mpic:all"):
+            assert rows[exact].kl < 1e-5, exact
+        for patched, base in (("patched:full", "blind"), ("slide1/removal:full", "slide6/survivor")):
+            assert rows[patched].kl <= max(1e-4, 0.1 * rows[base].kl), patched
+        assert rows["patched:full"].stored > 0 and rows["oracle"].computed == rows["reprefill"].computed
 
 
 def test_the_mask_oracle_is_every_chunk_alone_at_its_own_place(tiny: HFEngine) -> None:
@@ -126,14 +146,18 @@ def test_nothing_begins_behind_the_deadline(tiny: HFEngine, tmp_path: Path) -> N
 
 
 def test_contexts_depend_on_seed_and_number_alone(tiny: HFEngine) -> None:
-    for task in (SET, *(f"facts-{form}" for form in FORMS)):
+    for task in (SET, "pictures-2-4", *(f"facts-{form}" for form in FORMS)):
         few, many = (Texts(tiny, 0).contexts(task, n) for n in (2, 3))
         assert few == many[:2] and few != Texts(tiny, 1).contexts(task, 2)
         for context in many:
-            sizes = {len(chunk) for chunk in context.chunks}
+            sizes = {tiny.encode(chunk).tokens for chunk in context.load()}
             assert len(sizes) == 1 and 1 <= context.asked < context.placed and context.target
     with pytest.raises(ValueError, match="at most"):
         Texts(tiny, 0).contexts(SET, 10_000)
+    texts = Texts(tiny, 0)
+    first = len(texts._prose) // (len(texts.contexts(SET, 1)[0].chunks) * 24 + 1 + released_texts.NEXT)
+    few, many = (texts.contexts(SET, n) for n in (first, first + 1))
+    assert few == many[:first], "shorter docstrings follow where the long ones do not go round"
     with pytest.raises(ValueError, match="a set must be"):
         Texts(tiny, 0).contexts("facts-none", 1)
 

@@ -21,7 +21,7 @@ PROSE = "color of 07? red. shape of 31? square. number of blue circle? 4. left o
 def test_patches_of_full_rank_serve_what_a_re_prefill_gives_and_survivors_do_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(released_texts, "documentation", lambda: iter([PROSE]))
+    monkeypatch.setattr(released_texts, "documentation", lambda short=False: iter([PROSE]))
     engine: HFEngine
     with open_model("tiny", "float32", "cpu", 1) as engine:
         steps: list[int] = []

@@ -30,6 +30,7 @@ SAMPLED_ORDERS = 24
 """Orders sampled for six predecessors; for three and four all other orders are taken (Kamera, section 5, "Reorder")."""
 TRAINED_FRAMES = 6
 """The bundled model was trained on contexts of up to this many frames."""
+COLOURED: tuple[Kind, ...] = ("multi_hop", "order", "unbound")
 _DRAWS = 400
 
 
@@ -106,15 +107,17 @@ def slide_repeated(rng: np.random.Generator, frames: int, amount: float, turn: i
 
 
 @_retry
-def history(rng: np.random.Generator, frames: int, amount: float, turn: int) -> Drawn | None:
+def history(
+    rng: np.random.Generator, frames: int, amount: float, turn: int, *, kinds: Sequence[Kind] = COLOURED
+) -> Drawn | None:
     """A window of ``frames`` frames after ``amount`` slides of a longer stream; every frame met the window of its time.
 
-    Asked about are coloured or grey things whose mark is unique in the whole stream.
+    Asked about are things, by default coloured or grey ones, whose mark is unique in the whole stream.
     """
     length = frames + int(amount)
     drawn = make_stream(rng, length, window=TRAINED_FRAMES)
     marks = [mark for frame in drawn for mark in frame.marks]
-    pool = _questions(drawn[-frames:], rng, "multi_hop", "order", "unbound")
+    pool = _questions(drawn[-frames:], rng, *kinds)
     pool = [q for q in pool if q.frame and marks.count(q.mark) == 1]
     if not pool:
         return None
