@@ -40,15 +40,9 @@ Threads = Annotated[int, typer.Option(help="CPU threads; 0 leaves the default.",
 
 
 def open_model(model: str, dtype: str, device: str, threads: int) -> HFEngine:
-    """The transformers engine, which lets evals read inside the model.
+    """The transformers engine, which lets evals read inside the model; ``hf:`` in front of its name changes nothing.
 
-    Args:
-        model: ``tiny``, a local folder or a Hub name; ``hf:`` in front changes nothing.
-        dtype: of the arithmetic; '' takes the checkpoint's own.
-        device: torch device.
-        threads: CPU threads; 0 leaves torch's default.
-
-    Raises ValueError for another engine's name or a device that is not there.
+    The options are those of the commands. Raises ValueError for another engine's name or a device that is not there.
     """
     prepare(threads)
     import torch
@@ -166,23 +160,16 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 @contextmanager
 def stages() -> Iterator[OnProgress]:
     """As `progress`, for work in named stages; yields an `OnProgress`."""
+    from rich import progress as bars
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _Lines()
         return
-    times = TimeElapsedColumn(), TimeRemainingColumn()
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *times
-    with Progress(*columns, console=console, transient=True) as bar:
+    times = bars.TimeElapsedColumn(), bars.TimeRemainingColumn()
+    columns = bars.TextColumn("{task.description}"), bars.BarColumn(), bars.MofNCompleteColumn(), *times
+    with bars.Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None)
         yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total or None)
 

@@ -91,15 +91,9 @@ def generate(
     forced: Sequence[Sequence[int]] | None = None,
     policy: Policy | None = None,
 ) -> list[Continuation]:
-    """Ask one question an item given a memory, all questions of one length.
+    """Ask one question an item given a memory (system prompt and placed chunks), all of one length, at position ``begin``.
 
-    Args:
-        decoder: the model.
-        memory: system prompt and placed chunks.
-        queries: the questions, asked at position ``begin``.
-        max_tokens: most tokens to generate, greedily.
-        forced: tokens to follow instead of the model's own choice, as many for each item; ``logits`` then has one row each.
-        policy: drops KV on the way.
+    Answers are greedy, or follow ``forced`` tokens, as many for each item, with a row of ``logits`` each. A ``policy`` drops KV.
 
     Cost: one pass over the questions and one for each token, until every item has ended.
     """

@@ -64,13 +64,7 @@ _BETTER = re.compile(r"better\s*:?\s*\[*\s*(1|2|tie)", re.I)
 
 
 class Judge:
-    """Replies of one model, kept in a run's folder.
-
-    Args:
-        client: an official client.
-        model: its name for the judge.
-        folder: of the run.
-    """
+    """Replies of one model, by the name that its client calls it, kept in a run's folder."""
 
     def __init__(self, client: OpenAI, model: str, folder: Path) -> None:
         self._client, self.model, self._path = client, model, folder / FILE

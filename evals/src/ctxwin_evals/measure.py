@@ -85,15 +85,10 @@ class Measurer:
         control: Arm | None = None,
         group: Group | None = None,
     ) -> Iterator[Sample]:
-        """Samples of every arm on every item.
+        """Samples of every arm on every item, all of one shape, compared with ``reference``.
 
-        Args:
-            items: of one shape.
-            arms: to be measured.
-            base: what doing nothing would serve; the reference itself by default.
-            reference: what arms are compared with.
-            control: an arm whose distance to each arm is also measured, along the reference's answer (``to_control``).
-            group: of these items, where it exists already.
+        ``base`` is what doing nothing would serve, the reference itself by default. The distance of ``control`` to each arm is
+        also measured, along the reference's answer (``to_control``). ``group`` is that of the items where it exists already.
 
         Cost: the reference, and for each arm its serving and its answers.
         """

@@ -131,14 +131,10 @@ def check_served(arms: Sequence[Arm]) -> None:
 
 
 class Runner:
-    """Runs jobs of one configuration on one engine.
+    """Runs jobs of one configuration on one engine: transformers, which is read in batches, or vLLM, asked as a server is.
 
-    Args:
-        engine: transformers, whose model is read in batches, or vLLM, which is asked as a server is.
-        settings: of the run.
-        folder: where ``config.json``, ``samples.jsonl`` and a shared basis go.
-        tasks: of the run; their configuration is part of the run's.
-        inside: whether to read inside the model; None: where the engine allows it.
+    ``folder`` takes ``config.json`` (that of ``tasks`` in it), ``samples.jsonl`` and a shared basis. ``inside``: whether to read
+    inside the model; None: where the engine allows it.
     """
 
     def __init__(

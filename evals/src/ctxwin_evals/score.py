@@ -255,16 +255,10 @@ def scores(
     against: str | None = None,
     task_of: TaskOf | None = None,
 ) -> Result:
-    """The result of a run.
+    """The result of a run: of these arms in order, and the first ``n`` items of each task (both all by default).
 
-    Args:
-        samples: of the run.
-        names: arms to take, in order; all by default.
-        n: take the first ``n`` items of every task; all by default.
-        against: the arm that the others are paired with; each task's best patch by default.
-        task_of: from a name to its task; `ctxwin_evals.tasks.open_task` by default.
-
-    Raises ValueError for an arm without samples, or where nothing is scored at all.
+    ``against`` is the arm that others are paired with, by default each task's best patch; ``task_of`` as in `Scorer`. Raises
+    ValueError for an arm without samples, or where nothing is scored at all.
     """
     rows = select(samples, names, n)
     present = {row.arm for row in rows}

@@ -31,7 +31,7 @@ from ctxwin_evals.probe.probe import (
     spelling,
 )
 from ctxwin_evals.probe.reading import readings
-from ctxwin_evals.probe.verdict import survival
+from ctxwin_evals.probe.verdict import Setting, survival
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
@@ -176,6 +176,33 @@ def test_a_window_that_has_not_lost_anything_needed_is_exact_after_a_recall_of_t
     assert max(h.kl for h in found[0]) < 1e-4
     assert max(h.kl for h in of_arm(found[PLACED - 1], "update:66")) < 1e-4
     assert max(h.kl for h in of_arm(found[PLACED - 1], "stale:66")) > 1e-4
+
+
+def test_the_next_way_is_tried_on_contexts_of_its_own_where_the_first_is_not_proved(
+    engine: HFEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    curve = [
+        {"way": way, "rank": rank, "share": share, "eta": 0.99, "flips": 0.0}
+        for way, rank, share in (("quantized+deep", 8, 0.03), ("quantized+75-100", 8, 0.04), ("quantized", 4, 0.1))
+    ]
+
+    def tried(safe: set[str], seconds: float = 3600.0) -> tuple[list[tuple[str, int, int]], Setting | None]:
+        probe, calls = Probe(engine, [World()], sizes=Sizes(proving=7), seconds=seconds), []
+
+        def attempt(evidence: str, reads: object, way: str, rank: int, first: int) -> list[Setting]:
+            calls.append((way, rank, first))
+            return [Setting(rank, "all", 0.1, way in safe, {})]
+
+        monkeypatch.setattr(probe, "_try", attempt)
+        settings = probe._prove("cross", ["cross"], curve)
+        assert [s["rank"] for s in settings] == [rank for _, rank, _ in calls]
+        return calls, probe.served
+
+    first, second = ("quantized+deep", 8, 0), ("quantized", 4, 7)
+    assert tried({"quantized"}) == ([first, second], Setting(4, "all", 0.1, True, {}))
+    assert tried({"quantized+deep", "quantized"}) == ([first], Setting(8, "all", 0.1, True, {}))
+    assert tried(set()) == ([first, second], None), "no third"
+    assert tried({"quantized"}, 1e-9) == ([first], None), "the time is up"
 
 
 def test_survivors_are_measured_against_both_references_at_every_slide(world: Measurer) -> None:

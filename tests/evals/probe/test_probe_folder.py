@@ -196,6 +196,13 @@ def test_the_summary_begins_with_the_verdict(text_model: Path, tmp_path: Path) -
     assert (tmp_path / "probe-output" / "probe.html").is_file()
 
 
+def test_a_text_model_needs_no_texts_of_yours(text_model: Path) -> None:
+    result = invoke(text_model, "--json", "--no-profile")
+    assert result.exit_code == 0, result.output
+    source = json.loads(result.stdout)["source"]
+    assert (source["name"], source["about"]) == ("texts", "Python's reference, in blocks of 64 tokens")
+
+
 def test_bad_input_is_one_line(model_dir: Path, text_model: Path, pictures: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -208,7 +215,6 @@ def test_bad_input_is_one_line(model_dir: Path, text_model: Path, pictures: Path
     refused(invoke(model_dir, "--flips", 1.5), "flips must be between 0 and 1")
     refused(invoke(empty), "config.json")
     refused(invoke(text_model, "--images", pictures), "reads text only", "--texts")
-    refused(invoke(text_model), "reads text only", "--texts")
     refused(invoke("vllm:some/model"), "some/model")
     refused(invoke("hf:some/model", "--engine", "vllm"), "must agree")
     refused(invoke(model_dir, "--device", "nowhere"), "device must be")

@@ -68,7 +68,7 @@ def test_every_arm_of_the_probe_gives_what_the_decoder_gives(tiny: HFEngine) -> 
 def test_survivors_and_recalls_too(tiny: HFEngine) -> None:
     streams = [SOURCE.stream(i, 3) for i in range(2)]
     for reference in ({}, {"reference": Lately("lately")}):
-        agree(both(tiny, SOURCE.slid(streams, 3), [parse_arm("survivor")], **reference))
+        agree(both(tiny, SOURCE.slid(streams, 3), [parse_arm("survivor"), parse_arm("removal:4")], **reference))
     back = [recalled(item, 2) for item in SOURCE.items(1, strangers=True)]
     agree(both(tiny, back, [parse_arm("stale:8"), parse_arm("update:8")]))
 

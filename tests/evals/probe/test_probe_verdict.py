@@ -15,21 +15,23 @@ from ctxwin_evals.probe.probe import SERVED
 from ctxwin_evals.probe.reading import Competence, Reading, addressing, competence
 from ctxwin_evals.probe.structure import energy_ranks, functional_rank
 from ctxwin_evals.probe.verdict import (
+    TRIES,
     Judgement,
     Limits,
     Setting,
     Summary,
-    candidate,
+    candidates,
     cheapest,
     judge,
-    may_keep,
     proven,
     sentence,
     smallest_safe,
     summary,
+    survivor_mode,
     survivors_sentence,
     with_margin,
 )
+from ctxwin_evals.stats import Interval, share_interval
 from eval_rows import Words, row
 
 READS = [Competence("cross", 48, True, 0.5, 0.2, 1.0, 0.3, 0.4, moved=2.0)]
@@ -168,22 +170,49 @@ def test_what_is_lost_is_held_against_what_the_same_questions_owe_to_their_conte
     assert judged([replace(reads[0], moved=4.0)], blind, noise, Limits(), last=True).finding == "chains"
 
 
+def slid(
+    slides: int,
+    window: Interval,
+    stream: Interval = (0.0, 0.01),
+    removal: tuple[float, Interval | None, Interval] | None = None,
+) -> dict[str, object]:
+    """A row of `survival`; of removal patches the changed answers, the interval of their gain, and that of the answers."""
+    shares = {"other_than_window": sum(window) / 2, "other_than_stream": sum(stream) / 2, "other_than_both": 0.0}
+    stricter = "window" if sum(window) >= sum(stream) else "stream"
+    intervals = {"other_than_window_ci95": window, "other_than_stream_ci95": stream}
+    patched = removal and {"flips": removal[0], "eta_ci95": removal[1], "flips_ci95": removal[2]}
+    return {"slides": slides, "n": 80, "stricter": stricter, "removal": patched, **shares, **intervals}
+
+
 def test_survivors_are_kept_where_one_slide_is_safe_by_the_stricter_reference_and_no_later_one_is_seen_to_lose() -> (
     None
 ):
-    def row(slides: int, window: tuple[float, float], stream: tuple[float, float] = (0.0, 0.01)) -> dict[str, object]:
-        shares = {"other_than_window": sum(window) / 2, "other_than_stream": sum(stream) / 2, "other_than_both": 0.0}
-        stricter = "window" if sum(window) >= sum(stream) else "stream"
-        intervals = {"other_than_window_ci95": window, "other_than_stream_ci95": stream}
-        return {"slides": slides, "n": 80, "stricter": stricter, **shares, **intervals}
+    def kept(*rows: dict[str, object]) -> bool:
+        return survivor_mode(rows, Limits()) == "keep"
 
-    assert may_keep([row(1, (0.0, 0.04)), row(8, (0.0, 0.2))], Limits()), "few windows slide that far"
-    assert not may_keep([row(1, (0.0, 0.04)), row(8, (0.3, 0.7))], Limits())
-    assert not may_keep([row(1, (0.0, 0.06))], Limits())
-    assert not may_keep([row(1, (0.0, 0.04), (0.2, 0.4))], Limits()), "one reference that agrees is not enough"
-    assert not may_keep([row(2, (0.0, 0.01))], Limits()) and not may_keep([], Limits())
-    said = survivors_sentence([row(1, (0.3, 0.5))], "refresh")
+    assert kept(slid(1, (0.0, 0.04)), slid(8, (0.0, 0.2))), "few windows slide that far"
+    assert not kept(slid(1, (0.0, 0.04)), slid(8, (0.3, 0.7)))
+    assert not kept(slid(1, (0.0, 0.06)))
+    assert not kept(slid(1, (0.0, 0.04), (0.2, 0.4))), "one reference that agrees is not enough"
+    assert not kept(slid(2, (0.0, 0.01))) and not kept()
+    said = survivors_sentence([slid(1, (0.3, 0.5))], "refresh")
     assert "40.0% of 80 questions" in said and "the former is the stricter reference" in said
+
+
+def test_removal_patches_are_proposed_where_survivors_lose_and_patches_gain_and_are_safe() -> None:
+    def mode(removal: tuple[float, Interval | None, Interval] | None, *more: dict[str, object]) -> str:
+        return survivor_mode([slid(1, (0.1, 0.3), removal=removal), *more], Limits())
+
+    good = (0.01, (0.5, 0.9), (0.0, 0.04))
+    assert mode(good) == "removal"
+    assert mode(None) == "refresh" == mode((0.01, None, (0.0, 0.04)))
+    assert mode((0.01, (-0.1, 0.5), (0.0, 0.04))) == "refresh", "it may gain nothing"
+    assert mode((0.03, (0.5, 0.9), (0.0, 0.07))) == "refresh", "too few answers to call it safe"
+    assert mode(good, slid(4, (0.1, 0.3), removal=(0.3, (0.5, 0.9), (0.2, 0.5)))) == "refresh", "further slides lose"
+    assert mode(good, slid(4, (0.1, 0.3), removal=(0.1, (0.5, 0.9), (0.0, 0.3)))) == "removal"
+    assert survivor_mode([slid(1, (0.0, 0.04), removal=good)], Limits()) == "keep", "what costs nothing comes first"
+    said = survivors_sentence([slid(1, (0.1, 0.3), removal=good)], "removal")
+    assert "removal patches, formed while the engine idles" in said and "with removal patches 1.0%" in said
 
 
 def test_a_setting_is_safe_by_the_ends_of_its_intervals() -> None:
@@ -228,13 +257,36 @@ def test_the_layers_that_windows_serve_are_the_cheapest_range_that_is_enough() -
             ("per_layer", 2, 0.99, 0.01), ("quantized+25-100", 2, 0.99, 0.05),
         )
     ]  # fmt: skip
-    assert candidate(curve, Limits(), SERVED) == ("quantized+25-100", 2)
-    assert candidate(curve[:5], Limits(), SERVED) == ("quantized", 4)
-    assert candidate(curve[:2], Limits(), SERVED) == ("deep", 8)
-    assert candidate(curve[3:5], Limits(), SERVED) is None, "none that windows serve is enough"
+    last = ("quantized", 64)
+    assert candidates(curve, Limits(), SERVED, last) == [("quantized+25-100", 2), ("quantized", 4)]
+    assert candidates(curve[:5], Limits(), SERVED, last) == [("quantized", 4), ("joint", 4)]
+    assert candidates(curve[:2], Limits(), SERVED, last) == [("deep", 8), ("joint", 4)], (
+        "the second leaves out no layer"
+    )
+    assert candidates(curve[1:2], Limits(), SERVED, last) == [("deep", 8), last]
+    assert candidates(curve[3:5], Limits(), SERVED, last) == [last], "none that windows serve is enough"
     found = Setting(4, (0.25, 1.0), 0.12, True, {})
     blind = {"flips": 0.5, "flips_ci95": (0.4, 0.6)}
     assert "layers from 25% to 100% of the depth" in sentence(Judgement("binds", "cross"), found, blind)  # type: ignore[arg-type]
+
+
+def test_two_tries_prove_what_is_not_safe_in_one_probe_of_twenty_at_most() -> None:
+    """Every setting changes exactly as many answers as are allowed; ranks of one way share most of their errors."""
+    rng, limits, wrong, runs = np.random.default_rng(5), Limits(), 0, 1000
+    for _ in range(runs):
+        for _attempt in range(TRIES):
+            shared = rng.random(240) < 0.8 * limits.flips
+            answers = [shared | (rng.random(240) < 0.2 * limits.flips / (1 - 0.8 * limits.flips)) for _ in range(4)]
+            settings = []
+            for rank, changed in zip((4, 6, 8, 11), answers, strict=True):
+                low, high = share_interval(1 - changed.astype(float), [str(i) for i in range(240)])
+                figures = {"share": rank / 100, "eta": 0.99, "eta_ci95": (0.97, 1.0), "flips_ci95": (1 - high, 1 - low)}
+                figures["flips"] = changed.mean()
+                settings.append(proven(rank, "all", "quantized", figures, figures, 0.0, limits))  # type: ignore[arg-type]
+            if smallest_safe(settings) is not None:
+                wrong += 1
+                break
+    assert 0 < wrong <= runs * TRIES * 0.025
 
 
 def test_energy_ranks_of_a_deficit_of_known_rank() -> None:

@@ -17,15 +17,10 @@ MOST_GROWTH, FREE_BYTES, MOST_FILES = 20, 64 << 20, 1_000_000
 
 
 def find_data(data: str, patterns: list[str]) -> Path:
-    """The data folder.
+    """The data folder: one as unpacked or as downloaded, or of ``hub:OWNER/NAME`` the files of these patterns.
 
-    Args:
-        data: a folder, as unpacked or as downloaded from the hub, or ``hub:OWNER/NAME``. Archives in it are unpacked beside
-            themselves, once.
-        patterns: what is downloaded of a hub's data set.
-
-    Raises:
-        ValueError: no such folder, an empty one, no name of a data set, or one that the hub does not give.
+    Archives in it are unpacked beside themselves, once. Raises ValueError for no such folder, an empty one, no name of a data
+    set, or one that the hub does not give.
     """
     if not data.startswith(HUB):
         folder = Path(data).expanduser()

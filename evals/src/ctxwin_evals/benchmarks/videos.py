@@ -42,11 +42,7 @@ class VideoTask(DataTask):
     def item_of(self, video: Path, content: Sequence[Any], meta: Mapping[str, Any], more: int = 0, **rest: Any) -> Item:
         """Return the item of a video; ``rest`` are further fields.
 
-        Args:
-            video: the file.
-            content: what the item shows and asks besides the frames, for its digest.
-            meta: of the item; what is known of the frames is added.
-            more: chunks that `chunks_after` adds.
+        ``content`` is what it shows and asks besides the frames, for its digest; ``more`` chunks are added by `chunks_after`.
         """
         o, frames = self.options, frames_taken(self.options.frame_rule, self.options.frames)
         form = {"form": "video" if o.as_video else "images", "frames": frames, "frame_rule": o.frame_rule}

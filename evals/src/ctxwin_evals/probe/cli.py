@@ -78,11 +78,12 @@ def probe(
 
                 torch.set_num_threads(1)
             sources: list[Source]
-            if texts is not None:
+            if images is not None and not opened.spec.vision:
+                raise ValueError(
+                    f"{opened.spec.model!r} reads text only; give it --texts DIR, or nothing, not --images"
+                )
+            if texts is not None or not opened.spec.vision:
                 sources = [Texts(texts, own_questions, max_tokens, opened)]
-            elif not opened.spec.vision:
-                instead = "instead of --images" if images else "to be probed with"
-                raise ValueError(f"{opened.spec.model!r} reads text only; give it texts {instead}: --texts DIR")
             elif images is not None:
                 sources = [Images(images, own_questions, max_tokens, max_pixels or None)]
             else:

@@ -162,30 +162,43 @@ class Images(Folder):
 
 
 class Texts(Folder):
-    """Text files of a folder, cut into blocks of one length; a text-only model is probed on these."""
+    """Text files of a folder, by default Python's reference, cut into blocks of one length; for models that read text only."""
 
     kind: ClassVar[str] = "texts"
     word: ClassVar[str] = "text"
 
     def __init__(
-        self, folder: Path, questions: Sequence[str], max_tokens: int, engine: EncodingEngine, block: int = 64
+        self, folder: Path | None, questions: Sequence[str], max_tokens: int, engine: EncodingEngine, block: int = 64
     ) -> None:
-        pieces = []
-        paths, notes = _spread(files_of(folder, TEXTS, "text files"))
-        for path in paths:
-            with path.open(encoding="utf-8", errors="replace") as file:
-                ids = engine.encoder.tokens.document(file.read(CHARACTERS))
-                if file.read(1):
-                    notes.append(f"only the first {CHARACTERS:,} characters of {path.name}")
-            for i in range(len(ids) // block):
-                part = tuple(ids[i * block : (i + 1) * block])
-                pieces.append(Piece(f"{path.name}#{i}", path, (block,), frame=i, ids=part))
-        super().__init__(
-            pieces, f"texts of folder {folder.name}, in blocks of {block} tokens", questions, max_tokens, notes
-        )
+        pieces: list[Piece] = []
+        texts, notes = _python_reference() if folder is None else _texts_of(folder)
+        for name, text in texts:
+            ids = engine.encoder.tokens.document(text)
+            parts = (tuple(ids[at : at + block]) for at in range(0, len(ids) - block + 1, block))
+            pieces += [Piece(f"{name}#{i}", Path(name), (block,), frame=i, ids=part) for i, part in enumerate(parts)]
+        about = "Python's reference" if folder is None else f"texts of folder {folder.name}"
+        super().__init__(pieces, f"{about}, in blocks of {block} tokens", questions, max_tokens, notes)
 
     def chunk(self, piece: Piece, size: tuple[int, ...], letter: str) -> Chunk:
         return Chunk(parts=(TextPart(text=f"Text {letter}:\n"), TokensPart(ids=piece.ids)), keep_source=False)
+
+
+def _texts_of(folder: Path) -> tuple[list[tuple[str, str]], list[str]]:
+    """The names and texts of a folder's files, and what a reader must know of them."""
+    texts = []
+    paths, notes = _spread(files_of(folder, TEXTS, "text files"))
+    for path in paths:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            texts.append((path.name, file.read(CHARACTERS)))
+            if file.read(1):
+                notes.append(f"only the first {CHARACTERS:,} characters of {path.name}")
+    return texts, notes
+
+
+def _python_reference() -> tuple[list[tuple[str, str]], list[str]]:
+    from pydoc_data.topics import topics
+
+    return sorted(topics.items()), ["texts that every machine has, and that a model may know by heart: yours say more"]
 
 
 def files_of(folder: Path, endings: Sequence[str], what: str) -> list[Path]:

@@ -43,6 +43,8 @@ SERVED = ("joint", *DEPTHS, "quantized", *(f"quantized+{depth}" for depth in DEP
 WAYS = (*SERVED, "per_layer", "per_layer+deep", "balanced", "output", "shared", "shared+deep")
 TURNED = (0, 1, PLACED - 1)
 """How many of the preceding chunks are replaced between an eviction and the recall."""
+_PROVED = 0.85
+"""Share of the time by which a setting must be proved."""
 _TOKENS = 8192
 """Most context tokens that share a forward."""
 BLIND, SURVIVOR, STEPWISE, ORACLE = (parse_arm(name) for name in ("blind", "survivor", "stepwise", "oracle"))
@@ -300,20 +302,30 @@ class Probe:
         return self.source.fits or not way.startswith("shared")
 
     def _prove(self, evidence: Kind, reads: Sequence[Kind], curve: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The cheapest of the ways that windows serve, on fresh contexts, at ranks from the one that was enough upwards.
+        """The ways that windows serve and `verdict.candidates` names, each on contexts of its own, until one is safe."""
+        settings: list[Setting] = []
+        for number, way in enumerate(verdict.candidates(curve, self.limits, SERVED, ("quantized", LADDER[-1]))):
+            some = self._try(evidence, reads, *way, number * self.sizes.proving)
+            self.served = verdict.with_margin(verdict.smallest_safe(some), some)
+            settings += some
+            if self.served is not None or time.monotonic() - self._begun > _PROVED * self.seconds:
+                break
+        return [asdict(s) for s in settings]
+
+    def _try(self, evidence: Kind, reads: Sequence[Kind], way: str, rank: int, first: int) -> list[Setting]:
+        """One way on fresh contexts, the ``first`` on, at ranks from the one that was enough upwards.
 
         Answers to questions of kinds that the model does not read (others than ``reads``) decide nothing: any rounding changes
         them.
         """
-        way, rank = verdict.candidate(curve, self.limits, SERVED) or ("quantized", LADDER[-1])
         layout, layers, _ = parse_variant(way) or ("joint", "all", "none")
         at = next((i for i, r in enumerate(LADDER) if r >= rank), len(LADDER) - 1)
         # What was enough on a few contexts may not be on more of them: then a larger one is shown safe.
         rungs = LADDER[max(0, at - 1) :]
         arms = [parse_arm(spelling(r, way)) for r in rungs]
         self.measurer.patcher.floor = rungs[-1]
-        items = self.source.items(self.sizes.proving, "proving")
-        samples = self._samples("a setting on fresh contexts", items, [STEPWISE, BLIND, *arms], 0.85, base=BLIND)
+        items = self.source.items(self.sizes.proving, "proving", first=first)
+        samples = self._samples("a setting on fresh contexts", items, [STEPWISE, BLIND, *arms], _PROVED, base=BLIND)
         noise = self._by_kind(of_arm(samples, "stepwise"))[evidence]["flips"]
         # How alike the answers of a cluster are is not seen where none changes: it is taken from where some do.
         counted = _of_kind(samples, [evidence])
@@ -326,11 +338,16 @@ class Probe:
             )
             assert of_evidence is not None and every is not None
             settings.append(verdict.proven(r, layers, layout, of_evidence, every, noise, self.limits))
-        self.served = verdict.with_margin(verdict.smallest_safe(settings), settings)
-        return [asdict(s) for s in settings]
+        return settings
 
     def _survivors(self) -> list[dict[str, Any]]:
-        """Windows slide one chunk at a time: what stays is only rotated, and the new chunk is computed after it."""
+        """Windows slide one chunk at a time: what stays is only rotated, and the new chunk is computed after it.
+
+        Survivors are also measured with removal patches of the setting that was found safe.
+        """
+        rank, layers, layout = self._setting
+        removal, patched = parse_arm(f"removal:{rank}"), dict[int, list[Sample]]()
+        measurer = self._measurer(Patcher(self.decoder.spec, layout, layers, floor=rank))
         once = [self.source.stream(i, 1) for i in range(self.sizes.survivors)]
         further = [self.source.stream(i, self.sizes.slides) for i in range(self.sizes.streams)]
         pairs: dict[int, list[tuple[Sample, Sample]]] = {}
@@ -338,13 +355,12 @@ class Probe:
             items = self.source.slid(once if slides == 1 else further, slides)
             stage, until = f"survivors after {slides} slide{'s' * (slides > 1)}", 0.9 if slides == 1 else 0.95
             for batch in self._batches(stage, items, until):
-                group = self.measurer.group(batch)
-                window, stream = (
-                    self.measurer.samples(batch, [SURVIVOR], group=group, **other)
-                    for other in ({}, {"reference": Lately("lately")})
-                )
-                pairs.setdefault(slides, []).extend(zip(window, stream, strict=True))
-        return verdict.survival(pairs)
+                group = measurer.group(batch)
+                window = list(measurer.samples(batch, [SURVIVOR, removal], base=SURVIVOR, group=group))
+                stream = measurer.samples(batch, [SURVIVOR], reference=Lately("lately"), group=group)
+                pairs.setdefault(slides, []).extend(zip(of_arm(window, SURVIVOR.name), stream, strict=True))
+                patched.setdefault(slides, []).extend(of_arm(window, removal.name))
+        return [row | {"removal": summary(patched[row["slides"]], self.source)} for row in verdict.survival(pairs)]
 
     def _moves(self) -> dict[str, Any]:
         """Orders and recalls of the last chunk, at the setting that was found safe (Kamera, section 5, appendices B, D)."""
@@ -382,9 +398,8 @@ class Probe:
             return {"mode": "exact"}
         # Shares in whole percents upwards, so that the rank that was proven is not lost to rounding.
         share = min(1.0, float(np.ceil(round(100 * self.served.share, 6)) / 100))
-        survivor_mode = "keep" if verdict.may_keep(survivors, self.limits) else "refresh"
         patches = {"bytes_share": share, "layers": self.served.layers, "advanced": {"layout": self.served.layout}}
-        return {"mode": "patched", "survivors": survivor_mode, **patches}
+        return {"mode": "patched", "survivors": verdict.survivor_mode(survivors, self.limits), **patches}
 
     def _about(self) -> dict[str, Any]:
         """Return the model, the contexts and the machine of this probe."""

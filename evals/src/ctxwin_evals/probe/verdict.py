@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict
 from ctxwin.kv.patch import Layers, Layout
 from ctxwin_evals.items import Task
 from ctxwin_evals.metrics import cell
+from ctxwin_evals.patching import parse_variant
 from ctxwin_evals.probe.contexts import Kind
 from ctxwin_evals.probe.reading import Competence
 from ctxwin_evals.samples import Sample
@@ -19,6 +20,8 @@ from ctxwin_evals.stats import Interval, bootstrap_mean, share_interval
 Finding = Literal["binds", "chains", "unclear", "unread"]
 MARGIN = 2
 """The served rank is up to this many times the smallest one shown safe: windows hold more than a probe's contexts do."""
+TRIES = 2
+"""Ways to compress that are tried on fresh contexts. The end of an interval errs in 2.5 % of cases, so one of two in 5 %."""
 _NAMES: dict[Kind, str] = {
     "cross": "questions about several chunks",
     "one": "questions about one chunk",
@@ -226,25 +229,35 @@ def survival(pairs: Mapping[int, Sequence[tuple[Sample, Sample]]]) -> list[dict[
     return rows
 
 
-def may_keep(survivors: Sequence[Mapping[str, Any]], limits: Limits) -> bool:
-    """True if survivors (rows of `survival`) may stay as they are: shown safe after one slide, and unsafe after no number.
+def survivor_mode(survivors: Sequence[Mapping[str, Any]], limits: Limits) -> Literal["keep", "removal", "refresh"]:
+    """Return what to do with survivors (rows of `survival`): ``keep`` them where they are safe as they are, else ``removal``.
 
-    Both by the stricter reference. Fewer windows slide further: too few to show that they are safe, but enough to notice that
-    a window loses more the further it slides.
+    The former by the stricter reference, the latter, where patches gain, by what is placed. Safe is what was shown so after one
+    slide, and unsafe after no number: fewer windows slide further, too few to show that they are safe, but enough to notice
+    that a window loses more the further it slides.
     """
-    ends = {row["slides"]: row[f"other_than_{row['stricter']}_ci95"] for row in survivors}
-    return 1 in ends and ends[1][1] <= limits.flips and all(low <= limits.flips for low, _ in ends.values())
+
+    def safe(ends: Mapping[int, Interval]) -> bool:
+        return 1 in ends and ends[1][1] <= limits.flips and all(low <= limits.flips for low, _ in ends.values())
+
+    if safe({row["slides"]: row[f"other_than_{row['stricter']}_ci95"] for row in survivors}):
+        return "keep"
+    patched = {row["slides"]: row["removal"] for row in survivors if row["removal"]}
+    gains = patched.get(1, {}).get("eta_ci95")
+    return "removal" if gains and gains[0] > 0 and safe({n: f["flips_ci95"] for n, f in patched.items()}) else "refresh"
 
 
-def survivors_sentence(survivors: Sequence[Mapping[str, Any]], survivors_mode: str) -> str:
+def survivors_sentence(survivors: Sequence[Mapping[str, Any]], mode: str) -> str:
     """Describe the effect of keeping survivors by either reference, and name the one that decided."""
     first = min(survivors, key=lambda row: row["slides"])
-    done = "are kept as they are" if survivors_mode == "keep" else "are computed again"
+    done = {"keep": "are kept as they are", "removal": "get removal patches, formed while the engine idles"}
+    patched = f"; with removal patches {first['removal']['flips']:.1%}, by the former" if first["removal"] else ""
     which = "the former" if first["stricter"] == "window" else "the latter"
     return (
-        f"survivors of a slide {done}: kept, they answer {first['other_than_window']:.1%} of {first['n']} questions otherwise "
-        f"than a re-prefill of what is placed and {first['other_than_stream']:.1%} otherwise than one of what was seen lately; "
-        f"{which} is the stricter reference, by which it is decided ({first['other_than_both']:.1%} agree with neither)"
+        f"survivors of a slide {done.get(mode, 'are computed again')}: kept, they answer {first['other_than_window']:.1%} of "
+        f"{first['n']} questions otherwise than a re-prefill of what is placed and {first['other_than_stream']:.1%} otherwise "
+        f"than one of what was seen lately; {which} is the stricter reference, by which it is decided "
+        f"({first['other_than_both']:.1%} agree with neither){patched}"
     )
 
 
@@ -258,11 +271,20 @@ def cheapest(curve: Sequence[Mapping[str, Any]], limits: Limits) -> dict[str, Ma
     return by_way
 
 
-def candidate(curve: Sequence[Mapping[str, Any]], limits: Limits, ways: Collection[str]) -> tuple[str, int] | None:
-    """The cheapest in bytes of some ways, and its rank; None where none is enough."""
+def candidates(
+    curve: Sequence[Mapping[str, Any]], limits: Limits, ways: Collection[str], last: tuple[str, int]
+) -> list[tuple[str, int]]:
+    """The ways to be proved, `TRIES` of them at most, each with the rank that was enough on the contexts that choose.
+
+    The first is the cheapest in bytes of ``ways``. What it leaves out or rounds may be needed elsewhere, so the second is the
+    next that leaves out no layer, ``last`` where no other is enough.
+    """
     by_way = cheapest([row for row in curve if row["way"] in ways], limits)
-    best = min(filter(None, by_way.values()), key=lambda row: row["share"], default=None)
-    return None if best is None else (str(best["way"]), int(best["rank"]))
+    enough = sorted(filter(None, by_way.values()), key=lambda row: row["share"])
+    found = dict.fromkeys([*((str(row["way"]), int(row["rank"])) for row in enough), last])
+    first, *others = found
+    whole = [way for way in others if (variant := parse_variant(way[0])) is not None and variant[1] == "all"]
+    return [first, *(way for way in whole if way[0] != first[0])][:TRIES]
 
 
 def sentence(judgement: Judgement, setting: Setting | None, blind: Summary | None) -> str:

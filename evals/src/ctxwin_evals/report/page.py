@@ -49,16 +49,7 @@ def render_page(
     meanings: Mapping[str, str] | None = None,
     verdict: tuple[str, str] | None = None,
 ) -> str:
-    """The text of a page.
-
-    Args:
-        title: its heading.
-        about: a soft line below it.
-        notes: what a reader should know before the figures.
-        sections: in order.
-        meanings: what columns mean, by name.
-        verdict: a finding and the sentence that is shown first.
-    """
+    """The text of a page: heading, a soft line below it, a finding and its sentence, notes, sections, meanings of columns."""
     script = (_FOLDER / "page.js").read_text(encoding="utf-8")
     # The browser hashes what stands between the tags, line ends included.
     digest = hashlib.sha256(f"\n{script}\n".encode()).digest()
@@ -104,15 +95,8 @@ def write_report(
 ) -> Path:
     """Write ``report.html`` (self-contained), ``report.md`` and ``figures/*.png``; return the path of the page.
 
-    Args:
-        folders: of runs, shown side by side.
-        out: folder of the report; the first run's by default.
-        against: the arm that others are paired with; each task's best patch by default.
-        task_of: from a name to its task; `ctxwin_evals.tasks.open_task` by default.
-
-    Raises:
-        ValueError: a folder without a run, or twice.
-        ModuleNotFoundError: no matplotlib (``pip install 'ctxwin[evals]'``).
+    ``out`` is the first run's folder by default; the rest is as in `read_runs`, which raises ValueError. Raises
+    ModuleNotFoundError without matplotlib (``pip install 'ctxwin[evals]'``).
     """
     runs = read_runs(folders, against, task_of)
     out = folders[0] if out is None else out

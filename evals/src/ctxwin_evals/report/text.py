@@ -86,9 +86,7 @@ def rich_tables(result: Result) -> list[RichTable]:
 def markdown(runs: Sequence[Run], figures: Mapping[str, Sequence[str]] | None = None) -> str:
     """Render runs side by side as Markdown: tables for each task, differences, configuration, what the columns mean.
 
-    Args:
-        runs: scored runs.
-        figures: file names of pictures by task, to be shown under its table.
+    ``figures`` are file names of pictures by task, shown under its table.
     """
     lines = ["# Fidelity", "", *(f"- {text}" for text in caveats(runs)), ""]
     for task in tasks_of(runs):
