@@ -272,7 +272,7 @@ def test_the_layers_that_windows_serve_are_the_cheapest_range_that_is_enough() -
 
 def test_two_tries_prove_what_is_not_safe_in_one_probe_of_twenty_at_most() -> None:
     """Every setting changes exactly as many answers as are allowed; ranks of one way share most of their errors."""
-    rng, limits, wrong, runs = np.random.default_rng(5), Limits(), 0, 1000
+    rng, limits, wrong, runs = np.random.default_rng(5), Limits(), 0, 600
     for _ in range(runs):
         for _attempt in range(TRIES):
             shared = rng.random(240) < 0.8 * limits.flips
