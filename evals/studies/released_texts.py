@@ -74,7 +74,7 @@ class Context:
     @property
     def digest(self) -> str:
         """Identity of its content."""
-        chunks = [chunk.id for chunk in self.pictures] or [list(chunk) for chunk in self.chunks]
+        chunks: list[object] = [chunk.id for chunk in self.pictures] or [list(chunk) for chunk in self.chunks]
         return digest("released", chunks, list(self.query), list(self.target))
 
     def load(self) -> list[Chunk]:
