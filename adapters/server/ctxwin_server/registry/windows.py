@@ -18,15 +18,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from ctxwin.engines.base import Engine
-from ctxwin.errors import CtxwinError, ReadOnlyWindow, StaleOwner, StoreFull, WindowBusy
+from ctxwin.errors import CtxwinError, ReadOnlyWindow, StaleOwner, StoreFull, StoreUnavailable, WindowBusy
 from ctxwin.hashing import digest
 from ctxwin.store import STORE_KEY
 from ctxwin.store.base import Store
 from ctxwin.window.core import demand_of
+from ctxwin.window.pages import EvictedPages
 from ctxwin.window.state import State
 from ctxwin.window.window import Window
 from ctxwin_client.errors import TooManyWindows, UnknownWindow
@@ -55,10 +57,12 @@ class _Entry:
         answers: answers to the latest requests that made a version: (body's digest, answer) by request.
         upkeep: lock of background work on the window; requests wait for it.
         kept_up: the version that was last worked on, and whether bytes were short then.
+        pages: in the store, of its evicted chunks.
     """
 
     window: Window
     used: float
+    pages: EvictedPages
     users: int = 0
     removed: bool = False
     stale: bool = False
@@ -243,7 +247,11 @@ class WindowRegistry:
             entry = self._entries.get(window_id)
             if entry is not None:
                 self._release(window_id)
-            was_stored = WINDOW_ID.fullmatch(window_id) is not None and self.records.retire(_key(window_id))
+            was_stored = WINDOW_ID.fullmatch(window_id) is not None
+            raw = self.records.read(_key(window_id)) if was_stored else None
+            was_stored = was_stored and self.records.retire(_key(window_id))
+            with suppress(ValueError, TypeError, AttributeError):  # damaged: what it names is nobody's
+                EvictedPages(self.records, window_id).delete(json.loads(raw or b"{}").get("pages", ()))
             if entry is None and not was_stored:
                 raise UnknownWindow(_unknown(window_id))
 
@@ -318,19 +326,22 @@ class WindowRegistry:
         # Under the lock, so that two requests do not open one window twice; a window costs a template's tokens to open.
         is_open = WINDOW_ID.fullmatch(window_id) and not self._closed
         claimed = self.records.claim(_key(window_id)) if is_open else None
-        record = None if claimed is None else self._record(window_id, claimed[1])
+        pages = EvictedPages(self.records, window_id)
+        record = None if claimed is None else self._record(window_id, claimed[1], pages)
         if claimed is None or record is None:
             raise UnknownWindow(_unknown(window_id))
         state, answers = record
         self._engine.repo.store.prefetch(state.keys())
-        self._admit(Window.restore(self._engine, state), token=claimed[0])
+        self._admit(Window.restore(self._engine, state), token=claimed[0], pages=pages)
         self.records.lease(_key(window_id))
         self.taken_over += 1
         entry = self._entries[window_id]
         entry.answers = answers
         return entry
 
-    def _record(self, window_id: str, raw: bytes) -> tuple[State, dict[str, tuple[str, str]]] | None:
+    def _record(
+        self, window_id: str, raw: bytes, pages: EvictedPages
+    ) -> tuple[State, dict[str, tuple[str, str]]] | None:
         """Parse a stored version and its answers, and check it if it is not signed; None if it is not the window's."""
         try:
             record = json.loads(raw)
@@ -338,24 +349,36 @@ class WindowRegistry:
             answers = {
                 str(name): (str(body_digest), str(answer)) for name, (body_digest, answer) in record["answers"].items()
             }
-            if hmac.compare_digest(str(record["mac"]), _mac(window_id, record["state"])):
-                state = State.model_validate(record["state"])
-            else:
-                state = check_snapshot(self._engine, read_snapshot(record["state"], self._limits), self._limits)
+            data, keys = record["state"], [str(key) for key in record.get("pages", ())]
+            signed = hmac.compare_digest(str(record["mac"]), _mac(window_id, [data, keys]))
+            parse = State.model_validate if signed else partial(read_snapshot, limits=self._limits)
+            state = parse(data)
+            bare = {name: value for name, value in data.items() if name not in ("placed", "evicted", "ids")}
+            older = pages.read(keys, lambda page: parse({**bare, **page}))
+            state = state.replace(evicted=(*older, *state.evicted))
+            if not signed:
+                state = check_snapshot(self._engine, state, self._limits)
+        except StoreUnavailable:
+            raise
         except (CtxwinError, ValueError, TypeError, KeyError, AttributeError) as error:
+            pages.release()
             _log.warning("the stored version of window %s was not taken: %s", window_id, error)
             return None
         return (state, answers) if state.window == window_id else None
 
-    def _admit(self, window: Window, *, watched: bool = False, token: int = 0) -> Window:
+    def _admit(
+        self, window: Window, *, watched: bool = False, token: int = 0, pages: EvictedPages | None = None
+    ) -> Window:
         """Add ``window``, whose version was claimed with ``token`` or is saved now; close it if there is no room."""
-        entry = _Entry(window, time.monotonic(), saved=window.core.state if token else None, token=token or 1)
+        pages, saved = pages or EvictedPages(self.records, window.id), window.core.state if token else None
+        entry = _Entry(window, time.monotonic(), pages, saved=saved, token=token or 1)
         try:
             with self._lock:
                 self._check_room()
                 self._entries[window.id] = entry
         except TooManyWindows:
             window.close()
+            pages.release()
             raise
         if not watched:
             self._watch(window)
@@ -414,18 +437,18 @@ class WindowRegistry:
             state = window.core.state
             if state is entry.saved or (entry.removed and not entry.stale):
                 return None
-            packed, answers = (
-                state.model_dump(mode="json"),
-                {name: list(answer) for name, answer in entry.answers.items()},
-            )
-            record = {"state": packed, "answers": answers, "mac": _mac(window.id, packed)}
+            answers = {name: list(answer) for name, answer in entry.answers.items()}
             try:
+                newest, pages = entry.pages.write(state)
+                packed = newest.model_dump(mode="json")
+                record = {"state": packed, "pages": pages, "answers": answers, "mac": _mac(window.id, [packed, pages])}
                 if not records.commit(_key(window.id), json.dumps(record, allow_nan=False).encode(), entry.token):
                     return StoreFull(
                         "the store must take a window's version, and is full; make room there, or raise its limit"
                     )
             except OSError as error:
                 return error
+            entry.pages.keep(pages)
             if entry.saved is None:
                 records.lease(_key(window.id))  # until the window is closed
             entry.saved = state
@@ -445,6 +468,7 @@ class WindowRegistry:
         entry = self._entries.pop(window_id)
         with entry.lock:
             entry.removed = True
+            entry.pages.release()
             if entry.saved is not None:
                 self.records.release(_key(window_id))
         if entry.users == 0:

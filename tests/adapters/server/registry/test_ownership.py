@@ -173,3 +173,38 @@ def test_opening_one_more_window_costs_the_same_however_many_are_open() -> None:
             return steps(lambda: registry.add(more[1]))
 
     assert cost(200) == pytest.approx(cost(20), rel=0.02)
+
+
+def test_a_window_that_evicted_much_comes_back_with_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its record names pages, which go with it; one that the store has lost costs its chunks and no other."""
+    monkeypatch.setenv(STORE_KEY, "a key of the servers")
+    with closing(FakeEngine()) as engine:
+
+        def opened() -> WindowRegistry:
+            return WindowRegistry(engine, 4, Limits(), OpenWindows(4))
+
+        store, first = engine.repo.store, opened()
+        window = first.add(Window(engine, "h", 4000))
+        with first.using(window.id):
+            placed = window.extend([Chunk.text(f"c{i}") for i in range(150)])
+            for placement in placed[:-1]:
+                window.evict(placement)
+        keys = set(store.list("evicted/"))
+        assert len(keys) == 2 and json.loads(store.read(f"window/{window.id}") or b"")["pages"]
+        state = window.snapshot()
+        first.close()
+        second = opened()
+        with second.using(window.id) as again:
+            assert again.snapshot() == state
+            again.recall(placed[0])
+            again.undo()
+        assert set(store.list("evicted/")) == keys, "what came back as it was is not written again"
+        fork = second.add(again.fork())
+        second.close()
+        store.delete(min(keys))
+        third = opened()
+        with third.using(window.id) as poorer, third.using(fork.id) as whole:
+            assert len(poorer.evicted) == 149 - 64 and len(whole.evicted) == 149
+        for gone in (window, fork):
+            third.remove(gone.id)
+        assert not list(store.list("evicted/")) and not list(store.list("window/"))
