@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from train_seeing.vocabulary import IMAGE, NEW_TOKENS, tokenizer_of
+from train_tiny.tokenizer import transformers
 
 WEIGHTS = Path(__file__).parent / "seeing.safetensors"
 """What was trained, in bfloat16: tower, projector, and the rows of the new tokens."""
@@ -18,27 +19,17 @@ SIDE, PATCH, WIDTH, LAYERS = 224, 14, 192, 4
 NEW_ROWS = "new_rows"
 
 
-def library() -> Any:
-    """Return the transformers module, importable where torchvision does not match torch."""
-    from ctxwin.engines.torchvision_repair import repair
-
-    repair()
-    import transformers
-
-    return transformers
-
-
 def config_of(folder: Path, tokenizer: Any) -> Any:
     """Return LLaVA's configuration around that of a language model."""
-    library_ = library()
-    text = library_.AutoConfig.from_pretrained(folder, local_files_only=True)
+    library = transformers()
+    text = library.AutoConfig.from_pretrained(folder, local_files_only=True)
     text.vocab_size += len(NEW_TOKENS)
     text.eos_token_id = tokenizer.eos_token_id
-    vision = library_.CLIPVisionConfig(
+    vision = library.CLIPVisionConfig(
         hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=LAYERS, num_attention_heads=3,
         image_size=SIDE, patch_size=PATCH, projection_dim=WIDTH,
     )  # fmt: skip
-    return library_.LlavaConfig(
+    return library.LlavaConfig(
         text_config=text,
         vision_config=vision,
         image_token_id=tokenizer.convert_tokens_to_ids(IMAGE),
@@ -52,9 +43,9 @@ def config_of(folder: Path, tokenizer: Any) -> Any:
 
 def processor_of(tokenizer: Any) -> Any:
     """Return LLaVA's processor: a picture of 224 x 224 pixels keeps its size."""
-    library_ = library()
-    return library_.LlavaProcessor(
-        image_processor=library_.CLIPImageProcessor(
+    library = transformers()
+    return library.LlavaProcessor(
+        image_processor=library.CLIPImageProcessor(
             size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}
         ),
         tokenizer=tokenizer,
@@ -68,10 +59,10 @@ def processor_of(tokenizer: Any) -> Any:
 
 def assemble(language_model: Path, out: Path, weights: Path = WEIGHTS) -> None:
     """Write the folder of the model that sees, in float32: ``language_model``'s weights unchanged, and what was trained."""
-    library_ = library()
+    library = transformers()
     tokenizer = tokenizer_of(language_model)
-    model = library_.LlavaForConditionalGeneration(config_of(language_model, tokenizer)).float()
-    language = library_.AutoModelForCausalLM.from_pretrained(language_model, dtype=torch.float32, local_files_only=True)
+    model = library.LlavaForConditionalGeneration(config_of(language_model, tokenizer)).float()
+    language = library.AutoModelForCausalLM.from_pretrained(language_model, dtype=torch.float32, local_files_only=True)
     trained: dict[str, Tensor] = {name: tensor.float() for name, tensor in load_file(weights).items()}
     state = {f"model.language_model.{k}": v for k, v in language.model.state_dict().items()}
     embeddings = "model.language_model.embed_tokens.weight"

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from ctxwin.tiny.sprites import GRID
-from train_seeing.model import NEW_ROWS, PATCH, SIDE, WIDTH, config_of, library
+from train_seeing.model import NEW_ROWS, PATCH, SIDE, WIDTH, config_of
 from train_seeing.vocabulary import Vocabulary, tokenizer_of
 from train_seeing.words import Reader
 from train_tiny.checkpoint import load_checkpoint, save_checkpoint
+from train_tiny.tokenizer import transformers
 from train_tiny.train import vision_batch
 
 PLACES = SIDE // PATCH
@@ -53,7 +54,7 @@ class Tower(torch.nn.Module):
         super().__init__()
         tokenizer = tokenizer_of(folder)
         config = config_of(folder, tokenizer)
-        whole = library().LlavaModel(config)
+        whole = transformers().LlavaModel(config)
         self.vision_tower, self.multi_modal_projector = whole.vision_tower, whole.multi_modal_projector
         look_at_own_cell(self.vision_tower)
         self.vision_tower.encoder.layers[-1].requires_grad_(False)  # LLaVA reads no further than the layer before

@@ -123,7 +123,7 @@ class Continuation:
     lost: list[Lost]
 
     @property
-    def dropped(self) -> list[Part]:
+    def drops(self) -> list[Part]:
         """The parts in it that the request lacks."""
         return _dropped_parts(self.lost)
 

@@ -98,7 +98,7 @@ class LazyDrops(Records[Prompt]):
         key = digest("history", turns_name, name, json.dumps([data.get(field) for field in KEYED]))
         record, continuation = self._continued(key, sent)
         extra = Kept()
-        if record is not None and continuation is not None and continuation.dropped:
+        if record is not None and continuation is not None and continuation.drops:
             extra = self._within(data, continuation, record.turns + 1, bounds, count, context)
         history = sent if extra.followed or continuation is None else continuation.history
         if continuation is not None and extra.parts:
@@ -117,7 +117,7 @@ class LazyDrops(Records[Prompt]):
         ]
         furthest = max((one.new for _, one in pairs), default=0)
         pairs = [(record, one) for record, one in pairs if one.new == furthest]
-        whole = [pair for pair in pairs if not pair[1].dropped]
+        whole = [pair for pair in pairs if not pair[1].drops]
         histories = {tuple(turn.digest for turn in one.history) for _, one in pairs}
         return whole[-1] if whole else pairs[-1] if len(histories) == 1 else (None, None)
 
@@ -125,11 +125,11 @@ class LazyDrops(Records[Prompt]):
         self, data: dict[str, Any], continuation: Continuation, turns: int, bounds: Bounds, count: Count, context: int
     ) -> Kept:
         """Return what is kept; nothing where it would exceed a bound."""
-        leaves = [leaf for part in continuation.dropped for leaf in part.leaves()]
+        leaves = [leaf for part in continuation.drops for leaf in part.leaves()]
         pictures = sum(leaf.kind == "picture" for leaf in leaves)
         if pictures > bounds.pictures or turns > bounds.turns:
             return Kept(followed=True)
-        tokens = sum(part.measure(count) for part in continuation.dropped)
+        tokens = sum(part.measure(count) for part in continuation.drops)
         whole = sum(turn.measure(count) + _TURN_TOKENS for turn in continuation.history) + _TURN_TOKENS
         whole += sum(count(data.get(name)) for name in ("system", "instructions", "tools"))
         answers = [data.get(name) for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")]

@@ -65,11 +65,11 @@ class Foresight:
     """Predictions that one request ends and begins.
 
     Attributes:
-        ended: the prediction of this request; hit: it was right.
+        current: the prediction of this request; hit: it was right.
         next: the prediction of the next one.
     """
 
-    ended: Prediction | None = None
+    current: Prediction | None = None
     hit: bool = False
     next: Prediction | None = None
 
@@ -164,15 +164,15 @@ class Histories(Records[History]):
         sent = tuple(part.outline() for part in parts)
         key = digest("sent", field, name, json.dumps([data.get(keyed) for keyed in KEYED]))
         old, continuation = self._continued(key, sent)
-        ended, hit, right, prediction, habit = None, False, _TRUSTED, None, None
+        current, hit, right, prediction, habit = None, False, _TRUSTED, None, None
         if old is not None and continuation is not None:
             if [turn.digest for turn in old.turns] == [turn.digest for turn in sent]:  # the same request again
                 return Foresight()
-            ended, right = old.prediction, old.right
-            if ended is not None:
-                ended.cancelled, hit = True, ended.fits(_leaves(sent))
+            current, right = old.prediction, old.right
+            if current is not None:
+                current.cancelled, hit = True, current.fits(_leaves(sent))
                 right = right + 1 if hit else 0
-            pictures = sum(leaf.kind == "picture" for part in continuation.dropped for leaf in part.leaves())
+            pictures = sum(leaf.kind == "picture" for part in continuation.drops for leaf in part.leaves())
             habit = Habit.after(old.habit, old.turns, continuation.lost)
             if habit is not None and habit.is_due(sent) and (room is None or pictures > room):
                 change = _Change.repeated(habit, sent, turns)
@@ -184,7 +184,7 @@ class Histories(Records[History]):
             key=key, name=name, size=size, turns=sent, habit=habit, prediction=prediction, right=right, shelf=shelf
         )
         self.keep(old, record)
-        return Foresight(ended, hit, prediction)
+        return Foresight(current, hit, prediction)
 
     def forgotten(self, record: History) -> None:
         if record.prediction is not None:

@@ -29,7 +29,7 @@ from ctxwin_vllm.compact_prompt import compact_prompt
 from ctxwin_vllm.draft_model import unrotated_rows
 from ctxwin_vllm.inputs import is_closed, join
 from ctxwin_vllm.prompts import EnginePrompts, PromptBuilder
-from ctxwin_vllm.requests import CallerError, Forced, LoadError, Outcome, StreamGuard, run, run_together
+from ctxwin_vllm.requests import CallerError, Forced, LoadError, Outcome, StreamGuard, run
 from ctxwin_vllm.transport import Transfer
 
 _QUERY = "query"
@@ -277,7 +277,7 @@ class AskRunner:
     ) -> None:
         driver, transport, only = self._core.driver, self._core.transport, Sampling(max_tokens=1)
         try:
-            run_together(driver, transport, requests, only, background=ask.background, lora=self._lora)
+            run(driver, transport, requests, only, background=ask.background, lora=self._lora)
         finally:
             for prompt, transfer in requests:
                 cached = transfer.local_tokens + transfer.planned_tokens
@@ -311,18 +311,8 @@ class AskRunner:
         transfer.placeholder_tokens = max(transfer.placeholder_tokens, loaded_only)
         eos = sorted(self._prompts.encoder.checkpoint.eos)
         try:
-            outcome = run(
-                driver,
-                transport,
-                prompt,
-                transfer,
-                ask.sampling,
-                eos,
-                ask.on_token,
-                ask.background,
-                ask.forced,
-                self._lora,
-            )
+            options = (ask.sampling, eos, ask.on_token, ask.background, ask.forced, self._lora)
+            (outcome,) = run(driver, transport, [(prompt, transfer)], *options)
         finally:
             parts = [*(segment.encoded for segment in segments), *ask.tail]
             generation.computed_tokens += (

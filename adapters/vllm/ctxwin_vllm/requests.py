@@ -127,39 +127,6 @@ def continued(ids: Sequence[int], count: int) -> list[int]:
 def run(
     driver: Driver,
     transport: Transport,
-    prompt: dict[str, Any],
-    transfer: Transfer,
-    sampling: Sampling,
-    ending: Sequence[int] = (),
-    on_token: Callable[[list[int]], bool] | None = None,
-    background: bool = False,
-    forced: Forced | None = None,
-    lora: Any = None,
-) -> Outcome:
-    """Run one request to its end, batched with vLLM's other requests.
-
-    Args:
-        driver: driver of a started engine.
-        transport: the transport of its connector.
-        prompt: a rendered engine input.
-        transfer: what to load and capture. On return it holds the outcome, up to where ``on_token`` stopped the request.
-        sampling: how to decode.
-        ending: token ids that end the answer.
-        on_token: called in this thread with all ids after each token that does not end the answer; returning False stops.
-        background: True for background work; other requests go first.
-        forced: scores of the prompt's last tokens to read.
-        lora: the adapter to compute it with, vLLM's ``LoRARequest``.
-
-    Raises:
-        LoadError, CallerError: see there. vLLM's own errors pass through. The request is cancelled in each case.
-    """
-    requests = [(prompt, transfer)]
-    return run_together(driver, transport, requests, sampling, ending, on_token, background, forced, lora)[0]
-
-
-def run_together(
-    driver: Driver,
-    transport: Transport,
     requests: Sequence[tuple[dict[str, Any], Transfer]],
     sampling: Sampling,
     ending: Sequence[int] = (),
@@ -168,13 +135,22 @@ def run_together(
     forced: Forced | None = None,
     lora: Any = None,
 ) -> list[Outcome]:
-    """Run several requests, submitted at once so that vLLM steps them together; see `run`.
+    """Run requests to their ends, submitted at once so that vLLM steps them together, batched with its other requests.
 
     Args:
-        requests: the prompt and the transfer of each.
+        driver: driver of a started engine.
+        transport: the transport of its connector.
+        requests: of each a rendered engine input, and what to load and capture, which on return holds the outcome, up to where
+            ``on_token`` stopped it.
+        sampling: how to decode.
+        ending: token ids that end an answer.
+        on_token: called in this thread with all ids after each token that does not end an answer; returning False stops.
+        background: True for background work; other requests go first.
+        forced: scores of a prompt's last tokens to read.
+        lora: the adapter to compute them with, vLLM's ``LoRARequest``.
 
     Raises:
-        LoadError, CallerError: of any of them; all are cancelled.
+        LoadError, CallerError: of any of them, see there. vLLM's own errors pass through. All are cancelled in each case.
     """
     handles: list[str] = []
     tickets: list[Ticket] = []

@@ -313,25 +313,10 @@ class _Emitter:
 
     def _sum(self, sums: list[Any], count: Any, step: int, add: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
         """Return sums that ``add`` has added to for each direction from 0 to ``count``, ``step`` at a time."""
-        b = self.b
-        entry = b.block
-        head, body, after = (b.append_basic_block() for _ in range(3))
-        b.branch(head)
-        b.position_at_end(head)
-        j = b.phi(_I64)
-        j.add_incoming(_int(0), entry)
-        phis = [b.phi(x.type) for x in sums]
-        for phi, value in zip(phis, sums, strict=True):
-            phi.add_incoming(value, entry)
-        b.cbranch(b.icmp_signed("<", j, count), body, after)
-        b.position_at_end(body)
-        new = add(j, list(phis))
-        for phi, value in zip(phis, new, strict=True):
-            phi.add_incoming(value, b.block)
-        j.add_incoming(b.add(j, _int(step)), b.block)
-        b.branch(head)
-        b.position_at_end(after)
-        return list(phis)
+        values = list(sums)
+        with self._loop(count, step, values) as j:
+            values[:] = add(j, list(values))
+        return values
 
     def _turn(self, x: Any, y: Any, table: Any, token: Any, pair: Any, lanes: int) -> tuple[Any, Any]:
         b, half = self.b, self.layout.half
@@ -432,8 +417,9 @@ class _Emitter:
         return b.shuffle_vector(vector, vector, _lanes([0] * lanes))
 
     @contextmanager
-    def _loop(self, end: Any, step: int = 1) -> Iterator[Any]:
-        """Count from 0 up to ``end``."""
+    def _loop(self, end: Any, step: int = 1, values: list[Any] | None = None) -> Iterator[Any]:
+        """Count from 0 up to ``end``; ``values`` are carried on: the body replaces them in the list."""
+        values = [] if values is None else values
         b = self.b
         entry = b.block
         head, body, after = (b.append_basic_block() for _ in range(3))
@@ -441,9 +427,16 @@ class _Emitter:
         b.position_at_end(head)
         i = b.phi(_I64)
         i.add_incoming(_int(0), entry)
+        phis = [b.phi(value.type) for value in values]
+        for phi, value in zip(phis, values, strict=True):
+            phi.add_incoming(value, entry)
+        values[:] = phis
         b.cbranch(b.icmp_signed("<", i, end), body, after)
         b.position_at_end(body)
         yield i
+        for phi, value in zip(phis, values, strict=True):
+            phi.add_incoming(value, b.block)
+        values[:] = phis
         i.add_incoming(b.add(i, _int(step)), b.block)
         b.branch(head)
         b.position_at_end(after)

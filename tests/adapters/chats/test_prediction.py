@@ -61,9 +61,9 @@ def test_an_agent_with_a_habit_is_foreseen_from_its_second_change_on(
         foresight = follow(histories, sent, "n" if named else "")
         turns = sent[TURNS[dialect]]
         if expected is not None:
-            assert turns[: len(expected)] == expected and foresight.hit and foresight.ended is not None
+            assert turns[: len(expected)] == expected and foresight.hit and foresight.current is not None
         else:
-            assert foresight.ended is None
+            assert foresight.current is None
         changes = turn >= keep
         assert (foresight.next is not None) == changes
         if foresight.next is not None:
@@ -122,7 +122,7 @@ def test_what_was_wrong_is_computed_again_once_it_was_right_twice() -> None:
     histories, _ = memory()
     seen = [follow(histories, dropped(first, 12 + turn)) for turn, first in enumerate((0, 1, 3, 5, 7, 9))]
     assert [one.hit for one in seen] == [False, False, False, True, True, True]  # one leaves, then two each time
-    assert [one.ended is not None for one in seen] == [False, False, True, True, True, True]
+    assert [one.current is not None for one in seen] == [False, False, True, True, True, True]
     assert [bool(one.next and one.next.body) for one in seen] == [False, True, False, False, True, True]
 
 
@@ -134,7 +134,7 @@ def test_who_drops_nothing_is_not_predicted_and_the_same_request_again_changes_n
     assert first is not None
     assert follow(histories, dropped(1, 5)) == Foresight() and not first.cancelled
     foresight = follow(histories, dropped(2, 6))
-    assert foresight.hit and foresight.ended is first and first.cancelled and not missed
+    assert foresight.hit and foresight.current is first and first.cancelled and not missed
 
 
 def test_an_edited_history_is_another_one_and_what_was_predicted_is_missed_once_forgotten() -> None:

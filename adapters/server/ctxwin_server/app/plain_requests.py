@@ -282,11 +282,11 @@ class PlainRequest:
             return
         follow = partial(self._tenant_state.histories.follow, shelf=options.shelf)
         foresight = await self._run(follow, self._data, turns, options.name, room)
-        if foresight.ended is not None:
-            service.metrics.count_prefilled(self._tenant, foresight.ended.tokens, used=foresight.hit)
+        if foresight.current is not None:
+            service.metrics.count_prefilled(self._tenant, foresight.current.tokens, used=foresight.hit)
             if foresight.hit:
-                service.chat_prefill.refund(self._tenant, foresight.ended)
-                options.prefilled = foresight.ended.tokens
+                service.chat_prefill.refund(self._tenant, foresight.current)
+                options.prefilled = foresight.current.tokens
         if foresight.next is not None and foresight.next.body:
             options.next_prompt = foresight.next
 
