@@ -35,7 +35,7 @@ APT_INSTALL = apt-get install -y --no-install-recommends
 NEXT_VLLM := 0.33.0
 NEXT := .vllm-next
 NEXT_TESTS ?= tests/adapters/vllm/test_vllm_versions.py tests/adapters/vllm/test_vllm.py tests/adapters/vllm/test_vllm_requests.py \
-	tests/window/test_on_engines.py tests/adapters/server/vllm/test_vllm_chats.py
+	tests/window/test_on_engines.py tests/window/test_across_engines.py tests/adapters/server/vllm/test_vllm_chats.py
 
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 GPU_PACKAGES := .gpu-packages

@@ -37,7 +37,9 @@ LONG = frozenset((ROOT / "long.txt").read_text().split())
 sys.path.append(str(Path(__file__).parents[1]))
 
 # The suites that tests subclass say what they compared, too.
-pytest.register_assert_rewrite("engines.conformance", "engines.whole_conformance", "ctxwin.store.testing")
+pytest.register_assert_rewrite(
+    "engines.conformance", "engines.random_edits", "engines.whole_conformance", "ctxwin.store.testing"
+)
 
 GUARDS = (
     "docs/test_pages.py::",

@@ -94,7 +94,7 @@ class Sampling:
 def sampling_under(fidelity: Fidelity, sampling: Sampling, merged: bool) -> Sampling:
     """Return ``sampling`` with the share of the KV that an answer keeps; ``merged``: some of its chunks are."""
     advanced = fidelity.advanced
-    if fidelity.merge is None or not (advanced.merge_prompt or (advanced.eliminate and merged)):
+    if fidelity.merge is None or not (fidelity.merges_prompt or (advanced.eliminate and merged)):
         return sampling
     every = advanced.eliminate or sampling.max_tokens
     return replace(sampling, hold=fidelity.merge, hold_every=every, merge_prompt=advanced.merge_prompt)

@@ -157,7 +157,13 @@ def ask(
         with core.counting_encodes():
             layout = core.assembly.build_layout(state, fidelity, work)
             layout_s = time.perf_counter() - begin
-            planned_ms = layout.ms + core.engine.costs.forward_ms(encoded.tokens, state.tokens)
+            captures_query, costs = bool(remember) or wants_outputs, core.engine.costs
+            if not captures_query:
+                merged = any(choice.conditioning.slots for choice in layout.choices)
+                sampling = sampling_under(fidelity, sampling, merged)
+            planned_ms = layout.ms + costs.forward_ms(encoded.tokens, state.tokens)
+            if sampling.merge_prompt:
+                planned_ms = costs.request_ms + costs.forward_ms(state.tokens + encoded.tokens, 0)
 
             def relay(token: int, text: str) -> bool:
                 core.heartbeat()
@@ -166,10 +172,6 @@ def ask(
                 text, ended = until_stop(text, question.stop)
                 return (on_token is None or on_token(token, text)) and not ended
 
-            captures_query = bool(remember) or wants_outputs
-            if not captures_query:
-                merged = any(choice.conditioning.slots for choice in layout.choices)
-                sampling = sampling_under(fidelity, sampling, merged)
             generation = core.assembly.run(layout, encoded, sampling, capture_query=captures_query, on_token=relay)
             if stopped():
                 raise AnswerStopped("the answer was stopped before its end")

@@ -19,7 +19,7 @@ from ctxwin import tracing
 from ctxwin.engines.base import Engine
 from ctxwin.engines.results import Generation
 from ctxwin.engines.sampling import Sampling
-from ctxwin.engines.segments import Encoded, Segment, partial_ranges
+from ctxwin.engines.segments import Encoded, Segment, partial_ranges, without_spans
 from ctxwin.errors import ChunkUnavailable
 from ctxwin.fidelity import Fidelity
 from ctxwin.profiles import compress_deficit, served_basis
@@ -35,7 +35,7 @@ from ctxwin.window.lanes import (
     steps_of,
     system_prompt_key,
 )
-from ctxwin.window.layout import Layout, Work
+from ctxwin.window.layout import Layout, Work, computed_choices
 from ctxwin.window.orbits import observe_order
 from ctxwin.window.prices import Prices, workload
 from ctxwin.window.reading import Reads
@@ -84,14 +84,18 @@ class Assembly:
     def plan(self, state: State, fidelity: Fidelity, query: str | None = None) -> Plan:
         """Return the plan of an ask of ``state``. Reads no KV. The tokens of ``query``, if given, are included."""
         kv, prices, has = self.engine.spec.kv, self.prices, cache(self.has)
-        choices = choose(state, fidelity, has, prices, self.memo, self.engine)
-        plan = plan_of(state, choices, kv, system_prompt_key(state), has, prices)
+        choices, key = choose(state, fidelity, has, prices, self.memo, self.engine), system_prompt_key(state)
+        plan = plan_of(state, choices, kv, key, has, prices)
+        if fidelity.merges_prompt:  # the answer's request computes all of it, whatever was formed for the layout
+            forming = [step for step in plan.steps if step.purpose in ("system_prompt", "canonical")]
+            plan = plan_of(state, computed_choices(state, prices), kv, key, lambda _: False, prices)
+            plan = replace(plan, steps=(*forming, *plan.steps))
         encoded_query = None if query is None else self.engine.encode_query(query)
         if encoded_query is not None:
             (*preceding, answer), more = plan.steps, encoded_query.tokens
             answer = replace(answer, tokens=answer.tokens + more, computed=answer.computed + more)
             plan = replace(plan, steps=(*preceding, answer))
-        if not self.engine.forecasts:
+        if fidelity.merges_prompt or not self.engine.forecasts:
             return plan
         counts = self.engine.forecast(planned_calls(self.engine, state, choices, plan, encoded_query))
         if counts is None or len(counts) != len(plan.steps):
@@ -310,10 +314,11 @@ class Assembly:
                 generation = self._with_embeddings([choice.entry for choice in layout.choices], call)
         if not generation.fallbacks:
             generation.captured.update(layout.ahead)
+        segments = without_spans(layout.segments) if sampling.merge_prompt else layout.segments
         if watch.alone and not generation.fallbacks:
-            engine_work = workload([*layout.segments, Segment(query, 0)], generation.forwards)
+            engine_work = workload([*segments, Segment(query, 0)], generation.forwards)
             costs.learn(costs.engine, engine_work.amounts, watch.first or watch.ms)
-        for segment in layout.segments if not generation.fallbacks else ():
+        for segment in segments if not generation.fallbacks else ():
             if segment.patch is not None:
                 self.repo.note_served(segment.patch_key)
         return generation

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ctxwin.engines.results import Tally
 from ctxwin.engines.segments import Segment
 from ctxwin.window.choice import Choice
+from ctxwin.window.prices import Prices
 from ctxwin.window.state import ANYTHING, Prefix, State, content_name
 
 if TYPE_CHECKING:
@@ -60,13 +61,20 @@ class Layout:
 
     def as_computed(self, state: State) -> Layout:
         """Return this layout as served when the engine could load nothing: all of it computed in place, and exact."""
-        choices: list[Choice] = []
-        front = Prefix.of(state)
-        for choice in self.choices:
-            conditioning = front.computed(choice.entry.chunk_id, "computed")
-            choices.append(Choice(choice.entry, "computed", front, conditioning, compute=True))
-            front = front.extended_by(choice.entry, conditioning)
+        choices = computed_choices(state, Prices())
         none = {"span": None, "patch": None, "patch_key": "", "approximate": False, "recompute": (), "merged": False}
         bare = (replace(segment, **none) for segment in self.segments)  # type: ignore[arg-type]
         names = tuple(dict.fromkeys(content_name(c.entry.chunk_id) for c in choices))
         return Layout(tuple(choices), tuple(bare), "", names, tuple(range(len(choices) + 1)))
+
+
+def computed_choices(state: State, prices: Prices) -> list[Choice]:
+    """Return the choices by which all placed chunks are computed in place."""
+    choices: list[Choice] = []
+    front, offset = Prefix.of(state), state.system_prompt_tokens
+    for entry in state.placed:
+        conditioning = front.computed(entry.chunk_id, "computed")
+        choice = Choice(entry, "computed", front, conditioning, compute=True)
+        choices.append(replace(choice, ms=prices.of(choice, offset)))
+        front, offset = front.extended_by(entry, conditioning), offset + entry.tokens
+    return choices

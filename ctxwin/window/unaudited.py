@@ -41,7 +41,7 @@ class Unaudited:
                 f"{engine.spec.model} has recurrent layers, whose states depend on the entire prefix: mode must be 'exact' "
                 f"or 'auto', got {requested.mode!r}; open it with position_free=True for others"
             )
-        if self._fixed.audit and self._fixed.merge is not None and self._fixed.advanced.merge_prompt:
+        if self._fixed.audit and self._fixed.merges_prompt:
             raise ValueError(f"audit must be 0 with merge_prompt, which audits do not replay, got {self._fixed.audit}")
         engine.check_hold(sampling_under(self._fixed, Sampling(), merged=True))
         self.due: Answer | None = None

@@ -9,7 +9,6 @@ Tolerances: KV relative to its largest element, a few float32 roundings through 
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +29,6 @@ from ctxwin.kv.merge import merge, merged_slots
 from ctxwin.kv.patch import apply_patch, form_patch
 from ctxwin.kv.relocate import relocate
 from ctxwin.store import Store, open_store
-from ctxwin.window.window import Window
 
 HEADER = "You watch a camera."
 QUERY = "what color is the square"
@@ -485,30 +483,3 @@ class EngineConformance:
         assert rows[0] == pytest.approx(got.logprobs, abs=1e-4)
         (exact,) = engine.forced_logprobs(laid(encoded), [(query, [])], best=8)
         assert exact[0] != pytest.approx(got.logprobs, abs=1e-4)
-
-
-class RandomEdits(EngineConformance):
-    """And what an exact window serves, whatever was edited."""
-
-    def test_random_edits_answer_as_a_prompt_from_nothing(self, engine: Engine) -> None:
-        """Of an exact window: with appends, insertions, evictions and new orders of pictures and texts."""
-        draw, query = random.Random(7), engine.encode_query(QUERY)
-        with Window(engine, HEADER, fidelity=Fidelity("exact")) as window:
-            placed: dict[str, Chunk] = {}
-            for i in range(8):
-                seen = self.vision and i % 2
-                new = Chunk.image(picture(i, 56 + 28 * (i % 4 > 1))) if seen else Chunk.text(f"frame {i} is red\n")
-                edit = draw.choice(("append", "insert", "evict", "reorder"))
-                order = draw.sample(window.ids, len(window.ids))
-                if edit == "evict" and len(order) > 2:
-                    window.evict(order[0])
-                if edit == "reorder":
-                    window.reorder(order)
-                at = draw.randrange(len(window.ids) + 1) if edit == "insert" else len(window.ids)
-                placed[window.insert(at, new)] = new
-                answer = window.ask(QUERY, max_tokens=3, logprobs=-1)
-                encoded = [engine.encode_system_prompt(HEADER), *(engine.encode(placed[name]) for name in window.ids)]
-                nothing = engine.generate(laid(encoded), query, Sampling(3, logprobs=-1), salt=f"nothing-{i}")
-                assert list(answer.token_ids) == nothing.token_ids
-                gaps = (abs(answer.first_token_logprobs[token] - v) for token, v in nothing.logprobs.items())
-                assert max(gaps) <= LOGPROB_TOLERANCE

@@ -17,8 +17,9 @@ from ctxwin.engines.encoding.families import both_ways
 from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.kv.config import sliding_window
 from ctxwin.store import Store
-from engines.conformance import EngineConformance, RandomEdits
+from engines.conformance import EngineConformance
 from engines.families import WRITERS
+from engines.random_edits import RandomEdits
 from twins import guard
 
 

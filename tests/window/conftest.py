@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ctxwin import Chunk, Fidelity, Window
+from ctxwin.profiles import PROFILES_VARIABLE
 from ctxwin.window import idle as idling
 from window.fake import FakeEngine
 
@@ -39,3 +41,10 @@ def all_of_the_time() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(idling, "_SHARE", 1.0)
         yield
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for bases of the user's own."""
+    monkeypatch.setenv(PROFILES_VARIABLE, str(tmp_path / "own"))
+    return tmp_path / "own"

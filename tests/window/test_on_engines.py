@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,54 +9,20 @@ from typing import Any
 
 import pytest
 
-from ctxwin import Answer, Chunk, Fidelity, Window, open_engine, open_store
+from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.engines.base import Engine
 from ctxwin.engines.sampling import Sampling
 from ctxwin.engines.segments import Segment
-from ctxwin.profiles import PROFILES_VARIABLE, ModelBasis, require_basis, user_profile, write_basis
-from ctxwin.tiny import checkpoint_dir, world
+from ctxwin.tiny import world
 from ctxwin.window.ask import kl
 from ctxwin.window.idle import prefiller_of
-
-HEADER = "You watch a camera."
-SHARED = Fidelity("patched", advanced={"layout": "shared"}, rank=48)
-FRAMES = world.make_stream(seed=5, n_frames=6)
-QUESTIONS = [q.text for q in world.questions_for(FRAMES[:4], 3, 0, ("single_hop", "multi_hop"))]
-
-
-def chunk(i: int) -> Chunk:
-    return Chunk.image(world.render(FRAMES[i]), text=f"t={i} s")
+from window.on_engines import FRAMES, HEADER, QUESTIONS, SHARED, another_basis, ask, chunk, close, reprefill, window_on
 
 
 @pytest.fixture(scope="module", params=["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     with open_engine("tiny", engine=request.param, dtype="float32") as opened:
         yield opened
-
-
-def window_on(engine: Engine, mode: Any = "patched", n: int = 4) -> Window:
-    made = Window(engine, HEADER, fidelity=Fidelity(mode, bytes_share=0.11, layers="deep"))
-    made.extend([chunk(i) for i in range(n)])
-    return made
-
-
-def reprefill(engine: Engine, window: Window, query: str) -> dict[int, float]:
-    """An exact forward over what is placed, past the window and the store's spans."""
-    system_prompt = engine.encode_system_prompt(window.system_prompt)
-    segments, at = [Segment(system_prompt, 0)], system_prompt.advance
-    for placement in window.ids:
-        encoded = engine.encode(window.chunk(placement))
-        segments.append(Segment(encoded, at))
-        at += encoded.advance
-    return engine.generate(segments, engine.encode_query(query), Sampling(1, logprobs=-1), salt="reference").logprobs
-
-
-def ask(window: Window, query: str) -> Answer:
-    return window.ask(query, max_tokens=2, logprobs=-1)
-
-
-def close(a: dict[int, float], b: dict[int, float], tolerance: float) -> bool:
-    return a.keys() == b.keys() and max(abs(a[t] - b[t]) for t in a) <= tolerance
 
 
 def test_an_exact_window_answers_like_a_re_prefill_after_every_edit(engine: Engine) -> None:
@@ -254,21 +218,6 @@ def test_a_clock_in_the_system_prompt_leaves_chunks_the_kv_they_had(engine: Engi
             assert close(ask(exact, question).first_token_logprobs, reference, 1e-5)
 
 
-@pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for bases of the user's own."""
-    monkeypatch.setenv(PROFILES_VARIABLE, str(tmp_path / "own"))
-    return tmp_path / "own"
-
-
-def another_basis() -> None:
-    """A newer basis of the bundled model, of other directions, where windows find it."""
-    shipped = require_basis(str(checkpoint_dir()))
-    other = replace(shipped.basis, right=shipped.basis.right.flip(-1).contiguous())
-    made = ModelBasis(other, shipped.weight, "9999-01-01T00:00:00+00:00")
-    write_basis(made, checkpoint_dir(), user_profile(checkpoint_dir(), ".st"))
-
-
 def test_patches_over_the_models_basis_answer_like_a_re_prefill(engine: Engine, own: Path) -> None:
     chunks = [chunk(i) for i in (2, 0, 3, 1)]  # other KV than that of the other tests on this engine
     with Window(engine, HEADER, fidelity=SHARED) as window:
@@ -313,34 +262,6 @@ def test_an_orbit_over_the_models_basis(own: Path) -> None:
         assert [p is not None and (p.layout, p.rank, p.meta["orders"]) for p in patches] == [("shared", 48, 2)]
 
 
-def test_patches_of_another_basis_are_not_served(tmp_path: Path, own: Path) -> None:
-    """Patches lie on disk, the basis beside the model; with another one they are computed anew, with it they are served."""
-    folder = tmp_path / "store"
-    with open_engine("tiny:hf", dtype="float32", store=f"disk:{folder}") as engine:
-        with Window(engine, HEADER, fidelity=SHARED) as window:
-            window.extend([chunk(i) for i in range(3)])
-            ask(window, QUESTIONS[0])
-            assert window.maintenance.compress() > 0
-            served = ask(window, QUESTIONS[0])
-            state = window.snapshot().model_dump_json()
-        assert not list(engine.store.list("basis/"))
-        engine.store.close()
-    for other in (False, True):
-        if other:
-            another_basis()
-        with open_engine("tiny:hf", dtype="float32", store=f"disk:{folder}") as engine:
-            with Window.restore(engine, state) as window:
-                answer = ask(window, QUESTIONS[0])
-                reference = reprefill(engine, window, QUESTIONS[0])
-            engine.store.close()
-        assert kl(reference, answer.first_token_logprobs) < 1e-3
-        if other:
-            assert "patched" not in answer.usage.reused_tokens
-            assert close(answer.first_token_logprobs, reference, 1e-5)
-        else:
-            assert answer.usage.misses == 0 and answer.usage.reused_tokens == served.usage.reused_tokens
-
-
 def test_remembering_captures_what_a_prefill_would_compute(engine: Engine) -> None:
     with window_on(engine, n=2) as window:
         answer = window.ask(QUESTIONS[0], max_tokens=2, remember=True)
@@ -348,72 +269,6 @@ def test_remembering_captures_what_a_prefill_would_compute(engine: Engine) -> No
         assert window.chunks[-1].lane == "resident"
         assert window.chunks[-1].exact
         assert close(ask(window, QUESTIONS[1]).first_token_logprobs, reprefill(engine, window, QUESTIONS[1]), 1e-4)
-
-
-@pytest.mark.vllm
-def test_both_engines_agree() -> None:
-    answers = []
-    for name in ("hf", "vllm"):
-        with open_engine("tiny", engine=name, dtype="float32") as engine, window_on(engine) as window:
-            ask(window, QUESTIONS[0])
-            window.slide(1)  # survivors, then a look-back behind them
-            window.append(chunk(4))
-            ask(window, QUESTIONS[0])
-            window.recall(window.evicted[0], at=2)
-            answers.append([ask(window, question).first_token_logprobs for question in QUESTIONS])
-    for ours, theirs in zip(*answers, strict=True):
-        assert close(ours, theirs, 1e-4)
-
-
-PROGRAM = """
-import sys
-from ctxwin import Window, open_engine, open_store
-with open_engine("tiny:hf", dtype="float32", store=open_store("disk:" + sys.argv[1])) as engine:
-    window = Window.restore(engine, sys.stdin.read())
-    answer = window.ask(sys.argv[2], max_tokens=2)
-    print(answer.text, engine.counters.vision_encodes, answer.usage.computed_tokens, answer.usage.misses, sep="|")
-"""
-
-
-def elsewhere(folder: Path, state: str) -> list[str]:
-    """The answer of another process that restores ``state``."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder), QUESTIONS[0]],
-        input=state,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.strip().splitlines()[-1].split("|")
-
-
-def test_another_process_goes_on_where_this_one_stopped(tmp_path: Path) -> None:
-    """It finds chunks, conditioned KV, patches and embeddings; a corrupt entry is a counted miss, never an answer."""
-    with open_engine("tiny:hf", dtype="float32", store=open_store(f"disk:{tmp_path}")) as engine:
-        window = window_on(engine)
-        expected = window.ask(QUESTIONS[0], max_tokens=2)
-        query = engine.encode_query(QUESTIONS[0]).tokens
-        span = window.snapshot().placed[1].kv
-        assert span is not None
-        state = window.snapshot().model_dump_json()
-        window.close()
-        engine.store.close()
-    assert elsewhere(tmp_path, state) == [expected.text, "0", str(query), "0"]
-
-    blobs = [
-        p for p in tmp_path.rglob("*") if p.is_file() and span.span.removeprefix("span/").encode() in p.read_bytes()
-    ]
-    blobs = [p for p in blobs if p.stat().st_size > 10_000 and not p.name.startswith("cache.db")]
-    assert len(blobs) == 1
-    raw = bytearray(blobs[0].read_bytes())
-    raw[-100] ^= 0xFF
-    blobs[0].write_bytes(bytes(raw))
-    with open_engine("tiny:hf", dtype="float32", store=open_store(f"disk:{tmp_path}")) as engine:
-        with Window.restore(engine, state) as window:
-            answer = window.ask(QUESTIONS[0], max_tokens=2)
-        assert (answer.text, engine.counters.vision_encodes, answer.usage.misses) == (expected.text, 0, 1)
-        assert answer.usage.computed_tokens > query
-        engine.store.close()
 
 
 def test_usage_counts_what_went_through_a_forward(engine: Engine) -> None:
@@ -557,8 +412,13 @@ def test_a_prompt_is_merged_for_its_answer_and_the_window_stays_whole(engine: En
     fidelity = Fidelity("exact", merge=0.3, advanced={"merge_prompt": True, "eliminate": 4})
     with Window(engine, HEADER, fidelity=fidelity) as window:
         window.extend([chunk(i) for i in range(3)])
+        window.ask(QUESTIONS[0], max_tokens=2, remember=True)
+        window.evict(window.ids[-1])
+        plan = window.plan(QUESTIONS[0])
         merged = window.ask(QUESTIONS[0], max_tokens=12, logprobs=-1)
-        assert merged.usage.computed_tokens == merged.usage.prompt_tokens and merged.usage.forwards == 1
+        assert plan.computed_tokens == merged.usage.computed_tokens == merged.usage.prompt_tokens
+        assert plan.requests == merged.usage.forwards == 1 and not plan.bytes
+        window.check()
         assert not merged.usage.exact
         assert close(merged.first_token_logprobs, reprefill(engine, window, QUESTIONS[0]), 1e-5)
         query = engine.encode_query(QUESTIONS[0])

@@ -25,7 +25,8 @@ from ctxwin.errors import UnsupportedModel
 from ctxwin.opening import open_engine
 from ctxwin.store import Store, open_store
 from engines import models
-from engines.conformance import HEADER, QUERY, EngineConformance, RandomEdits, laid, picture
+from engines.conformance import HEADER, QUERY, EngineConformance, laid, picture
+from engines.random_edits import RandomEdits
 from twins import guard
 
 if TYPE_CHECKING:

@@ -1,6 +1,7 @@
 """Tiny random checkpoints in transformers layout, so that engine tests need no trained weights."""
 
 from engines.models.gemma import write_gemma3, write_gemma4, write_gemma4_sharing
+from engines.models.latent import small_siglip, write_deepseek_vl2, write_kimi, write_kimi_vl
 from engines.models.llava import write_llava
 from engines.models.omni import OMNI, write_omni
 from engines.models.parts import CHATML, SIZES, build_tokenizer, edit_config, wide
@@ -17,14 +18,10 @@ from engines.models.text import (
     write_text_model,
 )
 from engines.models.vision import (
-    small_siglip,
     write_deepseek_ocr,
     write_deepseek_vl,
-    write_deepseek_vl2,
     write_glm4v,
     write_internvl,
-    write_kimi,
-    write_kimi_vl,
     write_mistral3,
     write_paddleocr,
     write_smolvlm,
