@@ -24,9 +24,11 @@ from ctxwin import Chunk
 from ctxwin.errors import EngineFailed
 from ctxwin_client import LiveStream, RemoteWindow
 from ctxwin_client.errors import UnknownWindow
+from ctxwin_ray.hints import window_prefix
 from store.redis_server import Server as Redis
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+PREFIX = len(window_prefix("any"))
 FILE = """
 http_options: {{port: {port}}}
 applications:
@@ -73,7 +75,10 @@ def deployed(folder: Path, redis: str) -> Iterator[tuple[str, subprocess.Popen[b
 def test_windows_of_a_fleet_from_a_file_outlive_a_replica(tmp_path: Path) -> None:
     with Redis(tmp_path) as redis, deployed(tmp_path, redis.url) as (url, process):
         client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=10)
-        windows = [RemoteWindow(client, "You watch doors.", 1500) for _ in range(4)]
+        windows: list[RemoteWindow] = []
+        while len(windows) < 4 or len({window.id[:PREFIX] for window in windows}) < 2:  # each replica has some
+            assert len(windows) < 40, "new windows go to the least busy replica, which is either"
+            windows.append(RemoteWindow(client, "You watch doors.", 1500))
         for i, window in enumerate(windows):
             window.extend([Chunk.text(f"The door of room {i}{j} is open. ") for j in range(5)])
         before = [window.ask("Which door is open?", 6).text for window in windows]
