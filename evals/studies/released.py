@@ -87,14 +87,17 @@ class Views:
 
     def __init__(self, decoder: Decoder, patcher: Patcher, context: Context) -> None:
         self.decoder, self.patcher, self.context = decoder, patcher, context
-        self.group = cache(self._group)
+        self._groups: dict[str, Group] = {}
 
-    def _group(self, history: str) -> Group:
-        group = Group(self.decoder, [self.context.item(history)], self.patcher, self.context.system_prompt)
-        if history:
-            plain = self.group("")
-            vars(group).update(exact=plain.exact, canonical=plain.canonical, blind=plain.blind)
-        return group
+    def group(self, history: str) -> Group:
+        """Return the group of a history."""
+        if history not in self._groups:
+            group = Group(self.decoder, [self.context.item(history)], self.patcher, self.context.system_prompt)
+            if history:
+                plain = self.group("")
+                vars(group).update(exact=plain.exact, canonical=plain.canonical, blind=plain.blind)
+            self._groups[history] = group
+        return self._groups[history]
 
     def read(self, served: Served) -> Tensor:
         """Return log-probabilities of the target's tokens over what is served, float32 ``[tokens, vocab]``."""
