@@ -71,6 +71,8 @@ def test_the_bundled_model_binds_and_a_patch_of_its_deep_layers_is_safe() -> Non
     assert norm[0] < 1e-4 and norm[-1] > norm[1], "nothing in the first layer, most in the deep ones"
     assert result["deficit"]["relocation_error"] < 1e-5
     assert [s["n"] for s in result["survivors"]] == [8, 2] and result["cost"][0]["prefill_ms"] > 0
+    assert [s["removal"]["n"] for s in result["survivors"]] == [8, 2]
+    assert once["removal"]["kl"] < once["kl_window"], "a removal patch takes away what a survivor knows of what left"
     profile = as_profile(result, str(checkpoint_dir()))
     assert profile.fidelity == fidelity and profile.n == blind["n"]
 
