@@ -6,11 +6,18 @@ measures how much the orders differ, so that an audit knows where to look.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+
+import numpy as np
+import torch
 
 from ctxwin.kv.deficit import Deficit, deficit
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.patch import Patch
+
+_RIDGE = 0.3
+"""Penalty of a chunk's share of a deficit, where an observation counts 1."""
 
 
 class OrbitMean:
@@ -74,3 +81,27 @@ def update_mean(mean: Patch | None, count: int, lost: Deficit) -> Deficit:
             k[layer] += delta[0] * (count / (count + 1))
             v[layer] += delta[1] * (count / (count + 1))
     return replace(lost, k=k, v=v)
+
+
+def set_weights(sets: Sequence[frozenset[int]], front: frozenset[int]) -> list[float]:
+    """Return the weights with which deficits observed behind ``sets`` of antecedents estimate the one behind ``front``.
+
+    Their mean where ``front`` itself was observed. Else each antecedent is taken to add a share of its own, whatever stands
+    beside it: the sum over ``front`` of the shares of a ridge regression, which few observations leave stable.
+    """
+    if count := sets.count(front):
+        return [(one == front) / count for one in sets]
+    chunks = sorted(front.union(*sets))
+    incidence = np.array([[float(chunk in one) for chunk in chunks] for one in sets])
+    wanted = np.array([float(chunk in front) for chunk in chunks])
+    shares = np.linalg.solve(incidence.T @ incidence + _RIDGE * np.eye(len(chunks)), incidence.T)
+    return [float(weight) for weight in wanted @ shares]
+
+
+def mixture(deficits: Sequence[Deficit], weights: Sequence[float]) -> Deficit:
+    """Return the weighted sum of deficits of one chunk."""
+    k, v = torch.zeros_like(deficits[0].k), torch.zeros_like(deficits[0].v)
+    for lost, weight in zip(deficits, weights, strict=True):
+        k += weight * lost.k
+        v += weight * lost.v
+    return replace(deficits[0], k=k, v=v)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ctxwin.fidelity import Lane
+from ctxwin.window.reordering import ReorderAdvice
 from ctxwin.window.sliding import SlidingAdvice
 
 
@@ -197,6 +198,7 @@ class Plan:
             A prediction from what calls of this engine took so far (`ctxwin.engines.cost`); of a new engine, a guess.
         sliding: of an exact window that slides one by one: what that costs, and what a low-water mark would.
         prefilled_tokens: tokens computed ahead of the next ask so far (``Window(prefill="idle")``).
+        reorder: where chunks stand in another order than their KV does, and are computed again: what copies would take.
     """
 
     system_prompt_tokens: int
@@ -207,6 +209,7 @@ class Plan:
     ms: float = 0.0
     sliding: SlidingAdvice | None = None
     prefilled_tokens: int = 0
+    reorder: ReorderAdvice | None = None
 
     @property
     def requests(self) -> int:
@@ -274,6 +277,8 @@ class Plan:
                 f"\nsliding one by one computes about {self.sliding.one_by_one:.0f} tokens of chunks an ask; with a low-water "
                 f"mark of half, {self.sliding.halved.tokens:.0f}"
             )
+        if self.reorder is not None:
+            total += f"\nreordered; the order before with {len(self.reorder.copied)} copies appended: {self.reorder.copy} tokens"
         if self.prefilled_tokens:
             total += f"\n{self.prefilled_tokens} tokens were computed ahead while the engine was idle"
         return "\n".join([*rows, total])

@@ -164,7 +164,7 @@ class Assembly:
             if not choice.compute and not segment.cached:
                 formed = None
                 if choice.form_canonical:
-                    system_prompt = segments[0] = self._computed_system_prompt(state, system_prompt, work)
+                    system_prompt = segments[0] = self.computed_system_prompt(state, system_prompt, work)
                     _, formed = self.canonical(state, entry, system_prompt, work)
                 # A canonical formed just now serves even if the store refused it; asking again would never end.
                 source, patch = linked or conditioning, None
@@ -186,7 +186,7 @@ class Assembly:
                     )
             elif not segment.cached and (conditioning.span in ahead or reads.left_ms > 2 * self.prices.request_ms):
                 # Reads go on meanwhile; a chunk before the loaded KV takes a request of its own anyway.
-                system_prompt = segments[0] = self._computed_system_prompt(state, system_prompt, work)
+                system_prompt = segments[0] = self.computed_system_prompt(state, system_prompt, work)
                 span = ahead.get(conditioning.span)
                 if span is None:
                     fallbacks, front = work.fallbacks, [c.entry for c in choices[: len(segments)]]
@@ -221,7 +221,7 @@ class Assembly:
         span = None if stored is None else stored[0]
         return Segment(encoded, 0, span=span, capture=span is None, span_key=key)
 
-    def _computed_system_prompt(self, state: State, system_prompt: Segment, work: Work) -> Segment:
+    def computed_system_prompt(self, state: State, system_prompt: Segment, work: Work) -> Segment:
         """Return ``system_prompt`` with its KV, computed once for all canonicals formed after it."""
         if system_prompt.available:
             return system_prompt
@@ -293,7 +293,7 @@ class Assembly:
         provenance, key = canonical_key(state, entry.chunk_id)
         if self.has(key):
             return key, None
-        system_prompt = self._computed_system_prompt(state, system_prompt or self.system_prompt(state, work), work)
+        system_prompt = self.computed_system_prompt(state, system_prompt or self.system_prompt(state, work), work)
         encoded = self.engine.encode(entry.chunk)
         span = self.prefill([system_prompt], encoded, state.system_prompt_advance, work, [entry])
         self.put(key, span, encoded, provenance=provenance)
@@ -466,7 +466,7 @@ class Assembly:
 
     def prefill_chunk(self, state: State, index: int, layout: Layout, fidelity: Fidelity, work: Work) -> State:
         """Compute the chunk at ``index`` as an ask would, in one forward of its own; return the state after it."""
-        system_prompt = self._computed_system_prompt(state, layout.segments[0], work)
+        system_prompt = self.computed_system_prompt(state, layout.segments[0], work)
         layout = replace(layout, segments=(system_prompt, *layout.segments[1:]))
         span, layout = self._in_place(state, index, layout, work)
         return self.write_back(state, layout, {index + 1: span}, fidelity)
@@ -474,7 +474,7 @@ class Assembly:
     def compute_chunk(self, state: State, layout: Layout, index: int, work: Work, *, store: bool = True) -> Layout:
         """Compute the exact KV of the chunk at ``index``, which has an exact prefix with KV; return the layout with it.
         The window does not change: the next ask finds what is stored by its provenance."""
-        system_prompt = self._computed_system_prompt(state, layout.segments[0], work)
+        system_prompt = self.computed_system_prompt(state, layout.segments[0], work)
         layout = replace(layout, segments=(system_prompt, *layout.segments[1:]))
         segment, conditioning = layout.segments[index + 1], layout.choices[index].conditioning
         span = layout.ahead.get(index + 1)

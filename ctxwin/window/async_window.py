@@ -271,6 +271,7 @@ class AsyncMaintenance:
     touch = to_async(Maintenance.touch)
     forget_beyond = to_async(Maintenance.forget_beyond)
     prefill = to_async(Maintenance.prefill)
+    plan_orbit = to_async(Maintenance.plan_orbit)
     prepare_orbit = to_async(Maintenance.prepare_orbit)
     apply_pending = to_async(Maintenance.apply_pending)
     refresh = to_async(Maintenance.refresh)

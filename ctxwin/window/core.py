@@ -30,6 +30,7 @@ from ctxwin.window.idle import IdlePrefill, prefiller_of
 from ctxwin.window.invariants import check_state
 from ctxwin.window.lanes import choose
 from ctxwin.window.removed import check_present
+from ctxwin.window.reordering import reorder_advice
 from ctxwin.window.sliding import SlidingAdvice, own_mark, sliding_advice
 from ctxwin.window.state import Placed, State
 from ctxwin.window.storage_policy import Demand
@@ -222,7 +223,8 @@ class WindowCore:
         self.engine.costs.settle()  # the ask that follows goes by the same prices
         plan = self.assembly.plan(self.audits.with_fallbacks(self.state), self.fidelity, query)
         ahead = self.idle.pending_tokens if self.idle is not None else 0
-        return replace(plan, sliding=self.sliding_advice(), prefilled_tokens=ahead)
+        reorder = reorder_advice(self.state, plan.entries)
+        return replace(plan, sliding=self.sliding_advice(), prefilled_tokens=ahead, reorder=reorder)
 
     def mark_of(self, state: State, reserved: int = 0) -> int | None:
         """Return the tokens that ``state`` falls to when it is over its budget with ``reserved`` tokens free; None: the budget.

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import closing
 from functools import partial
-from itertools import accumulate, permutations
-from random import Random
+from itertools import accumulate
 from typing import Any, Literal
 
 from ctxwin.errors import BudgetExceeded
@@ -15,8 +14,6 @@ from ctxwin.window.state import Placed, State, provenance_of, span_key
 
 # Evicted chunks a window remembers; the oldest are dropped, so that an endless stream stays bounded.
 MAX_EVICTED = 4096
-MAX_ORDERS = 1024
-"""Most orders that an orbit patch is formed from."""
 
 
 def normalize_index(index: int, length: int) -> int:
@@ -326,17 +323,3 @@ def free_in_order(state: State, order: Iterable[str], stay: Iterable[str] = ()) 
     finally:
         if isinstance(order, Generator):
             order.close()  # now, not when it is collected: it may hold a fork
-
-
-def sampled_orders(k: int, count: int, seed: int) -> list[tuple[int, ...]]:
-    """Return up to ``count`` distinct permutations of ``range(k)``: all of them if there are fewer."""
-    rng = Random(seed)
-    if k <= 7:
-        every = list(permutations(range(k)))
-        rng.shuffle(every)
-        return every[:count]
-    # So many that a few draws more find as many distinct ones: `MAX_ORDERS` is far below 8!.
-    distinct: dict[tuple[int, ...], None] = {}
-    while len(distinct) < count:
-        distinct[tuple(rng.sample(range(k), k))] = None
-    return list(distinct)

@@ -334,7 +334,9 @@ def _patches(
         contents = [p.chunk_id for p in state.placed[: front.length]]
         for patch in orbit_keys(state.system_prompt_key, entry.chunk_id, contents, fidelity.patch_name):
             if has(patch) and has(base):
-                yield Choice(entry, "orbit", front, patched_conditioning(here, "orbit", base, patch))
+                # Formed from observations of a larger set, it may carry something of any chunk.
+                orbit = patched_conditioning(here, "orbit", base, patch)
+                yield Choice(entry, "orbit", front, orbit.model_copy(update={"absorbed": (0, state.arrivals)}))
                 break
 
 

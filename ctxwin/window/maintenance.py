@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ctxwin.errors import ReadOnlyWindow
-from ctxwin.window import edits
+from ctxwin.errors import BudgetExceeded, ReadOnlyWindow
+from ctxwin.window import edits, orbits
 from ctxwin.window.core import WindowCore
 from ctxwin.window.idle import PrefillCounts
 from ctxwin.window.lanes import MAX_ORBIT, canonical_key, patched_conditioning
 from ctxwin.window.layout import Work
 from ctxwin.window.merging import merge_evicted, merge_placed
-from ctxwin.window.orbits import observe_order, prepare
+from ctxwin.window.orbits import observe_order
 from ctxwin.window.recurrent import states_at_conditioning
 from ctxwin.window.state import Placed, State
 from ctxwin.window.storage_policy import Demand, likely_form
@@ -77,29 +77,43 @@ class Maintenance:
                 done.append(state.placed[at].id)
         return done
 
-    def prepare_orbit(self, ids: Sequence[str], orders: int = 6, seed: int = 0) -> list[str]:
-        """Form one patch per chunk that has all of ``ids`` (and nothing else) in front: served in any order of them.
+    def plan_orbit(self, ids: Sequence[str], orders: int = 6, seed: int = 0) -> orbits.OrbitPlan:
+        """Return what `prepare_orbit` would cost, before it is paid. Raises like it."""
+        state = self.core.state
+        k, chosen = _orders(state, ids, orders, seed)
+        return orbits.plan(self.core.assembly, state, k, chosen)
 
-        Kamera, section 5 "Reorder". It is the mean over up to ``orders`` permutations, so it holds what they share and must
-        fail where the answer depends on the order; used only with ``Fidelity(orbit=True)``. At most 64 ids and 1,024 orders.
-        Returns the placement ids that got one. Cost: ``orders`` forwards of everything in front, no encode.
+    def prepare_orbit(
+        self, ids: Sequence[str], orders: int = 6, seed: int = 0, token_limit: int | None = None
+    ) -> list[str]:
+        """Form patches with which the window is served without a forward in any order of ``ids``, its first chunks.
+
+        Kamera, section 5 "Reorder". At most 64 ids; of at most six each chunk gets a patch for every set of the others, and
+        always each chunk behind them one for the whole set. Patches hold what at most ``orders`` orders share, so they must fail
+        where the answer depends on the order; used only with ``Fidelity(orbit=True)``. Returns the placement ids that got all
+        of theirs.
+
+        Args:
+            token_limit: most tokens to compute; BudgetExceeded, and nothing is computed, where `plan_orbit` says more.
+
+        Cost: a forward of the window for each order, of which there are no more than ids; one of each chunk behind them whose
+        canonical is not held, and of the system prompt if it is not held; no encode.
         """
-        if not isinstance(orders, int) or not 1 <= orders <= edits.MAX_ORDERS:
-            raise ValueError(f"orders must be an int in 1..{edits.MAX_ORDERS}, got {orders!r}")
         with self.core.writing() as state:
-            indices = {state.index(i) for i in ids}
-            k = len(indices)
-            if not k or indices != set(range(k)):
-                placed_ids = [p.id for p in state.placed]
-                raise ValueError(f"ids must be the first placed chunks in some order, got {list(ids)} of {placed_ids}")
-            if k > MAX_ORBIT:
-                raise ValueError(f"ids must be at most {MAX_ORBIT} chunks, got {k}")
-            if k == len(state.placed):
-                raise ValueError("ids must leave a chunk behind them to form a patch for, got every placed chunk")
-            sampled = edits.sampled_orders(k, orders, seed)
-            prepare(self.core.assembly, state, k, sampled, self.core.fidelity, Work(background=True))
-            self.core.announce(self.core.event("prepare_orbit", [state.placed[k].id]))
-        return [state.placed[k].id]
+            k, chosen = _orders(state, ids, orders, seed)
+            needed = orbits.plan(self.core.assembly, state, k, chosen)["tokens"]
+            if token_limit is not None and needed > token_limit:
+                raise BudgetExceeded(
+                    f"token_limit must be at least {needed} to prepare these chunks, got {token_limit}; name fewer chunks, or "
+                    "fewer orders",
+                    needed=needed,
+                    budget=token_limit,
+                )
+            work = Work(background=True)
+            covered = orbits.prepare(self.core.assembly, state, k, chosen, self.core.fidelity, work)
+            ids = [state.placed[i].id for i in covered]
+            self.core.announce(self.core.event("prepare_orbit", ids))
+        return ids
 
     def apply_pending(self) -> tuple[str, ...]:
         """Apply the edits that wait for a break of the prefix (``lazy=True``) now; return the ids of their chunks."""
@@ -234,6 +248,24 @@ class Maintenance:
                 self.core.commit(state.edited(placed=entries, evicted=evicted), "merge", [placement], note=str(slots))
         _drop(self.core, dropped)
         return new.kv.slots if new.kv is not None and new.kv.slots else new.tokens
+
+
+def _orders(state: State, ids: Sequence[str], orders: int, seed: int) -> tuple[int, list[tuple[int, ...]]]:
+    """Return the number of ``ids``, which are checked, and the orders of them to compute."""
+    if not isinstance(orders, int) or not 1 <= orders <= orbits.MAX_ORDERS:
+        raise ValueError(f"orders must be an int in 1..{orbits.MAX_ORDERS}, got {orders!r}")
+    indices = {state.index(i) for i in ids}
+    k = len(indices)
+    if not k or indices != set(range(k)):
+        placed_ids = [p.id for p in state.placed]
+        raise ValueError(f"ids must be the first placed chunks in some order, got {list(ids)} of {placed_ids}")
+    if k > MAX_ORBIT:
+        raise ValueError(f"ids must be at most {MAX_ORBIT} chunks, got {k}")
+    if k == len(state.placed) and not 1 < k <= orbits.MAX_COVERED:
+        raise ValueError(
+            f"ids must be 2..{orbits.MAX_COVERED} chunks, or leave a chunk behind them to form a patch for, got all {k} placed"
+        )
+    return k, orbits.balanced_orders(k, orders, seed)
 
 
 def _compress(core: WindowCore, state: State, p: Placed, demand: Demand | None, dropped: dict[str, int]) -> Placed:

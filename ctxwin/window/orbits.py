@@ -1,23 +1,49 @@
-"""Orbit patches: one patch for every order, from sampled orders or from those that windows actually meet (Kamera, section 5,
-"Reorder")."""
+"""Orbit patches: one patch for every order, from a few orders of a set or from those that windows actually meet (Kamera,
+section 5, "Reorder").
+
+A set of K chunks is prepared by K forwards, each over all of it, in orders that put every chunk at every place once. A
+patch belongs to a chunk and a set of antecedents. Behind the whole set all orders count and their deficits are averaged, as
+in the paper. Within it a chunk is observed behind one set of each size, and the deficit behind another set is fitted to
+those (`ctxwin.kv.orbit.set_weights`), where the paper runs a forward for each order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from itertools import combinations
+from random import Random
+from typing import TYPE_CHECKING, TypedDict
 
-from ctxwin.engines.segments import Segment
+import numpy as np
+
+from ctxwin.engines.segments import Encoded
 from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
 from ctxwin.profiles import compress_deficit
-from ctxwin.window.lanes import MAX_ORBIT, canonical_key
-from ctxwin.window.state import OBSERVED_ORDERS, State, content_name, orbit_key
+from ctxwin.window.lanes import MAX_ORBIT, canonical_key, system_prompt_key
+from ctxwin.window.state import OBSERVED_ORDERS, Placed, State, content_name, orbit_key
 
 if TYPE_CHECKING:
+    from ctxwin.kv.deficit import Deficit
     from ctxwin.kv.layout import SpanKV
     from ctxwin.window.layout import Work
     from ctxwin.window.protocols import SpanProvider
+
+MAX_ORDERS = 1024
+"""Most orders that may be asked for."""
+MAX_COVERED = 6
+"""Most chunks of a set whose own orders are covered: each has a patch for every subset of the others, 31 of six chunks."""
+
+
+class OrbitPlan(TypedDict):
+    """Cost of `Window.maintenance.prepare_orbit`: its ``forwards``, the ``tokens`` that they compute at most (an engine's prefix
+    cache may hold some), and the number of ``patches`` that it stores."""
+
+    forwards: int
+    tokens: int
+    patches: int
 
 
 def observe_order(provider: SpanProvider, state: State, index: int, conditioned: SpanKV, fidelity: Fidelity) -> bool:
@@ -57,37 +83,132 @@ def observe_order(provider: SpanProvider, state: State, index: int, conditioned:
     return True
 
 
-def prepare(
-    provider: SpanProvider, state: State, index: int, orders: Iterable[Sequence[int]], fidelity: Fidelity, work: Work
-) -> str | None:
-    """Form one patch for the chunk at ``index`` from the mean over ``orders`` of the chunks before it.
+def balanced_orders(k: int, count: int, seed: int) -> list[tuple[int, ...]]:
+    """Return up to ``count`` orders of ``range(k)``, at most ``k``: those of a Latin square, which ``seed`` draws.
 
-    Each order is a permutation of ``range(index)``. Cost: a forward of everything in front and of the chunk per order, no
-    vision encode. Kamera, section 5 "Reorder". Over a shared basis the mean is projected. Returns the patch key.
+    Among all ``k`` of them each chunk stands at each place once, and for an even ``k`` right behind each other one once
+    (Williams 1949), so that what it absorbs is observed behind sets that differ.
     """
-    from ctxwin.kv.orbit import OrbitMean
+    zigzag = [(i + 1) // 2 * (1 if i % 2 else -1) for i in range(k)]
+    names = Random(seed).sample(range(k), k) if seed else range(k)
+    return [tuple(names[(place + shift) % k] for place in zigzag) for shift in range(min(k, count))]
 
-    engine, entries = provider.engine, state.placed[: index + 1]
-    spec, repo = engine.spec, engine.repo
-    *fronts, encoded = [engine.encode(p.chunk) for p in entries]
-    system_prompt = provider.system_prompt(state, work)
-    base_key, _ = provider.canonical(state, entries[index], system_prompt, work)
-    base = repo.get_span(base_key, token_ids=encoded.token_ids)
-    if base is None:
-        return None
-    mean = OrbitMean(spec.kv)
+
+def plan(provider: SpanProvider, state: State, k: int, orders: Sequence[Sequence[int]]) -> OrbitPlan:
+    """Return the cost of `prepare`."""
+    entries, patched, leads = _extent(provider, state, k, orders)
+    keys = [canonical_key(state, p.chunk_id)[1] for p in entries]
+    known = {keys[i] for i in leads}
+    missing = {
+        keys[i]: entries[i].tokens for i in patched if (i >= k or keys[i] not in known) and not provider.has(keys[i])
+    }
+    own = state.system_prompt_tokens * (not provider.has(system_prompt_key(state)))
+    tokens = len(orders) * sum(p.tokens for p in entries) + sum(missing.values()) + own
+    within = k * (2 ** (k - 1) - 1) if k <= MAX_COVERED else 0
+    return OrbitPlan(forwards=len(orders) + len(missing) + bool(own), tokens=tokens, patches=within + len(entries) - k)
+
+
+def prepare(
+    provider: SpanProvider, state: State, k: int, orders: Sequence[Sequence[int]], fidelity: Fidelity, work: Work
+) -> list[int]:
+    """Form patches for the first ``k`` chunks in every order and for those behind them; return the indices of the chunks that
+    got all of theirs. ``orders``: `balanced_orders`.
+
+    Cost: `plan`, no vision encode. Memory: the KV of the set, ``k`` times. Over a shared basis deficits are projected.
+    """
+    import torch
+
+    from ctxwin.kv.deficit import deficit
+    from ctxwin.kv.orbit import OrbitMean, mixture, set_weights
+
+    engine, repo, (entries, patched, leads) = provider.engine, provider.repo, _extent(provider, state, k, orders)
+    spec, encodeds = engine.spec, [engine.encode(p.chunk) for p in entries]
+    system_prompt = provider.computed_system_prompt(state, provider.system_prompt(state, work), work)
+    parts: list[dict[int, tuple[frozenset[int], SpanKV]]] = []  # of each order, by chunk
+    bases: dict[int, SpanKV] = {}
+    behind = {i: OrbitMean(spec.kv) for i in patched if i >= k}
+
+    def base_of(i: int) -> SpanKV | None:
+        if i not in bases:
+            key, formed = provider.canonical(state, entries[i], system_prompt, work)
+            stored = None if formed else repo.get_span(key, token_ids=encodeds[i].token_ids)
+            span = formed or (stored and stored[0])
+            if span is None:
+                return None
+            bases[i] = span
+        return bases[i]
+
+    for i in behind:
+        base_of(i)
     for order in orders:
-        segments, at = [system_prompt], state.system_prompt_advance
-        for front in (fronts[i] for i in order):
-            segments.append(Segment(front, at, span=provider.prefill(segments, front, at, work, entries)))
-            at += front.advance
-        mean.add(provider.prefill(segments, encoded, at, work, entries), base[0])  # holds one order's KV at a time
+        every, start, begin = [*order, *range(k, len(entries))], system_prompt.encoded.advance, 0
+        whole = provider.prefill([system_prompt], _joined([encodeds[i] for i in every]), start, work, entries)
+        parts.append({})
+        for j, i in enumerate(every):
+            encoded, end = encodeds[i], begin + encodeds[i].tokens
+            places = torch.from_numpy(encoded.positions.copy())
+            part = replace(whole.slice(begin, end), positions=places, start=start)
+            begin, start = end, start + encoded.advance
+            if i in behind:
+                if i in bases:
+                    behind[i].add(part, bases[i])
+            elif i in patched and (j or i in leads):
+                part = replace(part, k=part.k.clone(), v=part.v.clone())  # not all of the forward with it
+                if j:
+                    parts[-1][i] = frozenset(order[:j]), part
+                    continue
+                bases[i] = part
+                provenance, key = canonical_key(state, entries[i].chunk_id)
+                if not provider.has(key):
+                    provider.put(key, part, encoded, provenance=provenance)
     provider.know_basis(fidelity)
-    patch = compress_deficit(mean.mean, spec.model, spec.kv, fidelity)
-    contents = [p.chunk_id for p in entries[:index]]
-    absorbed = [content_name(content) for content in contents]
-    patch.meta.update(orders=mean.count, spread=mean.spread, chunk=entries[index].chunk_id, absorbed=absorbed)
-    key = orbit_key(state.system_prompt_key, entries[index].chunk_id, contents, fidelity.patch_name)
-    repo.put_patch(key, patch)
-    provider.missing.discard(key)
-    return key
+
+    def store(i: int, front: Sequence[int], lost: Deficit, among: Sequence[int], **record: float) -> bool:
+        patch = compress_deficit(lost, spec.model, spec.kv, fidelity)
+        absorbed = [content_name(entries[a].chunk_id) for a in among]
+        patch.meta.update(chunk=entries[i].chunk_id, absorbed=absorbed, **record)
+        contents = [entries[a].chunk_id for a in front]
+        key = orbit_key(state.system_prompt_key, entries[i].chunk_id, contents, fidelity.patch_name)
+        provider.missing.discard(key)
+        return repo.put_patch(key, patch)
+
+    covered = []
+    for i in patched:
+        base = base_of(i)
+        if base is None:
+            continue
+        if i in behind:
+            mean, front = behind[i], tuple(range(i))
+            done = [store(i, front, mean.mean, front, orders=mean.count, spread=mean.spread)]
+        else:
+            seen = [part[i] for part in parts if i in part]
+            sets, lost = [front for front, _ in seen], [deficit(span, base, spec.kv) for _, span in seen]
+            others = [a for a in range(k) if a != i]
+            done = []
+            for front in (c for n in range(1, k) for c in combinations(others, n)):
+                weights = set_weights(sets, frozenset(front))
+                done.append(store(i, front, mixture(lost, weights), others, orders=sets.count(frozenset(front))))
+        if all(done):
+            covered.append(i)
+    return covered
+
+
+def _extent(
+    provider: SpanProvider, state: State, k: int, orders: Sequence[Sequence[int]]
+) -> tuple[tuple[Placed, ...], range, set[int]]:
+    """Return the chunks of each forward, the indices of those that get patches, and of those whose canonicals begin one."""
+    entries = state.placed[: MAX_ORBIT + 1]
+    leads = set() if provider.engine.spec.kv.recurrent else {order[0] for order in orders}  # a part has no states
+    return entries, range(0 if 1 < k <= MAX_COVERED else k, len(entries)), leads
+
+
+def _joined(encodeds: Sequence[Encoded]) -> Encoded:
+    """Return neighbouring chunks as one."""
+    ids: list[int] = []
+    media, positions, at = [], [], 0
+    for encoded in encodeds:
+        media += [replace(m, offset=m.offset + len(ids)) for m in encoded.media]
+        positions.append(encoded.positions + at)
+        ids += encoded.token_ids
+        at += encoded.advance
+    return Encoded("", tuple(ids), np.concatenate(positions, axis=1), at, tuple(media))

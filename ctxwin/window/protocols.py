@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 if TYPE_CHECKING:
     from ctxwin.chunk import Chunk
@@ -145,6 +145,12 @@ class SpanProvider(Protocol):
 
     def system_prompt(self, state: State, work: Work, /) -> Segment:
         """Return the segment of the system prompt, with its KV if that is stored."""
+
+    def computed_system_prompt(self, state: State, system_prompt: Segment, work: Work, /) -> Segment:
+        """Return ``system_prompt`` with its KV, computed and stored where it has none."""
+
+    def put(self, key: str, span: SpanKV, encoded: Encoded, **fields: Any) -> None:
+        """Store a computed span."""
 
     def canonical(
         self, state: State, entry: Placed, system_prompt: Segment | None, work: Work, /

@@ -23,6 +23,7 @@ from ctxwin.errors import AnswerStopped, ChunkUnavailable
 from ctxwin.hashing import digest
 from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
 from ctxwin.kv.relocate import relocate
+from ctxwin.kv.rope import angles, turn
 from ctxwin.media import unpack_frames
 from ctxwin.store import open_store
 from ctxwin.store.base import Store
@@ -147,7 +148,8 @@ class FakeEngine(Engine):
         if known is None:
             if len(self._known) >= 256:
                 self._known.clear()
-            rows = np.stack([relocate(span, KV, 0).k.numpy(), span.v.numpy()])[:, :, :, 0]
+            own = turn(KV.rope, span.k, -angles(KV.rope, span.positions + span.start))
+            rows = np.stack([own.numpy(), span.v.numpy()])[:, :, :, 0]
             known = self._known[id(span)] = span, rows
         return known[1]
 
@@ -157,7 +159,7 @@ class FakeEngine(Engine):
             latest = self._latest = front, self._rows_of(front)
         rows = self._rows(latest[1], encoded.token_ids)
         k, v, positions = map(torch.from_numpy, (*rows[:, :, :, None].copy(), encoded.positions.copy()))
-        return relocate(SpanKV(k.clone(), v.clone(), positions, 0), KV, start)
+        return SpanKV(turn(KV.rope, k, angles(KV.rope, positions + start)), v.clone(), positions, start)
 
     def _run(self, segments: Sequence[Segment]) -> tuple[list[SpanKV], dict[int, SpanKV], int, int]:
         spans: list[SpanKV] = []

@@ -181,6 +181,7 @@ STEPS: dict[str, Step] = {
     "maintenance.touch": lambda s, r: s.do("maintenance.touch", s.one(r)),
     "maintenance.forget_beyond": lambda s, r: s.do("maintenance.forget_beyond", r.randint(0, 3)),
     "maintenance.prefill": lambda s, r: s.do("maintenance.prefill"),
+    "maintenance.plan_orbit": lambda s, r: s.do("maintenance.plan_orbit", s.window.ids[:2], orders=2),
     "maintenance.prepare_orbit": lambda s, r: s.do("maintenance.prepare_orbit", s.window.ids[:2], orders=2),
     "maintenance.apply_pending": lambda s, r: s.do("maintenance.apply_pending"),
     "maintenance.refresh": lambda s, r: s.do("maintenance.refresh", r.choice([None, 1])),

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import permutations
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.engines.segments import Segment
+from ctxwin.errors import BudgetExceeded
 from ctxwin.kv.patch import apply_patch
+from ctxwin.kv.relocate import relocate
 from ctxwin.window.lanes import canonical_key
+from ctxwin.window.layout import Work
+from ctxwin.window.orbits import balanced_orders
+from ctxwin.window.state import orbit_key
 from window.fake import KV, FakeEngine
 from window.test_window import fresh, lanes
 
@@ -31,21 +40,75 @@ def test_compress_serves_patches_and_gives_bytes_back(engine: FakeEngine, window
     assert list(window.ask("q", max_tokens=3).token_ids) == fresh(engine, window)
 
 
-def test_an_orbit_patch_serves_every_order_of_its_set(engine: FakeEngine) -> None:
-    window = Window(
-        engine, "hd", fidelity=Fidelity("patched", rank=4, orbit=True, advanced={"forbid": ("resident", "survivor")})
-    )
-    a, b, c = window.extend([Chunk.text("aa"), Chunk.text("bb"), Chunk.text("cccccccccccc")])
-    assert window.maintenance.prepare_orbit([a, b]) == [c]
-    for order in ([a, b, c], [b, a, c]):
-        window.reorder(order)
-        assert lanes(window)[-1] == "orbit"
-        assert not window.ask("q").usage.exact
-        assert lanes(window)[-1] == "orbit", "asking does not change the lane"
+ORBIT_ONLY = Fidelity("patched", rank=64, orbit=True, advanced={"forbid": ("survivor", "patched")})
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.text("abc", min_size=1, max_size=4), min_size=2, max_size=7), st.data())
+def test_every_order_of_a_prepared_set_is_served_without_a_forward(texts: list[str], data: st.DataObject) -> None:
+    """Chunks may have the same contents. Preparing costs what its plan says."""
+    engine = FakeEngine()
+    with Window(engine, "hd", fidelity=ORBIT_ONLY) as window:
+        ids = window.extend([Chunk.text(text) for text in texts])
+        k = data.draw(st.integers(2, min(4, len(ids))))
+        if data.draw(st.booleans()):
+            window.ask("q")
+        plan, before = window.maintenance.plan_orbit(ids[:k]), replace(engine.counters)
+        with pytest.raises(BudgetExceeded, match="token_limit"):
+            window.maintenance.prepare_orbit(ids[:k], token_limit=plan["tokens"] - 1)
+        assert engine.counters == before
+        covered = window.maintenance.prepare_orbit(
+            ids[:k], seed=data.draw(st.integers(0, 3)), token_limit=plan["tokens"]
+        )
+        assert covered == ids
+        assert engine.counters.prefill_forwards - before.prefill_forwards == plan["forwards"] <= k + 1 + len(ids) - k
+        assert engine.counters.prefill_tokens - before.prefill_tokens == plan["tokens"]
+        assert window.maintenance.plan_orbit(ids[:k])["forwards"] == k
+        query = engine.encode_query("q").tokens
+        for order in permutations(ids[:k]):
+            with window.fork() as branch:
+                branch.reorder([*order, *ids[k:]])
+                assert set(lanes(branch)) <= {"resident", "orbit"} and branch.plan().computed_tokens == 0
+                usage = branch.ask("q").usage
+                assert (usage.computed_tokens, usage.forwards, usage.misses) == (query, 1, 0)
+                branch.check()
+
+
+def test_a_prepared_set_serves_the_orders_that_were_computed_as_a_forward_does() -> None:
+    """At full rank; chunks are then nearer to a forward in the other orders, too, than their canonicals are."""
+    engine, computed = FakeEngine(), balanced_orders(4, 4, 0)
+    errors: dict[str, list[float]] = {"orbit": [], "blind": []}
+    with Window(engine, "hd", fidelity=ORBIT_ONLY) as window:
+        ids = window.extend([Chunk.text(text * 5) for text in "abcd"])
+        window.maintenance.prepare_orbit(ids)
+        for order in permutations(range(4)):
+            with window.fork() as branch:
+                branch.reorder([ids[i] for i in order])
+                layout = branch.core.assembly.build_layout(branch.snapshot(), branch.fidelity, Work())
+            front = [replace(layout.segments[0], span=None)]
+            for segment in layout.segments[1:]:
+                assert segment.span is not None
+                exact = engine.prefill(front, segment.encoded, segment.start)
+                front.append(Segment(segment.encoded, segment.start, span=exact))
+                moved = relocate(segment.span, KV, segment.start)
+                served = moved if segment.patch is None else apply_patch(moved, segment.patch, KV, segment.start)
+                if order in computed:
+                    torch.testing.assert_close(served.v, exact.v, atol=0.02, rtol=0.02)
+                    torch.testing.assert_close(served.k, exact.k, atol=0.02, rtol=0.02)
+                for kind, span in (("orbit", served), ("blind", moved)):
+                    errors[kind].append(float((span.v - exact.v).norm()))
+    assert sum(errors["orbit"]) < sum(errors["blind"]) / 2
+
+
+def test_which_chunks_an_orbit_covers(engine: FakeEngine) -> None:
+    window = Window(engine, "hd", fidelity=ORBIT_ONLY)
+    ids = window.extend([Chunk.text(f"c{i}") for i in range(8)])
+    assert window.maintenance.prepare_orbit(ids[:1]) == ids[1:]
+    assert window.maintenance.prepare_orbit(ids[:7]) == ids[7:], "of seven chunks the orders would take 441 patches"
     with pytest.raises(ValueError, match="first placed chunks"):
-        window.maintenance.prepare_orbit([c])
+        window.maintenance.prepare_orbit([ids[2]])
     with pytest.raises(ValueError, match="leave a chunk behind"):
-        window.maintenance.prepare_orbit([a, b, c])
+        window.maintenance.plan_orbit(ids)
 
 
 def test_an_orbit_patch_holds_what_its_chunk_absorbed(engine: FakeEngine) -> None:
@@ -53,7 +116,9 @@ def test_an_orbit_patch_holds_what_its_chunk_absorbed(engine: FakeEngine) -> Non
     window = Window(engine, "hd", fidelity=Fidelity("patched", rank=64, orbit=True))
     a, b, c = window.extend([Chunk.text("aa"), Chunk.text("bb"), Chunk.text("cccccccccccc")])
     window.maintenance.prepare_orbit([a, b], orders=2)
-    [key] = engine.store.list("orbit/")
+    state = window.snapshot()
+    front = [p.chunk_id for p in state.placed[:2]]
+    key = orbit_key(state.system_prompt_key, state.placed[2].chunk_id, front, window.fidelity.patch_name)
     patch = engine.repo.get_patch(key)
     canonical, _ = engine.repo.get_span(canonical_key(window.snapshot(), window.chunk(c).id)[1])
     whole = []

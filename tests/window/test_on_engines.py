@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,30 @@ def test_no_edit_runs_the_vision_tower(engine: Engine) -> None:
         window.maintenance.refresh()
         window.maintenance.prepare_orbit(window.ids[:2], orders=2)
         assert engine.counters.vision_encodes == encodes
+
+
+def test_any_order_of_a_prepared_set_is_served_without_a_forward(engine: Engine) -> None:
+    fidelity = Fidelity("patched", orbit=True, advanced={"forbid": ("survivor", "patched")})
+    (question,) = (q.text for q in world.questions_for(FRAMES[:4], 1, 0, ["multi_hop"]))
+    query = engine.encode_query(question).tokens
+    losses: dict[str, list[float]] = {"orbit": [], "blind": []}
+    with Window(engine, HEADER, fidelity=fidelity) as window:
+        ids = window.extend([chunk(i) for i in range(4)])
+        ask(window, question)
+        plan, before = window.maintenance.plan_orbit(ids[:3]), replace(engine.counters)
+        assert window.maintenance.prepare_orbit(ids[:3]) == ids
+        assert engine.counters.prefill_forwards - before.prefill_forwards == plan["forwards"] <= 4
+        assert engine.counters.prefill_tokens - before.prefill_tokens <= plan["tokens"]
+        for order in permutations(range(3)):
+            with window.fork() as branch, Window(engine, HEADER, fidelity=Fidelity("blind")) as blind:
+                branch.reorder([*(ids[i] for i in order), ids[3]])
+                blind.extend([chunk(i) for i in (*order, 3)])
+                exact = reprefill(engine, branch, question)
+                for view, kind in ((branch, "orbit"), (blind, "blind")):
+                    answer = ask(view, question)
+                    assert answer.usage.computed_tokens == query
+                    losses[kind].append(kl(exact, answer.first_token_logprobs))
+    assert sum(losses["orbit"]) < sum(losses["blind"]) / 2
 
 
 def test_an_append_computes_the_new_chunk_and_the_query(engine: Engine) -> None:
@@ -259,7 +284,8 @@ def test_an_orbit_over_the_models_basis(own: Path) -> None:
         ask(window, QUESTIONS[0])
         window.maintenance.prepare_orbit(window.ids[:2])
         patches = [engine.repo.get_patch(key) for key in engine.store.list("orbit/")]
-        assert [p is not None and (p.layout, p.rank, p.meta["orders"]) for p in patches] == [("shared", 48, 2)]
+        shapes = sorted((p.layout, p.rank, p.meta["orders"]) for p in patches if p is not None)
+        assert shapes == [("shared", 48, 1), ("shared", 48, 1), ("shared", 48, 2)]
 
 
 def test_remembering_captures_what_a_prefill_would_compute(engine: Engine) -> None:

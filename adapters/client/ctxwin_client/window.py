@@ -58,6 +58,7 @@ class RemoteMaintenance:
     check = _forward(Maintenance.check)
     touch = _forward(Maintenance.touch)
     prefill = _forward(Maintenance.prefill, "computed")
+    plan_orbit = _forward(Maintenance.plan_orbit, "plan")
     prepare_orbit = _forward(Maintenance.prepare_orbit, "placements")
     refresh = _forward(Maintenance.refresh, "refreshed")
     compress = _forward(Maintenance.compress, "freed_bytes")

@@ -247,7 +247,9 @@ def _prefill_counts(_: OperationContext, window: Window) -> Result:
     return {"prefill_counts": counts and asdict(counts)}
 
 
-_forward("prepare_orbit", "placements", ids=list[str], orders=(Orders, 6), seed=(SEED, 0))
+_ORBIT: Result = {"ids": list[str], "orders": (Orders, 6), "seed": (SEED, 0)}
+_forward("plan_orbit", "plan", edits=False, **_ORBIT)
+_forward("prepare_orbit", "placements", **_ORBIT, token_limit=(COUNT | None, None))
 _forward("refresh", "refreshed", count=(COUNT | None, None), ids=(list[str] | None, None))
 _forward("compress", "freed_bytes", if_short=(bool, False))
 _forward("merge", "slots", id=str, share=(Annotated[float, Field(gt=0, le=1)] | None, None))

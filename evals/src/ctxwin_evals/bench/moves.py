@@ -9,8 +9,8 @@
 | ahead   | as for a slide, in an exact window  | the oldest leaves, then the engine idles | resident                       |
 
 An exact window whose engine does not idle computes what the prefix cache does. Everything that an edit could need is formed
-beforehand: canonicals, patches after the antecedents that a chunk was first conditioned on, and for a reorder an orbit patch
-for every chunk after every set of the others, so that no order needs a forward.
+beforehand: canonicals, patches after the antecedents that a chunk was first conditioned on, and for a reorder what
+`Maintenance.prepare_orbit` forms, so that no order needs a forward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 from typing import Literal
 
 import numpy as np
@@ -158,16 +157,7 @@ def _recall(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene
 
 def _reorder(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:
     window, ids, names = _open(engine, _shares(tokens, 4), ["P1", "P2", "P3", "T"], fidelity, seed)
-    for target in ids:
-        others = [i for i in ids[:3] if i != target]
-        # The target stands after all three; a predecessor may come to stand after any of the others.
-        sets = [others] if target == ids[3] else [list(s) for n in (1, 2) for s in combinations(others, n)]
-        for front in sets:
-            with window.fork() as branch:
-                for victim in set(branch.ids) - {target, *front}:
-                    branch.evict(victim)
-                branch.reorder([*front, target])
-                branch.maintenance.prepare_orbit(front)
+    window.maintenance.prepare_orbit(ids[:3])
     order = [ids[2], ids[0], ids[1], ids[3]]
     return Scene(window, lambda w: w.reorder(order), ids, names)
 
