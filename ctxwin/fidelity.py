@@ -29,7 +29,8 @@ class AdvancedFidelity(BaseModel):
             beyond that the token 25 before the newest is dropped. True or 1: with each token; 16: sixteen tokens at once; 0:
             never. On vLLM an answer is a request for each so many tokens.
         merge_prompt: with `Fidelity.merge`: the prompt of each ask is merged to that share for its answer, by the attention of
-            all of it. All of it is computed, as `Window.plan` counts. The chunks stay whole, and so do asks that are remembered.
+            all of it. All of it is computed, as `Window.plan` counts. The chunks stay whole, and so do asks that are remembered
+            or have a chunk without its context (`Window.toggle`).
         reference: reference of audits: the ``stricter`` of both re-prefills, that of the placed chunks (``window``), that of all
             chunks seen (``stream``), or the ``nearer`` one, if an answer may remember evicted chunks. While trust is earned both
             are valid by default: where they disagree, nothing is lost (`ctxwin.audit`).

@@ -151,24 +151,17 @@ def ask(
         state, (strategy, fidelity) = core.audits.with_fallbacks(state), core.audits.in_force()
         encoded = core.engine.encode_query(query)
         check_budget(state, encoded.tokens, sampling.max_tokens)
-        captures_query, costs = bool(remember) or wants_outputs, core.engine.costs
-        if (
-            fidelity.merges_prompt
-            and not captures_query
-            and (bare := [p.id for p in state.placed if not p.conditioned])
-        ):
-            raise ValueError(
-                f"chunks must be conditioned with merge_prompt, which computes all of them; toggle {bare} back"
-            )
         work = Work()
         if core.idle is not None:
             core.idle.give_way(state)
         with core.counting_encodes():
             layout = core.assembly.build_layout(state, fidelity, work)
             layout_s = time.perf_counter() - begin
+            captures_query, costs = bool(remember) or wants_outputs, core.engine.costs
             if not captures_query:
                 merged = any(choice.conditioning.slots for choice in layout.choices)
-                sampling = sampling_under(fidelity, sampling, merged)
+                decoded = fidelity if state.conditioned else fidelity.with_advanced(merge_prompt=False)
+                sampling = sampling_under(decoded, sampling, merged)
             planned_ms = layout.ms + costs.forward_ms(encoded.tokens, state.tokens)
             if sampling.merge_prompt:
                 planned_ms = costs.request_ms + costs.forward_ms(state.tokens + encoded.tokens, 0)

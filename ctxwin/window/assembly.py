@@ -30,12 +30,13 @@ from ctxwin.window.lanes import (
     ServedMemo,
     canonical_key,
     choose,
+    computed_plan,
     patched_conditioning,
     plan_of,
     steps_of,
     system_prompt_key,
 )
-from ctxwin.window.layout import Layout, Work, computed_choices
+from ctxwin.window.layout import Layout, Work
 from ctxwin.window.orbits import observe_order
 from ctxwin.window.prices import Prices, workload
 from ctxwin.window.reading import Reads
@@ -83,25 +84,20 @@ class Assembly:
 
     def plan(self, state: State, fidelity: Fidelity, query: str | None = None) -> Plan:
         """Return the plan of an ask of ``state``. Reads no KV. The tokens of ``query``, if given, are included."""
-        kv, prices, has = self.engine.spec.kv, self.prices, cache(self.has)
-        choices, key = choose(state, fidelity, has, prices, self.memo, self.engine), system_prompt_key(state)
-        plan = plan_of(state, choices, kv, key, has, prices)
-        if fidelity.merges_prompt:  # the answer's request computes all of it, whatever was formed for the layout
-            forming = [step for step in plan.steps if step.purpose in ("system_prompt", "canonical")]
-            plan = plan_of(state, computed_choices(state, prices), kv, key, lambda _: False, prices)
-            plan = replace(plan, steps=(*forming, *plan.steps))
-        encoded_query = None if query is None else self.engine.encode_query(query)
-        if encoded_query is not None:
+        prices, has, merging = self.prices, cache(self.has), fidelity.merges_prompt and state.conditioned
+        choices = choose(state, fidelity, has, prices, self.memo, self.engine)
+        plan = plan_of(state, choices, self.engine.spec.kv, system_prompt_key(state), has, prices)
+        plan = computed_plan(state, plan, self.engine.spec.kv, prices) if merging else plan
+        if (encoded_query := None if query is None else self.engine.encode_query(query)) is not None:
             (*preceding, answer), more = plan.steps, encoded_query.tokens
             answer = replace(answer, tokens=answer.tokens + more, computed=answer.computed + more)
             plan = replace(plan, steps=(*preceding, answer))
-        if fidelity.merges_prompt or not self.engine.forecasts:
+        if merging or not self.engine.forecasts:
             return plan
         counts = self.engine.forecast(planned_calls(self.engine, state, choices, plan, encoded_query))
         if counts is None or len(counts) != len(plan.steps):
             return plan
-        steps = tuple(replace(step, computed=count) for step, count in zip(plan.steps, counts, strict=True))
-        return replace(plan, steps=steps)
+        return replace(plan, steps=tuple(replace(s, computed=n) for s, n in zip(plan.steps, counts, strict=True)))
 
     @property
     def prices(self) -> Prices:
@@ -312,15 +308,15 @@ class Assembly:
             call = partial(self.engine.generate, layout.segments, query, sampling, **options)
             with tracing.span("run", tokens=sum(s.encoded.tokens for s in layout.segments) + query.tokens):
                 generation = self._with_embeddings([choice.entry for choice in layout.choices], call)
-        if not generation.fallbacks:
-            generation.captured.update(layout.ahead)
+        if generation.fallbacks:
+            return generation
+        generation.captured.update(layout.ahead)
         segments = without_spans(layout.segments) if sampling.merge_prompt else layout.segments
-        if watch.alone and not generation.fallbacks:
-            engine_work = workload([*segments, Segment(query, 0)], generation.forwards)
-            costs.learn(costs.engine, engine_work.amounts, watch.first or watch.ms)
-        for segment in segments if not generation.fallbacks else ():
-            if segment.patch is not None:
-                self.repo.note_served(segment.patch_key)
+        if watch.alone:
+            amounts = workload([*segments, Segment(query, 0)], generation.forwards).amounts
+            costs.learn(costs.engine, amounts, watch.first or watch.ms)
+        for segment in (segment for segment in segments if segment.patch is not None):
+            self.repo.note_served(segment.patch_key)
         return generation
 
     def prefill(

@@ -27,6 +27,7 @@ from ctxwin.window.answer import Plan, PlanEntry, PlanRequest
 from ctxwin.window.antecedents import Order
 from ctxwin.window.choice import Choice
 from ctxwin.window.edited_text import Differences, EditedText
+from ctxwin.window.layout import computed_choices
 from ctxwin.window.prices import Prices
 from ctxwin.window.state import (
     Conditioning,
@@ -416,6 +417,14 @@ def plan_of(state: State, choices: Sequence[Choice], kv: KVSpec, system_prompt: 
     salted = not all(e.exact for e in entries)
     steps, ms = steps_of(state, choices, system_prompt, has, prices)
     return Plan(state.system_prompt_tokens, has(system_prompt), tuple(entries), salted, steps, ms)
+
+
+def computed_plan(state: State, plan: Plan, kv: KVSpec, prices: Prices) -> Plan:
+    """Return the plan of an ask whose last request computes everything, whatever is formed for the layout in front of it."""
+    forming = [step for step in plan.steps if step.purpose in ("system_prompt", "canonical")]
+    choices, key = computed_choices(state, prices), system_prompt_key(state)
+    whole = plan_of(state, choices, kv, key, lambda _: False, prices)
+    return replace(whole, steps=(*forming, *whole.steps))
 
 
 def steps_of(

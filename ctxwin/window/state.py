@@ -177,6 +177,11 @@ class State(BaseModel):
         return self.system_prompt_tokens + sum(p.tokens for p in self.placed)
 
     @property
+    def conditioned(self) -> bool:
+        """True if no placed chunk is served without its context."""
+        return all(p.conditioned for p in self.placed)
+
+    @property
     def system_prompt_key(self) -> str:
         """Provenance of the system prompt itself."""
         return _digest("system_prompt", self.engine, self.system_prompt)

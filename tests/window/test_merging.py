@@ -167,9 +167,11 @@ def test_answers_over_merged_chunks_may_drop_tokens(engine: FakeEngine, monkeypa
     window.ask("q", remember=True)
     assert held == [(0.5, 16, True), whole]
     window.toggle(window.ids[0], conditioned=False)
-    with pytest.raises(ValueError, match="must be conditioned"):
-        window.ask("q")
-    assert window.ask("q", remember=True).usage.reused_tokens["canonical"] == 8, "nothing is merged, and it stays bare"
+    plan, answer = window.plan("q"), window.ask("q")
+    assert held.pop() != (0.5, 16, True) and answer.usage.reused_tokens["canonical"] == 8, (
+        "in place it would see others"
+    )
+    assert plan.computed_tokens == answer.usage.computed_tokens < window.tokens
     window.toggle(window.ids[0], conditioned=True)
     assert window.ask("q", max_tokens=7).text and opened(engine, MERGES.with_advanced(merge_prompt=True)).ask(
         "q", max_tokens=7
