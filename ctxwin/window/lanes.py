@@ -106,7 +106,7 @@ class _Survival:
         was, n = entry.kv.antecedents, entry.kv.antecedents.length
         if was.order not in self._compared:
             self._compared[was.order] = _Comparison(was.order, self._now)
-        comparison = self._compared[was.order].front(n, index)
+        comparison = self._compared[was.order].front(n, index, len(entry.unseen))
         if comparison is None:
             return None
         shared, missing = comparison
@@ -133,16 +133,18 @@ class _Comparison:
         self._in_order = [True, *(not any_moved for any_moved in accumulate(moved, max))]
         self._gone = tuple(p for p, place in zip(was.ids, places, strict=True) if place < 0)
 
-    def front(self, n: int, index: int) -> tuple[int, tuple[str, ...]] | None:
-        """Return how many of the first ``n`` ids precede ``index``, and the others; None if the order differs."""
+    def front(self, n: int, index: int, most: int) -> tuple[int, tuple[str, ...]] | None:
+        """Return how many of the first ``n`` ids precede ``index``, and the others; None if the order differs, or if more than
+        ``most`` other chunks precede it."""
         if self._last[n] < index:
             shared = self._left[n]
-            return (shared, self._gone[: n - shared]) if self._in_order[n] else None
+            return (shared, self._gone[: n - shared]) if self._in_order[n] and index - shared <= most else None
         places = self._places[:n]
         here = (places >= 0) & (places < index)
-        if (np.diff(places[here]) < 0).any():
+        shared = int(np.count_nonzero(here))
+        if index - shared > most or (np.diff(places[here]) < 0).any():
             return None
-        return int(here.sum()), tuple(self._was.ids[i] for i in np.flatnonzero(~here))
+        return shared, tuple(self._was.ids[i] for i in np.flatnonzero(~here))
 
 
 def choose(

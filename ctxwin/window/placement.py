@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import accumulate, repeat
 from typing import TYPE_CHECKING
 
 from ctxwin.errors import BudgetExceeded
 from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
+from ctxwin.window.antecedents import Antecedents, Order
 from ctxwin.window.difference import Change
+from ctxwin.window.lanes import MAX_ORBIT
 from ctxwin.window.state import (
     ANYTHING,
     Conditioning,
@@ -130,12 +134,12 @@ def rebind(engine: Engine, state: State, patch_name: str) -> State:
     state = state.replace(engine=_identity(engine), budget=min(state.budget, engine.spec.max_tokens))
     state = state.replace(system_prompt_tokens=system_prompt.tokens, system_prompt_advance=system_prompt.advance)
     contents = {p.id: p.chunk.id for p in (*state.placed, *state.evicted)}
-    arrivals = {p.id: p.arrival for p in (*state.placed, *state.evicted)}
+    absorbed = _Absorbed({p.id: p.arrival for p in (*state.placed, *state.evicted)})
 
     def bound(entry: Placed, encode: bool) -> Placed:
         entry = entry.replace(chunk_id=contents[entry.id])
         if same:
-            return entry.replace(kv=_proven(state, entry, contents, arrivals, patch_name))
+            return entry.replace(kv=_proven(state, entry, contents, absorbed, patch_name))
         entry = entry.replace(kv=None, seen=False, unseen=(), media=())
         if not encode:
             return entry
@@ -157,8 +161,27 @@ def _check(state: State) -> None:
         raise ValueError("a snapshot's chunks must have at least one token and position each")
 
 
+class _Absorbed:
+    """Intervals of the arrivals of antecedents; in all O(n) for n chunks that share an `Order`."""
+
+    def __init__(self, arrivals: Mapping[str, int]) -> None:
+        self._arrivals = arrivals
+        self._bounds: dict[Order, tuple[list[int], list[int]]] = {}  # of the first 1, 2, ... ids: least, greatest
+
+    def of(self, antecedents: Antecedents) -> tuple[int, int] | None:
+        """Return the interval of those that the snapshot knows."""
+        order, arrivals = antecedents.order, self._arrivals
+        if order not in self._bounds:
+            low = accumulate(map(arrivals.get, order.ids, repeat(sys.maxsize)), min)
+            self._bounds[order] = list(low), list(accumulate(map(arrivals.get, order.ids, repeat(-1)), max))
+        lows, highs = self._bounds[order]
+        if not antecedents.length or highs[antecedents.length - 1] < 0:
+            return None
+        return lows[antecedents.length - 1], highs[antecedents.length - 1]
+
+
 def _proven(
-    state: State, entry: Placed, contents: Mapping[str, str], arrivals: Mapping[str, int], patch_name: str
+    state: State, entry: Placed, contents: Mapping[str, str], arrivals: _Absorbed, patch_name: str
 ) -> Conditioning | None:
     """Return the conditioning of a placement as far as its keys prove it, else None.
 
@@ -170,16 +193,14 @@ def _proven(
         return None
     if kv.patch is not None:
         patch_keys = [patch_key(kv.provenance, kv.span, patch_name)]
-        if all(a in contents for a in kv.antecedents):
+        if kv.antecedents.length <= MAX_ORBIT and all(a in contents for a in kv.antecedents):
             antecedent_contents = [contents[a] for a in kv.antecedents]
             patch_keys += orbit_keys(state.system_prompt_key, entry.chunk_id, antecedent_contents, patch_name)
         if kv.patch not in patch_keys:
             return None
     exact = kv.patch is None and kv.span == span_key(kv.provenance) and kv.lane != "edited"
     absorbed = kv.absorbed if kv.absorbed or exact or not kv.antecedents else (0, state.arrivals)
-    for antecedent in kv.antecedents:
-        if antecedent in arrivals:
-            absorbed = interval_union(absorbed, (arrivals[antecedent], arrivals[antecedent]))
+    absorbed = interval_union(absorbed, arrivals.of(kv.antecedents))
     depth = 0 if exact else min(max(kv.depth, 1), _DEEPEST)
     return kv.model_copy(update={"exact": exact, "depth": depth, "absorbed": absorbed})
 
