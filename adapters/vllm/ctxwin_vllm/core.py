@@ -152,6 +152,7 @@ class Core:
         cache = driver.config.cache_config
         self.block, self.caches = int(cache.block_size), bool(cache.enable_prefix_caching)
         self.prefixes = PrefixRecord(self.block, int(getattr(cache, "num_gpu_blocks", None) or _BLOCKS))
+        driver.on_reset = self.prefixes.clear
         config = driver.config.model_config
         self.longest = int(config.max_model_len)
         self.positions = max(self.longest, int(getattr(checkpoint.text_config, "max_position_embeddings", 0) or 0))

@@ -73,6 +73,7 @@ class Driver(ABC):
         config: its ``VllmConfig``.
         renderer: its renderer.
         local: whether its model runs in this process.
+        on_reset: called once vLLM's prefix cache is empty.
     """
 
     config: Any
@@ -83,6 +84,7 @@ class Driver(ABC):
         self._under_way = {False: 0, True: 0}  # requests of ours, by whether they are in the background
         self._waited = -math.inf  # when a foreground request was last observed
         self._counting = threading.Lock()
+        self.on_reset: Callable[[], None] = lambda: None
 
     @property
     @abstractmethod
@@ -147,9 +149,14 @@ class Driver(ABC):
     @abstractmethod
     def _rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]: ...
 
-    @abstractmethod
     def reset_prefix_cache(self) -> bool:
         """Empty vLLM's prefix cache; return False, and do nothing, while requests hold blocks of it."""
+        if emptied := self._reset_prefix_cache():
+            self.on_reset()
+        return emptied
+
+    @abstractmethod
+    def _reset_prefix_cache(self) -> bool: ...
 
     @property
     @abstractmethod
@@ -241,7 +248,7 @@ class StepDriver(Driver):
         results: list[Any] = self.call(lambda: self.llm.collective_rpc(method, args=args))
         return results
 
-    def reset_prefix_cache(self) -> bool:
+    def _reset_prefix_cache(self) -> bool:
         return bool(self.call(self._engine.reset_prefix_cache))
 
     @property
@@ -398,7 +405,7 @@ class LoopDriver(Driver):
         results: list[Any] = self._wait(self._start(self.llm.collective_rpc(method, args=args)))
         return results
 
-    def reset_prefix_cache(self) -> bool:
+    def _reset_prefix_cache(self) -> bool:
         return bool(self._wait(self._start(self.llm.reset_prefix_cache())))
 
     @property

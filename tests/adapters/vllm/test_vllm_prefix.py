@@ -387,12 +387,11 @@ class TestChats:
         with window_on(view, [frame(i) for i in range(3)]) as window:
             self.turn(view, conversations, window)
             window.append(words(4))
-            view.core.driver.reset_prefix_cache()
+            assert view.core.driver.call(view.core.driver.engine.reset_prefix_cache)
             turn, output = self.turn(view, conversations, window)
             assert turn.submitted.transfer.expected_hit > 0 and not output.num_cached_tokens
             self.assert_as_alone(view, window, output)
-            view.core.driver.reset_prefix_cache()
-            view.core.prefixes.clear()  # as a failed load does
+            assert view.core.driver.reset_prefix_cache()
             turn, output = self.turn(view, conversations, window)
             assert turn.submitted.transfer.expected_hit == 0 and output.num_cached_tokens >= turn.lanes["resident"]
             self.assert_as_alone(view, window, output)
