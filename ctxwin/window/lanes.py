@@ -98,6 +98,7 @@ class _Survival:
     def __init__(self, now: Order) -> None:
         self._now = now
         self._compared: dict[Order, _Comparison] = {}
+        self._tried: set[Order] = set()
 
     def of(self, entry: Placed, index: int) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
         """Return ``not_attended`` and ``evicted_antecedents`` of the chunk at ``index`` if it survives, else None."""
@@ -105,6 +106,12 @@ class _Survival:
             return None  # it has none, or only behind another system prompt
         was, n = entry.kv.antecedents, entry.kv.antecedents.length
         if was.order not in self._compared:
+            if was.order not in self._tried:
+                # In a stream nearly every chunk has an order of its own, of which mostly the first have left.
+                self._tried.add(was.order)
+                left = n - index
+                if left >= 0 and was.order.ids[left:n] == self._now.ids[:index]:
+                    return (), was.order.ids[:left]
             self._compared[was.order] = _Comparison(was.order, self._now)
         comparison = self._compared[was.order].front(n, index, len(entry.unseen))
         if comparison is None:

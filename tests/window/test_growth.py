@@ -1,0 +1,206 @@
+"""How work grows with a window, with forks of it, with windows of a server and with a store's entries: in counted lines of
+Python, so that a busy machine changes nothing. A step in C (a copied tuple, a sum) counts as the line that asks for it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from ctxwin import Chunk, Fidelity, Window
+from ctxwin.store.disk import DiskStore
+from ctxwin.store.memory import MemoryStore
+from ctxwin.window.layout import Work
+from window.fake import FakeEngine
+
+SMALL, LARGE = 32, 128
+Setup = Callable[[int], Callable[[], object]]
+
+
+def lines(operation: Callable[[], object]) -> int:
+    """Lines of Python that a call runs in this thread."""
+    count, tracer = 0, sys.gettrace()
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        operation()
+    finally:
+        sys.settrace(tracer)
+    return count
+
+
+def exponent(setup: Setup) -> float:
+    """Power of the size with which the work grows; the first call only fills caches."""
+    setup(4)()
+    few, many = lines(setup(SMALL)), lines(setup(LARGE))
+    return math.log(many / few) / math.log(LARGE / SMALL)
+
+
+def on(prepare: Callable[[int], Any], operation: Callable[[Any], object]) -> Setup:
+    """``operation`` on what ``prepare`` gives for a size."""
+    return lambda n: partial(operation, prepare(n))
+
+
+def opened(n: int, mode: Any = "patched", engine: FakeEngine | None = None) -> Window:
+    """A window of ``n`` chunks whose KV is held."""
+    window = Window(engine or FakeEngine(max_tokens=10**6), "h", 10**6, fidelity=Fidelity(mode))
+    window.extend([Chunk.tokens([i % 40]) for i in range(n)])
+    window.ask("q", 1)
+    return window
+
+
+def lay_out(window: Window) -> None:
+    """All of an ask but the engine's call, and what it writes back."""
+    assembly, state = window.core.assembly, window.snapshot()
+    assembly.write_back(state, assembly.build_layout(state, window.fidelity, Work()), {}, window.fidelity)
+
+
+def without_middle(n: int) -> Window:
+    window = opened(n)
+    window.evict(window.ids[n // 2])
+    return window
+
+
+def rotated(n: int) -> Window:
+    window = opened(n)
+    window.reorder([window.ids[-1], *window.ids[:-1]])
+    return window
+
+
+def backwards(n: int) -> Window:
+    window = opened(n)
+    window.reorder(window.ids[::-1])
+    return window
+
+
+def slid(n: int, mode: Any = "patched") -> Window:
+    window = opened(n, mode)
+    window.slide(1)
+    return window
+
+
+def streamed(n: int) -> Window:
+    """As many orders as slides: what stays keeps the one it was conditioned in."""
+    window = opened(n)
+    for i in range(n // 8):
+        window.slide(1)
+        window.append(Chunk.tokens([i % 40]))
+        window.maintenance.prefill()
+    window.plan()
+    return window
+
+
+def saved(prepare: Callable[[int], Window]) -> Callable[[int], tuple[Any, str]]:
+    def save(n: int) -> tuple[Any, str]:
+        window = prepare(n)
+        return window.engine, window.snapshot().model_dump_json()
+
+    return save
+
+
+EDITS: dict[str, Setup] = {
+    "append": on(opened, lambda window: window.append(Chunk.tokens([7]))),
+    "extend": lambda n: partial(opened(1).extend, [Chunk.tokens([i % 40]) for i in range(n)]),
+    "slide": on(opened, lambda window: window.slide(1)),
+    "evict": on(opened, lambda window: window.evict(window.ids[len(window.ids) // 2])),
+    "recall": on(without_middle, lambda window: window.recall(window.evicted[0])),
+    "fork": on(opened, lambda window: window.fork()),
+    "undo": on(slid, lambda window: window.undo()),
+    "plan": on(opened, lambda window: window.plan()),
+    "plan behind a slide": on(slid, lambda window: window.plan()),
+    "plan behind an exact slide": on(partial(slid, mode="exact"), lambda window: window.plan()),
+    "plan of the oldest at the end": on(rotated, lambda window: window.plan()),
+    "plan of all backwards": on(backwards, lambda window: window.plan()),
+    "plan of a stream": on(streamed, lambda window: window.plan()),
+    "prepare an ask": on(opened, lay_out),
+    "prepare an ask behind a slide": on(slid, lay_out),
+    "snapshot": on(opened, lambda window: window.snapshot().model_dump_json()),
+    "restore": on(saved(opened), lambda saved: Window.restore(*saved)),
+    "restore a stream": on(saved(streamed), lambda saved: Window.restore(*saved)),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_work_grows_at_most_in_proportion_to_a_window(name: str) -> None:
+    assert exponent(EDITS[name]) <= 1.1
+
+
+def forked(n: int) -> list[Window]:
+    window = opened(8)
+    return [window, *(window.fork() for _ in range(n))]
+
+
+def filled(store: Any, n: int) -> Any:
+    """A store of room for ``n`` entries that holds as many."""
+    for i in range(n):
+        store.put(f"span/{i:064d}", b"x" * 100)
+    return store
+
+
+BESIDE: dict[str, Setup] = {
+    "a fork's append": on(forked, lambda forks: forks[1].append(Chunk.tokens([7]))),
+    "a fork's ask": on(forked, lambda forks: forks[1].ask("q", 1)),
+    "another fork": on(forked, lambda forks: forks[0].fork()),
+    "a put": on(lambda n: filled(MemoryStore(10**9), n), lambda store: store.put("span/new", b"y")),
+    "a put that drops": on(lambda n: filled(MemoryStore(100 * n), n), lambda store: store.put("span/new", b"y" * 100)),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_stands_beside_costs_nothing(name: str) -> None:
+    assert abs(exponent(BESIDE[name])) <= 0.1
+
+
+@pytest.mark.parametrize("room", [10**9, None])
+def test_a_store_on_disk_grows_at_most_in_proportion(tmp_path: Path, room: int | None) -> None:
+    """Puts into a store with room, or into a full one, and opening it again."""
+    folders = iter(range(99))
+
+    def put(n: int) -> Callable[[], object]:
+        store = filled(DiskStore(tmp_path / f"{next(folders)}", room or 200 * n), n)
+        return lambda: [store.put(f"span/new{i}", b"y" * 100) for i in range(8)]
+
+    def reopen(n: int) -> Callable[[], object]:
+        folder = tmp_path / f"{next(folders)}"
+        filled(DiskStore(folder, room or 200 * n), n).close()
+        return lambda: DiskStore(folder, room or 200 * n).close()
+
+    assert exponent(put) <= (0.1 if room else 1.1)
+    assert exponent(reopen) <= 1.1
+
+
+def test_a_servers_windows_stand_beside_each_other() -> None:
+    from ctxwin_server.protocol.limits import Limits
+    from ctxwin_server.registry.windows import OpenWindows, WindowRegistry
+
+    def registry(n: int) -> tuple[WindowRegistry, list[str]]:
+        engine = FakeEngine(max_tokens=10**6)
+        served = WindowRegistry(engine, 999, Limits(), OpenWindows(999))
+        return served, [served.add(opened(3, engine=engine)).id for _ in range(n)]
+
+    def append(n: int) -> Callable[[], object]:
+        served, ids = registry(n)
+
+        def run() -> None:
+            with served.using(ids[0]) as window:
+                window.append(Chunk.tokens([7]))
+
+        return run
+
+    def upkeep(n: int) -> Callable[[], object]:
+        served, _ = registry(n)
+        return lambda: (served.sweep(), served.economise())
+
+    assert abs(exponent(append)) <= 0.1
+    assert exponent(upkeep) <= 1.1
