@@ -68,7 +68,7 @@ CLOCKED = {"no clock": "off", "as sent": "off", "late": "late", "append": "appen
 """What is asked with a clock in the system prompt, and without, to ``volatile`` of the requests."""
 LONGEST = 40
 """Turns in a history whose old turns stay as text; a longer one loses its older half."""
-Described = dict[str, Any]
+JsonRow = dict[str, Any]
 Ask = Callable[[list[Any]], tuple[str, int, int, float]]
 """Messages to the answer, prompt tokens, tokens found, and seconds to the first token."""
 
@@ -178,9 +178,9 @@ def png(pixels: np.ndarray) -> str:
 
 
 def openai_asker(
-    client: OpenAI, model: str, agent: str, way: str, kept: dict[str, int] | None = None, **fields: Any
+    client: OpenAI, model: str, agent: str, way: str, lazy_counts: dict[str, int] | None = None, **fields: Any
 ) -> Ask:
-    """Stream a chat, as an agent would. ``kept`` gets what lazy drops keep; ``fields``: further ones of each request."""
+    """Stream a chat, as an agent would. ``lazy_counts`` gets what lazy drops keep; ``fields``: further ones of each request."""
     extra = {"ctxwin": WAYS[way], "cache_salt": f"{agent}-{way}", "return_token_ids": True, **fields}
 
     def ask(messages: list[Any]) -> tuple[str, int, int, float]:
@@ -198,9 +198,9 @@ def openai_asker(
             usage = event.usage or usage
         assert usage is not None
         details = usage.prompt_tokens_details
-        if kept is not None:
-            kept.clear()
-            kept.update((usage.model_extra or {}).get("ctxwin", {}).get("kept", {}))
+        if lazy_counts is not None:
+            lazy_counts.clear()
+            lazy_counts.update((usage.model_extra or {}).get("ctxwin", {}).get("kept", {}))
         return text or str(ids), usage.prompt_tokens, (details and details.cached_tokens) or 0, first
 
     return ask
@@ -313,7 +313,7 @@ def prefilled(client: OpenAI) -> dict[str, int]:
     return {result: int(float(tokens)) for result, tokens in found}
 
 
-def habits(client: OpenAI, name: str, turns: int, shown: list[str], keep: int, think: float) -> Iterator[Described]:
+def habits(client: OpenAI, name: str, turns: int, screens: list[str], keep: int, think: float) -> Iterator[JsonRow]:
     """The loop in each habit; at each turn the ways are asked the same one behind the other, another one first each time, and
     vLLM's own answer becomes history. An agent whose next prompt is computed ahead thinks for ``think`` seconds behind each.
     Answers of lazy drops are also held against vLLM's own to the prompt as served."""
@@ -321,18 +321,18 @@ def habits(client: OpenAI, name: str, turns: int, shown: list[str], keep: int, t
         once = {"type": "images", "value": keep if sent_alone is _cleared_together else 1}
         clear = {"type": "clear_images", "keep": {"type": "images", "value": keep}, "clear_at_least": once}
         fields = {"context_management": {"edits": [clear]}} if sent is _whole else {}
-        kept: dict[str, int] = {}
-        asks = {way: openai_asker(client, name, habit, way, kept, **fields) for way in WAYS}
+        counts: dict[str, int] = {}
+        asks = {way: openai_asker(client, name, habit, way, counts, **fields) for way in WAYS}
         asks["off"] = openai_asker(client, name, habit, "off")
         alone = openai_asker(client, name, f"{habit} as served", "off")
         history, older = History(), History()
         results = {way: Row(habit, way) for way in WAYS}
-        before = prefilled(client)
+        tokens_before = prefilled(client)
         for turn in range(turns):
             first = turn % len(WAYS)
             if len(history) == LONGEST:
                 older, history = history[: LONGEST // 2], history[LONGEST // 2 :]
-            history.append([{"role": "user", "content": step(turn, shown)}])
+            history.append([{"role": "user", "content": step(turn, screens)}])
             for way in [*WAYS][first:] + [*WAYS][:first]:
                 messages = _messages((sent_alone if way == "off" else sent)(history, keep))
                 begin = time.perf_counter()
@@ -340,13 +340,13 @@ def habits(client: OpenAI, name: str, turns: int, shown: list[str], keep: int, t
                 results[way].whole_s.append(time.perf_counter() - begin)
                 results[way].add(answer, *cost)  # type: ignore[arg-type]
                 if way == "lazy":  # more than pictures stay where old turns do
-                    more, parts = kept.get("pictures", 0), kept.get("parts", 0)
-                    served = [*older, *history] if parts > more else history
-                    reply, prompt, *_ = alone(_messages(sent_alone(served, keep + more)))
+                    more, parts = counts.get("pictures", 0), counts.get("parts", 0)
+                    history_served = [*older, *history] if parts > more else history
+                    reply, prompt, *_ = alone(_messages(sent_alone(history_served, keep + more)))
                     results[way].as_served.append((reply, prompt) == (answer, cost[0]))
                 time.sleep(think if "prefill" in WAYS[way] else 0.0)
             history[-1].append({"role": "assistant", "content": results["off"].answers[-1] or "-"})
-        counted = {result: tokens - before.get(result, 0) for result, tokens in prefilled(client).items()}
+        counted = {result: tokens - tokens_before.get(result, 0) for result, tokens in prefilled(client).items()}
         for way, row in results.items():
             yield row.described(results["off"]) | ({"prefilled": counted} if "prefill" in WAYS[way] else {})
 

@@ -57,13 +57,13 @@ class Item:
     """Chunks as they are once edited, and what is read behind them.
 
     Attributes:
-        before: place of the chunk that was replaced, and the one before it; None where a clock goes on.
+        original: place of the chunk that was replaced, and that chunk; None where a clock goes on.
         target: tokens of the right answer; () where nobody knows it.
     """
 
     chunks: list[Chunk]
     queries: dict[str, Encoded]
-    before: tuple[int, Chunk] | None = None
+    original: tuple[int, Chunk] | None = None
     target: tuple[int, ...] = ()
 
 
@@ -82,10 +82,10 @@ def fact_items(engine: HFEngine, seed: int, n: int, form: str) -> Iterator[Item]
             for at in range(len(ids))
             if ids[at : at + len(now)] == now
         )
-        before = ids[:at] + engine.text_ids(piece.format(words[int(rng.integers(len(words)))])) + ids[at + size :]
+        original = ids[:at] + engine.text_ids(piece.format(words[int(rng.integers(len(words)))])) + ids[at + size :]
         query = engine.encode(Chunk.tokens(list(context.query)))
         chunks = [Chunk.tokens(list(chunk)) for chunk in placed]
-        yield Item(chunks, {"fact": query}, (place, Chunk.tokens(list(before))), context.target)
+        yield Item(chunks, {"fact": query}, (place, Chunk.tokens(list(original))), context.target)
 
 
 def text_items(engine: HFEngine, seed: int, n: int) -> Iterator[Item]:
@@ -140,10 +140,10 @@ def edited_segments(engine: HFEngine, chunks: Sequence[Chunk], minute: int, *, t
 
 def replaced_segments(engine: HFEngine, item: Item, minute: int) -> tuple[Segment, ...]:
     """Return the segments of a window in which one chunk was replaced once all were computed."""
-    assert item.before is not None
-    place, before = item.before
+    assert item.original is not None
+    place, original = item.original
     with Window(engine, SYSTEM_PROMPT.format(minute=minute), fidelity=EDITED) as window:
-        window.extend([*item.chunks[:place], before, *item.chunks[place + 1 :]])
+        window.extend([*item.chunks[:place], original, *item.chunks[place + 1 :]])
         segments_of(window)
         window.evict(window.chunks[place].id)
         window.insert(place, item.chunks[place])
@@ -160,7 +160,7 @@ def greedy_answer(engine: HFEngine, segments: Sequence[Segment], query: Encoded)
 
 def measure(engine: HFEngine, rounded: HFEngine, item: Item, minute: int) -> Iterator[dict[str, Any]]:
     """Yield a row for each way and question: KL along the exact answer, and if the greedy answer is another, and right."""
-    if item.before is None:
+    if item.original is None:
         edited = {
             name: edited_segments(engine, item.chunks, minute, turns=name == "turns") for name in ("tick", "turns")
         }
@@ -178,9 +178,9 @@ def measure(engine: HFEngine, rounded: HFEngine, item: Item, minute: int) -> Ite
         expected = rows(engine, reference)
         for way, (of, segments) in ways.items():
             divergence = diverge(expected, rows(of, segments), ended=False)
-            given, size = greedy_answer(of, segments, query), len(item.target)
-            right = [bool(size) and ids[:size] == item.target for ids in (answer, given)]
-            yield {"way": way, "question": question, "kl": divergence.kl, "changed": given != answer, "right": right}
+            reply, size = greedy_answer(of, segments, query), len(item.target)
+            right = [bool(size) and ids[:size] == item.target for ids in (answer, reply)]
+            yield {"way": way, "question": question, "kl": divergence.kl, "changed": reply != answer, "right": right}
     for of in (engine, rounded):
         for key in list(of.store.list("span/")):
             of.repo.delete(key)

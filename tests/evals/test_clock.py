@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 def test_what_is_reused_differs_and_the_same_arithmetic_does_not(engine: HFEngine, edited: bool) -> None:
     """With the engine itself in place of one of another arithmetic, the floor is nothing."""
     rows, ways = [], ["edited"] if edited else ["tick", "turns"]
-    before = (2, Chunk.text("the number 9 is red")) if edited else None
+    original = (2, Chunk.text("the number 9 is red")) if edited else None
     for index in range(2):
         chunks = [Chunk.text(f"the number {i + index} is blue") for i in range(6)]
-        item = Item(chunks, {"color": engine.encode_query("what color is the number 3?")}, before)
+        item = Item(chunks, {"color": engine.encode_query("what color is the number 3?")}, original)
         rows += [{"item": index, **row} for row in measure(engine, engine, item, 7)]
         assert not list(engine.store.list("span/")), "an item finds no KV of another"
     assert [row["way"] for row in rows] == [*ways, "floor"] * 2
@@ -37,9 +37,9 @@ def test_one_fact_was_another_before(engine: HFEngine, form: str, monkeypatch: p
     monkeypatch.setattr(released_texts, "documentation", lambda: iter(["Two boats pass, and all is quiet. " * 20] * 5))
     contexts = Texts(engine, 3).contexts(f"facts-{form}", 3)
     for item, context in zip(fact_items(engine, 3, 3, form), contexts, strict=True):
-        assert item.before is not None
-        place, before = item.before
-        now, then = (np.array(engine.encode(chunk).token_ids) for chunk in (item.chunks[place], before))
+        assert item.original is not None
+        place, original = item.original
+        now, then = (np.array(engine.encode(chunk).token_ids) for chunk in (item.chunks[place], original))
         same = min(len(now), len(then))
         begin = int(np.argmin(now[:same] == then[:same]))
         end = int(np.argmin(now[::-1][:same] == then[::-1][:same]))
