@@ -49,6 +49,7 @@ def test_what_must_hold_on_any_model(tiny: HFEngine, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(released, "PIECE", 20)
     names = [
         "reprefill", "blind", "oracle", "patched:full", "mpic:all", "epic:all", "slide2/survivor", "slide2/removal:full",
+        "slide2/removal:8@quantized",
         "recall/blind", "recall/update:full", "floor/pieces", "floor/bfloat16", "floor/bfloat16-pieces",
     ]  # fmt: skip
     context, study = Texts(tiny, 0).contexts(SET, 1)[0], study_of(tiny)
@@ -62,6 +63,7 @@ def test_what_must_hold_on_any_model(tiny: HFEngine, monkeypatch: pytest.MonkeyP
     assert rows["patched:full"].kl < 0.02 * blind  # its factors are bfloat16
     assert rows["recall/update:full"].kl < 0.02 * rows["recall/blind"].kl
     assert rows["slide2/removal:full"].kl < 0.02 * rows["slide2/survivor"].kl
+    assert rows["slide2/removal:8@quantized"].kl < 0.5 * rows["slide2/survivor"].kl
     assert rows["floor/pieces"].kl < rows["floor/bfloat16"].kl < blind
     assert rows["patched:full"].stored > 0 == rows["blind"].stored and rows["mpic:all"].extra["recomputed"] == 1
 

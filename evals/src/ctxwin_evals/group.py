@@ -236,10 +236,10 @@ class Group:
         key = ("canonical", b, place, variant)
         return self.patcher.variant(variant).patch(lambda: self.deficit(b, place), rank, self._patches, key)
 
-    def removal(self, b: int, place: int, rank: int | None) -> Patch:
+    def removal(self, b: int, place: int, rank: int | None, variant: str = "") -> Patch:
         """The patch on the survivor that removes what left the window."""
-        key = ("kept", b, place)
-        return self.patcher.patch(lambda: self.deficit(b, place, against="survivor"), rank, self._patches, key)
+        key, patcher = ("kept", b, place, variant), self.patcher.variant(variant)
+        return patcher.patch(lambda: self.deficit(b, place, against="survivor"), rank, self._patches, key)
 
     def compressed(self, lost: Deficit, rank: int | None, key: object) -> Patch:
         """The patch of an arm's own deficit; ``key`` tells it from others of this group."""

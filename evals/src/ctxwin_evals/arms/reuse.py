@@ -187,20 +187,20 @@ class Survivor(Arm, form="survivor", source="Kamera, section 5, 'Sliding-window 
 
 
 class Removal(
-    RankedArm,
+    Patched,
     form="removal:M",
     source="Kamera, section 5, 'Sliding-window survival' (removal patch)",
     settings=("slide",),
 ):
     """After a slide: survivors, each with a patch that removes what it absorbed from the chunks that left.
 
-    A patch takes a forward over all that stayed, once (``formed``), which gives the exact KV, too.
+    A patch takes a forward over all that stayed, once (``formed``), which gives the exact KV, too; ``variant`` as in `Patched`.
     """
 
     def serve(self, group: Group) -> list[Served | None]:
         results: list[Served | None] = []
         for b, row in enumerate(group.survivors):
-            patches = [group.removal(b, i, self.size) for i in range(len(row))]
+            patches = [group.removal(b, i, self.size, self.variant) for i in range(len(row))]
             spans = [group.patched(s, p, i) for i, (s, p) in enumerate(zip(row, patches, strict=True))]
             formed = {"formed": float(group.context_tokens)}
             results.append(Served(spans, sum(p.nbytes for p in patches), group.kv_bytes(), extra=formed))
