@@ -33,7 +33,7 @@ from ctxwin.window.removed import check_present
 from ctxwin.window.reordering import reorder_advice
 from ctxwin.window.sliding import SlidingAdvice, own_mark, sliding_advice
 from ctxwin.window.state import Placed, State
-from ctxwin.window.storage_policy import Demand
+from ctxwin.window.storage_policy import Demand, DemandLedger
 from ctxwin.window.unaudited import Unaudited, open_audits
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ _SLIDES = 3
 """Slides by a few chunks, one after the other, from which on a window counts as one that slides one by one."""
 _log = logging.getLogger("ctxwin")
 _open: weakref.WeakKeyDictionary[SpanRepository, weakref.WeakSet[WindowCore]] = weakref.WeakKeyDictionary()
+_ledgers: weakref.WeakKeyDictionary[SpanRepository, DemandLedger] = weakref.WeakKeyDictionary()
 """The windows of this process by their store, for `WindowCore.forget`."""
 _opening = threading.Lock()
 
@@ -458,14 +459,16 @@ def open_windows(store: Store) -> list[WindowCore]:
 
 
 def demand_of(engine: Engine) -> Demand:
-    """Return the demand of the windows that this process has open on the engine's store. Cost: O(placed chunks), unless the
-    store has no limit."""
+    """Return the demand of the windows that this process has open on the engine's store. Cost: O(windows), and O(placed chunks)
+    of those that changed since the last call, unless the store has no limit."""
     limit = engine.repo.store.limit()
     if not limit:
         return Demand()
     with _opening:
+        if engine.repo not in _ledgers:
+            _ledgers[engine.repo] = DemandLedger(engine.spec.kv)
         cores = [core for core in _open.get(engine.repo, ()) if not core.closed and not core.read_only]
-    return Demand.of((core.state for core in cores), engine.spec.kv, limit)
+        return _ledgers[engine.repo].demand({id(core): core.state for core in cores}, limit)
 
 
 def restore_core(engine: Engine, state: State | dict[str, Any] | str, seed: str | None = None) -> WindowCore:

@@ -16,8 +16,8 @@ forming a canonical takes a forward. From that follows:
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -44,7 +44,7 @@ class Demand:
 
     bytes: int = 0
     limit: int = 0
-    contexts: dict[tuple[str, str], set[str]] = field(default_factory=dict)
+    contexts: Mapping[tuple[str, str], Collection[str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, states: Iterable[State], kv: KVSpec, limit: int) -> Demand:
@@ -54,7 +54,7 @@ class Demand:
         for state in states:
             for p in state.placed:
                 provenances = contexts[state.system_prompt_key, p.chunk_id]
-                context = p.kv.provenance if p.kv else f"{state.window}/{p.id}"
+                context = context_of(state, p)
                 if context not in provenances:
                     provenances.add(context)
                     total += p.tokens * kv.token_bytes + kv.state_bytes
@@ -69,6 +69,56 @@ class Demand:
         """Return True if bytes are short and canonical + patch saves some."""
         shared = len(self.contexts.get((state.system_prompt_key, entry.chunk_id), ())) > 1
         return self.short and (canonical_held or shared)
+
+
+class DemandLedger:
+    """The `Demand` of a store's open windows, kept up to date: O(windows), and O(placed chunks) of those that changed.
+
+    Not thread-safe.
+    """
+
+    def __init__(self, kv: KVSpec) -> None:
+        self._kv = kv
+        self._states: dict[int, State] = {}
+        self._contexts: dict[tuple[str, str], Counter[str]] = {}
+        self._bytes = 0
+
+    def demand(self, states: Mapping[int, State], limit: int) -> Demand:
+        """Return `Demand.of` windows in these states. Its contexts are the ledger's own: they follow later calls."""
+        for window in self._states.keys() - states.keys():
+            self._count(self._states.pop(window), set(), -1)
+        for window, state in states.items():
+            old = self._states.get(window)
+            if old is state:
+                continue
+            self._states[window] = state
+            same = old is not None and (old.window, old.system_prompt_key) == (state.window, state.system_prompt_key)
+            self._count(state, set(map(id, old.placed)) if old is not None and same else set(), 1)
+            if old is not None:
+                self._count(old, set(map(id, state.placed)) if same else set(), -1)
+        return Demand(self._bytes, limit, self._contexts)
+
+    def _count(self, state: State, without: Collection[int], sign: int) -> None:
+        """Add (or subtract) the placed chunks of ``state``, but for those objects of ``without``."""
+        system_prompt = state.system_prompt_key
+        for p in state.placed:
+            if id(p) in without:
+                continue
+            counts = self._contexts.setdefault((system_prompt, p.chunk_id), Counter())
+            context = context_of(state, p)
+            known = context in counts
+            counts[context] += sign
+            if not counts[context]:
+                del counts[context]
+            if known != (context in counts):
+                self._bytes += sign * (p.tokens * self._kv.token_bytes + self._kv.state_bytes)
+            if not counts:
+                del self._contexts[system_prompt, p.chunk_id]
+
+
+def context_of(state: State, entry: Placed) -> str:
+    """Return what tells the contexts of a chunk apart."""
+    return entry.kv.provenance if entry.kv else f"{state.window}/{entry.id}"
 
 
 def likely_form(state: State, evicted: Placed, canonical_held: bool, keeps_survivors: bool) -> Form:

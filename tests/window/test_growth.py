@@ -16,6 +16,7 @@ import pytest
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.store.disk import DiskStore
 from ctxwin.store.memory import MemoryStore
+from ctxwin.window.core import demand_of
 from ctxwin.window.layout import Work
 from window.fake import FakeEngine
 
@@ -148,10 +149,21 @@ def filled(store: Any, n: int) -> Any:
     return store
 
 
+def counted(n: int) -> Window:
+    """A window of a chunk that was edited since the bytes of a large one beside it were counted."""
+    engine = FakeEngine(max_tokens=10**6)
+    large, small = opened(n, engine=engine), opened(1, engine=engine)
+    assert demand_of(engine).bytes and large.ids
+    small.observe(lambda event, large=large: None)  # keeps it open
+    small.append(Chunk.tokens([7]))
+    return small
+
+
 BESIDE: dict[str, Setup] = {
     "a fork's append": on(forked, lambda forks: forks[1].append(Chunk.tokens([7]))),
     "a fork's ask": on(forked, lambda forks: forks[1].ask("q", 1)),
     "another fork": on(forked, lambda forks: forks[0].fork()),
+    "the bytes that open windows need": on(counted, lambda window: demand_of(window.engine)),
     "a put": on(lambda n: filled(MemoryStore(10**9), n), lambda store: store.put("span/new", b"y")),
     "a put that drops": on(lambda n: filled(MemoryStore(100 * n), n), lambda store: store.put("span/new", b"y" * 100)),
 }

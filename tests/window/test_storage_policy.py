@@ -11,10 +11,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.store.memory import MemoryStore
 from ctxwin.store.spans import SpanRepository
+from ctxwin.window.core import demand_of
 from ctxwin.window.maintenance import Maintenance
 from ctxwin.window.state import Conditioning
 from ctxwin.window.storage_policy import Demand, likely_form
@@ -281,3 +284,27 @@ def served(window: Window) -> list[str]:
     state = window.snapshot()
     contents = [p.chunk_id for p in state.placed[:-1]]
     return list(orbit_keys(state.system_prompt_key, state.placed[-1].chunk_id, contents, window.fidelity.patch_name))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), max_size=30))
+def test_the_demand_kept_up_to_date_is_that_of_all_windows(program: list[tuple[int, int]]) -> None:
+    engine = FakeEngine()
+    windows = [Window(engine, "h", fidelity=Fidelity("patched"))]
+    for where, what in program:
+        window = windows[where % len(windows)]
+        if what < 3:
+            window.append(Chunk.text("abc"[what]))
+        elif what == 3:
+            window.ask("q", 1)
+        elif what == 4:
+            window.slide(min(1, len(window.ids)))
+        elif what == 5:
+            windows.append(window.fork("another" if where % 2 else None))
+        elif len(windows) > 1:
+            windows.remove(window)
+            window.close()
+        want = Demand.of((w.snapshot() for w in windows), KV, engine.store.limit())
+        have = demand_of(engine)
+        assert (have.bytes, have.limit) == (want.bytes, want.limit)
+        assert {chunk: set(contexts) for chunk, contexts in have.contexts.items()} == want.contexts
