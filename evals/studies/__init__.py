@@ -11,7 +11,7 @@
 | ``python -m evals.studies.live``        | a live stream, the last frames resent as a chat, and vLLM's own streaming input      |
 | ``python -m evals.studies.fleet``       | edits and answers of a fleet whose replicas are killed, replaced and routed to       |
 | ``python -m evals.studies.text_stream`` | tokens of a sliding text window on a released model, beside prefix caches      |
-| ``python -m evals.studies.released``    | natural text and facts on a released model, served in every way, beside the floor    |
+| ``python -m evals.studies.released``    | text, facts and pictures on released models, served in every way, beside the floor   |
 | ``python -m evals.studies.linked``      | files linked in new orders, with gaps computed in one step                           |
 | ``python -m evals.studies.ahead``       | the first token behind a slide that was predicted and computed ahead                 |
 | ``python -m evals.studies.trust``       | asks until a model without a profile is served approximately, audits included        |
