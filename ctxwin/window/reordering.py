@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from ctxwin.window.answer import PlanEntry
     from ctxwin.window.state import State
 
 
@@ -30,9 +29,12 @@ class ReorderAdvice:
     cheaper: Literal["repair", "copy"]
 
 
-def reorder_advice(state: State, entries: Sequence[PlanEntry]) -> ReorderAdvice | None:
-    """Return the advice for a planned ask; None where chunks stand as their KV was computed, or nothing is computed. O(n)."""
-    repair = sum(entry.compute for entry in entries)
+def reorder_advice(state: State, computed: Mapping[str, int]) -> ReorderAdvice | None:
+    """Return the advice for an ask that computes so many tokens of placements. O(n).
+
+    None where chunks stand as their KV was computed, or nothing is computed.
+    """
+    repair = sum(computed.values())
     conditioned = [p for p in state.placed if p.kv is not None and p.kv.antecedents.length]
     if not repair or not conditioned:
         return None
@@ -42,7 +44,7 @@ def reorder_advice(state: State, entries: Sequence[PlanEntry]) -> ReorderAdvice 
     places = {placement: i for i, placement in enumerate((*order.ids[:length], last.id))}
     known = [(places[p.id], p) for p in state.placed if p.id in places]
     moved = next((i for i, (a, b) in enumerate(pairwise(known), start=1) if b[0] < a[0]), None)
-    new = sum(entry.compute for entry in entries if entry.id not in places)
+    new = sum(tokens for placement, tokens in computed.items() if placement not in places)
     if moved is None or new == repair:
         return None
     copied = [p for _, p in known[moved:]]
