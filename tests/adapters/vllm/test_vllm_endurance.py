@@ -39,8 +39,9 @@ import torch
 from ctxwin import Fidelity, Window
 from ctxwin.engines.sampling import Sampling
 from ctxwin.engines.segments import Encoded
-from ctxwin.errors import CtxwinError
+from ctxwin.errors import CtxwinError, StoreCorrupt
 from ctxwin.store import open_store
+from ctxwin.store.codec import Seal
 from ctxwin.store.lru import LRUCache
 from ctxwin.window.assembly import Assembly
 from engines import models
@@ -55,8 +56,8 @@ from adapters.vllm.programs import HEADERS, MOVES, Program, pool
 OPERATIONS = int(os.environ.get("CTXWIN_OPERATIONS", "1200"))
 FILE = os.environ.get("CTXWIN_OPERATIONS_FILE", "")
 ROUND, WINDOWS, SHARE, LOADS, BLOCKS = 600, 4, 0.01, 0.05, 36
-CLOSE = 1e-3
-"""Of log-probabilities, float32, the same KV in another batch: 2e-4 was seen, and a prompt without a chunk is 1 away and more."""
+CLOSE = 1e-4
+"""Of log-probabilities, float32, the same KV in another batch: 2e-5 was seen, and a prompt without a chunk is 1 away and more."""
 RARER = {
     "ask": 2.5, "plain": 0.6, "fork": 0.5, "remember": 0.3, "stream": 0.3, "refresh": 0.3, "compress": 0.3, "toggle": 0.1,
     "reset": 0.3,
@@ -66,11 +67,12 @@ FIRST = Sampling(max_tokens=1, logprobs=-1)
 
 
 class FaultyStore(WrapperStore):
-    """Loses, cuts, damages or drops a share of what is read, and refuses a share of what is written."""
+    """Loses, cuts, damages or drops a share of the records that are read, and refuses a share of what is written."""
 
     def __init__(self, share: float, seed: str) -> None:
         super().__init__(open_store("memory:"))
         self.struck: Counter[str] = Counter()
+        self._seal = Seal()
         self._share, self._random, self._lock = share, random.Random(seed), threading.Lock()
 
     def _strike(self, *kinds: str) -> str:
@@ -84,12 +86,15 @@ class FaultyStore(WrapperStore):
         match self._strike("lost", "cut", "damaged", "dropped") if value else "":
             case "lost":
                 return None
-            case "cut":
-                return value and value[: len(value) // 2]
-            case "damaged":
-                blob = bytearray(value or b"")
-                blob[len(blob) * 2 // 3] ^= 1
-                return bytes(blob)
+            case "cut" | "damaged" as kind:
+                head, tail = self._seal.close(key, value or b"")
+                record = bytearray(head + (value or b"") + tail)
+                record[len(record) * 2 // 3] ^= 1
+                try:
+                    return self._seal.open(key, bytes(record[: len(record) // 2] if kind == "cut" else record))
+                except StoreCorrupt:  # a miss, as in every store
+                    self.inner.delete(key)
+                    return None
             case "dropped":
                 self.inner.delete(key)
                 return None
@@ -402,7 +407,7 @@ def test_no_answer_is_wrong(model_dir: Path, processes: str) -> None:
     finally:
         for opened in (*engines, alone.driver):
             opened.close()
-    assert np.median([away for result in rounds for away in result["without"]]) > 10 * CLOSE, (
+    assert np.median([away for result in rounds for away in result["without"]]) > 1000 * CLOSE, (
         "other KV would be noticed"
     )
     assert not [note for result in rounds for away, note in result["far"] if away >= CLOSE]
