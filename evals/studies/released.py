@@ -57,8 +57,6 @@ MORE = (
     "orbit:16", "recall/blind", "recall/stale:16", "recall/update:16", "slide2/survivor", "slide6/survivor",
     "slide12/survivor", "floor/pieces", "floor/bfloat16", "floor/bfloat16-pieces",
 )  # fmt: skip
-PARTS = ("heads", "landmarks", "last")
-"""Histories of `evals.studies.heads`, in which nothing happened to the window."""
 FLOORS = ("pieces", "bfloat16", "bfloat16-pieces")
 REPREFILL, PIECE = "reprefill", 100
 RIGHT = 0.9
@@ -69,8 +67,7 @@ _RANK = 32
 def split(name: str) -> tuple[str, str]:
     """Return what happened to the window (nothing, ``slideN``, ``recall``, ``floor``), and the arm. Raises ValueError."""
     history, _, arm = name.rpartition("/")
-    setting = "slide" if re.fullmatch(r"slide[1-9]\d*", history) else history.partition(":")[0] or "window"
-    setting = "window" if setting in PARTS else setting
+    setting = "slide" if re.fullmatch(r"slide[1-9]\d*", history) else history or "window"
     fits = arm in FLOORS if setting == "floor" else name == "recall/blind" or setting in parse_arm(arm).settings
     if not fits:
         raise ValueError(f"an arm must be ARM, slideN/ARM, recall/ARM or floor/({'|'.join(FLOORS)}), got {name!r}")
@@ -156,17 +153,17 @@ class Study:
                 case "floor/bfloat16-pieces":
                     reference, other = rounded().exact, rounded().in_pieces()
                 case _:
-                    found = self.serve_arm(views, name)
+                    found = _serve(views, name)
                     if found is None:  # an orbit of a chunk behind one other, say
                         continue
                     served, other = found, views.read(found)
             yield _sample(context, name, views.group(""), served, reference, other)
 
-    def serve_arm(self, views: Views, name: str) -> Served | None:
-        """Return what an arm serves; None where it has no meaning for the context."""
-        history, text = split(name)
-        arm: Arm = BASES["recall"] if name == "recall/blind" else parse_arm(text)
-        return arm.serve(views.group(history))[0]
+
+def _serve(views: Views, name: str) -> Served | None:
+    history, text = split(name)
+    arm: Arm = BASES["recall"] if name == "recall/blind" else parse_arm(text)
+    return arm.serve(views.group(history))[0]
 
 
 def _sample(context: Context, name: str, group: Group, served: Served, reference: Tensor, other: Tensor) -> Sample:
@@ -195,7 +192,6 @@ def _sample(context: Context, name: str, group: Group, served: Served, reference
             "loss": float((reference - other).gather(1, target).mean()),
             "right": float((other.argmax(-1) == target[:, 0]).all()),
             "recomputed": float(served.extra.get("recomputed", served.computed / tokens)),
-            **{key: value for key, value in served.extra.items() if key in ("keys", "of")},
         },
     )
 
@@ -282,9 +278,7 @@ def _figures(rows: dict[int, Sample], base: dict[int, Sample] | None) -> dict[st
     indices = sorted(rows)  # so that a table does not depend on the order in which rows came
     some, clusters = [rows[i] for i in indices], [str(i) for i in indices]
     figures: dict[str, Any] = {"n": len(some)}
-    columns = {"kl": [row.kl for row in some]} | {
-        key: [row.extra[key] for row in some] for key in ("flips", "loss", "keys", "of") if key in some[0].extra
-    }
+    columns = {"kl": [row.kl for row in some]} | {key: [row.extra[key] for row in some] for key in ("flips", "loss")}
     for key, values in columns.items():
         figures[key], figures[f"{key}_ci95"] = sum(values) / len(values), bootstrap_mean(values, clusters)
     right = [row.extra["right"] for row in some]
