@@ -50,8 +50,9 @@ _SLIDES = 3
 """Slides by a few chunks, one after the other, from which on a window counts as one that slides one by one."""
 _log = logging.getLogger("ctxwin")
 _open: weakref.WeakKeyDictionary[SpanRepository, weakref.WeakSet[WindowCore]] = weakref.WeakKeyDictionary()
-_ledgers: weakref.WeakKeyDictionary[SpanRepository, DemandLedger] = weakref.WeakKeyDictionary()
 """The windows of this process by their store, for `WindowCore.forget`."""
+_ledgers: weakref.WeakKeyDictionary[SpanRepository, DemandLedger] = weakref.WeakKeyDictionary()
+"""The demand of these windows."""
 _opening = threading.Lock()
 
 

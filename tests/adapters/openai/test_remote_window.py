@@ -420,8 +420,11 @@ def test_maintenance_is_done_on_the_server(window: RemoteWindow) -> None:
     window.maintenance.touch(first)
     window.maintenance.check()
     assert window.snapshot().find(first).reads > window.snapshot().find(second).reads
-    with pytest.raises(ValueError, match="leave a chunk behind"):
-        window.maintenance.prepare_orbit([first, second], orders=2)
+    plan = window.maintenance.plan_orbit([first, second])
+    assert plan["forwards"] >= 2
+    with pytest.raises(BudgetExceeded, match="token_limit must be at least"):
+        window.maintenance.prepare_orbit([first, second], token_limit=plan["tokens"] - 1)
+    assert window.maintenance.prepare_orbit([first, second], token_limit=plan["tokens"]) == [first, second]
     with pytest.raises(ValueError, match="allow merged KV"):
         window.maintenance.merge(first, 0.5)
     with pytest.raises(UnknownChunk):

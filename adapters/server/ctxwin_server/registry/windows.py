@@ -268,7 +268,7 @@ class WindowRegistry:
         Each version is tried once, and once more if bytes became short since. Ends as soon as a request waits for the engine.
         Requests to a window wait while it is compressed.
         """
-        freed, short = 0, demand_of(self._engine).short  # which adds up all open windows
+        freed, short = 0, demand_of(self._engine).short
         with self._lock:
             entries = list(self._entries.values())
         for entry in entries:
