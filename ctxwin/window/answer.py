@@ -199,6 +199,7 @@ class Plan:
         sliding: of an exact window that slides one by one: what that costs, and what a low-water mark would.
         prefilled_tokens: tokens computed ahead of the next ask so far (``Window(prefill="idle")``).
         reorder: where chunks stand in another order than their KV does, and are computed again: what copies would take.
+        merges_prompt: whether the whole prompt is merged for its answer (`AdvancedFidelity`); the chunks stay whole.
     """
 
     system_prompt_tokens: int
@@ -210,6 +211,7 @@ class Plan:
     sliding: SlidingAdvice | None = None
     prefilled_tokens: int = 0
     reorder: ReorderAdvice | None = None
+    merges_prompt: bool = False
 
     @property
     def requests(self) -> int:
@@ -246,8 +248,8 @@ class Plan:
 
     @property
     def exact(self) -> bool:
-        """True if every chunk equals a re-prefill."""
-        return all(e.exact for e in self.entries)
+        """True if every chunk equals a re-prefill, and the answer sees all of it."""
+        return not self.merges_prompt and all(e.exact for e in self.entries)
 
     @property
     def tokens_by_lane(self) -> dict[str, int]:

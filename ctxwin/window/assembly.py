@@ -84,7 +84,9 @@ class Assembly:
 
     def plan(self, state: State, fidelity: Fidelity, query: str | None = None) -> Plan:
         """Return the plan of an ask of ``state``. Reads no KV. The tokens of ``query``, if given, are included."""
-        prices, has, merging = self.prices, cache(self.has), fidelity.merges_prompt and state.conditioned
+        prices, has = self.prices, cache(self.has)
+        # An ask that returns outputs, as all do here by default, needs its tokens whole.
+        merging = fidelity.merges_prompt and state.conditioned and not self.engine.spec.outputs
         choices = choose(state, fidelity, has, prices, self.memo, self.engine)
         plan = plan_of(state, choices, self.engine.spec.kv, system_prompt_key(state), has, prices)
         plan = computed_plan(state, plan, self.engine.spec.kv, prices) if merging else plan

@@ -429,11 +429,11 @@ def plan_of(state: State, choices: Sequence[Choice], kv: KVSpec, system_prompt: 
 
 
 def computed_plan(state: State, plan: Plan, kv: KVSpec, prices: Prices) -> Plan:
-    """Return the plan of an ask whose last request computes everything, whatever is formed for the layout in front of it."""
+    """Return the plan of an ask whose last request computes and merges everything, whatever is formed in front of it."""
     forming = [step for step in plan.steps if step.purpose in ("system_prompt", "canonical")]
     choices, key = computed_choices(state, prices), system_prompt_key(state)
     whole = plan_of(state, choices, kv, key, lambda _: False, prices)
-    return replace(whole, steps=(*forming, *whole.steps))
+    return replace(whole, steps=(*forming, *whole.steps), merges_prompt=True)
 
 
 def steps_of(

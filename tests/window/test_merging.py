@@ -8,6 +8,7 @@ import pytest
 from ctxwin import Chunk, Fidelity, Window, open_store
 from ctxwin.engines.sampling import Sampling
 from ctxwin.errors import UnknownChunk, UnsupportedModel
+from ctxwin.window.serialization import plan_from, plan_to
 from window.fake import KV, FakeEngine
 
 MERGES = Fidelity("patched", merge=0.5, advanced={"forbid": ("patched",)})
@@ -163,11 +164,13 @@ def test_answers_over_merged_chunks_may_drop_tokens(engine: FakeEngine, monkeypa
     assert held == [whole, (0.5, 1, False), whole], "nothing is merged; something is; what is remembered is whole"
     window = opened(engine, MERGES.with_advanced(eliminate=16, merge_prompt=True))
     held.clear()
-    window.ask("q")
+    plan = plan_from(plan_to(window.plan()))
+    assert not plan.exact and not window.ask("q").usage.exact and window.chunks[0].exact
     window.ask("q", remember=True)
     assert held == [(0.5, 16, True), whole]
     window.toggle(window.ids[0], conditioned=False)
     plan, answer = window.plan("q"), window.ask("q")
+    assert plan.exact == answer.usage.exact
     assert held.pop() != (0.5, 16, True) and answer.usage.reused_tokens["canonical"] == 8, (
         "in place it would see others"
     )

@@ -445,7 +445,7 @@ def test_a_prompt_is_merged_for_its_answer_and_the_window_stays_whole(engine: En
         assert plan.computed_tokens == merged.usage.computed_tokens == merged.usage.prompt_tokens
         assert plan.requests == merged.usage.forwards == 1 and not plan.bytes
         window.check()
-        assert not merged.usage.exact
+        assert not merged.usage.exact and not plan.exact and all(entry.exact for entry in plan.entries)
         assert close(merged.first_token_logprobs, reprefill(engine, window, QUESTIONS[0]), 1e-5)
         query = engine.encode_query(QUESTIONS[0])
         held = Sampling(12, hold=0.3, hold_every=4, merge_prompt=True)
