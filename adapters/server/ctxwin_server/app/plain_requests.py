@@ -24,7 +24,7 @@ from ctxwin_chats import compaction
 from ctxwin_chats.compaction import CompactEdit, Compaction, read_summary, request_for, resume, take_compaction
 from ctxwin_chats.context_management import Count, manage
 from ctxwin_chats.continuation import turns_field
-from ctxwin_chats.lazy_drops import Bounds
+from ctxwin_chats.lazy_drops import Bounds, Kept
 from ctxwin_chats.options import EDIT_FIELDS, ROUTES, read_options
 from ctxwin_chats.prefill import Ahead
 from ctxwin_chats.typed_tools import describe_tools
@@ -236,6 +236,8 @@ class PlainRequest:
         if is_managed or options.prompt.lazy_drops is None:  # an explicit wish: nothing of what it drops is held back
             if options.name:
                 self._tenant_state.lazy_drops.forget(options.name)
+            if options.prompt.lazy_drops is not None:
+                options.rewrites["kept"] = Kept().report()
         else:
             room = await self._keep_drops(options, options.prompt.lazy_drops)
         if compact is not None:

@@ -195,6 +195,7 @@ def test_what_the_client_wants_forgotten_is_not_kept(server: Process, fields: di
     else:
         sent = ask(server, CHAT, turns_of(CHAT, 2, 5, 9000), "", ctxwin=OFF)
         assert prompt_and_cached(answer)[0] == prompt_and_cached(sent)[0] and words(answer) == words(sent)
+        assert "ctxwin" in fields or not any(kept(answer).values()), "lazy drops are on, and keep nothing"
     later = kept(ask(server, CHAT, turns_of(CHAT, 3, 6, 9000), name, ctxwin=LAZY))
     assert later["pictures"] == (1 if "max_tokens" in fields else 0)
 
