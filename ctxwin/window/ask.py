@@ -30,6 +30,7 @@ from ctxwin.window.state import State
 if TYPE_CHECKING:
     import torch
 
+    from ctxwin.fidelity import Fidelity
     from ctxwin.kv.layout import SpanKV
     from ctxwin.window.protocols import Searchable
 
@@ -127,6 +128,21 @@ class Question:
         return cls(query, sampling, remember, texts, tools=tools, libraries=libraries, n=n, outputs=names)
 
 
+@dataclass
+class _Prompt:
+    """What the engine is asked: the state laid out, the query, and what that has cost so far."""
+
+    state: State
+    fidelity: Fidelity
+    layout: Layout
+    query: Encoded
+    sampling: Sampling
+    work: Work
+    captures_query: bool
+    planned_ms: float
+    layout_s: float
+
+
 def ask(
     core: WindowCore,
     question: Question,
@@ -140,84 +156,40 @@ def ask(
     ``stopped`` is polled: once it is true the engine stops, AnswerStopped is raised and the window stays as it was.
     ``audited``: True if audits may sample this answer.
     """
-    query, sampling, remember = question.query, question.sampling, question.remember
     wants_outputs = core.engine.spec.outputs and question.outputs != ()
     if question.outputs and not wants_outputs:
         raise ValueError(
             f"outputs must be left out, got {list(question.outputs)}: the engine was opened without outputs=True"
         )
-    with tracing.span("ask"), core.writing(edit=bool(remember)) as state:
+    with tracing.span("ask"), core.writing(edit=bool(question.remember)) as state:
         begin = time.perf_counter()
         state, (strategy, fidelity) = core.audits.with_fallbacks(state), core.audits.in_force()
-        encoded = core.engine.encode_query(query)
-        check_budget(state, encoded.tokens, sampling.max_tokens)
-        work = Work()
-        if core.idle is not None:
-            core.idle.give_way(state)
         with core.counting_encodes():
-            layout = core.assembly.build_layout(state, fidelity, work)
-            layout_s = time.perf_counter() - begin
-            captures_query, costs = bool(remember) or wants_outputs, core.engine.costs
-            if not captures_query:
-                merged = any(choice.conditioning.slots for choice in layout.choices)
-                decoded = fidelity if state.conditioned else fidelity.with_advanced(merge_prompt=False)
-                sampling = sampling_under(decoded, sampling, merged)
-            planned_ms = layout.ms + costs.forward_ms(encoded.tokens, state.tokens)
-            if sampling.merge_prompt:
-                planned_ms = costs.request_ms + costs.forward_ms(state.tokens + encoded.tokens, 0)
-
-            def relay(token: int, text: str) -> bool:
-                core.heartbeat()
-                if stopped():
-                    return False
-                text, ended = until_stop(text, question.stop)
-                return (on_token is None or on_token(token, text)) and not ended
-
-            generation = core.assembly.run(layout, encoded, sampling, capture_query=captures_query, on_token=relay)
-            if stopped():
-                raise AnswerStopped("the answer was stopped before its end")
-            text, ended = until_stop(generation.text, question.stop, last=True)
-            ids = tuple(generation.token_ids)
-            while ended and len(core.engine.decode(ids)) > len(text):
-                ids = ids[:-1]
+            prompt = _lay_out(core, question, state, fidelity, wants_outputs)
+            generation = _generate(core, question, prompt, on_token, stopped)
+            text, ids, ended = _cut(core.engine, generation, question.stop)
             if generation.fallbacks:
-                layout = layout.as_computed(state)
+                prompt.layout = prompt.layout.as_computed(state)
             with tracing.span("settle", captured=len(generation.captured)):
-                new_state = core.assembly.write_back(state, layout, generation.captured, fidelity)
-            answered_state = new_state
-            remembered = None
-            if remember is True or (remember and remember(text)):
-                new_state, remembered = _with_exchange(core, new_state, layout, question, ids, generation, work)
-            if sampling.merge_prompt:  # what the chunks have stays theirs
-                layout = layout.as_computed(state)
-        total = time.perf_counter() - begin
+                answered_state = core.assembly.write_back(state, prompt.layout, generation.captured, fidelity)
+            new_state, remembered = answered_state, None
+            if question.remember is True or (question.remember and question.remember(text)):
+                new_state, remembered = _with_exchange(core, answered_state, prompt, question, ids, generation)
+            if prompt.sampling.merge_prompt:  # what the chunks have stays theirs
+                prompt.layout = prompt.layout.as_computed(state)
+        layout = prompt.layout
+        total_s = time.perf_counter() - begin
         if stopped():
             raise AnswerStopped("the answer was stopped before its end")
-        used = missed = 0
-        if core.idle is not None:
-            used, missed = core.idle.served(
-                state, layout, generation.computed_tokens + work.tokens, encoded.tokens + sampling.max_tokens
-            )
-        exact = all(choice.conditioning.exact for choice in layout.choices)
-        outputs = _outputs(layout, generation, question.outputs) if wants_outputs and exact else None
+        prefill = _prefill_counts(core, prompt, generation)
+        outputs = _outputs(layout, generation, question.outputs) if wants_outputs and _exact(layout) else None
         core.commit(new_state)
         core.prefill_ahead(answered=True)
-        usage = _usage(core, state, layout, encoded, generation, work, layout_s, total)
-        usage = replace(usage, planned_s=planned_ms / 1e3, exact=usage.exact and sampling.hold == 1)
-        usage = replace(usage, prefilled_tokens=used, missed_tokens=missed)
+        usage = _usage(core, prompt, generation, prefill, total_s)
         core.vision_encodes = 0
-        tracing.note(
-            window=core.id,
-            engine=usage.engine,
-            prompt_tokens=usage.prompt_tokens,
-            computed_tokens=usage.computed_tokens,
-            forwards=usage.forwards,
-            bytes_loaded=usage.bytes_loaded,
-            **{f"lane.{lane}": tokens for lane, tokens in usage.reused_tokens.items()},
-        )
+        _trace(core, usage)
         answer = Answer(text, ids, usage, generation.logprobs, remembered=remembered, outputs=outputs)
-        lanes = {c.entry.id: c.lane for c in layout.choices}
-        ended_by_model = not ended and len(ids) < sampling.max_tokens and generation.finished
+        ended_by_model = not ended and len(ids) < prompt.sampling.max_tokens and generation.finished
         core.audits.submit(
             ServedAnswer(
                 core.id,
@@ -227,19 +199,71 @@ def ask(
                 layout,
                 strategy,
                 fidelity,
-                query,
-                sampling.max_tokens,
-                sampling.temperature,
+                question.query,
+                prompt.sampling.max_tokens,
+                prompt.sampling.temperature,
                 core.assembly.memo,
             ),
             answer,
             audited=audited,
             ended=ended_by_model,
         )
+        lanes = {c.entry.id: c.lane for c in layout.choices}
         ids_of_event = (remembered,) if remembered else ()
-        core.announce(core.event("ask", ids_of_event, query=query, answer=answer, lanes=lanes, ended=ended_by_model))
+        event = core.event("ask", ids_of_event, query=question.query, answer=answer, lanes=lanes, ended=ended_by_model)
+        core.announce(event)
         core.engine.costs.settle_later()
     return answer
+
+
+def _lay_out(core: WindowCore, question: Question, state: State, fidelity: Fidelity, wants_outputs: bool) -> _Prompt:
+    """Return the prompt of ``question``; forms patches and computes what ``fidelity`` asks for. Raises BudgetExceeded."""
+    begin, sampling, costs = time.perf_counter(), question.sampling, core.engine.costs
+    query = core.engine.encode_query(question.query)
+    check_budget(state, query.tokens, sampling.max_tokens)
+    if core.idle is not None:
+        core.idle.give_way(state)
+    work = Work()
+    layout = core.assembly.build_layout(state, fidelity, work)
+    layout_s = time.perf_counter() - begin
+    captures_query = bool(question.remember) or wants_outputs
+    if not captures_query:
+        merged = any(choice.conditioning.slots for choice in layout.choices)
+        decoded = fidelity if state.conditioned else fidelity.with_advanced(merge_prompt=False)
+        sampling = sampling_under(decoded, sampling, merged)
+    planned_ms = layout.ms + costs.forward_ms(query.tokens, state.tokens)
+    if sampling.merge_prompt:
+        planned_ms = costs.request_ms + costs.forward_ms(state.tokens + query.tokens, 0)
+    return _Prompt(state, fidelity, layout, query, sampling, work, captures_query, planned_ms, layout_s)
+
+
+def _generate(
+    core: WindowCore, question: Question, prompt: _Prompt, on_token: OnToken | None, stopped: Callable[[], bool]
+) -> Generation:
+    """Run the engine, with the text so far to ``on_token``. Raises AnswerStopped once ``stopped`` is true."""
+
+    def relay(token: int, text: str) -> bool:
+        core.heartbeat()
+        if stopped():
+            return False
+        text, ended = until_stop(text, question.stop)
+        return (on_token is None or on_token(token, text)) and not ended
+
+    generation = core.assembly.run(
+        prompt.layout, prompt.query, prompt.sampling, capture_query=prompt.captures_query, on_token=relay
+    )
+    if stopped():
+        raise AnswerStopped("the answer was stopped before its end")
+    return generation
+
+
+def _cut(engine: Engine, generation: Generation, stops: tuple[str, ...]) -> tuple[str, tuple[int, ...], bool]:
+    """Return an answer's text and tokens up to a stop text, and whether there was one."""
+    text, ended = until_stop(generation.text, stops, last=True)
+    ids = tuple(generation.token_ids)
+    while ended and len(engine.decode(ids)) > len(text):
+        ids = ids[:-1]
+    return text, ids, ended
 
 
 def split_choices(question: Question) -> Iterator[Question]:
@@ -277,23 +301,25 @@ def check_budget(state: State, query: int, max_tokens: int) -> None:
         )
 
 
+def _prefill_counts(core: WindowCore, prompt: _Prompt, generation: Generation) -> tuple[int, int]:
+    """Return how many tokens computed ahead served this ask, and how many were computed in vain."""
+    if core.idle is None:
+        return 0, 0
+    computed, behind = generation.computed_tokens + prompt.work.tokens, prompt.query.tokens + prompt.sampling.max_tokens
+    return core.idle.served(prompt.state, prompt.layout, computed, behind)
+
+
 def _usage(
-    core: WindowCore,
-    state: State,
-    layout: Layout,
-    query: Encoded,
-    generation: Generation,
-    work: Work,
-    layout_s: float,
-    total: float,
+    core: WindowCore, prompt: _Prompt, generation: Generation, prefill: tuple[int, int], total_s: float
 ) -> Usage:
+    state, layout, work = prompt.state, prompt.layout, prompt.work
     computed = layout.segments[0].span is None or work.system_prompt
     lanes = {"computed" if computed else "resident": state.system_prompt_tokens}
     for choice in layout.choices:
         lanes[choice.lane] = lanes.get(choice.lane, 0) + choice.entry.tokens
     return Usage(
         engine=core.engine.spec.name,
-        prompt_tokens=state.tokens + query.tokens,
+        prompt_tokens=state.tokens + prompt.query.tokens,
         computed_tokens=generation.computed_tokens + work.tokens,
         reused_tokens=lanes,
         forwards=generation.forwards + work.forwards,
@@ -303,10 +329,29 @@ def _usage(
         answer_tokens=len(generation.token_ids),
         misses=work.misses,
         fallbacks=generation.fallbacks,
-        ttft_s=layout_s + generation.ttft_s,
-        total_s=total,
-        exact=all(c.conditioning.exact for c in layout.choices),
+        ttft_s=prompt.layout_s + generation.ttft_s,
+        total_s=total_s,
+        planned_s=prompt.planned_ms / 1e3,
+        exact=_exact(layout) and prompt.sampling.hold == 1,
+        prefilled_tokens=prefill[0],
+        missed_tokens=prefill[1],
         low_water_saves=advice.saved if (advice := core.sliding_advice()) else 0,
+    )
+
+
+def _exact(layout: Layout) -> bool:
+    return all(choice.conditioning.exact for choice in layout.choices)
+
+
+def _trace(core: WindowCore, usage: Usage) -> None:
+    tracing.note(
+        window=core.id,
+        engine=usage.engine,
+        prompt_tokens=usage.prompt_tokens,
+        computed_tokens=usage.computed_tokens,
+        forwards=usage.forwards,
+        bytes_loaded=usage.bytes_loaded,
+        **{f"lane.{lane}": tokens for lane, tokens in usage.reused_tokens.items()},
     )
 
 
@@ -331,26 +376,19 @@ def exchange(engine: Engine, query: str, ids: Sequence[int], after: str | None =
 
 
 def _with_exchange(
-    core: WindowCore,
-    state: State,
-    layout: Layout,
-    question: Question,
-    ids: Sequence[int],
-    generation: Generation,
-    work: Work,
+    core: WindowCore, state: State, prompt: _Prompt, question: Question, ids: Sequence[int], generation: Generation
 ) -> tuple[State, str]:
     """Append the exchange with the KV of the same pass; only the turn's closing tokens are computed."""
-    query = question.query
-    chunk, encoded = exchange(core.engine, query, ids, question.after)
+    chunk, encoded = exchange(core.engine, question.query, ids, question.after)
     entry = core.place(state, chunk)
     start = state.system_prompt_advance + sum(p.advance for p in state.placed)
+    layout = prompt.layout
     front = layout.end(state)
     conditioning = front.computed(chunk.id, "computed")
     span = generation.query_span
     if span is not None:
-        query_tokens = core.engine.encode_query(query).tokens
-        span = span.slice(0, min(span.tokens, query_tokens + len(ids)))  # without what follows a stop text
-        span = _complete_exchange(core, layout, generation, encoded, span, start, work)
+        span = span.slice(0, min(span.tokens, prompt.query.tokens + len(ids)))  # without what follows a stop text
+        span = _complete_exchange(core, layout, generation, encoded, span, start, prompt.work)
         record = {"chunk": chunk.id, "provenance": conditioning.provenance, "exact": conditioning.exact}
         core.assembly.put(conditioning.span, span, encoded, **record, absorbed=layout.absorbed(len(layout.choices)))
         entry = entry.replace(kv=conditioning, seen=True)
