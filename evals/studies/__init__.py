@@ -4,7 +4,7 @@
 |------------------------------------|-----------------------------------------------------------------------------------------|
 | ``python -m evals.studies.drift``       | how far answers drift from a re-prefill as a window slides, with and without refresh |
 | ``python -m evals.studies.chats``       | agents that resend their history in every chat request, with and without windows     |
-| ``python -m evals.studies.beside``      | short chats of others beside an agent whose next prompt is computed ahead            |
+| ``python -m evals.studies.beside``      | short chats of others beside two agents, one's next prompt computed ahead           |
 | ``python -m evals.studies.overhead``    | what a server adds to plain chats, with and without windows, beside vLLM's own       |
 | ``python -m evals.studies.hybrid``      | answers of a trained hybrid from states composed of its chunks' maps                 |
 | ``python -m evals.studies.soak``        | memory of a server over half an hour of plain chats and windows                      |

@@ -334,7 +334,7 @@ def habits(client: OpenAI, name: str, turns: int, screens: list[str], keep: int,
                 older, history = history[: LONGEST // 2], history[LONGEST // 2 :]
             history.append([{"role": "user", "content": step(turn, screens)}])
             for way in [*WAYS][first:] + [*WAYS][:first]:
-                messages = _messages((sent_alone if way == "off" else sent)(history, keep))
+                messages = chat_messages((sent_alone if way == "off" else sent)(history, keep))
                 begin = time.perf_counter()
                 answer, *cost = asks[way](messages)
                 results[way].whole_s.append(time.perf_counter() - begin)
@@ -342,7 +342,7 @@ def habits(client: OpenAI, name: str, turns: int, screens: list[str], keep: int,
                 if way == "lazy":  # more than pictures stay where old turns do
                     more, parts = counts.get("pictures", 0), counts.get("parts", 0)
                     history_served = [*older, *history] if parts > more else history
-                    reply, prompt, *_ = alone(_messages(sent_alone(history_served, keep + more)))
+                    reply, prompt, *_ = alone(chat_messages(sent_alone(history_served, keep + more)))
                     results[way].as_served.append((reply, prompt) == (answer, cost[0]))
                 time.sleep(think if "prefill" in WAYS[way] else 0.0)
             history[-1].append({"role": "assistant", "content": results["off"].answers[-1] or "-"})
@@ -351,7 +351,7 @@ def habits(client: OpenAI, name: str, turns: int, screens: list[str], keep: int,
             yield row.described(results["off"]) | ({"prefilled": counted} if "prefill" in WAYS[way] else {})
 
 
-def _messages(history: History) -> list[dict[str, Any]]:
+def chat_messages(history: History) -> list[dict[str, Any]]:
     return [{"role": "system", "content": SYSTEM}, *(message for one in history for message in one)]
 
 
