@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ctxwin.errors import BadMedia, MissingExtra
 from ctxwin.extras import optional_imports
 from ctxwin.hashing import digest
+from ctxwin.media import check_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -122,8 +123,8 @@ def _range(start: float | None, end: float | None, rate: int, frames: int, chann
 def _decode(audio: Any, start: float | None, end: float | None) -> tuple[np.ndarray, int]:
     if not isinstance(audio, str | Path | bytes | bytearray):
         raise BadMedia(f"audio must be a path, bytes or a float32 array, got {type(audio).__name__}")
-    if isinstance(audio, str | Path) and not Path(audio).is_file():
-        raise BadMedia(f"an audio path must be a readable file, got {str(audio)!r}")
+    if isinstance(audio, str | Path):
+        check_file(audio, "an audio")
     if not audio:
         raise BadMedia("audio must not be empty, got 0 bytes")
     name = repr(str(audio)) if isinstance(audio, str | Path) else "audio in memory"

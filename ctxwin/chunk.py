@@ -7,7 +7,7 @@ samples of sound), never of its origin: a PNG file and the array that it decodes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
@@ -17,6 +17,7 @@ from ctxwin.audio import RATES, as_samples, pack_samples, samples_digest
 from ctxwin.errors import BadMedia
 from ctxwin.hashing import digest
 from ctxwin.media import as_rgb, check_rate, pack_frames, pixels_digest, stack_frames, unpack_frames
+from ctxwin.validation import check_unicode
 from ctxwin.video import decode_video
 
 if TYPE_CHECKING:
@@ -169,6 +170,7 @@ class Chunk(BaseModel):
         """Create a text chunk. Raises ValueError if ``text`` is empty. O(len)."""
         if not isinstance(text, str) or not text:
             raise ValueError(f"text must be a non-empty str, got {text!r}")
+        check_unicode("text", text)
         return cls(parts=(TextPart(text=text),), **metadata)
 
     @classmethod
@@ -223,6 +225,8 @@ class Chunk(BaseModel):
         """
         if isinstance(video, str | Path | bytes | bytearray):
             pixels, rate = decode_video(video, start, end, fps, frames)
+        elif not hasattr(video, "__len__"):
+            raise BadMedia(f"a video must be a path, bytes or a list of frames, got {type(video).__name__}")
         else:
             if start is not None or end is not None or frames is not None:
                 raise BadMedia("start, end and frames need a video path, got a list of frames; slice the list instead")
@@ -266,18 +270,21 @@ class Chunk(BaseModel):
         return cls._with_media([_decode_audio(audio, sampling_rate, start, end)], text, metadata)
 
     @classmethod
-    def message(cls, role: Role, content: str | Sequence[Any], **metadata: Any) -> Chunk:
+    def message(cls, role: Role, content: str | Chunk | Mapping[str, Any] | Sequence[Any], **metadata: Any) -> Chunk:
         """Create a chunk of an entire turn: it closes the open user turn, and a new one opens after it.
 
         Args:
             role: ``user``, ``assistant``, ``system`` or ``tool``.
-            content: a string, or a list of strings, chunks and ``{"type": "text"|"image"|"video"|"audio", ...}`` blocks.
+            content: a string, a chunk or a ``{"type": "text"|"image"|"video"|"audio", ...}`` block, or a list of these.
         """
         if role not in ("user", "assistant", "system", "tool"):
             raise ValueError(f"role must be user, assistant, system or tool, got {role!r}")
         parts: list[Part] = []
         pixels: dict[str, Any] = {}
-        for block in [content] if isinstance(content, str) else content:
+        blocks = [content] if isinstance(content, str | Mapping | Chunk) else content
+        if not isinstance(blocks, Iterable):
+            raise ValueError(f"a message's content must be a str or a list of blocks, got {type(content).__name__}")
+        for block in blocks:
             chunk = block if isinstance(block, Chunk) else _block(block)
             parts += chunk.parts
             pixels |= chunk._frames
@@ -287,6 +294,7 @@ class Chunk(BaseModel):
 
     @classmethod
     def _with_media(cls, media: Sequence[tuple[MediaPart, np.ndarray]], text: str, metadata: dict[str, Any]) -> Chunk:
+        check_unicode("text", text)
         lead: tuple[Part, ...] = (TextPart(text=text + "\n"),) if text else ()
         pixels = {part.content: decoded for part, decoded in media}
         return cls(parts=(*lead, *(part for part, _ in media)), **metadata).holding(pixels)

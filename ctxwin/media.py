@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import struct
 import warnings
 from collections.abc import Sequence
@@ -94,8 +95,7 @@ def as_rgb(image: Any) -> np.ndarray:
     if isinstance(image, np.ndarray):
         if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
             raise BadMedia(
-                f"an image array must be HxWx3 uint8 RGB, got shape {image.shape} dtype {image.dtype}; "
-                "convert it first, e.g. (x * 255).astype('uint8')"
+                f"an image array must be HxWx3 uint8 RGB, got shape {image.shape} dtype {image.dtype}; {_conversion(image)}"
             )
         check_size(image.shape[1], image.shape[0])
         return np.ascontiguousarray(image)
@@ -107,6 +107,28 @@ def as_rgb(image: Any) -> np.ndarray:
         raise
     except Exception as error:  # Pillow's decoders raise whatever a broken file leads them to
         raise BadMedia(f"an image must be decodable, got {_name(image)}: {error or type(error).__name__}") from error
+
+
+def _conversion(array: np.ndarray) -> str:
+    """Return how an array ``x`` of other values or another shape becomes an image."""
+    if array.dtype.kind == "f":
+        return "convert it first: (x * 255).astype('uint8') if its values are from 0 to 1"
+    if str(array.dtype) != "uint8":
+        return "convert it first: (x // 257).astype('uint8') if its values are of 16 bits"
+    if array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4):
+        return "put its channels last: x.transpose(1, 2, 0)"
+    return "where it is grey or has alpha, pass a Pillow image: Image.fromarray(x.squeeze())"
+
+
+def check_file(path: str | Path, what: str) -> None:
+    """Raise BadMedia unless ``path`` is a file."""
+    try:
+        found = Path(path).is_file()
+    except OSError:  # too long for a name, as a data URL is
+        found = False
+    if not found:
+        remedy = "; URLs are not opened, pass the file's bytes" if re.match("[a-z]{2,}:", str(path)) else ""
+        raise BadMedia(f"{what} path must be a readable file, got {str(path)[:200]!r}{remedy}")
 
 
 def to_rgb(picture: Image.Image) -> Image.Image:
@@ -141,8 +163,8 @@ def open_picture(media: str | Path | bytes | bytearray, formats: Sequence[str] =
 
     if not isinstance(media, str | Path | bytes | bytearray):
         raise BadMedia(f"an image must be a path, PIL image, HxWx3 uint8 array or bytes, got {type(media).__name__}")
-    if isinstance(media, str | Path) and not Path(media).is_file():
-        raise BadMedia(f"an image path must be a readable file, got {str(media)!r}")
+    if isinstance(media, str | Path):
+        check_file(media, "an image")
     try:
         raw = Path(media).read_bytes() if isinstance(media, str | Path) else bytes(media)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Pydantic's complaints as one line."""
+"""Pydantic's complaints as one line, and texts that are none."""
 
 from __future__ import annotations
 
@@ -14,6 +14,17 @@ def validate(validator: Callable[[Any], Any], data: Any) -> Any:
         return validator(data)
     except ValidationError as error:
         raise ValueError(_complaint(error)) from None
+
+
+def check_unicode(name: str, text: str) -> None:
+    """Raise ValueError for a text with half of a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} must be Unicode, got half of a surrogate pair, {text[error.start]!r}; "
+            "pass text.encode(errors='replace').decode()"
+        ) from None
 
 
 def _complaint(error: ValidationError) -> str:

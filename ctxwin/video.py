@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ctxwin.errors import BadMedia
 from ctxwin.extras import optional_imports
-from ctxwin.media import FPS, MAX_PIXELS, check_pixels, check_rate, check_size
+from ctxwin.media import FPS, MAX_PIXELS, check_file, check_pixels, check_rate, check_size
 from ctxwin.video_container import codec_tag, is_cut
 
 if TYPE_CHECKING:
@@ -126,8 +126,7 @@ class _File:
         with optional_imports():
             import av  # noqa: F401
         if isinstance(video, str | Path):
-            if not Path(video).is_file():
-                raise BadMedia(f"a video path must be a readable file, got {str(video)!r}")
+            check_file(video, "a video")
             self.name = repr(name or str(video))
         else:
             self.name = repr(name) if name else "a video in memory"

@@ -1,4 +1,4 @@
-"""A LangGraph graph over a window, on the bundled model: a camera that is message about. Runs on a CPU, downloads nothing."""
+"""A LangGraph graph over a window, on the bundled model: a camera that is asked about. Runs on a CPU, downloads nothing."""
 
 import base64
 import io

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 from PIL import Image
 
 from ctxwin import Chunk
@@ -148,6 +152,39 @@ def test_bad_images(bad: object, message: str) -> None:
         Chunk.image(bad)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("foreign", "meant"),
+    [
+        (lambda x: x[..., 0], lambda x: x[..., [0, 0, 0]]),
+        (lambda x: x[..., :1], lambda x: x[..., [0, 0, 0]]),
+        (lambda x: np.dstack([x, np.full(x.shape[:2], 255, np.uint8)]), lambda x: x),
+        (lambda x: np.dstack([x, np.zeros(x.shape[:2], np.uint8)]), lambda x: np.full_like(x, 255)),
+        (lambda x: x.transpose(2, 0, 1), lambda x: x),
+        (lambda x: x / np.float32(255), lambda x: x),
+        (lambda x: x.astype(np.uint16) * 257, lambda x: x),
+    ],
+    ids=["grey", "one channel", "alpha", "clear", "channels first", "floats", "16 bits"],
+)
+@given(arrays(np.uint8, st.tuples(st.integers(5, 9), st.integers(5, 9), st.just(3))))
+def test_the_remedy_for_another_array_gives_the_picture_that_was_meant(
+    foreign: Callable[[np.ndarray], np.ndarray], meant: Callable[[np.ndarray], np.ndarray], pixels: np.ndarray
+) -> None:
+    with pytest.raises(BadMedia) as refused:
+        Chunk.image(foreign(pixels))
+    code = re.search(r"Image\.fromarray\(.+\)\)|\(x .+'\)|x\.transpose\(.+\)", str(refused.value))
+    assert code, refused.value
+    remedied = eval(code[0], {"Image": Image, "x": foreign(pixels)})  # as a reader of the message would type it
+    assert np.abs(as_rgb(remedied).astype(int) - meant(pixels)).max() <= 1  # floats are cut off, not rounded
+
+
+@pytest.mark.parametrize("make", [Chunk.image, Chunk.video, Chunk.audio])
+@pytest.mark.parametrize("address", ["https://example.org/a", "data:image/png;base64," + "A" * 9000, "rtsp://camera/1"])
+def test_addresses_are_refused_by_name(make: Callable[[str], Chunk], address: str) -> None:
+    with pytest.raises(BadMedia, match="URLs are not opened, pass the file's bytes") as refused:
+        make(address)
+    assert len(str(refused.value)) < 400
+
+
 def test_a_cut_image_is_refused(picture: np.ndarray) -> None:
     buffer = io.BytesIO()
     Image.fromarray(picture).save(buffer, "PNG")
@@ -219,14 +256,24 @@ def test_truncated_and_foreign_videos(clip: Path, tmp_path: Path) -> None:
 def test_bad_text_tokens_and_roles() -> None:
     for make, message in (
         (lambda: Chunk.text(""), "non-empty str"),
+        (lambda: Chunk.text("caf\udce9"), r"must be Unicode, got half of a surrogate pair, '\\udce9'"),
+        (lambda: Chunk.image(np.zeros((4, 4, 3), np.uint8), text="\ud800"), "text must be Unicode"),
         (lambda: Chunk.tokens([]), "non-empty list"),
         (lambda: Chunk.tokens([-1]), "ids >= 0"),
         (lambda: Chunk.message("robot", "x"), "role must be"),  # type: ignore[arg-type]
         (lambda: Chunk.message("user", []), "must have content"),
+        (lambda: Chunk.message("user", None), "content must be a str or a list"),  # type: ignore[arg-type]
+        (lambda: Chunk.video(0), "a video must be a path"),  # type: ignore[arg-type]
         (lambda: Chunk.message("user", [{"type": "smell"}]), "content block must be"),
     ):
         with pytest.raises(ValueError, match=message):
             make()
+
+
+@pytest.mark.parametrize("block", [{"type": "text", "text": "a note"}, Chunk.text("a note"), "a note"])
+def test_a_block_alone_is_a_message_of_one_block(block: Any) -> None:
+    assert Chunk.message("user", block) == Chunk.message("user", [block])
+    assert Chunk.message("user", block).parts == Chunk.text("a note").parts
 
 
 def test_importing_ctxwin_loads_no_heavy_library() -> None:
