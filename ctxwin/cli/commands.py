@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import sys
 from typing import TYPE_CHECKING, Any, NoReturn, cast, get_args
 
 import typer
@@ -47,6 +49,8 @@ class Commands(TyperGroup):
         except KeyboardInterrupt:
             self._exit_stopped(ctx)
         except (CtxwinError, ValueError, OSError) as error:
+            if isinstance(error, BrokenPipeError) and _reader_has_left():
+                raise  # nobody reads on, as behind `| head`: ends without a word
             reported: BaseException = error
         except ModuleNotFoundError as error:
             explained = missing_extra(error)
@@ -66,7 +70,8 @@ class Commands(TyperGroup):
         if ctx.params.get("debug"):
             raise reported
         typer.echo(f"error: {one_line(reported)}", err=True)
-        raise typer.Exit(FAILED if isinstance(reported, EngineFailed | WindowBusy) else BAD_INPUT)
+        is_full = isinstance(reported, OSError) and reported.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise typer.Exit(FAILED if is_full or isinstance(reported, EngineFailed | WindowBusy) else BAD_INPUT)
 
     def _exit_stopped(self, ctx: Any) -> NoReturn:
         typer.echo(f"\nstopped; {AFTER_CTRL_C.get(ctx.invoked_subcommand, 'nothing was left running')}", err=True)
@@ -83,8 +88,19 @@ def checked_mode(option: str, mode: str) -> Mode:
     return cast("Mode", mode)
 
 
+def _reader_has_left() -> bool:
+    """Return True if the standard output is a pipe that nobody reads."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return True
+    return False
+
+
 def one_line(error: BaseException) -> str:
-    """Return the message of an error without line breaks."""
+    """Return the message of an error without line breaks; of the system's errors without their numbers."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f": {error.filename!r}" if error.filename else "")
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -32,14 +32,15 @@ def ls(
     as_json: AsJson = False,
 ) -> None:
     """List libraries, or the files of one."""
-    from ctxwin.library.library import Library, libraries
+    if not name:
+        from ctxwin.library.library import libraries
 
-    with closing(open_existing(url, tenant)) as store:
-        if not name:
+        with closing(open_existing(url, tenant)) as store:
             names = sorted(libraries(store))
-            show(as_json, {"libraries": names}, *names)
-            return
-        rows = [row.model_dump(exclude={"key"}) for row in Library(store, name).files()]
+        show(as_json, {"libraries": names}, *names)
+        return
+    with _library(url, name, tenant) as library:
+        rows = [row.model_dump(exclude={"key"}) for row in library.files()]
     lines = [
         f"{r['name']:<40} {r['passages']:>6,} passages {r['bytes']:>14,} bytes{_until(r['expires'])}" for r in rows
     ]
@@ -135,10 +136,15 @@ def import_(
 
 @contextmanager
 def _library(url: str, name: str, tenant: str, *, create: bool = False) -> Iterator[Library]:
-    from ctxwin.library.library import Library
+    """Open a library; ValueError for one that the store does not have, unless ``create``."""
+    from ctxwin.library.library import Library, libraries
 
     with closing(open_existing(url, tenant, create=create)) as store:
-        yield Library(store, name)
+        library = Library(store, name)
+        if not (create or library.exists):
+            names = ", ".join(sorted(libraries(store))) or "none"
+            raise ValueError(f"a library must be one of the store's ({names}), got {name!r}")
+        yield library
 
 
 def _until(expires: float | None) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict
 from itertools import islice
@@ -17,6 +18,8 @@ from typer import Argument, Option
 
 if TYPE_CHECKING:
     from ctxwin.store.base import Store
+
+_KINDS = {"span", "patch", "orbit", "embed", "source"}
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Inspect and maintain a KV store.")
 
@@ -35,7 +38,7 @@ def ls(
 ) -> None:
     """List keys."""
     with closing(open_existing(url, tenant)) as store:
-        listed = list(islice(store.list(f"{kind}/" if kind else ""), limit + 1))
+        listed = list(islice(_keys(store, kind), limit + 1))
     keys, more = listed[:limit], len(listed) > limit
     show(as_json, {"keys": keys, "more": more}, *keys)
     if more and not as_json:
@@ -100,7 +103,7 @@ def export(
     from ctxwin.store.archive import write_archive
 
     with closing(open_existing(url, tenant)) as store:
-        count, size = write_archive(path, store, store.list(f"{kind}/" if kind else ""))
+        count, size = write_archive(path, store, _keys(store, kind))
     show(as_json, {"items": count, "bytes": size}, f"wrote {count:,} items, {size:,} bytes, to {path}")
 
 
@@ -140,6 +143,14 @@ def import_(
     )
     if refused:
         raise typer.Exit(1)
+
+
+def _keys(store: Store, kind: str) -> Iterator[str]:
+    """Return the keys of a kind, of all kinds if it is empty; ValueError for a kind that no store has and this one neither."""
+    if kind and kind not in _KINDS and not any(True for _ in store.list(f"{kind}/")):
+        kinds = ", ".join(sorted(_KINDS | {key.partition("/")[0] for key in store.list()}))
+        raise ValueError(f"--kind must be one of {kinds}, got {kind!r}")
+    return store.list(f"{kind}/" if kind else "")
 
 
 def show(as_json: bool, value: dict[str, Any], *lines: str) -> None:

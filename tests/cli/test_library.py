@@ -74,3 +74,14 @@ def test_a_store_is_carried_over(tmp_path: Path, files: tuple[Path, Path]) -> No
     )
     refused(invoke("store", "export", tmp_path / "gone", tmp_path / "x.ctxwin"), "existing folder")
     assert not (tmp_path / "x.ctxwin").exists()
+
+
+@pytest.mark.parametrize("command", ["ls", "rm --all", "export FILE", "grant acme"])
+def test_a_library_that_is_not_there_is_refused(command: str, tmp_path: Path, files: tuple[Path, Path]) -> None:
+    invoke("library", "add", tmp_path / "kv", "shelf", files[0])
+    file = tmp_path / "a.ctxwin"
+    file.write_text("an older export")
+    name, *rest = command.replace("FILE", str(file)).split()
+    refused(invoke("library", name, tmp_path / "kv", "shelv", *rest), "one of the store's (shelf), got 'shelv'")
+    assert file.read_text() == "an older export"
+    assert invoke("library", "ls", tmp_path / "kv").stdout.split() == ["shelf"]

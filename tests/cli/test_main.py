@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import types
@@ -261,6 +262,34 @@ def test_looking_into_a_store_makes_none(command: str, tmp_path: Path, folder: P
     refused(invoke("store", command, "redis://host"), "redis")
     refused(invoke("store", command, "mooncake://host"), "mooncake")
     refused(invoke("store", command, "s3://bucket"), "a store must be 'memory:'")
+
+
+def test_a_kind_that_no_store_has_is_refused(folder: Path, tmp_path: Path) -> None:
+    refused(invoke("store", "ls", folder, "--kind", "spans"), "must be one of", "span,", "got 'spans'")
+    (tmp_path / "a.ctxwin").write_text("an older archive")
+    refused(invoke("store", "export", folder, tmp_path / "a.ctxwin", "--kind", "spans"), "must be one of")
+    assert (tmp_path / "a.ctxwin").read_text() == "an older archive"
+    assert invoke("store", "ls", folder, "--kind", "orbit").exit_code == 0  # there are some elsewhere
+
+
+@pytest.mark.parametrize("command", ["store ls", "store stats --json"])
+def test_a_command_whose_reader_leaves_ends_without_a_word(command: str, folder: Path) -> None:
+    """As `| head` does once it has its lines."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    first, second, *options = command.split()
+    arguments = [sys.executable, "-m", "ctxwin", first, second, str(folder), *options]
+    done = subprocess.run(arguments, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
+def test_a_full_disk_is_no_bad_input(folder: Path) -> None:
+    arguments = [sys.executable, "-m", "ctxwin", "store", "ls", str(folder)]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(arguments, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
 
 
 def test_a_comma_in_a_path_is_part_of_it(tmp_path: Path) -> None:

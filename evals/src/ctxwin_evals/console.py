@@ -215,6 +215,8 @@ def errors() -> Iterator[None]:
     """Turn bad input, and errors that the library raises on purpose, into one line and exit code 2."""
     try:
         yield
+    except BrokenPipeError:
+        raise  # see `ctxwin.cli.commands`
     except (ValueError, TypeError, OSError, CtxwinError, ModuleNotFoundError) as error:
         message = (missing_extra(error) if isinstance(error, ModuleNotFoundError) else None) or error
         typer.echo(f"error: {' '.join(str(message).split()) or type(message).__name__}", err=True)
