@@ -14,7 +14,7 @@ _MODULES = {
     "langgraph": ("langchain", "langchain_core", "langgraph"),
     "mcp": ("mcp",),
     "mooncake": ("mooncake",),
-    "openai": ("openai"),
+    "openai": ("openai",),
     "pdf": ("pypdfium2",),
     "ray": ("ctxwin_ray", "ray"),
     "redis": ("redis",),

@@ -112,6 +112,7 @@ def test_a_command_names_the_extra_it_lacks(args: list[str], extra: str, core_on
         ("from langchain_ctxwin.langgraph import WindowNode", "langgraph"),
         ("from langchain_ctxwin import ChatCtxwin", "langgraph"),
         ("import ctxwin_server.http.routes", "serve"),
+        ("from ctxwin_client import RemoteWindow", "openai"),
         ("from ctxwin.tiny.clip import write_clip; write_clip('x.mp4', [])", "video"),
         ("from ctxwin import Chunk; Chunk.video('x.mp4')", "video"),
         ("from ctxwin import open_store; open_store('redis://127.0.0.1:1/0')", "redis"),

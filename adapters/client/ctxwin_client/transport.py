@@ -17,7 +17,7 @@ import httpx
 from openai import APIError, AsyncOpenAI, AsyncStream, OpenAI, Stream
 
 from ctxwin.chunk import Chunk, MediaPart, TextPart
-from ctxwin.errors import ChunkUnavailable, EngineFailed
+from ctxwin.errors import ChunkUnavailable, EngineFailed, UnsupportedModel
 from ctxwin.media import png
 from ctxwin.store.lru import LRUCache
 from ctxwin.window.answer import Answer
@@ -138,6 +138,8 @@ def upload(client: OpenAI, chunk: Chunk) -> str:
 
     Cost: one short request if the server has the media, else the upload and one run of the server's vision tower.
     """
+    if any(part.media == "audio" for part in chunk.media):
+        raise UnsupportedModel("a server takes no sound yet, got a chunk of it; use a window of open_engine")
     if not chunk.media:
         post(client, "/chunks", _chunk_to_json(chunk, {}))
     else:
@@ -177,9 +179,7 @@ def _metadata(chunk: Chunk) -> dict[str, Any]:
 def _medium(chunk: Chunk, part: MediaPart, files: Files) -> dict[str, Any]:
     frames = chunk.pixels(part)
     if frames is None:
-        raise ChunkUnavailable(
-            f"the pixels of chunk {chunk.id} must be in memory or in the file they came from to be uploaded; create it again"
-        )
+        raise ChunkUnavailable(f"the pixels of chunk {chunk.id} must be in memory or its file; create it again")
     named = {f"medium-{number}": png(frame) for number, frame in enumerate(frames, len(files))}
     files |= {name: (f"{name}.png", data, "image/png") for name, data in named.items()}
     references = [{"file": name} for name in named]

@@ -22,7 +22,7 @@ from openai import APIStatusError, OpenAI
 from adapters.server.serving import Server
 from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.engines.base import Engine
-from ctxwin.errors import BudgetExceeded, ChunkUnavailable, ReadOnlyWindow, UnknownChunk, WindowBusy
+from ctxwin.errors import BudgetExceeded, ChunkUnavailable, ReadOnlyWindow, UnknownChunk, UnsupportedModel, WindowBusy
 from ctxwin.tiny import world
 from ctxwin.window.idle import prefiller_of
 from ctxwin.window.maintenance import Maintenance
@@ -276,6 +276,8 @@ def test_errors_are_those_of_a_window(client: OpenAI, window: RemoteWindow) -> N
         RemoteWindow.attach(client, "0" * 12)
     with pytest.raises(TypeError, match="Chunk"):
         window.append("text")  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedModel, match="takes no sound yet"):
+        window.append(Chunk.audio(np.zeros(1600, np.float32), 16000))
     window.close()
     window.close()
     with pytest.raises(ReadOnlyWindow):
