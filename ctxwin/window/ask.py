@@ -18,6 +18,7 @@ from ctxwin.engines.sampling import Sampling, SamplingOptions, check_sampling, s
 from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.errors import AnswerStopped, BudgetExceeded
 from ctxwin.hashing import digest
+from ctxwin.validation import check_unicode
 from ctxwin.window import edits
 from ctxwin.window.answer import Answer, Disposability, Usage
 from ctxwin.window.choice import Choice
@@ -104,6 +105,7 @@ class Question:
     def __post_init__(self) -> None:
         if not isinstance(self.query, str) or not (self.query or self.bare):
             raise ValueError(f"query must be a non-empty str, got {self.query!r}")
+        check_unicode("query", self.query)
         check_sampling(self.sampling)
         if not isinstance(self.n, int) or not 1 <= self.n <= MOST_CHOICES:
             raise ValueError(f"n must be an int in 1..{MOST_CHOICES}, got {self.n!r}")

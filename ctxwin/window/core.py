@@ -135,7 +135,9 @@ class WindowCore:
         if edit and self.read_only:
             raise ReadOnlyWindow("an old version must not be edited; fork() it, or edit the window it came from")
         if not self._writer.acquire(blocking=False):
-            raise WindowBusy("a window has one writer, and it is busy; wait for it, or fork() the window first")
+            raise WindowBusy(
+                "a window has one writer, and it is busy; wait for it, close() the stream that answers, or fork() the window"
+            )
         begin = time.perf_counter()
         sent: list[Event] = []
         try:
@@ -476,10 +478,8 @@ def restore_core(engine: Engine, state: State | dict[str, Any] | str, seed: str 
     """Return a core from a snapshot (model, dict or JSON); see `Window.restore`."""
     if isinstance(state, str):
         state = State.model_validate_json(state)
-    elif isinstance(state, dict):
+    elif not isinstance(state, State):
         state = State.model_validate(state)
-    if state.format != 1:
-        raise ValueError(f"snapshot format must be 1, got {state.format}; use the ctxwin version that wrote it")
     if not state.window:
         state = state.replace(window=new_id(engine, uuid.uuid4().hex))
     name = Unaudited(engine, state.fidelity).fidelity.patch_name

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from ctxwin.chunk import Chunk
     from ctxwin.window.protocols import WindowView
     from ctxwin.window.state import State
+
+
+Policy = TypeVar("Policy")
+
+
+def checked_policy(name: str, policy: Policy, method: str) -> Policy:
+    """Return ``policy``. Raises TypeError if it has no ``method``, or is a class instead of an instance of it."""
+    if isinstance(policy, type):
+        raise TypeError(f"{name} must be a policy, got the class {policy.__name__}; pass {policy.__name__}()")
+    if not callable(getattr(policy, method, None)):
+        raise TypeError(f"{name} must be a policy as in ctxwin.policies, got {policy!r}, which has no {method}()")
+    return policy
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from ctxwin.window import placement as placing
 from ctxwin.window.answer import Answer, Disposability
 from ctxwin.window.ask import AskOptions, OnToken, Question, ask, disposable, exchange, not_stopped, split_choices
 from ctxwin.window.core import WindowCore, new_id, restore_core
-from ctxwin.window.defaults import ById, LeastRecentlyRead
+from ctxwin.window.defaults import ById, LeastRecentlyRead, checked_policy
 from ctxwin.window.protocols import Eviction, Placement, Retrieval, Searchable
 from ctxwin.window.reader import WindowReader
 from ctxwin.window.removed import is_removed
@@ -76,8 +76,10 @@ class Window(WindowReader):
         eviction: Eviction | None = None,
         retrieval: Retrieval | None = None,
     ) -> None:
-        if not isinstance(system_prompt, str):
-            raise TypeError(f"system_prompt must be a str, got {type(system_prompt).__name__}")
+        if not isinstance(engine, Engine):
+            raise TypeError(f"engine must be one that open_engine returns, got {engine!r}"[:200])
+        if not isinstance(fidelity, Fidelity | None):
+            raise TypeError(f"fidelity must be a Fidelity, got {fidelity!r}; pass Fidelity({fidelity!r})"[:200])
         limit = engine.spec.max_tokens
         budget = limit if budget is None else budget
         if not isinstance(budget, int) or not 0 < budget <= limit:
@@ -101,8 +103,8 @@ class Window(WindowReader):
 
     def _bind(self, core: WindowCore, eviction: Eviction | None, retrieval: Retrieval | None) -> None:
         self.core = core
-        self.eviction = eviction or LeastRecentlyRead()
-        self.retrieval: Retrieval = retrieval or ById()
+        self.eviction = checked_policy("eviction", eviction or LeastRecentlyRead(), "order")
+        self.retrieval: Retrieval = checked_policy("retrieval", retrieval or ById(), "choose")
         self._tool_branch = ToolBranch()
 
     def at(self, version: int) -> Window:
@@ -322,6 +324,8 @@ class Window(WindowReader):
         fit, UnknownVersion where that version is kept no more, ChunkUnavailable. Cost: the search, and no vision encode of what
         was prepared (`Library.prepare`).
         """
+        if isinstance(library, str):
+            raise TypeError(f"library must be a Library, got a str; pass Library(store, {library!r})")
         with self.core.writing() as state:
             view = library.view(state.libraries.get(library.name))
             with self.core.counting_encodes():

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from ctxwin import Chunk, Fidelity, Window, open_store
 from ctxwin.errors import BudgetExceeded, EngineFailed, UnknownChunk
+from ctxwin.policies import LeastRecentlyRead
 from ctxwin.profiles import Profile, model_digest, write_profile
 from window.fake import FakeEngine
 
@@ -32,11 +33,26 @@ from window.fake import FakeEngine
         (lambda w: w.append(Chunk.text("x" * 101)), BudgetExceeded, "must fit the budget of 100"),
         (lambda w: w.extend([Chunk.text("x"), Chunk.text("x" * 101)]), BudgetExceeded, "must fit the budget"),
         (lambda w: w.ask(""), ValueError, "query must be a non-empty str"),
+        (lambda w: w.ask("caf\udce9"), ValueError, "query must be Unicode, got half of a surrogate pair"),
+        (lambda w: w.fork("caf\udce9"), ValueError, "system_prompt must be Unicode, got"),
         (lambda w: w.ask("q" * 90), BudgetExceeded, "must fit the budget of 100"),
         (lambda w: w.ask("q", max_tokens=0), ValueError, "max_tokens must be an int >= 1"),
         (lambda w: w.ask("q", temperature=-1), ValueError, "temperature must be greater than or equal to 0, got -1"),
         (lambda w: w.disposable("nope", "q"), UnknownChunk, "placed chunk"),
         (lambda w: w.maintenance.prepare_orbit(w.ids[:2], orders=0), ValueError, "orders must be"),
+        (lambda w: w.retrieve("x", "manuals"), TypeError, r"pass Library\(store, 'manuals'\)"),
+        (lambda w: Window("tiny"), TypeError, "engine must be one that open_engine returns, got 'tiny'"),
+        (lambda w: Window(w.engine, fidelity="exact"), TypeError, r"pass Fidelity\('exact'\)"),
+        (lambda w: Window(w.engine, eviction="lru"), TypeError, r"eviction must be a policy .* got 'lru'"),
+        (lambda w: Window(w.engine, eviction=LeastRecentlyRead), TypeError, r"pass LeastRecentlyRead\(\)"),
+        (lambda w: Window(w.engine, retrieval=LeastRecentlyRead()), TypeError, r"which has no choose\(\)"),
+        (lambda w: Window.restore(w.engine, None), ValueError, "valid dictionary or instance of State"),
+        (
+            lambda w: Window.restore(w.engine, {"format": 2, "panes": []}),
+            ValueError,
+            "use the ctxwin version that wrote",
+        ),
+        (lambda w: Window.restore(w.engine, '{"format": 2, "panes": []}'), ValueError, "format must be 1, got 2"),
     ],
 )
 def test_bad_input_is_refused_and_changes_nothing(
