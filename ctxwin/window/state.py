@@ -163,6 +163,8 @@ class State(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _unpacked(cls, data: Any) -> Any:
+        if not isinstance(data, dict | State):
+            raise ValueError(f"a snapshot must be a State, its dict or its JSON, got {type(data).__name__}")
         if isinstance(data, dict) and data.get("format", 1) != 1:  # before its fields, which may be others
             raise ValueError(f"snapshot format must be 1, got {data['format']!r}; use the ctxwin version that wrote it")
         return unpack(data) if isinstance(data, dict) and "ids" in data else data

@@ -46,7 +46,7 @@ from window.fake import FakeEngine
         (lambda w: Window(w.engine, eviction="lru"), TypeError, r"eviction must be a policy .* got 'lru'"),
         (lambda w: Window(w.engine, eviction=LeastRecentlyRead), TypeError, r"pass LeastRecentlyRead\(\)"),
         (lambda w: Window(w.engine, retrieval=LeastRecentlyRead()), TypeError, r"which has no choose\(\)"),
-        (lambda w: Window.restore(w.engine, None), ValueError, "valid dictionary or instance of State"),
+        (lambda w: Window.restore(w.engine, None), ValueError, "its dict or its JSON, got NoneType"),
         (
             lambda w: Window.restore(w.engine, {"format": 2, "panes": []}),
             ValueError,
