@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
+import select
 from typing import TYPE_CHECKING, Any, NoReturn, cast, get_args
 
 import typer
@@ -90,11 +90,9 @@ def checked_mode(option: str, mode: str) -> Mode:
 
 def _reader_has_left() -> bool:
     """Return True if the standard output is a pipe that nobody reads."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        return True
-    return False
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def one_line(error: BaseException) -> str:
