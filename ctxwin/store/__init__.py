@@ -68,6 +68,7 @@ def open_store(
     """
     if not isinstance(url, str):
         raise ValueError(f"a store must be {_SUPPORTED}, got {url!r}")
+    check_address(url)
     limit = None if max_bytes is None else parse_bytes(max_bytes)
     raw = key if key is not None else os.environ.get(STORE_KEY) or None
     store = _opened(url, limit, ttl, tenant, _secret(raw, tenant))
@@ -82,6 +83,23 @@ def tiers_of(url: str) -> list[str]:
     return [name for name in re.split(r",(?=[a-z]+:)", rest) if name] if kind == "tiered" else [url]
 
 
+def check_address(url: str) -> None:
+    """Raise ValueError if ``url`` is no address for `open_store`, OSError if it names a file as a folder. Opens nothing."""
+    names = tiers_of(url)
+    if url.startswith("tiered:") and (len(names) < 2 or any(name.startswith("tiered:") for name in names)):
+        raise ValueError(f"a tiered store must be like 'tiered:memory:,disk:PATH', got {url!r}")
+    for name in names:
+        kind, colon, rest = name.partition(":")
+        if kind == "disk" and rest and Path(rest).expanduser().is_file():
+            raise NotADirectoryError(f"a store on disk must be a folder, got the file {rest!r}")
+        remote = kind in ("redis", "rediss", "mooncake") and rest.startswith("//")
+        ours = remote or (kind == "disk" and rest) or (kind == "memory" and colon and not rest)
+        if not ours and not (rest and entry_points(group=_GROUP, name=kind)):
+            raise ValueError(
+                f"a store must be {_SUPPORTED}, or of a kind that an installed distribution adds, got {name!r}"
+            )
+
+
 def archive_secret(key: str | bytes) -> bytes:
     """The secret that a store opened with ``key`` seals archives with; the same for all tenants, which archives pass between."""
     return hmac.digest(_key_bytes(key), digest("archive").encode(), "sha256")
@@ -92,8 +110,6 @@ def _opened(url: str, limit: int | None, ttl: float | None, tenant: str, secret:
         from ctxwin.store.tiered import TieredStore
 
         names = tiers_of(url)
-        if len(names) < 2 or any(name.startswith("tiered:") for name in names):
-            raise ValueError(f"a tiered store must be like 'tiered:memory:,disk:PATH', got {url!r}")
         limits = [min(limit, _default(name)) if limit else None for name in names[:-1]] + [limit]
         return TieredStore([_open(name, size, ttl, tenant, secret) for name, size in zip(names, limits, strict=True)])
     return _open(url, limit, ttl, tenant, secret)
@@ -120,25 +136,24 @@ def _default(url: str) -> int:
 
 
 def _open(url: str, limit: int | None, ttl: float | None, tenant: str, secret: bytes | None) -> Store:
-    kind, colon, rest = url.partition(":")
+    kind, _, rest = url.partition(":")
     size = limit or _default(url)
-    if kind == "memory" and colon and not rest:
+    if kind == "memory":
         from ctxwin.store.memory import MemoryStore
 
         return MemoryStore(size, ttl)
-    if kind == "disk" and colon and rest:
+    if kind == "disk":
         from ctxwin.store.disk import DiskStore
 
         return DiskStore(Path(rest).expanduser() / digest("tenant", tenant), size, ttl, secret=secret)
-    if kind in ("redis", "rediss") and rest.startswith("//"):
+    if kind in ("redis", "rediss"):
         from ctxwin.store.redis import RedisStore
 
         return RedisStore(url, size, ttl, tenant, secret=secret)
-    if kind == "mooncake" and rest.startswith("//"):
+    if kind == "mooncake":
         from ctxwin.store.mooncake import MooncakeStore
 
         return MooncakeStore(url, size, ttl, tenant, secret=secret)
-    for point in entry_points(group=_GROUP, name=kind) if rest else ():
-        store: Store = point.load()(url, size, ttl, tenant, secret=secret)
-        return store
-    raise ValueError(f"a store must be {_SUPPORTED}, or of a kind that an installed distribution adds, got {url!r}")
+    point, *_ = entry_points(group=_GROUP, name=kind)
+    store: Store = point.load()(url, size, ttl, tenant, secret=secret)
+    return store

@@ -15,6 +15,7 @@ from ctxwin.validation import validate
 from ctxwin_ray.front import Front
 from ctxwin_ray.replica import Replica
 from ctxwin_server.app.settings import Settings
+from ctxwin_server.protocol.limits import Limits
 
 _HEALTH_S = 5.0
 
@@ -49,26 +50,22 @@ class FleetArguments(BaseModel):
     fronts: int = Field(default=1, gt=0)
 
 
-def fleet(args: FleetArguments | dict[str, Any]) -> Any:
-    """Return the Ray Serve application of a fleet; from a YAML Ray passes ``args`` as a dict.
-
-    Raises:
-        ValueError: invalid arguments, with a remedy. OSError: the store cannot be reached.
-    """
+def validated(args: FleetArguments | dict[str, Any]) -> tuple[FleetArguments, Limits]:
+    """Return the arguments of a fleet and the limits of its servers; starts nothing. Raises as `fleet`."""
     arguments: FleetArguments = validate(FleetArguments.model_validate, args)
-    least, most = arguments.replicas if isinstance(arguments.replicas, tuple) else (arguments.replicas,) * 2
+    least, most = _range(arguments)
     if not 1 <= least <= most:
         raise ValueError(f"replicas must be a number from 1 on, or [least, most], got {arguments.replicas}")
     unknown = set(arguments.settings) - {name for name, *_ in Settings.options()}
     if unknown:
         raise ValueError(f"settings must be options of ctxwin serve with underscores, got {', '.join(sorted(unknown))}")
     settings = Settings(**arguments.settings)
-    limits = settings.service()["limits"]
+    limits: Limits = settings.service()["limits"]
     records = settings.registry or settings.store
     if most > 1 and not records.rpartition(",")[2].removeprefix("tiered:").startswith(("redis://", "rediss://")):
         raise ValueError(
-            f"replicas must share the windows' versions in a Redis, got {records!r}; give the setting registry (or a store that "
-            "ends) with redis://HOST:PORT/DB, or one replica"
+            f"replicas must share the windows' versions in a Redis, got {records!r}; give --registry redis://HOST:PORT/DB (in "
+            "a YAML the setting registry), a --store that ends with one, or one replica"
         )
     with closing(open_store(records)) as store:  # one clear error now instead of one from every replica
         if most > 1 and store.evicts:
@@ -79,6 +76,23 @@ def fleet(args: FleetArguments | dict[str, Any]) -> Any:
     for name in ("--port", "--host", "--uds"):
         if any(word.partition("=")[0] == name for word in arguments.vllm):
             raise ValueError(f"replicas must have no address of their own, got {name}; Ray Serve's proxy listens")
+    return arguments, limits
+
+
+def _range(arguments: FleetArguments) -> tuple[int, int]:
+    """Return the least and the largest number of replicas."""
+    replicas = arguments.replicas
+    return replicas if isinstance(replicas, tuple) else (replicas, replicas)
+
+
+def fleet(args: FleetArguments | dict[str, Any]) -> Any:
+    """Return the Ray Serve application of a fleet; from a YAML Ray passes ``args`` as a dict.
+
+    Raises:
+        ValueError: invalid arguments, with a remedy. OSError: the store cannot be reached.
+    """
+    arguments, limits = validated(args)
+    least, most = _range(arguments)
     scaling: dict[str, Any] = {"num_replicas": least}
     if most > least:
         autoscaling = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": arguments.target}

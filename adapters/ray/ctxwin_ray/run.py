@@ -13,7 +13,7 @@ import ray
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
-from ctxwin_ray.application import FleetArguments, fleet
+from ctxwin_ray.application import FleetArguments, fleet, validated
 
 APPLICATION = "ctxwin"
 _log = logging.getLogger("ctxwin.serve")
@@ -29,6 +29,7 @@ def running(arguments: FleetArguments, host: str = "127.0.0.1", port: int = 8000
     Raises: as `fleet`; ValueError if this machine lacks the resources of the replicas; RuntimeError if a replica cannot
     start, with its error.
     """
+    validated(arguments)  # a cluster takes long to start
     ray.init(address=address or "local", include_dashboard=False, log_to_driver=True, configure_logging=False)
     try:
         application = fleet(arguments)

@@ -22,6 +22,7 @@ from ctxwin_ray import FleetArguments, fleet
 from ctxwin_ray.front import Front
 from ctxwin_ray.hints import TRIED, Head, Hint, Places, Request, hint_of, window_prefix
 from ctxwin_ray.router import WindowRouter
+from ctxwin_ray.run import running
 from ctxwin_server.app.accounts import parse_json
 from ctxwin_server.protocol.limits import Limits
 
@@ -155,9 +156,14 @@ def test_the_router_places_replicas_anew_only_where_they_change(monkeypatch: pyt
         ({"vllm": ["--port", "8000"], "replicas": 1}, "no address of their own, got --port"),
     ],
 )
-def test_fleets_that_cannot_be_are_refused_before_anything_starts(arguments: dict[str, Any], said: str) -> None:
+def test_fleets_that_cannot_be_are_refused_before_anything_starts(
+    arguments: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises((ValueError, OSError), match=said):
         fleet(FleetArguments(model="tiny", **arguments))
+    monkeypatch.setattr("ray.init", lambda **_: pytest.fail("a cluster was started"))
+    with pytest.raises((ValueError, OSError), match=said), running(FleetArguments(model="tiny", **arguments)):
+        pass
 
 
 def test_arguments_that_nobody_knows_are_refused() -> None:

@@ -32,6 +32,10 @@ def test_help_says_that_vllms_arguments_follow() -> None:
     [
         (("tiny", "--fidelity", "good"), "exact, patched or blind"),
         (("tiny", "--max-upload-bytes", "much"), "a size must be"),
+        (("tiny", "--store", "kv"), "a store must be 'memory:'"),
+        (("tiny", "--registry", "tiered:memory:"), "a tiered store must be like"),
+        (("tiny", "--libraries", f"disk:{__file__}"), "must be a folder, got the file"),
+        (("tiny", "--store-bytes", "much"), "a size must be"),
         (("tiny", "--tenants", "/nowhere/tenants.toml"), "/nowhere/tenants.toml"),
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from ctxwin.fidelity import Fidelity, Mode
-from ctxwin.store import parse_bytes
+from ctxwin.store import check_address, parse_bytes
 from ctxwin_chats.context_management import Policy
 from ctxwin_chats.options import AS_SENT
 from ctxwin_server.app.tenants import load_tenants
@@ -77,6 +77,10 @@ class Settings:
             raise ValueError(
                 "--store mooncake://... must have a --registry redis://HOST:PORT/DB beside it, got none: Mooncake evicts"
             )
+        for address in filter(None, (self.store, self.registry, self.libraries)):
+            check_address(address)
+        for size in filter(None, (self.store_bytes, self.registry_bytes)):
+            parse_bytes(size)
         same = {name for name in vars(self) if name in Limits.__dataclass_fields__}
         same -= {"max_upload_bytes", "max_text", "max_memory", "fidelity"}
         limits = Limits(
