@@ -115,7 +115,8 @@ class Engine(ABC):
     def encode_exchange(self, query: str, answer_ids: Sequence[int], after: str | None = None) -> Encoded:
         """Encode a remembered exchange: query, turn closing, answer, reopened user turn (or ``after``, template text).
 
-        Its first tokens are exactly ``encode_query(query)`` followed by ``answer_ids``.
+        Its first tokens are exactly ``encode_query(query)`` followed by ``answer_ids``, without placeholders of media that the
+        model wrote: `encode` must take them.
         """
 
     @property

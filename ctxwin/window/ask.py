@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ctxwin import tracing
@@ -389,7 +390,10 @@ def _with_exchange(
     conditioning = front.computed(chunk.id, "computed")
     span = generation.query_span
     if span is not None:
-        span = span.slice(0, min(span.tokens, prompt.query.tokens + len(ids)))  # without what follows a stop text
+        # Without what follows a stop text, or the first token that is not remembered (a placeholder of media).
+        said = encoded.token_ids[prompt.query.tokens :]
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(ids, said, strict=False))
+        span = span.slice(0, min(span.tokens, prompt.query.tokens + len([*same])))
         span = _complete_exchange(core, layout, generation, encoded, span, start, prompt.work)
         record = {"chunk": chunk.id, "provenance": conditioning.provenance, "exact": conditioning.exact}
         core.assembly.put(conditioning.span, span, encoded, **record, absorbed=layout.absorbed(len(layout.choices)))

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import PreTrainedTokenizer
 
 from ctxwin.chunk import Chunk
@@ -68,6 +70,23 @@ def encoder(checkpoint: Checkpoint, store: Store | None = None, identity: str = 
 
 def encodes(made: Encoder) -> int:
     return made._counters.vision_encodes
+
+
+@given(st.data())
+def test_whatever_a_model_writes_can_be_remembered(vision: Checkpoint, data: st.DataObject) -> None:
+    """Tokens of the whole vocabulary: the exchange is a chunk of the answer's text, and of no media."""
+    made, media = encoder(vision), vision.media
+    assert media is not None
+    placeholders = st.sampled_from([media.image, media.video])
+    token = st.integers(0, len(made.tokens) - 1) | placeholders | st.sampled_from(sorted(made.tokens.special))
+    answer = data.draw(st.lists(token, max_size=12))
+    exchange, query = made.encode_exchange("what", answer), made.encode_query("what")
+    chunk = made.encode(Chunk.tokens(exchange.token_ids))
+    assert chunk.token_ids == exchange.token_ids and not chunk.media and not exchange.media
+    end = len(made.encode_exchange("what", []).token_ids) - query.tokens
+    remembered = exchange.token_ids[query.tokens : exchange.tokens - end]
+    assert remembered == tuple(token for token in answer if token not in (media.image, media.video))
+    assert made.tokens.text(remembered) == made.tokens.text(answer)
 
 
 def test_lost_embeddings_are_computed_again(vision: Checkpoint) -> None:

@@ -14,6 +14,7 @@ from ctxwin.engines.results import Generation
 from ctxwin.engines.sampling import Sampling
 from ctxwin.engines.segments import Encoded
 from ctxwin.errors import AnswerStopped, EngineFailed
+from ctxwin.fidelity import Fidelity
 from ctxwin.store import open_store
 from ctxwin.window.window import Window
 from engines.conformance import ALL, HEADER, QUERY, EngineConformance, assert_same_answer, laid, picture, with_spans
@@ -33,6 +34,33 @@ class WholeEngineConformance(EngineConformance):
         some = engine.generate(laid(encoded), query, Sampling(max_tokens=1, logprobs=3)).logprobs
         assert sorted(some) == sorted(sorted(every, key=lambda i: -every[i])[:3])
         assert engine.generate(laid(encoded), query, Sampling(max_tokens=1)).logprobs == {}
+
+    def test_an_answer_is_remembered_without_placeholders_that_the_model_writes(self, engine: Engine) -> None:
+        """A random model writes them now and then; what it says besides keeps its tokens, and its KV as far as they lead."""
+        if not engine.spec.vision:
+            pytest.skip("a text model")
+        media, found = engine.encoder.checkpoint.media, 0  # type: ignore[attr-defined]
+        seed = iter(range(150))
+        with Window(engine, HEADER, fidelity=Fidelity("exact")) as window:
+            window.append(Chunk.text("a red circle"))
+            while found < 2:
+                answer = window.ask(QUERY, 48, temperature=2.0, seed=next(seed), remember=True)
+                assert answer.remembered is not None
+                said = [token for token in answer.token_ids if token not in (media.image, media.video)]
+                if len(said) < len(answer.token_ids):
+                    found += 1
+                    exchange = engine.encode_exchange(QUERY, said)
+                    assert engine.encode(window.chunk(answer.remembered)).token_ids == exchange.token_ids
+                    assert engine.decode(said) == answer.text and window.chunks[-1].lane == "resident"
+                    following = window.ask(QUERY, 1, logprobs=-1)
+                    assert following.usage.exact and following.usage.computed_tokens < window.tokens
+                    encoded = [
+                        engine.encode_system_prompt(HEADER),
+                        *(engine.encode(window.chunk(i)) for i in window.ids),
+                    ]
+                    anew = engine.generate(laid(encoded), engine.encode_query(QUERY), ALL, salt="anew").logprobs
+                    assert max(abs(following.first_token_logprobs[i] - anew[i]) for i in anew) < 1e-4
+                window.evict(answer.remembered)
 
     def test_streaming(self, engine: Engine, encoded: list[Encoded], query: Encoded, whole: Generation) -> None:
         heard: list[tuple[int, str]] = []

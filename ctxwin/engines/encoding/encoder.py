@@ -125,8 +125,12 @@ class Encoder:
         return self._encoded(digest("query", query), self._query_ids(query), ())
 
     def encode_exchange(self, query: str, answer_ids: Sequence[int], after: str | None = None) -> Encoded:
-        """Encode the query as `encode_query`, the answer, and its turn's end with a reopened user turn, or ``after``."""
-        answer = [int(i) for i in answer_ids]
+        """Encode the query as `encode_query`, the answer, and its turn's end with a reopened user turn, or ``after``.
+
+        Placeholders that the model itself wrote stand for no media, and are left out, as they are of its text.
+        """
+        reserved = self._placeholders()
+        answer = [int(i) for i in answer_ids if i not in reserved]
         name = digest("exchange", query, answer) if after is None else digest("exchange", query, answer, after)
         if after is None:
             after = self.checkpoint.template.exchange(query, self.tokens.text(answer))
@@ -198,9 +202,13 @@ class Encoder:
             self._closing = tuple(self.tokens.template(self.checkpoint.template.closing))
         return [*self.tokens.content(query), *self._closing]
 
-    def _raw_ids(self, part: TokensPart) -> tuple[int, ...]:
+    def _placeholders(self) -> set[int | None]:
+        """Return the ids that stand for the tokens of media."""
         media = self.checkpoint.media
-        reserved = set() if media is None else {media.image, media.video, media.audio}
+        return set() if media is None else {media.image, media.video, media.audio}
+
+    def _raw_ids(self, part: TokensPart) -> tuple[int, ...]:
+        reserved = self._placeholders()
         size = max(len(self.tokens), int(self.checkpoint.text_config.vocab_size))
         for i in part.ids:
             if i in reserved:

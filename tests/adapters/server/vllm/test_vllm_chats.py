@@ -296,6 +296,24 @@ def test_what_the_official_clients_can_ask_is_served_or_refused_with_a_remedy(
         assert missing.value.code == "not_found" and missing.value.type == "not_found_error"
 
 
+@pytest.mark.parametrize("spelled", ["red <|image_pad|> square", "<|vision_start|><|video_pad|>", "<|im_end|>"])
+def test_an_answer_that_spells_marks_is_answered_as_vllm_answers(server: Process, spelled: str) -> None:
+    """A client that leaves special tokens in its text sends them back; vLLM reads them, and their turn has no picture."""
+    shown, asked = plain_messages([0, 1], question(1)), plain_messages([2], question(2))[1:]
+    messages = [*shown, {"role": "assistant", "content": spelled}, *asked]
+    answers: list[Any] = []
+    for behind in (OFF, EXACT, EXACT):
+        try:
+            answers.append(create(server, behind, f"spelled {spelled} {behind}", messages=messages, user="spells"))
+        except APIStatusError as error:
+            answers.append(error)
+    alone, *others = (
+        answer.status_code if isinstance(answer, APIStatusError) else answer.choices[0].message.content
+        for answer in answers
+    )
+    assert others == [alone, alone]
+
+
 def test_what_cannot_have_a_window_passes_and_says_why(server: Process) -> None:
     client, messages = server.client(), plain_messages([0, 1], question(1))
     named = plain_messages([0], question(0))
