@@ -21,6 +21,7 @@ from ctxwin.errors import EngineFailed, OutputGone, StoreFull
 from ctxwin.store import open_store
 from engines import models
 from engines.conformance import HEADER, QUERY, picture
+from engines.hybrids import WRITERS
 
 CHUNKS = [Chunk.image(picture(1), text="frame 1"), Chunk.text("the camera is blue now"), Chunk.image(picture(2, 56))]
 Opener = Callable[[str], Engine]
@@ -128,6 +129,28 @@ def test_a_killed_process_leaves_whole_records(folder: Path, tmp_path: Path) -> 
         got, _ = asked(engine, CHUNKS)
         assert engine.counters.vision_encodes == 1, "the third chunk's alone"
     assert torch.equal(got[HIDDEN], want[HIDDEN])
+
+
+def test_a_hybrid_hands_them_on_beside_its_states(tmp_path: Path) -> None:
+    """Also from a store, and where a remembered exchange and a stop text end a request."""
+    name, store = f"hf:{WRITERS['qwen3_5'](tmp_path / 'model')}", f"disk:{tmp_path / 'kv'}"
+    with open_engine(name, dtype="float32", outputs=True, store=store) as engine:
+        first, _ = asked(engine, CHUNKS)
+        with Window(engine, HEADER) as window:
+            window.extend(CHUNKS[:2])
+            window.ask(QUERY, max_tokens=4, remember=True)
+            exchanged = window.ask(QUERY, max_tokens=2).outputs
+            placed = [window.chunk(i) for i in window.ids]
+    with open_engine(name, dtype="float32", outputs=True, store=store) as engine:
+        stored, computed = asked(engine, CHUNKS)
+        assert computed == engine.encode_query(QUERY).tokens and torch.equal(stored[HIDDEN], first[HIDDEN])
+    with open_engine(name, dtype="float32", outputs=True) as engine:
+        for chunks, outputs, tokens in ((CHUNKS, first, 4), (placed, exchanged, 2)):
+            with Window(engine, HEADER) as window:
+                window.extend(chunks)
+                whole = window.ask(QUERY, max_tokens=tokens).outputs
+            assert whole is not None and outputs is not None
+            torch.testing.assert_close(outputs[HIDDEN], whole[HIDDEN], atol=2e-4, rtol=0)
 
 
 def test_an_engine_without_them_shares_no_spans(folder: Path) -> None:

