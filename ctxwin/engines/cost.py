@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from operator import mul
 from statistics import median
 
 import numpy as np
@@ -45,7 +46,8 @@ class Fit:
 
     def __call__(self, *amounts: float) -> float:
         """Milliseconds for these amounts."""
-        return sum(amount * rate for amount, rate in zip(amounts, self.rates, strict=True))
+        ms: float = sum(map(mul, amounts, self.rates))
+        return ms
 
     def observe(self, amounts: Sequence[float], ms: float) -> bool:
         """Takes in a call that took ``ms``; returns True if `refit` is due."""
@@ -169,6 +171,8 @@ class CostModel:
         return self._tier(tier)(1, tokens)
 
     def _tier(self, name: str) -> Fit:
+        if (known := self.tiers.get(name)) is not None:
+            return known
         with self._lock:
             if name not in self.tiers and len(self.tiers) >= _TIERS:
                 name = next(iter(self.tiers))

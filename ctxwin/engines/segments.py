@@ -49,6 +49,8 @@ class MediaSpan:
 
     def placeholders(self, begin: int, end: int) -> tuple[list[int], slice]:
         """Return the placeholders among its tokens ``[begin, end)``, and the slice of their embedding rows."""
+        if not self.words:
+            return list(range(begin, end)), slice(begin, end)
         words = set(self.words)
         places = [i for i in range(begin, end) if i not in words]
         first = begin - bisect_left(self.words, begin)

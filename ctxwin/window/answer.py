@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from ctxwin.fidelity import Lane
 from ctxwin.window.reordering import ReorderAdvice
 from ctxwin.window.sliding import SlidingAdvice
+
+_Ids = Annotated[Sequence[str], AfterValidator(tuple)]
 
 
 @dataclass(frozen=True)
@@ -150,8 +152,8 @@ class PlanEntry:
     depth: int
     conditioned: bool = True
     pinned: bool = False
-    unseen: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
+    unseen: _Ids = ()
+    missing: _Ids = ()
     ms: float = 0.0
     repeated: bool = False
     fallen: bool = False

@@ -23,9 +23,9 @@ from ctxwin.engines.segments import Encoded, Segment, partial_ranges, without_sp
 from ctxwin.errors import ChunkUnavailable
 from ctxwin.fidelity import Fidelity
 from ctxwin.profiles import compress_deficit, served_basis
-from ctxwin.window.answer import Plan
+from ctxwin.window.answer import Plan, PlanEntry
 from ctxwin.window.choice import Choice
-from ctxwin.window.forecast import planned_calls, salt_of
+from ctxwin.window.forecast import salt_of, with_forecast
 from ctxwin.window.lanes import (
     ServedMemo,
     canonical_key,
@@ -62,6 +62,7 @@ class Assembly:
     Attributes:
         missing: keys that could not be read.
         memo: how chunks were served, by the contents that preceded them; see `lanes.ServedMemo`. A restart forgets it.
+        choices, planned: the newest ones, and those with entries of a plan; the next ones take what has not changed.
         salt: keeps what it prefills out of the exact prefix cache; "" does not.
         cached_tokens: of an exact layout with KV for its first tokens, how many of these need no spans; see `Segment.cached`.
     """
@@ -70,6 +71,8 @@ class Assembly:
     demand: Callable[[], Demand] = Demand
     missing: set[str] = field(default_factory=set)
     memo: OrderedDict[str, ServedMemo] = field(default_factory=OrderedDict)
+    choices: Sequence[Choice] = ()
+    planned: tuple[Sequence[Choice], Sequence[PlanEntry]] = ((), ())
     salt: str = ""
     cached_tokens: Callable[[int], int] | None = None
 
@@ -82,24 +85,25 @@ class Assembly:
         """Return True if ``key`` can be served, as far as is known without reading it."""
         return key not in self.missing and self.repo.contains(key)
 
+    def forget(self) -> None:
+        """Drop what is remembered of chunks that were served."""
+        self.memo.clear()
+        self.choices, self.planned = (), ((), ())
+
     def plan(self, state: State, fidelity: Fidelity, query: str | None = None) -> Plan:
         """Return the plan of an ask of ``state``. Reads no KV. The tokens of ``query``, if given, are included."""
         prices, has = self.prices, cache(self.has)
         # An ask that returns outputs, as all do here by default, needs its tokens whole.
         merging = fidelity.merges_prompt and state.conditioned and not self.engine.spec.outputs
-        choices = choose(state, fidelity, has, prices, self.memo, self.engine)
-        plan = plan_of(state, choices, self.engine.spec.kv, system_prompt_key(state), has, prices)
+        choices = self.choices = choose(state, fidelity, has, prices, self.memo, self.engine, self.choices)
+        plan = plan_of(state, choices, self.engine.spec.kv, system_prompt_key(state), has, prices, self.planned)
+        self.planned = choices, plan.entries
         plan = computed_plan(state, plan, self.engine.spec.kv, prices) if merging else plan
         if (encoded_query := None if query is None else self.engine.encode_query(query)) is not None:
             (*preceding, answer), more = plan.steps, encoded_query.tokens
             answer = replace(answer, tokens=answer.tokens + more, computed=answer.computed + more)
             plan = replace(plan, steps=(*preceding, answer))
-        if merging or not self.engine.forecasts:
-            return plan
-        counts = self.engine.forecast(planned_calls(self.engine, state, choices, plan, encoded_query))
-        if counts is None or len(counts) != len(plan.steps):
-            return plan
-        return replace(plan, steps=tuple(replace(s, computed=n) for s, n in zip(plan.steps, counts, strict=True)))
+        return plan if merging else with_forecast(self.engine, state, choices, plan, encoded_query)
 
     @property
     def prices(self) -> Prices:
@@ -112,15 +116,14 @@ class Assembly:
             return self._build_layout(state, fidelity, work)
 
     def _build_layout(self, state: State, fidelity: Fidelity, work: Work) -> Layout:
-        costs, priced = self.engine.costs, work.priced_ms
-        began = costs.clock()
+        costs, priced, began = self.engine.costs, work.priced_ms, self.engine.costs.clock()
         self.missing.clear()
         self.know_basis(fidelity)
         ahead: dict[str, SpanKV] = {}
         # Each round either succeeds or learns of at least one missing key, so it ends.
         while True:
             has = cache(self.has)  # one answer for each key, though a store may lose it
-            choices = choose(state, fidelity, has, self.prices, self.memo, self.engine)
+            choices = self.choices = choose(state, fidelity, has, self.prices, self.memo, self.engine, self.choices)
             _, ms = steps_of(state, choices, system_prompt_key(state), has, self.prices)
             fetched = self._fetch_layout(state, choices, work, ahead)
             if fetched is not None:
@@ -149,9 +152,8 @@ class Assembly:
                 if (key := choice.conditioning.patch) is not None:
                     reads.begin(key, encoded.tokens, partial(self.repo.get_patch, key))
         system_prompt = self.system_prompt(state, work, reads, cached)
-        segments = [system_prompt]
+        segments, counts = [system_prompt], [0]
         contents: dict[str, None] = {}  # in order, each once
-        counts = [0]
         early: dict[int, SpanKV] = {}
         for choice, encoded, start, end in zip(choices, encodeds, state.starts(), ends, strict=True):
             conditioning, entry = choice.conditioning, choice.entry
@@ -208,8 +210,7 @@ class Assembly:
         return encoded
 
     def system_prompt(self, state: State, work: Work, reads: Reads | None = None, cached: int = 0) -> Segment:
-        encoded = self.engine.encode_system_prompt(state.system_prompt)
-        key = system_prompt_key(state)
+        encoded, key = self.engine.encode_system_prompt(state.system_prompt), system_prompt_key(state)
         stored = None
         if encoded.tokens <= cached:
             return Segment(encoded, 0, span_key=key, cached=True)
@@ -246,7 +247,9 @@ class Assembly:
         """Return the result of ``read`` for ``key``, which a layout needs; None if it is gone or late."""
         stored = self._read(key, tokens, work, read, reads)
         if stored is None:
-            self._miss(key, work)
+            self.missing.add(key)
+            work.misses += 1
+            log.warning("%s is gone from the store, or late: recomputing", key[:20])
         return stored
 
     def _read(self, key: str, tokens: int, work: Work, read: Callable[[], T | None], reads: Reads) -> T | None:
@@ -262,11 +265,6 @@ class Assembly:
             over = served_basis(self.engine.spec.model, self.engine.spec.kv, fidelity).basis
             if over is not None:
                 self.repo.know_basis(over)
-
-    def _miss(self, key: str, work: Work) -> None:
-        self.missing.add(key)
-        work.misses += 1
-        log.warning("%s is gone from the store, or late: recomputing", key[:20])
 
     def put(self, key: str, span: SpanKV, encoded: Encoded, **fields: Any) -> None:
         """Store a computed span; a refusal is logged by the store and costs a recomputation later.
@@ -369,11 +367,9 @@ class Assembly:
                 if i not in captured:  # the engine could not read it back: stay uncomputed
                     entries.append(p)
                     continue
-                conditioning = self._store(state, choice.conditioning, captured, layout, i - 1, fidelity, demand)
-                choice = replace(
-                    choice, lane=conditioning.lane, conditioning=conditioning, compute=conditioning.patch is None
-                )
-                p = p.replace(kv=conditioning, seen=True, unseen=())
+                kv = self._store(state, choice.conditioning, captured, layout, i - 1, fidelity, demand)
+                choice = replace(choice, lane=kv.lane, conditioning=kv, compute=kv.patch is None)
+                p = p.replace(kv=kv, seen=True, unseen=())
             elif choice.updates_entry:
                 if choice.partial_base is not None:
                     if i not in captured:
@@ -381,10 +377,13 @@ class Assembly:
                         continue
                     self.put_chunk(layout, i - 1, captured[i], choice.conditioning)
                     choice = replace(choice, lane="resident", partial_base=None)
-                p = p.replace(kv=choice.conditioning, seen=True, unseen=())
+                if p.unseen or not p.seen or p.kv != choice.conditioning:
+                    p = p.replace(kv=choice.conditioning, seen=True, unseen=())
             entries.append(p)
             memorable.append(choice)
         self.remember(memorable, fidelity)
+        pairs = zip(layout.choices, entries, strict=True)
+        self.choices = [c if c.entry is p else replace(c, entry=p) for c, p in pairs]
         return state.replace(placed=tuple(entries))
 
     def remember(self, choices: Iterable[Choice], fidelity: Fidelity) -> None:
@@ -480,9 +479,8 @@ class Assembly:
             span, _ = self._in_place(state, index, layout, work)
         if store:
             self.put_chunk(layout, index, span, conditioning)
-        segments = list(layout.segments)
-        segments[index + 1] = replace(segment, span=span, capture=False)
-        return replace(layout, segments=tuple(segments))
+        served = replace(segment, span=span, capture=False)
+        return replace(layout, segments=(*layout.segments[: index + 1], served, *layout.segments[index + 2 :]))
 
     def _in_place(self, state: State, index: int, layout: Layout, work: Work) -> tuple[SpanKV, Layout]:
         """Return KV of a placed chunk in its present context, and the layout it was computed after in the end."""

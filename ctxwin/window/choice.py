@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from ctxwin.engines.segments import partial_ranges
 from ctxwin.fidelity import Lane
-from ctxwin.window.state import Conditioning, Placed, Prefix
+from ctxwin.window.state import Conditioning, Placed, Prefix, provenance_of, span_key
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class Choice:
     form_canonical: bool = False
     partial_base: Conditioning | None = None
     recompute: int = 0
-    not_attended: tuple[str, ...] = ()
-    evicted_antecedents: tuple[str, ...] = ()
+    not_attended: Sequence[str] = ()
+    evicted_antecedents: Sequence[str] = ()
     reused: bool = False
     ms: float = 0.0
 
@@ -68,5 +69,5 @@ class Choice:
     @property
     def in_place(self) -> bool:
         """True if a forward here, after the prefix as it is served, gives exactly this KV."""
-        here = self.front.computed(self.entry.chunk_id, self.lane)
-        return self.compute or (self.conditioning.patch is None and self.conditioning.span == here.span)
+        here = span_key(provenance_of(self.front.chain, self.entry.chunk_id), self.front.approximations)
+        return self.compute or (self.conditioning.patch is None and self.conditioning.span == here)

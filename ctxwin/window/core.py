@@ -25,10 +25,12 @@ from ctxwin.hashing import digest
 from ctxwin.window import edits, placement
 from ctxwin.window.answer import Plan
 from ctxwin.window.assembly import Assembly
+from ctxwin.window.changes import changed
 from ctxwin.window.events import EDITS, Event, Observer, Op
 from ctxwin.window.idle import IdlePrefill, prefiller_of
 from ctxwin.window.invariants import check_state
 from ctxwin.window.lanes import choose
+from ctxwin.window.leases import Leases
 from ctxwin.window.removed import check_present
 from ctxwin.window.reordering import reorder_advice
 from ctxwin.window.sliding import SlidingAdvice, own_mark, sliding_advice
@@ -107,8 +109,8 @@ class WindowCore:
         self._pending: list[Event] = []  # sent when the writer is done
         self._writer = threading.Lock()
         self._guard = threading.Lock()  # of leases and counts
-        self._leases: set[str] = set()
-        self._finalizer = weakref.finalize(self, engine.repo.abandon, self._leases)  # for a window never closed
+        self._leases = Leases(engine.repo)
+        self._finalizer = weakref.finalize(self, engine.repo.abandon, self._leases.keys)  # for a window never closed
         with _opening:
             _open.setdefault(engine.repo, weakref.WeakSet()).add(self)
         self.lease()
@@ -166,16 +168,20 @@ class WindowCore:
         if op != "adopt":
             state = edits.merge_versions(self.state, state)
         if remember and state.version != self.state.version:
-            old, shared = self.state, set(map(id, (*state.placed, *state.evicted)))
+            old, lists = (
+                self.state,
+                [changed(self.state.placed, state.placed), changed(self.state.evicted, state.evicted)],
+            )
+            left, came = ({id(p) for pair in lists for p in pair[i]} for i in (0, 1))
             self._history[old.version] = old, self._before
-            self._unshared[old.version] = sum(id(p) not in shared for p in (*old.placed, *old.evicted))
+            self._unshared[old.version] = len(left - came)
             self._before = old.version
             over = sum(self._unshared.values()) - _UNSHARED
             while len(self._history) > _HISTORY or (over > 0 and len(self._history) > _FEWEST):
                 over -= self._unshared.pop(self._history.popitem(last=False)[0])
-        changed, self.state = state.version != self.state.version, state
+        is_new, self.state = state.version != self.state.version, state
         self.lease()
-        if changed:
+        if is_new:
             self.prefill_ahead()
         if op is not None:
             self.announce(self.event(op, ids, **details))
@@ -263,7 +269,7 @@ class WindowCore:
         """Assert the invariants of the state, its plan and its leases."""
         check_state(self.state, self.plan())
         stored = set(filter(self.engine.repo.contains, self.state.keys()))
-        lost = stored - self._leases - self.assembly.missing
+        lost = stored - self._leases.keys - self.assembly.missing
         assert self.closed or not lost, f"unleased keys {lost}"
 
     def place(self, state: State, chunk: Chunk) -> Placed:
@@ -390,7 +396,7 @@ class WindowCore:
     def _forget(self, state: State, entry: Placed) -> None:
         self._history.clear()
         self._unshared.clear()
-        self.assembly.memo.clear()
+        self.assembly.forget()
         self.engine.repo.note_forgetting()
         self.audits.forget()
         if self.idle is not None:
@@ -412,13 +418,7 @@ class WindowCore:
     def lease(self) -> None:
         """Lease the KV that the current state needs, and release the rest."""
         with self._guard:  # `plan` may run beside an ask
-            needed = set() if self.closed else self.state.keys()
-            for key in needed - self._leases:
-                if self.engine.repo.lease(key):
-                    self._leases.add(key)
-            for key in self._leases - needed:
-                self.engine.repo.release(key)
-                self._leases.discard(key)
+            self._leases.follow(() if self.closed else self.state.placed)
 
     def close(self) -> None:
         """Release the leases; the window can be neither edited nor asked afterwards. Idempotent."""
@@ -429,9 +429,7 @@ class WindowCore:
         with self._guard:  # a thread that still edits must not lease behind this
             self.closed = True
             self._finalizer.detach()
-            for key in self._leases:
-                self.engine.repo.release(key)
-            self._leases.clear()
+            self._leases.follow(())
         if not self.read_only:  # an old version has the id of a window that goes on
             self.emit(self.event("close"))
 

@@ -12,7 +12,7 @@ from ctxwin.window.state import Placed, State
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
-    from ctxwin.window.antecedents import Order
+    from ctxwin.window.antecedents import Antecedents, Order
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Differences:
         self._state, self._engine, self._most = state, engine, most
         self._ids = tuple(p.id for p in state.placed)
         self._first = 0
-        self._fronts: dict[Order, int] = {}
-        self._ends: dict[Order, tuple[int, int, int]] = {}
+        self._fronts: dict[tuple[Order, int], int] = {}  # by order, and where a run of it begins
+        self._ends: dict[tuple[Order, int], tuple[int, int, int]] = {}
         self._changes: dict[tuple[int, tuple[str, ...], tuple[str, ...]], Change | None] = {}
 
     def of(self, entry: Placed, index: int) -> EditedText | None:
@@ -54,7 +54,7 @@ class Differences:
         kv = entry.kv
         if kv is None or not kv.has_known_text:
             return None
-        changed = self._changed(kv.antecedents.order, kv.antecedents.length, index)
+        changed = self._changed(kv.antecedents, index)
         if changed is None:
             return None
         first, removed, added = changed
@@ -72,39 +72,42 @@ class Differences:
             tuple(placement for placement in removed if placement not in added),
         )
 
-    def _changed(self, was: Order, n: int, index: int) -> tuple[int, tuple[str, ...], tuple[str, ...]] | None:
-        """Return where the first ``n`` ids of an order and the first ``index`` placed ones begin to differ, and what differs up
-        to their common end; None where it is too many chunks."""
-        first = min(self._common_front(was), n, index)
+    def _changed(self, was: Antecedents, index: int) -> tuple[int, tuple[str, ...], tuple[str, ...]] | None:
+        """Return where antecedents and the first ``index`` placed ids begin to differ, and what differs up to their common end;
+        None where it is too many chunks."""
+        n = was.length
+        first = min(self._common_front(was.order, was.begin), n, index)
         if first == n == index:
             return first, (), ()
-        last = self._common_end(was, n, index, first)
-        return None if last is None else (first, was.ids[first : n - last], self._ids[first : index - last])
+        last = self._common_end(was, index, first)
+        return None if last is None else (first, was[first : n - last], self._ids[first : index - last])
 
-    def _common_front(self, was: Order) -> int:
-        """Return how many ids an order has in common with the placed ones at the beginning; once an order O(its length)."""
-        if was not in self._fronts:
-            first = self._first if was.ids[: self._first] == self._ids[: self._first] else 0
-            while first < min(len(was.ids), len(self._ids)) and was.ids[first] == self._ids[first]:
+    def _common_front(self, was: Order, begin: int) -> int:
+        """Return how many ids from ``begin`` on an order has in common with the first placed ones; once a run O(its length)."""
+        if (was, begin) not in self._fronts:
+            ids = was.ids[begin : begin + len(self._ids)]
+            first = self._first if tuple(ids[: self._first]) == self._ids[: self._first] else 0
+            while first < len(ids) and ids[first] == self._ids[first]:
                 first += 1
-            self._first = self._fronts[was] = first  # mostly that of the next order, too
-        return self._fronts[was]
+            self._first = self._fronts[was, begin] = first  # mostly that of the next one, too
+        return self._fronts[was, begin]
 
-    def _common_end(self, was: Order, n: int, index: int, first: int) -> int | None:
+    def _common_end(self, was: Antecedents, index: int, first: int) -> int | None:
         """Return how many ids behind ``first`` both have in common at the end; None if too few."""
         # A chunk behind the last one mostly follows the same change.
-        previous, place, last = self._ends.get(was, (n, index, 0))
-        if n - previous == index - place > 0 and was.ids[previous:n] == self._ids[place:index]:
+        n, run = was.length, (was.order, was.begin)
+        previous, place, last = self._ends.get(run, (n, index, 0))
+        if n - previous == index - place > 0 and was[previous:n] == self._ids[place:index]:
             last += n - previous
-            self._ends[was] = n, index, last
+            self._ends[run] = n, index, last
             return last
         # Every chunk has a token, so that with more chunks between too many differ.
         last = max(0, max(n, index) - first - self._most - 2)
-        if last > min(n, index) - first or was.ids[n - last : n] != self._ids[index - last : index]:
+        if last > min(n, index) - first or was[n - last : n] != self._ids[index - last : index]:
             return None
-        while last < min(n, index) - first and was.ids[n - 1 - last] == self._ids[index - 1 - last]:
+        while last < min(n, index) - first and was[n - 1 - last] == self._ids[index - 1 - last]:
             last += 1
-        self._ends[was] = n, index, last
+        self._ends[run] = n, index, last
         return last
 
     def _change(self, first: int, removed: tuple[str, ...], added: tuple[str, ...]) -> Change | None:

@@ -104,13 +104,13 @@ def free_tail(state: State) -> list[Placed]:
 def reorder(state: State, ids: Sequence[str]) -> State:
     """Return the state in the order ``ids``. A chunk that moves after another is no longer unseen by it: if it moves back, it is
     absorbed."""
-    by_id = {p.id: p for p in state.placed}
+    by_id, places = {p.id: p for p in state.placed}, {placement: i for i, placement in enumerate(ids)}
     entries = []
     for i, placement in enumerate(ids):
         p = by_id[placement]
         if p.unseen or p.tail or "insert" in p.pending:
             pending = {edit: detail for edit, detail in p.pending.items() if edit != "insert"}
-            p = p.replace(unseen=tuple(u for u in p.unseen if u in ids[:i]), tail=False, pending=pending)
+            p = p.replace(unseen=tuple(u for u in p.unseen if places.get(u, i) < i), tail=False, pending=pending)
         entries.append(p)
     return state.edited(placed=tuple(entries))
 
@@ -198,7 +198,9 @@ def evict(state: State, leaving: Sequence[Placed]) -> State:
     now_evicted = (*state.evicted, *departed)[-MAX_EVICTED:]
     # A chunk that leaves is no longer unseen: how and where it comes back decides.
     remaining = tuple(
-        p.replace(unseen=tuple(u for u in p.unseen if u not in out)) for p in state.placed if p.id not in out
+        p if out.isdisjoint(p.unseen) else p.replace(unseen=tuple(u for u in p.unseen if u not in out))
+        for p in state.placed
+        if p.id not in out
     )
     return state.edited(placed=remaining, evicted=now_evicted)
 

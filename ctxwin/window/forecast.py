@@ -30,6 +30,14 @@ def salt_of(segments: Sequence[Segment]) -> str:
     return digest("salt", [segment.key for segment in segments[: last + 1]]) if last else ""
 
 
+def with_forecast(engine: Engine, state: State, choices: Sequence[Choice], plan: Plan, query: Encoded | None) -> Plan:
+    """Return ``plan`` with what its requests compute by the engine's own forecast, where it has one."""
+    counts = engine.forecast(planned_calls(engine, state, choices, plan, query)) if engine.forecasts else None
+    if counts is None or len(counts) != len(plan.steps):
+        return plan
+    return replace(plan, steps=tuple(replace(s, computed=n) for s, n in zip(plan.steps, counts, strict=True)))
+
+
 def planned_calls(
     engine: Engine, state: State, choices: Sequence[Choice], plan: Plan, query: Encoded | None = None
 ) -> list[Call]:

@@ -203,6 +203,7 @@ class IdlePrefill:
     def forget(self) -> None:
         """Drop what the turn knows of a chunk that is forgotten."""
         self.predictor.forget()
+        self.assembly.forget()
         self.spans = {}
 
     def close(self) -> None:

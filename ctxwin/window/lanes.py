@@ -16,15 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from ctxwin.engines.segments import gap_runs
 from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.window.answer import Plan, PlanEntry, PlanRequest
-from ctxwin.window.antecedents import Order
+from ctxwin.window.antecedents import Antecedents, Order
+from ctxwin.window.changes import common_front
 from ctxwin.window.choice import Choice
 from ctxwin.window.edited_text import Differences, EditedText
 from ctxwin.window.layout import computed_choices
@@ -41,6 +39,7 @@ from ctxwin.window.state import (
     provenance_of,
     span_key,
 )
+from ctxwin.window.survival import Survival
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
@@ -77,81 +76,14 @@ class ServedMemo:
 
     lane: Lane
     conditioning: Conditioning
-    not_attended: tuple[str, ...]
-    evicted_antecedents: tuple[str, ...]
+    not_attended: Sequence[str]
+    evicted_antecedents: Sequence[str]
 
     @classmethod
     def of(cls, choice: Choice) -> ServedMemo:
         """Return the memo of ``choice``."""
         lane: Lane = "resident" if choice.compute else choice.lane
         return cls(lane, choice.conditioning, choice.not_attended, choice.evicted_antecedents)
-
-
-class _Survival:
-    """Test for survivors: chunks preceded by exactly their antecedents minus evicted ones, in the same order.
-
-    An antecedent leaves by an eviction, or by being placed after the chunk. Chunks placed before it later by a recall
-    or an insertion (``Placed.unseen``) do not count. Chunks that were conditioned together share an `Order` and are judged by
-    running sums over it, so that a window of n chunks takes O(n); O(n^2) simple steps where what they absorbed went behind.
-    """
-
-    def __init__(self, now: Order) -> None:
-        self._now = now
-        self._compared: dict[Order, _Comparison] = {}
-        self._tried: set[Order] = set()
-
-    def of(self, entry: Placed, index: int) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-        """Return ``not_attended`` and ``evicted_antecedents`` of the chunk at ``index`` if it survives, else None."""
-        if entry.kv is None or entry.kv.lane == "edited":
-            return None  # it has none, or only behind another system prompt
-        was, n = entry.kv.antecedents, entry.kv.antecedents.length
-        if was.order not in self._compared:
-            if was.order not in self._tried:
-                # In a stream nearly every chunk has an order of its own, of which mostly the first have left.
-                self._tried.add(was.order)
-                left = n - index
-                if left >= 0 and was.order.ids[left:n] == self._now.ids[:index]:
-                    return (), was.order.ids[:left]
-            self._compared[was.order] = _Comparison(was.order, self._now)
-        comparison = self._compared[was.order].front(n, index, len(entry.unseen))
-        if comparison is None:
-            return None
-        shared, missing = comparison
-        fresh: tuple[str, ...] = ()
-        if shared < index:
-            fresh = tuple(f for f in self._now.ids[:index] if f not in was)
-            if not set(fresh) <= set(entry.unseen):
-                return None
-        return fresh, missing
-
-
-class _Comparison:
-    """Comparison of an earlier order with the present one."""
-
-    def __init__(self, was: Order, now: Order) -> None:
-        self._was = was
-        places = [now.places.get(placement, -1) for placement in was.ids]
-        self._places = np.array(places, dtype=np.int64)
-        # Each list is indexed by how many ids of the earlier order count: how many of those are placed, the greatest index of
-        # those, and whether they stand in the same order.
-        self._left = [0, *accumulate(int(place >= 0) for place in places)]
-        self._last = [-1, *accumulate(places, max)]
-        moved = [0 <= place < last for place, last in zip(places, self._last, strict=False)]
-        self._in_order = [True, *(not any_moved for any_moved in accumulate(moved, max))]
-        self._gone = tuple(p for p, place in zip(was.ids, places, strict=True) if place < 0)
-
-    def front(self, n: int, index: int, most: int) -> tuple[int, tuple[str, ...]] | None:
-        """Return how many of the first ``n`` ids precede ``index``, and the others; None if the order differs, or if more than
-        ``most`` other chunks precede it."""
-        if self._last[n] < index:
-            shared = self._left[n]
-            return (shared, self._gone[: n - shared]) if self._in_order[n] and index - shared <= most else None
-        places = self._places[:n]
-        here = (places >= 0) & (places < index)
-        shared = int(np.count_nonzero(here))
-        if index - shared > most or (np.diff(places[here]) < 0).any():
-            return None
-        return shared, tuple(self._was.ids[i] for i in np.flatnonzero(~here))
 
 
 def choose(
@@ -161,6 +93,7 @@ def choose(
     prices: Prices | None = None,
     memo: Mapping[str, ServedMemo] | None = None,
     engine: Engine | None = None,
+    previous: Sequence[Choice] = (),
 ) -> list[Choice]:
     """Return the lane of every placed chunk, front to back. ``fidelity`` must be resolved.
 
@@ -169,6 +102,8 @@ def choose(
         prices: of the engine; by default those of a new engine.
         memo: how chunks were served, by `Prefix.contents_with`.
         engine: gives the tokens of edited chunks; without it no chunk is served in lane ``edited``.
+        previous: choices of the window before, in any version. Those of its first chunks hold as long as these have not changed
+            and stored exact KV serves them.
 
     O(n) in placed chunks, as long as they were not conditioned in n different orders.
     """
@@ -177,26 +112,47 @@ def choose(
     choices: list[Choice] = []
     prices = prices or Prices()
     front, offset = Prefix.of(state), state.system_prompt_tokens
-    survival, differences = _Survival(front.order), None
+    survival, differences = Survival(Antecedents(front.order, front.begin, len(state.placed))), None
     if engine is not None and fidelity.allows("edited"):
         differences = Differences(state, engine, fidelity.edited_tokens or 0)
     # A chunk that must be exact needs an exact prefix.
     last = max((i for i, entry in enumerate(state.placed) if entry.exact_only), default=-1)
     exactly, request_ms = Fidelity("exact"), prices.request_ms
+    if not previous or previous[0].front != front or fidelity.mode == "blind" or not fidelity.allows("resident"):
+        previous = ()
     for i, entry in enumerate(state.placed):
-        # A forward right after another, or right before the query, shares its request; gaps are computed at once.
-        joins = entry is state.placed[-1] or (bool(choices) and choices[-1].compute)
-        linked = bool(choices) and choices[-1].partial_base is not None
-        allowed = exactly if i <= last else fidelity
-        admissible = _admissible(state, entry, front, survival, differences, allowed, has, memo or {})
-        choice = _cheapest(admissible, prices, offset, 0.0 if joins else request_ms, 0.0 if linked else request_ms)
+        before = previous[i] if i < len(previous) and previous[i].entry is entry else None
+        choice = before and _unchanged(before, has, prices, offset)
+        if choice is not None:
+            front = choice.front
+        else:
+            previous = ()
+            # A forward right after another, or right before the query, shares its request; gaps are computed at once.
+            joins = entry is state.placed[-1] or (bool(choices) and choices[-1].compute)
+            linked = bool(choices) and choices[-1].partial_base is not None
+            allowed = exactly if i <= last else fidelity
+            admissible = _admissible(state, entry, front, survival, differences, allowed, has, memo or {})
+            choice = _cheapest(admissible, prices, offset, 0.0 if joins else request_ms, 0.0 if linked else request_ms)
         choices.append(choice)
-        front, offset = front.extended_by(entry, choice.conditioning), offset + entry.tokens
+        offset += entry.tokens
+        known = i + 1 < len(previous)
+        front = previous[i + 1].front if known else front.extended_by(entry, choice.conditioning)
     return choices
 
 
 SAVES_MS, SAVES_SHARE = 5.0, 0.25
 """Least saving for which a lane replaces an earlier one of the order: milliseconds, and share of the cost."""
+
+
+def _unchanged(previous: Choice, has: Has, prices: Prices, offset: int) -> Choice | None:
+    """Return a choice of stored exact KV again, at its price now, where the same chunk behind the same prefix still gets it."""
+    entry, conditioning = previous.entry, previous.conditioning
+    if previous.lane != "resident" or not conditioning.exact or not has(conditioning.span):
+        return None
+    ms = prices.of(previous, offset)
+    if ms >= SAVES_MS and ms - prices.model.forward_ms(entry.tokens, offset) >= SAVES_MS:
+        return None  # a forward may be cheaper
+    return previous if ms == previous.ms else Choice(entry, "resident", previous.front, conditioning, ms=ms)
 
 
 def _cheapest(
@@ -223,7 +179,7 @@ def _admissible(
     state: State,
     entry: Placed,
     front: Prefix,
-    survival: _Survival,
+    survival: Survival,
     differences: Differences | None,
     fidelity: Fidelity,
     has: Has,
@@ -286,7 +242,7 @@ def _admissible(
 def _changed_little(previous: Conditioning, front: Prefix) -> bool:
     """Return True if at least half of what KV absorbed, and of what precedes it now, is the same, in any order: then a new patch
     over it corrects it (Kamera, appendix D, "The cheapest correct refresh")."""
-    was, now = set(previous.antecedents), front.order.ids[: front.length]
+    was, now = set(previous.antecedents), front.antecedents
     return 2 * sum(placement in was for placement in now) >= max(1, len(was), len(now))
 
 
@@ -295,7 +251,7 @@ def _own_kv(
     front: Prefix,
     here: Conditioning,
     reusable: Conditioning | None,
-    gaps: tuple[tuple[str, ...], tuple[str, ...]] | None,
+    gaps: tuple[Sequence[str], Sequence[str]] | None,
     edited: EditedText | None,
     fidelity: Fidelity,
     has: Has,
@@ -322,7 +278,7 @@ def _own_kv(
             entry, "edited", front, reusable.model_copy(update=changes),
             not_attended=edited.not_attended, evicted_antecedents=edited.evicted_antecedents,
         )  # fmt: skip
-    if reusable and gaps and fidelity.survivors == "slid" and tuple(reusable.antecedents[: len(gaps[1])]) != gaps[1]:
+    if reusable and gaps and fidelity.survivors == "slid" and not reusable.antecedents.starts_with(gaps[1]):
         gaps = None  # a later chunk was taken out, or this one came back after other chunks
     if reusable and gaps and fidelity.keeps_survivors and fidelity.allows("survivor"):
         # In fewer slots it is that, whatever left in front of it.
@@ -357,7 +313,7 @@ def _canonical(state: State, entry: Placed, front: Prefix, has: Has) -> Conditio
     _, base = canonical_key(state, entry.chunk_id)
     if entry.conditioned and not has(base) and has(neutral_key(state, entry.chunk_id)):
         header = state.neutral_key  # formed for a library, for windows of any system prompt
-    alone = Prefix(Order(()), header, "").computed(entry.chunk_id, "canonical")
+    alone = Prefix(Order(), header, "").computed(entry.chunk_id, "canonical")
     exact = not front.length and header == state.system_prompt_key
     return alone.model_copy(update={"exact": exact, "depth": int(not exact)})
 
@@ -390,12 +346,25 @@ def patched_conditioning(here: Conditioning, lane: Lane, base: str, patch: str) 
     return here.model_copy(update=update)
 
 
-def plan_of(state: State, choices: Sequence[Choice], kv: KVSpec, system_prompt: str, has: Has, prices: Prices) -> Plan:
-    """Return the plan of ``choices`` on a model with this KV layout; other arguments as in `steps_of`."""
+def plan_of(
+    state: State,
+    choices: Sequence[Choice],
+    kv: KVSpec,
+    system_prompt: str,
+    has: Has,
+    prices: Prices,
+    previous: tuple[Sequence[Choice], Sequence[PlanEntry]] = ((), ()),
+) -> Plan:
+    """Return the plan of ``choices`` on a model with this KV layout; other arguments as in `steps_of`.
+
+    ``previous``: choices of the window before with the entries of their plan, which hold for the first ones that are still there.
+    """
     token_bytes = kv.span_bytes(1, 4 if kv.dtype == "float32" else 2)
-    entries, offset = [], state.system_prompt_tokens
-    canonicals: set[str] = set()  # placed twice, one is formed once
-    for choice, start in zip(choices, state.starts(), strict=True):
+    known = common_front(previous[0], choices)
+    entries = list(previous[1][:known])
+    offset = entries[-1].offset + entries[-1].tokens if entries else state.system_prompt_tokens
+    canonicals = {c.entry.chunk_id for c in choices[:known] if c.form_canonical}  # placed twice, one is formed once
+    for choice, start in zip(choices[known:], state.starts()[known:], strict=True):
         p = choice.entry
         compute = p.tokens if choice.compute else choice.recomputed_tokens
         if choice.form_canonical and p.chunk_id not in canonicals:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from itertools import accumulate, repeat
 from typing import TYPE_CHECKING
 
 from ctxwin.errors import BudgetExceeded
@@ -167,22 +165,26 @@ def _check(state: State) -> None:
 
 
 class _Absorbed:
-    """Intervals of the arrivals of antecedents; in all O(n) for n chunks that share an `Order`."""
+    """Intervals of the arrivals of antecedents; in all O(n log n) for n chunks that share an `Order`."""
 
     def __init__(self, arrivals: Mapping[str, int]) -> None:
         self._arrivals = arrivals
-        self._bounds: dict[Order, tuple[list[int], list[int]]] = {}  # of the first 1, 2, ... ids: least, greatest
+        self._levels: dict[Order, list[list[tuple[int, int] | None]]] = {}  # of 1, 2, 4, ... ids from each on
 
     def of(self, antecedents: Antecedents) -> tuple[int, int] | None:
         """Return the interval of those that the snapshot knows."""
-        order, arrivals = antecedents.order, self._arrivals
-        if order not in self._bounds:
-            low = accumulate(map(arrivals.get, order.ids, repeat(sys.maxsize)), min)
-            self._bounds[order] = list(low), list(accumulate(map(arrivals.get, order.ids, repeat(-1)), max))
-        lows, highs = self._bounds[order]
-        if not antecedents.length or highs[antecedents.length - 1] < 0:
+        order, begin, end = antecedents.order, antecedents.begin, antecedents.end
+        if begin == end:
             return None
-        return lows[antecedents.length - 1], highs[antecedents.length - 1]
+        if order not in self._levels:
+            known = map(self._arrivals.get, order.ids)
+            levels = [[None if arrival is None else (arrival, arrival) for arrival in known]]
+            while (half := 1 << (len(levels) - 1)) < len(levels[-1]):
+                levels.append(list(map(interval_union, levels[-1], levels[-1][half:])))
+            self._levels[order] = levels
+        depth = (end - begin).bit_length() - 1
+        level = self._levels[order][depth]
+        return interval_union(level[begin], level[end - (1 << depth)])
 
 
 def _proven(

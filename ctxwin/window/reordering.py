@@ -40,8 +40,7 @@ def reorder_advice(state: State, computed: Mapping[str, int]) -> ReorderAdvice |
         return None
     last = max(conditioned, key=lambda p: p.kv.antecedents.length if p.kv else 0)
     assert last.kv is not None
-    order, length = last.kv.antecedents.order, last.kv.antecedents.length
-    places = {placement: i for i, placement in enumerate((*order.ids[:length], last.id))}
+    places = {placement: i for i, placement in enumerate((*last.kv.antecedents, last.id))}
     known = [(places[p.id], p) for p in state.placed if p.id in places]
     moved = next((i for i, (a, b) in enumerate(pairwise(known), start=1) if b[0] < a[0]), None)
     new = sum(tokens for placement, tokens in computed.items() if placement not in places)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
@@ -71,7 +71,8 @@ def answer_from(data: dict[str, Any]) -> Answer:
 def plan_to(plan: Plan) -> dict[str, Any]:
     """Return a plan as JSON, with the sums beside the entries."""
     sums = ("requests", "tokens", "computed_tokens", "repair_tokens", "bytes", "exact")
-    return {**asdict(plan), **{name: getattr(plan, name) for name in sums}}
+    entries = [{**vars(e), "unseen": list(e.unseen), "missing": list(e.missing)} for e in plan.entries]
+    return {**asdict(replace(plan, entries=())), "entries": entries, **{name: getattr(plan, name) for name in sums}}
 
 
 def plan_from(data: dict[str, Any]) -> Plan:

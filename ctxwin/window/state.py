@@ -114,6 +114,15 @@ class Placed(BaseModel):
     tail: bool = False
     pending: dict[Literal["evict", "toggle", "insert"], str] = {}
 
+    @property
+    def keys(self) -> list[str]:
+        """The store keys that must stay available while it is placed."""
+        kv, chunk = self.kv, self.chunk
+        keys = [key for key in (kv.span, kv.patch, kv.base) if key] if kv else []
+        if chunk.keep_source:  # the pixels of in-memory media are nowhere else
+            keys += [f"source/{part.content}" for part in chunk.media if part.source is None]
+        return keys
+
     def replace(self, **changes: Any) -> Placed:
         """Return a copy with some fields changed."""
         return self.model_copy(update=changes)
@@ -238,10 +247,7 @@ class State(BaseModel):
 
     def keys(self) -> set[str]:
         """Return the store keys that must stay available for this version."""
-        kv = {k for p in self.placed if p.kv for k in (p.kv.span, p.kv.patch, p.kv.base) if k}
-        # The pixels of in-memory media are nowhere else.
-        memory = (m for p in self.placed if p.chunk.keep_source for m in p.chunk.media if m.source is None)
-        return kv | {f"source/{m.content}" for m in memory}
+        return {key for p in self.placed for key in p.keys}
 
 
 def _named(chunks: Sequence[Placed]) -> str:
@@ -274,12 +280,26 @@ def span_key(provenance: str, approximations: str = "") -> str:
     return "span/" + _digest("span", provenance, approximations)
 
 
+def placed_order(placed: Sequence[Placed]) -> Antecedents:
+    """Return the ids of placed chunks, as a run of the order that the last one with KV was conditioned on where they continue it.
+
+    So the chunks of a stream share an order. O(placed).
+    """
+    ids = [p.id for p in placed]
+    last = next((i for i in range(len(placed) - 1, -1, -1) if placed[i].kv is not None), None)
+    if last is not None and (kv := placed[last].kv) is not None and (begin := kv.antecedents.end - last) >= 0:
+        run = kv.antecedents.order.run(begin, ids)
+        if run is not None:
+            return run
+    return Antecedents(ids)
+
+
 @dataclass(frozen=True)
 class Prefix:
     """Prefix of a place in the prompt, as it is served; grows chunk by chunk at constant cost.
 
     Attributes:
-        order, length: the ids of the prefix are the first ``length`` of ``order``.
+        order, begin, length: the ids of the prefix are ``length`` of ``order`` from ``begin`` on.
         chain: digest of the system prompt and of the provenance of each preceding chunk, in order.
         approximations: digest of the keys of preceding approximations; "" while everything is exact.
         contents: digest of the system prompt and of the preceding chunks, in order, however they are served.
@@ -296,12 +316,13 @@ class Prefix:
     depth: int = 0
     absorbed: tuple[int, int] | None = None
     difference: Difference | None = None
+    begin: int = 0
 
     @classmethod
     def of(cls, state: State) -> Prefix:
         """Return the prefix of the first place in ``state``."""
-        key = state.system_prompt_key
-        return cls(Order(p.id for p in state.placed), key, key)
+        key, order = state.system_prompt_key, placed_order(state.placed)
+        return cls(order.order, key, key, begin=order.begin)
 
     @property
     def exact(self) -> bool:
@@ -311,7 +332,7 @@ class Prefix:
     @property
     def antecedents(self) -> Antecedents:
         """Placement ids of the prefix."""
-        return Antecedents(self.order, self.length)
+        return Antecedents(self.order, self.begin, self.length)
 
     def contents_with(self, entry: Placed) -> str:
         """Return `contents` of the next place, with a chunk here."""
@@ -330,7 +351,8 @@ class Prefix:
             absorbed = interval_union(absorbed, conditioning.absorbed)
         chain = _digest("front", self.chain, conditioning.provenance)
         contents = self.contents_with(entry)
-        return Prefix(self.order, chain, contents, self.length + 1, approximations, depth, absorbed, difference)
+        length = self.length + 1
+        return Prefix(self.order, chain, contents, length, approximations, depth, absorbed, difference, self.begin)
 
     def computed(self, chunk_id: str, lane: Lane) -> Conditioning:
         """Return the conditioning of a chunk that is computed here."""
@@ -385,7 +407,7 @@ def orbit_keys(system_prompt_key: str, chunk_id: str, antecedents: Sequence[str]
         yield orbit_key(system_prompt_key, chunk_id, antecedents, name + suffix)
 
 
-@lru_cache(maxsize=1 << 13, typed=True)
+@lru_cache(maxsize=1 << 16, typed=True)  # some 20 MB where windows of thousands of chunks fill it
 def _digest(*parts: Hashable) -> str:
     """Return `digest`, cached: each ask chooses lanes, mostly over the chunks of the previous ask.
 

@@ -16,6 +16,7 @@ import pytest
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.store.disk import DiskStore
 from ctxwin.store.memory import MemoryStore
+from ctxwin.window.antecedents import Antecedents
 from ctxwin.window.core import demand_of
 from ctxwin.window.layout import Work
 from window.fake import FakeEngine
@@ -41,11 +42,11 @@ def lines(operation: Callable[[], object]) -> int:
     return count
 
 
-def exponent(setup: Setup) -> float:
+def exponent(setup: Setup, small: int = SMALL, large: int = LARGE) -> float:
     """Power of the size with which the work grows; the first call only fills caches."""
     setup(4)()
-    few, many = lines(setup(SMALL)), lines(setup(LARGE))
-    return math.log(many / few) / math.log(LARGE / SMALL)
+    few, many = lines(setup(small)), lines(setup(large))
+    return math.log(many / few) / math.log(large / small)
 
 
 def on(prepare: Callable[[int], Any], operation: Callable[[Any], object]) -> Setup:
@@ -94,7 +95,7 @@ def slid(n: int, mode: Any = "patched") -> Window:
 def streamed(n: int) -> Window:
     """As many orders as slides: what stays keeps the one it was conditioned in."""
     window = opened(n)
-    for i in range(n // 8):
+    for i in range(min(n // 8, 64)):
         window.slide(1)
         window.append(Chunk.tokens([i % 40]))
         window.maintenance.prefill()
@@ -137,6 +138,44 @@ def test_work_grows_at_most_in_proportion_to_a_window(name: str) -> None:
     assert exponent(EDITS[name]) <= 1.1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EDITS)
+def test_work_grows_so_up_to_five_thousand_chunks(name: str) -> None:
+    assert exponent(EDITS[name], 500, 5000) <= 1.1
+
+
+def test_a_plan_takes_few_steps_for_a_chunk_that_did_not_move() -> None:
+    window = opened(LARGE)
+    window.ask("q", 1)
+    window.plan()
+    window.append(Chunk.tokens([7]))
+    assert lines(window.plan) / LARGE <= 100
+
+
+def ids_held(window: Window) -> int:
+    """Placement ids that the antecedents of a window's chunks hold, and what its plan says of them."""
+    state, plan = window.snapshot(), window.plan()
+    orders = {id(p.kv.antecedents.order): p.kv.antecedents.order for p in (*state.placed, *state.evicted) if p.kv}
+    views = {id(ids.order): ids.order for e in plan.entries if isinstance(ids := e.missing, Antecedents)}
+    lists = [e.missing for e in plan.entries if not isinstance(e.missing, Antecedents)]
+    return sum(map(len, lists)) + sum(len(order.ids) for order in (orders | views).values())
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_a_streams_chunks_share_the_ids_of_what_preceded_them(restored: bool) -> None:
+    """Every chunk was computed behind other ones than the chunk before it, and holds no list of its own."""
+    window = opened(SMALL)
+    for i in range(2 * SMALL):
+        window.slide(1)
+        window.append(Chunk.tokens([i % 40, i // 40]))
+        window.maintenance.prefill()
+    if restored:
+        window = Window.restore(window.engine, window.snapshot().model_dump_json())
+    missing = [(i, len(e.missing)) for i, e in enumerate(window.plan().entries) if e.lane == "survivor"]
+    assert len(missing) > SMALL // 2 and all(count == SMALL - 1 - i for i, count in missing)
+    assert ids_held(window) <= 12 * SMALL
+
+
 def forked(n: int) -> list[Window]:
     window = opened(8)
     return [window, *(window.fork() for _ in range(n))]
@@ -174,6 +213,14 @@ def test_what_stands_beside_costs_nothing(name: str) -> None:
     assert abs(exponent(BESIDE[name])) <= 0.1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "most"), [(n, 100_000 if "put" in n else 5000 if "bytes" in n else 1000) for n in BESIDE]
+)
+def test_many_more_beside_cost_nothing(name: str, most: int) -> None:
+    assert abs(exponent(BESIDE[name], most // 10, most)) <= 0.1
+
+
 @pytest.mark.parametrize("room", [10**9, None])
 def test_a_store_on_disk_grows_at_most_in_proportion(tmp_path: Path, room: int | None) -> None:
     """Puts into a store with room, or into a full one, and opening it again."""
@@ -192,7 +239,7 @@ def test_a_store_on_disk_grows_at_most_in_proportion(tmp_path: Path, room: int |
     assert exponent(reopen) <= 1.1
 
 
-def test_a_servers_windows_stand_beside_each_other() -> None:
+def test_five_hundred_windows_of_a_server_stand_beside_each_other() -> None:
     from ctxwin_server.protocol.limits import Limits
     from ctxwin_server.registry.windows import OpenWindows, WindowRegistry
 
@@ -214,5 +261,5 @@ def test_a_servers_windows_stand_beside_each_other() -> None:
         served, _ = registry(n)
         return lambda: (served.sweep(), served.economise())
 
-    assert abs(exponent(append)) <= 0.1
-    assert exponent(upkeep) <= 1.1
+    assert abs(exponent(append, 125, 500)) <= 0.1
+    assert exponent(upkeep, 125, 500) <= 1.1

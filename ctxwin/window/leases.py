@@ -1,0 +1,49 @@
+"""Leases on the KV that a window's current version needs, followed from version to version."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from ctxwin.window.changes import changed
+
+if TYPE_CHECKING:
+    from ctxwin.store.spans import SpanRepository
+    from ctxwin.window.state import Placed
+
+
+class Leases:
+    """The keys that a window's chunks need, leased as far as they are stored. Not thread-safe.
+
+    Attributes:
+        keys: the leased ones.
+    """
+
+    def __init__(self, repo: SpanRepository) -> None:
+        self._repo = repo
+        self.keys: set[str] = set()
+        self._placed: Sequence[Placed] = ()
+        self._uses: Counter[str] = Counter()
+        self._unleased: set[str] = set()
+
+    def follow(self, placed: Sequence[Placed]) -> None:
+        """Lease what these chunks need, also what is stored by now, and release the rest. Cost: of what has changed."""
+        leaving, coming = changed(self._placed, placed)
+        self._placed = placed
+        new = Counter(chain.from_iterable(p.keys for p in coming))
+        self._uses.update(new)
+        self._unleased.update(new.keys() - self.keys)
+        self._uses.subtract(chain.from_iterable(p.keys for p in leaving))
+        unused = {key for p in leaving for key in p.keys if not self._uses[key]}
+        self._unleased -= unused
+        for key in list(self._unleased):
+            if self._repo.lease(key):
+                self.keys.add(key)
+                self._unleased.discard(key)
+        for key in unused:
+            del self._uses[key]
+            if key in self.keys:
+                self._repo.release(key)
+                self.keys.discard(key)
