@@ -118,15 +118,18 @@ def choose(
     # A chunk that must be exact needs an exact prefix.
     last = max((i for i, entry in enumerate(state.placed) if entry.exact_only), default=-1)
     exactly, request_ms = Fidelity("exact"), prices.request_ms
-    if not previous or previous[0].front != front or fidelity.mode == "blind" or not fidelity.allows("resident"):
+    if fidelity.mode == "blind" or not fidelity.allows("resident"):
         previous = ()
+    if previous and not previous[0].front.gives_kv_of(front):
+        previous = ()
+    order, begin = front.order, front.begin
     for i, entry in enumerate(state.placed):
         before = previous[i] if i < len(previous) and previous[i].entry is entry else None
         choice = before and _unchanged(before, has, prices, offset)
         if choice is not None:
             front = choice.front
         else:
-            previous = ()
+            previous, front = (), front.within(order, begin)
             # A forward right after another, or right before the query, shares its request; gaps are computed at once.
             joins = entry is state.placed[-1] or (bool(choices) and choices[-1].compute)
             linked = bool(choices) and choices[-1].partial_base is not None

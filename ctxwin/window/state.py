@@ -6,7 +6,7 @@ Pydantic models, so that a snapshot is this state and nothing else.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -323,6 +323,14 @@ class Prefix:
         """Return the prefix of the first place in ``state``."""
         key, order = state.system_prompt_key, placed_order(state.placed)
         return cls(order.order, key, key, begin=order.begin)
+
+    def gives_kv_of(self, other: Prefix) -> bool:
+        """Return True if KV that is computed here is the same as there, whichever orders name what precedes it."""
+        return (self.chain, self.approximations, self.contents) == (other.chain, other.approximations, other.contents)
+
+    def within(self, order: Order, begin: int) -> Prefix:
+        """Return this prefix with its ids named by another order."""
+        return self if (self.order, self.begin) == (order, begin) else replace(self, order=order, begin=begin)
 
     @property
     def exact(self) -> bool:
