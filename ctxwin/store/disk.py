@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import logging
 import os
 import secrets
 import sqlite3
@@ -31,6 +30,7 @@ import diskcache
 from ctxwin.errors import StoreCorrupt
 from ctxwin.store.base import Store, StoreStats, Tally, check_key, check_limits, check_value
 from ctxwin.store.codec import SUM_BYTES, ForeignRecordError, Seal
+from ctxwin.store.failure_log import failure_logger
 from ctxwin.store.records import (
     BLOBS,
     TEMP,
@@ -50,8 +50,7 @@ from ctxwin.store.records import (
     write_record,
 )
 
-log = logging.getLogger(__name__)
-
+log = failure_logger(__name__)
 T = TypeVar("T")
 
 _INDEX: Final = diskcache.core.DBNAME
@@ -404,7 +403,8 @@ class DiskStore(Store):
     def _log_failure(self, action: str, key: str, error: BaseException) -> None:
         with self._lock:
             self.failures += 1
-        log.warning("store %s could not %s %s: %s: %s", self.path, action, key, type(error).__name__, error)
+        name, kind = type(error).__name__, (str(self.path), action, type(error))
+        log.warning("store %s could not %s %s: %s: %s", self.path, action, key, name, error, extra={"kind": kind})
         if is_damage(error):
             self._repair()
 

@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +25,7 @@ from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.store import codec
 from ctxwin.store.base import Store
 from ctxwin.store.behind import Entry, WriteBehind, WriteThrough
+from ctxwin.store.failure_log import failure_logger
 from ctxwin.store.fp8 import is_packed
 from ctxwin.store.lru import LRUCache
 from ctxwin.store.span_codec import check_finite, decode_span, encode_span
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ctxwin.kv.basis import SharedBasis
     from ctxwin.kv.patch import Patch
 
-log = logging.getLogger(__name__)
+log = failure_logger(__name__)
 
 _PATCHES: Final = ("patch", "orbit")
 _LIVE_BYTES: Final = 256 << 20
@@ -420,7 +420,7 @@ class SpanRepository:
         with self._lock:
             self.counters.refused += not stored
         if not stored:
-            log.warning("the store refused %s (%d bytes)", key, len(blob))
+            log.warning("the store, full or failing, refused %s (%d bytes)", key, len(blob), extra={"kind": self._lock})
         return stored
 
     def _get(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import sqlite3
 import subprocess
@@ -38,6 +39,31 @@ class TestFailures:
         assert list((tmp_path / "tmp").iterdir()) == []
         assert len(blobs(tmp_path)) == 1
         assert store.put("span/b", b"value")
+
+    def test_a_disk_that_stays_full_is_reported_once_a_minute(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        now = 0.0
+        (throttle,) = logging.getLogger("ctxwin.store.disk").filters
+        monkeypatch.setattr(throttle, "_clock", lambda: now)
+
+        def full(_: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        store, other = DiskStore(tmp_path / "one"), DiskStore(tmp_path / "two")
+        monkeypatch.setattr("os.fsync", full)
+        reports = []
+        for second in range(150):
+            now = float(second)
+            caplog.clear()
+            assert store.put(f"span/{second}", b"value") is False
+            reports += [(second, record.getMessage()) for record in caplog.records]
+        assert [second for second, _ in reports] == [0, 60, 120]
+        assert "more like it" not in reports[0][1] and all("(and 59 more like it)" in text for _, text in reports[1:])
+        assert store.failures == 150
+        caplog.clear()
+        assert other.put("span/a", b"value") is False
+        assert "two" in caplog.text  # another store's failure is another one
 
     def test_a_locked_index_refuses_and_leaves_no_file(self, tmp_path: Path) -> None:
         store = DiskStore(tmp_path, timeout=0.05)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 from ctxwin.engines.encoding.families import Grid
+from ctxwin.store.failure_log import failure_logger
 from ctxwin.store.lru import LRUCache
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from ctxwin.store.spans import SpanRepository
 
-_log = logging.getLogger("ctxwin.engines")
+_log = failure_logger("ctxwin.engines")
 
 
 class Embeddings:
@@ -53,7 +53,9 @@ class Embeddings:
         # The grid goes first: embeddings without their grid would be useless, a grid alone is a miss.
         if self._repository.put_json(_grid_key(key), list(grid)) and self._repository.put_embedding(key, embeddings):
             return
-        _log.warning("the store refused vision embeddings %s; they are kept in memory only", key)
+        _log.warning(
+            "the store refused vision embeddings %s; they are kept in memory only", key, extra={"kind": "refused"}
+        )
         self._refused.put(key, (embeddings, grid), embeddings.nbytes)
 
 
