@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from ctxwin.cli.commands import one_line
 from ctxwin.errors import CtxwinError
 from ctxwin.extras import missing_extra
 
@@ -219,7 +220,7 @@ def errors() -> Iterator[None]:
         raise  # see `ctxwin.cli.commands`
     except (ValueError, TypeError, OSError, CtxwinError, ModuleNotFoundError) as error:
         message = (missing_extra(error) if isinstance(error, ModuleNotFoundError) else None) or error
-        typer.echo(f"error: {' '.join(str(message).split()) or type(message).__name__}", err=True)
+        typer.echo(f"error: {one_line(message)}", err=True)
         raise typer.Exit(2) from error
 
 
