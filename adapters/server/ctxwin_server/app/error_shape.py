@@ -39,6 +39,8 @@ _ELSEWHERE = {
 """Alternatives to routes that do not exist, by the path below ``/v1/``."""
 
 
+_BELOW_V1 = ("/windows", "/chunks", "/libraries", "/chat/", "/completions", "/responses", "/messages", "/models")
+"""Paths that a client asks for whose base URL lacks the ``/v1``."""
 _INTERNAL = Kind(Exception, 500, "internal_error", "server_error")
 
 
@@ -67,7 +69,7 @@ def to_body(error: BaseException) -> tuple[int, dict[str, Any]]:
 def reshape_errors(scope: Scope, send: Send) -> Send:
     """Wrap ``send`` so that a request's JSON errors have the shape of its API."""
     path = scope["path"].removeprefix(scope.get("root_path", ""))
-    if scope["type"] != "http" or not path.startswith("/v1/"):
+    if scope["type"] != "http" or not path.startswith(("/v1/", *_BELOW_V1)):
         return send
     return _ErrorReshaper(send, scope.get("method", ""), path)
 
@@ -134,6 +136,10 @@ def _message(detail: Any, status: int, method: str, path: str) -> str:
     below = path.removeprefix("/v1/")
     if status == 404 and detail in (None, "Not Found"):
         instead = next((text for name, text in _ELSEWHERE.items() if below == name or below.startswith(name + "/")), "")
+        if path.startswith(_BELOW_V1):
+            instead = "it stands below /v1: OpenAI's clients and RemoteWindow take http://HOST:PORT/v1 as base_url"
+        if below.startswith("v1/"):
+            instead = "it stands below one /v1: Anthropic's clients take http://HOST:PORT as base_url"
         return f"{method} {path[:200]} is not served here; {instead or 'see /openapi.json or the reference'}"
     if status == 405:
         return f"{path[:200]} does not take {method}"

@@ -57,6 +57,10 @@ def test_each_api_has_its_own_shape() -> None:
         ("GET", "/v1/conversations/c/items", "whole history"),
         ("GET", "/v1/nothing", "GET /v1/nothing is not served here"),
         ("GET", "/v1/filesystem", "see /openapi.json"),
+        ("POST", "/windows", "take http://HOST:PORT/v1 as base_url"),
+        ("GET", "/windows/w/summary", "take http://HOST:PORT/v1 as base_url"),
+        ("POST", "/chat/completions", "take http://HOST:PORT/v1 as base_url"),
+        ("POST", "/v1/v1/messages", "take http://HOST:PORT as base_url"),
     ],
 )
 def test_what_is_not_served_says_what_is(method: str, path: str, said: str) -> None:
