@@ -68,7 +68,9 @@ def test_the_first_items_are_those_whose_media_are_there(model_dir: Path, tmp_pa
     for n in (2, 3):  # the longer run finds the items of the shorter one as they were
         made = CliRunner().invoke(app, [*args, "--n", str(n)])
         assert made.exit_code == 0, made.output
-        arms = json.loads(made.stdout)["arms"]
+        result = json.loads(made.stdout)
+        arms = result["arms"]
+        assert result["left_out"]["video-mme"] == {"unreadable": 0, "missing": 3}  # the questions on that video
         assert all(cell["n"] + cell["unscored"] == n for arm in arms.values() for cell in arm.values())
     found = read_samples(tmp_path / "run")
     assert {index for _, _, index in found.rows} == {3, 4, 5}

@@ -97,6 +97,7 @@ def run(
     with errors():
         from ctxwin_evals.arms import parse_arms
         from ctxwin_evals.benchmarks import DataOptions
+        from ctxwin_evals.benchmarks.base import DataTask
         from ctxwin_evals.results import write_lm_eval
         from ctxwin_evals.run import Runner, Settings, check_served, companions, plan_jobs
         from ctxwin_evals.score import scores
@@ -127,7 +128,9 @@ def run(
                 runner.run(jobs, n or None, advance)
             encodes = served.counters.vision_encodes
         result = scores(runner.samples, [arm.name for arm in chosen], n or None)
-        result |= {"n": n, "output": str(folder), "vision_encodes": encodes}
+        read = [task for task in opened if isinstance(task, DataTask)]
+        left_out = {task.name: {"unreadable": len(task.odd), "missing": len(task.skipped)} for task in read}
+        result |= {"n": n, "left_out": left_out, "output": str(folder), "vision_encodes": encodes}
         (folder / "results.json").write_text(json.dumps(plainly(result), indent=1) + "\n", encoding="utf-8")
         write_lm_eval(runner.samples, folder / "lm-eval")
         _show(result, as_json)

@@ -80,8 +80,8 @@ class Missing(ValueError):
         """Raise the error for the first path that is no file."""
         for path in paths:
             if not path.is_file():
-                text = f"{where} must find its media, got no file {str(path)!r}; unpack the data set's media there"
-                raise cls(text, doc_id)
+                remedy = "unpack the data set's media there, or leave such items out (--skip-missing)"
+                raise cls(f"{where} must find its media, got no file {str(path)!r}; {remedy}", doc_id)
 
 
 class DataTask(Task):
