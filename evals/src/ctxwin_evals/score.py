@@ -52,7 +52,8 @@ class Matched(Match):
 class Result(TypedDict):
     """The result of a run; ``basis_bytes`` are of all shared bases, ``paired`` and ``matched`` by task.
 
-    The command adds ``n`` (as asked for), ``output`` (the run's folder) and ``vision_encodes``.
+    The command adds ``n`` (as asked for), ``left_out`` (rows of data sets, by task: ``unreadable`` ones, and those whose media
+    are ``missing``), ``output`` (the run's folder) and ``vision_encodes``.
     """
 
     suite: str
@@ -64,6 +65,7 @@ class Result(TypedDict):
     paired: dict[str, Pairs]
     matched: dict[str, list[Matched]]
     n: NotRequired[int]
+    left_out: NotRequired[dict[str, dict[str, int]]]
     output: NotRequired[str]
     vision_encodes: NotRequired[int]
 
