@@ -45,7 +45,7 @@ def ratio(harm: Harm, bet: float, against: float) -> Harm:
     return harm * (bet / against) + (1 - harm) * ((1 - bet) / (1 - against))
 
 
-def log_wealth(harms: Mapping[float, int], p: float) -> float:
+def log_wealth(harms: Mapping[float, float], p: float) -> float:
     """Return the logarithm of the wealth of `BETS` against a mean of at least ``p``; rises with p.
 
     Args:
@@ -99,6 +99,23 @@ def units_needed(budget: float, error: float = 0.05, harms: Mapping[float, int] 
     low, high = -1, 1
     while not suffices(high):
         low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if suffices(middle) else (middle, high)
+    return high
+
+
+def units_like(harms: Mapping[float, int], budget: float, error: float = 0.05) -> int | None:
+    """Return the number of units that show a mean of at most ``budget`` if all are like ``harms``; None for over a million."""
+    _check(harms, error)
+    count = sum(harms.values())
+
+    def suffices(units: int) -> bool:
+        return log_wealth({harm: n * units / count for harm, n in harms.items()}, budget) >= -math.log(error)
+
+    low, high = 0, 1_000_000
+    if not count or not suffices(high):
+        return None
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if suffices(middle) else (middle, high)

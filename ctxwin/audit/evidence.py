@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -43,7 +42,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctxwin.audit.confidence import Change, is_below, units_needed
 from ctxwin.audit.harm import CAP, Difference, Harm, Kind, Part, share_of
-from ctxwin.audit.record import SUFFIX, UNIT_PARTS, Decision, Evidence, Pending, Record, Tally, Verb
+from ctxwin.audit.record import SUFFIX, Decision, Evidence, Pending, Record, Tally, Verb
 from ctxwin.audit.strategies import STRATEGIES, error_of
 from ctxwin.fidelity import Reference
 from ctxwin.files import atomic_write
@@ -286,7 +285,7 @@ class Ledger:
         waiting[name] = _with_answer(waiting.get(name, _NO_ANSWERS), trial.harm)
         while waiting and (_answers(waiting[first := next(iter(waiting))]) >= UNIT_TRIALS or len(waiting) > BEHIND):
             for kind, share in _shares(waiting.pop(first)).items():
-                tallies[kind] = self._with_unit(kind, tallies[kind], share)
+                tallies[kind] = tallies[kind].with_unit(share, self._limits[kind])
             past.append(first)
         new = new.model_copy(
             update={"scored": tallies["scored"], "text": tallies["text"], "open": waiting, "past": tuple(past[-PAST:])}
@@ -312,13 +311,6 @@ class Ledger:
             stop = {"stopped": self.circumstances(), "since": _now()}
             return new.model_copy(update=stop), self._decision(trial.strategy, "stopped", new)
         return new, None
-
-    def _with_unit(self, kind: Kind, tally: Tally, share: float) -> Tally:
-        parts = math.ceil(share * UNIT_PARTS - 1e-9)  # rounded up, so never more favourable
-        change = Change(self._limits[kind], tally.wealth)
-        change.take(share)
-        units = {**tally.units, parts: tally.units.get(parts, 0) + 1}
-        return tally.model_copy(update={"units": units, "wealth": change.wealth})
 
     def _add_audit(self, old: Evidence, trial: Trial) -> tuple[Evidence, Decision | None]:
         """Return the evidence on a promoted strategy, with one more audit of an answer, and a decision if it makes one."""

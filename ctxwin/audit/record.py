@@ -13,12 +13,12 @@ import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, ValidationError
 
-from ctxwin.audit.confidence import upper_bound
+from ctxwin.audit.confidence import Change, upper_bound
 from ctxwin.audit.harm import CAP, Floor, Kind
 from ctxwin.fidelity import Reference
 from ctxwin.profiles import model_digest, profiles_folder
@@ -60,6 +60,14 @@ class Tally(BaseModel):
     def harm_counts(self) -> dict[float, int]:
         """Return the number of units by harm."""
         return {parts / UNIT_PARTS: count for parts, count in self.units.items()}
+
+    def with_unit(self, share: float, limit: float) -> Self:
+        """Return it with one more unit of this harm, from 0 to 1; ``limit``: the largest acceptable mean."""
+        parts = math.ceil(share * UNIT_PARTS - 1e-9)  # rounded up, so never more favourable
+        change = Change(limit, self.wealth)
+        change.take(share)
+        units = {**self.units, parts: self.units.get(parts, 0) + 1}
+        return self.model_copy(update={"units": units, "wealth": change.wealth})
 
     def upper(self, error: float) -> float:
         """Return the largest mean harm of a unit that is not refuted, from 0 to 1."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from ctxwin.audit.harm import Floor, Harm, Value, value_of
 from ctxwin.engines.base import Engine
 from ctxwin.engines.sampling import Sampling
-from ctxwin.engines.segments import Segment
+from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.errors import AnswerStopped, ChunkUnavailable, EngineFailed
 from ctxwin.fidelity import Fidelity, Reference
 from ctxwin.hashing import digest
@@ -44,6 +44,7 @@ class Exchange:
         ended: the answer ended by itself, so that its end token is part of it.
         max_tokens: the requested maximum length.
         greedy: the answer is of the likeliest tokens; one drawn at a temperature has no value to lose.
+        raw: read in place of the query, without a turn's closing; then ``ids`` go on with it.
     """
 
     query: str
@@ -51,6 +52,7 @@ class Exchange:
     ended: bool
     max_tokens: int = 32
     greedy: bool = True
+    raw: Encoded | None = None
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ class Replay:
 
     def score(self, segments: Sequence[Segment], exchanges: Sequence[Exchange]) -> list[Rows]:
         """Return the rows of each exchange over a layout."""
-        questions = [(self.engine.encode_query(e.query), e.ids) for e in exchanges]
+        questions = [(e.raw or self.engine.encode_query(e.query), e.ids) for e in exchanges]
         return self.engine.forced_logprobs(segments, questions, stopped=self.stopped, tally=self.work)
 
     def build_layout(
@@ -276,9 +278,13 @@ class Replay:
         return {**whole, pieces: in_pieces, "stream": partial(self.reprefill_stream, state)}
 
     def in_pieces(self, segments: Sequence[Segment]) -> tuple[Segment, ...]:
-        """Return bare segments with KV, each computed by a forward of its own after the preceding ones; nothing is stored."""
+        """Return segments with the KV they lack, each computed by a forward of its own after the preceding ones; nothing is
+        stored."""
         filled: list[Segment] = []
         for segment in segments:
+            if segment.span is not None:
+                filled.append(segment)
+                continue
             self._check()
             salt = self._new_namespace()
             span = self.engine.prefill(

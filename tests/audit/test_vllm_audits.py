@@ -11,6 +11,7 @@ import pytest
 
 from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.audit import Options, auditor_of
+from ctxwin.audit.passages import NEXT, Passage, PassageReplays
 from ctxwin.engines.base import Engine
 from ctxwin.profiles import BASIS_NAME, PROFILE_NAME
 from ctxwin.tiny import checkpoint_dir
@@ -55,6 +56,26 @@ def test_an_audit_says_what_it_says_on_transformers(model: Path, engine: Engine)
     assert found[0].audit > 1e-3
     assert found[0].audit == pytest.approx(found[1].audit, rel=1e-3, abs=1e-4)
     assert not engine.busy
+
+
+def test_passages_lose_what_they_lose_on_transformers(model: Path, engine: Engine) -> None:
+    ids = engine.text_ids("color of 17 shape of 23 color of 05 number of red " * 12)
+    rows = [np.random.default_rng(seed).permutation(ids)[: 5 * 12 + 1 + NEXT].tolist() for seed in range(2)]
+    passages = [
+        Passage(tuple(Chunk.tokens(row[at : at + 12]) for at in range(0, 60, 12)), tuple(row[60:]), "color of 05?")
+        for row in rows
+    ]
+    strategies, found = ["blind", "survivor", "patched:0.24", "removal:0.24"], []
+    with open_engine(str(model), engine="hf", dtype="float32") as other:
+        for one in (engine, other):
+            found.append(PassageReplays(one, passages, SYSTEM, 4).measure(0, strategies, True))
+    ours, theirs = found
+    assert ours.owed == pytest.approx(theirs.owed, rel=1e-2) and ours.distances["cut"][0] < 1e-3
+    for strategy in strategies:
+        for harm, other_harm in zip(ours.harms[strategy], theirs.harms[strategy], strict=True):
+            assert harm.kind == other_harm.kind
+            assert harm.amount == pytest.approx(other_harm.amount, rel=2e-2, abs=1e-4), strategy
+    assert max(harms[0].amount for harms in ours.harms.values()) > 1e-3
 
 
 def test_audits_leave_nothing_in_the_exact_prefix_cache(engine: Engine) -> None:

@@ -130,15 +130,13 @@ class Measurer:
                     along = self._forced_kl(other, answer)
                     extra["to_control"] = self.divergence(other.logits, answer.logits) if along is None else along
                 layers = None if self.along or one.begin is not None else by_layer(one.spans, group.exact[rows[i]])
-                costs: dict[str, Any] = {name: getattr(one, name) for name in _COSTS}
+                figures: dict[str, Any] = {name: getattr(one, name) for name in _COSTS}
+                figures |= {"answer": answer.answer, "reference": first.answer, "base": base_answer.answer}
                 yield self._sample(
                     item,
                     arm,
                     **sizes,
-                    **costs,
-                    answer=answer.answer,
-                    reference=first.answer,
-                    base=base_answer.answer,
+                    **figures,
                     kl=self.divergence(first.logits, answer.logits),
                     base_kl=self.divergence(first.logits, base_answer.logits),
                     forced_kl=self._forced_kl(first, answer),
@@ -153,13 +151,8 @@ class Measurer:
 
     def _sample(self, item: Item, arm: Arm, **more: Any) -> Sample:
         same: dict[str, Any] = {name: getattr(item, name) for name in ("task", "index", "doc_id", "cluster", "target")}
-        about: dict[str, Any] = {
-            "case": item.digest,
-            "frames": len(item.placed),
-            "question": item.query,
-            "meta": dict(item.meta),
-        }
-        return Sample(arm=arm.name, **same, **about, **more)
+        same |= {"case": item.digest, "frames": len(item.placed), "question": item.query, "meta": dict(item.meta)}
+        return Sample(arm=arm.name, **same, **more)
 
     def _forced_kl(self, reference: Said, other: Said) -> float | None:
         """Mean KL along the reference's answer; None where that has one token."""

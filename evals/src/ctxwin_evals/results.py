@@ -87,14 +87,8 @@ def _result(table: Table, samples: Samples, n: int | None) -> dict[str, Any]:
     return {
         "results": {name: {"alias": name} | _figures(name, table, cells) for name in tasks},
         "configs": {
-            name: {
-                "task": name,
-                "description": task.about,
-                "output_type": "generate_until",
-                "num_fewshot": 0,
-                "metric_list": metrics,
-                "metadata": dict(config.get("tasks", {}).get(name, {})),
-            }
+            name: {"task": name, "description": task.about, "output_type": "generate_until", "num_fewshot": 0}
+            | {"metric_list": metrics, "metadata": dict(config.get("tasks", {}).get(name, {}))}
             for name, task in tasks.items()
         },
         "versions": {name: task.version for name, task in tasks.items()},

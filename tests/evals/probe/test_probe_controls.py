@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
+from ctxwin.chunk import Chunk
 from ctxwin_evals.arms import parse_arm
 from ctxwin_evals.arms.reuse import Oracle, Stepwise
 from ctxwin_evals.decoder import Decoder
 from ctxwin_evals.generation import forced_logits, generate
 from ctxwin_evals.measure import Measurer
 from ctxwin_evals.patching import Patcher
-from ctxwin_evals.probe.contexts import PLACED, Source
-from ctxwin_evals.probe.folder import Texts
+from ctxwin_evals.probe.contexts import PLACED, Context, Question, Source, Split
 from ctxwin_evals.probe.generated import World
 from ctxwin_evals.probe.probe import (
     BLIND,
@@ -47,18 +48,37 @@ def world(engine: HFEngine) -> Measurer:
     return measured_by(engine, World())
 
 
+class Words(Source):
+    """Blocks of text, with a question about two of them and one about one."""
+
+    kind: ClassVar[str] = "words"
+    name = about = "probe/words"
+    system_prompt, max_tokens, block = "You answer questions about texts.", 4, 16
+
+    def __init__(self, engine: HFEngine) -> None:
+        self._ids = engine.text_ids("what color is the shape of a frame now " * 60)
+
+    def context(self, split: Split, index: int) -> Context:
+        rng = np.random.default_rng((len(split), index))
+        starts = [int(i) for i in rng.choice(len(self._ids) - self.block, 2 * PLACED, replace=False)]
+        asked = Question("What differs between A and B?", "cross", (0, 1)), Question("What does C show?", "one", (2,))
+        return Context(lambda: [self._chunk(at) for at in starts], ("block",) * PLACED, f"{split}-{index}", asked)
+
+    def stream(self, index: int, slides: int) -> Context:
+        raise NotImplementedError("no test slides along words")
+
+    def _chunk(self, at: int) -> Chunk:
+        return Chunk.tokens(self._ids[at : at + self.block])
+
+
 @pytest.fixture(scope="module")
 def latent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Measurer, Source]]:
     """Latent attention, reading text."""
     from ctxwin.engines.hf.engine import HFEngine
     from engines.models import write_mla_model
 
-    folder = tmp_path_factory.mktemp("latent")
-    texts = folder / "texts"
-    texts.mkdir()
-    (texts / "a.txt").write_text("what color is the shape of a frame now " * 60)
-    engine = HFEngine(write_mla_model(folder / "model"), dtype="float32")
-    source = Texts(texts, [], 4, engine, block=16)
+    engine = HFEngine(write_mla_model(tmp_path_factory.mktemp("latent") / "model"), dtype="float32")
+    source = Words(engine)
     yield measured_by(engine, source), source
     engine.close()
 

@@ -13,12 +13,15 @@ import typer
 from PIL import Image
 from typer.testing import CliRunner, Result
 
+from ctxwin.audit.passages import NEXT
+from ctxwin.audit.passages import PLACED as WINDOW
 from ctxwin.fidelity import Fidelity
 from ctxwin.profiles import PROFILES_VARIABLE, find_profile, resolve
 from ctxwin_evals.probe import cli
 from ctxwin_evals.probe.contexts import PLACED
-from ctxwin_evals.probe.folder import CHARACTERS, FILES, Images, Texts, read_questions
+from ctxwin_evals.probe.folder import FILES, Images, read_questions
 from ctxwin_evals.probe.probe import Sizes
+from ctxwin_evals.probe.texts import CHARACTERS, read_passages
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
@@ -150,17 +153,25 @@ def test_a_large_folder_takes_no_longer_than_a_smaller_one(engine: HFEngine, tmp
     assert len(found.pieces) == FILES and found.pieces[0].name == "000.png" and found.pieces[-1].name == "298.png"
     assert "256 of 300 files, evenly by name" in found.notes
     (tmp_path / "long.txt").write_text("color of 17 now " * (CHARACTERS // 8))
-    texts = Texts(tmp_path, [], 4, engine, block=16)
-    assert len(texts.pieces) > 4_000 and any(note.endswith("characters of long.txt") for note in texts.notes)
+    passages, notes = read_passages(engine, tmp_path, [], block=16)
+    read = len(engine.encoder.tokens.document("color of 17 now " * (CHARACTERS // 16)))
+    assert len(passages) == read // (5 * 16 + 1 + NEXT) > 100, "half of the file is beyond what is read"
+    assert notes[-1] == f"at most the first {CHARACTERS:,} characters of a file"
 
 
-def test_texts_are_blocks_of_one_length(engine: HFEngine, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("what color is the shape of a frame now " * 20)
-    source = Texts(tmp_path, [], 4, engine, block=12)
-    chunks = source.context("reading", 0).load()
-    assert {engine.encode(c).tokens for c in chunks} == {12 + len(engine.text_ids("Text A:\n"))}
-    with pytest.raises(ValueError, match="at least 5 texts"):
-        Texts(tmp_path, [], 4, engine, block=10_000)
+def test_texts_are_passages_that_share_nothing_in_an_order_of_their_own(engine: HFEngine, tmp_path: Path) -> None:
+    text = " ".join(f"color of {i}" for i in range(400))
+    (tmp_path / "a.txt").write_text(text)
+    passages, _ = read_passages(engine, tmp_path, ["Who?", "Where?"], block=12)
+    ids, size, found = engine.encoder.tokens.document(text), (WINDOW + 1) * 12 + 1 + NEXT, []
+    for passage in passages:
+        chunks = [engine.encode(chunk).token_ids for chunk in passage.chunks]
+        assert [len(chunk) for chunk in chunks] == [12] * (WINDOW + 1) and len(passage.following) == 1 + NEXT
+        found.append([*(token for chunk in chunks for token in chunk), *passage.following])
+    whole = [ids[at : at + size] for at in range(0, len(ids) - size + 1, size)]
+    assert sorted(found) == sorted(whole) and found != whole and len(whole) > 10
+    assert [passage.question for passage in passages[:3]] == ["Who?", "Where?", "Who?"]
+    assert read_passages(engine, tmp_path, [], block=10_000)[0] == []
 
 
 def test_the_command_writes_a_report_a_result_and_a_profile(model_dir: Path, pictures: Path, tmp_path: Path) -> None:
@@ -187,20 +198,25 @@ def test_the_command_writes_a_report_a_result_and_a_profile(model_dir: Path, pic
 def test_the_summary_begins_with_the_verdict(text_model: Path, tmp_path: Path) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()
-    (texts / "a.md").write_text("what color is the shape of a frame now " * 60)
+    (texts / "a.md").write_text("what color is the shape of a frame now " * 200)
     result = invoke(text_model, "--texts", texts, "--no-profile", "--max-tokens", 2)
     assert result.exit_code == 0, result.stderr
-    assert result.stdout.startswith("no verdict: answers do not depend on the context; keep exact")
+    assert "keep exact" in result.stdout.splitlines()[0] and "0.01 nats a token of text lost" in result.stdout
     assert "no profile was written" in result.stdout and "now means" not in result.stdout
     assert not (text_model / "ctxwin-profile.json").exists()
     assert (tmp_path / "probe-output" / "probe.html").is_file()
 
 
 def test_a_text_model_needs_no_texts_of_yours(text_model: Path) -> None:
-    result = invoke(text_model, "--json", "--no-profile")
+    result = invoke(text_model, "--json", "--no-profile", "--minutes", 0.001, "--excess-budget", 0.02)
     assert result.exit_code == 0, result.output
-    source = json.loads(result.stdout)["source"]
-    assert (source["name"], source["about"]) == ("texts", "Python's reference, in blocks of 64 tokens")
+    printed = json.loads(result.stdout)
+    assert (printed["source"]["name"], printed["source"]["about"]) == (
+        "texts",
+        "Python's reference, in blocks of 64 tokens",
+    )
+    assert printed["verdict"]["limits"] == {"budget": 0.01, "excess_budget": 0.02, "level": 0.95}
+    assert "exact answers differ" in printed["floor"]
 
 
 def test_bad_input_is_one_line(model_dir: Path, text_model: Path, pictures: Path, tmp_path: Path) -> None:
@@ -213,6 +229,7 @@ def test_bad_input_is_one_line(model_dir: Path, text_model: Path, pictures: Path
     refused(invoke(model_dir, "--images", pictures, "--questions", empty), "readable text file")
     refused(invoke(model_dir, "--minutes", 0), "minutes must be > 0")
     refused(invoke(model_dir, "--flips", 1.5), "flips must be between 0 and 1")
+    refused(invoke(model_dir, "--excess-budget", 0.5), "excess_budget must be between 0 and 0.25")
     refused(invoke(empty), "config.json")
     refused(invoke(text_model, "--images", pictures), "reads text only", "--texts")
     refused(invoke("vllm:some/model"), "some/model")
@@ -233,7 +250,7 @@ def test_a_model_the_engine_refuses_is_one_line(tmp_path: Path) -> None:
 def test_only_a_profile_that_windows_find_is_said_to_be_followed(text_model: Path, tmp_path: Path) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()
-    (texts / "a.md").write_text("what color is the shape of a frame now " * 60)
+    (texts / "a.md").write_text("what color is the shape of a frame now " * 200)
     made = invoke(text_model, "--texts", texts, "--output", tmp_path / "[out]", "--max-tokens", 2)
     assert made.exit_code == 0, made.stderr
     assert "once this lies beside the weights: " in made.stdout and "now means" not in made.stdout
@@ -249,16 +266,16 @@ def test_what_was_measured_outlives_a_profile_that_cannot_be_written(
 ) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()
-    (texts / "a.md").write_text("what color is the shape of a frame now " * 60)
+    (texts / "a.md").write_text("what color is the shape of a frame now " * 200)
     out = tmp_path / "out"
     (out / "ctxwin-profile.json").mkdir(parents=True)
     made = invoke(text_model, "--texts", texts, "--output", out, "--max-tokens", 2)
     assert made.exit_code == 2
     progress, error = made.stderr.strip().splitlines()
-    assert progress.startswith("does it read its context: 4 of 4"), "how far it has come, off a terminal too"
+    assert progress.startswith("what exact answers differ by: 1 of "), "how far it has come, off a terminal too"
     assert error.startswith("error: ") and "ctxwin-profile.json" in error
-    assert json.loads((out / "probe.json").read_text())["verdict"]["finding"] == "unread"
+    assert json.loads((out / "probe.json").read_text())["fidelity"] == {"mode": "exact"}
     # A bad folder is found before anything is measured.
-    monkeypatch.setattr("ctxwin_evals.probe.probe.Probe.run", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr("ctxwin_evals.probe.texts.judge", lambda *_: pytest.fail("measured"))
     (tmp_path / "file").write_text("")
     refused(invoke(text_model, "--texts", texts, "--output", tmp_path / "file"), "file")

@@ -379,6 +379,8 @@ def summary(runs: Sequence[Run], local: bool = True) -> Times:
     speedups = [c / o for c, o in zip(cache, ours, strict=True)]
     over = [o / f for o, f in zip(ours, floor, strict=True)]
     ttft, prefix, hit = median(ours), median(cache), median(floor)
+    by_name = {"ttft_s": ours, "ttft_prefix_cache_s": cache, "ttft_local_hit_s": floor}
+    by_name |= {"speedup": speedups, "over_floor": over}
     return {
         "ttft_s": ttft,
         "ttft_prefix_cache_s": prefix,
@@ -389,13 +391,7 @@ def summary(runs: Sequence[Run], local: bool = True) -> Times:
         "over_floor_paired": median(over),
         "ttft_back_s": _median([r.back_s for r in runs if r.back_s is not None]),
         "phases_s": {"window": median(r.ttft_s - r.engine_s for r in runs), "engine": median(r.engine_s for r in runs)},
-        "quartiles": {
-            "ttft_s": quartiles(ours),
-            "ttft_prefix_cache_s": quartiles(cache),
-            "ttft_local_hit_s": quartiles(floor),
-            "speedup": quartiles(speedups),
-            "over_floor": quartiles(over),
-        },
+        "quartiles": {name: quartiles(some) for name, some in by_name.items()},
         "cpu_s": _cpu_seconds(runs) if local else None,
         "runs": len(runs),
         "prefix_hit_tokens": runs[-1].plain.prefix_hit,

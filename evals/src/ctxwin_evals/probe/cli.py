@@ -34,6 +34,8 @@ _THREADS = "CPU threads; 0: one for a small model, else torch's default."
 _DTYPE = (
     "The model's arithmetic; '' takes the checkpoint's own. By default float32 on hf, the checkpoint's own on vllm."
 )
+_BUDGET = "Largest share of values of answers about texts that reuse may lose."
+_EXCESS = "Largest mean loss of text, in nats a token beyond what exact answers differ by."
 _QUESTIONS = "Your own questions, one per line; with --images or --texts."
 
 
@@ -44,7 +46,9 @@ def probe(
     questions: Annotated[Path | None, typer.Option(help=_QUESTIONS)] = None,
     output: Annotated[Path | None, typer.Option(help=_OUTPUT)] = None,
     minutes: Annotated[float, typer.Option(help="Time after which stages are cut short.")] = 4.0,
-    flips: Annotated[float, typer.Option(help="Largest share of answers that reuse may change.")] = 0.05,
+    flips: Annotated[float, typer.Option(help="Largest share of answers about pictures that reuse may change.")] = 0.05,
+    budget: Annotated[float, typer.Option(help=_BUDGET)] = 0.01,
+    excess_budget: Annotated[float, typer.Option(help=_EXCESS)] = 0.01,
     max_tokens: Annotated[int, typer.Option(help="Longest answer about your own material.", min=1)] = 8,
     max_pixels: MaxPixels = 0,
     profile: Annotated[bool, typer.Option(help="Write the profile that Fidelity('auto') follows.")] = True,
@@ -62,14 +66,16 @@ def probe(
     that was shown to be safe, exact everywhere else.
     """
     with errors():
-        from ctxwin_evals.probe.folder import Images, Texts
+        from ctxwin.audit import Options
+        from ctxwin_evals.probe.folder import Images
         from ctxwin_evals.probe.generated import Scenes, World
         from ctxwin_evals.probe.probe import Probe
+        from ctxwin_evals.probe.texts import probe_texts
         from ctxwin_evals.probe.verdict import Limits
 
         if not minutes > 0:
             raise ValueError(f"minutes must be > 0, got {minutes}")
-        limits = Limits(flips=flips)
+        limits, options = Limits(flips=flips), Options(budget, excess_budget)
         own_questions = _check_questions(images, texts, questions)
         with open_model_on(engine, engine_options, model, dtype, device, threads) as opened:
             text_model: Any = getattr(opened, "text_model", None)
@@ -77,21 +83,20 @@ def probe(
                 import torch
 
                 torch.set_num_threads(1)
-            sources: list[Source]
             if images is not None and not opened.spec.vision:
                 raise ValueError(
                     f"{opened.spec.model!r} reads text only; give it --texts DIR, or nothing, not --images"
                 )
-            if texts is not None or not opened.spec.vision:
-                sources = [Texts(texts, own_questions, max_tokens, opened)]
-            elif images is not None:
+            sources: list[Source] = [World(), Scenes()]
+            if images is not None:
                 sources = [Images(images, own_questions, max_tokens, max_pixels or None)]
-            else:
-                sources = [World(), Scenes()]
             # A folder that cannot be made should fail before minutes of measuring.
             (output or Path(FOLDER)).mkdir(parents=True, exist_ok=True)
             with stages() as advance:
-                result = Probe(opened, sources, limits, seconds=60 * minutes, progress=advance).run()
+                if texts is not None or not opened.spec.vision:
+                    result = probe_texts(opened, texts, own_questions, max_tokens, options, 60 * minutes, advance)
+                else:
+                    result = Probe(opened, sources, limits, seconds=60 * minutes, progress=advance).run()
         result["files"] = write(result, opened.spec.model, output, profile)
         if as_json:
             print_json(result)
@@ -120,14 +125,14 @@ def show(result: dict[str, Any], model: str) -> None:
     """Print the verdict, what it rests on, and where the rest is (the result's ``files``)."""
     from ctxwin.profiles import find_profile
 
-    verdict, files, limit = result["verdict"], result["files"], result["verdict"]["limits"]["flips"]
+    verdict, files, limits = result["verdict"], result["files"], result["verdict"]["limits"]
+    safe = "at most {flips:.0%} other answers, by the end of a 95 % interval"
+    if "budget" in limits:
+        safe = "at most {budget:.1%} of the values and {excess_budget:g} nats a token of text lost, with {level:.0%} confidence"
     say(verdict["sentence"], bold=True)
     for reason in verdict["reasons"]:
         say(f"  {reason}")
-    say(
-        f"measured on {result['source']['about']} in {result['seconds']:.0f} s; safe means at most {limit:.0%} other answers, "
-        "by the end of a 95 % interval"
-    )
+    say(f"measured on {result['source']['about']} in {result['seconds']:.0f} s; safe means {safe.format(**limits)}")
     fidelity = ", ".join(f"{name}={value}" for name, value in result["fidelity"].items())
     profile = find_profile(model)
     if "profile" not in files:

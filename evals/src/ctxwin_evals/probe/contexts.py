@@ -55,7 +55,7 @@ class Source(Task):
     """Where contexts come from: a task with one item per question.
 
     Attributes:
-        kind: ``world``, ``scenes``, ``images`` or ``texts``.
+        kind: ``world``, ``scenes`` or ``images``.
         system_prompt: of all contexts.
         max_tokens: longest answer.
         notes: what a reader must know of these contexts.

@@ -1,4 +1,4 @@
-"""A user's own material: pictures and videos of a folder, or text files."""
+"""A user's own material: pictures and videos of a folder as contexts; its files, and a file of questions."""
 
 from __future__ import annotations
 
@@ -6,33 +6,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from ctxwin.chunk import Chunk, TextPart, TokensPart
+from ctxwin.chunk import Chunk
 from ctxwin.media import as_rgb
 from ctxwin_evals.benchmarks.frames import Pixels, fit
 from ctxwin_evals.benchmarks.frames import sample_frames as video_frames
 from ctxwin_evals.probe.contexts import LETTERS, PLACED, Context, Question, Source, Split, seed_of
-
-if TYPE_CHECKING:
-    from ctxwin.engines.encoding.encoder import EncodingEngine
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 VIDEOS = (".mp4", ".avi", ".mkv", ".mov", ".webm")
 TEXTS = (".txt", ".md")
 FRAMES = 8
 """Frames taken of a video."""
-FILES, CHARACTERS = 256, 200_000
-"""Files read from a folder, and characters of each text: a probe takes minutes, however much the folder holds."""
+FILES = 256
+"""Files read from a folder: a probe takes minutes, however much the folder holds."""
 _FIT_EVERY = 4
 """Every fourth picture is kept for fitting, where there are enough for that."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Source of a chunk: a picture, a frame of a video, or a block of a text.
+    """Source of a chunk: a picture or a frame of a video.
 
     ``name`` tells people and clusters which one it is; pieces of one ``size`` can stand in for one another.
     """
@@ -41,34 +38,40 @@ class Piece:
     path: Path
     size: tuple[int, ...]
     frame: int = -1
-    ids: tuple[int, ...] = ()
 
 
-class Folder(Source):
-    """Sequences of pieces in name order (even indices) and shuffled (odd ones), with generic questions or the user's."""
+class Images(Source):
+    """Pictures, and frames of videos, of a folder, in name order (even indices) and shuffled (odd ones)."""
 
-    word: ClassVar[str]
-    """What a piece is called in a question."""
+    kind: ClassVar[str] = "images"
+    system_prompt = "You answer questions about pictures."
 
-    def __init__(
-        self, pieces: Sequence[Piece], about: str, questions: Sequence[str], max_tokens: int, notes: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, folder: Path, questions: Sequence[str], max_tokens: int, max_pixels: int | None) -> None:
+        self._max_pixels = max_pixels
+        self._frames: dict[Path, Pixels] = {}
+        pieces: list[Piece] = []
+        paths, notes = spread(files_of(folder, (*PICTURES, *VIDEOS), "pictures or videos"))
+        for path in paths:
+            if path.suffix.lower() in VIDEOS:
+                frames = self._video(path)
+                size = frames.shape[1:3]
+                pieces += [Piece(f"{path.name}#{i}", path, size, frame=i) for i in range(len(frames))]
+            else:
+                pieces.append(Piece(path.name, path, fit(as_rgb(path), max_pixels).shape[:2]))
         if len(pieces) < PLACED + 1:
             raise ValueError(
-                f"a probe needs at least {PLACED + 1} {self.word}s to make sequences and swap in others, got "
+                f"a probe needs at least {PLACED + 1} pictures to make sequences and swap in others, got "
                 f"{len(pieces)}; add some, or leave the option out to probe generated pictures"
             )
-        self.name = f"probe/{self.kind}"
-        self.pieces = tuple(pieces)
-        self.about, self.asked, self.max_tokens = about, tuple(questions), max_tokens
-        self.system_prompt = f"You answer questions about {self.word}s."
+        self.name, self.about = f"probe/{self.kind}", f"pictures of folder {folder.name}"
+        self.pieces, self.asked, self.max_tokens = tuple(pieces), tuple(questions), max_tokens
         self.fits = len(pieces) >= _FIT_EVERY * 2 * PLACED
         self._fitting = tuple(pieces[_FIT_EVERY - 1 :: _FIT_EVERY]) if self.fits else ()
         fitting = set(self._fitting)
         self._probing = tuple(p for p in pieces if p not in fitting)
-        remarks = [f"{len(pieces)} {self.word}s; sequences that end with the same one count as one observation", *notes]
+        remarks = [f"{len(pieces)} pictures; sequences that end with the same one count as one observation", *notes]
         if not self.fits:
-            remarks.append(f"too few {self.word}s to fit a shared basis on some and test it on others")
+            remarks.append("too few pictures to fit a shared basis on some and test it on others")
         self.notes = tuple(remarks)
 
     def context(self, split: Split, index: int) -> Context:
@@ -105,45 +108,20 @@ class Folder(Source):
         at = int(rng.integers(PLACED))
         questions = [
             Question(self._differ(LETTERS[first], LETTERS[second]), "cross", (first, second)),
-            Question(f"What does {self.word} {LETTERS[at]} show? Answer in a few words.", "one", (at,)),
+            Question(f"What does picture {LETTERS[at]} show? Answer in a few words.", "one", (at,)),
         ]
         if self.asked:
             questions.append(Question(self.asked[int(rng.integers(len(self.asked)))], "yours"))
         return tuple(questions)
 
     def _differ(self, first: str, second: str) -> str:
-        return f"What differs between {self.word} {first} and {self.word} {second}? Answer in a few words."
+        return f"What differs between picture {first} and picture {second}? Answer in a few words."
 
     def _load(self, pieces: Sequence[Piece], strangers: Sequence[Piece]) -> list[Chunk]:
         chunks = [self.chunk(p, p.size, LETTERS[i % len(LETTERS)]) for i, p in enumerate(pieces)]
         return chunks + [
             self.chunk(s, p.size, LETTERS[i]) for i, (s, p) in enumerate(zip(strangers, pieces, strict=False))
         ]
-
-    def chunk(self, piece: Piece, size: tuple[int, ...], letter: str) -> Chunk:
-        """A piece as a chunk of the given size, named by a letter."""
-        raise NotImplementedError
-
-
-class Images(Folder):
-    """Pictures, and frames of videos, of a folder."""
-
-    kind: ClassVar[str] = "images"
-    word: ClassVar[str] = "picture"
-
-    def __init__(self, folder: Path, questions: Sequence[str], max_tokens: int, max_pixels: int | None) -> None:
-        self._max_pixels = max_pixels
-        self._frames: dict[Path, Pixels] = {}
-        pieces: list[Piece] = []
-        paths, notes = _spread(files_of(folder, (*PICTURES, *VIDEOS), "pictures or videos"))
-        for path in paths:
-            if path.suffix.lower() in VIDEOS:
-                frames = self._video(path)
-                size = frames.shape[1:3]
-                pieces += [Piece(f"{path.name}#{i}", path, size, frame=i) for i in range(len(frames))]
-            else:
-                pieces.append(Piece(path.name, path, fit(as_rgb(path), max_pixels).shape[:2]))
-        super().__init__(pieces, f"pictures of folder {folder.name}", questions, max_tokens, notes)
 
     def chunk(self, piece: Piece, size: tuple[int, ...], letter: str) -> Chunk:
         from PIL import Image
@@ -161,46 +139,6 @@ class Images(Folder):
         return self._frames[path]
 
 
-class Texts(Folder):
-    """Text files of a folder, by default Python's reference, cut into blocks of one length; for models that read text only."""
-
-    kind: ClassVar[str] = "texts"
-    word: ClassVar[str] = "text"
-
-    def __init__(
-        self, folder: Path | None, questions: Sequence[str], max_tokens: int, engine: EncodingEngine, block: int = 64
-    ) -> None:
-        pieces: list[Piece] = []
-        texts, notes = _python_reference() if folder is None else _texts_of(folder)
-        for name, text in texts:
-            ids = engine.encoder.tokens.document(text)
-            parts = (tuple(ids[at : at + block]) for at in range(0, len(ids) - block + 1, block))
-            pieces += [Piece(f"{name}#{i}", Path(name), (block,), frame=i, ids=part) for i, part in enumerate(parts)]
-        about = "Python's reference" if folder is None else f"texts of folder {folder.name}"
-        super().__init__(pieces, f"{about}, in blocks of {block} tokens", questions, max_tokens, notes)
-
-    def chunk(self, piece: Piece, size: tuple[int, ...], letter: str) -> Chunk:
-        return Chunk(parts=(TextPart(text=f"Text {letter}:\n"), TokensPart(ids=piece.ids)), keep_source=False)
-
-
-def _texts_of(folder: Path) -> tuple[list[tuple[str, str]], list[str]]:
-    """The names and texts of a folder's files, and what a reader must know of them."""
-    texts = []
-    paths, notes = _spread(files_of(folder, TEXTS, "text files"))
-    for path in paths:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            texts.append((path.name, file.read(CHARACTERS)))
-            if file.read(1):
-                notes.append(f"only the first {CHARACTERS:,} characters of {path.name}")
-    return texts, notes
-
-
-def _python_reference() -> tuple[list[tuple[str, str]], list[str]]:
-    from pydoc_data.topics import topics
-
-    return sorted(topics.items()), ["texts that every machine has, and that a model may know by heart: yours say more"]
-
-
 def files_of(folder: Path, endings: Sequence[str], what: str) -> list[Path]:
     """Files with these endings, below the folder too, in name order; ValueError where there are none."""
     if not folder.is_dir():
@@ -211,7 +149,7 @@ def files_of(folder: Path, endings: Sequence[str], what: str) -> list[Path]:
     return paths
 
 
-def _spread(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
+def spread(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
     """At most `FILES` of them, evenly by name, and what a reader must know of that."""
     if len(paths) <= FILES:
         return list(paths), []

@@ -403,20 +403,24 @@ class Probe:
 
     def _about(self) -> dict[str, Any]:
         """Return the model, the contexts and the machine of this probe."""
-        spec, source = self.engine.spec, self.source
+        source = self.source
         group = self.measurer.group(source.items(1)[:1])
-        return {
-            "format": FORMAT,
-            "ctxwin": __version__,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "model": model_name(spec.model),
-            "engine": {name: getattr(spec.kv, name) for name in ("family", "layers", "dtype")}
-            | {"name": spec.name, "machine": platform.processor() or platform.machine()},
+        return about(self.engine) | {
             "source": {name: getattr(source, name) for name in ("about", "system_prompt", "max_tokens")}
             | {"name": source.kind, "notes": list(source.notes)}
             | {"chunks": len(group.places), "chunk_tokens": [p.tokens for p in group.places]},
             "sizes": asdict(self.sizes),
         }
+
+
+def about(engine: Engine) -> dict[str, Any]:
+    """Return the model and the machine of a probe."""
+    spec = engine.spec
+    return {"format": FORMAT, "ctxwin": __version__, "model": model_name(spec.model)} | {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "engine": {name: getattr(spec.kv, name) for name in ("family", "layers", "dtype")}
+        | {"name": spec.name, "machine": platform.processor() or platform.machine()},
+    }
 
 
 def as_profile(result: Mapping[str, Any], model: str) -> Profile:
@@ -427,11 +431,12 @@ def as_profile(result: Mapping[str, Any], model: str) -> Profile:
         model: folder or Hub name of the model.
     """
     verdict = result["verdict"]
-    arms = result["arms"].get(verdict["evidence"], {})
+    arms = result.get("arms", {}).get(verdict["evidence"], {})
     keep = ("n", "clusters", "flips", "flips_ci95", "kl", "kl_ci95", "right")
     blind, noise = ({k: arms[name][k] for k in keep} if name in arms else None for name in ("blind", "stepwise"))
     survivors = result.get("survivors", [])
-    measured = {name: result[name] for name in ("source", "engine", "served")}
+    names = ("source", "engine", "served", "strategies", "floor", "owed", "trials")
+    measured = {name: result[name] for name in names if name in result}
     measured |= {"limits": verdict["limits"], "reasons": verdict["reasons"], "blind": blind, "noise": noise}
     measured |= {
         "settings": [
@@ -446,7 +451,7 @@ def as_profile(result: Mapping[str, Any], model: str) -> Profile:
         finding=verdict["finding"],
         fidelity=Fidelity.model_validate(result["fidelity"]),
         measured=measured,
-        n=blind["n"] if blind else 0,
+        n=blind["n"] if blind else max((row["units"] for row in result.get("strategies", [])), default=0),
         **{name: result[name] for name in ("model", "date", "ctxwin")},
     )
 

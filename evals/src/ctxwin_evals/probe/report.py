@@ -32,17 +32,32 @@ def html(result: Mapping[str, Any]) -> str:
         f'Safe for it: Fidelity("{result["fidelity"]["mode"]}"{rest}), which Fidelity("auto") means where this probe\'s '
         "profile lies beside the weights or among your own."
     )
-    sections = [_reading(result["reading"]), _arms(result["arms"]), _shape(result)]
+    sections = [_texts(result)] if "strategies" in result else []
+    if "arms" in result:
+        sections += [_reading(result["reading"]), _arms(result["arms"]), _shape(result)]
     if "curve" in result:
         sections.append(_compression(result))
     if result.get("proving"):
         sections.append(_proving(result))
     if "survivors" in result:
         sections.append(_moves(result))
-    sections.append(_costs(result["cost"]))
+    if "cost" in result:
+        sections.append(_costs(result["cost"]))
     sections.append(Section("What was not measured", facts=[*source["notes"], *NOT_MEASURED]))
     title, headline = f"Can {result['model']} reuse KV out of context?", (verdict["finding"], verdict["sentence"])
     return render_page(title, about, [safe, *verdict["reasons"]], sections, verdict=headline)
+
+
+def _texts(result: Mapping[str, Any]) -> Section:
+    figures, rows = {"lost": "mean", "at most": "upper", "budget": "budget", "needed": "units_like"}, list[Row]()
+    for r in result["strategies"]:
+        numbers = {title: number(r[name]) for title, name in figures.items()}
+        strategy, safe = f"{r['strategy']}, {r['kind']}", "yes" if r["safe"] else "no"
+        rows.append({"strategy, answers": strategy, "passages": count(r["units"]), **numbers, "safe": safe})
+    note = (
+        "Text loses nats a token beyond the floor, answers with a value lose it; 'needed' passages like these show it."
+    )
+    return Section("What reuse loses", result["floor"], tables=[tabulate("Strategies", rows, note=note)])
 
 
 def _reading(reading: Mapping[str, Sequence[Mapping[str, Any]]]) -> Section:

@@ -1,0 +1,378 @@
+"""Strategies judged on passages of text before any window serves, by the measure and the bounds of audits.
+
+A passage is a stream along which a window of `PLACED` chunks has slid once, and the text that follows. A strategy serves the
+placed chunks, and the model reads the text as it stands, and a question where the passage has one. `ctxwin.audit.replay`
+compares that with what exact serving gives, `ctxwin.audit.harm` says what is lost. A passage is a unit of evidence; none overlap.
+
+**The first passages choose** (`CHOOSING`): they measure the floor of exact answers on this engine, what text owes to its
+context, the smallest patches that seem to be enough, and whether survivors do or need removal patches.
+
+**The others prove**, one after the other: patches, survivors, blind reuse. A strategy is safe once its mean harm, and that of
+each in front of it, was shown to be within the budgets (`ctxwin.audit.confidence`), every test at the full level. Something not
+safe is called so only if the first strategy in this order that is not passes its test: with a chance of at most 1 - ``level``.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, Literal
+
+from ctxwin.audit.confidence import Change, is_below, units_like
+from ctxwin.audit.harm import CAP, FLOOR_UNITS, Floor, Harm, Kind, Part, share_of
+from ctxwin.audit.options import Options
+from ctxwin.audit.record import Tally
+from ctxwin.audit.replay import Exchange, Layouts, References, Replay
+from ctxwin.chunk import Chunk
+from ctxwin.engines.base import Engine
+from ctxwin.engines.segments import Encoded, Segment
+from ctxwin.fidelity import Fidelity
+from ctxwin.kv.deficit import deficit
+from ctxwin.profiles import compress_deficit
+
+PLACED = 4
+"""Chunks of a window."""
+NEXT = 32
+"""Tokens of the following text that are scored, after the first, which is read."""
+CHOOSING = FLOOR_UNITS
+"""Passages that choose what the others prove."""
+SHARES = (0.06, 0.12, 0.24, 0.48)
+"""Bytes of patches that are tried, as parts of their chunks'."""
+HOPEFUL = 0.6
+"""Part of a budget that a strategy may take on the passages that choose, so that about two hundred others can prove it."""
+LOST = 0.05
+"""Largest part of what text owes to its context that the budget may be: a model that reads nothing loses nothing."""
+_CHOOSING_TIME = 0.4
+_NO_FLOOR = Floor()
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A stream of `PLACED` + 1 chunks, the 1 + `NEXT` tokens that follow, and a question about its end ("": none)."""
+
+    chunks: tuple[Chunk, ...]
+    following: tuple[int, ...]
+    question: str = ""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Measurements on one passage.
+
+    Attributes:
+        harms: by strategy, of each exchange; of text nats a token, from which no floor is subtracted.
+        distances: how far exact answers are apart by part of the floor, see `References.distance`.
+        owed: nats a token that the text loses behind another passage's chunks.
+    """
+
+    harms: Mapping[str, tuple[Harm, ...]]
+    distances: Mapping[Part, tuple[float, bool | None]] = field(default_factory=dict)
+    owed: float = 0.0
+
+
+class PassageReplays:
+    """Passages served by an engine with any strategy: ``survivor``, ``blind``, ``patched:SHARE`` and ``removal:SHARE`` of bytes.
+
+    Args:
+        engine: the model as it serves.
+        passages: the units, in the order of their numbers.
+        system_prompt: of all windows.
+        max_tokens: longest answer to a question.
+    """
+
+    def __init__(self, engine: Engine, passages: Sequence[Passage], system_prompt: str, max_tokens: int = 8) -> None:
+        self._engine, self._passages, self._max_tokens = engine, passages, max_tokens
+        self._replay = Replay(engine, lambda: False)
+        encoded = engine.encode_system_prompt(system_prompt)
+        (self._system_prompt,) = self._replay.in_pieces([Segment(encoded, 0)])
+
+    def _layouts(self, index: int) -> _Layouts:
+        chunks = self._passages[index % len(self._passages)].chunks
+        return _Layouts(self._replay, self._system_prompt, [self._engine.encode(chunk) for chunk in chunks])
+
+    def measure(self, index: int, strategies: Sequence[str], exactness: bool = False) -> Unit:
+        """Measure strategies on a passage; ``exactness``: also the distances of exact answers and what the text owes.
+
+        Cost: forwards over five chunks in pieces and, for patches and blind reuse, over three of them again.
+        """
+        passage, layouts = self._passages[index], self._layouts(index)
+        first = self._engine.encode(Chunk.tokens(passage.following[:1]))
+        exchanges = [Exchange("", passage.following[1:], False, NEXT, greedy=False, raw=first)]
+        if passage.question:
+            exchanges.append(self._replay.answer(layouts.exact, passage.question, self._max_tokens))
+        exact: Layouts = {
+            "placed": lambda: layouts.exact, "cut": layouts.bare, "stream": partial(layouts.bare, slice(None)),
+        }  # fmt: skip
+        references = [
+            References(self._replay, exchange, exact, {"placed": rows}, own=True)
+            for exchange, rows in zip(exchanges, self._replay.score(layouts.exact, exchanges), strict=True)
+        ]
+        harms: dict[str, tuple[Harm, ...]] = {}
+        for strategy in strategies:
+            segments = layouts.of(strategy)
+            scores = zip(references, self._replay.score(segments, exchanges), strict=True)
+            reference: Literal["stricter", "window"] = "stricter" if strategy == "survivor" else "window"
+            harms[strategy] = tuple(
+                one.compare(rows, reference, _NO_FLOOR, partial(one.value_over, segments)).harm for one, rows in scores
+            )
+        if not exactness:
+            return Unit(harms)
+        parts: tuple[tuple[Part, str], ...] = (("cut", "cut"), ("references", "stream"))
+        distances = {part: d for part, name in parts if (d := references[0].distance(name)) is not None}
+        (elsewhere,) = self._replay.score(self._layouts(index + 1).bare(), exchanges[:1])
+        owed = references[0].divergence(elsewhere)
+        return Unit(harms, distances, 0.0 if owed is None else owed.nats)
+
+
+class _Layouts:
+    """Segments of a passage's placed chunks by strategy, with their KV."""
+
+    def __init__(self, replay: Replay, system_prompt: Segment, chunks: Sequence[Encoded]) -> None:
+        self._replay, self._system_prompt, self._chunks = replay, system_prompt, chunks
+
+    def bare(self, chunks: slice = slice(1, None)) -> tuple[Segment, ...]:
+        """Return segments without KV, by default of the placed chunks."""
+        segments, at = [replace(self._system_prompt, span=None)], self._system_prompt.encoded.advance
+        for encoded in self._chunks[chunks]:
+            segments.append(Segment(encoded, at))
+            at += encoded.advance
+        return tuple(segments)
+
+    def _in_pieces(self, *segments: Segment) -> tuple[Segment, ...]:
+        return self._replay.in_pieces((self._system_prompt, *segments))
+
+    @cached_property
+    def exact(self) -> tuple[Segment, ...]:
+        """The chunks computed one after the other."""
+        return self._in_pieces(*self.bare()[1:])
+
+    @cached_property
+    def canonicals(self) -> tuple[Segment, ...]:
+        """Canonicals of all but the first chunk, which is exact."""
+        system_prompt, first, *others = self.exact
+        spans = [self._in_pieces(replace(s, span=None, start=first.start))[1].span for s in others]
+        blind = [replace(s, span=span, approximate=True) for s, span in zip(others, spans, strict=True)]
+        return (system_prompt, first, *blind)
+
+    @cached_property
+    def survivors(self) -> tuple[Segment, ...]:
+        """Survivors of the slide, and the last chunk computed behind them."""
+        earlier, places = self._in_pieces(*self.bare(slice(-1))[1:])[2:], self.bare()[1:]
+        moved = [replace(s, start=p.start, approximate=True) for s, p in zip(earlier, places[:-1], strict=True)]
+        return self._in_pieces(*moved, places[-1])
+
+    def of(self, strategy: str) -> tuple[Segment, ...]:
+        """Return the layout of a strategy."""
+        name, _, share = strategy.partition(":")
+        base = self.survivors if name in ("survivor", "removal") else self.canonicals
+        return self._patched(base, float(share)) if share else base
+
+    def _patched(self, base: Sequence[Segment], share: float) -> tuple[Segment, ...]:
+        spec, fidelity = self._replay.engine.spec, Fidelity("patched", bytes_share=share)
+        segments = []
+        for segment, exact in zip(base, self.exact, strict=True):
+            if segment.span is not exact.span and segment.span is not None and exact.span is not None:
+                difference = deficit(exact.span, segment.span, spec.kv)
+                patch = compress_deficit(difference, spec.model, spec.kv, fidelity)
+                segment = replace(segment, patch=patch, approximate=True)
+            segments.append(segment)
+        return tuple(segments)
+
+
+class OrderedTests:
+    """Tests of strategies in a fixed order, each at the full level; see the module."""
+
+    def __init__(self, order: Sequence[str], options: Options) -> None:
+        self.order, self.options, self._error = tuple(order), options, 1 - options.level
+        self._limits: dict[Kind, float] = {"scored": options.budget, "text": options.excess_budget / CAP}
+        self._tallies: dict[str, dict[Kind, Tally]] = {s: {"scored": Tally(), "text": Tally()} for s in order}
+        self._shown: set[str] = set()
+
+    def add(self, strategy: str, harms: Sequence[Harm]) -> None:
+        """Add the harms of one unit, beyond the floor."""
+        tallies = self._tallies[strategy]
+        for kind, tally in tallies.items():
+            if some := [harm for harm in harms if harm.kind == kind]:
+                total = math.fsum(harm.amount for harm in some)
+                undecided = tally.undecided + sum(harm.undecided for harm in some)
+                counts = {"answers": tally.answers + len(some), "harm": tally.harm + total, "undecided": undecided}
+                share = share_of(kind, total / len(some))
+                tallies[kind] = tally.model_copy(update=counts).with_unit(share, self._limits[kind])
+        occurring = [(tally, self._limits[kind]) for kind, tally in tallies.items() if tally.answers]
+        if occurring and all(is_below(tally.harm_counts(), limit, self._error) for tally, limit in occurring):
+            self._shown.add(strategy)
+
+    def is_safe(self, strategy: str) -> bool:
+        """Return True if it, and each strategy in front of it, was shown to be within the budgets."""
+        return {*self.order[: self.order.index(strategy) + 1]} <= self._shown
+
+    def is_given_up(self, strategy: str) -> bool:
+        """Return True if so much harm was seen that it will hardly be shown to be safe (`confidence.Change`)."""
+        if strategy in self._shown:
+            return False
+        return any(Change(self._limits[kind], t.wealth).alarmed for kind, t in self._tallies[strategy].items())
+
+    def is_open(self, strategy: str) -> bool:
+        """Return True if another unit of it may decide: all in front of it are safe, and it is neither shown nor given up."""
+        preceding = self.order[: self.order.index(strategy)]
+        return {*preceding} <= self._shown and strategy not in self._shown and not self.is_given_up(strategy)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the evidence on each strategy by kind of answer; JSON-able.
+
+        ``mean`` and ``upper`` are nats a token beyond the floor, or values lost; ``upper`` bounds the mean of a unit, and
+        ``share`` is that mean as a part of 1, as ``limit`` is the budget. ``units_like`` is the number of units that would show
+        it safe if all were like these; None: none would.
+        """
+        rows = []
+        for strategy, tallies in self._tallies.items():
+            for kind, tally in tallies.items():
+                if counts := tally.harm_counts():
+                    limit, units, scale = self._limits[kind], sum(counts.values()), CAP if kind == "text" else 1.0
+                    rows.append(
+                        {"strategy": strategy, "kind": kind, "safe": self.is_safe(strategy), "mean": tally.mean}
+                        | {"units": units, "upper": scale * tally.upper(self._error), "budget": scale * limit}
+                        | {"share": sum(harm * n for harm, n in counts.items()) / units, "limit": limit}
+                        | {"undecided": tally.undecided, "units_like": units_like(counts, limit, self._error)}
+                    )
+        return rows
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Judgement of a model's text.
+
+    Attributes:
+        tests: of the strategies, on the passages that prove.
+        floor: differences of exact answers on this engine.
+        owed, owed_low: nats a token that text owes to its context, and two standard errors less.
+        reads: ``owed_low`` is large enough for the budget to say anything.
+        trials: the same of each strategy that was tried, on the passages that choose.
+    """
+
+    tests: OrderedTests
+    floor: Floor
+    owed: float
+    owed_low: float
+    reads: bool
+    trials: Mapping[str, OrderedTests]
+
+    def _is_safe(self, strategy: str) -> bool:
+        return strategy in self.tests.order and self.tests.is_safe(strategy)
+
+    @property
+    def finding(self) -> Literal["binds", "chains", "unclear", "unread"]:
+        """As in `ctxwin.profiles.Profile`."""
+        if not self.reads:
+            return "unread"
+        if self._is_safe("blind"):
+            return "chains"
+        return "binds" if self._is_safe(self.tests.order[0]) or "blind" not in self.tests.order else "unclear"
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """The meaning of ``auto``: exact where nothing was shown to be safe."""
+        patched, sliding = self.tests.order[:2]
+        if self._is_safe("blind"):
+            return Fidelity("blind")
+        if not self._is_safe(patched):
+            return Fidelity("exact")
+        survivors = {"survivor": "slid"}.get(sliding, "removal") if self._is_safe(sliding) else "refresh"
+        return Fidelity("patched", bytes_share=float(patched.partition(":")[2]), survivors=survivors)
+
+    def __str__(self) -> str:
+        if self.finding == "unread":
+            return f"no verdict: text owes its context {self.owed:.2g} nats a token, too little to lose any; keep exact"
+        trial, patched = self.trials["blind"].rows()[0], self.tests.order[0]
+        loss = f"blind reuse loses {trial['mean']:.2g} nats a token of text"
+        rows = {row["strategy"]: row for row in self.tests.rows() if row["kind"] == "text"}
+        if self.finding == "chains":
+            return f"chains at query time: {loss}, at most {rows['blind']['upper']:.2g}"
+        start = "binds at prefill" if self.finding == "binds" else "undecided"
+        if not self._is_safe(patched):
+            return f"{start}: {loss}, and no patch was shown to be safe; keep exact"
+        share, upper = float(patched.partition(":")[2]), rows[patched]["upper"]
+        return f"{start}: {loss}; patches of {share:.0%} of the bytes lose at most {upper:.2g}"
+
+    def describe(self) -> dict[str, Any]:
+        """Return verdict and evidence, JSON-able."""
+        rows, options = self.tests.rows(), self.tests.options
+        verdict: dict[str, Any] = {"finding": self.finding, "evidence": "text", "sentence": str(self)}
+        verdict |= {"reasons": [_reason(row) for row in rows]}
+        verdict |= {"limits": {name: getattr(options, name) for name in ("budget", "excess_budget", "level")}}
+        evidence: dict[str, Any] = {"strategies": rows, "floor": str(self.floor), "owed": self.owed}
+        evidence |= {"trials": [row for trial in self.trials.values() for row in trial.rows()]}
+        return {"verdict": verdict, "fidelity": self.fidelity.model_dump(exclude_defaults=True), **evidence}
+
+
+def _reason(row: Mapping[str, Any]) -> str:
+    unit = "nats a token beyond the floor" if row["kind"] == "text" else "of the values"
+    loss = f"{row['strategy']} loses {row['mean']:.2g} {unit} on {row['units']} passages, at most {row['upper']:.2g}"
+    if row["safe"]:
+        return f"{loss}: safe, within {row['budget']:.2g}"
+    more = f"{row['units_like']} like these would show it" if row["units_like"] else "more like these would not show it"
+    return f"{loss}: not shown to be safe, within {row['budget']:.2g}; {more}"
+
+
+def judge(
+    measure: Callable[[int, Sequence[str], bool], Unit],
+    count: int,
+    options: Options,
+    seconds: float = math.inf,
+    progress: Callable[[str, int, int], None] = lambda *_: None,
+) -> Verdict:
+    """Judge strategies on passages until all are decided, ``count`` passages are used or ``seconds`` have passed.
+
+    Args:
+        measure: `PassageReplays.measure`, or what has its results.
+        progress: called with the stage, the amount done and the total.
+    """
+    begun = time.monotonic()
+
+    def late(stage: str, done: int, total: int, until: float) -> bool:
+        progress(stage, done, total)
+        return time.monotonic() - begun > until * seconds
+
+    if count < 2:
+        raise ValueError(f"passages must be at least 2, to choose by and to prove on, got {count}; give more text")
+    first, units = min(CHOOSING, count // 2), list[Unit]()
+    tried = [*(f"patched:{share:g}" for share in SHARES), "survivor", "blind"]
+    for index in range(first):
+        units.append(measure(index, tried, True))
+        if late("what exact answers differ by", index + 1, first, _CHOOSING_TIME):
+            break
+    floor = Floor()
+    for number, unit in enumerate(units):
+        for part, distance in unit.distances.items():
+            extended = getattr(floor, part).extended(str(number), *distance)
+            floor = floor.model_copy(update={part: extended})
+    trials = {strategy: OrderedTests([strategy], options) for strategy in tried}
+    for strategy, trial in trials.items():
+        for unit in units:
+            trial.add(strategy, _beyond(unit.harms[strategy], strategy, floor))
+    hopeful = [s for s in tried if all(row["share"] <= HOPEFUL * row["limit"] for row in trials[s].rows())]
+    patched = next((s for s in hopeful if s.startswith("patched")), tried[len(SHARES) - 1])
+    sliding = "survivor" if "survivor" in hopeful else patched.replace("patched", "removal")
+    owed = [unit.owed for unit in units]
+    low = statistics.fmean(owed) - 2 * statistics.stdev(owed) / math.sqrt(len(owed)) if len(owed) > 1 else 0.0
+    reads, blind = low * LOST >= options.excess_budget, trials["blind"]
+    tests = OrderedTests((patched, sliding, *(() if blind.is_given_up("blind") else ("blind",))), options)
+    verdict = Verdict(tests, floor, statistics.fmean(owed), low, reads, trials)
+    for strategy in tests.order if reads else ():
+        for index in range(len(units), count):
+            if not tests.is_open(strategy):
+                break
+            tests.add(strategy, _beyond(measure(index, [strategy], False).harms[strategy], strategy, floor))
+            if late(f"what {strategy} loses", index + 1, count, 1.0):
+                return verdict
+    return verdict
+
+
+def _beyond(harms: Sequence[Harm], strategy: str, floor: Floor) -> list[Harm]:
+    """Subtract the floor from harms of text."""
+    nats = floor.nats(remembers=strategy == "survivor")
+    return [replace(harm, amount=harm.amount - nats) if harm.kind == "text" else harm for harm in harms]
