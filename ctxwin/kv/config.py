@@ -354,7 +354,8 @@ def _sections(parameters: dict[str, Any], kind: str) -> tuple[tuple[int, ...] | 
 
 
 def _pairing(text: Any, kind: str, engine: Engine) -> Literal["half", "interleaved"]:
-    if kind in _INTERLEAVED:
+    # DeepSeek-VL2-tiny says deepseek_v2 as well, but has the attention of DeepSeek's first model.
+    if kind in _INTERLEAVED and getattr(text, "kv_lora_rank", 0) is not None:
         return "interleaved"
     neighbours = getattr(text, "kv_lora_rank", None) and getattr(text, "rope_interleave", True)
     return "interleaved" if neighbours and engine == "vllm" else "half"

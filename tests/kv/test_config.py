@@ -184,6 +184,19 @@ def test_families_over_another_decoder():
         assert (spec.family, spec.heads, spec.k_dim, spec.v_dim, spec.rope.pairing) == ("mla", 1, 8, 24, pairing)
 
 
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_deepseek_v2_without_latent_attention(engine):
+    """As DeepSeek-VL2-tiny publishes it: vLLM serves it by the attention of DeepSeek's first model, which pairs halves."""
+    published = SimpleNamespace(
+        model_type="deepseek_v2", hidden_size=1280, num_hidden_layers=12, num_attention_heads=10, num_key_value_heads=10,
+        kv_lora_rank=None, q_lora_rank=None, qk_nope_head_dim=0, qk_rope_head_dim=0, v_head_dim=0, head_dim=0,
+        max_position_embeddings=4096, rope_theta=1e4,
+    )  # fmt: skip
+    spec = kv_spec_from_config(published, "id", "bfloat16", engine)
+    assert (spec.family, spec.layers, spec.heads, spec.k_dim, spec.v_dim) == ("mha", 12, 10, 128, 128)
+    assert (spec.rope.pairing, spec.rope.rotary_dim) == ("half", 128)
+
+
 def test_legacy_mrope_type():
     loose = SimpleNamespace(
         model_type="qwen2_vl_text", hidden_size=512, num_attention_heads=4, num_hidden_layers=2, rope_theta=1e6,

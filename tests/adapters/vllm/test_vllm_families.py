@@ -267,6 +267,18 @@ class TestDeepseekVL2(TestKimiVL):
             return super().make_engine(model_dir, store)
 
 
+@guard
+class TestDeepseekVL2Tiny(TestDeepseekVL2):
+    """Its config names DeepSeek-V2, but its attention is not latent, and pairs other dimensions."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        pytest.importorskip("timm")
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+        return models.write_deepseek_vl2(tmp_path_factory.mktemp("vllm_deepseek_vl2") / "tiny", tiny=True, **heads)
+
+
 def test_code_of_a_model_runs_on_demand_only(tmp_path: Path) -> None:
     folder = models.write_kimi_vl(tmp_path / "model", **LATENT)
     with pytest.raises(UnsupportedModel, match=r"code in the folder: if you trust it, .* trust_remote_code=True"):

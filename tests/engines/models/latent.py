@@ -105,8 +105,11 @@ def write_kimi_vl(folder: Path, **fields: Any) -> Path:
     return folder
 
 
-def write_deepseek_vl2(folder: Path, **fields: Any) -> Path:
-    """A random DeepSeek-VL2 in vLLM's layout, since transformers has none, over `small_siglip`; a picture has 13 tokens."""
+def write_deepseek_vl2(folder: Path, tiny: bool = False, **fields: Any) -> Path:
+    """A random DeepSeek-VL2 in vLLM's layout, since transformers has none, over `small_siglip`; a picture has 13 tokens.
+
+    ``tiny``: without latent attention, as DeepSeek-VL2-tiny.
+    """
     names = ("image_token", "ref", "ref_end", "det", "det_end", "grounding", "user", "assistant")
     marks = ("<image>", "<|ref|>", "<|/ref|>", "<|det|>", "<|/det|>", "<|grounding|>", "<|User|>", "<|Assistant|>")
     template = CHATML.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>")  # the published one has none
@@ -116,6 +119,8 @@ def write_deepseek_vl2(folder: Path, **fields: Any) -> Path:
     shapes |= {"image_newline": (64,), "view_seperator": (64,)}
     layers = {"projector.layers.0": (64, 4 * 32), "projector.layers.2": (64, 64)}
     text = _write_over_mla(folder, tokenizer, "language", layers, {}, shapes, "DeepseekV2", **fields)
+    if tiny:
+        text |= _without_latent_attention(folder)
     whole = {
         "architectures": ["DeepseekVLV2ForCausalLM"], "model_type": "deepseek_vl_v2", "tile_tag": "2D", "global_view_pos": "head",
         "candidate_resolutions": [[56, 56], [112, 56]], "vision_config": {"image_size": 56, "patch_size": 14, "width": 32},
@@ -128,6 +133,22 @@ def write_deepseek_vl2(folder: Path, **fields: Any) -> Path:
     }  # fmt: skip
     (folder / "processor_config.json").write_text(json.dumps(settings))
     return folder
+
+
+def _without_latent_attention(folder: Path) -> dict[str, Any]:
+    """Replace the attention of a written DeepSeek-V2 by that of DeepSeek's first model; return the fields that say so."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    layers = sorted({name.partition(".self_attn.")[0] for name in weights if ".self_attn." in name})
+    weights = {name: weight for name, weight in weights.items() if ".self_attn." not in name}
+    generator = torch.Generator().manual_seed(2)
+    for name in (f"{layer}.self_attn.{part}_proj.weight" for layer in layers for part in "qkvo"):
+        weights[name] = 0.15 * torch.randn(64, 64, generator=generator)
+    save_file(weights, folder / "model.safetensors")
+    sizes = dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "head_dim", "qk_head_dim"), 0)
+    return {**sizes, "kv_lora_rank": None, "q_lora_rank": None}
 
 
 def small_siglip(*_: Any, **options: Any) -> Any:
