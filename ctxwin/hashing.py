@@ -30,7 +30,10 @@ def _feed(h: Any, value: Any) -> None:
     elif isinstance(value, float):
         h.update(b"f" + struct.pack(">d", value))
     elif isinstance(value, str):
-        raw = value.encode()
+        try:
+            raw = value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"text must be Unicode, got half of a surrogate pair, {value[error.start]!r}") from None
         h.update(b"s" + struct.pack(">Q", len(raw)) + raw)
     elif isinstance(value, bytes | bytearray | memoryview):
         view = memoryview(value).cast("B")

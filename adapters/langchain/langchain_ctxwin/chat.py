@@ -94,6 +94,10 @@ class Answering(BaseChatModel):
                     yield chunk
 
 
+_WITHOUT_EFFECT = frozenset({"api_key", "timeout", "max_retries"})
+"""LangChain's standard arguments of chat models that send requests; here nothing is sent."""
+
+
 class ChatCtxwin(Answering):
     """A chat model over windows of one engine.
 
@@ -117,7 +121,8 @@ class ChatCtxwin(Answering):
         observers: called after every edit and answer of the windows, see `Window.observe`.
         profile: the model's capabilities; read from the engine once it is open.
 
-    Raises ContextOverflowError if messages and answer exceed the budget; nothing is truncated silently.
+    Raises ContextOverflowError if messages and answer exceed the budget; nothing is truncated silently. Arguments that are no
+    attributes are refused, but for LangChain's own of models that send requests (``api_key``, ``timeout``, ``max_retries``).
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -138,6 +143,17 @@ class ChatCtxwin(Answering):
 
     _pool: Pool | None = PrivateAttr(default=None)
     _opening: threading.RLock = PrivateAttr(default_factory=threading.RLock)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, data: Any) -> Any:
+        unknown = data.keys() - cls.model_fields.keys() - _WITHOUT_EFFECT if isinstance(data, dict) else ()
+        if unknown:
+            raise ValueError(
+                f"ChatCtxwin must be given its own attributes, got {', '.join(sorted(unknown))}; `bind` takes the other options "
+                "of a call"
+            )
+        return data
 
     @model_validator(mode="after")
     def _set_model_name(self) -> Self:

@@ -391,6 +391,14 @@ def test_tools_are_for_models_that_take_them(tiny: Engine, caller: Engine) -> No
             chat.bind_tools([look], tool_choice="jump")
 
 
+def test_a_misspelt_attribute_is_refused_and_langchains_own_are_not(tiny: Engine) -> None:
+    with pytest.raises(ValueError, match="must be given its own attributes, got temprature, top_k; `bind` takes"):
+        ChatCtxwin(engine=tiny, temprature=1, top_k=3)
+    assert ChatCtxwin(engine=tiny, timeout=60, max_retries=2, tags=["porch"]).temperature == 0
+    with pytest.raises(ValueError, match="must be Unicode, got half of a surrogate pair"):
+        ChatCtxwin(engine=tiny).invoke("caf\udce9")
+
+
 def test_too_much_is_refused(tiny: Engine) -> None:
     watch = Watch(tiny)
     with ChatCtxwin(engine=tiny, budget=160, max_tokens=8) as chat:
