@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Self
 
 from langchain_core.callbacks import CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
@@ -52,7 +52,7 @@ class Documents:
 class LibraryRetriever(BaseRetriever):
     """A library as a retriever of LangChain. Pictures come as their captions, with the chunk's id beside them."""
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
     library: Library
     k: int = 4
 
@@ -67,6 +67,5 @@ class LibraryRetriever(BaseRetriever):
         ]
 
 
-def _label(document: Document) -> str | None:
-    label: Any = document.metadata.get("source") or document.id
-    return str(label) if label else None
+def _label(document: Document) -> str:
+    return str(document.metadata.get("source") or document.id or "")

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from langchain_core.callbacks import CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_core.retrievers import BaseRetriever
 from langchain_core.vectorstores import InMemoryVectorStore
 
 from ctxwin import Chunk, Library, Window, open_engine
@@ -36,6 +38,19 @@ def test_a_window_places_what_a_vector_store_or_a_retriever_finds(vectors: InMem
             assert window.retrieve(Chunk.text(FACTS[2]), Documents(source), k=1) == ids[:1], "what is placed stays"
 
 
+class Bare(BaseRetriever):
+    """Finds documents of which nothing but their text is known."""
+
+    def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
+        return [Document(text) for text in FACTS]
+
+
+def test_documents_without_a_name_are_placed_as_well() -> None:
+    with Window(FakeEngine(), "h", 900) as window:
+        ids = window.retrieve("pump", Documents(Bare()), k=3)
+        assert [window.chunk(i) for i in ids] == [Chunk.text(text) for text in FACTS[:3]]
+
+
 def test_the_model_looks_things_up_in_a_vector_store(vectors: InMemoryVectorStore, tmp_path: Path) -> None:
     with open_engine(f"hf:{write_tool_model(tmp_path)}", dtype="float32") as engine:
         scripted = ScriptedEngine(engine, [called(FACTS[4], "documents"), "So it is."])
@@ -58,5 +73,7 @@ def test_a_library_is_a_retriever() -> None:
 def test_what_cannot_be_searched_is_refused(vectors: InMemoryVectorStore) -> None:
     with pytest.raises(TypeError, match="retriever or a vector store of LangChain, got list"):
         Documents([])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Extra inputs are not permitted"):
+        LibraryRetriever(library=Library(open_store("memory:"), "manuals"), kk=1)
     with pytest.raises(ValueError, match="must be text"):
         Documents(vectors).find(Chunk.tokens([5]), 2, FakeEngine())
