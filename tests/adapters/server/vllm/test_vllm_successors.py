@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,14 +44,22 @@ def records(server: Process, result: str) -> float:
     return sum(value for name, value in server.metrics().items() if name.startswith(RECORDS) and f'"{result}"' in name)
 
 
-def test_a_conversation_outlives_the_server_that_had_it(tmp_path: Path) -> None:
-    """Turns at either server, the last one after the other was killed: each computes what is new."""
+@pytest.mark.parametrize("stock", [(False, False), (False, True), (True, True)], ids=["ours", "successor", "vllm"])
+def test_a_conversation_outlives_the_server_that_had_it(tmp_path: Path, stock: tuple[bool, bool]) -> None:
+    """Turns at either server, the last one after the other was killed: each computes what is new.
+
+    ``stock``: which of them is vLLM's own command with our plugin.
+    """
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:
         folder.mkdir()
     with Redis(tmp_path) as redis:
-        arguments = ["--store", f"tiered:memory:,{redis.url}", "--windows", "auto", "--max-model-len", "2048"]
-        with running_server(folders[0], *arguments) as first, running_server(folders[1], *arguments) as second:
+        options = {"store": f"tiered:memory:,{redis.url}", "windows": "auto"}
+        with ExitStack() as stack:
+            first, second = (
+                stack.enter_context(running_server(folder, *arguments(options, plugin), stock=plugin))
+                for folder, plugin in zip(folders, stock, strict=True)
+            )
             previous, taken_up, written = 0, {first.url: 0, second.url: 0}, {first.url: 0, second.url: 0}
             for turn, server in enumerate([first, second, first, first, second], 1):
                 if turn == 5:
@@ -67,6 +76,11 @@ def test_a_conversation_outlives_the_server_that_had_it(tmp_path: Path) -> None:
                 assert records(server, "taken_up") == taken_up[server.url]
                 assert not records(server, "failed") + records(server, "fenced_off")
                 previous = tokens
+
+
+def arguments(options: dict[str, str], plugin: bool) -> list[str]:
+    named = [word for name, value in options.items() for word in (f"--{'ctxwin-' * plugin}{name}", value)]
+    return [*named, "--max-model-len", "2048"]
 
 
 def is_counted(server: Process, count: int, result: str) -> bool:
