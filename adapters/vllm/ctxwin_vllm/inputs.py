@@ -7,6 +7,7 @@ import secrets
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -137,7 +138,7 @@ class Inputs:
 
         Under a known name a plain request could send other content, which would then be served to windows.
         """
-        return self.prefix + digest("media", self.secret, tenant, key)
+        return self.prefix + _media_digest(self.secret, tenant, key)
 
     def close(self) -> None:
         """Release the model, whose weights would otherwise live as long as any caller."""
@@ -304,3 +305,8 @@ class Inputs:
         if span.modality not in items:
             raise UnsupportedModel(f"{type(self.model).__name__} takes no {span.modality} embeddings")
         return items[span.modality][0]
+
+
+@lru_cache(maxsize=4096)
+def _media_digest(secret: str, tenant: str, key: str) -> str:
+    return digest("media", secret, tenant, key)

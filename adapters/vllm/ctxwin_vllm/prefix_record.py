@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ctxwin.hashing import digest
-
 if TYPE_CHECKING:
     from ctxwin.engines.segments import MediaSpan
 
@@ -48,7 +46,7 @@ class PrefixRecord:
         for index in range(len(ids) // self.block):
             block = parent + data[index * width : (index + 1) * width]
             if index in inside:
-                block += digest(inside[index]).encode()
+                block += sha256(repr(inside[index]).encode()).digest()
             parent = sha256(block).digest()
             names.append(parent)
         return names

@@ -13,8 +13,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.chunk import Chunk
@@ -181,21 +183,24 @@ def split(
         line: whether an id's text ends a line.
     """
     ids, end = prompt.ids, len(prompt.ids)
-    cuts, inside = {0, end}, set[int]()
+    cuts, begin = {0, end}, 0
+    texts: list[tuple[int, int]] = []  # between the pictures: most of a prompt is pictures
     for medium in prompt.media:
-        begin, stop = medium.offset, medium.offset + medium.tokens
-        begin -= begin > 0 and ids[begin - 1] in wraps
+        first, stop = medium.offset, medium.offset + medium.tokens
+        first -= first > 0 and ids[first - 1] in wraps
         stop += stop < end and ids[stop] in wraps
-        cuts |= {begin, stop}
-        inside.update(range(begin, stop))
-    for i, token in enumerate(ids):
-        if token in special and i not in inside:
-            cuts.add(_text_begin(ids, i, special, line))
+        cuts |= {first, stop}
+        texts.append((begin, first))
+        begin = stop
+    texts.append((begin, end))
+    for begin, stop in texts:
+        cuts.update(_text_begin(ids, i, special, line) for i in range(begin, stop) if ids[i] in special)
     starts: list[int] = []
-    for begin, stop in zip(sorted(cuts), sorted(cuts)[1:], strict=False):
+    pictures = {stop for _, stop in texts[:-1]}
+    for begin, stop in itertools.pairwise(sorted(cuts)):
         starts.append(begin)
-        if begin not in inside:
-            for i in range(begin, stop - 1):
+        if begin not in pictures and stop - begin > LONG:
+            for i in range(begin + LONG - 1, stop - 1):
                 if i + 1 - starts[-1] >= LONG and line(ids[i]):
                     starts.append(i + 1)
     return [*starts, end]
@@ -402,18 +407,27 @@ class RenderedRequest(Engine):
             spans.append(MediaSpan("image", medium.name, medium.offset, medium.tokens, medium.picture.grid))
         positions, end = self._engine.core.inputs.positions(prompt.ids, spans)
         self._positions, self._spans = positions, spans
-        starts = [*(int(positions[:, at].min()) for at in cuts[:-1]), end]
-        segments = []
+        starts = [*positions[:, cuts[:-1]].min(axis=0).tolist(), end]
+        segments, ahead = [], deque(spans)
         for i, (begin, stop) in enumerate(itertools.pairwise(cuts)):
-            ids = prompt.ids[begin:stop]
-            media = tuple(replace(s, offset=s.offset - begin) for s in spans if begin <= s.offset < stop)
-            pictures = [self._media[span.key].picture for span in media]
-            # A digest in place of the tokens: a conversation keeps many chunks, and its next request has their tokens.
-            chunk = Chunk.text(
-                digest("segment", list(ids), [[p.content(), list(p.grid)] for p in pictures]), keep_source=False
-            )
+            ids, media = prompt.ids[begin:stop], list[MediaSpan]()
+            while ahead and ahead[0].offset < stop:
+                media.append(replace(ahead[0], offset=ahead[0].offset - begin))
+                ahead.popleft()
+            pictures = tuple((self._media[span.key].picture.content(), span.grid_thw) for span in media)
+            chunk = _segment_chunk(self._engine.tenant, ids, pictures)
             local = positions[:, begin:stop] - starts[i]
-            encoded = Encoded(chunk.id, ids, local, starts[i + 1] - starts[i], media)
+            encoded = Encoded(chunk.id, ids, local, starts[i + 1] - starts[i], tuple(media))
             self._encoded[chunk.id] = encoded
             segments.append((chunk, encoded))
         return segments
+
+
+@lru_cache(maxsize=4096)
+def _segment_chunk(tenant: str, ids: tuple[int, ...], pictures: tuple[tuple[str, tuple[int, int, int]], ...]) -> Chunk:
+    """Return the chunk of a segment, which most of a chat's next requests have again; ``tenant`` finds no other one's.
+
+    It holds a digest in place of the tokens: a conversation keeps many chunks, and its next request has their tokens.
+    """
+    named = digest("segment", list(ids), [[content, list(grid)] for content, grid in pictures])
+    return Chunk.text(named, keep_source=False)

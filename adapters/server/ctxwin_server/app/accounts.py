@@ -76,19 +76,24 @@ def _levels(limits: Limits, data: Any, max_text: int | None) -> int:
         levels += 1
         below: list[tuple[Any, bool]] = []
         for value, counted in level:
-            if isinstance(value, str):
-                _check_text(value)
+            kind = type(value)  # json gives no subclasses, and a call for each value takes longer than all else here
+            if kind is str:
+                if not value.isascii():
+                    _check_text(value)
                 text += len(value) if counted else 0
-            elif isinstance(value, list):
+            elif kind is list:
                 below += [(item, counted) for item in value]
-            elif isinstance(value, dict):
+            elif kind is dict:
                 for key, item in value.items():
-                    _check_text(key)
-                    if levels == 1 and key in _BOUNDED and isinstance(item, int):
-                        continue
-                    _check_number(key, item)
-                    below.append((item, counted and not _is_name(key, item)))
-            else:
+                    if not key.isascii():
+                        _check_text(key)
+                    if (kind := type(item)) is int or kind is float:
+                        if levels == 1 and key in _BOUNDED and kind is int:
+                            continue
+                        _check_number(key, item)
+                    is_name = key in _NOT_TOKENIZED or (kind is str and key in _NAMES)
+                    below.append((item, counted and not is_name))
+            elif kind is int or kind is float:
                 _check_number("a number", value)
         if max_text is not None and text > max_text:
             raise TooLarge(
@@ -102,7 +107,7 @@ def _levels(limits: Limits, data: Any, max_text: int | None) -> int:
 def _check_text(text: str) -> None:
     """Raise Malformed for half of a surrogate pair, which no tokenizer and no answer can hold."""
     try:
-        _ = text.isascii() or text.encode()
+        text.encode()
     except UnicodeEncodeError:
         raise Malformed("text must be Unicode, got half of a surrogate pair (like \\ud800)") from None
 
@@ -113,10 +118,6 @@ def _check_number(name: str, value: Any) -> None:
         raise Malformed(f"{name[:60]} must be a finite number, got {value}")
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
         raise Malformed(f"{name[:60]} must be from -2**63 to 2**64 - 1, got a number of {value.bit_length()} bits")
-
-
-def _is_name(key: str, value: Any) -> bool:
-    return key in _NOT_TOKENIZED or (key in _NAMES and isinstance(value, str))
 
 
 class BodyBytes:

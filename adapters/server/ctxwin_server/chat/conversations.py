@@ -25,6 +25,7 @@ from ctxwin.hashing import digest
 from ctxwin.profiles import resolve
 from ctxwin.window.antecedents import pack
 from ctxwin.window.assembly import Assembly
+from ctxwin.window.choice import Choice
 from ctxwin.window.lanes import ServedMemo
 from ctxwin.window.layout import Layout, Work
 from ctxwin.window.placement import initial_state, placement
@@ -55,7 +56,7 @@ class Conversation(Record):
     """One conversation. Its state is immutable and replaced as a whole.
 
     Attributes:
-        memo: how chunks were served before, see `Assembly`.
+        memo, choices: how chunks were served before, see `Assembly`.
         write_backs: of answered requests whose KV is not written back yet; each is done once it is.
         packed: JSON of its chunks, without antecedents, by placement.
     """
@@ -63,6 +64,7 @@ class Conversation(Record):
     state: State
     seed: str
     memo: OrderedDict[str, ServedMemo] = field(default_factory=OrderedDict)
+    choices: Sequence[Choice] = ()
     write_backs: set[Future[None]] = field(default_factory=set)
     packed: dict[str, tuple[Placed, str]] = field(default_factory=dict)
 
@@ -156,6 +158,7 @@ class Conversations(Records[Conversation]):
         conversation, state, edits = self._update(engine, name, fidelity, shelf, patient)
         cached = engine.cached_tokens if fidelity.mode == "exact" else None
         assembly, work = Assembly(engine, memo=conversation.memo, cached_tokens=cached), Work()
+        assembly.choices = conversation.choices
         layout = assembly.build_layout(state, fidelity, work)
         end = layout.end(state).computed(engine.query_chunk.id, "computed")
         start = state.system_prompt_advance + sum(p.advance for p in state.placed)
@@ -192,6 +195,7 @@ class Conversations(Records[Conversation]):
     def _write_back(self, turn: Turn, captured: dict[int, SpanKV]) -> State:
         assembly = Assembly(turn.engine, memo=turn.conversation.memo)
         state = assembly.write_back(turn.state, turn.layout, captured, turn.fidelity)
+        turn.conversation.choices = assembly.choices
         while len(assembly.memo) > SERVED:
             assembly.memo.popitem(last=False)
         span = captured.get(len(turn.layout.segments))
