@@ -24,6 +24,13 @@ from twins import guard
 
 
 class OnTransformers(EngineConformance):
+    family: str
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
+        return folders(cls.family)
+
     @classmethod
     def make_engine(cls, model_dir: Path, store: Store) -> Engine:
         return HFEngine(model_dir, dtype="float32", store=store)
@@ -32,231 +39,155 @@ class OnTransformers(EngineConformance):
 class TestQwen3VL(OnTransformers):
     """Deepstack, interleaved M-RoPE, timestamps as text."""
 
-    @pytest.fixture(scope="class")
-    @classmethod
-    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
-        return folders("qwen3_vl")
+    family = "qwen3_vl"
 
 
 class TestInternVL(OnTransformers):
     """One-axis positions, tiles, text that the template writes behind a picture."""
 
+    family = "internvl"
     picture_tokens = (20, 4)
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
-        return folders("internvl")
 
 
 @guard
 class TestQianfanOCR(OnTransformers):
     """InternVL's tiles over Qwen3; what the template writes for a picture is no token."""
 
+    family = "qianfan_ocr"
     picture_tokens = (20, 4)
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
-        return folders("qianfan_ocr")
 
 
 class TestGLM4V(OnTransformers):
     """M-RoPE in neighbouring pairs over half of each head."""
 
-    @pytest.fixture(scope="class")
-    @classmethod
-    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
-        return folders("glm4v")
+    family = "glm4v"
 
 
 @guard
 class TestMistral3(OnTransformers):
     """Row breaks within a picture, no marks around it."""
 
+    family = "mistral3"
     picture_tokens = (12, 6)
     opening = 1
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
-        return folders("mistral3")
 
 
 @guard
 class TestSmolVLM(OnTransformers):
     """Tiles with their places as words, a template that takes lists only."""
 
+    family = "smolvlm"
     picture_tokens = (34, 34)
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
-        return folders("smolvlm")
 
 
 @guard
 class TestLlavaOnevision(OnTransformers):
     """Pictures taken whole, each as one of several; a template that puts them in front of a message's text."""
 
+    family = "llava_onevision"
     picture_tokens = (17, 17)
     gridded = roles_alike = False
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
-        return folders("llava_onevision")
 
 
 @guard
 class TestLlavaNext(OnTransformers):
     """A picture whole and in tiles, whose rows end in a token; chunks of a hundred tokens."""
 
+    family = "llava_next"
     picture_tokens = (88, 36)
     gridded = roles_alike = False
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
-        return folders("llava_next")
 
 
 @guard
 class TestLlavaNextVideo(TestLlavaNext):
-    @pytest.fixture(scope="class")
-    @classmethod
-    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
-        return folders("llava_next_video")
+    family = "llava_next_video"
 
 
 class TestLlamaGQA(OnTransformers):
     """Two query heads for each KV head, Llama 3's scaled frequencies."""
 
+    family = "llama_gqa"
     vision = False
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
-        return folders("llama_gqa")
 
 
 @guard
 class TestLlamaMHA(OnTransformers):
     """As many KV heads as query heads, as in Llama 2."""
 
+    family = "llama_mha"
     vision = False
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
-        return folders("llama_mha")
 
 
 @guard
 class TestGemma2(OnTransformers):
     """Every other layer sees the last eight tokens only."""
 
+    family = "gemma2"
     vision = False
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
-        return folders("gemma2")
 
 
 class TestGemma3(RandomEdits, OnTransformers):
     """Every picture of one size, whose tokens see each other both ways."""
 
+    family = "gemma3"
     picture_tokens = (10, 10)  # four of them the tower's
     words = ("one", "two")  # the template trims each text
     opening = 0
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
-        return folders("gemma3")
 
 
 @guard
 class TestGemma3Text(OnTransformers):
     """Layers that turn by frequencies of their own."""
 
+    family = "gemma3_text"
     vision = False
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
-        return folders("gemma3_text")
 
 
 @guard
 class TestGemma4(OnTransformers):
     """Pictures that keep their form, whose tokens see each other both ways where layers slide."""
 
+    family = "gemma4"
     picture_tokens = (66, 66)
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
-        return folders("gemma4")
 
 
 @guard
 class TestGemma4Text(OnTransformers):
     """Layers of two shapes."""
 
+    family = "gemma4_text"
     vision = False
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
-        return folders("gemma4_text")
 
 
 class TestGemma4Sharing(OnTransformers):
     """Layers without KV of their own, and with embeddings of their own."""
 
+    family = "gemma4_sharing"
     vision = False
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
-        return folders("gemma4_sharing")
 
 
 class TestDeepseekV2(RandomEdits, OnTransformers):
     """Latent attention."""
 
+    family = "deepseek_v2"
     vision = False
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
-        return folders("deepseek_v2")
 
 
 @guard
 class TestKimi(OnTransformers):
     """Latent attention that sees."""
 
-    @pytest.fixture(scope="class")
-    @classmethod
-    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
-        return folders("kimi")
+    family = "kimi"
 
 
 @guard
 class TestDeepseekVL(RandomEdits, OnTransformers):
     """Every picture of one size, for two towers; a template that trims texts and takes lists only."""
 
+    family = "deepseek_vl_hybrid"
     picture_tokens = (16, 16)
     words = ("one", "two")
     gridded = False
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
-        return folders("deepseek_vl_hybrid")
 
 
 @pytest.mark.parametrize("name", WRITERS)

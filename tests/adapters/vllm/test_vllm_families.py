@@ -6,7 +6,8 @@ Each class starts vLLM once; the tests that need further starts (a dozen seconds
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -26,6 +27,7 @@ from ctxwin.opening import open_engine
 from ctxwin.store import Store, open_store
 from engines import models
 from engines.conformance import HEADER, QUERY, EngineConformance, laid, picture
+from engines.families import WRITERS
 from engines.random_edits import RandomEdits
 from twins import guard
 
@@ -36,13 +38,38 @@ if TYPE_CHECKING:
 LATENT = dict(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32)
 
 
-@guard
-class TestQwen3VL(OnVLLM):
+class OnFamily(OnVLLM):
+    """The suite on a random model of the family named, of one that sees."""
+
+    family: str
+
     @pytest.fixture(scope="class")
     @classmethod
     def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        folder = tmp_path_factory.mktemp("vllm_qwen3_vl")
-        return models.wide(lambda f: models.write_vision_model(f, "qwen3_vl"), folder)
+        return models.wide(WRITERS[cls.family], tmp_path_factory.mktemp(f"vllm_{cls.family}"))
+
+    def test_pictures_against_transformers(self, engine: Engine, reference: Engine) -> None:
+        clip = Chunk.video([picture(i) for i in range(3)], fps=2.0)
+        self.compare(engine, reference, [Chunk.image(picture(1)), Chunk.image(picture(2, 56)), clip], "pictures")
+
+
+class OnText(OnVLLM):
+    vision = False
+
+    def test_text_against_transformers(self, engine: Engine, reference: Engine) -> None:
+        self.compare(engine, reference, [Chunk.text(f"frame {i} is red\n") for i in range(3)], "text")
+
+
+@contextmanager
+def opened(folder: Path) -> Iterator[tuple[Engine, Engine]]:
+    """A model on both engines."""
+    with OnVLLM.make_engine(folder, open_store("memory:")) as engine, HFEngine(folder, dtype="float32") as reference:
+        yield engine, reference
+
+
+@guard
+class TestQwen3VL(OnFamily):
+    family = "qwen3_vl"
 
     def test_pictures_against_transformers(self, engine: Engine, reference: Engine) -> None:
         self.compare(engine, reference, [Chunk.image(picture(1)), Chunk.image(picture(2, 56))], "pictures")
@@ -56,65 +83,33 @@ class TestQwen3VL(OnVLLM):
 
 
 @pytest.mark.slow
-class TestInternVL(OnVLLM):
+class TestInternVL(OnFamily):
+    family = "internvl"
     picture_tokens = (20, 4)
 
-    @pytest.fixture(scope="class")
-    @classmethod
-    def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return models.wide(models.write_internvl, tmp_path_factory.mktemp("vllm_internvl"))
 
-    def test_pictures_against_transformers(self, engine: Engine, reference: Engine) -> None:
-        clip = Chunk.video([picture(i) for i in range(3)], fps=2.0)
-        self.compare(engine, reference, [Chunk.image(picture(1)), Chunk.image(picture(2, 56)), clip], "pictures")
+@pytest.mark.slow
+class TestGLM4V(OnFamily):
+    family = "glm4v"
 
 
 @pytest.mark.slow
-class TestGLM4V(OnVLLM):
-    @pytest.fixture(scope="class")
-    @classmethod
-    def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return models.wide(models.write_glm4v, tmp_path_factory.mktemp("vllm_glm4v"))
-
-    def test_pictures_against_transformers(self, engine: Engine, reference: Engine) -> None:
-        clip = Chunk.video([picture(i) for i in range(3)], fps=2.0)
-        self.compare(engine, reference, [Chunk.image(picture(1)), Chunk.image(picture(2, 56)), clip], "pictures")
-
-
-@pytest.mark.slow
-class TestMistral3(OnVLLM):
+class TestMistral3(OnFamily):
     """Ministral 3's decoder: the temperature of its queries takes a step that no test here reaches."""
 
+    family = "ministral3"
     picture_tokens = (12, 6)
     opening = 1
 
-    @pytest.fixture(scope="class")
-    @classmethod
-    def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        folder = tmp_path_factory.mktemp("vllm_mistral3")
-        return models.wide(lambda f: models.write_mistral3(f, "ministral3"), folder)
-
-    def test_pictures_against_transformers(self, engine: Engine, reference: Engine) -> None:
-        clip = Chunk.video([picture(i) for i in range(3)], fps=2.0)
-        self.compare(engine, reference, [Chunk.image(picture(1)), Chunk.image(picture(2, 56)), clip], "pictures")
-
 
 @pytest.mark.slow
-class TestSmolVLM(OnVLLM):
+class TestSmolVLM(OnFamily):
+    family = "smolvlm"
     picture_tokens = (34, 34)
 
-    @pytest.fixture(scope="class")
-    @classmethod
-    def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return models.wide(models.write_smolvlm, tmp_path_factory.mktemp("vllm_smolvlm"))
-
-    def test_pictures_against_transformers(self, engine: Engine, reference: Engine) -> None:
-        clip = Chunk.video([picture(i) for i in range(3)], fps=2.0)
-        self.compare(engine, reference, [Chunk.image(picture(1)), Chunk.image(picture(2, 56)), clip], "pictures")
-
 
 @pytest.mark.slow
-class TestGemma3(OnVLLM):
+class TestGemma3(OnFamily):
     """As a config says it whose pictures are causal: vLLM's attention on a processor knows no others."""
 
     picture_tokens = (10, 10)
@@ -130,26 +125,16 @@ class TestGemma3(OnVLLM):
         return folder
 
     def test_pictures_against_transformers(self, engine: Engine, reference: Engine) -> None:
-        clip = Chunk.video([picture(i) for i in range(3)], fps=2.0)
-        assert not engine.encode(clip).media[0].whole
-        self.compare(engine, reference, [Chunk.image(picture(1)), Chunk.image(picture(2, 56)), clip], "pictures")
+        assert not engine.encode(Chunk.video([picture(i) for i in range(3)], fps=2.0)).media[0].whole
+        super().test_pictures_against_transformers(engine, reference)
 
 
 @pytest.mark.slow
-class TestGemma4(OnVLLM):
+class TestGemma4(OnFamily):
     """One of the smaller models, whose pictures are causal."""
 
+    family = "gemma4_causal"
     picture_tokens = (66, 66)
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        folder = tmp_path_factory.mktemp("vllm_gemma4")
-        return models.wide(models.write_gemma4_sharing, folder)
-
-    def test_pictures_against_transformers(self, engine: Engine, reference: Engine) -> None:
-        clip = Chunk.video([picture(i) for i in range(3)], fps=2.0)
-        self.compare(engine, reference, [Chunk.image(picture(1)), Chunk.image(picture(2, 56)), clip], "pictures")
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma4"])
@@ -161,33 +146,21 @@ def test_pictures_that_see_themselves_both_ways_are_refused_on_a_processor(name:
 
 
 @pytest.mark.slow
-class TestLlavaOnevision(OnVLLM):
+class TestLlavaOnevision(OnFamily):
+    family = "llava_onevision"
     picture_tokens = (17, 17)
     gridded = roles_alike = False
 
-    @pytest.fixture(scope="class")
-    @classmethod
-    def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return models.wide(models.write_llava, tmp_path_factory.mktemp("vllm_llava"))
 
-    def test_pictures_against_transformers(self, engine: Engine, reference: Engine) -> None:
-        clip = Chunk.video([picture(i) for i in range(3)], fps=2.0)
-        self.compare(engine, reference, [Chunk.image(picture(1)), Chunk.image(picture(2, 56)), clip], "pictures")
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llava", "llava_next", "pixtral"])
+def test_llava_against_transformers(family: str, tmp_path: Path) -> None:
+    with opened(models.wide(WRITERS[family], tmp_path / "model")) as engines:
+        OnFamily().test_pictures_against_transformers(*engines)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Llava", "LlavaNext", "Pixtral"])
-def test_llava_against_transformers(kind: str, tmp_path: Path) -> None:
-    write = models.write_mistral3 if kind == "Pixtral" else models.write_llava
-    options = {"pixtral": True} if kind == "Pixtral" else {"kind": kind}
-    folder = models.wide(lambda f: write(f, **options), tmp_path / "model")
-    suite = TestLlavaOnevision()
-    with suite.make_engine(folder, open_store("memory:")) as engine, HFEngine(folder, dtype="float32") as reference:
-        suite.test_pictures_against_transformers(engine, reference)
-
-
-@pytest.mark.slow
-class TestKimi(OnVLLM):
+class TestKimi(OnFamily):
     """Latent attention that sees. vLLM looks for a bias in its experts, which DeepSeek-V3's way to choose them has."""
 
     @pytest.fixture(scope="class")
@@ -195,10 +168,6 @@ class TestKimi(OnVLLM):
     def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
         fields = dict(topk_method="noaux_tc", scoring_func="sigmoid", **LATENT)
         return models.write_kimi(tmp_path_factory.mktemp("vllm_kimi") / "model", **fields)
-
-    def test_pictures_against_transformers(self, engine: Engine, reference: Engine) -> None:
-        clip = Chunk.video([picture(i) for i in range(3)], fps=2.0)
-        self.compare(engine, reference, [Chunk.image(picture(1)), Chunk.image(picture(2, 56)), clip], "pictures")
 
 
 @guard
@@ -302,31 +271,21 @@ def test_pictures_between_processes(name: str, tmp_path: Path) -> None:
         OnVLLM().compare(engine, reference, [Chunk.image(picture(1)), Chunk.image(picture(2, small))], "pictures")
 
 
-class TestLatentAttention(RandomEdits, OnVLLM):
-    vision = False
-
+class TestLatentAttention(RandomEdits, OnText):
     @pytest.fixture(scope="class")
     @classmethod
     def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
         return models.write_mla_model(tmp_path_factory.mktemp("vllm_mla") / "v2", **LATENT)
 
-    def test_text_against_transformers(self, engine: Engine, reference: Engine) -> None:
-        self.compare(engine, reference, [Chunk.text(f"frame {i} is red\n") for i in range(3)], "text")
-
 
 @pytest.mark.slow
-class TestLlama(OnVLLM):
+class TestLlama(OnText):
     """Grouped heads, Llama 3's scaled frequencies."""
-
-    vision = False
 
     @pytest.fixture(scope="class")
     @classmethod
     def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
         return models.write_llama(tmp_path_factory.mktemp("vllm_llama") / "gqa", kv_heads=1, rope=models.LLAMA3)
-
-    def test_text_against_transformers(self, engine: Engine, reference: Engine) -> None:
-        self.compare(engine, reference, [Chunk.text(f"frame {i} is red\n") for i in range(3)], "text")
 
 
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=64)
@@ -351,7 +310,7 @@ def test_capped_attention_against_transformers(tmp_path: Path) -> None:
         lambda f: models.write_decoder(f, "Gemma2", **fields | {"attn_logit_softcapping": None}), tmp_path / "p"
     )
     answers = []
-    with TestLlama.make_engine(folder, open_store("memory:")) as engine, HFEngine(folder, dtype="float32") as reference:
+    with opened(folder) as (engine, reference):
         for side in (engine, reference, HFEngine(plain, dtype="float32")):
             encoded = [
                 side.encode_system_prompt(HEADER),
@@ -368,18 +327,15 @@ def test_capped_attention_against_transformers(tmp_path: Path) -> None:
 def test_decoders_against_transformers(kind: str, tmp_path: Path) -> None:
     name, fields = kind.split()[0], DECODERS[kind]
     folder = models.wide(lambda f: models.write_decoder(f, name, **fields), tmp_path / "model")
-    suite = TestLlama()
-    with suite.make_engine(folder, open_store("memory:")) as engine, HFEngine(folder, dtype="float32") as reference:
-        suite.test_text_against_transformers(engine, reference)
+    with opened(folder) as engines:
+        OnText().test_text_against_transformers(*engines)
 
 
 @pytest.mark.slow
 def test_multi_head_attention_against_transformers(tmp_path: Path) -> None:
-    folder = models.write_llama(tmp_path / "mha", kv_heads=2)
-    suite = TestLlama()
-    with suite.make_engine(folder, open_store("memory:")) as engine, HFEngine(folder, dtype="float32") as reference:
-        assert engine.spec.kv.heads == 2
-        suite.test_text_against_transformers(engine, reference)
+    with opened(models.write_llama(tmp_path / "mha", kv_heads=2)) as engines:
+        assert engines[0].spec.kv.heads == 2
+        OnText().test_text_against_transformers(*engines)
 
 
 class TestOptions:
@@ -404,26 +360,11 @@ def test_other_vision_models_are_refused_by_name(tmp_path: Path) -> None:
         open_engine(f"vllm:{folder}")
 
 
-def write_qianfan(folder: Path) -> Path:
-    return models.write_internvl(folder, qianfan=True)
-
-
-def write_llava_next_video(folder: Path) -> Path:
-    return models.write_llava(folder, "LlavaNextVideo")
-
-
-@pytest.mark.parametrize(
-    ("write", "kind"),
-    [
-        (write_qianfan, "qianfan_ocr"),
-        (write_llava_next_video, "llava_next_video"),
-        (models.write_deepseek_vl, "deepseek_vl"),
-    ],
-)
-def test_what_vllm_knows_otherwise_is_refused(write: Callable[[Path], Path], kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qianfan_ocr", "llava_next_video", "deepseek_vl"])
+def test_what_vllm_knows_otherwise_is_refused(family: str, tmp_path: Path) -> None:
     """A class of its own for the config, a model that sees less, or another generation only."""
-    folder = write(tmp_path / "model")
-    with pytest.raises(UnsupportedModel, match=rf"'{kind}' cannot be served on vLLM: .*; open it as hf:"):
+    folder = WRITERS[family](tmp_path / "model")
+    with pytest.raises(UnsupportedModel, match=rf"'{family}' cannot be served on vLLM: .*; open it as hf:"):
         open_engine(f"vllm:{folder}")
     assert assess(folder).engines == ("hf",)
 
@@ -437,38 +378,30 @@ def test_a_model_whose_layers_all_slide_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_idefics3_against_transformers(tmp_path: Path) -> None:
-    folder = models.wide(lambda f: models.write_smolvlm(f, "Idefics3"), tmp_path / "model")
-    suite = TestSmolVLM()
-    with suite.make_engine(folder, open_store("memory:")) as engine, HFEngine(folder, dtype="float32") as reference:
-        suite.test_pictures_against_transformers(engine, reference)
+    with opened(models.wide(WRITERS["idefics3"], tmp_path / "model")) as engines:
+        OnFamily().test_pictures_against_transformers(*engines)
 
 
 @pytest.mark.slow
 def test_qwen3_vl_moe_against_transformers(tmp_path: Path) -> None:
-    folder = models.wide(lambda f: models.write_vision_model(f, "qwen3_vl_moe"), tmp_path / "moe")
-    suite = TestQwen3VL()
-    with suite.make_engine(folder, open_store("memory:")) as engine, HFEngine(folder, dtype="float32") as reference:
-        suite.test_pictures_against_transformers(engine, reference)
+    with opened(models.wide(WRITERS["qwen3_vl_moe"], tmp_path / "model")) as engines:
+        TestQwen3VL().test_pictures_against_transformers(*engines)
 
 
 @pytest.mark.slow
 def test_glm4v_moe_against_transformers(tmp_path: Path) -> None:
-    folder = models.wide(lambda f: models.write_glm4v(f, experts=True), tmp_path / "moe")
-    suite = TestGLM4V()
-    with suite.make_engine(folder, open_store("memory:")) as engine, HFEngine(folder, dtype="float32") as reference:
-        suite.test_pictures_against_transformers(engine, reference)
+    with opened(models.wide(WRITERS["glm4v_moe"], tmp_path / "model")) as engines:
+        OnFamily().test_pictures_against_transformers(*engines)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["glm_ocr", "paddleocr"])
 def test_readers_against_transformers(name: str, tmp_path: Path) -> None:
     """All pictures are as large as the tower's: for others transformers' PaddleOCR-VL interpolates places otherwise than vLLM."""
-    write = {"glm_ocr": lambda f: models.write_glm4v(f, ocr=True), "paddleocr": models.write_paddleocr}[name]
-    folder, suite = models.wide(write, tmp_path / "model"), TestGLM4V()
-    with suite.make_engine(folder, open_store("memory:")) as engine, HFEngine(folder, dtype="float32") as reference:
+    with opened(models.wide(WRITERS[name], tmp_path / "model")) as (engine, reference):
         assert engine.encode(Chunk.image(picture(2, 56))).media[0].tokens == 4
         chunks = [Chunk.image(picture(1)), Chunk.video([picture(i) for i in range(2, 5)], fps=2.0)]
-        suite.compare(engine, reference, chunks, "pictures")
+        OnVLLM().compare(engine, reference, chunks, "pictures")
 
 
 @pytest.mark.slow
@@ -477,6 +410,5 @@ def test_deepseek_v3_against_transformers(tmp_path: Path) -> None:
     folder = models.write_mla_model(
         tmp_path / "v3", "DeepseekV3", topk_method="noaux_tc", scoring_func="sigmoid", **LATENT
     )
-    suite = TestLatentAttention()
-    with suite.make_engine(folder, open_store("memory:")) as engine, HFEngine(folder, dtype="float32") as reference:
-        suite.test_text_against_transformers(engine, reference)
+    with opened(folder) as engines:
+        OnText().test_text_against_transformers(*engines)
