@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Mode = Literal["auto", "exact", "patched", "blind"]
 Lane = Literal[
@@ -115,17 +115,11 @@ class Fidelity(BaseModel):
             raise ValueError(f"layers must be all, deep or shares 0 <= first < last <= 1 of the depth, got {layers}")
         return layers
 
-    @model_validator(mode="wrap")
+    @model_validator(mode="before")
     @classmethod
-    def _read_former(cls, data: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
-        """Let a rank decide where only it is given; read snapshots and profiles without `advanced`, whose fields they hold."""
-        if isinstance(data, dict) and data.get("rank") is not None:
-            data = {"bytes_share": None, **data}
-        if isinstance(data, dict) and "advanced" not in data:
-            moved = data.keys() & AdvancedFidelity.model_fields
-            kept = {name: value for name, value in data.items() if name not in moved}
-            data = {**kept, "advanced": {name: data[name] for name in moved}} if moved else data
-        return read(data)
+    def _by_rank(cls, data: Any) -> Any:
+        """Let a rank decide where only it is given."""
+        return {"bytes_share": None, **data} if isinstance(data, dict) and data.get("rank") is not None else data
 
     def with_advanced(self, **fields: Any) -> Fidelity:
         """Return a copy with these advanced fields."""

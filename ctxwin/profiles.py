@@ -22,7 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ctxwin.fidelity import Fidelity
 from ctxwin.files import atomic_write
@@ -121,15 +121,6 @@ class Profile(BaseModel):
     n: int = Field(ge=0)
     date: str
     ctxwin: str
-
-    @field_validator("fidelity", mode="before")
-    @classmethod
-    def _read_former(cls, data: Any) -> Any:
-        """Read profiles that name no layout: their patches were joint ones."""
-        if not isinstance(data, dict):
-            return data
-        former = {"layout": "joint"}
-        return {**data, "advanced": former | data["advanced"]} if "advanced" in data else former | data
 
     @model_validator(mode="after")
     def _check_fidelity(self) -> Profile:

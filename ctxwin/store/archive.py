@@ -81,8 +81,6 @@ def _records(file: BinaryIO, seal: Seal, largest: int) -> Iterator[tuple[str, by
     remaining, count = os.fstat(file.fileno()).st_size, 0
     while True:
         first = _read(file, PREFIX.size, remaining)
-        if first[:4] == b"PK\x03\x04":
-            raise StoreCorrupt("it is a zip file, as an earlier ctxwin wrote it; export it again")
         # A length that is larger than the file is told here, before anything is read for it.
         prefix = read_prefix(first, None)
         if prefix.header_bytes > _LONGEST_HEADER or prefix.body_bytes > largest or prefix.total > remaining:

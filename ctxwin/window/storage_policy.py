@@ -16,8 +16,8 @@ forming a canonical takes a forward. From that follows:
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -46,20 +46,6 @@ class Demand:
     limit: int = 0
     contexts: Mapping[tuple[str, str], Collection[str]] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, states: Iterable[State], kv: KVSpec, limit: int) -> Demand:
-        """Return the demand of windows in these states on a model with this KV layout. Cost: O(placed chunks)."""
-        contexts: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
-        total = 0
-        for state in states:
-            for p in state.placed:
-                provenances = contexts[state.system_prompt_key, p.chunk_id]
-                context = context_of(state, p)
-                if context not in provenances:
-                    provenances.add(context)
-                    total += p.tokens * kv.token_bytes + kv.state_bytes
-        return cls(total, limit, dict(contexts))
-
     @property
     def short(self) -> bool:
         """True if the store cannot hold all of it and leave room for the rest."""
@@ -84,7 +70,7 @@ class DemandLedger:
         self._bytes = 0
 
     def demand(self, states: Mapping[int, State], limit: int) -> Demand:
-        """Return `Demand.of` windows in these states. Its contexts are the ledger's own: they follow later calls."""
+        """Return the demand of windows in these states. Its contexts are the ledger's own: they follow later calls."""
         for window in self._states.keys() - states.keys():
             self._count(self._states.pop(window), set(), -1)
         for window, state in states.items():

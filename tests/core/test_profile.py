@@ -161,18 +161,6 @@ def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["format"] == 1
 
 
-@pytest.mark.parametrize("named", [{}, {"advanced": {"forbid": ["orbit"]}}, {"layout": "shared"}])
-def test_a_profile_that_names_no_layout_was_measured_with_joint_factors(tmp_path: Path, named: dict[str, Any]) -> None:
-    model = model_in(tmp_path / "m")
-    former = profile_of(model).model_dump(mode="json")
-    former["fidelity"] = {"mode": "patched", "rank": 32, "bytes_share": 0.11, **named}
-    (model / PROFILE_NAME).write_text(json.dumps(former))
-    found = find_profile(model)
-    assert found is not None and found.fidelity.bytes_share == 0.11 and found.fidelity.patch_rank is None
-    assert found.fidelity.advanced.layout == named.get("layout", "joint")
-    assert ("orbit" in found.fidelity.advanced.forbid) == ("advanced" in named)
-
-
 def test_what_is_neither_a_folder_nor_downloaded_has_no_profile() -> None:
     for name in ("Some/Hub-Name", "nowhere", "a/b/c"):
         assert find_profile(name) is None

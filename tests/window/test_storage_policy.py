@@ -20,7 +20,7 @@ from ctxwin.store.spans import SpanRepository
 from ctxwin.window.core import demand_of
 from ctxwin.window.maintenance import Maintenance
 from ctxwin.window.state import Conditioning
-from ctxwin.window.storage_policy import Demand, likely_form
+from ctxwin.window.storage_policy import Demand, context_of, likely_form
 from ctxwin_server.protocol.limits import Limits
 from ctxwin_server.registry.windows import OpenWindows, WindowRegistry
 from window.fake import KV, FakeEngine
@@ -304,7 +304,12 @@ def test_the_demand_kept_up_to_date_is_that_of_all_windows(program: list[tuple[i
         elif len(windows) > 1:
             windows.remove(window)
             window.close()
-        want = Demand.of((w.snapshot() for w in windows), KV, engine.store.limit())
+        contexts: dict[tuple[str, str], dict[str, int]] = {}
+        for state in (w.snapshot() for w in windows):
+            for p in state.placed:
+                contexts.setdefault((state.system_prompt_key, p.chunk_id), {})[context_of(state, p)] = p.tokens
+        tokens = [count for each in contexts.values() for count in each.values()]
         have = demand_of(engine)
-        assert (have.bytes, have.limit) == (want.bytes, want.limit)
-        assert {chunk: set(contexts) for chunk, contexts in have.contexts.items()} == want.contexts
+        assert have.limit == engine.store.limit()
+        assert have.bytes == sum(tokens) * KV.token_bytes + len(tokens) * KV.state_bytes
+        assert {chunk: set(found) for chunk, found in have.contexts.items()} == {c: set(e) for c, e in contexts.items()}

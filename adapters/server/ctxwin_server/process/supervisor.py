@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ctxwin.errors import EngineFailed
+from ctxwin.files import atomic_write
 
 JOURNAL = "_CTXWIN_SERVE_JOURNAL"
 """Environment variable of a supervised process: the file that outlives it, see `ctxwin_server.app.quarantine`."""
@@ -136,10 +137,7 @@ def serves(drain: float) -> None:
     """Tell the parent that this process serves, and that its requests get ``drain`` seconds at shutdown."""
     path = os.environ.get(JOURNAL)
     if path is not None:
-        mark = Path(path).with_name(_SERVING)
-        partial = mark.with_suffix(".part")
-        partial.write_text(str(drain))
-        partial.replace(mark)
+        atomic_write(Path(path).with_name(_SERVING), str(drain).encode())
 
 
 def _cause(number: int) -> str:

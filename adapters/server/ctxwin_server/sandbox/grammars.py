@@ -11,12 +11,12 @@ import importlib.util
 import json
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from ctxwin.errors import EngineFailed
 from ctxwin.hashing import digest
+from ctxwin.store.lru import LRUCache
 from ctxwin_server.process.fair import FairPool
 from ctxwin_server.sandbox.grammar_trial import ANSWER, COSTLY, INVALID
 from ctxwin_server.sandbox.helper import DONE, Helper, OutOfBounds, Scratch
@@ -62,7 +62,7 @@ class Grammars:
         self._turns = FairPool(1, name="grammars")
         self._helper: Helper | None = None
         self._scratch: Scratch | None = None
-        self._known: OrderedDict[str, tuple[int, str]] = OrderedDict()
+        self._known: LRUCache[tuple[int, str]] = LRUCache(_KEPT)
         self._lines: dict[str, asyncio.Lock] = {}
         self._rested: dict[str, float] = {}
         self._able = importlib.util.find_spec("xgrammar") is not None
@@ -96,16 +96,13 @@ class Grammars:
         name = digest("constraint", tenant, kind, text)
         async with self._lines.setdefault(tenant, asyncio.Lock()):
             if (cached := self._known.get(name)) is not None:
-                self._known.move_to_end(name)
                 return cached
             if self._shared:
                 await asyncio.sleep(self._rested.get(tenant, 0.0) - time.monotonic())
             ask = self._turns.submit(tenant, self._ask, json.dumps([kind, text]).encode())
             spent, verdict, why = await asyncio.wrap_future(ask)
             self._rested[tenant] = time.monotonic() + _REST * spent
-            self._known[name] = verdict, why
-            if len(self._known) > _KEPT:
-                self._known.popitem(last=False)
+            self._known.put(name, (verdict, why), 1)
             return verdict, why
 
     def _ask(self, raw: bytes) -> tuple[float, int, str]:
