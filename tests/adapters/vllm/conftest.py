@@ -17,7 +17,7 @@ _ENGINES: list[Any] = []
 
 
 @pytest.fixture(scope="session")
-def wide_vision_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model that sees, wide enough for vLLM's kernels."""
     from engines import models
 
@@ -26,12 +26,12 @@ def wide_vision_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shared_engine(wide_vision_dir: Path) -> Any:
+def shared_engine(model_dir: Path) -> Any:
     """The engine of the files that `shared_servers` puts in a row; it closes behind the last of them."""
     from ctxwin_vllm.engine import VLLMEngine
 
     if not _ENGINES:
-        _ENGINES.append(VLLMEngine(wide_vision_dir, dtype="float32"))
+        _ENGINES.append(VLLMEngine(model_dir, dtype="float32"))
     return _ENGINES[0]
 
 

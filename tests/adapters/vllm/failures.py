@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from adapters.vllm import faults
+from adapters.vllm.layouts import picture
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.errors import EngineFailed
 from waiting import wait_until
@@ -29,11 +30,6 @@ def open_engine(model_dir: Path, processes: str) -> Any:
     return VLLMEngine(
         model_dir, dtype="float32", processes=processes, num_gpu_blocks_override=BLOCKS, disable_log_stats=False
     )
-
-
-def picture(seed: int) -> Chunk:
-    pixels = np.random.default_rng(seed).integers(0, 255, (84, 84, 3), dtype=np.uint8)
-    return Chunk.image(pixels, text=f"frame {seed}")
 
 
 def text(seed: int, words: int = 150) -> Chunk:

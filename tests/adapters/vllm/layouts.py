@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from ctxwin.engines.results import Generation
 from ctxwin.engines.sampling import Sampling
 from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.kv.layout import SpanKV
+from ctxwin.kv.patch import Patch
 
 ALL = Sampling(max_tokens=4, logprobs=-1)
 
@@ -25,18 +26,29 @@ def encoded(engine: Engine, seeds: Sequence[int]) -> list[Encoded]:
     return [engine.encode_system_prompt("watch a camera"), *(engine.encode(picture(s)) for s in seeds)]
 
 
-def laid(parts: Sequence[Encoded], spans: Sequence[SpanKV | None] | None = None, capture: bool = True) -> list[Segment]:
+def laid(
+    parts: Sequence[Encoded],
+    spans: Sequence[SpanKV | None] | None = None,
+    patches: Mapping[int, Patch] | None = None,
+    *,
+    capture: bool = True,
+) -> list[Segment]:
     start, out = 0, []
     for i, part in enumerate(parts):
         span = None if spans is None else spans[i]
-        out.append(Segment(part, start, span=span, capture=capture and span is None))
+        out.append(Segment(part, start, span=span, capture=capture and span is None, patch=(patches or {}).get(i)))
         start += part.advance
     return out
 
 
+def distance(p: Mapping[int, float], q: Mapping[int, float]) -> float:
+    """Largest difference of two log-probabilities of a token, over the whole vocabulary."""
+    assert p.keys() == q.keys() and len(p) > 100
+    return max(abs(p[token] - q[token]) for token in p)
+
+
 def gap(a: Generation, b: Generation) -> float:
-    assert a.logprobs.keys() == b.logprobs.keys() and len(a.logprobs) > 100
-    return max(abs(a.logprobs[token] - b.logprobs[token]) for token in a.logprobs)
+    return distance(a.logprobs, b.logprobs)
 
 
 def spans_of(engine: Engine, seeds: Sequence[int], salt: str) -> list[SpanKV]:

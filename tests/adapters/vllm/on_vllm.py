@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from adapters.vllm.layouts import gap
 from ctxwin.chunk import Chunk
 from ctxwin.doctor.models import assess
 from ctxwin.engines.base import Engine
@@ -28,11 +29,6 @@ if TYPE_CHECKING:
 ALL = Sampling(max_tokens=4, logprobs=-1)
 # Float32 logprobs of two implementations of the same 3 layers: sums in another order, a few ulp each.
 CLOSE = 1e-4
-
-
-def gap(a: Generation, b: Generation) -> float:
-    assert a.logprobs.keys() == b.logprobs.keys() and len(a.logprobs) > 100
-    return max(abs(a.logprobs[token] - b.logprobs[token]) for token in a.logprobs)
 
 
 class OnVLLM(EngineConformance):

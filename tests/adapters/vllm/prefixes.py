@@ -38,11 +38,6 @@ def ask(window: Window, query: str = QUERY) -> Answer:
     return window.ask(query, max_tokens=4, logprobs=-1)
 
 
-def gap(p: dict[int, float], q: dict[int, float]) -> float:
-    assert p.keys() == q.keys() and len(p) > 100
-    return max(abs(p[token] - q[token]) for token in p)
-
-
 def prompt_of(engine: Any, window: Window, query: str = QUERY) -> tuple[list[int], list[MediaSpan]]:
     """The tokens that ``window`` asks with, and their media."""
     from ctxwin_vllm.inputs import join

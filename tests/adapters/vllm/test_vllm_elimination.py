@@ -28,8 +28,8 @@ def engine(shared_engine: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def oracle(wide_vision_dir: Path) -> Iterator[HFEngine]:
-    with HFEngine(wide_vision_dir, dtype="float32") as opened:
+def oracle(model_dir: Path) -> Iterator[HFEngine]:
+    with HFEngine(model_dir, dtype="float32") as opened:
         yield opened
 
 

@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
-from ctxwin import Chunk
+from adapters.vllm.layouts import encoded, gap, laid
 from ctxwin.engines.sampling import Sampling
-from ctxwin.engines.segments import Encoded, Segment
-from ctxwin.kv.layout import SpanKV
+from ctxwin.engines.segments import Segment
 from ctxwin.kv.patch import form_patch
-from engines import models
 
 pytestmark = [pytest.mark.slow]
 FIRST = Sampling(max_tokens=3, logprobs=-1)
@@ -28,47 +25,24 @@ CLOSE = 1e-4
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def engine(model_dir: Path) -> Iterator[Any]:
     """An encoder cache of 96 embeddings: ten pictures of 9."""
     from ctxwin_vllm.engine import VLLMEngine
 
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
-    folder = models.wide(
-        models.write_vision_model, tmp_path_factory.mktemp("encoder-cache") / "model", rope_parameters=rope
-    )
     opened = VLLMEngine(
-        folder, dtype="float32", max_model_len=512, max_num_batched_tokens=CACHE, processes="multi", enforce_eager=True
+        model_dir,
+        dtype="float32",
+        max_model_len=512,
+        max_num_batched_tokens=CACHE,
+        processes="multi",
+        enforce_eager=True,
     )
     yield opened
     opened.close()
 
 
-def encoded(engine: Any, seeds: list[int]) -> list[Encoded]:
-    parts = [engine.encode_system_prompt("watch a camera")]
-    for seed in seeds:
-        pixels = np.random.default_rng(seed).integers(0, 255, (84, 84, 3), dtype=np.uint8)
-        parts.append(engine.encode(Chunk.image(pixels, text=f"frame {seed}")))
-    return parts
-
-
-def laid(
-    parts: list[Encoded], spans: list[SpanKV] | None = None, patches: dict[int, Any] | None = None
-) -> list[Segment]:
-    start, out = 0, []
-    for i, part in enumerate(parts):
-        span = None if spans is None else spans[i]
-        out.append(Segment(part, start, span=span, capture=span is None, patch=(patches or {}).get(i)))
-        start += part.advance
-    return out
-
-
 def ask(engine: Any, layout: list[Segment], salt: str) -> Any:
     return engine.generate(layout, engine.encode_query("what color"), FIRST, salt=salt)
-
-
-def far(a: Any, b: Any) -> float:
-    assert a.logprobs.keys() == b.logprobs.keys() and len(a.logprobs) > 100
-    return max(abs(a.logprobs[token] - b.logprobs[token]) for token in a.logprobs)
 
 
 def flood(engine: Any) -> int:
@@ -105,8 +79,8 @@ def test_formed_long_after(engine: Any) -> None:
     torch.testing.assert_close(conditioned.v, spans[2].v, atol=CLOSE, rtol=0)
     patch = form_patch(conditioned, canonical, engine.spec.kv, dtype=torch.float32)
     served = ask(engine, laid(parts, [spans[0], spans[1], canonical, spans[3]], {2: patch}), "served")
-    assert far(served, whole) < CLOSE and served.fallbacks == 0
-    assert far(ask(engine, laid(parts, [spans[0], spans[1], canonical, spans[3]]), "bare"), whole) > 10 * CLOSE
+    assert gap(served, whole) < CLOSE and served.fallbacks == 0
+    assert gap(ask(engine, laid(parts, [spans[0], spans[1], canonical, spans[3]]), "bare"), whole) > 10 * CLOSE
     assert engine.counters.vision_encodes == encodes
 
 
@@ -117,7 +91,7 @@ def test_a_synchronous_load_that_fails_cold(engine: Any) -> None:
     encodes = flood(engine)
     with mock.patch("ctxwin_vllm.transport.shared_memory.encode_span", return_value=b"nothing that anybody can read"):
         found = ask(engine, laid(parts, spans), "cold load")
-    assert found.fallbacks == 1 and far(found, whole) < CLOSE
+    assert found.fallbacks == 1 and gap(found, whole) < CLOSE
     assert engine.counters.vision_encodes == encodes
 
 
@@ -135,8 +109,8 @@ def test_files_that_are_lost(engine: Any, content: bytes | None) -> None:
         if content is not None:
             path.write_bytes(content)
     again = ask(engine, laid(parts), f"lost again {content!r}")
-    assert far(again, whole) < CLOSE and engine.counters.vision_encodes == encodes
-    assert far(ask(engine, laid(parts), f"and again {content!r}"), whole) < CLOSE
+    assert gap(again, whole) < CLOSE and engine.counters.vision_encodes == encodes
+    assert gap(ask(engine, laid(parts), f"and again {content!r}"), whole) < CLOSE
 
 
 def test_nothing_is_left_of_ended_requests(engine: Any) -> None:

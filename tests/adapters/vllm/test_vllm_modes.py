@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
+from adapters.vllm.layouts import distance
 from ctxwin import Answer, Chunk, Fidelity, Window, open_engine
 from ctxwin.audit import Options, auditor_of
 from ctxwin.engines.sampling import Sampling
@@ -79,9 +80,7 @@ def program(engine: Any) -> list[Answer]:
 
 
 def gap(a: Answer, b: Answer) -> float:
-    p, q = a.first_token_logprobs, b.first_token_logprobs
-    assert p.keys() == q.keys() and len(p) > 100
-    return max(abs(p[token] - q[token]) for token in p)
+    return distance(a.first_token_logprobs, b.first_token_logprobs)
 
 
 def agree(ours: list[Answer], theirs: list[Answer]) -> None:

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 
+from adapters.vllm.layouts import distance
 from adapters.vllm.prefixes import (
     BLOCK,
     CLOSE,
@@ -17,7 +18,6 @@ from adapters.vllm.prefixes import (
     QUERY,
     ask,
     frame,
-    gap,
     logprobs_of,
     plain,
     plain_request,
@@ -186,7 +186,7 @@ class TestWindows:
             assert [entry.exact for entry in window.plan().entries] == [True, False, True]
             served = ask(window)
             view._core.driver.reset_prefix_cache()
-            assert gap(served.first_token_logprobs, ask(window).first_token_logprobs) < CLOSE
+            assert distance(served.first_token_logprobs, ask(window).first_token_logprobs) < CLOSE
 
 
 class TestWithPlainRequests:
@@ -197,7 +197,7 @@ class TestWithPlainRequests:
             out = plain(view, plain_request(view, window))
             assert len(out.prompt_token_ids) == ours.usage.prompt_tokens
             assert out.num_cached_tokens == whole_blocks(ours.usage.prompt_tokens - 1) > window.tokens // 2
-            assert gap(ours.first_token_logprobs, logprobs_of(out)[0]) < CLOSE
+            assert distance(ours.first_token_logprobs, logprobs_of(out)[0]) < CLOSE
             assert list(out.outputs[0].token_ids)[: len(ours.token_ids)] == list(ours.token_ids)
 
     @pytest.mark.parametrize("kind", [frame, words])
@@ -209,7 +209,7 @@ class TestWithPlainRequests:
             assert (
                 ours.usage.cached_tokens == whole_blocks(ours.usage.prompt_tokens - 1) and ours.usage.bytes_loaded == 0
             )
-            assert gap(ours.first_token_logprobs, logprobs_of(out)[0]) < CLOSE
+            assert distance(ours.first_token_logprobs, logprobs_of(out)[0]) < CLOSE
 
     def test_spans_loaded_into_the_exact_space_serve_plain_requests(self, view: Any) -> None:
         with window_on(view, [frame(i) for i in range(5)]) as window:
@@ -219,7 +219,7 @@ class TestWithPlainRequests:
             assert loaded.usage.bytes_loaded == view.spec.kv.token_bytes * window.tokens
             out = plain(view, plain_request(view, window))
             assert out.num_cached_tokens == whole_blocks(loaded.usage.prompt_tokens - 1)
-            assert gap(ours.first_token_logprobs, logprobs_of(out)[0]) < CLOSE
+            assert distance(ours.first_token_logprobs, logprobs_of(out)[0]) < CLOSE
 
     def test_nobody_outside_can_name_a_windows_picture(self, view: Any) -> None:
         """Another picture under the name that follows from the content, in the very place of the window's."""
@@ -232,7 +232,7 @@ class TestWithPlainRequests:
             plain(view, prompt)
             served = ask(window)
             with view.view("another") as other, window_on(other, [frame(i) for i in range(4)]) as alone:
-                assert gap(served.first_token_logprobs, ask(alone).first_token_logprobs) < CLOSE
+                assert distance(served.first_token_logprobs, ask(alone).first_token_logprobs) < CLOSE
 
     def test_what_is_exact_in_front_of_an_approximation_is_shared_and_the_rest_is_not(self, view: Any) -> None:
         with window_on(view, [frame(i) for i in range(9)], "patched") as window:
@@ -247,11 +247,11 @@ class TestWithPlainRequests:
                 # No block that an approximation reaches into, and every block in front of those.
                 assert out.num_cached_tokens == whole_blocks(begins) > 0
                 right = ask(exact)
-                assert gap(right.first_token_logprobs, logprobs_of(out)[0]) < CLOSE
-                assert gap(right.first_token_logprobs, approximate.first_token_logprobs) > 100 * CLOSE
+                assert distance(right.first_token_logprobs, logprobs_of(out)[0]) < CLOSE
+                assert distance(right.first_token_logprobs, approximate.first_token_logprobs) > 100 * CLOSE
                 again = plain(view, plain_request(other, exact))
                 assert again.num_cached_tokens == whole_blocks(len(again.prompt_token_ids) - 1)
-                assert gap(right.first_token_logprobs, logprobs_of(again)[0]) < CLOSE
+                assert distance(right.first_token_logprobs, logprobs_of(again)[0]) < CLOSE
             assert ask(window).first_token_logprobs == approximate.first_token_logprobs
 
     def test_an_approximate_text_without_a_picture_keeps_the_window_apart(self, view: Any) -> None:
@@ -263,7 +263,7 @@ class TestWithPlainRequests:
             with window_on(view, [window.chunk(i) for i in window.ids]) as exact:
                 out = plain(view, plain_request(view, exact))
                 assert out.num_cached_tokens == whole_blocks(window.chunks[1].offset)
-                assert gap(ask(exact).first_token_logprobs, logprobs_of(out)[0]) < CLOSE
+                assert distance(ask(exact).first_token_logprobs, logprobs_of(out)[0]) < CLOSE
 
     def test_an_approximation_whose_reason_has_gone_stays_out(self, view: Any) -> None:
         """KV that was computed behind a patch, while what the patch stood for is exact by now: its provenance is that of
@@ -285,8 +285,8 @@ class TestWithPlainRequests:
                 out = plain(view, plain_request(view, exact))
                 assert out.num_cached_tokens <= whole_blocks(window.chunks[5].offset)
                 right = ask(exact)
-                assert gap(right.first_token_logprobs, logprobs_of(out)[0]) < CLOSE
-                assert gap(right.first_token_logprobs, approximate.first_token_logprobs) > CLOSE
+                assert distance(right.first_token_logprobs, logprobs_of(out)[0]) < CLOSE
+                assert distance(right.first_token_logprobs, approximate.first_token_logprobs) > CLOSE
 
 
 def test_plain_requests_in_the_same_steps_as_windows(view: Any) -> None:
@@ -328,7 +328,7 @@ def test_plain_requests_in_the_same_steps_as_windows(view: Any) -> None:
     right = logprobs_of(alone)
     for output in answers:
         assert list(output.outputs[0].token_ids) == list(alone.outputs[0].token_ids)
-        assert max(gap(p, q) for p, q in zip(right, logprobs_of(output), strict=True)) < CLOSE
+        assert max(distance(p, q) for p, q in zip(right, logprobs_of(output), strict=True)) < CLOSE
     for window in windows:
         window.close()
 
@@ -358,7 +358,7 @@ class TestChats:
     def assert_as_alone(self, view: Any, window: Window, output: Any) -> None:
         alone = plain(view, plain_request(view, window, cache_salt="alone"))
         assert alone.outputs[0].token_ids[0] == output.outputs[0].token_ids[0]
-        assert gap(logprobs_of(output)[0], logprobs_of(alone)[0]) < CLOSE
+        assert distance(logprobs_of(output)[0], logprobs_of(alone)[0]) < CLOSE
 
     @pytest.mark.parametrize("token_ms", [0.0, 10.0])
     def test_a_growing_chat_reads_and_loads_less_than_a_block_beside_the_prefix_cache(

@@ -28,11 +28,11 @@ PAIRS = int(os.environ.get("CTXWIN_PAIRS", "20"))
 
 
 @pytest.fixture(scope="module")
-def engine(wide_vision_dir: Path) -> Iterator[Any]:
+def engine(model_dir: Path) -> Iterator[Any]:
     from ctxwin_vllm.engine import VLLMEngine
 
     options = {"num_gpu_blocks_override": BLOCKS + 1}  # vLLM keeps one for itself
-    with VLLMEngine(wide_vision_dir, dtype="float32", **options) as opened:
+    with VLLMEngine(model_dir, dtype="float32", **options) as opened:
         yield opened
 
 

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ctxwin import Chunk
+from adapters.vllm.layouts import laid, picture
 from ctxwin.engines.sampling import Sampling
-from ctxwin.engines.segments import Encoded, Segment
-from ctxwin.kv.layout import SpanKV
-from engines import models
 
 BLOCKS, BLOCK = 13, 32
 LONG = Sampling(max_tokens=40, logprobs=-1)
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def engine(model_dir: Path) -> Iterator[Any]:
     """A paged cache that holds one long request, not two."""
     from ctxwin_vllm.engine import VLLMEngine
 
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
-    folder = models.wide(models.write_vision_model, tmp_path_factory.mktemp("low") / "model", rope_parameters=rope)
     token = 3 * 2 * 32 * 4  # 3 layers of one head of 32, K and V, float32
     opened = VLLMEngine(
-        folder,
+        model_dir,
         dtype="float32",
         max_model_len=(BLOCKS - 1) * BLOCK,
         kv_cache_memory_bytes=BLOCKS * BLOCK * token,
@@ -57,20 +53,6 @@ def asked(engine: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Counter[str
     monkeypatch.setattr(scheduler, "_preempt_request", preempted)
     monkeypatch.setattr(scheduler.connector, "update_state_after_alloc", loaded)
     return seen
-
-
-def picture(seed: int) -> Chunk:
-    pixels = np.random.default_rng(seed).integers(0, 255, (84, 84, 3), dtype=np.uint8)
-    return Chunk.image(pixels, text=f"frame {seed}")
-
-
-def laid(parts: list[Encoded], spans: list[SpanKV] | None = None) -> list[Segment]:
-    start, out = 0, []
-    for i, part in enumerate(parts):
-        span = None if spans is None else spans[i]
-        out.append(Segment(part, start, span=span, capture=span is None))
-        start += part.advance
-    return out
 
 
 def plain(engine: Any, seed: int, tokens: int = 200, answer: int = 60, priority: int = 0) -> Any:

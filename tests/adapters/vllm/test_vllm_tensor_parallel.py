@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
+from adapters.vllm.layouts import distance, laid, picture
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.audit import Options, attach_audits, auditor_of
 from ctxwin.engines.base import Engine
@@ -74,29 +74,12 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def chunk(engine: Engine, seed: int) -> Chunk:
     if engine.spec.vision:
-        pixels = np.random.default_rng(seed).integers(0, 255, (84, 84, 3), dtype=np.uint8)
-        return Chunk.image(pixels, text=f"frame {seed}")
+        return picture(seed)
     return Chunk.text(f"the color of frame {seed} is red now, and of the shape behind it blue {seed * 7}")
 
 
 def parts_of(engine: Engine, seeds: list[int]) -> list[Encoded]:
     return [engine.encode_system_prompt(HEADER), *(engine.encode(chunk(engine, seed)) for seed in seeds)]
-
-
-def laid(
-    parts: list[Encoded], spans: list[SpanKV] | None = None, patches: dict[int, Any] | None = None
-) -> list[Segment]:
-    start, out = 0, []
-    for i, part in enumerate(parts):
-        span = None if spans is None else spans[i]
-        out.append(Segment(part, start, span=span, capture=span is None, patch=(patches or {}).get(i)))
-        start += part.advance
-    return out
-
-
-def far(a: dict[int, float], b: dict[int, float]) -> float:
-    assert a.keys() == b.keys() and len(a) > 100
-    return max(abs(a[token] - b[token]) for token in a)
 
 
 def computed(engine: Any, seeds: list[int], salt: str) -> tuple[Any, list[SpanKV]]:
@@ -107,7 +90,7 @@ def computed(engine: Any, seeds: list[int], salt: str) -> tuple[Any, list[SpanKV
 def test_captures_are_whole(engines: tuple[Any, Any]) -> None:
     one, two = engines
     (answer, spans), (answer2, spans2) = (computed(engine, [1, 2, 3], "a") for engine in (one, two))
-    assert answer2.token_ids == answer.token_ids and far(answer.logprobs, answer2.logprobs) < CLOSE
+    assert answer2.token_ids == answer.token_ids and distance(answer.logprobs, answer2.logprobs) < CLOSE
     for span, span2 in zip(spans, spans2, strict=True):
         span2.validate(two.spec.kv)
         assert torch.equal(span.positions, span2.positions) and span.start == span2.start
@@ -138,7 +121,7 @@ def test_spans_go_from_either_to_the_other(engines: tuple[Any, Any]) -> None:
         assert answers[-1].computed_tokens == serve.encode_query(QUERY).tokens
         assert answers[-1].bytes_loaded == sum(span.nbytes for span in spans) and answers[-1].fallbacks == 0
     for answer in answers:
-        assert far(answer.logprobs, answers[-1].logprobs) < CLOSE
+        assert distance(answer.logprobs, answers[-1].logprobs) < CLOSE
         assert answer.token_ids == answers[-1].token_ids
 
 
@@ -160,11 +143,11 @@ def test_a_patch_formed_from_two_ranks(engines: tuple[Any, Any], shared: bool) -
         query = engine.encode_query(QUERY)
         served = engine.generate(layout, query, FIRST, salt=f"served, {shared}")
         assert served.computed_tokens == query.tokens and served.fallbacks == 0
-        assert far(served.logprobs, whole.logprobs) < CLOSE
+        assert distance(served.logprobs, whole.logprobs) < CLOSE
         bare = engine.generate(laid(parts, [*spans[:2], canonical]), query, FIRST, salt=f"bare, {shared}")
-        assert far(bare.logprobs, whole.logprobs) > 10 * CLOSE  # the patch is what makes them equal
+        assert distance(bare.logprobs, whole.logprobs) > 10 * CLOSE  # the patch is what makes them equal
         answers[engine] = served.logprobs
-    assert far(answers[one], answers[two]) < CLOSE
+    assert distance(answers[one], answers[two]) < CLOSE
 
 
 def test_an_audit_says_what_it_says_in_one_process(engines: tuple[Any, Any]) -> None:
@@ -183,10 +166,10 @@ def test_a_prefix_hit_and_a_hole(engines: tuple[Any, Any]) -> None:
     _, two = engines
     whole, spans = computed(two, [6, 7, 8], "hole")
     again = two.generate(laid(parts_of(two, [6, 7, 8])), two.encode_query(QUERY), FIRST, salt="hole")
-    assert again.cached_tokens > 0 and far(again.logprobs, whole.logprobs) < CLOSE
+    assert again.cached_tokens > 0 and distance(again.logprobs, whole.logprobs) < CLOSE
     holed = laid(parts_of(two, [6, 7, 8]), [spans[0], spans[1], None, spans[3]])  # type: ignore[list-item]
     found = two.generate(holed, two.encode_query(QUERY), FIRST, salt="holed")
-    assert far(found.logprobs, whole.logprobs) < CLOSE and list(found.captured) == [2]
+    assert distance(found.logprobs, whole.logprobs) < CLOSE and list(found.captured) == [2]
     torch.testing.assert_close(found.captured[2].k, spans[2].k, atol=CLOSE, rtol=0)
 
 
@@ -213,5 +196,5 @@ def test_a_corrupt_file_of_one_span(engines: tuple[Any, Any]) -> None:
     query = two.encode_query(QUERY)
     with mock.patch("ctxwin_vllm.transport.shared_memory.encode_span", return_value=b"nothing that anybody can read"):
         found = two.generate(layout, query, FIRST, salt="corrupt load")
-    assert found.fallbacks == 1 and far(found.logprobs, whole.logprobs) < CLOSE
+    assert found.fallbacks == 1 and distance(found.logprobs, whole.logprobs) < CLOSE
     assert two.generate(layout, query, FIRST, salt="sound load").fallbacks == 0
