@@ -12,12 +12,15 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from shared_servers import SERVER_OF
+
+if TYPE_CHECKING:
+    from window.fake import FakeEngine
 
 ROOT = Path(__file__).parent
 
@@ -187,6 +190,15 @@ def text_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from engines.models import write_text_model
 
     return write_text_model(tmp_path_factory.mktemp("models") / "text")
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
+    """An engine without a model; folders whose tests need one have a fixture of their own."""
+    from window.fake import FakeEngine
+
+    with FakeEngine() as made:
+        yield made
 
 
 _FREEZE = gc.freeze

@@ -7,8 +7,9 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -47,6 +48,19 @@ def _need(name: str, program: str) -> str:
     found = shutil.which(program)
     if found is None:
         pytest.skip(f"{name} {REMEDY}", allow_module_level=True)
+    return found
+
+
+def running(leader: int, belongs: Callable[[int], int]) -> dict[int, str]:
+    """Command lines of what runs in a session (by `os.getsid`) or a group (by `os.getpgid`), by process id.
+
+    An ended process that nobody has waited for does not run.
+    """
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if stat.read_text().rpartition(")")[2].split()[0] != "Z" and belongs(int(stat.parent.name)) == leader:
+                found[int(stat.parent.name)] = (stat.parent / "cmdline").read_text().replace("\0", " ")
     return found
 
 

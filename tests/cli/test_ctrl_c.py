@@ -12,20 +12,11 @@ from pathlib import Path
 
 import pytest
 
+import system
 from ctxwin.cli import stopping
 
 LIMIT_S = 120.0
 GUARD = (pytest.mark.slow, pytest.mark.guard)
-
-
-def running_in(session: int) -> list[str]:
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, _, of = stat.read_text().rpartition(")")[2].split()[:4]
-            if int(of) == session and state != "Z":
-                found.append((stat.parent / "cmdline").read_text().replace("\0", " "))
-    return found
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="what a process has loaded is read from /proc")
@@ -63,7 +54,7 @@ def test_ctrl_c_is_one_line(command: str, said: str, loaded: str, tmp_path: Path
     assert process.returncode == 130, text
     assert "Traceback" not in text and "Error" not in text, text
     assert text.strip().splitlines()[-1] == "stopped" or (said in text and "stopped" in text), text
-    assert not running_in(process.pid)
+    assert not system.running(process.pid, os.getsid)
 
 
 SWALLOWS = """

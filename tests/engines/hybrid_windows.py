@@ -36,6 +36,24 @@ def reprefill(engine: Engine, window: Window) -> dict[int, float]:
     return engine.generate(laid(encoded), engine.encode_query(QUERY), ALL, salt="reference").logprobs
 
 
+def assert_computes_what_is_new(engine: Engine, window: Window, one: Chunk, two: Chunk) -> None:
+    """Appends compute what is new; forks, earlier versions, and a recall behind the same neighbours compute nothing."""
+    query = engine.encode_query(QUERY).tokens
+    first = window.append(one)
+    window.ask(QUERY)
+    second = window.append(two)
+    assert window.ask(QUERY).usage.computed_tokens == window.chunks[1].tokens + query
+    assert window.fork().ask(QUERY).usage.computed_tokens == query
+    version = window.version
+    window.evict(first)
+    window.evict(second)
+    assert window.at(version).ask(QUERY).usage.computed_tokens == query
+    window.recall(first)
+    assert window.ask(QUERY).usage.computed_tokens == query, "only the system prompt is in front"
+    window.recall(second)
+    assert window.ask(QUERY).usage.computed_tokens == query, "behind the same neighbours"
+
+
 def program(engine: Engine, seed: int) -> None:
     """Random edits, each followed by an ask that is held against a re-prefill of what is placed."""
     rng = np.random.default_rng(seed)

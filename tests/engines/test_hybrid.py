@@ -19,7 +19,7 @@ from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.errors import UnsupportedModel
 from ctxwin.store import Store, open_store
 from engines.conformance import ALL, QUERY, laid, picture, with_spans
-from engines.hybrid_windows import CLOSE, chunk, opened, program, reprefill, window_on
+from engines.hybrid_windows import CLOSE, assert_computes_what_is_new, chunk, opened, program, reprefill, window_on
 from engines.hybrids import WRITERS, gap
 from engines.oracle import assert_answers, real_answer
 from engines.whole_conformance import WholeEngineConformance
@@ -143,26 +143,12 @@ def test_random_edits_against_a_re_prefill(count: int, folders: Callable[[str], 
 
 
 def test_what_needs_no_forward(folders: Callable[[str], Path]) -> None:
-    """Appends compute what is new; forks, earlier versions, and a recall behind the system prompt alone compute nothing."""
     engine = opened(folders("qwen3_5_text"))
-    query = engine.encode_query(QUERY).tokens
-    window = window_on(engine)
-    first = window.append(chunk(0))
-    window.ask(QUERY)
-    second = window.append(chunk(1))
-    assert window.ask(QUERY).usage.computed_tokens == window.chunks[1].tokens + query
-    assert window.fork().ask(QUERY).usage.computed_tokens == query
-    version = window.version
-    window.evict(first)
-    window.evict(second)
-    assert window.at(version).ask(QUERY).usage.computed_tokens == query
-    window.recall(first)
-    assert window.ask(QUERY).usage.computed_tokens == query, "only the system prompt is in front"
-    window.recall(second)
-    assert window.ask(QUERY).usage.computed_tokens == query, "behind the same neighbours"
+    assert_computes_what_is_new(engine, window_on(engine), chunk(0), chunk(1))
     with window_on(engine) as other:
         other.extend([chunk(0), chunk(1), chunk(2)])
-        assert other.ask(QUERY).usage.computed_tokens == other.chunks[2].tokens + query, "in another window, too"
+        new = other.chunks[2].tokens + engine.encode_query(QUERY).tokens
+        assert other.ask(QUERY).usage.computed_tokens == new, "in another window, too"
 
 
 def test_a_stream_of_pictures_computes_each_once(folders: Callable[[str], Path]) -> None:

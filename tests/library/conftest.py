@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from ctxwin import Library
@@ -21,13 +19,6 @@ class Clock:
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
-
-
-@pytest.fixture
-def engine() -> Iterator[FakeEngine]:
-    made = FakeEngine()
-    yield made
-    made.close()
 
 
 @pytest.fixture

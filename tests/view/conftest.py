@@ -52,13 +52,6 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
 
 
 @pytest.fixture
-def engine() -> Iterator[FakeEngine]:
-    made = FakeEngine()
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def run(engine: FakeEngine, tmp_path: Path) -> Path:
     everything_once(engine, tmp_path / "run.jsonl")
     return tmp_path / "run.jsonl"

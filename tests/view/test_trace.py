@@ -8,7 +8,6 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,6 @@ from ctxwin.video import decode_video
 from ctxwin.view.totals import in_words, totals
 from ctxwin.view.trace import Trace, read_trace
 from window.fake import FakeEngine
-
-
-@pytest.fixture
-def engine() -> Iterator[FakeEngine]:
-    made = FakeEngine()
-    yield made
-    made.close()
 
 
 @pytest.fixture

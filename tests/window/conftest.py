@@ -13,13 +13,6 @@ from window.fake import FakeEngine
 
 
 @pytest.fixture
-def engine() -> Iterator[FakeEngine]:
-    made = FakeEngine()
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def window(engine: FakeEngine) -> Iterator[Window]:
     """A window that may approximate, with three chunks computed."""
     with Window(engine, "hd", budget=100, fidelity=Fidelity("patched", rank=2)) as made:

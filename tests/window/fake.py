@@ -20,6 +20,7 @@ from ctxwin.engines.results import AttendedKV, EngineCounters, Generation, Tally
 from ctxwin.engines.sampling import Sampling
 from ctxwin.engines.segments import Encoded, MediaSpan, Segment, gap_runs
 from ctxwin.errors import AnswerStopped, ChunkUnavailable
+from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
 from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
 from ctxwin.kv.relocate import relocate
@@ -35,6 +36,17 @@ KV = KVSpec(
     identity="fake", family="gqa", layers=LAYERS, heads=1, k_dim=DIM, v_dim=DIM,
     rope=RopeSpec(inv_freq=(1.0, 0.1), rotary_dim=DIM), dtype="float32",
 )  # fmt: skip
+FIDELITIES = [
+    Fidelity("exact"),
+    Fidelity("blind"),
+    Fidelity("patched", rank=2),
+    Fidelity("patched", rank=2, survivors="removal"),
+    Fidelity("patched", rank=2, survivors="refresh"),
+    Fidelity("patched", rank=2, orbit=True),
+    Fidelity("patched", recompute=1),
+    Fidelity("patched", recompute=1, survivors="refresh"),
+]
+"""One for each way to serve a chunk."""
 
 
 def _positions(n: int) -> np.ndarray:

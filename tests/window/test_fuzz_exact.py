@@ -26,20 +26,14 @@ from ctxwin.errors import BudgetExceeded
 from ctxwin.store.memory import MemoryStore
 from engines.conformance import picture
 from engines.models import write_decoder, write_mla_model, write_text_model, write_vision_model
+from window.fake import FIDELITIES
 
 BLOCKS = 20
 PROGRAMS = 100
 TOLERANCE = 1e-4
 WORDS = ["a", "camera", "saw", "red", "blue", "circle", "square", "frame", "number", "now", "what", "shape"]
-FIDELITIES = [
-    Fidelity("exact"),
-    Fidelity("blind"),
-    Fidelity("patched", rank=2),
-    Fidelity("patched", rank=2, survivors="removal"),
-    Fidelity("patched", rank=2, survivors="refresh"),
-    Fidelity("patched", rank=2, orbit=True),
-    Fidelity("patched", recompute=1),
-    Fidelity("patched", recompute=1, survivors="refresh"),
+SETTINGS = [
+    *FIDELITIES,
     Fidelity("patched", rank=64),
     Fidelity("patched", rank=2, layers="deep"),
     Fidelity("patched", rank=2, advanced={"forbid": ("resident",)}),
@@ -131,7 +125,7 @@ class Program:
     def run(self, steps: int) -> None:
         for _ in range(self.random.randint(1, 3)):
             prompt = self.random.choice(["red", "red", "a camera saw"])
-            fidelity = self.random.choice(FIDELITIES)
+            fidelity = self.random.choice(SETTINGS)
             self.windows.append(Window(self.engine, prompt, budget=600, fidelity=fidelity))
             self.windows[-1].extend([self.chunk() for _ in range(self.random.randint(1, 4))])
             self.trace.append(f"window {prompt!r} {fidelity.mode} {fidelity.patch_name} {fidelity.survivors}")

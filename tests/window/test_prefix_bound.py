@@ -20,18 +20,8 @@ from ctxwin.baselines import PrefixCache, Prompt
 from ctxwin.engines.base import Engine
 from ctxwin.window import lanes
 from twins import twins
-from window.fake import FakeEngine
+from window.fake import FIDELITIES, FakeEngine
 
-FIDELITIES = [
-    Fidelity("exact"),
-    Fidelity("blind"),
-    Fidelity("patched", rank=2),
-    Fidelity("patched", rank=2, survivors="removal"),
-    Fidelity("patched", rank=2, survivors="refresh"),
-    Fidelity("patched", rank=2, orbit=True),
-    Fidelity("patched", recompute=1),
-    Fidelity("patched", recompute=1, survivors="refresh"),
-]
 OPS = (
     "append",
     "insert",

@@ -25,6 +25,7 @@ from ctxwin.engines.segments import Segment
 from ctxwin.errors import UnsupportedModel
 from ctxwin.store import open_store
 from engines.conformance import ALL, QUERY, laid, picture, with_spans
+from engines.hybrid_windows import assert_computes_what_is_new
 from engines.hybrids import WRITERS, edited, gap
 from engines.models import edit_config, write_hybrid
 
@@ -104,21 +105,8 @@ def test_states_matter(engine: VLLMEngine) -> None:
 
 
 def test_what_needs_no_forward(engine: VLLMEngine) -> None:
-    query = engine.encode_query(QUERY).tokens
     with Window(engine, HEADER) as window:
-        first = window.append(chunk(100))
-        window.ask(QUERY)
-        second = window.append(chunk(101))
-        assert window.ask(QUERY).usage.computed_tokens == window.chunks[1].tokens + query
-        assert window.fork().ask(QUERY).usage.computed_tokens == query
-        version = window.version
-        window.evict(first)
-        window.evict(second)
-        assert window.at(version).ask(QUERY).usage.computed_tokens == query
-        window.recall(first)
-        assert window.ask(QUERY).usage.computed_tokens == query, "only the system prompt is in front"
-        window.recall(second)
-        assert window.ask(QUERY).usage.computed_tokens == query, "behind the same neighbours"
+        assert_computes_what_is_new(engine, window, chunk(100), chunk(101))
 
 
 def test_an_exchange_is_remembered_with_the_states_behind_it(engine: VLLMEngine) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
+import system
 from adapters.server.vllm.processes import descendants, free_port
 from ctxwin import Chunk
 from ctxwin_client import RemoteWindow
@@ -55,19 +56,9 @@ class Server:
         status = self.process.wait(LIMIT_S)
         text = "".join(self.lines)
         assert status == (0 if number == signal.SIGTERM else 130), text[-4000:]
-        assert not running_below(self.process.pid), "a process of the server is left"
+        left = system.running(self.process.pid, os.getsid).values()
+        assert not [line for line in left if "resource_tracker" not in line], "a process of the server is left"
         assert not [line for line in text.splitlines() if NOISE.search(line)]
-
-
-def running_below(session: int) -> list[str]:
-    """Processes of a session that still run."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, _, of = stat.read_text().rpartition(")")[2].split()[:4]
-            if int(of) == session and state != "Z":
-                found.append((stat.parent / "cmdline").read_text().replace("\0", " "))
-    return [line for line in found if "resource_tracker" not in line]
 
 
 @contextlib.contextmanager

@@ -101,17 +101,6 @@ def running_server(
         stop_session(process)
 
 
-def running_in(group: int) -> list[str]:
-    """Processes of a group that still run; an ended one that nobody has waited for does not."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
-            if int(pgrp) == group and state != "Z":
-                found.append(stat.parent.name)
-    return found
-
-
 def descendants(parent: int) -> list[int]:
     """Processes below ``parent``: below a supervisor stands its server, and vLLM's processes below that."""
     found = []

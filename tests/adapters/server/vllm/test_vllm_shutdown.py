@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 from openai import APIError
 
-from adapters.server.vllm.processes import Process, descendants, running_in, running_server
+from adapters.server.vllm.processes import Process, descendants, running_server
 from adapters.server.vllm.program import CHUNKS, HEADER, question
 from ctxwin.errors import EngineFailed
 from ctxwin_client import RemoteWindow
 from ctxwin_client.errors import Quarantined
 from ctxwin_server.process.supervisor import DIED
+from system import running
 
 
 def test_it_ends_cleanly_and_keeps_snapshots(server: Process) -> None:
@@ -32,10 +33,10 @@ def test_it_ends_cleanly_and_keeps_snapshots(server: Process) -> None:
     server.process.terminate()
     assert server.process.wait(60) == 0
     for _ in range(100):
-        if not running_in(group):
+        if not running(group, os.getpgid):
             break
         time.sleep(0.1)
-    assert not running_in(group), "a process of the server is left"
+    assert not running(group, os.getpgid), "a process of the server is left"
     assert processes and not [p for pid in processes for p in Path("/dev/shm").glob(f"ctxwin-{pid}-*")]
     from ctxwin.store import open_store
 
