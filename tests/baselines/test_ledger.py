@@ -21,11 +21,20 @@ def chunk(name: str) -> Chunk:
     return Chunk.text(name * 16)
 
 
-def test_what_is_appended_is_found_by_every_policy() -> None:
-    engine = FakeEngine()
-    ledger = Ledger(engine)
-    w = window(engine)
-    ledger.watch(w)
+@pytest.fixture
+def ledger(engine: FakeEngine) -> Ledger:
+    return Ledger(engine)
+
+
+@pytest.fixture
+def w(engine: FakeEngine, ledger: Ledger) -> Window:
+    """A window that the ledger watches."""
+    watched = window(engine)
+    ledger.watch(watched)
+    return watched
+
+
+def test_what_is_appended_is_found_by_every_policy(ledger: Ledger, w: Window) -> None:
     for name in "abc":
         w.append(chunk(name))
         w.ask("what", 2)
@@ -79,11 +88,7 @@ def test_a_look_back_at_the_end_costs_the_chunk_alone() -> None:
     assert ledger.rows[-1]["computed_tokens_append"] == QUERY
 
 
-def test_branches_have_users_of_their_own() -> None:
-    engine = FakeEngine()
-    ledger = Ledger(engine)
-    w = window(engine)
-    ledger.watch(w)
+def test_branches_have_users_of_their_own(ledger: Ledger, w: Window) -> None:
     w.extend([chunk(name) for name in "ab"])
     w.ask("what", 2)
     with w.fork() as branch:
@@ -95,11 +100,7 @@ def test_branches_have_users_of_their_own() -> None:
     assert ledger.rows[-1]["placed"] == 3
 
 
-def test_what_is_remembered_is_cached() -> None:
-    engine = FakeEngine()
-    ledger = Ledger(engine)
-    w = window(engine)
-    ledger.watch(w)
+def test_what_is_remembered_is_cached(engine: FakeEngine, ledger: Ledger, w: Window) -> None:
     w.append(chunk("a"))
     w.ask("what", 3, remember=True)
     w.ask("what", 3)
@@ -141,11 +142,7 @@ def test_answers_are_compared_with_a_reprefill_that_is_not_counted() -> None:
     assert sum(summary["tokens_by_lane"].values()) < summary["prompt_tokens"], "the rest is system prompt and questions"
 
 
-def test_background_work_counts() -> None:
-    engine = FakeEngine()
-    ledger = Ledger(engine)
-    w = window(engine)
-    ledger.watch(w)
+def test_background_work_counts(ledger: Ledger, w: Window) -> None:
     _, b, c = w.extend([chunk(name) for name in "abc"])
     w.ask("what", 2)
     before = ledger.summary()["computed_tokens"]
@@ -155,11 +152,7 @@ def test_background_work_counts() -> None:
 
 
 @pytest.mark.parametrize("op", ["evict", "reorder"])
-def test_edits_with_a_meaning_are_followed(op: str) -> None:
-    engine = FakeEngine()
-    ledger = Ledger(engine)
-    w = window(engine)
-    ledger.watch(w)
+def test_edits_with_a_meaning_are_followed(ledger: Ledger, w: Window, op: str) -> None:
     a, b, c = w.extend([chunk(name) for name in "abc"])
     w.ask("what", 2)
     if op == "evict":
@@ -172,11 +165,7 @@ def test_edits_with_a_meaning_are_followed(op: str) -> None:
     assert {ledger.rows[-1][f"computed_tokens_{p}"] for p in ("naive", "trim", "append")} == {left * 16 + QUERY}
 
 
-def test_a_window_is_counted_once_however_often_it_is_watched() -> None:
-    engine = FakeEngine()
-    ledger = Ledger(engine)
-    w = window(engine)
-    ledger.watch(w)
+def test_a_window_is_counted_once_however_often_it_is_watched(ledger: Ledger, w: Window) -> None:
     ledger.watch(w)
     w.append(chunk("a"))
     w.ask("what", 2)
@@ -191,11 +180,7 @@ def test_a_window_on_another_engine_is_refused() -> None:
         Ledger(FakeEngine()).watch(window(FakeEngine()))
 
 
-def test_a_branch_may_be_closed_before_it_is_adopted() -> None:
-    engine = FakeEngine()
-    ledger = Ledger(engine)
-    w = window(engine)
-    ledger.watch(w)
+def test_a_branch_may_be_closed_before_it_is_adopted(ledger: Ledger, w: Window) -> None:
     a, _, _ = w.extend([chunk(name) for name in "abc"])
     w.ask("what", 2)
     with w.fork() as branch:
@@ -205,11 +190,7 @@ def test_a_branch_may_be_closed_before_it_is_adopted() -> None:
     assert {ledger.rows[-1][f"computed_tokens_{p}"] for p in ("naive", "trim", "append")} == {2 * 16 + QUERY}
 
 
-def test_testing_what_is_disposable_is_work_of_ours_alone() -> None:
-    engine = FakeEngine()
-    ledger = Ledger(engine)
-    w = window(engine)
-    ledger.watch(w)
+def test_testing_what_is_disposable_is_work_of_ours_alone(engine: FakeEngine, ledger: Ledger, w: Window) -> None:
     a, _ = w.extend([chunk(name) for name in "ab"])
     w.ask("what", 2)
     before = ledger.summary()
