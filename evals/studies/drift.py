@@ -21,16 +21,27 @@ from ctxwin.fidelity import Fidelity
 from ctxwin.tiny.world import Frame, Question, answer, make_stream, render
 from ctxwin.window.answer import Answer
 from ctxwin.window.window import Window
-from ctxwin_evals.console import Device, Dtype, Json, Model, Threads, errors, new_table, open_model
+from ctxwin_evals.console import (
+    Device,
+    Dtype,
+    Json,
+    Model,
+    Threads,
+    errors,
+    new_table,
+    numbers,
+    open_model,
+    progress,
+    show,
+)
 from ctxwin_evals.decoder import Decoder, Memory, concatenated
 from ctxwin_evals.metrics import kl_divergence
 from ctxwin_evals.stats import bootstrap_mean, share_interval
 from ctxwin_evals.tasks.drawn import TRAINED_FRAMES
 from ctxwin_evals.tasks.tiny import SPACE
 
-from .command import SYSTEM_PROMPT, Output, Questions, Seed, Slides, Streams, SystemPrompt, points, run
-from .isolation import isolated
-from .scenes import scene_questions
+from .command import SYSTEM_PROMPT, Output, Seed, write_result
+from .scenes import isolated, scene_questions
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -290,16 +301,16 @@ def drift_table(result: dict[str, Any]) -> Table:
 
 
 def main(
-    streams: Streams = 12,
+    streams: Annotated[int, typer.Option(help="Independent streams.", min=1)] = 12,
     window: Annotated[int, typer.Option(help="Frames in the window.", min=2)] = 4,
-    slides: Slides = "1,8,32,128",
-    questions: Questions = 6,
+    slides: Annotated[str, typer.Option(help="After how many slides to measure.")] = "1,8,32,128",
+    questions: Annotated[int, typer.Option(help="Questions a stream and point.", min=1)] = 6,
     refresh_every: Annotated[
         int, typer.Option(help="The refreshed run re-forms everything placed every so many slides.")
     ] = 1,
     seed: Seed = 0,
     model: Model = "tiny",
-    system_prompt: SystemPrompt = SYSTEM_PROMPT,
+    system_prompt: Annotated[str, typer.Option(help="System prompt.")] = SYSTEM_PROMPT,
     dtype: Dtype = "float32",
     device: Device = "cpu",
     threads: Threads = 0,
@@ -308,10 +319,13 @@ def main(
 ) -> None:
     """Slide a window along a stream: how far its answers drift from a re-prefill, with and without refresh."""
     with errors():
-        settings = DriftSettings(streams, window, points(slides), questions, refresh_every, seed, system_prompt)
+        points = tuple(sorted(set(numbers(slides))))
+        settings = DriftSettings(streams, window, points, questions, refresh_every, seed, system_prompt)
         engine = open_model(model, dtype, device, threads)
-        work = "streams", 2 * streams
-        run("drift", measure, settings, engine, work, lambda r: [drift_table(r), r["note"]], output, as_json)
+        with progress("streams", 2 * streams) as advance:
+            result = measure(engine, settings, advance)
+        write_result(output, "drift.json", result)
+        show(result, as_json, drift_table(result), result["note"])
 
 
 if __name__ == "__main__":

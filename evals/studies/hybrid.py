@@ -33,8 +33,7 @@ from ctxwin_evals.console import Json, errors, new_table, progress, show
 from ctxwin_evals.stats import share_interval, wilson
 
 from .command import SYSTEM_PROMPT, Output, write_result
-from .isolation import isolated
-from .scenes import scene_questions
+from .scenes import isolated, scene_questions
 
 if TYPE_CHECKING:
     from rich.table import Table
