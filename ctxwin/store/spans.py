@@ -57,7 +57,6 @@ class RepositoryCounters:
         patches: stored patches.
         patches_served: stored patches that served an answer, each counted once.
         patches_dropped: patches that were removed to free bytes and had never served.
-        spans_compressed: spans that were replaced by a canonical span and a patch.
     """
 
     hits: Counter[str] = field(default_factory=Counter)
@@ -68,7 +67,6 @@ class RepositoryCounters:
     patches: int = 0
     patches_served: int = 0
     patches_dropped: int = 0
-    spans_compressed: int = 0
 
 
 R = TypeVar("R")

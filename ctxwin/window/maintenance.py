@@ -193,7 +193,6 @@ class Maintenance:
             entries = state.placed
             if patches:
                 entries = tuple(_compress(self.core, state, p, demand if if_short else None, dropped) for p in entries)
-            compressed = len(dropped)
             evicted = (
                 tuple(_cheapest_form(self.core, state, p, dropped) for p in state.evicted)
                 if if_short
@@ -202,7 +201,6 @@ class Maintenance:
             new = state.edited(placed=entries, evicted=evicted)
             if dropped:
                 self.core.commit(new, "compress")
-                self.core.engine.repo.counters.spans_compressed += compressed
         return _drop(self.core, dropped) + (self.core.engine.repo.drop_unserved() if if_short else 0)
 
     def merge(self, placement: str, share: float | None = None) -> int:

@@ -7,14 +7,14 @@ import contextvars
 import queue
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from ctxwin.errors import AnswerStopped
 from ctxwin.window.answer import Answer
-from ctxwin.window.ask import OnToken, until_stop
+from ctxwin.window.ask import OnToken
 from ctxwin.window.core import WindowCore
 
 T = TypeVar("T")
@@ -96,26 +96,15 @@ async def result_of(future: Future[T], stop: Callable[[], None] = lambda: None) 
 
 
 class TextDelta:
-    """Difference of successive texts of a growing answer, up to the first of ``stops``.
+    """Difference of successive texts of a growing answer."""
 
-    Attributes:
-        text: the text returned so far.
-        stopped: whether a stop text was found.
-    """
-
-    def __init__(self, stops: Sequence[str] = ()) -> None:
-        self._stops = stops
-        self.text = ""
-        self.stopped = False
+    def __init__(self) -> None:
+        self._length = 0
 
     def feed(self, whole: str, *, last: bool = False) -> str:
-        """Return the new, final text in ``whole``; half a character or a possible stop text waits for the next token."""
-        if self.stopped:
-            return ""
-        ready, self.stopped = until_stop(whole if last else whole.rstrip("\ufffd"), self._stops, last=last)
-        new = ready[len(self.text) :]
-        if new:
-            self.text = ready
+        """Return the new text in ``whole``; half a character waits for the next token."""
+        new = (whole if last else whole.rstrip("\ufffd"))[self._length :]
+        self._length += len(new)
         return new
 
 

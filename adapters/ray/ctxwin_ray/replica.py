@@ -49,7 +49,6 @@ class Replica:
         self._running = AsyncExitStack()
         self._app: Any = None
         self._service: Any = None
-        self._checked = 0.0
         self._name = serve.get_replica_context().replica_id.unique_id
 
     async def __init_async__(self) -> None:

@@ -201,14 +201,9 @@ class Core:
 
     @classmethod
     def start(
-        cls,
-        model: str | Path,
-        processes: str | None,
-        options: dict[str, Any],
-        connector: bool = True,
-        lora: Adapter | None = None,
+        cls, model: str | Path, processes: str | None, options: dict[str, Any], lora: Adapter | None = None
     ) -> Core:
-        """See `VLLMEngine`; ``connector``: as for `startup.start`; ``lora``: an adapter that has to be servable."""
+        """See `VLLMEngine`; ``lora``: an adapter that has to be servable."""
         options = dict(options)
         if options.get("enable_lora") and lora is None:
             raise ValueError("enable_lora must not be set under ctxwin, got True; name the adapter: lora=FOLDER")
@@ -225,11 +220,10 @@ class Core:
         driver, previous = None, folders.segments()
         try:
             options = {"dtype": kv.dtype, **options}
-            driver = startup.start(str(checkpoint.path), transport, options, cast("Any", processes), connector)
+            driver = startup.start(str(checkpoint.path), transport, options, cast("Any", processes))
             step("reading how vLLM lays KV out")
             core = cls(model, checkpoint, driver, transport, outputs)
-            if connector:
-                core.check_relocation()
+            core.check_relocation()
             core._segments = set() if driver.local else folders.segments() - previous
             return core
         except BaseException:

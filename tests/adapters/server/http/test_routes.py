@@ -23,6 +23,7 @@ from adapters.server.serving import Server, serving
 from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.errors import ChunkUnavailable
 from ctxwin.tiny import world
+from ctxwin.window.ask import until_stop
 from ctxwin.window.stream import TextDelta
 from ctxwin_client import RemoteWindow, chunk_part, upload
 from ctxwin_client.errors import TooManyWindows, UnknownWindow
@@ -322,15 +323,12 @@ def test_a_plain_chat_is_passed_on_as_it_came(server: Server) -> None:
 @pytest.mark.parametrize("stops", [("END",), ("\n\n", "b"), ("aa",), ("x", "xy")])
 def test_stops_cut_alike_however_a_text_arrives(stops: tuple[str, ...]) -> None:
     text = "a\nxENb\n\nENDaab"
-    whole = TextDelta(stops)
-    whole.feed(text, last=True)
+    whole = text[: min((text.find(s) for s in stops if s in text), default=99)]
     for step in (1, 2, 3):
-        by_piece, heard = TextDelta(stops), ""
+        delta, heard = TextDelta(), ""
         for end in range(step, len(text) + step, step):
-            heard += by_piece.feed(text[:end], last=end >= len(text))
-        assert (
-            heard == by_piece.text == whole.text == text[: min((text.find(s) for s in stops if s in text), default=99)]
-        )
+            heard += delta.feed(until_stop(text[:end], stops, last=end >= len(text))[0])
+        assert heard == until_stop(text, stops, last=True)[0] == whole
 
 
 def test_metrics_count_what_happened() -> None:
