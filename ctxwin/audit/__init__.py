@@ -5,7 +5,7 @@ with the strategies that would have saved work, and what they lose beyond the di
 (`auditor`, `replay`, `harm`). A strategy whose mean loss over windows is shown to be below a budget, by an anytime-valid bound
 (`confidence`), is promoted for this model, engine, precision and tenant (`evidence`); audits of it continue, and it is demoted
 when it does harm. `open_engine` hands all this to its engines (`attach_audits`); `ctxwin.window` knows only the contract,
-`ctxwin.window.protocols.Auditing`.
+`ctxwin.window.auditing.Auditing`.
 """
 
 from ctxwin.audit.auditor import Auditor, auditor_of

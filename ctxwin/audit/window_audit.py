@@ -13,7 +13,7 @@ from ctxwin.audit.replay import Exchange, Finding, keys_of
 from ctxwin.audit.strategies import STRATEGIES
 from ctxwin.profiles import find_profile, with_overrides
 from ctxwin.window.answer import fill_audit
-from ctxwin.window.unaudited import Unaudited
+from ctxwin.window.auditing import Auditing
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 _RECENT = 8
 
 
-class WindowAudit(Unaudited):
-    """Audits of one window, as its `ctxwin.window.protocols.Auditing`.
+class WindowAudit(Auditing):
+    """Audits of one window.
 
     ``auto`` without a profile earns its lanes; ``on_finding`` is called in the auditor's thread.
 

@@ -69,7 +69,7 @@ class Engine(ABC):
     repo: SpanRepository  # typed access to `store`; windows keep their spans and patches there too
     counters: EngineCounters
     auditing: Callable[..., Any] | None = None
-    """Opens the audits of a window (`ctxwin.window.protocols.Auditing`); None: its answers are not audited."""
+    """Opens the audits of a window (`ctxwin.window.auditing.Auditing`); None: its answers are not audited."""
     window_prefix = ""
     """Beginning of new windows' ids, by which a router finds the process that opened them."""
     forecasts = (

@@ -25,6 +25,7 @@ from ctxwin.hashing import digest
 from ctxwin.window import edits, placement
 from ctxwin.window.answer import Plan
 from ctxwin.window.assembly import Assembly
+from ctxwin.window.auditing import Auditing, open_audits
 from ctxwin.window.changes import changed
 from ctxwin.window.events import EDITS, Event, Observer, Op
 from ctxwin.window.idle import IdlePrefill, prefiller_of
@@ -36,13 +37,11 @@ from ctxwin.window.reordering import reorder_advice
 from ctxwin.window.sliding import SlidingAdvice, own_mark, sliding_advice
 from ctxwin.window.state import Placed, State
 from ctxwin.window.storage_policy import Demand, DemandLedger
-from ctxwin.window.unaudited import Unaudited, open_audits
 
 if TYPE_CHECKING:
     from ctxwin.fidelity import Fidelity
     from ctxwin.store.base import Store
     from ctxwin.store.spans import SpanRepository
-    from ctxwin.window.protocols import Auditing
 
 _HISTORY, _FEWEST = 1024, 16
 _UNSHARED = 16384
@@ -480,5 +479,5 @@ def restore_core(engine: Engine, state: State | dict[str, Any] | str, seed: str 
         state = State.model_validate(state)
     if not state.window:
         state = state.replace(window=new_id(engine, uuid.uuid4().hex))
-    name = Unaudited(engine, state.fidelity).fidelity.patch_name
+    name = Auditing(engine, state.fidelity).fidelity.patch_name
     return WindowCore(engine, placement.rebind(engine, state, name), seed=seed)

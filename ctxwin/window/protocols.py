@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ctxwin.fidelity import Fidelity
     from ctxwin.kv.layout import SpanKV
     from ctxwin.store.spans import SpanRepository
-    from ctxwin.window.answer import Answer, Disposability
+    from ctxwin.window.answer import Disposability
     from ctxwin.window.lanes import ServedMemo
     from ctxwin.window.layout import Layout, Work
     from ctxwin.window.state import Placed, State
@@ -193,43 +193,3 @@ class ServedAnswer:
     max_tokens: int
     temperature: float
     memos: OrderedDict[str, ServedMemo]
-
-
-class Auditing(Protocol):
-    """Audits of one window: the fidelity in force, and the chunks that fell back to exact.
-
-    `Engine.auditing` opens one for each window: `ctxwin.audit.WindowAudit` on engines of `open_engine`, else
-    `ctxwin.window.unaudited.Unaudited`.
-
-    Attributes:
-        due: the last answer, if it is going to be audited.
-    """
-
-    due: Answer | None
-
-    @property
-    def strategy(self) -> str | None:
-        """The promoted strategy that serves the window; None if it is exact, or if its fidelity was chosen."""
-
-    @property
-    def fidelity(self) -> Fidelity:
-        """The fidelity in force."""
-
-    def in_force(self) -> tuple[str | None, Fidelity]:
-        """Return the strategy and the fidelity in force, for one answer."""
-
-    @property
-    def exact(self) -> frozenset[str]:
-        """Placement ids that fell back to exact."""
-
-    def with_fallbacks(self, state: State, /) -> State:
-        """Return ``state`` with ``exact_only`` set on the chunks that fell back to exact."""
-
-    def branch(self, on_finding: OnFinding, /) -> Self:
-        """Return the audits of a fork, with the same fallbacks and recent questions."""
-
-    def forget(self) -> None:
-        """Drop recent questions, which may be about forgotten content."""
-
-    def submit(self, served: ServedAnswer, answer: Answer, /, *, ended: bool, audited: bool = ...) -> None:
-        """Take an answer that may be audited; ``ended``: the model ended it by itself."""

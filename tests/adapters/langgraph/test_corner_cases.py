@@ -23,7 +23,7 @@ from PIL import Image
 
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.errors import BudgetExceeded
-from ctxwin.window import edits, unaudited
+from ctxwin.window import auditing, edits
 from ctxwin.window.sync import sync
 from langchain_ctxwin.langgraph import WindowContext, WindowNode, WindowState, load, merge_windows, open_window
 from langchain_ctxwin.langgraph.node import follow
@@ -221,7 +221,7 @@ def test_an_answer_kept_under_another_profile_is_computed_again(
             window.ask("what?", max_tokens=3)
 
     once()
-    monkeypatch.setattr(unaudited, "resolve", lambda fidelity, model: fidelity.model_copy(update={"mode": "patched"}))
+    monkeypatch.setattr(auditing, "resolve", lambda fidelity, model: fidelity.model_copy(update={"mode": "patched"}))
     once()
     assert engine.asked == 2
     once()

@@ -1,4 +1,4 @@
-"""`Unaudited`: the fidelity in force in a window whose answers are not audited."""
+"""`Auditing`: the fidelity in force in a window; audits of its answers extend it, see `ctxwin.audit`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from ctxwin.profiles import resolve
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
     from ctxwin.window.answer import Answer
-    from ctxwin.window.protocols import Auditing, OnFinding, ServedAnswer
+    from ctxwin.window.protocols import OnFinding, ServedAnswer
     from ctxwin.window.state import State
 
 
-class Unaudited:
-    """The `Auditing` of a window without audits: ``auto`` is the model's profile, and exact without one.
+class Auditing:
+    """Audits of one window: the fidelity in force, and the chunks that fell back to exact.
+
+    This one audits nothing: ``auto`` is the model's profile, and exact without one. `Engine.auditing` opens
+    `ctxwin.audit.WindowAudit` instead, on engines of `open_engine`.
 
     Args:
         engine: of the window.
@@ -27,6 +30,9 @@ class Unaudited:
     Raises:
         UnsupportedModel: a fidelity that the model or the engine cannot serve.
         ValueError: one that audits cannot follow.
+
+    Attributes:
+        due: the last answer, if it is going to be audited.
     """
 
     def __init__(self, engine: Engine, requested: Fidelity, on_finding: OnFinding = lambda *_: None) -> None:
@@ -99,10 +105,10 @@ def open_audits(engine: Engine, requested: Fidelity, on_finding: OnFinding) -> A
     if engine.auditing is not None:
         audits: Auditing = engine.auditing(engine, requested, on_finding)
         return audits
-    unaudited = Unaudited(engine, requested, on_finding)
-    if unaudited.fidelity.audit:
+    plain = Auditing(engine, requested, on_finding)
+    if plain.fidelity.audit:
         raise ValueError(
-            f"audit must be 0 on an engine without audits, got {unaudited.fidelity.audit}; open it with open_engine, or pass "
+            f"audit must be 0 on an engine without audits, got {plain.fidelity.audit}; open it with open_engine, or pass "
             "it to ctxwin.audit.attach_audits first"
         )
-    return unaudited
+    return plain
