@@ -92,9 +92,9 @@ def decode_video(
     return np.stack(pixels), float(fps or 2.0) if frames is None else frames / (stop - begin)
 
 
-def check_video(video: str | Path | bytes, name: str = "") -> None:
+def check_video(video: str | Path | bytes) -> None:
     """Raise BadMedia, with the reason, if ``video`` cannot be opened or has no stream that this machine decodes."""
-    with _File(video, name).open():
+    with _File(video, "").open():
         pass
 
 

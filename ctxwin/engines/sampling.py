@@ -41,11 +41,11 @@ class SamplingOptions(TypedDict, total=False):
     seed: SEED | None
 
 
-def options_model(options: type, name: str = "Options") -> type[BaseModel]:
+def options_model(options: type) -> type[BaseModel]:
     """Return a pydantic model with the fields of a typed dictionary, each None by default; it refuses any other field."""
     hints = get_type_hints(options, include_extras=True)
     fields: dict[str, Any] = {field: (hint, None) for field, hint in hints.items()}
-    return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+    return create_model("Options", __config__=ConfigDict(extra="forbid"), **fields)
 
 
 @dataclass(frozen=True)

@@ -362,16 +362,8 @@ def make_item(
     raise ValueError(f"no context of {count} frames with {n_questions} {task!r} questions in 200 draws")
 
 
-def make_stream(
-    seed: Seed,
-    n_frames: int = 24,
-    *,
-    window: int = 6,
-    anchors: int | None = None,
-    conflict: float = 1.0,
-    faded: float = 0.3,
-) -> list[Frame]:
-    """A long clip: legends interleaved with scenes, the first frame a legend, never more than three scenes in a row.
+def make_stream(seed: Seed, n_frames: int = 24, *, window: int = 6, anchors: int | None = None) -> list[Frame]:
+    """A long clip: legends that disagree, interleaved with scenes; the first frame a legend, never four scenes in a row.
 
     Every frame carries `anchors` marks that are unique in the whole stream, so a look-back to any frame can be asked
     about, and further marks that are unique within any `window` consecutive frames (all that fit).
@@ -381,8 +373,6 @@ def make_stream(
         n_frames: Length of the stream.
         window: Frames within which all marks are unique.
         anchors: Stream-unique marks a frame; by default 2, fewer where 100 marks do not go round.
-        conflict: See `sample_frames`; 1.0 makes legends disagree.
-        faded: See `sample_frames`.
 
     Raises:
         ValueError: If the anchors do not fit into 100 marks.
@@ -399,4 +389,4 @@ def make_stream(
     for _ in range(n_frames):
         due = not roles or roles[-3:] == ["scene"] * 3
         roles.append("legend" if due or rng.random() < 0.35 else "scene")
-    return list(sample_frames(rng, roles, marks=marks, conflict=conflict, faded=faded))
+    return list(sample_frames(rng, roles, marks=marks, conflict=1.0))

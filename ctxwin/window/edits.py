@@ -122,10 +122,10 @@ def first_break(previous: State, after: State) -> int | None:
     return next((i for i, (old, new) in pairs if old.id != new.id), None)
 
 
-def add_pending(state: State, placement: str, edit: Literal["evict", "toggle", "insert"], detail: str = "") -> State:
+def add_pending(state: State, placement: str, edit: Literal["evict", "toggle", "insert"]) -> State:
     """Return the state in which ``edit`` of a placed chunk waits. Raises UnknownChunk."""
     waiting = state.placed[state.index(placement)].pending
-    return update_entry(state, placement, pending={**waiting, edit: detail})
+    return update_entry(state, placement, pending={**waiting, edit: ""})
 
 
 def drop_pending(state: State, placement: str, edit: Literal["evict", "toggle", "insert"]) -> State:

@@ -176,7 +176,7 @@ def replay(load: Load) -> dict[str, Any]:
 
 
 @contextmanager
-def running_fleet(router: str = ROUTERS["ctxwin"], replicas: int = 2) -> Iterator[tuple[str, FleetArguments]]:
+def running_fleet(router: str = ROUTERS["ctxwin"]) -> Iterator[tuple[str, FleetArguments]]:
     """A Redis, and a fleet on it."""
     if shutil.which("redis-server") is None:
         sys.exit("a fleet needs a Redis; install redis-server")
@@ -196,7 +196,7 @@ def running_fleet(router: str = ROUTERS["ctxwin"], replicas: int = 2) -> Iterato
             model="tiny",
             vllm=VLLM,
             settings={"store": f"tiered:memory:,redis://127.0.0.1:{REDIS}/0"},
-            replicas=replicas,
+            replicas=2,
             cpus=0.5,
             router=router,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,9 +28,8 @@ def priced(*, token_ms: float, read_ms: float, request_ms: float = 1.0) -> Price
     return Prices(model)
 
 
-def lanes_of(window: Window, prices: Prices, has: Callable[[str], bool] | None = None) -> list[str]:
-    has = has or window.core.assembly.has
-    return [c.lane for c in choose(window.snapshot(), window.fidelity, has, prices)]
+def lanes_of(window: Window, prices: Prices) -> list[str]:
+    return [c.lane for c in choose(window.snapshot(), window.fidelity, window.core.assembly.has, prices)]
 
 
 CHEAP_READS = priced(token_ms=2.0, read_ms=0.1)

@@ -181,13 +181,13 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def export_run(folder: Path, arm: str, output: Path, *, task_of: TaskOf | None = None) -> dict[str, Path]:
+def export_run(folder: Path, arm: str, output: Path) -> dict[str, Path]:
     """Write a file for each task of a data set that an arm has answered; return them by task.
 
     MM-NIAH's are named as its script looks for them, others ``MODEL_TASK_ARM.json``. Items that the arm could not serve are left
     out. Raises ValueError for an arm that is not there, or a run without any such task.
     """
-    samples, scorer = read_samples(folder), Scorer(task_of)
+    samples, scorer = read_samples(folder), Scorer()
     model = re.sub(r"[^\w.-]+", "_", Path(str(samples.config.get("model", "model"))).name)
     by_task: dict[str, list[Sample]] = {}
     for row in samples.rows.values():

@@ -66,9 +66,9 @@ def _locked(folder: Path) -> bool:
     return False
 
 
-def owner_of(folder: Path, prefix: str = PREFIX) -> int | None:
-    """Return the process that made a folder called ``<prefix><pid>-<anything>``."""
-    pid = folder.name.removeprefix(prefix).partition("-")[0]
+def owner_of(folder: Path) -> int | None:
+    """Return the process that made a folder called ``ctxwin-<pid>-<anything>``."""
+    pid = folder.name.removeprefix(PREFIX).partition("-")[0]
     return int(pid) if pid.isdigit() else None
 
 
