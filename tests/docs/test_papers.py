@@ -64,13 +64,18 @@ def members(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
                 yield from ((name.id, child) for name in names)
 
 
-def defined(node: ast.AST, names: list[str]) -> bool:
+def member(module: ast.Module, node: ast.AST, name: str) -> ast.AST | None:
+    """The definition of ``name`` in ``node``, or in one of its bases that ``module`` defines."""
+    bases = [dict(members(module)).get(ast.unparse(base)) for base in getattr(node, "bases", ())]
+    inherited = (member(module, base, name) for base in bases if base is not None)
+    return dict(members(node)).get(name) or next(filter(None, inherited), None)
+
+
+def defined(module: ast.Module, names: list[str]) -> bool:
+    node: ast.AST | None = module
     for name in names:
-        found = dict(members(node)).get(name)
-        if found is None:
-            return False
-        node = found
-    return True
+        node = node and member(module, node, name)
+    return node is not None
 
 
 def exists(name: str) -> bool:
