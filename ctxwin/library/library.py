@@ -68,8 +68,12 @@ class Library:
         max_passages: int = 100_000,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        if not _NAME.fullmatch(name):
-            raise ValueError(f"a library's name must be 1 to 100 letters, digits, '_', '.' or '-', got {name[:120]!r}")
+        if isinstance(store, str):
+            raise TypeError(f"store must be an open store, got {store!r}; pass open_store({store!r})")
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ValueError(
+                f"a library's name must be 1 to 100 letters, digits, '_', '.' or '-', got {str(name)[:120]!r}"
+            )
         _check_ttl(ttl)
         self.store, self.name, self.ttl = store, name, ttl
         self.retriever: Retriever = retriever or BM25()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ctxwin.policies.base import Eviction, Placement, Ranking
-from ctxwin.window.defaults import LeastRecentlyRead
+from ctxwin.window.defaults import LeastRecentlyRead, checked_policy
 from ctxwin.window.sliding import mark_tokens
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class LowWater:
 
     def __post_init__(self) -> None:
         mark_tokens(self.low_water, max(1, int(self.low_water)))
+        checked_policy("eviction", self.eviction, "order")
 
     def order(self, window: WindowView) -> Iterable[str]:
         """Placed ids, the first to leave at the front."""

@@ -25,6 +25,7 @@ from ctxwin.window.answer import Answer, Disposability, Usage
 from ctxwin.window.choice import Choice
 from ctxwin.window.core import WindowCore
 from ctxwin.window.decoding import MOST_CHOICES
+from ctxwin.window.defaults import check_searchable
 from ctxwin.window.layout import Layout, Work
 from ctxwin.window.protocols import ServedAnswer
 from ctxwin.window.state import State
@@ -118,17 +119,23 @@ class Question:
             raise TypeError(f"options must be of {', '.join(AskOptions.__annotations__)}, got {sorted(unknown)}")
         chosen: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         remember, stop, schema = chosen.pop("remember", False), chosen.pop("stop", ()), chosen.get("json_schema")
-        tools, libraries = tuple(chosen.pop("tools", ())), tuple(chosen.pop("libraries", ()))
+        tools, libraries = tuple(chosen.pop("tools", ())), chosen.pop("libraries", ())
+        if not isinstance(libraries, list | tuple):
+            raise TypeError(f"libraries must be a list, got {type(libraries).__name__}")
+        for library in libraries:
+            check_searchable("each of libraries", library)
         n, outputs = chosen.pop("n", 1), chosen.pop("outputs", None)
         stops = [stop] if isinstance(stop, str | int) else list(stop)
         if any(not isinstance(s, str | int) or s == "" for s in stops):
             raise ValueError(f"stop must be non-empty texts or token ids, got {stop!r}")
         if schema is not None and not isinstance(schema, str):
+            if not isinstance(schema, Mapping):
+                raise TypeError(f"json_schema must be a dict or JSON text, got {type(schema).__name__}")
             chosen["json_schema"] = json.dumps(dict(schema))
         sampling = Sampling(max_tokens, stop_ids=tuple(s for s in stops if isinstance(s, int)), **chosen)
         texts = tuple(s for s in stops if isinstance(s, str))
         names = None if outputs is None else tuple(outputs)
-        return cls(query, sampling, remember, texts, tools=tools, libraries=libraries, n=n, outputs=names)
+        return cls(query, sampling, remember, texts, tools=tools, libraries=tuple(libraries), n=n, outputs=names)
 
 
 @dataclass

@@ -218,6 +218,8 @@ class WindowCore:
 
     def observe(self, observer: Observer) -> Callable[[], None]:
         """Add an observer, once; return a function that removes it."""
+        if not callable(observer):
+            raise TypeError(f"observer must be callable, got {observer!r}")
         if observer not in self.observers:
             self.observers = (*self.observers, observer)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from ctxwin.chunk import Chunk
@@ -22,6 +22,12 @@ def checked_policy(name: str, policy: Policy, method: str) -> Policy:
     if not callable(getattr(policy, method, None)):
         raise TypeError(f"{name} must be a policy as in ctxwin.policies, got {policy!r}, which has no {method}()")
     return policy
+
+
+def check_searchable(name: str, library: Any) -> None:
+    """Raise TypeError if ``library`` is no `ctxwin.window.protocols.Searchable`."""
+    if not callable(getattr(library, "view", None)):
+        raise TypeError(f"{name} must be a ctxwin.Library, got {library!r}; open it with Library(store, NAME)")
 
 
 @dataclass(frozen=True)

@@ -245,6 +245,8 @@ def leaving_for_budget(
         exact: True for a window that is: it falls to its mark, too, where that computes fewer tokens for each one that is freed
             than evictions that wait.
     """
+    if not isinstance(reserve_tokens, int) or reserve_tokens < 0:
+        raise ValueError(f"reserve_tokens must be an int >= 0, got {reserve_tokens!r}")
     excess = state.tokens + reserve_tokens - state.budget
     if mark is None and state.low_water != "auto":
         mark = state.low_water

@@ -25,7 +25,7 @@ from ctxwin.window import placement as placing
 from ctxwin.window.answer import Answer, Disposability
 from ctxwin.window.ask import AskOptions, OnToken, Question, ask, disposable, exchange, not_stopped, split_choices
 from ctxwin.window.core import WindowCore, new_id, restore_core
-from ctxwin.window.defaults import ById, LeastRecentlyRead, checked_policy
+from ctxwin.window.defaults import ById, LeastRecentlyRead, check_searchable, checked_policy
 from ctxwin.window.protocols import Eviction, Placement, Retrieval, Searchable
 from ctxwin.window.reader import WindowReader
 from ctxwin.window.removed import is_removed
@@ -302,6 +302,8 @@ class Window(WindowReader):
         Others leave in the order of `eviction` where the budget, with ``reserve_tokens`` tokens free, needs it. All or nothing.
         Raises BudgetExceeded where they do not fit, UnknownChunk, ChunkUnavailable. Cost: the policies', then see `recall`.
         """
+        if not isinstance(query, str | Chunk):
+            raise TypeError(f"query must be a str or a Chunk, got {type(query).__name__}")
         with self.core.writing() as state:
             with self.core.counting_encodes():
                 named = dict.fromkeys(self.retrieval.choose(self, query))
@@ -324,8 +326,7 @@ class Window(WindowReader):
         fit, UnknownVersion where that version is kept no more, ChunkUnavailable. Cost: the search, and no vision encode of what
         was prepared (`Library.prepare`).
         """
-        if isinstance(library, str):
-            raise TypeError(f"library must be a Library, got a str; pass Library(store, {library!r})")
+        check_searchable("library", library)
         with self.core.writing() as state:
             view = library.view(state.libraries.get(library.name))
             with self.core.counting_encodes():
@@ -400,6 +401,8 @@ class Window(WindowReader):
         Raises ValueError where ``branch`` is no fork of this window, or this window was edited since the fork (``force``
         overrides both), or it runs on another engine.
         """
+        if not isinstance(branch, Window):
+            raise TypeError(f"branch must be a window that fork() returned, got {type(branch).__name__}")
         self.core.adopt(branch.core, force=force)
 
     def ask(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> Answer:

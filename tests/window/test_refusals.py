@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ctxwin import Chunk, Fidelity, Window, open_store
+from ctxwin import Chunk, Fidelity, Library, Window, open_store
 from ctxwin.errors import BudgetExceeded, EngineFailed, UnknownChunk
-from ctxwin.policies import LeastRecentlyRead
+from ctxwin.policies import LeastRecentlyRead, LowWater
 from ctxwin.profiles import Profile, model_digest, write_profile
 from window.fake import FakeEngine
 
@@ -40,7 +40,21 @@ from window.fake import FakeEngine
         (lambda w: w.ask("q", temperature=-1), ValueError, "temperature must be greater than or equal to 0, got -1"),
         (lambda w: w.disposable("nope", "q"), UnknownChunk, "placed chunk"),
         (lambda w: w.maintenance.prepare_orbit(w.ids[:2], orders=0), ValueError, "orders must be"),
-        (lambda w: w.retrieve("x", "manuals"), TypeError, r"pass Library\(store, 'manuals'\)"),
+        (lambda w: w.retrieve("x", "manuals"), TypeError, r"must be a ctxwin.Library, got 'manuals'; open it with"),
+        (lambda w: w.ask("q", libraries="manuals"), TypeError, "libraries must be a list, got str"),
+        (
+            lambda w: w.ask("q", libraries=["manuals"]),
+            TypeError,
+            "each of libraries must be a ctxwin.Library, got 'man",
+        ),
+        (lambda w: w.ask("q", json_schema=[1]), TypeError, "json_schema must be a dict or JSON text, got list"),
+        (lambda w: w.slide(reserve_tokens=-5), ValueError, "reserve_tokens must be an int >= 0, got -5"),
+        (lambda w: w.slide(to=0.5, reserve_tokens="9"), ValueError, "reserve_tokens must be an int >= 0, got '9'"),
+        (lambda w: w.look_back(None), TypeError, "query must be a str or a Chunk, got NoneType"),
+        (lambda w: w.adopt(w.snapshot()), TypeError, r"a window that fork\(\) returned, got State"),
+        (lambda w: w.observe(None), TypeError, "observer must be callable, got None"),
+        (lambda w: LowWater(0.5, "lru"), TypeError, r"eviction must be a policy .* got 'lru'"),
+        (lambda w: Library("disk:./shelf", "manuals"), TypeError, r"pass open_store\('disk:./shelf'\)"),
         (lambda w: Window("tiny"), TypeError, "engine must be one that open_engine returns, got 'tiny'"),
         (lambda w: Window(w.engine, fidelity="exact"), TypeError, r"pass Fidelity\('exact'\)"),
         (lambda w: Window(w.engine, eviction="lru"), TypeError, r"eviction must be a policy .* got 'lru'"),
