@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ctxwin.errors import BadMedia, UnsupportedModel
 from ctxwin.kv.config import text_backbone
 from ctxwin.store import Store, open_store
 from ctxwin.window.window import Window
-from engines.conformance import HEADER, QUERY, EngineConformance, laid, picture
+from engines.conformance import ALL, HEADER, QUERY, EngineConformance, laid, picture
 from engines.models import OMNI, write_omni
 from engines.oracle import assert_answers
 
@@ -36,6 +37,17 @@ def tone(seed: int, seconds: float, rate: int = 16000) -> np.ndarray:
     return noise.astype(np.float32)
 
 
+def sounds() -> list[Chunk]:
+    return [Chunk.audio(tone(1, 1.3), 16000), Chunk.image(picture(1)), Chunk.audio(tone(2, 0.6), 16000, text="then")]
+
+
+def clips() -> list[Chunk]:
+    """Sound of its own in front of a video with sound, behind one without."""
+    seen = [picture(i) for i in range(4)]
+    heard = Chunk.video(seen, fps=2.0, audio=tone(3, 1.6), sampling_rate=16000)
+    return [Chunk.video(seen[:2], fps=2.0), Chunk.audio(tone(1, 0.7), 16000), heard, Chunk.image(picture(2))]
+
+
 def opened(folder: Path, store: Store | None = None) -> HFEngine:
     return HFEngine(folder, dtype="float32", store=store)
 
@@ -44,6 +56,12 @@ class OnTransformers(EngineConformance):
     @classmethod
     def make_engine(cls, model_dir: Path, store: Store) -> Engine:
         return opened(model_dir, store)
+
+    @pytest.mark.parametrize("media", [sounds, clips])
+    def test_gaps_in_sounds_are_computed_at_once(self, engine: Engine, media: Callable[[], list[Chunk]]) -> None:
+        encoded, query = prompt(engine, media()), engine.encode_query(QUERY)
+        whole = engine.generate(laid(encoded, capture=True), query, ALL)
+        self.test_gaps_are_computed_at_once_each_behind_what_is_stored(engine, encoded, query, whole)
 
 
 class TestQwen25Omni(OnTransformers):
@@ -70,7 +88,7 @@ def real(folder: Path) -> Any:
     return getattr(transformers, f"{name}ThinkerForConditionalGeneration").from_pretrained(folder, dtype=torch.float32)
 
 
-def prompt(engine: HFEngine, chunks: list[Chunk]) -> list[Encoded]:
+def prompt(engine: Engine, chunks: list[Chunk]) -> list[Encoded]:
     return [engine.encode_system_prompt(HEADER), *(engine.encode(chunk) for chunk in chunks)]
 
 

@@ -230,7 +230,8 @@ class AskRunner:
 
         They are requests of one step, in a namespace that no other call finds: names of blocks say nothing of the canonicals in
         them. There they share the blocks that end before their own tokens. In what follows another one's prompt has the same
-        tokens and other KV, so the last loaded token, which is never computed, has another id, and names the block.
+        tokens and other KV, so the last loaded token, which is never computed, has another id, and names the block. Where a
+        prompt must end with its last medium, or positions depend on that token, each has a namespace of its own.
         """
         core, salt = self._core, f"linked-{uuid.uuid4().hex}"
         canonical = [
@@ -238,37 +239,37 @@ class AskRunner:
             for s in segments[: runs[-1].stop]
         ]
         ids, media = join([segment.encoded for segment in segments])
-        if core.uncut or any(map(is_closed, media)) or any(segment.merged for segment in canonical):
-            for run in runs:
-                front = [*canonical[: run.start], *segments[run.start :]]
-                prefix, rest = core.inputs.end_at(front, run.stop, core.uncut)
-                part = Ask(
-                    rest, Sampling(max_tokens=1), f"{salt}-{run}", background=ask.background, builder=ask.builder
-                )
-                self.request(generation, prefix, base, part, run, CacheNamespace(part.salt))
-        else:
-            loads = [replace(segment, start=segment.start - base) for segment in canonical]
-            offsets = [0, *itertools.accumulate(segment.tokens for segment in canonical)]
-            requests = []
-            for run in runs:
-                begin, end = offsets[run.start], offsets[run.stop]
-                prompt, space = ids[:end], CacheNamespace(salt)
-                if begin and all(m.modality == "image" for m in media):
-                    prompt[begin - 1] = int(not prompt[begin - 1])
-                else:  # positions may depend on the token in front of other media
-                    space = CacheNamespace(f"{salt}-{begin}")
-                transfer = Transfer(
-                    loads=tuple(segment for segment in loads[: run.start] if segment.tokens),
-                    tenant=self._prompts.tenant,
-                    captures={str(i): (offsets[i], offsets[i + 1]) for i in run},
-                )
-                shown = [m for m in media if m.offset < end]
-                requests.append(((ask.builder or self._prompts).prompt(prompt, shown, space, transfer), transfer))
+        merged = any(segment.merged for segment in canonical)
+        whole = merged or core.uncut or any(map(is_closed, media))
+        loads = [replace(segment, start=segment.start - base) for segment in canonical]
+        offsets = [0, *itertools.accumulate(segment.tokens for segment in canonical)]
+        requests = []
+        for gap in runs:
+            begin, end = offsets[gap.start], offsets[gap.stop]
+            prompt, shown, space = ids[:end], [m for m in media if m.offset < end], CacheNamespace(f"{salt}-{begin}")
+            if whole:
+                front = [*canonical[: gap.start], *segments[gap.start :]]
+                prefix, rest = core.inputs.end_at(front, gap.stop, core.uncut)
+                if merged:
+                    part = Ask(rest, Sampling(max_tokens=1), space.salt, background=ask.background, builder=ask.builder)
+                    self.request(generation, prefix, base, part, gap, space)
+                    continue
+                prompt, shown = join([*(segment.encoded for segment in prefix), *([] if rest is None else [rest])])
+            elif begin and all(m.modality == "image" for m in media):
+                prompt[begin - 1] = int(not prompt[begin - 1])
+                space = CacheNamespace(salt)  # else positions may depend on the token in front of other media
+            transfer = Transfer(
+                loads=tuple(segment for segment in loads[: gap.start] if segment.tokens),
+                tenant=self._prompts.tenant,
+                captures={str(i): (offsets[i], offsets[i + 1]) for i in gap},
+            )
+            requests.append(((ask.builder or self._prompts).prompt(prompt, shown, space, transfer), transfer))
+        if requests:
             self._run_together(generation, requests, ask)
-            for run, (_, transfer) in zip(runs, requests, strict=True):
-                for i in run:
-                    begin = segments[i].start - base
-                    generation.captured[i] = self.span_of(transfer, str(i), segments[i].encoded, begin)
+        for gap, (_, transfer) in zip(runs, requests, strict=not merged):
+            for i in gap:
+                begin = segments[i].start - base
+                generation.captured[i] = self.span_of(transfer, str(i), segments[i].encoded, begin)
         for i in itertools.chain(*runs):
             segments[i] = replace(segments[i], span=generation.captured[i])
 

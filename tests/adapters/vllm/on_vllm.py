@@ -21,7 +21,7 @@ from ctxwin.engines.segments import partial_ranges
 from ctxwin.kv.config import sliding_window
 from ctxwin.kv.merge import merge, merged_slots
 from ctxwin.store import Store
-from engines.conformance import HEADER, QUERY, EngineConformance, difference, laid, picture, with_spans
+from engines.conformance import HEADER, QUERY, EngineConformance, assert_same_kv, difference, laid, picture, with_spans
 
 if TYPE_CHECKING:
     from ctxwin_vllm.core import Core
@@ -90,6 +90,25 @@ class OnVLLM(EngineConformance):
         assert at_once.num_cached_tokens == 0 and last.num_cached_tokens == blocks * core.block
         expected, got = (output.outputs[0].logprobs[0] for output in (at_once, last))
         assert max(abs(got[token].logprob - entry.logprob) for token, entry in expected.items()) < CLOSE
+
+    def compare_gaps(self, engine: Engine, reference: Engine, chunks: list[Chunk]) -> None:
+        """Gaps in stored chunks, in one step, against transformers, whose own oracle is a forward for each."""
+        made = []
+        for side in (engine, reference):
+            encoded = [side.encode_system_prompt(HEADER), *(side.encode(c) for c in chunks)]
+            segments, query = laid(encoded), side.encode_query(QUERY)
+            front = segments[0] = replace(segments[0], span=side.prefill([], encoded[0], 0))
+            for i, each in enumerate(encoded[1:], 1):
+                alone = side.prefill([front], each, encoded[0].advance)
+                ranges = (*((0, 1), (2, 3)), *([(each.tokens - 1, each.tokens)] * (i == len(chunks))))
+                segments[i] = replace(segments[i], span=alone, approximate=True, capture=True, recompute=ranges)
+            made.append(side.generate(segments, query, ALL, salt="gaps"))
+        ours, theirs = made
+        assert ours.forwards == 2 and not ours.fallbacks, "the gaps, and the question with the last of them"
+        assert sorted(ours.captured) == sorted(theirs.captured) == list(range(1, len(chunks) + 1))
+        for i, span in theirs.captured.items():
+            assert_same_kv(ours.captured[i], span, CLOSE)
+        assert gap(ours, theirs) < CLOSE
 
     def compare(self, engine: Engine, reference: Engine, chunks: list[Chunk], salt: str) -> None:
         """The same chunks computed on both engines, and answered from their spans alone."""

@@ -81,6 +81,10 @@ class TestQwen3VL(OnFamily):
         assert [m.grid_thw for m in engine.encode(clip).media] == [(1, 6, 6)] * 2
         self.compare(engine, reference, [clip, Chunk.image(picture(3, 56)), clip], "video")
 
+    def test_gaps_in_stamped_videos_are_computed_at_once(self, engine: Engine, reference: Engine) -> None:
+        clips = [Chunk.video([picture(i + j) for i in range(4)], fps=2.0) for j in (1, 2)]
+        self.compare_gaps(engine, reference, [clips[0], Chunk.image(picture(3)), clips[1]])
+
 
 @pytest.mark.slow
 class TestInternVL(OnFamily):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,21 +15,9 @@ from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.errors import UnsupportedModel
 from ctxwin.opening import open_engine
 from engines import models
-from engines.conformance import picture
-from engines.test_sound import KINDS, real, tone
+from engines.test_sound import KINDS, clips, real, sounds
 
 pytestmark = [pytest.mark.slow]
-
-
-def sounds() -> list[Chunk]:
-    return [Chunk.audio(tone(1, 1.3), 16000), Chunk.image(picture(1)), Chunk.audio(tone(2, 0.6), 16000, text="then")]
-
-
-def clips() -> list[Chunk]:
-    """Sound of its own in front of a video with sound, behind one without."""
-    seen = [picture(i) for i in range(4)]
-    heard = Chunk.video(seen, fps=2.0, audio=tone(3, 1.6), sampling_rate=16000)
-    return [Chunk.video(seen[:2], fps=2.0), Chunk.audio(tone(1, 0.7), 16000), heard, Chunk.image(picture(2))]
 
 
 @contextmanager
@@ -49,6 +37,12 @@ class OnVLLMHeard(OnVLLM):
 
     def test_sounds_against_transformers(self, engine: Engine, reference: Engine) -> None:
         self.compare(engine, reference, sounds(), "sounds")
+
+    @pytest.mark.parametrize("media", [sounds, clips])
+    def test_gaps_in_sounds_are_computed_at_once(
+        self, engine: Engine, reference: Engine, media: Callable[[], list[Chunk]]
+    ) -> None:
+        self.compare_gaps(engine, reference, media())
 
     def test_videos_with_their_sound_against_transformers(self, engine: Engine, reference: Engine) -> None:
         self.compare(engine, reference, clips(), "clips")
