@@ -1,7 +1,8 @@
 """Measurements of a model: its profile, which ``auto`` follows, and its shared basis, over which patches may be stored.
 
 A profile is the result of `ctxwin eval probe MODEL`: ``ctxwin-profile.json`` beside the weights or, if that folder cannot be
-written or is the Hub's, a file of the user's own named by the weights. A profile of other weights is refused.
+written or is the Hub's, a file of the user's own named by the weights. A profile of other weights is refused. Profiles of some
+released models come with the library (`SHIPPED`).
 
 `ctxwin eval basis MODEL` fits a basis on deficits of many contexts: directions that capture most of the effect of conditioning
 on KV, for any chunk. A patch is then ``rank`` numbers per token, and the directions are stored once per model, not per chunk.
@@ -43,6 +44,9 @@ PROFILE_NAME = "ctxwin-profile.json"
 PROFILE_FORMAT: Literal[1] = 1
 PROFILES_VARIABLE = "CTXWIN_PROFILES"
 """Environment variable with the folder of the user's own profiles; default: ``$XDG_DATA_HOME/ctxwin/profiles``."""
+
+SHIPPED = Path(__file__).parent / "model_profiles"
+"""Profiles of released models: files named ``BYTES-WEIGHTS.json``, by the size of all weights and by `model_digest`."""
 
 BASIS_NAME = "ctxwin-basis.st"
 BASIS_FORMAT = "1"
@@ -132,7 +136,7 @@ class Profile(BaseModel):
 
 
 def find_profile(model: str | Path) -> Profile | None:
-    """Return the profile of a model, or None: the latest of the one beside its weights and the user's own.
+    """Return the profile of a model, or None: the latest of the one beside its weights, the user's own and a shipped one.
 
     A profile that cannot be read or was measured on other weights is skipped with a warning.
     """
@@ -163,7 +167,10 @@ def _look_up(
     try:
         places = [folder / name, *([user_profile(folder, Path(name).suffix)] if _has_own() else [])]
         paths = [path for path in places if path.is_file()]
-        weights_digest = model_digest(folder) if paths else ""
+        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        alike = [path for path in SHIPPED.glob(f"{size}-*{Path(name).suffix}") if name == PROFILE_NAME]
+        weights_digest = model_digest(folder) if paths or alike else ""
+        paths += [path for path in alike if path.stem == f"{size}-{weights_digest}"]
     except (OSError, ValueError) as error:
         log.warning("the weights of %s cannot be read (%s): its measurements are not used", folder, error)
         return [], [f"its weights cannot be read: {_describe(error)}"]

@@ -16,6 +16,7 @@ from ctxwin import Fidelity
 from ctxwin.profiles import (
     PROFILE_NAME,
     PROFILES_VARIABLE,
+    SHIPPED,
     Profile,
     find_profile,
     model_digest,
@@ -25,6 +26,7 @@ from ctxwin.profiles import (
     write_profile,
 )
 from ctxwin.tiny import checkpoint_dir
+from released_models import default_cache
 
 
 def profile_of(folder: Path, **fields: Any) -> Profile:
@@ -166,6 +168,36 @@ def test_what_is_neither_a_folder_nor_downloaded_has_no_profile() -> None:
         assert find_profile(name) is None
         with pytest.raises(ValueError, match="local folder or a Hub name"):
             model_digest(name)
+
+
+def test_a_shipped_profile_is_found_by_the_weights_and_by_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, other = model_in(tmp_path / "m"), model_in(tmp_path / "other", 1.0)
+    monkeypatch.setattr("ctxwin.profiles.SHIPPED", tmp_path / "shipped")
+    size = (model / "model.safetensors").stat().st_size
+    assert size == (other / "model.safetensors").stat().st_size, "only a digest tells them apart"
+    shipped = profile_of(model)
+    path = tmp_path / "shipped" / f"{size}-{shipped.weights}.json"
+    path.parent.mkdir()
+    path.write_text(shipped.model_dump_json())
+    with caplog.at_level(logging.WARNING, "ctxwin"):
+        assert find_profile(model) == shipped and resolve(Fidelity(), str(model)).mode == "patched"
+        assert find_profile(other) is None and not caplog.text
+    own = profile_of(model, date="2026-02-01", finding="unclear", fidelity=Fidelity("exact"))
+    write_profile(own, model)
+    assert find_profile(model) == own, "what was measured here later is followed"
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*")), ids=lambda path: path.stem)
+def test_shipped_profiles_are_named_by_the_weights_they_were_measured_on(path: Path) -> None:
+    profile = Profile.model_validate_json(path.read_bytes())
+    size, _, weights = path.stem.partition("-")
+    assert int(size) > 1 << 20 and weights == profile.weights and path.suffix == ".json"
+    assert profile.finding in ("binds", "chains") and profile.n >= 80, "shipped are those that were shown safe"
+    folder = default_cache() / profile.model
+    if folder.is_dir():
+        assert find_profile(folder) is not None and model_digest(folder) == weights
 
 
 def test_the_bundled_model_is_patched_in_its_deep_layers() -> None:
