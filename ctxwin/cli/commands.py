@@ -98,7 +98,8 @@ def _reader_has_left() -> bool:
 def one_line(error: BaseException) -> str:
     """Return the message of an error without line breaks; of the system's errors without their numbers."""
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror + (f": {error.filename!r}" if error.filename else "")
+        name = error.filename2 or error.filename  # the former is what a file was to become
+        return error.strerror + (f": {name!r}" if name else "")
     return " ".join(str(error).split()) or type(error).__name__
 
 
