@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -103,7 +104,7 @@ class LiveSession:
                 else:
                     self._answers.pop(message.id, None)
         except Exception as error:
-            await self._fail(error, reply_fields)
+            await self._fail(error, reply_fields or _id_in(raw))  # who sent it waits for a reply to that id
         if not reply_fields.get("number") or work is None:
             give_back()
         if work is not None:
@@ -152,3 +153,9 @@ class LiveSession:
         async with self._sending:
             with suppress(WebSocketDisconnect, RuntimeError):
                 await self._socket.send_text(raw)
+
+
+def _id_in(raw: bytes) -> dict[str, str]:
+    """Return the id of a message that cannot be read, as a field of the reply; nothing if it does not begin with one."""
+    match = re.match(rb'\s*\{(?:\s*"type"\s*:\s*"\w+"\s*,)?\s*"id"\s*:\s*"([\w.:-]{1,100})"', raw)
+    return {"id": match[1].decode()} if match else {}

@@ -112,6 +112,13 @@ def test_what_is_wrong_is_told_and_the_session_lives_on(server: Server, window: 
             live.recall()
         with pytest.raises(BudgetExceeded):
             live.ask("what?", 5000)
+        for wrong, said in (
+            ({"temprature": 1}, "temprature"),
+            ({"max_tokens": "two"}, "max_tokens"),
+            ({"query": "\ud800"}, "Unicode"),
+        ):
+            with pytest.raises(ValueError, match=said):  # a message that cannot be read is answered to its id
+                live.ask(**{"query": "what?", "max_tokens": 2, **wrong})
         assert live.ask("what?", 2).text
     with socket_of(server, window) as socket:
         assert hear(socket)["type"] == "open"
@@ -123,6 +130,9 @@ def test_what_is_wrong_is_told_and_the_session_lives_on(server: Server, window: 
         ]:  # fmt: skip
             socket.send(sent)
             assert said in hear(socket)["error"]["message"], sent
+        for sent in ('{"type": "ask", "id": "q-7", "query": 3}', '{"id":"q-7","type":"recall","time":"noon"}'):
+            socket.send(sent)
+            assert hear(socket)["id"] == "q-7"
         socket.send('{"type": "push", "chunk": 3}')
         assert hear(socket)["number"] == 6  # four of the others were frames
         socket.send('{"type": "stop"}')  # of nothing
