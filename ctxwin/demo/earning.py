@@ -37,6 +37,8 @@ def without_profile(model: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / source.name
         shutil.copytree(source, copy, ignore=shutil.ignore_patterns(PROFILE_NAME, BASIS_NAME))
+        with (copy / "config.json").open("a") as config:  # other bytes, so that no shipped profile is of this model
+            config.write("\n")
         os.environ |= {PROFILES_VARIABLE: str(Path(folder) / "profiles"), VARIABLE: "1"}
         yield copy
 

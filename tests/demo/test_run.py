@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from ctxwin.demo.footage import VideoFootage, WorldFootage
 from ctxwin.demo.run import Options, prepare, run, summarise
 from ctxwin.errors import UnsupportedModel
 from ctxwin.fidelity import Fidelity
-from ctxwin.profiles import PROFILE_NAME, PROFILES_VARIABLE
+from ctxwin.profiles import PROFILE_NAME, PROFILES_VARIABLE, find_profile
 from ctxwin.tiny import checkpoint_dir
 from ctxwin.tiny.world import answer
 from ctxwin.view import totals
@@ -175,6 +176,20 @@ def test_without_a_profile_lanes_earn_trust_between_asks(tmp_path: Path, monkeyp
     assert any(said.startswith("survivor promoted") for said in later["decisions"])
     with pytest.raises(ValueError, match="--no-profile needs --model tiny or the folder of a model, got 'a/hub-name'"):
         without_profile("a/hub-name").__enter__()
+
+
+def test_without_a_profile_is_without_a_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in (PROFILES_VARIABLE, VARIABLE):
+        monkeypatch.setenv(variable, "")
+    profile = find_profile(checkpoint_dir())
+    assert profile is not None
+    size = sum(file.stat().st_size for file in checkpoint_dir().glob("*.safetensors"))
+    (tmp_path / f"{size}-{profile.weights}.json").write_text(profile.model_dump_json())
+    monkeypatch.setattr("ctxwin.profiles.SHIPPED", tmp_path)
+    with without_profile("tiny") as model:
+        assert find_profile(model) is None
+        shutil.copy(checkpoint_dir() / "config.json", model / "config.json")
+        assert find_profile(model) == profile, "it would be found by the weights"
 
 
 def test_a_video_of_ones_own(engine: Any, tmp_path: Path) -> None:
