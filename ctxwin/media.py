@@ -222,11 +222,17 @@ def stack_frames(frames: Sequence[Any]) -> np.ndarray:
 
 
 def png(frame: np.ndarray) -> bytes:
-    """Encode an RGB picture ``[H, W, 3]`` uint8 without loss."""
+    """Encode an RGB picture ``[H, W, 3]`` uint8 without loss. Raises BadMedia for an array that Pillow takes for none."""
     from PIL import Image
 
     buffer = io.BytesIO()
-    Image.fromarray(frame).save(buffer, "PNG", compress_level=1)
+    try:
+        picture = Image.fromarray(frame)
+    except TypeError as error:
+        raise BadMedia(
+            f"an image array must be HxWx3 uint8 RGB, got shape {frame.shape} dtype {frame.dtype}; {_conversion(frame)}"
+        ) from error
+    picture.save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()
 
 

@@ -21,7 +21,7 @@ from PIL import Image
 from ctxwin import Chunk
 from ctxwin.errors import BadMedia
 from ctxwin.hashing import digest
-from ctxwin.media import as_rgb, pack_frames, pixels_digest, unpack_frames
+from ctxwin.media import as_rgb, pack_frames, pixels_digest, png, unpack_frames
 from ctxwin.video import decode_video
 
 PLAIN = st.recursive(
@@ -183,6 +183,14 @@ def test_addresses_are_refused_by_name(make: Callable[[str], Chunk], address: st
     with pytest.raises(BadMedia, match="URLs are not opened, pass the file's bytes") as refused:
         make(address)
     assert len(str(refused.value)) < 400
+
+
+@given(arrays(np.float64, (4, 5, 3), elements=st.floats(0, 1)))
+def test_pixels_that_are_no_bytes_are_no_picture_to_send(pixels: np.ndarray) -> None:
+    with pytest.raises(BadMedia, match=r"dtype float64; convert it first: \(x \* 255\)"):
+        png(pixels)
+    whole = (pixels * 255).astype("uint8")
+    assert np.array_equal(as_rgb(png(whole)), whole)
 
 
 def test_a_cut_image_is_refused(picture: np.ndarray) -> None:
