@@ -10,6 +10,8 @@ from pathlib import Path
 
 MOST_STAYS, MOST_WITH_OTHERS = 12, 30
 """Stays in rooms of the server, and with those in other distributions."""
+MOST_CALLS, MOST_CALLS_A_TURN = 2400, 150
+"""Calls of functions of ours for the fifth turn of a chat with pictures, and more for each turn that its history has."""
 
 
 def test_a_plain_chat_takes_few_steps_to_the_engine() -> None:
@@ -22,3 +24,9 @@ def test_a_plain_chat_takes_few_steps_to_the_engine() -> None:
     assert {"app", "process", "vllm", "chat"} <= set(own), done.stdout
     assert len(own) <= MOST_STAYS, done.stdout
     assert len(rooms) <= MOST_WITH_OTHERS, done.stdout
+    calls = {
+        int(turn): int(count) for word, turn, count in map(str.split, done.stdout.splitlines()[-2:]) if word == "calls"
+    }
+    (early, few), (late, many) = sorted(calls.items())
+    assert few <= MOST_CALLS, done.stdout
+    assert (many - few) / (late - early) <= MOST_CALLS_A_TURN, done.stdout

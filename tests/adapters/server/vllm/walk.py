@@ -3,17 +3,21 @@
     python tests/adapters/server/vllm/walk.py
 
 prints the rooms in the order in which the chat enters or comes back to them, one a line, with the function that is entered there.
-A room is a package of `ctxwin_server`, or another distribution; `ctxwin` itself is the ground below all of them.
+A room is a package of `ctxwin_server`, or another distribution; `ctxwin` itself is the ground below all of them. The last lines
+say how many calls of Python functions of ours a chat with a picture a turn takes on the same way, by turn.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import dis
+import io
 import json
 import os
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any
@@ -22,6 +26,8 @@ _WALKS: ContextVar[Walk | None] = ContextVar("walk", default=None)
 _PREFIXES = ("ctxwin_", "langchain_ctxwin")
 TURNS = 4
 """Turns of the chat, whose last one is followed: by then the server has seen everything once."""
+COUNTED = (5, 13)
+"""Turns of the chat with pictures whose calls are counted."""
 
 
 def room_of(frame: FrameType | None) -> str | None:
@@ -36,11 +42,17 @@ def room_of(frame: FrameType | None) -> str | None:
 
 
 class Walk:
-    """Rooms in the order of a request's walk, each with the function that was entered."""
+    """Rooms in the order of a request's walk, each with the function that was entered, and the number of calls of ours."""
 
     def __init__(self) -> None:
         self.stays: list[tuple[str, str]] = []
         self.handed_over: list[tuple[str, str]] = []
+        self.calls = self.calls_before = 0
+
+    def call(self, frame: FrameType) -> None:
+        """Note that a function is called."""
+        self.calls += frame.f_globals.get("__name__", "").startswith("ctxwin")
+        self.enter(frame)
 
     def enter(self, frame: FrameType | None) -> None:
         """Note that a frame goes on."""
@@ -50,7 +62,7 @@ class Walk:
 
     def hand_over(self) -> None:
         """Note that vLLM's engine has got a request; the last one is the chat's own."""
-        self.handed_over = list(self.stays)
+        self.handed_over, self.calls_before = list(self.stays), self.calls
 
 
 def follow(frame: FrameType, event: str, _: Any) -> None:
@@ -62,7 +74,7 @@ def follow(frame: FrameType, event: str, _: Any) -> None:
     code, at = frame.f_code.co_code, max(frame.f_lasti, 0)
     operation = dis.opname[code[at]]
     if event == "call" and not (operation == "RESUME" and code[at + 1] & 3):
-        walk.enter(frame)
+        walk.call(frame)
     elif event == "return" and operation != "YIELD_VALUE":
         walk.enter(frame.f_back)
 
@@ -93,13 +105,37 @@ async def _chat(app: Any, body: dict[str, Any], walk: Walk | None = None) -> dic
     return answer
 
 
-async def _walk() -> Walk:
+def _picture(turn: int) -> str:
+    from PIL import Image
+
+    packed = io.BytesIO()
+    Image.new("RGB", (56, 56), (turn * 16, 0, 255 - turn * 16)).save(packed, "PNG")
+    return "data:image/png;base64," + base64.b64encode(packed.getvalue()).decode()
+
+
+async def _walk(content: Callable[[int], Any], app: Any, turns: Sequence[int], **options: Any) -> list[Walk]:
+    """Return the walks of these turns of a chat, each of whose questions is ``content`` of its turn."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "You remember."}]
+    walks = []
+    for turn in range(1, turns[-1] + 1):
+        messages.append({"role": "user", "content": content(turn)})
+        body = {"model": "tiny", "messages": messages, "max_tokens": 4, "temperature": 0, **options}
+        walk = Walk() if turn in turns else None
+        answer = await asyncio.create_task(_chat(app, body, walk))
+        walks += [] if walk is None else [walk]
+        messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"] or ""})
+        await asyncio.gather(*app.state.engine_client._tasks)  # a turn before its write-back would wait for that
+    assert answer["usage"]["ctxwin"]["lanes"].get("resident"), answer
+    return walks
+
+
+async def _walks() -> tuple[Walk, list[Walk]]:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from ctxwin_server.app.settings import Settings
     from ctxwin_server.vllm.server import serving_app
 
-    generate, walk = AsyncLLM.generate, Walk()
+    generate = AsyncLLM.generate
 
     def generate_after_walk(self: Any, *args: Any, **options: Any) -> Any:
         if (current := _WALKS.get()) is not None:
@@ -111,24 +147,25 @@ async def _walk() -> Walk:
         AsyncLLM.generate = generate_after_walk
         threading.setprofile(follow)  # of the threads that work for a request, which start with the first
         sys.setprofile(follow)  # not before: vLLM's start would take a minute
-        messages = [{"role": "system", "content": "You remember."}]
-        for turn in range(TURNS):
-            messages.append({"role": "user", "content": f"step {turn}: a light is on."})
-            body = {"model": "tiny", "messages": messages, "max_tokens": 4, "temperature": 0}
-            answer = await asyncio.create_task(_chat(app, body, walk if turn == TURNS - 1 else None))
-            messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"] or ""})
-            await asyncio.gather(*app.state.engine_client._tasks)  # a turn before its write-back would wait for that
+        [walk] = await _walk(lambda turn: f"step {turn}: a light is on.", app, [TURNS])
+
+        def shown(turn: int) -> list[dict[str, Any]]:
+            text = {"type": "text", "text": f"picture {turn}: a light is on."}
+            return [{"type": "image_url", "image_url": {"url": _picture(turn)}}, text]
+
+        counted = await _walk(shown, app, COUNTED, ctxwin={"fidelity": {"mode": "exact"}})
         sys.setprofile(None)
-        assert answer["usage"]["ctxwin"]["lanes"].get("resident"), answer
-    return walk
+    return walk, counted
 
 
 def main() -> None:
     """Print the walk."""
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    walk = asyncio.run(_walk())
+    walk, counted = asyncio.run(_walks())
     for room, function in walk.handed_over:
         print(f"{room:12} {function}")
+    for turn, pictures in zip(COUNTED, counted, strict=True):
+        print("calls", turn, pictures.calls_before)
     sys.stdout.flush()
     os._exit(0)
 
