@@ -75,7 +75,7 @@ def test_passages_lose_what_they_lose_on_transformers(model: Path, engine: Engin
         for harm, other_harm in zip(ours.harms[strategy], theirs.harms[strategy], strict=True):
             assert harm.kind == other_harm.kind
             assert harm.amount == pytest.approx(other_harm.amount, rel=2e-2, abs=1e-4), strategy
-    assert max(harms[0].amount for harms in ours.harms.values()) > 1e-3
+    assert max(harms[0].amount for harms in ours.harms.values()) > 2e-4, "it loses more than the two may differ by"
 
 
 def test_audits_leave_nothing_in_the_exact_prefix_cache(engine: Engine) -> None:
