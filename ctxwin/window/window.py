@@ -76,7 +76,7 @@ class Window(WindowReader):
         eviction: Eviction | None = None,
         retrieval: Retrieval | None = None,
     ) -> None:
-        if not isinstance(engine, Engine):
+        if not hasattr(engine, "spec"):
             raise TypeError(f"engine must be one that open_engine returns, got {engine!r}"[:200])
         if not isinstance(fidelity, Fidelity | None):
             raise TypeError(f"fidelity must be a Fidelity, got {fidelity!r}; pass Fidelity({fidelity!r})"[:200])

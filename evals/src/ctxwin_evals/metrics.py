@@ -382,9 +382,5 @@ def matched(patch: Outcomes, share: float, settings: Sequence[Setting]) -> Match
         "shares": [low_share, upper.share if upper else None],
         "interpolated": 0.0 < weight < 1.0,
         **_difference(gaps, removed, [patch[i].row.base_kl for i in shared], clusters),
-        "above": above and _only(above),
+        "above": above and cast(Difference, {k: v for k, v in above.items() if k in Difference.__annotations__}),
     }
-
-
-def _only(pair: Pair) -> Difference:
-    return {k: pair[k] for k in Difference.__annotations__}  # type: ignore[literal-required,return-value]

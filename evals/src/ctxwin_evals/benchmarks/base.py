@@ -231,6 +231,8 @@ PlainName = Annotated[str, AfterValidator(_plain_name)]
 
 def checked(kind: type[_Row], row: Any, where: str) -> _Row:
     """A row as a model; ValueError that names the place and the field that is wrong."""
+    if isinstance(row, ValueError):
+        raise row
     try:
         return kind.model_validate(row)
     except ValidationError as error:
@@ -260,7 +262,9 @@ def read_json(path: Path) -> Any:
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, int, Any]]:
-    """Rows of a JSON-lines file as (place for messages, byte offset, row). Raises ValueError for a line that is no JSON."""
+    """Rows of a JSON-lines file as (place for messages, byte offset, row); a line that is no JSON is the error to raise for it.
+
+    Raises ValueError for a last line that is cut short: others may be missing."""
     with path.open("rb") as file:
         at = 0
         for number, raw in enumerate(file, start=1):
@@ -305,8 +309,10 @@ def _parse(raw: bytes, where: str) -> Any:
     try:
         return json.loads(raw.decode("utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        torn = "" if raw.endswith(b"\n") else "; it is the last line and has no end: the file is cut short"
-        raise ValueError(f"{where} must be one JSON object, got {error}{torn}") from error
+        wrong = f"{where} must be one JSON object, got {error}"
+        if raw.endswith(b"\n"):
+            return ValueError(wrong)
+        raise ValueError(f"{wrong}; it is the last line and has no end: the file is cut short") from error
 
 
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -277,7 +277,8 @@ def score_answer(answer: str, target: Any) -> Scored:
 
 def _choice(response: str, target: int) -> Scored:
     if response.isdecimal():
-        return Scored(float(int(response) == target), _letter(int(response)))
+        index = int(response)
+        return Scored(float(index == target), chr(ord("A") + index) if index < 26 else str(index))
     text = response.lower().replace("the answer is", "").replace("*", "")
     if "." in text:
         text = text.split(".")[0].replace(",", "")
@@ -286,10 +287,6 @@ def _choice(response: str, target: int) -> Scored:
     if len(text) != 1:
         return Scored(0.0, "")
     return Scored(float(ord(text) - ord("a") == target), text.upper())
-
-
-def _letter(index: int) -> str:
-    return chr(ord("A") + index) if index < 26 else str(index)
 
 
 def _counts(response: str, target: Sequence[Any]) -> Scored:
