@@ -143,7 +143,6 @@ class _Prompt:
     """What the engine is asked: the state laid out, the query, and what that has cost so far."""
 
     state: State
-    fidelity: Fidelity
     layout: Layout
     query: Encoded
     sampling: Sampling
@@ -244,7 +243,7 @@ def _lay_out(core: WindowCore, question: Question, state: State, fidelity: Fidel
     planned_ms = layout.ms + costs.forward_ms(query.tokens, state.tokens)
     if sampling.merge_prompt:
         planned_ms = costs.request_ms + costs.forward_ms(state.tokens + query.tokens, 0)
-    return _Prompt(state, fidelity, layout, query, sampling, work, captures_query, planned_ms, layout_s)
+    return _Prompt(state, layout, query, sampling, work, captures_query, planned_ms, layout_s)
 
 
 def _generate(

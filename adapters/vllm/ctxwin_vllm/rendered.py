@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
+from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -415,7 +416,7 @@ class RenderedRequest(Engine):
                 media.append(replace(ahead[0], offset=ahead[0].offset - begin))
                 ahead.popleft()
             pictures = tuple((self._media[span.key].picture.content(), span.grid_thw) for span in media)
-            chunk = _segment_chunk(self._engine.tenant, ids, pictures)
+            chunk = _segment_chunk(self._engine.tenant, array("I", ids).tobytes(), pictures)
             local = positions[:, begin:stop] - starts[i]
             encoded = Encoded(chunk.id, ids, local, starts[i + 1] - starts[i], tuple(media))
             self._encoded[chunk.id] = encoded
@@ -423,11 +424,12 @@ class RenderedRequest(Engine):
         return segments
 
 
-@lru_cache(maxsize=4096)
-def _segment_chunk(tenant: str, ids: tuple[int, ...], pictures: tuple[tuple[str, tuple[int, int, int]], ...]) -> Chunk:
+@lru_cache(maxsize=1024)
+def _segment_chunk(tenant: str, packed_ids: bytes, pictures: tuple[tuple[str, tuple[int, int, int]], ...]) -> Chunk:
     """Return the chunk of a segment, which most of a chat's next requests have again; ``tenant`` finds no other one's.
 
-    It holds a digest in place of the tokens: a conversation keeps many chunks, and its next request has their tokens.
+    It holds a digest in place of the tokens: a conversation keeps many chunks, and its next request has their tokens. The keys
+    here have four bytes a token.
     """
-    named = digest("segment", list(ids), [[content, list(grid)] for content, grid in pictures])
+    named = digest("segment", array("I", packed_ids).tolist(), [[content, list(grid)] for content, grid in pictures])
     return Chunk.text(named, keep_source=False)

@@ -11,7 +11,7 @@ from pathlib import Path
 MOST_STAYS, MOST_WITH_OTHERS = 12, 30
 """Stays in rooms of the server, and with those in other distributions."""
 MOST_CALLS = {5: 2400, 13: 3600}
-"""Calls of functions of ours by turn of a chat with pictures; some 500 are of work that may end in front of the next turn."""
+"""Calls of functions of ours by turn of a chat with pictures; runs differ by up to 500."""
 
 
 def test_a_plain_chat_takes_few_steps_to_the_engine() -> None:
