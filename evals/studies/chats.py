@@ -12,8 +12,9 @@ of agent, all written against the official clients and unchanged between the way
 - ``clock``: that loop with its whole history, 30 turns at most, with and without a clock in the system prompt, which is served
   as sent or late, behind the history.
 
-``--model random`` is the benchmark's random model of half a billion parameters, whose answers are noise and whose cost is real.
-No profile knows it, so its third way is a fidelity chosen by hand, the one of the bundled profile.
+``--model random`` is the benchmark's random model of half a billion parameters, whose answers are noise and whose cost is real;
+``random-7b`` has Qwen2-VL-7B's sizes. No profile knows them, so their third way is a fidelity chosen by hand, the one of the
+bundled profile.
 
 vLLM alone is the reference of the answers. Each way has a prefix-cache space of its own, so that none finds another's KV.
 """
@@ -27,6 +28,7 @@ import io
 import json
 import math
 import re
+import shlex
 import socket
 import statistics
 import subprocess
@@ -48,7 +50,7 @@ from ctxwin.chunk import Chunk
 from ctxwin.tiny import world
 from ctxwin_chats.context_management import CLEARED
 from ctxwin_client import RemoteWindow, chunk_part, upload
-from ctxwin_evals.bench.model import Sizes, ensure_model
+from ctxwin_evals.bench.model import SEVEN_B, Sizes, ensure_model
 from ctxwin_evals.console import Json, errors, new_table, show
 from ctxwin_evals.stats import wilson
 
@@ -60,6 +62,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "profile": {"windows": "auto"},
 }
 BY_HAND: dict[str, Any] = {"mode": "patched", "rank": 11, "layers": "deep"}
+RANDOM = {"random": Sizes(), "random-7b": SEVEN_B}
 AGENTS = ("sliding", "openai", "anthropic", "habits", "clock")
 SYSTEM, KEEP, FRAMES, ASKS = "You watch a camera.", 4, 5, 16
 LOG = "The door is shut. Nobody is there. All is quiet. Two boats pass.\n"
@@ -125,8 +128,8 @@ def median_interval(values: list[float]) -> tuple[float, float, float]:
 
 @contextlib.contextmanager
 def running_server(model: str, arguments: list[str]) -> Iterator[tuple[str, int]]:
-    """``ctxwin serve MODEL``, until the block ends: its address and its process. ``random``: the benchmark's random model."""
-    model = str(ensure_model(Sizes(), 0)[0]) if model == "random" else model
+    """``ctxwin serve MODEL``, until the block ends: its address and its process. A name of `RANDOM` is a random model."""
+    model = str(ensure_model(RANDOM[model], 0)[0]) if model in RANDOM else model
     with running_module(["ctxwin", "serve", model, "--restarts", "0", *arguments]) as server:
         yield server
 
@@ -417,7 +420,7 @@ def run(
 
     ``output`` has the rows of the habits as soon as they are there.
     """
-    if model == "random":
+    if model in RANDOM:
         WAYS.get("profile", {})["fidelity"] = BY_HAND
     stream = world.make_stream(seed=seed, n_frames=ASKS)
     frames = [np.asarray(world.render(frame)) for frame in stream]
@@ -455,7 +458,7 @@ def run(
 
 
 def main(
-    model: Annotated[str, typer.Option(help="What is served: tiny, random, or a local folder.")] = "tiny",
+    model: Annotated[str, typer.Option(help="What is served: tiny, random, random-7b, or a local folder.")] = "tiny",
     turns: Annotated[int, typer.Option(min=1, help="Turns of the computer-use loop.")] = 100,
     seed: Annotated[int, typer.Option(help="Of the frames.")] = 7,
     scale: Annotated[int, typer.Option(min=1, help="How much larger the loop's screenshots are than a frame.")] = 1,
@@ -464,6 +467,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="What the server computes in.")] = "float32",
     think: Annotated[float, typer.Option(min=0, help="Seconds between turns where the next is computed ahead.")] = 2.0,
     keep: Annotated[int, typer.Option(min=1, help="Screenshots that the habits keep.")] = KEEP,
+    server: Annotated[str, typer.Option(help="More arguments of ctxwin serve, in one string.")] = "",
     output: Annotated[Path | None, typer.Option(help="Where the rows go, as JSON.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -476,7 +480,8 @@ def main(
             raise ValueError(f"ways must be of {', '.join(WAYS)}, got {', '.join(sorted(unknown))}")
         for way in [way for way in WAYS if ways and way not in ("off", *ways.split(","))]:
             del WAYS[way]
-        rows = run(model, turns, seed, scale, chosen, ["--dtype", dtype], output, think, keep)
+        arguments = ["--dtype", dtype, *shlex.split(server)]
+        rows = run(model, turns, seed, scale, chosen, arguments, output, think, keep)
     if output is not None:
         output.write_text(json.dumps(rows, indent=1))
     table = new_table(

@@ -13,6 +13,7 @@ import contextlib
 import http.client
 import json
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -95,8 +96,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(arguments: list[str] | None) -> Iterator[Server]:
-    """A server until the block ends: vLLM's own where there are no ``arguments``."""
+def running(arguments: list[str] | None, more: list[str]) -> Iterator[Server]:
+    """A server until the block ends: vLLM's own where there are no ``arguments``. ``more`` are of either."""
     environment = {**os.environ, **_ENVIRONMENT}
     if arguments is None:
         environment["VLLM_PLUGINS"] = ""  # ours is installed, too
@@ -104,7 +105,7 @@ def running(arguments: list[str] | None) -> Iterator[Server]:
         command.append("--enable-prompt-tokens-details")
     else:
         command = ["ctxwin", "serve", str(checkpoint_dir()), "--restarts", "0", *arguments]
-    with running_module([*command, *_ARGUMENTS], environment) as (url, process):
+    with running_module([*command, *_ARGUMENTS, *more], environment) as (url, process):
         yield Server(url.removeprefix("http://"), process)
 
 
@@ -160,12 +161,13 @@ def main(
     turns: Annotated[int, typer.Option(min=2, help="Turns of a chat.")] = 10,
     seed: Annotated[int, typer.Option(help="Of the chats and pictures.")] = 7,
     only: Annotated[str, typer.Option(help="Servers beside vLLM, comma-separated.")] = "off,exact",
+    server: Annotated[str, typer.Option(help="More arguments of each server, in one string.")] = "",
     as_json: Json = False,
 ) -> None:
     """Measure the time and the processor time that a server adds to plain chats."""
     with errors(), contextlib.ExitStack() as stack:
         names = ["vllm", *only.split(",")]
-        servers = {name: stack.enter_context(running(SERVERS[name])) for name in names}
+        servers = {name: stack.enter_context(running(SERVERS[name], shlex.split(server))) for name in names}
         rows = list(measure(servers, chats, turns, seed))
     table = new_table("", "chat|tokens|server|n|p50 ms|added ms|API ms|engine ms", left=(0, 2))
     for row in rows:

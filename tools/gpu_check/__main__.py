@@ -72,6 +72,9 @@ def main() -> int:
     parser.add_argument("--only", choices=SECTIONS, action="append", help="these sections only; may be given again")
     parser.add_argument("--compare", action="store_true", help="compare only, and time nothing")
     parser.add_argument("--layers", type=int, default=8, help="layers of the decoders that are run whole (default 8)")
+    parser.add_argument(
+        "--model", type=Path, action="append", default=[], help="folder of a text model for vLLM; may be given again"
+    )
     parser.add_argument("--out", type=Path, default=Path("gpu-check"), help="folder of the results (default gpu-check)")
     options = parser.parse_args()
     # The little that --quick does is done whole, so that a busy machine leaves out nothing.
@@ -89,7 +92,7 @@ def main() -> int:
         wanted = [name for name in wanted if name != "engines"]
     for name, found, share, say in (
         ("correct", check_all(device, quick=options.quick), 0.4, _say_correct),
-        ("engines", engines(device, quick=options.quick), 0.7, _say_engine),
+        ("engines", engines(device, quick=options.quick, models=options.model), 0.7, _say_engine),
     ):
         if name in wanted:
             result[name], result["complete"][name] = clock.take(name, found, share, say)
@@ -151,7 +154,7 @@ def _say_correct(row: Row) -> str:
 
 
 def _say_engine(row: Row) -> str:
-    where = f"{row['engine']}, {row['program']}"
+    where = ", ".join(row[key] for key in ("model", "engine", "program") if key in row)
     if row["fault"] or "asks" not in row:
         return f"{where}: {row['fault'] or _times(row)}"
     return f"{where}: {row['equal']} of {row['compared']} answers equal, {row['away']:.2g} away, kernel {row['kernel']}"

@@ -1,7 +1,7 @@
 """Does the embedded vLLM answer right on this GPU, and what does a slide cost? Run by ``gpu_check`` where vLLM is installed.
 
-``python tools/gpu_check/engine.py NAME DEVICE`` is one engine in a process of its own, which ends with it. It writes rows as
-JSON: programs of edits and asks, and, for ``7B``, times of first tokens.
+``python tools/gpu_check/engine.py NAME DEVICE [MODEL]`` is one engine in a process of its own, which ends with it. It writes rows
+as JSON: programs of edits and asks, and, for ``7B``, times of first tokens. Without MODEL, a folder, it opens the bundled model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -37,6 +37,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bfloat16, compiled, CUDA graphs, stage outputs": {"dtype": "bfloat16", "outputs": True},
 }
 """The engines that programs run on; the first one also on a processor."""
+PRETRAINED = ("float32, Triton attention, eager", "bfloat16, compiled, CUDA graphs")
+"""The engines that other models than the bundled one run on."""
 TIMES = "7B"
 BOUNDS = {"float32": 1e-3, "bfloat16": 0.5}
 """How far log-probabilities may be from those of a re-prefill by the same vLLM, or of the transformers engine."""
@@ -51,11 +53,16 @@ ENVIRONMENT = {
 HEADER, LIMIT_S = "You watch a camera.", 150
 
 
-def engines(device: torch.device, *, quick: bool) -> Iterator[Row]:
-    """Yield the rows of all engines; one that does not open or end in time is a row with a ``fault``."""
+def engines(device: torch.device, *, quick: bool, models: Sequence[Path] = ()) -> Iterator[Row]:
+    """Yield the rows of all engines; one that does not open or end in time is a row with a ``fault``.
+
+    ``models`` are folders of text models, each of which runs the programs on texts in float32 and compiled in bfloat16.
+    """
     names = [*OPTIONS, TIMES] if device.type == "cuda" and not quick else [*list(OPTIONS)[:1], TIMES]
-    for name in names:
-        command = [sys.executable, __file__, name, str(device)]
+    runs = [(name, None) for name in names]
+    runs += [(name, model) for model in models for name in PRETRAINED if name in names]
+    for name, model in runs:
+        command = [sys.executable, __file__, name, str(device), *([str(model)] if model else [])]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=LIMIT_S, env={**ENVIRONMENT, **os.environ}, check=False
@@ -64,41 +71,44 @@ def engines(device: torch.device, *, quick: bool) -> Iterator[Row]:
             fault = None if done.returncode == 0 else done.stderr.strip().splitlines()[-1:]
         except subprocess.TimeoutExpired:
             rows, fault = [], [f"not done after {LIMIT_S} s"]
-        yield from rows
+        label = {"engine": name} | ({"model": model.name} if model else {})
+        yield from (label | row for row in rows)
         if fault is not None:
-            yield {"engine": name, "program": "all", "fault": fault[0] if fault else "it ended without a word"}
+            yield label | {"program": "all", "fault": fault[0] if fault else "it ended without a word"}
 
 
-def main(name: str, device: torch.device) -> None:
+def main(name: str, device: torch.device, model: Path | None = None) -> None:
     """Run one engine and write its rows, each in a line behind ``row``."""
-    for row in times(device) if name == TIMES else programs(name, device):
-        sys.stdout.write(f"row {json.dumps({'engine': name} | row)}\n")
+    for row in times(device) if name == TIMES else programs(name, device, model):
+        sys.stdout.write(f"row {json.dumps(row)}\n")
     sys.stdout.flush()
     os._exit(0)  # vLLM's threads may outlive it
 
 
-def programs(name: str, device: torch.device) -> Iterator[Row]:
-    """Run every program on the bundled model: exact ones against re-prefills, others against the transformers engine."""
+def programs(name: str, device: torch.device, model: Path | None = None) -> Iterator[Row]:
+    """Run every program: exact ones against re-prefills, others against the transformers engine; on texts only with ``model``."""
     from ctxwin import open_engine
     from ctxwin.tiny import checkpoint_dir
 
     dtype = OPTIONS[name]["dtype"]
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # pictures, too, in float32
-    with _open(str(checkpoint_dir()), device, **OPTIONS[name]) as engine:
+    folder = str(model or checkpoint_dir())
+    contents = (_passages(),) if model else (_texts(), _pictures())
+    with _open(folder, device, **OPTIONS[name]) as engine:
         paged = engine.core.transport.paged  # type: ignore[attr-defined]  # of `VLLMEngine`
         kernel = {"kernel": paged.kernel, "in_place": paged.direct, "backend": type(paged.layers[0].impl).__name__}
         if engine.spec.outputs:
             yield {"program": "hidden states, text"} | kernel | hidden_states(engine, *_texts()[1:])
             return
-        for content in (_texts(), _pictures()):
+        for content in contents:
             yield {"program": f"exact, {content[0]}"} | kernel | exact(engine, *content[1:], BOUNDS[dtype])
             for kind in ("survivors", "patches", "blind"):
                 with engine.view(f"{kind} {content[0]}") as view:
                     got = reuse(view, kind, *content[1:])
-                with open_engine(f"hf:{checkpoint_dir()}", dtype=dtype, device=str(device)) as other:
+                with open_engine(f"hf:{folder}", dtype=dtype, device=str(device)) as other:
                     want = reuse(other, kind, *content[1:])
                 yield {"program": f"{kind}, {content[0]}"} | kernel | compare(got, want, BOUNDS[dtype])
-        yield {"program": "asks in one batch, text"} | kernel | mixed(engine, *_texts()[1:], BOUNDS[dtype])
+        yield {"program": "asks in one batch, text"} | kernel | mixed(engine, *contents[0][1:], BOUNDS[dtype])
 
 
 def mixed(engine: Engine, chunks: list[Chunk], questions: list[str], bound: float) -> Row:
@@ -247,6 +257,7 @@ def times(device: torch.device) -> Iterator[Row]:
         write_model(decoder, Path(folder), decoder.layers, "bfloat16", device)
         options = {
             "kv_cache_memory_bytes": (1 << 28) if small else 12 << 30,
+            "gpu_memory_utilization": 0.9,
             "enforce_eager": True,
             "dtype": "bfloat16",
         }
@@ -314,7 +325,7 @@ def _open(model: str, device: torch.device, **options: Any) -> AbstractContextMa
     if device.type != "cuda":
         options.pop("attention_backend", None)
     else:
-        options["gpu_memory_utilization"] = 0.9
+        options.setdefault("gpu_memory_utilization", 0.2)  # its blocks are counted in bytes
     return VLLMEngine(model, **({"kv_cache_memory_bytes": 1 << 30} | options))
 
 
@@ -344,6 +355,20 @@ def _texts() -> tuple[str, list[Chunk], list[str]]:
     return "text", [Chunk.text(text) for text in texts], ["color of 17?", "shape of 17?"]
 
 
+def _passages() -> tuple[str, list[Chunk], list[str]]:
+    import argparse
+    import collections
+    import inspect
+    import string
+    import threading
+
+    from ctxwin import Chunk
+
+    documented = (argparse, collections.Counter, string.Template, threading.Condition, inspect.Signature)
+    texts = [" ".join((inspect.getdoc(one) or "").split())[:600] for one in documented]
+    return "text", [Chunk.text(text) for text in texts], ["What is it for?", "Which names does it have?"]
+
+
 def _pictures() -> tuple[str, list[Chunk], list[str]]:
     from ctxwin import Chunk
     from ctxwin.tiny import world
@@ -354,4 +379,4 @@ def _pictures() -> tuple[str, list[Chunk], list[str]]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], torch.device(sys.argv[2]))
+    main(sys.argv[1], torch.device(sys.argv[2]), *map(Path, sys.argv[3:]))
