@@ -89,29 +89,32 @@ def test_a_cpu_needs_the_interpreter(kernel, monkeypatch):
         LoadPlan([SpanSlice(canonical(spec, 2, 0), 0)], spec, dtype=F64, kernel="triton")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("factors", ["bf16", "fp32"])
 def test_compiles_for_gpus(capability, factors):
-    """To machine code, without a GPU: a patched paged load of bfloat16 with heads of 128. Factors of 16 bits are multiplied by
-    matrix units; those of 32 are not, which would be in tf32."""
+    """To machine code, without a GPU: a patched paged load of bfloat16 with heads of 128, all of which turns, or a quarter.
+    Factors of 16 bits are multiplied by matrix units; those of 32 are not, which would be in tf32."""
     narrow = factors == "bf16"
     code = f"""
 import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from ctxwin.kv.kernels.fused import FIELDS, TARGETS, load_layers
-fixed = dict(FIELDS=FIELDS, TARGETS=TARGETS, HEADS=4, K_DIM=128, V_DIM=128, WIDTH=1024, HALF=64, STEP=1, OFFSET=64,
-             REST=0, TASKS=3, PATCHED=True, FRAMED=True, PAGED=True, NARROW={narrow}, ALIGNMENT=16, PART_ALIGNMENT=16,
-             BLOCK_SIZE=16, COMPUTE=tl.float32, STORED=tl.bfloat16, OUT=tl.bfloat16, BLOCK_T=16,
-             BLOCK_HALF=64, BLOCK_REST=16, BLOCK_V=64, BLOCK_R=16)
+fixed = dict(FIELDS=FIELDS, TARGETS=TARGETS, HEADS=4, K_DIM=128, V_DIM=128, WIDTH=1024, STEP=1,
+             TASKS=3, PATCHED=True, FRAMED=True, PAGED=True, NARROW={narrow}, ALIGNMENT=16, PART_ALIGNMENT=16,
+             BLOCK_SIZE=16, COMPUTE=tl.float32, STORED=tl.bfloat16, OUT=tl.bfloat16, BLOCK_T=16, BLOCK_V=64, BLOCK_R=16)
+whole = dict(HALF=64, OFFSET=64, REST=0, BLOCK_HALF=64, BLOCK_REST=16)
+quarter = dict(HALF=16, OFFSET=16, REST=96, BLOCK_HALF=16, BLOCK_REST=128)
 types = ["*{factors}"] + ["*i64"] * 3 + ["*fp32"] * 2 + ["*i64"] + ["i32"] * 13
 names = load_layers.arg_names
-signature = dict(zip(names, types)) | dict.fromkeys(fixed, "constexpr")
-assert list(signature) == names
-built = triton.compile(ASTSource(load_layers, signature, fixed), target=GPUTarget("cuda", {capability}, 32))
-code = built.asm["ptx"]
-assert built.asm["cubin"] and "fma.rn.f32" in code and ("mma" in code) == {narrow} and "tf32" not in code
+for turning in (whole, quarter):
+    constants = fixed | turning
+    signature = dict(zip(names, types)) | dict.fromkeys(constants, "constexpr")
+    assert set(signature) == set(names)
+    source = ASTSource(load_layers, {{name: signature[name] for name in names}}, constants)
+    built = triton.compile(source, target=GPUTarget("cuda", {capability}, 32))
+    code = built.asm["ptx"]
+    assert built.asm["cubin"] and "fma.rn.f32" in code and ("mma" in code) == {narrow} and "tf32" not in code
 print("compiled")
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)

@@ -97,6 +97,8 @@ def programs(name: str, device: torch.device, model: Path | None = None) -> Iter
     with _open(folder, device, **OPTIONS[name]) as engine:
         paged = engine.core.transport.paged  # type: ignore[attr-defined]  # of `VLLMEngine`
         kernel = {"kernel": paged.kernel, "in_place": paged.direct, "backend": type(paged.layers[0].impl).__name__}
+        if device.type == "cuda" and (paged.kernel, paged.direct) != ("triton", True):
+            yield {"program": "loads", "fault": f"they must run on the Triton kernel, in place, got {kernel}"}
         if engine.spec.outputs:
             yield {"program": "hidden states, text"} | kernel | hidden_states(engine, *_texts()[1:])
             return
