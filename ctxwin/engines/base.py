@@ -116,7 +116,8 @@ class Engine(ABC):
         """Encode a remembered exchange: query, turn closing, answer, reopened user turn (or ``after``, template text).
 
         Its first tokens are exactly ``encode_query(query)`` followed by ``answer_ids``, without placeholders of media that the
-        model wrote: `encode` must take them.
+        model wrote: `encode` must take them. Where the chat template writes the answer differently once a question follows
+        (without its thinking), it stands as written then. Raises UnsupportedModel where the template has no such turn.
         """
 
     @property

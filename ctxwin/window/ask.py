@@ -47,7 +47,8 @@ class AskOptions(SamplingOptions, total=False):
     """Options of `Window.ask`, `stream`, `aask` and `astream` beside query and length; None leaves the default.
 
     Attributes:
-        remember: append the exchange as a chunk, with the KV of this very pass.
+        remember: append the exchange as a chunk, with the KV of this very pass. An answer that the chat template writes
+            differently in an earlier turn (Qwen3's drops thinking) is remembered as written there, and computed so.
         logprobs: how many log-probabilities of the first token to return; -1 for the whole vocabulary.
         stop: texts or token ids that end the answer and are no part of it.
         json_schema: the answer is JSON of this schema.
@@ -230,6 +231,9 @@ def _lay_out(core: WindowCore, question: Question, state: State, fidelity: Fidel
     begin, sampling, costs = time.perf_counter(), question.sampling, core.engine.costs
     query = core.engine.encode_query(question.query)
     check_budget(state, query.tokens, sampling.max_tokens)
+    if question.remember:  # what cannot be remembered is refused before it is answered
+        turn = core.engine.encode_exchange(question.query, (), question.after)
+        check_budget(state, turn.tokens - (state.tokens - state.system_prompt_tokens), sampling.max_tokens)
     if core.idle is not None:
         core.idle.give_way(state)
     work = Work()
@@ -396,10 +400,10 @@ def _with_exchange(
     conditioning = front.computed(chunk.id, "computed")
     span = generation.query_span
     if span is not None:
-        # Without what follows a stop text, or the first token that is not remembered (a placeholder of media).
-        said = encoded.token_ids[prompt.query.tokens :]
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(ids, said, strict=False))
-        span = span.slice(0, min(span.tokens, prompt.query.tokens + len([*same])))
+        # Without what follows a stop text, or the first token that is remembered otherwise (thinking, a placeholder of media).
+        computed = (*prompt.query.token_ids, *ids)
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(computed, encoded.token_ids, strict=False))
+        span = span.slice(0, min(span.tokens, len([*same])))
         span = _complete_exchange(core, layout, generation, encoded, span, start, prompt.work)
         record = {"chunk": chunk.id, "provenance": conditioning.provenance, "exact": conditioning.exact}
         core.assembly.put(conditioning.span, span, encoded, **record, absorbed=layout.absorbed(len(layout.choices)))
@@ -424,7 +428,7 @@ def _complete_exchange(
         for i, segment in enumerate(layout.segments)
     ]
     kv = core.engine.spec.kv
-    if kv.maps or (kv.recurrent and not head.states):  # cut at a stop text there is no state, and never a map
+    if not n or kv.maps or (kv.recurrent and not head.states):  # cut short there is no state, and never a map
         return core.engine.prefill(segments, exchange, start, salt=layout.salt, tally=work)
     shift = int(exchange.positions[:, n].min())
     first = replace(exchange, token_ids=exchange.token_ids[:n], positions=exchange.positions[:, :n], advance=shift)

@@ -416,7 +416,7 @@ class Window(WindowReader):
         Raises:
             BudgetExceeded: system prompt, chunks, query and ``max_tokens`` do not fit the budget.
             ChunkUnavailable, EngineFailed: the window is then as it was.
-            UnsupportedModel: the engine cannot decode as asked.
+            UnsupportedModel: the engine cannot decode as asked, or the chat template cannot show what is to be remembered.
 
         Cost: what `plan` says, and a forward over the query.
         """

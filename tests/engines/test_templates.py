@@ -68,7 +68,7 @@ def test_chatml() -> None:
     reopened = "<|im_end|>\n<|im_start|>user\n"
     assert made.turns("assistant") == ("<|im_end|>\n<|im_start|>assistant\n", reopened)
     assert made.turns("tool") == ("<|im_end|>\n<|im_start|>tool\n", reopened)
-    assert made.exchange("q", "a") == reopened
+    assert made.exchange("a") == (made.closing, "a", reopened)
     assert made.picture() == ("<|vision_start|>", "<|vision_end|>")
     made.check_message("user", [{"type": "text", "text": "see "}, {"type": "image"}])
 
@@ -98,7 +98,7 @@ def test_no_template_is_plain_concatenation() -> None:
     made = template(None)
     assert made.plain
     assert (made.system_prompt("x"), made.system_prompt(""), made.closing) == (("", "\n"), ("", ""), "\n")
-    assert made.exchange("q", "a") == "\n"
+    assert made.exchange("a") == ("\n", "a", "\n")
     with pytest.raises(UnsupportedModel, match="no chat template"):
         made.turns("user")
 
@@ -153,19 +153,17 @@ def test_a_text_template_does_not_take_pictures() -> None:
 def test_stripped_thinking() -> None:
     made = template(STRIPS_THINKING)
     made.check_message("assistant", "red")
-    assert made.exchange("q", "red")
     with pytest.raises(UnsupportedModel, match="rewrites an earlier assistant turn"):
         made.check_message("assistant", "<think>hm</think>red")
-    with pytest.raises(UnsupportedModel, match="rewrites an earlier assistant turn"):
-        made.exchange("q", "<think>hm</think>red")
+    for answer in ("red", "<think>hm</think>red", "hm</think>\n red"):
+        assert made.exchange(answer) == (made.closing, "red", "<|im_end|>\n<|im_start|>user\n")
 
 
 def test_a_generation_prompt_that_later_turns_do_not_show() -> None:
     made = template(THINKING_PROMPT)
     assert made.closing.endswith("<think>\n")
     made.check_message("assistant", "red")
-    with pytest.raises(UnsupportedModel, match="cannot be remembered"):
-        made.exchange("q", "red")
+    assert made.exchange("red")[:2] == ("<|im_end|>\n<|im_start|>assistant\n", "red")
 
 
 @pytest.mark.parametrize(
@@ -188,6 +186,14 @@ def test_roles_that_alternate_still_take_answers() -> None:
 
 def test_blanks_at_the_ends_may_be_trimmed() -> None:
     template(TRIMS).check_message("assistant", " red\n")
+    assert template(TRIMS).exchange(" red\n")[1] == " red\n"
+
+
+def test_an_answer_that_no_earlier_turn_can_show_stays_as_it_is() -> None:
+    for answer in ("CTXWINLAST", "CTXWINUSER", " ", ""):
+        assert template(STRIPS_THINKING).exchange(answer)[1] == answer
+    with pytest.raises(UnsupportedModel, match="no assistant turn"):
+        template(LAST_ONLY).exchange("red")
 
 
 def test_a_template_without_the_user_text_is_refused() -> None:

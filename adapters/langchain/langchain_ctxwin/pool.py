@@ -141,7 +141,7 @@ def remembers(engine: Engine, answer: str = "") -> bool:
     template = engine.template
     try:
         if template is not None and not template.plain:
-            template.exchange("", answer)
+            return template.exchange(answer)[:2] == (template.closing, answer)
     except UnsupportedModel:
         return False
     return True

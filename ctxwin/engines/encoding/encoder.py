@@ -127,14 +127,19 @@ class Encoder:
     def encode_exchange(self, query: str, answer_ids: Sequence[int], after: str | None = None) -> Encoded:
         """Encode the query as `encode_query`, the answer, and its turn's end with a reopened user turn, or ``after``.
 
-        Placeholders that the model itself wrote stand for no media, and are left out, as they are of its text.
+        Without ``after`` the answer is as the chat template writes it in an earlier turn. Placeholders that the model itself
+        wrote stand for no media, and are left out, as they are of its text.
         """
         reserved = self._placeholders()
         answer = [int(i) for i in answer_ids if i not in reserved]
         name = digest("exchange", query, answer) if after is None else digest("exchange", query, answer, after)
+        before = self._query_ids(query)
         if after is None:
-            after = self.checkpoint.template.exchange(query, self.tokens.text(answer))
-        ids = [*self._query_ids(query), *answer, *self.tokens.template(after)]
+            opening, shown, after = self.checkpoint.template.exchange(text := self.tokens.text(answer))
+            answer = answer if shown == text else self.tokens.content(shown)
+            if opening != self.checkpoint.template.closing:
+                before = [*self.tokens.content(query), *self.tokens.template(opening)]
+        ids = [*before, *answer, *self.tokens.template(after)]
         return self._encoded(name, ids, ())
 
     def encode(self, chunk: Chunk) -> Encoded:

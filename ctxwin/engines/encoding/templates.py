@@ -140,24 +140,22 @@ class Template:
                 "that the template gives it (for example without the thinking part)"
             )
 
-    def exchange(self, query: str, answer: str) -> str:
-        """Return the template text after a remembered answer: the end of its turn, and a reopened user turn.
+    def exchange(self, answer: str) -> tuple[str, str, str]:
+        """Return an earlier assistant turn with ``answer``: its opening, its content, and its end with a reopened user turn.
 
-        Raises UnsupportedModel where the remembered answer would read differently from the one just generated: the
-        generation prompt is not how earlier answers open, or the template rewrites the answer.
+        Opening and content are `closing` and ``answer`` unless the template writes them differently there, as where it drops
+        thinking. Raises UnsupportedModel where it has no such turn, whatever the answer.
         """
         if self._render is None:
-            return "\n"
+            return self._closing, answer, "\n"
         opening, after = self.turns("assistant")
+        pieces = self._cut([*self._base(), _answer(answer, ()), _user(_LAST)], _USER, _LAST) if answer.strip() else None
+        if pieces is not None and pieces[1].startswith(opening) and pieces[1].endswith(after):
+            shown = pieces[1][len(opening) : len(pieces[1]) - len(after)]
+            answer = answer if shown.strip() == answer.strip() else shown  # blanks at the ends may be trimmed
         # SmolVLM's answers themselves begin with a space; LLaVA-OneVision's template adds one after earlier roles.
-        if _unspaced(opening) != _unspaced(self._closing):
-            raise UnsupportedModel(
-                f"an answer cannot be remembered: the generation prompt ends {self._closing[-40:]!r}, but the chat "
-                f"template opens an earlier assistant turn as {opening[-40:]!r}; use remember=False"
-            )
-        if answer.strip():
-            self.check_message("assistant", answer)
-        return after
+        opening = self._closing if _unspaced(opening) == _unspaced(self._closing) else opening
+        return opening, answer, after
 
     def system(self, text: str, tools: Sequence[dict[str, Any]]) -> str:
         """Return the system prompt that renders as the template's own system turn with ``text`` and ``tools``.
