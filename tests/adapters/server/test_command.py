@@ -51,7 +51,7 @@ found = {}
 for given in json.loads(sys.argv[1]):
     try:
         args = parse("tiny", given)
-        prepare(args, given)
+        prepare(args, given, False)
         found[" ".join(given)] = [args.model, args.served_model_name, args.kv_transfer_config["kv_connector"],
                                   args.max_model_len, args.disable_log_stats, server_keys(args),
                                   args.enforce_eager, args.max_logprobs, args.plain_max_logprobs,

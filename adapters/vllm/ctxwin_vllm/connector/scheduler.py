@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 ABORT_S = 30.0
 """How long a request whose transfer is gone waits for its abort. Then it is served without spans: a server's client may have
 invented its handle."""
+SAVE_BYTES = 16 << 20
+"""KV that is read back in one step: a request that comes meanwhile waits for that much only, or for one chunk that is larger."""
+BACKLOG = 8
+"""Where more reads wait, an eighth of them runs in each step, so that blocks are not kept faster than they are read."""
 STEPS = 8
 """Steps within which a failed synchronous load is reported; more than vLLM has in flight at once."""
 
@@ -60,6 +64,7 @@ class SchedulerHalf:
         self.source = source
         self.block_size = block_size
         self._step = Step()
+        self._saves: deque[SaveSpec] = deque()  # reads of requests that have ended, in pieces of `SAVE_BYTES`
         self._capturing: dict[str, tuple[int, ...]] = {}  # blocks of the states of requests whose chunk is captured
         # local hit, handle and metadata of requests that may load
         self._planned: dict[str, tuple[int, str, RequestMeta]] = {}
@@ -114,10 +119,16 @@ class SchedulerHalf:
         self._steps += 1
         while self._unproven and self._unproven[0].step <= self._steps - STEPS:
             self._unproven.popleft()
-        if not (self._step.loads or self._step.saves or self._step.captures):
+        if not (self._step.loads or self._saves or self._step.captures):
             return _IDLE
+        count = min(len(self._saves), 1 + len(self._saves) // BACKLOG)
+        self._step.saves.extend(self._saves.popleft() for _ in range(count))
         step, self._step = self._step, Step()
         return step
+
+    def has_pending_block_frees(self) -> bool:
+        """Return True while blocks of requests that have ended are kept to be read; vLLM waits for them before it preempts."""
+        return bool(self._saves)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Keep vLLM's block pool."""
@@ -152,7 +163,7 @@ class SchedulerHalf:
         return keep_blocks, None
 
     def _read_back(self, request: Request, block_ids: list[int], states: tuple[int, ...]) -> bool:
-        """Read the captures of a request that has ended; return True if the workers do so in the next step."""
+        """Read the captures of a request that has ended; return True if the workers do so in the next steps."""
         self._planned.pop(request.request_id, None)
         self._orphans.pop(request.request_id, None)
         for load in self._unproven:
@@ -169,7 +180,7 @@ class SchedulerHalf:
         save = SaveSpec(self.source, handle, request.request_id, tuple(block_ids), ranges, states, computed)
         if self.endpoint.read_now(save, meta):
             return False
-        self._step.saves.append(save)
+        self._saves.extend(_pieces(save, max(1, SAVE_BYTES // self.endpoint.kv.token_bytes)))
         return True
 
     def _split(self, groups: Sequence[list[int]]) -> tuple[list[int], tuple[int, ...]]:
@@ -191,3 +202,16 @@ class SchedulerHalf:
             return False
         now = time.monotonic()
         return now - self._orphans.setdefault(request.request_id, now) < ABORT_S
+
+
+def _pieces(save: SaveSpec, tokens: int) -> list[SaveSpec]:
+    """Return the ranges of ``save`` in runs of up to so many ``tokens``, or of one range that has more."""
+    runs: list[dict[str, tuple[int, int]]] = [{}]
+    held = 0
+    for name, (begin, end) in save.ranges.items():
+        if runs[-1] and held + end - begin > tokens:
+            runs.append({})
+            held = 0
+        runs[-1][name] = begin, end
+        held += end - begin
+    return [replace(save, ranges=run, last=i == len(runs)) for i, run in enumerate(runs, 1)]

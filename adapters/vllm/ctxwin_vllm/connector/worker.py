@@ -43,7 +43,8 @@ class WorkerHalf:
         step = self._work
         for save in step.saves:
             connect(save.source).save(save)
-            self._sent.add(save.request)
+            if save.last:
+                self._sent.add(save.request)
         for load in step.loads:
             self._load(load)
 

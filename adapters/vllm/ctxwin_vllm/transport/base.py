@@ -152,6 +152,7 @@ class SaveSpec:
     Attributes:
         states: the request's block in each group of layers, for a hybrid.
         computed: tokens of the request that are computed; its states are those after them.
+        last: False if more ranges of the request are read in later steps, so that its blocks are still needed.
     """
 
     source: str
@@ -161,6 +162,7 @@ class SaveSpec:
     ranges: dict[str, tuple[int, int]]
     states: tuple[int, ...] = ()
     computed: int = 0
+    last: bool = True
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,7 @@ class Endpoint(ABC):
 
     @abstractmethod
     def read_now(self, save: SaveSpec, meta: RequestMeta) -> bool:
-        """Read the captures of a request that has ended; return False if the workers must read them in the next step."""
+        """Read the captures of a request that has ended; return False if the workers must read them in the next steps."""
 
     @abstractmethod
     def fail(self, handle: str, error: BaseException) -> None:
