@@ -39,6 +39,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Annotated, Any
 
 import numpy as np
@@ -317,8 +318,8 @@ def prefilled(client: OpenAI) -> dict[str, int]:
 
 
 def habits(client: OpenAI, name: str, turns: int, screens: list[str], keep: int, think: float) -> Iterator[JsonRow]:
-    """The loop in each habit; at each turn the ways are asked the same one behind the other, another one first each time, and
-    vLLM's own answer becomes history. An agent whose next prompt is computed ahead thinks for ``think`` seconds behind each.
+    """The loop in each habit; at each turn all ways are asked the same, in an order drawn anew, since one may leave work running,
+    and vLLM's own answer becomes history. An agent whose next prompt is computed ahead thinks for ``think`` seconds behind each.
     Answers of lazy drops are also held against vLLM's own to the prompt as served."""
     for habit, (sent, sent_alone) in HABITS.items():
         once = {"type": "images", "value": keep if sent_alone is _cleared_together else 1}
@@ -332,11 +333,11 @@ def habits(client: OpenAI, name: str, turns: int, screens: list[str], keep: int,
         results = {way: Row(habit, way) for way in WAYS}
         tokens_before = prefilled(client)
         for turn in range(turns):
-            first = turn % len(WAYS)
+            order = Random(f"{habit} {turn}").sample(list(WAYS), len(WAYS))
             if len(history) == LONGEST:
                 older, history = history[: LONGEST // 2], history[LONGEST // 2 :]
             history.append([{"role": "user", "content": step(turn, screens)}])
-            for way in [*WAYS][first:] + [*WAYS][:first]:
+            for way in order:
                 messages = chat_messages((sent_alone if way == "off" else sent)(history, keep))
                 begin = time.perf_counter()
                 answer, *cost = asks[way](messages)

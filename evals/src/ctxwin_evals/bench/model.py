@@ -50,8 +50,7 @@ SMALL = Sizes(512, 12, 8, 1, 2816, vocabulary=32_000, vision_depth=2)
 """79 million parameters, for quick runs and for load: a CPU serves several requests a second. Queries per KV head and the
 inner width are to one another as in Qwen2-0.5B, so a forward over a token costs about as much beside its KV."""
 
-SEVEN_B = Sizes(3584, 28, 28, 4, 18_944, 32_000, 32_768, vision_depth=32, vision_width=1280, vision_heads=16)
-"""Qwen2-VL-7B's, but for the vocabulary: 15 GB, for a GPU."""
+SEVEN_B = Sizes(3584, 28, 28, 4, 18_944, 32_000, 32_768, 32, 1280, 16)  # Qwen2-VL-7B's but for the vocabulary, 15 GB
 
 
 def model_folder(sizes: Sizes, seed: int, where: Path | None = None) -> Path:
@@ -161,16 +160,14 @@ def write_model(folder: Path, sizes: Sizes, seed: int) -> None:
 
 
 def _random(library: Any, config: Any, seed: int) -> Any:
-    """The model with weights drawn in bf16, on a GPU if there is one, which draws others than a CPU does; built without values
-    first, which avoids transformers' own slow initialisation."""
+    """The model with weights drawn in bf16, on a GPU if there is one; transformers' own initialisation is slow."""
     import torch
 
     with torch.device("meta"):
         model = library.Qwen2VLForConditionalGeneration(config).to(torch.bfloat16)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = model.to_empty(device=device)
+    model = model.to_empty(device="cuda" if torch.cuda.is_available() else "cpu")
     model.tie_weights()
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(model.device).manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 and name.endswith("weight"):  # norms
