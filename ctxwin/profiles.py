@@ -12,7 +12,6 @@ weights for weights. It is stored where a profile is and contains nothing of any
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -236,8 +235,10 @@ def _write(data: bytes, name: str, model: str | Path, path: Path | None) -> Path
 def model_digest(model: str | Path) -> str:
     """Return the identity of a model in profiles: a digest of its weights and config, independent of the serving dtype.
 
+    Fields of the config that only say which library wrote it do not count; a setting that it spells otherwise does.
+
     Cost: as `ctxwin.engines.encoding.checkpoint.weights_digest`, once per process while no file changes. Raises ValueError
-    if the model is not found, UnsupportedModel if it has no safetensors weights.
+    if the model is not found or its config is not JSON, UnsupportedModel if it has no safetensors weights.
     """
     folder = model_folder(model)
     if folder is None:
@@ -249,10 +250,10 @@ def model_digest(model: str | Path) -> str:
 
 @lru_cache(maxsize=16)
 def _digest(folder: str, stats: tuple[tuple[str, int, int], ...]) -> str:
-    from ctxwin.engines.encoding.checkpoint import weights_digest
+    from ctxwin.engines.encoding.checkpoint import weights_digest, without_origin
 
     config = Path(folder) / "config.json"
-    settings = hashlib.sha256(config.read_bytes()).hexdigest() if config.is_file() else ""
+    settings = json.loads(config.read_bytes(), object_hook=without_origin) if config.is_file() else None
     return digest("profile", weights_digest(Path(folder)), settings)
 
 

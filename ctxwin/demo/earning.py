@@ -6,6 +6,7 @@ Each stream is one window, so one unit of evidence: nothing is promoted within a
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import tempfile
@@ -37,8 +38,8 @@ def without_profile(model: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / source.name
         shutil.copytree(source, copy, ignore=shutil.ignore_patterns(PROFILE_NAME, BASIS_NAME))
-        with (copy / "config.json").open("a") as config:  # other bytes, so that no shipped profile is of this model
-            config.write("\n")
+        config = copy / "config.json"  # a field of no meaning, so that no shipped profile is of this model
+        config.write_text(json.dumps(json.loads(config.read_bytes()) | {"without_profile": True}))
         os.environ |= {PROFILES_VARIABLE: str(Path(folder) / "profiles"), VARIABLE: "1"}
         yield copy
 

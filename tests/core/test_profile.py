@@ -189,6 +189,41 @@ def test_a_shipped_profile_is_found_by_the_weights_and_by_nothing_else(
     assert find_profile(model) == own, "what was measured here later is followed"
 
 
+def model_with(folder: Path, config: dict[str, Any]) -> Path:
+    """Return a folder with the bundled model's weights and another config."""
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to(checkpoint_dir() / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_shipped_profile_is_found_whatever_library_wrote_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = find_profile(checkpoint_dir())
+    assert shipped is not None
+    monkeypatch.setattr("ctxwin.profiles.SHIPPED", tmp_path)
+    size = (checkpoint_dir() / "model.safetensors").stat().st_size
+    (tmp_path / f"{size}-{shipped.weights}.json").write_text(shipped.model_dump_json())
+    config = json.loads((checkpoint_dir() / "config.json").read_bytes())
+    text, rope = config["text_config"], config["text_config"]["rope_parameters"]
+    same = {
+        "library": config | {"transformers_version": "4.57.1", "_name_or_path": "someone/model"},
+        "nested": config | {"text_config": text | {"_name_or_path": "/home/me", "transformers_version": "4.0"}},
+        "order": dict(reversed(config.items())) | {"text_config": dict(reversed(text.items()))},
+        "torch_dtype": {k: v for k, v in config.items() if k != "dtype"} | {"torch_dtype": config["dtype"]},
+        "both": config | {"torch_dtype": "float16"},
+    }
+    other = {
+        "rope": config | {"text_config": text | {"rope_parameters": rope | {"rope_theta": 500_000.0}}},
+        "sections": config | {"text_config": text | {"rope_parameters": rope | {"mrope_section": [6, 6, 4]}}},
+        "eps": config | {"text_config": text | {"rms_norm_eps": 1e-5}},
+        "dtype": config | {"dtype": "float32"},
+    }
+    assert {name for name in same if find_profile(model_with(tmp_path / name, same[name])) == shipped} == {*same}
+    assert {name for name in other if find_profile(model_with(tmp_path / name, other[name]))} == set()
+
+
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("*")), ids=lambda path: path.stem)
 def test_shipped_profiles_are_named_by_the_weights_they_were_measured_on(path: Path) -> None:
     profile = Profile.model_validate_json(path.read_bytes())

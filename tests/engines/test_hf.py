@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -164,6 +165,18 @@ def test_identity_follows_content(text_dir: Path, tmp_path: Path) -> None:
     third = open_checkpoint(one).identity("float32", "transformers")
     assert len({first, second, third}) == 3
     assert open_checkpoint(one).identity("float32", "vllm") != third
+
+
+def test_identity_does_not_follow_who_wrote_the_config(vision_dir: Path, tmp_path: Path) -> None:
+    def identity(name: str, **fields: object) -> str:  # the fields are the decoder's
+        folder = tmp_path / name
+        shutil.copytree(vision_dir, folder)
+        edit_config(folder, **fields)
+        return open_checkpoint(folder).identity("float32", "transformers")
+
+    first = open_checkpoint(vision_dir).identity("float32", "transformers")
+    assert identity("moved", _name_or_path="/models/trained", transformers_version="4.57.1") == first
+    assert identity("other", rms_norm_eps=1e-3) != first
 
 
 def test_models_that_cannot_be_served(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ _SAMPLE = 16 << 10
 _HUB_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
 """An owner and a repository, or a repository alone; what begins with a dot, a slash or a tilde is a path."""
 _DTYPES = ("float32", "bfloat16", "float16")
-_VOLATILE = ("transformers_version", "_name_or_path", "_commit_hash", "_from_model_config", "torch_dtype", "dtype")
+_ORIGIN = ("transformers_version", "_name_or_path", "_commit_hash", "_from_model_config")
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class Checkpoint:
             positions: name of the engine's position rule (``transformers``, ``vllm``): engines place what follows a
                 video differently, so that a span of one must not be served by the other.
         """
-        config = {k: v for k, v in self.config.to_dict().items() if k not in _VOLATILE}
-        return digest("model", _plain(config), self.weights, dtype, self.processors, positions)
+        config = {k: v for k, v in _plain(self.config.to_dict()).items() if k != "dtype"}
+        return digest("model", config, self.weights, dtype, self.processors, positions)
 
 
 def read_config(source: str | Path) -> Any:
@@ -381,4 +381,12 @@ def _eos(generation: Any, text_config: Any, tokenizer: Any) -> frozenset[int]:
 
 def _plain(value: Any) -> Any:
     """JSON form of a config, for `digest`; what JSON does not know becomes text."""
-    return json.loads(json.dumps(value, sort_keys=True, default=str))
+    return json.loads(json.dumps(value, sort_keys=True, default=str), object_hook=without_origin)
+
+
+def without_origin(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a JSON object of a config without the fields that say only which library wrote it, and where; an ``object_hook``."""
+    fields = {name: value for name, value in config.items() if name not in _ORIGIN}
+    if (dtype := fields.pop("torch_dtype", None)) is not None:  # the older name
+        fields["dtype"] = fields.get("dtype") or dtype
+    return fields
