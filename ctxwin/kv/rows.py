@@ -41,16 +41,26 @@ def layer_kinds(spec: KVSpec) -> list[LayerKind]:
 
 def to_rows(spec: KVSpec, pairs: Iterable[Pair]) -> Pair:
     """Keys and values of each layer, ``[T, heads, dim]``, as ``[layers, T, heads, k_dim]`` and ``[..., v_dim]`` of ``spec``."""
-    sides: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    sides: list[torch.Tensor] = []
+    at = 0
     for pair in pairs:
-        for side, tensor in zip(sides, pair, strict=True):
-            if spec.in_rows:
-                flat = tensor.flatten(1)
-                flat = torch.nn.functional.pad(flat, (0, -flat.shape[1] % spec.k_dim))
-                side.extend(part.unsqueeze(1) for part in torch.split(flat, spec.k_dim, dim=1))
-            else:
-                side.append(tensor)
-    return torch.stack(sides[0]), torch.stack(sides[1])
+        rows = [_split(spec, tensor) for tensor in pair]
+        sides = sides or [parts[0].new_empty(spec.layers, *parts[0].shape) for parts in rows]
+        for side, parts in zip(sides, rows, strict=True):
+            for i, part in enumerate(parts, at):
+                side[i] = part
+        at += len(rows[0])
+    if at != spec.layers:
+        raise ValueError(f"layers must fill {spec.layers} rows, got {at}")
+    return sides[0], sides[1]
+
+
+def _split(spec: KVSpec, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    if not spec.in_rows:
+        return [tensor]
+    flat = tensor.flatten(1)
+    padded = torch.nn.functional.pad(flat, (0, -flat.shape[1] % spec.k_dim)).unsqueeze(1)
+    return torch.split(padded, spec.k_dim, dim=2)
 
 
 def from_rows(spec: KVSpec, row: Callable[[int], Pair]) -> Iterator[Pair]:

@@ -254,21 +254,9 @@ def encode_tensors(
     """
     import torch
 
-    table: list[dict[str, Any]] = []
-    offset = 0
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype not in DTYPES or tensor.layout != torch.strided:
-            raise TypeError(
-                f"tensor {name!r} must be dense with a dtype of {DTYPES}, got {tensor.dtype} {tensor.layout}"
-            )
-        offset = _aligned(offset)
-        table.append({"name": name, "dtype": dtype, "shape": list(tensor.shape), "offset": offset})
-        offset += tensor.numel() * tensor.element_size()
-    head = frame_head(TENSORS, {"meta": dict(meta or {}), "tensors": table}, offset, SUM_BYTES if checked else 0)
+    head, table, size = _tensors_head(tensors, meta, SUM_BYTES if checked else 0)
     # Nobody has seen these bytes yet, so they may be filled: by torch, which lets other threads run meanwhile.
-    blob = bytes(len(head) + offset + SUM_BYTES * checked)
+    blob = bytes(len(head) + size + SUM_BYTES * checked)
     _take_warning()
     frame = torch.frombuffer(blob, dtype=torch.uint8)
     frame[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
@@ -281,6 +269,51 @@ def encode_tensors(
     if checked:
         frame[-SUM_BYTES:] = torch.frombuffer(bytearray(_sum(memoryview(blob)[:-SUM_BYTES])), dtype=torch.uint8)
     return blob
+
+
+def tensor_pieces(tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> list[Buffer]:
+    """Return what `encode_tensors` returns with ``checked=False`` in pieces to be written one after the other, not copied.
+
+    Args:
+        tensors: as there, contiguous and on the host; the pieces are views of them.
+        meta: as there.
+    """
+    head, table, _ = _tensors_head(tensors, meta, 0)
+    pieces: list[Buffer] = [head]
+    at = 0
+    for entry in table:
+        raw = raw_bytes(tensors[entry["name"]])
+        pieces += [bytes(entry["offset"] - at), raw]
+        at = entry["offset"] + len(raw)
+    return pieces
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return a view of the bytes of a contiguous tensor on the host."""
+    import torch
+
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
+
+
+def _tensors_head(
+    tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any] | None, sum_bytes: int
+) -> tuple[bytes, list[dict[str, Any]], int]:
+    """Return a frame's bytes before its body, the table of its tensors and the bytes of its body."""
+    import torch
+
+    table: list[dict[str, Any]] = []
+    offset = 0
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in DTYPES or tensor.layout != torch.strided:
+            raise TypeError(
+                f"tensor {name!r} must be dense with a dtype of {DTYPES}, got {tensor.dtype} {tensor.layout}"
+            )
+        offset = _aligned(offset)
+        table.append({"name": name, "dtype": dtype, "shape": list(tensor.shape), "offset": offset})
+        offset += tensor.numel() * tensor.element_size()
+    return frame_head(TENSORS, {"meta": dict(meta or {}), "tensors": table}, offset, sum_bytes), table, offset
 
 
 def decode_tensors(blob: bytes | mmap, *, checked: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -57,6 +57,8 @@ def test_there_and_back() -> None:
     both = [(torch.rand(3, 2, 4), torch.rand(3, 2, 4)) for _ in range(2)]
     k, v = to_rows(plain, both)
     assert k.shape == (2, 3, 2, 4) and torch.equal(k[1], both[1][0]) and torch.equal(v[0], both[0][1])
+    with pytest.raises(ValueError, match="layers must fill 2 rows, got 1"):
+        to_rows(plain, both[:1])
 
 
 def test_rows_move_as_their_layers_do() -> None:

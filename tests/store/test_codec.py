@@ -54,6 +54,8 @@ def bits(tensor: torch.Tensor) -> bytes:
 def test_tensors_round_trip(given_tensors: dict[str, torch.Tensor], meta: dict[str, object]) -> None:
     blob = encode_tensors(given_tensors, meta)
     assert blob == encode_tensors(dict(reversed(given_tensors.items())), meta)
+    pieces = codec.tensor_pieces({name: tensor.contiguous() for name, tensor in given_tensors.items()}, meta)
+    assert b"".join(pieces) == encode_tensors(given_tensors, meta, checked=False)
     got, got_meta = decode_tensors(blob)
     assert got_meta == meta
     assert got.keys() == given_tensors.keys()

@@ -5,8 +5,9 @@ packing depends on the instruction set. Writing therefore goes through the backe
 backend has. There is no reading counterpart, so `PagedKV` learns the packing once: it writes the index of each number into a
 scratch block, in digits that the cache dtype represents exactly, and inverts the permutation.
 
-A load kernel that can write slots itself does so where the packing has constant strides, as in FlashAttention, FlashInfer,
-Triton and most of a CPU's: keys and values then go straight from where they are computed to where they stay.
+Most packings have constant strides, as in FlashAttention, FlashInfer, Triton and most of a CPU's. There slots are read through
+strided views, and a load kernel that can write slots itself does so: keys and values then go straight from where they are
+computed to where they stay. Other packings, such as tiles, are read by the permutation and written by the backend.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ class PagedKV:
         self._base = _BASE if self._fp8 is None else 8  # 0..7 are exact in E5M2, too
         self.device: torch.device = self.layers[0].kv_cache.device
         self._gathers: dict[Shape, torch.Tensor] = {}
+        self._found_strides: dict[Any, CacheStrides | None] = {}
         for layer, shape in zip(self.layers, self.shapes, strict=True):
             if shape not in self._gathers:
                 self._gathers[shape] = self._probe(layer, shape)
@@ -183,30 +185,37 @@ class PagedKV:
 
         Returns:
             ``(k, v)``, each ``[layers, end - begin, heads, dim]``, new tensors on the cache's device, complete: other
-            threads may read them on streams of their own. Cost: one gather of the blocks per layer, on a GPU waited for.
+            threads may read them on streams of their own. Cost: two copies of the numbers, on a GPU waited for.
         """
-        first, last = begin // self.block_size, -(-end // self.block_size)
-        if not 0 <= begin < end or last > len(blocks):
+        if not 0 <= begin < end or end > len(blocks) * self.block_size:
             raise ValueError(f"tokens [{begin}, {end}) must be non-empty and lie in {len(blocks)} blocks")
-        index = torch.tensor(blocks[first:last], dtype=torch.int64, device=self.device)
-        tokens = slice(begin - first * self.block_size, end - first * self.block_size)
-        pairs = [
-            self._dequantise(layer, *self._unpack(layer.kv_cache[index], shape))
-            for layer, shape in zip(self.layers, self.shapes, strict=True)
-        ]
-        rows = to_rows(self.kv, [(k[tokens], v[tokens]) for k, v in pairs])
+        slots = self.slots(blocks, begin, end).to(self.device)
+        rows = to_rows(
+            self.kv,
+            (  # layer by layer, so that what is copied twice stays in the CPU's cache
+                self._dequantise(layer, *self._read_slots(layer.kv_cache, shape, slots))
+                for layer, shape in zip(self.layers, self.shapes, strict=True)
+            ),
+        )
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         return rows
 
-    def _unpack(self, raw: torch.Tensor, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cached ``[blocks, ...]`` as ``k [blocks * block_size, H, k_dim]`` and ``v``."""
-        count, size, (heads, k_dim, v_dim) = raw.shape[0], self.block_size, shape
-        numbers = raw.reshape(count, -1)[:, self._gathers[shape]]
-        cut = size * heads * k_dim
-        k = numbers[:, :cut].reshape(count * size, heads, k_dim)
-        v = numbers[:, cut:].reshape(count * size, heads, v_dim)
-        return k, v
+    def _read_slots(self, cache: torch.Tensor, shape: Shape, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the numbers in slots of a layer's cache: new ``k [slots, H, k_dim]`` and ``v``."""
+        size, (heads, k_dim, v_dim) = self.block_size, shape
+        blocks, strides = slots // size, self._strides_of(cache, shape)
+        if strides is not None:
+            k, v = (
+                cache.as_strided((len(cache), size, heads, dim), steps, cache.storage_offset() + first)
+                for dim, (first, *steps) in ((k_dim, strides.k), (v_dim, strides.v))
+            )
+        else:
+            index, blocks = torch.unique_consecutive(blocks, return_inverse=True)
+            numbers = cache[index].reshape(len(index), -1)[:, self._gathers[shape]]
+            keys, values = torch.split(numbers, [size * heads * k_dim, size * heads * v_dim], dim=1)
+            k, v = keys.view(-1, size, heads, k_dim), values.view(-1, size, heads, v_dim)
+        return k[blocks, slots % size], v[blocks, slots % size]
 
     def _dequantise(self, layer: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the numbers of a cache in the model's dtype; those of an unquantised one unchanged."""
@@ -265,7 +274,8 @@ class PagedKV:
         for at in range(0, 2 * size, step):
             part = slots[at : at + step]
             _update(layer, k[part], v[part], scratch, part.to(scratch.device))
-        got_k, got_v = self._dequantise(layer, *self._unpack(scratch, shape))
+        every = torch.arange(2 * size, device=self.device)
+        got_k, got_v = self._dequantise(layer, *self._read_slots(scratch, shape, every))
         if not (torch.equal(got_k, k) and torch.equal(got_v, v)):
             raise UnsupportedModel(
                 f"attention backend {type(layer.impl).__name__} does not return the KV that was written into its cache"
@@ -273,7 +283,9 @@ class PagedKV:
 
     def _find_strides(self) -> list[CacheStrides] | None:
         """Return each layer's packing as constant strides; None unless all have them and the load kernel writes by them."""
-        per_layer = [self._strides_of(layer.kv_cache) for layer in self.layers]
+        per_layer = [
+            self._strides_of(layer.kv_cache, shape) for layer, shape in zip(self.layers, self.shapes, strict=True)
+        ]
         strides = [layer for layer in per_layer if layer is not None]
         if len(strides) < len(per_layer) or self.block_size < 8:
             return None
@@ -288,9 +300,14 @@ class PagedKV:
             return None
         return strides
 
-    def _strides_of(self, cache: torch.Tensor) -> CacheStrides | None:
-        gather = self._gathers[self.shapes[0]]  # all layers have one shape where a kernel writes by strides
-        return CacheStrides.find(cache, gather, self.block_size, self.kv.heads, (self.kv.k_dim, self.kv.v_dim))
+    def _strides_of(self, cache: torch.Tensor, shape: Shape) -> CacheStrides | None:
+        key = shape, cache.shape[1:], cache.stride()
+        if key not in self._found_strides:
+            heads, *dims = shape
+            self._found_strides[key] = CacheStrides.find(
+                cache, self._gathers[shape], self.block_size, heads, (dims[0], dims[1])
+            )
+        return self._found_strides[key]
 
     def _scratch_kernel(self, parts: Sequence[SpanSlice], spec: KVSpec, **options: Any) -> Any:
         """Return a kernel whose layers go through scattered slots of a scratch cache, packed like the first layer's."""
@@ -301,11 +318,10 @@ class PagedKV:
 
         def layer(i: int) -> tuple[torch.Tensor, torch.Tensor]:
             scratch = torch.zeros_like(self.layers[0].kv_cache[:2])
-            strides = self._strides_of(scratch)
+            strides = self._strides_of(scratch, self.shapes[0])
             assert strides is not None
             plan.store(i, [scratch], strides, slots.to(self.device))
-            k, v = self._unpack(scratch, self.shapes[0])
-            return k[slots], v[slots]
+            return self._read_slots(scratch, self.shapes[0], slots.to(self.device))
 
         return SimpleNamespace(layer=layer)
 

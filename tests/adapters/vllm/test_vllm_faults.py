@@ -167,6 +167,23 @@ class TestPaging:
         with pytest.raises(UnsupportedModel, match="one attention layer per decoder layer"):
             PagedKV(dict(list(layers.items())[1:]), engine.spec.kv, paged.block_size)
 
+    def test_strided_views_read_what_the_permutation_does(self, engine: Any) -> None:
+        from ctxwin.kv.kernels import CacheStrides
+        from ctxwin_vllm.paged import PagedKV
+
+        paged = engine._core.transport.paged
+        layers = {f"layers.{i}.attn": layer for i, layer in enumerate(paged.layers)}
+        strided = PagedKV(layers, engine.spec.kv, paged.block_size)
+        with mock.patch.object(CacheStrides, "find", return_value=None):
+            permuted = PagedKV(layers, engine.spec.kv, paged.block_size)
+        strided._gathers.clear()
+        parts, query = encoded(engine, [1, 2, 3, 4]), engine.encode_query("what color")
+        engine.generate(laid(parts), query, ALL, salt="strided")
+        blocks, end = [3, 1, 2], 2 * paged.block_size + 3
+        pairs = [reader.read(blocks, 1, end) for reader in (strided, permuted)]
+        assert any(x.any() for x in pairs[0])
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(*pairs, strict=True))
+
 
 def test_media_that_come_with_their_data_share_one_entry_of_vllms_item_cache(engine: Any) -> None:
     """Each new picture, and each new place of a picture, was an entry for ever: 24 bytes by its count, 2 KB in memory."""

@@ -135,6 +135,27 @@ def test_a_file_with_one_bit_turned_fails_the_load(transport: SharedMemoryTransp
         SharedMemoryEndpoint(transport.source).parts(handle, 0, 5)
 
 
+def test_a_capture_with_one_bit_turned_is_not_taken(transport: SharedMemoryTransport) -> None:
+    endpoint, want = SharedMemoryEndpoint(transport.source), span(0)
+    states = {"ssm.0": torch.tensor(0.5).bfloat16(), "conv.0": torch.zeros(0, 3), "odd": torch.arange(7).bool()}
+    transfer = Transfer(captures={"0": (0, 5)})
+    handle = transport.add(transfer)
+    endpoint.write_capture(handle, "0", want.k.transpose(0, 1).contiguous().transpose(0, 1), want.v, states)
+    (path,) = transport.path.glob("out-*")
+    blob = path.read_bytes()
+    for at in [*range(0, len(blob), 61), len(blob) - 1]:
+        if at < 32 or any(blob[at - at % 8 : at - at % 8 + 8]):  # else it may be padding
+            path.write_bytes(blob[:at] + bytes([blob[at] ^ 1]) + blob[at + 1 :])
+            damaged = replace(transfer)
+            transport.collect(handle, damaged, True)
+            assert isinstance(damaged.error, StoreCorrupt) and not damaged.captured
+    path.write_bytes(blob)
+    transport.collect(handle, transfer, True)
+    assert transfer.error is None
+    assert all(torch.equal(x, y) for x, y in zip(transfer.captured["0"], (want.k, want.v), strict=True))
+    assert all(torch.equal(transfer.states["0"][name], states[name]) for name in states)
+
+
 def test_full_shared_memory_is_said_and_some_is_left_to_vllm(transport: SharedMemoryTransport) -> None:
     """Its queues lie there, too: a page that cannot be had kills the process that writes it."""
     endpoint, size = SharedMemoryEndpoint(transport.source), 1 << 30

@@ -30,7 +30,7 @@ import torch
 import ctxwin
 from ctxwin.engines import vllm_support as versions
 from ctxwin.errors import EngineFailed, UnsupportedModel
-from ctxwin.kv.kernels import LoadPlan, SpanSlice
+from ctxwin.kv.kernels import CacheStrides, LoadPlan, SpanSlice
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin_server.vllm import launchers
 from ctxwin_vllm import refusals
@@ -218,6 +218,22 @@ class Rounds(Backend):
         super().put(cache, block, at, k.round(decimals=2), v.round(decimals=2))
 
 
+class TransposesKeys(Backend):
+    """Keys as ``[dim, size]``, then values as ``[size, dim]``: constant strides."""
+
+    def put(self, cache: torch.Tensor, block: int, at: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        keys, values = cache[block].flatten(1).chunk(2, dim=1)
+        keys.unflatten(1, (-1, self.size))[:, :, at] = k
+        values.unflatten(1, (self.size, -1))[:, at] = v
+
+
+class InPairs(Backend):
+    """Tokens interleaved two by two: no constant strides."""
+
+    def put(self, cache: torch.Tensor, block: int, at: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        cache[block].unflatten(1, (-1, 2)).flatten(2)[:, at // 2, at % 2 :: 2] = torch.cat([k, v], dim=-1)
+
+
 def layers_on(backend: Backend, kv: KVSpec, count: int = 2, **attributes: Any) -> dict[str, Any]:
     shape = (3, kv.heads, backend.size, kv.k_dim + kv.v_dim)
     dtype = attributes.pop("dtype", torch.float32)
@@ -239,6 +255,26 @@ class TestLayouts:
         paged.write(LoadPlan([SpanSlice(here, 0)], kv, dtype=torch.float32), paged.slots([2, 1], 14, 19))
         got_k, got_v = paged.read([2, 1], 14, 19)
         assert torch.equal(got_k, k) and torch.equal(got_v, v)
+
+    @pytest.mark.parametrize(("backend", "constant"), [(Backend(), True), (TransposesKeys(), True), (InPairs(), False)])
+    def test_strided_views_read_what_the_permutation_does(
+        self, backend: Backend, constant: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        kv = spec()
+        layers = layers_on(backend, kv)
+        paged = PagedKV(layers, kv, backend.size)
+        monkeypatch.setattr(CacheStrides, "find", lambda *_: None)
+        permuted = PagedKV(layers, kv, backend.size)
+        k, v = torch.randn(2, 2, 37, kv.heads, kv.k_dim)
+        for i, layer in enumerate(layers.values()):
+            backend.do_kv_cache_update(layer, k[i], v[i], layer.kv_cache, paged.slots([2, 0, 1], 5, 42))
+        if constant:
+            paged._gathers.clear()
+        for begin, end in ((5, 42), (16, 32), (20, 23), (31, 42)):
+            want = k[:, begin - 5 : end - 5], v[:, begin - 5 : end - 5]
+            for reader in (paged, permuted):
+                for got, expected in zip(reader.read([2, 0, 1], begin, end), want, strict=True):
+                    assert torch.equal(got, expected) and got.is_contiguous()
 
     @pytest.mark.parametrize(
         ("backend", "said"),

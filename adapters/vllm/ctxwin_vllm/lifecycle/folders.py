@@ -82,12 +82,12 @@ def runs(pid: int) -> bool:
         return True
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file atomically; no other user of the machine may read a tenant's KV."""
+def write_file(path: Path, *data: bytes | memoryview) -> None:
+    """Write a file of pieces of data atomically; no other user of the machine may read a tenant's KV."""
     partial = path.with_name(f".{path.name}-{threading.get_ident()}")
     try:
         with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(data)
+            file.writelines(data)
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)

@@ -30,7 +30,7 @@ from ctxwin_vllm.lifecycle import watchdog
 from ctxwin_vllm.lifecycle.folders import read_json, write_file, write_json
 from ctxwin_vllm.ranks import own_heads
 from ctxwin_vllm.transport.base import Endpoint, RequestMeta, SaveSpec, is_handle, overlaps
-from ctxwin_vllm.transport.shared_memory import DRAFTED, check_room, sum_of
+from ctxwin_vllm.transport.shared_memory import DRAFTED, check_room, sum_of, sum_of_tensors
 
 LIVE_BYTES = 2 << 30
 """Spans and patches that each endpoint keeps decoded. They are mapped, not copied: the memory is the folder's. Factors in
@@ -181,12 +181,12 @@ class SharedMemoryEndpoint(Endpoint):
     ) -> None:
         """Write a capture (this rank's heads) for the engine. Raises OSError where there is no room for it."""
         if self._exists(handle):
-            k, v = to_host(k), to_host(v)
             draft_tensors = {} if drafted is None else dict(zip(DRAFTED, drafted, strict=True))
             more = {**draft_tensors, **named(states or {}), **outputs_named(outputs or {})}
-            blob = codec.encode_tensors({"k": k, "v": v, **more})
-            check_room(self.path, len(blob))
-            self._report(handle, f"out-{handle}-{name}.{self._rank}", blob)
+            tensors = {key: to_host(tensor).contiguous() for key, tensor in ({"k": k, "v": v} | more).items()}
+            pieces = codec.tensor_pieces(tensors, {"sum": sum_of_tensors(tensors)})
+            check_room(self.path, sum(map(len, pieces)))
+            self._report(handle, f"out-{handle}-{name}.{self._rank}", *pieces)
 
     def _exists(self, handle: str) -> bool:
         return (self.path / f"job-{handle}.json").exists()
@@ -201,9 +201,9 @@ class SharedMemoryEndpoint(Endpoint):
         except OSError as error:
             _log.warning("%s could not be written for the engine: %s", name.partition("-")[0], error)
 
-    def _report(self, handle: str, name: str, data: bytes) -> None:
+    def _report(self, handle: str, name: str, *data: bytes | memoryview) -> None:
         """Write a file of a request, and remove it again if the engine has meanwhile removed the request."""
-        write_file(self.path / name, data)
+        write_file(self.path / name, *data)
         if not self._exists(handle):
             (self.path / name).unlink(missing_ok=True)
 

@@ -13,7 +13,7 @@ its stored bytes; instructions are JSON, with a sum of each file that they name.
 | ``embed/``              | engine     | vision embeddings for the encoder cache (`embeddings`)        |
 | ``job-<handle>.json``   | engine     | one `Transfer`: its `RequestMeta`, and where each span goes   |
 | ``seen-<handle>.json``  | scheduler  | tokens it found in its own prefix cache, tokens it wants      |
-| ``out-<handle>-<name>.<rank>`` | worker | a capture, the KV heads of one rank                        |
+| ``out-<handle>-<name>.<rank>`` | worker | a capture, the KV heads of one rank, with a sum            |
 | ``error-<handle>.json`` | worker     | why a load or a capture failed                                |
 | ``refused.json``        | worker     | why the model's cache cannot be served, at start-up           |
 | ``segments.json``       | engine     | vLLM's shared memory, by name                                 |
@@ -35,7 +35,7 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields
 from functools import partial
 from mmap import mmap
@@ -304,7 +304,7 @@ class SharedMemoryTransport(Transport):
                 time.sleep(pause)
                 pause = min(pause * 1.5, 0.01)
         try:
-            parts = [codec.decode_tensors(path.read_bytes())[0] for path in paths]
+            parts = [_read_capture(path) for path in paths]
         except StoreCorrupt as error:
             transfer.error = error
             return
@@ -366,7 +366,20 @@ def check_room(folder: Path, size: int) -> None:
         raise OSError(errno.ENOSPC, f"{folder.parent} must have room for {size} more bytes, got {free}; free some")
 
 
-def sum_of(blob: bytes | mmap) -> int:
+def _read_capture(path: Path) -> dict[str, torch.Tensor]:
+    tensors, meta = codec.decode_tensors(path.read_bytes(), checked=False)
+    if meta.get("sum") != sum_of_tensors(tensors):
+        raise StoreCorrupt(f"{path.name} is not what the worker wrote")
+    return tensors
+
+
+def sum_of_tensors(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Return a checksum over names, dtypes, shapes and bytes of contiguous tensors on the host."""
+    table = repr([(name, tensor.dtype, tensor.shape) for name, tensor in sorted(tensors.items())])
+    return sum_of(table.encode()) + sum(sum_of(codec.raw_bytes(tensor)) for tensor in tensors.values())
+
+
+def sum_of(blob: bytes | memoryview | mmap) -> int:
     """Return a checksum at the speed of memory; digests are for files that leave the machine."""
     words = np.frombuffer(blob, dtype="<u8", count=len(blob) // 8)
     rest = int.from_bytes(blob[8 * len(words) :], "little")
