@@ -171,7 +171,7 @@ def ask(
         raise ValueError(
             f"outputs must be left out, got {list(question.outputs)}: the engine was opened without outputs=True"
         )
-    with tracing.span("ask"), core.writing(edit=bool(question.remember)) as state:
+    with tracing.span("ask"), core.writing(edit=bool(question.remember), stopped=stopped) as state:
         begin = time.perf_counter()
         state, (strategy, fidelity) = core.audits.with_fallbacks(state), core.audits.in_force()
         with core.counting_encodes():

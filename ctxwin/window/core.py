@@ -106,7 +106,7 @@ class WindowCore:
         self._unshared: dict[int, int] = {}  # placements of a kept version that the next one does not have
         self._before: int | None = None  # the version that `undo` goes back to; of older ones it is beside them
         self._pending: list[Event] = []  # sent when the writer is done
-        self._writer = threading.Lock()
+        self._writer, self._stopping = threading.Lock(), _not_stopping
         self._guard = threading.Lock()  # of leases and counts
         self._leases = Leases(engine.repo)
         self._finalizer = weakref.finalize(self, engine.repo.abandon, self._leases.keys)  # for a window never closed
@@ -125,29 +125,31 @@ class WindowCore:
         return self.audits.fidelity
 
     @contextmanager
-    def writing(self, *, edit: bool = True) -> Iterator[State]:
+    def writing(self, *, edit: bool = True, stopped: Callable[[], bool] = lambda: False) -> Iterator[State]:
         """The current state, for the one thread that may `commit`.
 
         Announced events are sent when the block ends without an error. Raises ReadOnlyWindow, and WindowBusy where another
-        thread is writing.
+        thread is writing; once that one's ``stopped`` is true, it is waited for.
         """
         if self.closed:
             raise ReadOnlyWindow("this window is closed; restore its snapshot to go on")
         if edit and self.read_only:
             raise ReadOnlyWindow("an old version must not be edited; fork() it, or edit the window it came from")
-        if not self._writer.acquire(blocking=False):
+        writer = threading.get_ident()
+        if not self._writer.acquire(blocking=self._stopping(writer)):
             raise WindowBusy(
                 "a window has one writer, and it is busy; wait for it, close() the stream that answers, or fork() the window"
             )
         begin = time.perf_counter()
         sent: list[Event] = []
         try:
+            self._stopping = lambda other: other != writer and stopped()
             self._count()
             self.heartbeat()
             yield self.state
             sent = self._pending
         finally:
-            self._pending = []
+            self._pending, self._stopping = [], _not_stopping
             self._writer.release()
         for event in sent:
             self.emit(replace(event, seconds=time.perf_counter() - begin))
@@ -438,6 +440,10 @@ class WindowCore:
         with self._guard:
             self.operations += 1
             return self.operations
+
+
+def _not_stopping(writer: int) -> bool:
+    return False
 
 
 def _emit_audit(

@@ -39,7 +39,7 @@ class ToolBranch:
         """
         tools = (*question.tools, *([lookups.tool(question.libraries)] if question.libraries else []))
         session = LookUps(question, learn(window.engine), dict(window.core.state.libraries))
-        with window.core.writing(edit=bool(question.remember)) as state:
+        with window.core.writing(edit=bool(question.remember), stopped=stopped) as state:
             answer, chunks = session.answer(self._synced_branch(window, tools), on_token, stopped)
             if question.remember is True or (question.remember and question.remember(answer.text)):
                 count = len(state.placed)

@@ -6,13 +6,16 @@ import asyncio
 import gc
 import json
 import threading
+import time
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
 
 from ctxwin import Chunk, Fidelity, Window
-from ctxwin.errors import ChunkUnavailable, ReadOnlyWindow, UnknownChunk, WindowBusy
+from ctxwin.errors import AnswerStopped, ChunkUnavailable, ReadOnlyWindow, UnknownChunk, WindowBusy
+from ctxwin.window.ask import Question
 from window.fake import FakeEngine
 
 
@@ -404,6 +407,34 @@ def test_a_window_has_one_writer(engine: FakeEngine, window: Window) -> None:
     assert window.fork().plan().tokens == window.tokens
     thread.join()
     window.append(Chunk.text("x"))
+
+
+def test_a_writer_that_is_being_stopped_is_waited_for(window: Window) -> None:
+    answering, stop, refused = threading.Event(), threading.Event(), []
+
+    def on_token(_: int, __: str) -> bool:
+        answering.set()
+        assert stop.wait(30)
+        try:
+            window.append(Chunk.text("x"))
+        except WindowBusy as error:  # this thread's own answer is never waited for
+            refused.append(error)
+        time.sleep(0.1)
+        return True
+
+    def answer() -> None:
+        with suppress(AnswerStopped):
+            window.answer(Question.of("q", 8), on_token=on_token, stopped=stop.is_set)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    assert answering.wait(30)
+    before = window.ids
+    with pytest.raises(WindowBusy):
+        window.append(Chunk.text("x"))
+    stop.set()
+    assert window.append(Chunk.text("x")) and window.ids[:-1] == before and len(refused) == 1
+    thread.join()
 
 
 def test_a_snapshot_is_small_json_and_restores_elsewhere(engine: FakeEngine, window: Window) -> None:
