@@ -106,7 +106,8 @@ class WindowCore:
         self._unshared: dict[int, int] = {}  # placements of a kept version that the next one does not have
         self._before: int | None = None  # the version that `undo` goes back to; of older ones it is beside them
         self._pending: list[Event] = []  # sent when the writer is done
-        self._writer, self._stopping = threading.Lock(), _not_stopping
+        self._writer = threading.Lock()
+        self._stopping: Callable[[int], bool] = _not_stopping
         self._guard = threading.Lock()  # of leases and counts
         self._leases = Leases(engine.repo)
         self._finalizer = weakref.finalize(self, engine.repo.abandon, self._leases.keys)  # for a window never closed

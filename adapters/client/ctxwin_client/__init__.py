@@ -27,7 +27,6 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     modules = {"RemoteLibrary": "library", "RemoteWindow": "window"}
+    module = modules.get(name, "transport" if name.islower() else "live")
     with optional_imports():
-        return getattr(
-            import_module(f"{__name__}.{modules.get(name, 'transport' if name.islower() else 'live')}"), name
-        )
+        return getattr(import_module(f"{__name__}.{module}"), name)

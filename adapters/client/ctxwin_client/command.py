@@ -60,8 +60,7 @@ def _demo(stack: ExitStack) -> Window:
     from ctxwin import Chunk, Window, open_engine
     from ctxwin.tiny.world import make_stream, render
 
-    engine = stack.enter_context(open_engine("tiny:hf"))
-    window = stack.enter_context(Window(engine, "You watch a camera.", _BUDGET))
+    window = stack.enter_context(Window(stack.enter_context(open_engine("tiny:hf")), "You watch a camera.", _BUDGET))
     for second, frame in enumerate(make_stream(0, _FRAMES)):
         window.append(Chunk.image(render(frame), text=f"t={second} s"))
     window.slide(reserve_tokens=_BUDGET // 4)

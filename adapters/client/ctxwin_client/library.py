@@ -24,7 +24,7 @@ class RemoteLibrary:
     """
 
     def __init__(self, client: OpenAI, name: str) -> None:
-        self._client, self.name = client, name
+        self._client, self.name, self._files = client, name, f"/libraries/{name}/files"
 
     def create(self, *, ttl: float | None = None) -> None:
         """Create an empty library; its files expire ``ttl`` seconds after their last use. Raises NameTaken."""
@@ -42,19 +42,20 @@ class RemoteLibrary:
         expiry = {} if ttl is None else {"expires_after": str(ttl)}
         fields = {"name": name, "caption": caption, "replace": str(replace).lower(), **expiry}
         files = {"file": (name or "file", data, "application/octet-stream")}
-        return FileObject.model_validate(transport.post(self._client, self._path("files"), fields, files))
+        return FileObject.model_validate(transport.post(self._client, self._files, fields, files))
 
     def remove(self, name: str) -> None:
         """Remove a file. Raises UnknownFile."""
-        transport.delete(self._client, self._path(f"files/{quote(name, safe='')}"))
+        transport.delete(self._client, f"{self._files}/{quote(name, safe='')}")
 
     def files(self) -> list[FileObject]:
         """Return the files of the library."""
-        return [FileObject.model_validate(file) for file in transport.get(self._client, self._path("files"))["data"]]
+        return [FileObject.model_validate(file) for file in transport.get(self._client, self._files)["data"]]
 
     def search(self, query: str, k: int = 4) -> list[VectorStoreSearchResponse]:
         """Return the ``k`` best passages for ``query``, best first."""
-        hits = transport.post(self._client, self._path("search"), {"query": query, "max_num_results": k})["data"]
+        path, body = f"/libraries/{self.name}/search", {"query": query, "max_num_results": k}
+        hits = transport.post(self._client, path, body)["data"]
         return [VectorStoreSearchResponse.model_validate({"attributes": None, **hit}) for hit in hits]
 
     def delete(self) -> None:
@@ -63,6 +64,3 @@ class RemoteLibrary:
 
     def __repr__(self) -> str:
         return f"<RemoteLibrary {self.name} at {self._client.base_url}>"
-
-    def _path(self, route: str) -> str:
-        return f"/libraries/{self.name}/{route}"

@@ -12,7 +12,7 @@ from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack, cast
 
 import numpy as np
-from anyio.from_thread import start_blocking_portal
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 from openai import AsyncOpenAI, OpenAI
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -27,6 +27,7 @@ from ctxwin_client.errors import from_body
 P = ParamSpec("P")
 T = TypeVar("T")
 _MAX_MESSAGE_BYTES, _HISTORY = 64 << 20, 256
+_OUTSIDE = "a live stream must be used within its with block, got a call outside; open another for the same window"
 
 
 class AsyncLiveStream:
@@ -48,23 +49,23 @@ class AsyncLiveStream:
 
     def __init__(self, client: OpenAI | AsyncOpenAI, window: str, **options: int) -> None:
         url = client.base_url.join(f"windows/{window}/live").copy_merge_params(options)
-        self._url = str(url.copy_with(scheme={"http": "ws", "https": "wss"}[url.scheme]))
-        self._headers = {**client._custom_headers, **client.auth_headers}
+        address = str(url.copy_with(scheme={"http": "ws", "https": "wss"}[url.scheme]))
+        settings: Any = {"additional_headers": {**client._custom_headers, **client.auth_headers}, "compression": None}
+        self._connect = partial(connect, address, max_size=_MAX_MESSAGE_BYTES, **settings)
         self.placed: deque[dict[str, Any]] = deque(maxlen=_HISTORY)
         self.failures: deque[tuple[int, Exception]] = deque(maxlen=_HISTORY)
         self.dropped = self.pushed = self._settled = 0
         self._ids, self._open = itertools.count(), contextlib.AsyncExitStack()
         self._waiting: dict[str, asyncio.Queue[dict[str, Any] | Exception]] = {}
         self._progress = asyncio.Condition()  # bound to the loop of its first use
+        self._socket: ClientConnection | None = None
 
     async def __aenter__(self) -> Self:
         try:
-            self._socket: ClientConnection = await self._open.enter_async_context(
-                connect(self._url, additional_headers=self._headers, max_size=_MAX_MESSAGE_BYTES, compression=None)
-            )
+            self._socket = await self._open.enter_async_context(self._connect())
         except InvalidStatus as error:
             raise from_body(json.loads(error.response.body or b"{}").get("error")) or error from None
-        self._reader = asyncio.create_task(self._read())
+        self._reader = asyncio.create_task(self._read(self._socket))
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -83,6 +84,8 @@ class AsyncLiveStream:
             metadata: ``label``, ``pin``, ``priority``, ``keep_source``.
         """
         raw = png(picture) if isinstance(picture, np.ndarray) else picture
+        if not isinstance(raw, bytes | bytearray | memoryview):
+            raise TypeError(f"picture must be an encoded picture in bytes or an array, got {type(picture).__name__}")
         head = {"text": text, **({} if time is None else {"time": time}), **metadata}
         return await self._push(json.dumps(head).encode() + b"\n" + raw)
 
@@ -133,20 +136,22 @@ class AsyncLiveStream:
                     await self._send(json.dumps({"type": "stop", "id": name}))
 
     async def _push(self, message: bytes | str) -> int:
-        self.pushed = number = self.pushed + 1
+        self.pushed = number = self.pushed + (self._socket is not None)
         await self._send(message)
         return number
 
     async def _send(self, message: bytes | str) -> None:
+        if self._socket is None:
+            raise EngineFailed(_OUTSIDE)
         try:
             await self._socket.send(message)
         except ConnectionClosed as error:
             raise EngineFailed(f"the live stream has ended: {error}") from error
 
-    async def _read(self) -> None:
+    async def _read(self, socket: ClientConnection) -> None:
         """Dispatch the server's messages to the waiting exchanges until the socket closes."""
         with contextlib.suppress(ConnectionClosed):
-            async for raw in self._socket:
+            async for raw in socket:
                 message = json.loads(raw)
                 body = message.get("error")
                 error = body and (from_body(body) or CtxwinError(body["message"]))
@@ -174,7 +179,7 @@ def _blocking(
 
     @wraps(method)
     def call(self: LiveStream, /, *args: P.args, **options: P.kwargs) -> T:
-        return cast("T", self._portal.call(partial(method, self.state, *args, **options)))
+        return self._call(partial(method, self.state, *args, **options))
 
     return call
 
@@ -185,16 +190,23 @@ class LiveStream:
     def __init__(self, client: OpenAI, window: str, **options: int) -> None:
         self.state = AsyncLiveStream(client, window, **options)
         self._open = contextlib.ExitStack()
+        self._portal: BlockingPortal | None = None
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as opening:
-            self._portal = opening.enter_context(start_blocking_portal())
-            opening.enter_context(self._portal.wrap_async_context_manager(self.state))
-            self._open = opening.pop_all()
+            portal = opening.enter_context(start_blocking_portal())
+            opening.enter_context(portal.wrap_async_context_manager(self.state))
+            self._open, self._portal = opening.pop_all(), portal
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._portal = None
         self._open.close()
+
+    def _call(self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
+        if self._portal is None:
+            raise EngineFailed(_OUTSIDE)
+        return cast("T", self._portal.call(function, *args))
 
     push = _blocking(AsyncLiveStream.push)
     tell = _blocking(AsyncLiveStream.tell)
@@ -208,7 +220,8 @@ class LiveStream:
         """`ask`, yielding the text as it is generated. Closing it early stops the server."""
         texts = self.state.stream(query, max_tokens, now=now, **options)
         try:
-            while (text := self._portal.call(anext, texts, None)) is not None:
+            while (text := self._call(anext, texts, None)) is not None:
                 yield text
         finally:
-            self._portal.call(texts.aclose)
+            with contextlib.suppress(EngineFailed):  # the stream has ended before
+                self._call(texts.aclose)

@@ -57,9 +57,8 @@ class WindowTools:
     """
 
     def __init__(self, window: Window | RemoteWindow) -> None:
-        self._window = window
+        self._window, self._lock = window, threading.Lock()
         self._branches: dict[str, Any] = {}
-        self._lock = threading.Lock()
 
     def _at(self, window: str) -> Any:
         windows = {"": self._window, self._window.id: self._window, **self._branches}

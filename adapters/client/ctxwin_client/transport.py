@@ -9,7 +9,7 @@ import json
 import threading
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import AsyncExitStack, aclosing, contextmanager
+from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,7 +25,7 @@ from ctxwin.window.serialization import REFERENCE, answer_from
 from ctxwin_client.errors import UnknownUpload, from_body
 
 Files = dict[str, tuple[str, bytes, str]]
-_MAX_UPLOADED = 65536
+_MAX_UPLOADED, _METADATA = 65536, ("keep_source", "label", "pin", "priority")
 _uploaded: WeakKeyDictionary[OpenAI, LRUCache[None]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -140,22 +140,20 @@ def upload(client: OpenAI, chunk: Chunk) -> str:
     """
     if any(part.media == "audio" for part in chunk.media):
         raise UnsupportedModel("a server takes no sound yet, got a chunk of it; use a window of open_engine")
-    if not chunk.media:
-        post(client, "/chunks", _chunk_to_json(chunk, {}))
-    else:
-        try:
-            get(client, f"/chunks/{chunk.id}")
-        except UnknownUpload:
-            files: Files = {}
-            fields = {"chunk": json.dumps(_chunk_to_json(chunk, files))}
-            post(client, "/chunks", fields, files)
+    known: Any = None
+    with suppress(UnknownUpload):
+        known = chunk.media and get(client, f"/chunks/{chunk.id}")
+    if not known:
+        files: Files = {}
+        body = _chunk_to_json(chunk, files)
+        post(client, "/chunks", {"chunk": json.dumps(body)} if files else body, files or None)
     uploaded_by(client).put(chunk.id, None, 1)
     return chunk.id
 
 
 def reference(chunk: Chunk) -> dict[str, Any]:
     """Return an uploaded chunk as JSON for a window's request, with the metadata that is not part of its id."""
-    return {"type": REFERENCE, "chunk": chunk.id, **_metadata(chunk)}
+    return {"type": REFERENCE, "chunk": chunk.id, **{name: getattr(chunk, name) for name in _METADATA}}
 
 
 def _chunk_to_json(chunk: Chunk, files: Files) -> dict[str, Any]:
@@ -169,11 +167,7 @@ def _chunk_to_json(chunk: Chunk, files: Files) -> dict[str, Any]:
         else:
             content.append({"type": "tokens", "ids": list(part.ids)})
     turn = {"type": "parts"} if chunk.role is None else {"type": "message", "role": chunk.role}
-    return {**turn, "content": content, "as_frames": chunk.as_frames, "id": chunk.id, **_metadata(chunk)}
-
-
-def _metadata(chunk: Chunk) -> dict[str, Any]:
-    return {name: getattr(chunk, name) for name in ("keep_source", "label", "pin", "priority")}
+    return {**turn, "content": content, **{name: getattr(chunk, name) for name in ("as_frames", "id", *_METADATA)}}
 
 
 def _medium(chunk: Chunk, part: MediaPart, files: Files) -> dict[str, Any]:

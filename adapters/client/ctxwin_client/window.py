@@ -38,8 +38,7 @@ def _forward(method: Callable[Concatenate[Any, P], T], result: str = "") -> Call
     def call(self: RemoteWindow | RemoteMaintenance, /, *args: P.args, **options: P.kwargs) -> T:
         bound = parameters.bind(self, *args, **options)
         bound.apply_defaults()
-        _, *arguments = bound.arguments.items()
-        body = {"id" if name == "placement" else name: value for name, value in arguments}
+        body = {"id" if n == "placement" else n: value for n, value in [*bound.arguments.items()][1:]}
         response = self._post(method.__name__, **body)
         return cast("T", response[result] if result else None)
 
@@ -135,10 +134,9 @@ class RemoteWindow:
         self._set_up(client, async_client, transport.post(client, "/windows", body))
 
     def _set_up(self, client: OpenAI, async_client: AsyncOpenAI | None, window: dict[str, Any]) -> Self:
-        self._client, self._async_client = client, async_client
+        self._client, self._async_client, self._closed = client, async_client, False
         self.id, self.system_prompt, self.budget = window["id"], window["system_prompt"], window["budget"]
         self.low_water, self.fidelity = window["low_water"], Fidelity.model_validate(window["fidelity"])
-        self._closed = False
         return self
 
     @classmethod

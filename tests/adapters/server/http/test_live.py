@@ -17,7 +17,7 @@ from adapters.server.calls import call
 from adapters.server.serving import Server, serving
 from ctxwin import Chunk, Window, open_engine
 from ctxwin.engines.base import Engine
-from ctxwin.errors import BadMedia, BudgetExceeded, UnknownChunk
+from ctxwin.errors import BadMedia, BudgetExceeded, EngineFailed, UnknownChunk
 from ctxwin.media import png
 from ctxwin.tiny import world
 from ctxwin_client import AsyncLiveStream, LiveStream, RemoteWindow
@@ -217,6 +217,40 @@ def test_frames_by_http_and_plain_requests_beside_them(server: Server, window: R
     assert call(server, path, {"type": "ask", "query": "x"})[0] == 400
     assert call(server, path + "&waiting=0", {"type": "recall", "time": 1})[0] == 400
     assert call(server, "/v1/windows/none/live", png(PIXELS[0]), content_type="image/png")[0] == 404
+
+
+def test_use_outside_of_the_with_block_says_so(server: Server, window: RemoteWindow) -> None:
+    live = LiveStream(server.client(), window.id)
+    texts: Any = iter(())
+
+    def refused() -> None:
+        for call_it in (lambda: live.push(png(PIXELS[0])), lambda: live.tell("x"), lambda: live.ask("q"), live.settle):
+            with pytest.raises(EngineFailed, match="must be used within its with block"):
+                call_it()
+        with pytest.raises(EngineFailed, match="must be used within its with block"):
+            next(live.stream("q"))
+
+    refused()
+    with live:
+        with pytest.raises(TypeError, match="picture must be an encoded picture in bytes or an array, got NoneType"):
+            live.push(None)  # type: ignore[arg-type]
+        assert live.push(bytearray(png(PIXELS[0]))) == 1
+        live.settle()
+        texts = live.stream(question(0), 200, temperature=2.0, seed=1)
+        next(texts)
+    texts.close()
+    refused()
+
+    async def outside() -> None:
+        stream = AsyncLiveStream(server.client(), window.id)
+        for _ in range(2):
+            with pytest.raises(EngineFailed, match=r"must be used within its with block|has ended"):
+                await stream.push(png(PIXELS[0]))
+            await asyncio.wait_for(stream.settle(), 30)
+            async with stream:
+                pass
+
+    asyncio.run(outside())
 
 
 def test_a_stream_is_opened_for_a_window_of_ones_own(server: Server, window: RemoteWindow) -> None:
