@@ -69,14 +69,14 @@ class Assessment:
 
 def assess(name: str | Path) -> Assessment:
     """Assess a local folder, a Hugging Face Hub name (only its config is read) or ``tiny``. Cost: reading the config."""
-    from ctxwin.engines.encoding.checkpoint import model_path, read_config
+    from ctxwin.engines.encoding.checkpoint import local_folder, read_config
     from ctxwin.engines.torchvision_repair import repair
     from ctxwin.tiny import checkpoint_dir
 
     repair()
     name = str(name).removeprefix("hf:").removeprefix("vllm:")
     try:
-        config = read_config(checkpoint_dir() if name == "tiny" else model_path(name) or name)
+        config = read_config(checkpoint_dir() if name == "tiny" else local_folder(name, config_only=True))
     except (OSError, ValueError) as error:  # no such model, no network, or a class that only its own code has
         return Assessment(name, "", "unknown", str(error).splitlines()[0])
     except UnsupportedModel as error:  # one that vLLM alone has, without vLLM

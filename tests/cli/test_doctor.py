@@ -188,3 +188,17 @@ def test_what_would_become_of_a_model(tmp_path: Path) -> None:
     assert refused.exit_code == 1 and "state space" in refused.stdout
     missing = CliRunner().invoke(app, ["doctor", str(tmp_path / "missing")])
     assert missing.exit_code == 1 and "unknown" in missing.stdout
+
+
+def test_a_model_that_the_hub_does_not_know_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transformers library asks six times, for 40 s where there is no network."""
+    asked: list[Any] = []
+
+    def unreachable(*args: Any, **options: Any) -> Any:
+        asked.append((args, options))
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    said = CliRunner().invoke(app, ["doctor", "qwen2-vl-tinny"])
+    assert said.exit_code == 1 and "got 'qwen2-vl-tinny': Name or service not known; check its spelling" in said.stdout
+    assert asked == [(("qwen2-vl-tinny",), {"allow_patterns": ["config.json"]})]

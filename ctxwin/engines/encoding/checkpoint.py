@@ -299,8 +299,11 @@ def model_path(name: str | Path) -> Path | None:
     return None
 
 
-def local_folder(name: str | Path, remote_code: bool = False) -> Path:
-    """A model's folder, downloaded where ``name`` is the Hub's, with its code on demand. Raises ValueError for neither."""
+def local_folder(name: str | Path, remote_code: bool = False, *, config_only: bool = False) -> Path:
+    """A model's folder, downloaded where ``name`` is the Hub's, with its code on demand. Raises ValueError for neither.
+
+    The Hub is asked once: where it cannot be reached, what is cached is taken.
+    """
     path = model_path(name)
     if path is not None:
         if not (path / "config.json").is_file():
@@ -311,11 +314,11 @@ def local_folder(name: str | Path, remote_code: bool = False) -> Path:
 
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "ctxwin-basis.st", *["*.py"] * remote_code]
     try:
-        return Path(snapshot_download(str(name), allow_patterns=patterns))
+        return Path(snapshot_download(str(name), allow_patterns=["config.json"] if config_only else patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
-            f"a model must be a local folder or a Hugging Face Hub name, got {str(name)!r}: {reason}"
+            f"a model must be a local folder or a Hugging Face Hub name, got {str(name)!r}: {reason}; check its spelling"
         ) from error
 
 
