@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from uuid import uuid4
@@ -43,6 +44,16 @@ def atomic_write(
         temporary.unlink(missing_ok=True)
         raise
     return path
+
+
+def check_writable(folder: Path) -> None:
+    """Create ``folder`` if it is missing. Raises ValueError where no file can be written into it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"{folder} must be a folder that can be written, got: {reason}; choose another") from error
 
 
 def sync_folder(folder: Path) -> None:

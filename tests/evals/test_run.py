@@ -10,9 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from ctxwin.tiny import checkpoint_dir
+from ctxwin_evals import cli
 from ctxwin_evals.arms import parse_arms
 from ctxwin_evals.cli import app
 from ctxwin_evals.measure import BATCH, Measurer
+from ctxwin_evals.probe import cli as probe_cli
 from ctxwin_evals.run import BLOCK, Runner, Settings, batches, plan_jobs
 from ctxwin_evals.tasks import TaskOptions, open_task
 from ctxwin_evals.tasks.tiny import TinyOptions
@@ -97,6 +99,20 @@ def test_requests_to_an_engine_give_the_figures_of_the_decoder(n: int, tasks: An
         assert {arm for _, arm, _ in runs["served"].samples.rows} == set(arms.split(","))
         with pytest.raises(ValueError, match=r"got quest:0.5, oracle, which read inside the model; leave them out"):
             runs["served"].run(plan_jobs(parse_arms("blind,quest:0.5,oracle"), WINDOW), 1)
+
+
+@pytest.mark.parametrize("command", [["run", "tiny/multi_hop", "--n", "1"], ["probe"]])
+def test_a_folder_that_cannot_be_written_is_refused_before_a_model_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    opened: list[Any] = []
+    for module in (cli, probe_cli):
+        monkeypatch.setattr(module, "open_model_on", lambda *args: opened.append(args))
+    for output in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/self/run")):
+        refused = invoke(*command, "--output", str(output))
+        assert refused.exit_code == 2 and not opened
+        assert f"{output} must be a folder that can be written, got: " in refused.stderr
 
 
 @pytest.mark.slow

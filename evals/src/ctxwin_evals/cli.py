@@ -95,6 +95,8 @@ def run(
     An interrupted run is continued by the same command: samples that its folder holds are not computed again.
     """
     with errors():
+        from ctxwin.files import check_writable
+        from ctxwin.hashing import digest
         from ctxwin_evals.arms import parse_arms
         from ctxwin_evals.benchmarks import DataOptions
         from ctxwin_evals.benchmarks.base import DataTask
@@ -121,8 +123,11 @@ def run(
         # Reads annotations, so that missing data shows before a model is opened.
         total = sum(len(job.arms) * (n if job.task.endless else len(job.task.items(n or None))) for job in jobs)
         settings = Settings(system_prompt, layout, layers, weight, patch_dtype)  # type: ignore[arg-type]
+        check_writable(output or Path("eval-output"))  # before a model is opened
         with open_model_on(engine, engine_options, model, dtype, device, threads) as served:
-            folder = output or _default_folder(settings.config(served) | {t.name: t.config() for t in opened})
+            # One folder a configuration, so that the same command continues its run and no other.
+            described = settings.config(served) | {t.name: t.config() for t in opened}
+            folder = output or Path("eval-output") / digest("run", described)[:12]
             runner = Runner(served, settings, folder, opened)
             with progress("samples", total) as advance:
                 runner.run(jobs, n or None, advance)
@@ -324,13 +329,6 @@ def basis(
             "in bf16",
             str(path) + ("" if in_use else f": windows find it once it lies beside the weights as {BASIS_NAME}"),
         )
-
-
-def _default_folder(config: dict[str, Any]) -> Path:
-    """One folder a configuration, so that the same command continues its run and no other."""
-    from ctxwin.hashing import digest
-
-    return Path("eval-output") / digest("run", config)[:12]
 
 
 def _frames(text: str) -> tuple[int, ...]:

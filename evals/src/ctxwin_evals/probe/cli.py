@@ -67,6 +67,7 @@ def probe(
     """
     with errors():
         from ctxwin.audit import Options
+        from ctxwin.files import check_writable
         from ctxwin_evals.probe.folder import Images
         from ctxwin_evals.probe.generated import Scenes, World
         from ctxwin_evals.probe.probe import Probe
@@ -77,6 +78,7 @@ def probe(
             raise ValueError(f"minutes must be > 0, got {minutes}")
         limits, options = Limits(flips=flips), Options(budget, excess_budget)
         own_questions = _check_questions(images, texts, questions)
+        check_writable(output or Path(FOLDER))  # before minutes of measuring
         with open_model_on(engine, engine_options, model, dtype, device, threads) as opened:
             text_model: Any = getattr(opened, "text_model", None)
             if not threads and text_model is not None and sum(p.numel() for p in text_model.parameters()) < _SMALL:
@@ -90,8 +92,6 @@ def probe(
             sources: list[Source] = [World(), Scenes()]
             if images is not None:
                 sources = [Images(images, own_questions, max_tokens, max_pixels or None)]
-            # A folder that cannot be made should fail before minutes of measuring.
-            (output or Path(FOLDER)).mkdir(parents=True, exist_ok=True)
             with stages() as advance:
                 if texts is not None or not opened.spec.vision:
                     result = probe_texts(opened, texts, own_questions, max_tokens, options, 60 * minutes, advance)
