@@ -127,9 +127,9 @@ def chat(server: Server, rng: Random, turns: int, pictures: list[str], tokens: i
         time.sleep(PAUSE_S)
 
 
-def measure(servers: dict[str, Server], chats: int, turns: int, seed: int) -> Iterator[dict[str, Any]]:
+def measure(servers: dict[str, Server], chats: int, turns: int, seed: int, scale: int) -> Iterator[dict[str, Any]]:
     """Yield a row for every kind of chat and server."""
-    frames = screens(seed, 1)
+    frames = screens(seed, scale)
     for kind, pictures in (("text", []), ("pictures", frames)):
         for tokens in (1, 16):
             used = {name: {"api": 0.0, "engine": 0.0} for name in servers}
@@ -160,6 +160,7 @@ def main(
     chats: Annotated[int, typer.Option(min=1, help="Chats of each kind.")] = 10,
     turns: Annotated[int, typer.Option(min=2, help="Turns of a chat.")] = 10,
     seed: Annotated[int, typer.Option(help="Of the chats and pictures.")] = 7,
+    scale: Annotated[int, typer.Option(min=1, help="How much larger the pictures are than a frame of 224 pixels.")] = 1,
     only: Annotated[str, typer.Option(help="Servers beside vLLM, comma-separated.")] = "off,exact",
     server: Annotated[str, typer.Option(help="More arguments of each server, in one string.")] = "",
     as_json: Json = False,
@@ -168,7 +169,7 @@ def main(
     with errors(), contextlib.ExitStack() as stack:
         names = ["vllm", *only.split(",")]
         servers = {name: stack.enter_context(running(SERVERS[name], shlex.split(server))) for name in names}
-        rows = list(measure(servers, chats, turns, seed))
+        rows = list(measure(servers, chats, turns, seed, scale))
     table = new_table("", "chat|tokens|server|n|p50 ms|added ms|API ms|engine ms", left=(0, 2))
     for row in rows:
         used = row["processor_ms"]

@@ -157,7 +157,10 @@ class Windows:
 
         Raises: as `run`.
         """
+        from ctxwin_vllm import decoded_images
+
         self.prepared = args
+        decoded_images.use()
         log_like_vllm()
         require_fit()
         keys, tenants = server_keys(args), self._given["tenants"]

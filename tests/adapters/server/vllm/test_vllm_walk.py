@@ -24,8 +24,10 @@ def test_a_plain_chat_takes_few_steps_to_the_engine() -> None:
     assert {"app", "process", "vllm", "chat"} <= set(own), done.stdout
     assert len(own) <= MOST_STAYS, done.stdout
     assert len(rooms) <= MOST_WITH_OTHERS, done.stdout
-    calls = {
-        int(turn): int(count) for word, turn, count in map(str.split, done.stdout.splitlines()[-2:]) if word == "calls"
-    }
+    *counts, decoded = map(str.split, done.stdout.splitlines()[-3:])
+    assert decoded == ["decoded", str(max(MOST_CALLS))], (
+        done.stdout
+    )  # each turn its own picture, not its whole history's
+    calls = {int(turn): int(count) for word, turn, count in counts if word == "calls"}
     assert calls.keys() == MOST_CALLS.keys()
     assert all(count <= MOST_CALLS[turn] for turn, count in calls.items()), done.stdout

@@ -4,7 +4,8 @@
 
 prints the rooms in the order in which the chat enters or comes back to them, one a line, with the function that is entered there.
 A room is a package of `ctxwin_server`, or another distribution; `ctxwin` itself is the ground below all of them. The last lines
-say how many calls of Python functions of ours a chat with a picture a turn takes on the same way, by turn.
+say how many calls of Python functions of ours a chat with a picture a turn takes on the same way, by turn, and how many pictures
+were decoded for all of its turns.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 _WALKS: ContextVar[Walk | None] = ContextVar("walk", default=None)
 _PREFIXES = ("ctxwin_", "langchain_ctxwin")
@@ -129,7 +131,8 @@ async def _walk(content: Callable[[int], Any], app: Any, turns: Sequence[int], *
     return walks
 
 
-async def _walks() -> tuple[Walk, list[Walk]]:
+async def _walks() -> tuple[Walk, list[Walk], int]:
+    from vllm.multimodal.media.image import ImageMediaIO
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from ctxwin_server.app.settings import Settings
@@ -153,19 +156,23 @@ async def _walks() -> tuple[Walk, list[Walk]]:
             text = {"type": "text", "text": f"picture {turn}: a light is on."}
             return [{"type": "image_url", "image_url": {"url": _picture(turn)}}, text]
 
-        counted = await _walk(shown, app, COUNTED, ctxwin={"fidelity": {"mode": "exact"}})
+        with mock.patch.object(
+            ImageMediaIO, "load_bytes", autospec=True, side_effect=ImageMediaIO.load_bytes
+        ) as decode:
+            counted = await _walk(shown, app, COUNTED, ctxwin={"fidelity": {"mode": "exact"}})
         sys.setprofile(None)
-    return walk, counted
+    return walk, counted, decode.call_count
 
 
 def main() -> None:
     """Print the walk."""
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    walk, counted = asyncio.run(_walks())
+    walk, counted, decoded = asyncio.run(_walks())
     for room, function in walk.handed_over:
         print(f"{room:12} {function}")
     for turn, pictures in zip(COUNTED, counted, strict=True):
         print("calls", turn, pictures.calls_before)
+    print("decoded", decoded)
     sys.stdout.flush()
     os._exit(0)
 

@@ -1,0 +1,44 @@
+"""Images of chats that arrive again are decoded once.
+
+An agent sends its screenshots again with every request, and vLLM decodes each of them before it finds their embeddings or KV in
+its caches. `use` has vLLM take `DecodedImages` as its media connector, which is vLLM's own way to load media differently.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
+
+from ctxwin.hashing import digest
+from ctxwin.store.lru import LRUCache
+
+NAME, VARIABLE = "ctxwin", "VLLM_MEDIA_CONNECTOR"
+ROOM = 256 << 20
+"""Bytes of decoded images that a server keeps, a hundred of 896 x 896 pixels."""
+_decoded: LRUCache[Any] = LRUCache(ROOM)
+
+
+@MEDIA_CONNECTOR_REGISTRY.register(NAME)
+class DecodedImages(MediaConnector):  # type: ignore[misc]  # mypy sees vLLM as untyped
+    """vLLM's media connector, with the images of ``data:`` URLs kept as decoded, by their bytes and by how they are decoded."""
+
+    async def fetch_image_async(self, image_url: str, *, image_mode: str | None = "RGB") -> Any:
+        """Return an image with its bytes, as vLLM does; it is shared, and nobody may change it."""
+        if image_url[:5].lower() != "data:":
+            return await super().fetch_image_async(image_url, image_mode=image_mode)
+        how = repr(sorted(({"image_mode": image_mode} | self.media_io_kwargs.get("image", {})).items()))
+        key = await asyncio.to_thread(digest, "image", how, image_url)
+        image = _decoded.get(key)
+        if image is None:
+            image = await super().fetch_image_async(image_url, image_mode=image_mode)
+            pixels = image.media.width * image.media.height * len(image.media.getbands())
+            _decoded.put(key, image, pixels + len(image.original_bytes))
+        return image
+
+
+def use() -> None:
+    """Load images of this process through `DecodedImages`, unless the environment names a media connector."""
+    os.environ.setdefault(VARIABLE, NAME)
