@@ -10,9 +10,9 @@ import asyncio
 import os
 from typing import Any
 
+from blake3 import blake3  # eight times as fast as SHA-256; vLLM names media by it
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 
-from ctxwin.hashing import digest
 from ctxwin.store.lru import LRUCache
 
 NAME, VARIABLE = "ctxwin", "VLLM_MEDIA_CONNECTOR"
@@ -29,14 +29,18 @@ class DecodedImages(MediaConnector):  # type: ignore[misc]  # mypy sees vLLM as 
         """Return an image with its bytes, as vLLM does; it is shared, and nobody may change it."""
         if image_url[:5].lower() != "data:":
             return await super().fetch_image_async(image_url, image_mode=image_mode)
-        how = repr(sorted(({"image_mode": image_mode} | self.media_io_kwargs.get("image", {})).items()))
-        key = await asyncio.to_thread(digest, "image", how, image_url)
+        how = sorted(({"image_mode": image_mode} | self.media_io_kwargs.get("image", {})).items())
+        key = f"{await asyncio.to_thread(_digest, image_url)} {how}"
         image = _decoded.get(key)
         if image is None:
             image = await super().fetch_image_async(image_url, image_mode=image_mode)
             pixels = image.media.width * image.media.height * len(image.media.getbands())
             _decoded.put(key, image, pixels + len(image.original_bytes))
         return image
+
+
+def _digest(text: str) -> str:
+    return str(blake3(text.encode()).hexdigest())
 
 
 def use() -> None:

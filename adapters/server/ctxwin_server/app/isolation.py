@@ -5,7 +5,6 @@ A "plain" request is one that the OpenAI server itself answers. Its body is boun
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ from ctxwin.engines.base import Engine
 from ctxwin.hashing import digest
 from ctxwin.window.decoding import MOST_CHOICES
 from ctxwin_client.errors import NotAllowed
+from ctxwin_server.app.accounts import encode_json
 from ctxwin_server.app.content import ContentReader, own_name
 from ctxwin_server.app.endpoints import PLAIN, ROUTERS, check_fields
 from ctxwin_server.protocol.limits import Allowance
@@ -100,7 +100,7 @@ def bind(
         content.read_messages(data.get("messages"))
         content.read_messages(data.get("input"))
         content.read_content(data.get("system"))
-    return json.dumps(data).encode()
+    return encode_json(data)
 
 
 def _check_counts(data: dict[str, Any]) -> None:

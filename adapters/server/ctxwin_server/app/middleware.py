@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ctxwin import tracing
 from ctxwin_chats.prefill import Ahead
 from ctxwin_client.errors import MemoryShort
+from ctxwin_server.app.accounts import encode_json
 from ctxwin_server.app.authentication import OPEN
 from ctxwin_server.app.error_shape import reshape_errors, to_body
 from ctxwin_server.app.plain_requests import AHEAD, FOLLOW, EarlyResponse, route
@@ -111,7 +112,7 @@ class Gateway:
 
     async def _sub_request(self, scope: Scope, receive: Receive, data: dict[str, Any]) -> tuple[int, Any]:
         """Return status and JSON of the response to a further request of the same client to the same route."""
-        raw = json.dumps(data).encode()
+        raw = encode_json(data)
         dropped = (b"content-length", b"transfer-encoding", b"idempotency-key")
         headers = [(k, v) for k, v in scope["headers"] if k.lower() not in dropped]
         pending: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]

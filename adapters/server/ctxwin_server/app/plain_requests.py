@@ -7,7 +7,6 @@ its own; the next prompt is predicted from what they leave.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -29,7 +28,7 @@ from ctxwin_chats.options import EDIT_FIELDS, ROUTES, read_options
 from ctxwin_chats.prefill import Ahead
 from ctxwin_chats.typed_tools import describe_tools
 from ctxwin_client.errors import NotAllowed, TooLarge
-from ctxwin_server.app.accounts import BodyReader, Malformed, parse_json
+from ctxwin_server.app.accounts import BodyReader, Malformed, encode_json, parse_json
 from ctxwin_server.app.endpoints import (
     CHAT,
     COUNT,
@@ -199,7 +198,7 @@ class PlainRequest:
     async def encode(self) -> bytes:
         """Return the body for the server: bound to its tenant if there are tenants."""
         if not self._is_bound:
-            return await self._run(lambda: json.dumps(self._data).encode()) if self._changed else self.raw
+            return await self._run(partial(encode_json, self._data)) if self._changed else self.raw
         if not isinstance(self._data, dict):
             raise ValueError("the body must be a JSON object")
         state, media = self._tenant_state, self._service

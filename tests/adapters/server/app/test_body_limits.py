@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import errno
 import http.client
+import json
 import threading
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from adapters.server.calls import call, wait_for
 from adapters.server.serving import Server, serving
 from ctxwin_client.errors import TooLarge, TooManyRequests
 from ctxwin_server.app import accounts
-from ctxwin_server.app.accounts import BodyBytes, Malformed, parse_json
+from ctxwin_server.app.accounts import BodyBytes, Malformed, decode_json, encode_json, parse_json
 from ctxwin_server.protocol import multipart
 from ctxwin_server.protocol.limits import Limits
 
@@ -26,6 +29,39 @@ def test_a_body_that_is_nested_without_end_is_refused(server: Server) -> None:
     named = b'{"messages": [{"content": [{"type": "ctxwin_chunk"}]}], "x": %s}' % body
     status, answer = call(server, "/v1/chat/completions", named)
     assert (status, answer["error"]["code"]) == (413, "too_large")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+)
+
+
+@given(JSON, st.booleans())
+def test_json_is_read_as_the_standard_library_does(data: Any, ascii_only: bool) -> None:
+    raw = json.dumps(data, ensure_ascii=ascii_only).encode()
+    assert repr(decode_json(raw)) == repr(json.loads(raw))
+    assert repr(json.loads(encode_json(json.loads(raw)))) == repr(json.loads(raw))
+
+
+@given(st.binary() | st.text(alphabet='[]{}",:0123456789.eE+-\\u dNaInfity\n').map(str.encode))
+@example(b'"\\ud800"')
+@example(b"1e999")
+@example("[1]".encode("utf-16"))
+@example(b"1" * 5000)
+def test_what_is_no_json_is_refused_as_the_standard_library_does(raw: bytes) -> None:
+    try:
+        want = json.loads(raw)
+    except ValueError as error:
+        with pytest.raises(type(error)):
+            decode_json(raw)
+    else:
+        assert repr(decode_json(raw)) == repr(want)
+
+
+def test_numbers_and_text_that_msgspec_cannot_write_are_written() -> None:
+    for data in ({"seed": 10**40}, ["\ud800"]):
+        assert json.loads(encode_json(data)) == data
 
 
 WORDS = "word " * 1_600_000  # 8 MB
