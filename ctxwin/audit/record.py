@@ -1,19 +1,11 @@
-"""`Record`: the file of a ledger, with its evidence and decisions.
-
-Formats 1 and 2 counted answers whose text differs. As every lost value is a different text, they are read as evidence on scored
-answers that overstates the harm; on text they contain none. Format 1 counted without regard to windows. Their dependence is no
-longer known, so all trials of a strategy in such a file form one unit; a strategy promoted on them is on trial again, its
-attempts stay spent, and a decision records that.
-"""
+"""`Record`: the file of a ledger, with its evidence and decisions."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, ValidationError
@@ -30,7 +22,7 @@ UNIT_PARTS = 840
 Model = TypeVar("Model", bound=BaseModel)
 Pending = tuple[NonNegativeInt, NonNegativeFloat, NonNegativeInt, float]
 Parts = Annotated[int, Field(ge=0, le=UNIT_PARTS)]
-Verb = Literal["promoted", "demoted", "rejected", "withdrawn", "stopped", "resumed"]
+Verb = Literal["promoted", "demoted", "rejected", "stopped", "resumed"]
 
 
 class Tally(BaseModel):
@@ -138,9 +130,9 @@ class Decision(BaseModel):
 
     Attributes:
         way: name of the strategy.
-        what: ``promoted``; ``demoted``: no longer promoted; ``rejected``: did harm too often on trial; ``withdrawn``: was
-            promoted by a rule that is no longer valid; ``stopped``: cannot be promoted at a reasonable cost, so trials ended;
-            ``resumed``: they go on, as the mix of answers or the settings have changed.
+        what: ``promoted``; ``demoted``: no longer promoted; ``rejected``: did harm too often on trial; ``stopped``: cannot
+            be promoted at a reasonable cost, so trials ended; ``resumed``: they go on, as the mix of answers or the settings
+            have changed.
         trials, harms, units: scored answers on trial, the values lost among them, and the units that counted.
         upper: bound on a unit's mean share of lost values at that time.
         texts, excess, text_units, excess_upper: the same of text: answers, their mean nats a token beyond the floor, units, and
@@ -170,10 +162,6 @@ class Decision(BaseModel):
     harmed: float = 0.0
 
     def __str__(self) -> str:
-        if self.what == "withdrawn":
-            return (
-                f"{self.way} withdrawn: it was promoted on {self.trials} answers of unknown windows, which count as one"
-            )
         parts = []
         if self.trials or not self.texts:
             within = f" in {self.units} windows" if self.units else ""
@@ -223,17 +211,13 @@ class Record(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Record:
-        """Read a record from its file, of this format or a previous one.
+        """Read a record from its file.
 
         Unreadable entries are omitted with a warning. Raises ValueError if nothing can be read.
         """
         data = pydantic_core.from_json(path.read_bytes())
         if not isinstance(data, dict):
             raise ValueError(f"it must be a JSON object, got {type(data).__name__}")
-        if data.get("format") == 1:
-            data = _from_format_1(data)
-        if data.get("format") == 2:
-            data = _from_format_2(data)
         ways, decisions = data.get("ways") or {}, data.get("decisions") or []
         if not isinstance(ways, dict) or not isinstance(decisions, list):
             raise ValueError("its ways must be an object and its decisions a list")
@@ -248,46 +232,6 @@ def _entry(kind: type[Model], data: object, where: str) -> Model | None:
     except ValidationError as error:
         log.warning("%s is left out (%s)", where, " ".join(str(error).split())[:200])
         return None
-
-
-def _from_format_1(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a record of format 1 to format 2; see the module."""
-    ways: dict[str, Any] = {}
-    withdrawals: list[Decision] = []
-    for name, old in dict(data.get("ways") or {}).items():
-        try:
-            trials, harms = int(old["trials"]), int(old["harms"])
-            units = {math.ceil(UNIT_PARTS * harms / trials): 1} if 0 <= harms <= trials and trials else {}
-            ways[name] = {**old, "units": units, "wealth": ()}
-            if old["promoted"]:
-                ways[name] |= {"promoted": False, "since": _today(), "audited": 0, "harmed": 0}
-                withdrawals.append(
-                    Decision(date=_today(), way=name, what="withdrawn", trials=trials, harms=harms, upper=1.0)
-                )
-                log.warning("%s: %s", data.get("model"), withdrawals[-1])
-        except (KeyError, TypeError, ValueError):
-            ways[name] = old  # not readable in any format
-    decisions = [*(data.get("decisions") or []), *(decision.model_dump() for decision in withdrawals)]
-    return {**data, "format": 2, "ways": ways, "decisions": decisions}
-
-
-def _from_format_2(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a record of format 2 to this format; see the module."""
-    ways: dict[str, Any] = {}
-    for name, old in dict(data.get("ways") or {}).items():
-        try:
-            new = {key: value for key, value in old.items() if key not in ("harms_window", "harms_stream")}
-            names = {"answers": "trials", "harm": "harms", "units": "units", "wealth": "wealth"}
-            scored = {to: new.pop(of) for to, of in names.items() if of in new}
-            pending = {unit: (*counts, 0, 0.0) for unit, counts in dict(new.get("open") or {}).items()}
-            ways[name] = {**new, "scored": scored, "open": pending}
-        except (AttributeError, KeyError, TypeError, ValueError):
-            ways[name] = old  # not readable in any format
-    return {**data, "format": 3, "ways": ways}
-
-
-def _today() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def records(model: str | None = None) -> list[Record]:
