@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from ctxwin.validation import validate
 
 Mode = Literal["auto", "exact", "patched", "blind"]
 Lane = Literal[
@@ -45,6 +47,11 @@ class AdvancedFidelity(BaseModel):
     merge_prompt: bool = False
     reference: Reference = "stricter"
     forbid: tuple[Lane, ...] = ()
+
+    if not TYPE_CHECKING:  # a type checker knows the fields
+
+        def __init__(self, **data: Any) -> None:
+            validate(lambda fields: super(AdvancedFidelity, self).__init__(**fields), data, "")
 
     @model_validator(mode="after")
     def _lanes(self) -> AdvancedFidelity:
@@ -106,7 +113,7 @@ class Fidelity(BaseModel):
         if moved := data.keys() & AdvancedFidelity.model_fields:
             name = min(moved)
             raise ValueError(f"{name} must be given in advanced; write Fidelity(advanced={{{name!r}: {data[name]!r}}})")
-        super().__init__(mode=mode, **data)
+        validate(lambda fields: super(Fidelity, self).__init__(**fields), {"mode": mode, **data}, "")
 
     @field_validator("layers")
     @classmethod

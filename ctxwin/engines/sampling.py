@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+from ctxwin.validation import validate
 
 if TYPE_CHECKING:
     from ctxwin.fidelity import Fidelity
@@ -113,9 +116,5 @@ def check_sampling(sampling: Sampling) -> None:
         raise ValueError(f"hold must be in (0, 1], got {sampling.hold}")
     if not isinstance(sampling.hold_every, int) or sampling.hold_every < 1:
         raise ValueError(f"hold_every must be an int >= 1, got {sampling.hold_every!r}")
-    try:
-        _RANGES.model_validate({name: getattr(sampling, name) for name in _RANGES.model_fields}, strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        complaint = first["msg"].replace("Input should be", "must be")
-        raise ValueError(f"{first['loc'][0]} {complaint}, got {first['input']!r}") from None
+    values = {name: getattr(sampling, name) for name in _RANGES.model_fields}
+    validate(partial(_RANGES.model_validate, strict=True), values, "")

@@ -35,7 +35,7 @@ from ctxwin.window.leases import Leases
 from ctxwin.window.removed import check_present
 from ctxwin.window.reordering import reorder_advice
 from ctxwin.window.sliding import SlidingAdvice, own_mark, sliding_advice
-from ctxwin.window.state import Placed, State
+from ctxwin.window.state import Placed, State, read_state
 from ctxwin.window.storage_policy import Demand, DemandLedger
 
 if TYPE_CHECKING:
@@ -482,10 +482,7 @@ def demand_of(engine: Engine) -> Demand:
 
 def restore_core(engine: Engine, state: State | dict[str, Any] | str, seed: str | None = None) -> WindowCore:
     """Return a core from a snapshot (model, dict or JSON); see `Window.restore`."""
-    if isinstance(state, str):
-        state = State.model_validate_json(state)
-    elif not isinstance(state, State):
-        state = State.model_validate(state)
+    state = read_state(state)
     if not state.window:
         state = state.replace(window=new_id(engine, uuid.uuid4().hex))
     name = Auditing(engine, state.fidelity).fidelity.patch_name

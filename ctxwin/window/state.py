@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
@@ -16,6 +16,7 @@ from ctxwin.chunk import Chunk
 from ctxwin.errors import UnknownChunk
 from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.hashing import digest
+from ctxwin.validation import validate
 from ctxwin.window.antecedents import Antecedents, Order, pack, unpack
 from ctxwin.window.difference import Difference
 
@@ -422,3 +423,11 @@ def _digest(*parts: Hashable) -> str:
     A window of n chunks takes a few digests a chunk.
     """
     return digest(*parts)
+
+
+def read_state(state: State | dict[str, Any] | str) -> State:
+    """Return a snapshot (model, dict or JSON) as a state. Raises ValueError for one that is malformed."""
+    if isinstance(state, State):
+        return state
+    read = State.model_validate_json if isinstance(state, str) else State.model_validate
+    return cast("State", validate(read, state, "the snapshot is malformed: "))

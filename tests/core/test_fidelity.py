@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from ctxwin import Fidelity
+from ctxwin.fidelity import AdvancedFidelity
 from ctxwin.profiles import Profile, model_digest, resolve, with_overrides, write_profile
 from ctxwin.window.ask import kl
 
@@ -67,8 +69,37 @@ def test_allowed_lanes() -> None:
     ],
 )  # fmt: skip
 def test_bad_fidelity(bad: dict[str, object]) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError) as refused:
         Fidelity(**bad)  # type: ignore[arg-type]
+    assert "must " in str(refused.value) and "pydantic" not in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ({"mode": "pached"}, "mode must be 'auto', 'exact', 'patched' or 'blind', got 'pached'"),
+        ({"rank": 0, "audit": 2}, "rank must be >= 1, got 0; audit must be <= 1, got 2"),
+        ({"rank": "x"}, "rank must be a valid integer, got 'x'"),
+        ({"layers": 3}, "layers must be 'all' or 'deep' or a valid tuple, got 3"),
+        ({"ranks": 3}, "ranks must be left out: there is no such field"),
+        ({"advanced": {"eliminate": -1}}, "advanced: eliminate must be >= 0, got -1"),
+        (
+            {"advanced": {"forbid": ("formed",)}},
+            "advanced: forbid must leave computed and formed allowed, got ('formed',)",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(bad: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        Fidelity(**bad)  # type: ignore[arg-type]
+    assert str(refused.value) == said
+
+
+def test_advanced_fields_by_themselves() -> None:
+    with pytest.raises(ValueError, match=r"^eliminate must be >= 0, got -1$"):
+        AdvancedFidelity(eliminate=-1)
+    fidelity = Fidelity("patched", rank=4, advanced=AdvancedFidelity(layout="joint"))
+    assert copy.deepcopy(fidelity) == fidelity == Fidelity.model_validate_json(fidelity.model_dump_json())
 
 
 def test_layers_are_words_or_shares_of_the_depth() -> None:

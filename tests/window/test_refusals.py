@@ -37,7 +37,7 @@ from window.fake import FakeEngine
         (lambda w: w.fork("caf\udce9"), ValueError, "system_prompt must be Unicode, got"),
         (lambda w: w.ask("q" * 90), BudgetExceeded, "must fit the budget of 100"),
         (lambda w: w.ask("q", max_tokens=0), ValueError, "max_tokens must be an int >= 1"),
-        (lambda w: w.ask("q", temperature=-1), ValueError, "temperature must be greater than or equal to 0, got -1"),
+        (lambda w: w.ask("q", temperature=-1), ValueError, "temperature must be >= 0, got -1"),
         (lambda w: w.disposable("nope", "q"), UnknownChunk, "placed chunk"),
         (lambda w: w.maintenance.prepare_orbit(w.ids[:2], orders=0), ValueError, "orders must be"),
         (lambda w: w.retrieve("x", "manuals"), TypeError, r"must be a ctxwin.Library, got 'manuals'; open it with"),

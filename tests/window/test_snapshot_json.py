@@ -58,3 +58,21 @@ def test_a_slice_that_is_none_is_refused(slice_: list[Any]) -> None:
 def test_ids_that_are_none_are_refused(ids: Any) -> None:
     with pytest.raises(ValueError, match="ids"):
         State.model_validate({**state_of(3).model_dump(mode="json"), "ids": ids})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"budget": "x"}, "the snapshot is malformed: budget must be a valid integer, got 'x'"),
+        ({"bugdet": 3}, "the snapshot is malformed: bugdet must be left out: there is no such field"),
+        ({"fidelity": {"rank": 0}}, "the snapshot is malformed: fidelity: rank must be >= 1, got 0"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(change: dict[str, Any], said: str) -> None:
+    data = {**state_of(3).model_dump(mode="json"), **change}
+    for snapshot in (data, json.dumps(data)):
+        with pytest.raises(ValueError) as refused:
+            Window.restore(FakeEngine(), snapshot)
+        assert str(refused.value) == said
+    with pytest.raises(ValueError, match=r"^the snapshot is malformed: Invalid JSON: "):
+        Window.restore(FakeEngine(), "{")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from ctxwin.errors import BadMedia, BudgetExceeded
 from ctxwin.validation import validate
@@ -112,8 +112,9 @@ class Policy(Body):
     def read(cls, path: Path) -> Policy:
         """Return the policy in a file. Raises ValueError, which names the file, and OSError."""
         try:
-            return cls.model_validate(tomllib.loads(path.read_text()))
-        except (ValidationError, tomllib.TOMLDecodeError) as error:
+            policy: Policy = validate(cls.model_validate, tomllib.loads(path.read_text()), "")
+            return policy
+        except ValueError as error:
             raise ValueError(f"{path} must hold {', '.join(cls.model_fields)}: {error}") from None
 
     def edits(self) -> list[Edit]:

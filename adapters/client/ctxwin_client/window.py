@@ -20,7 +20,7 @@ from ctxwin.window.answer import Answer, Disposability, Plan, PlanEntry
 from ctxwin.window.ask import AskOptions
 from ctxwin.window.idle import PrefillCounts
 from ctxwin.window.maintenance import Maintenance
-from ctxwin.window.state import State
+from ctxwin.window.state import State, read_state
 from ctxwin.window.window import Window
 from ctxwin_client import transport
 from ctxwin_client.errors import UnknownUpload, UnknownWindow
@@ -149,7 +149,7 @@ class RemoteWindow:
         cls, client: OpenAI, state: State | dict[str, Any] | str, *, async_client: AsyncOpenAI | None = None
     ) -> Self:
         """Create a window from a snapshot, on any server. The server reads no paths in it; see `Window.restore`."""
-        state = State.model_validate_json(state) if isinstance(state, str) else state
+        state = read_state(state) if isinstance(state, str) else state
         data = state.model_dump(mode="json") if isinstance(state, State) else state
         return cls.__new__(cls)._set_up(client, async_client, transport.post(client, "/windows", {"snapshot": data}))
 

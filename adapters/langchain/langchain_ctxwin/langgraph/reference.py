@@ -29,6 +29,7 @@ from pydantic import ValidationError
 
 from ctxwin.hashing import digest
 from ctxwin.store.lru import LRUCache
+from ctxwin.validation import describe
 from ctxwin.window.state import Placed, State
 from ctxwin.window.window import Window
 
@@ -169,7 +170,7 @@ def _rebuild(reference: Mapping[str, Any]) -> State:
         entries = [Placed.model_validate({**record, "chunk_id": ""}) for record in reference["placed"]]
     except ValidationError as error:
         raise ValueError(
-            f"a window reference must be what Session.ref() returned, got another dict: {error}"
+            f"a window reference must be what Session.ref() returned, got another dict: {describe(error)}"
         ) from error
     return state.replace(placed=tuple(p.replace(chunk_id=p.chunk.id, read=state.version) for p in entries))
 

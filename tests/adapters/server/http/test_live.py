@@ -124,7 +124,7 @@ def test_what_is_wrong_is_told_and_the_session_lives_on(server: Server, window: 
         assert hear(socket)["type"] == "open"
         for sent, said in [
             ("{", "JSON"), ("[]", "malformed"), ('{"type": "jump"}', "tag"), ('{"type": "ask"}', "query"),
-            (b"{x\npicture", "JSON"), (b'{"txt": "a"}\npicture', "Extra"), (b"", "0 bytes"), ("", "malformed"),
+            (b"{x\npicture", "JSON"), (b'{"txt": "a"}\npicture', "txt must be left out"), (b"", "0 bytes"), ("", "malformed"),
             ('{"type": "push", "chunk": {"type": "image", "image": "http://x/y.png"}}', "URL"),
             ('{"type": "push", "chunk": {"type": "text", "text": "x"}, "time": "later"}', "number"),
         ]:  # fmt: skip
