@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 _EXPECTED = {"missing": "must be given", "extra_forbidden": "must be left out: there is no such field"}
 _SIGNS = {"greater than or equal to": ">=", "less than or equal to": "<=", "greater than": ">", "less than": "<"}
+_UNION_MEMBER = re.compile(r".*\[|(bool|int|float|str)$")
 
 
 def validate(validator: Callable[[Any], Any], data: Any, prefix: str = "the request is malformed: ") -> Any:
@@ -35,26 +36,23 @@ def check_unicode(name: str, text: str) -> None:
 
 def describe(error: ValidationError) -> str:
     """Return pydantic's errors as ``NAME must be X, got Y``, the first four of them."""
-    problems: dict[tuple[str, ...], list[str]] = {}
-    values: dict[tuple[str, ...], str] = {}
-    for one in error.errors(include_url=False):
-        path = tuple(str(part) for part in one["loc"] if not _is_type(part))
-        problems.setdefault(path, []).append(_expected(one))
-        values[path] = "" if one["type"] in _EXPECTED else f", got {reprlib.repr(one['input'])}"
-    lines = []
-    for path, problem in problems.items():
-        first, *others = dict.fromkeys(problem)
-        if first.startswith("must "):
-            alternatives = "".join(f" or {other.removeprefix('must be ')}" for other in others)
-            lines.append(f"{'.'.join(path) or 'it'} {first}{alternatives}{values[path]}")
-        else:  # of a validator of our own, which names the field
-            names = path[:-1] if path and first.startswith(path[-1]) else path
-            lines.append(f"{'.'.join(names)}: {first}" if names else first)
-    return "; ".join(lines[:4])
+    problems: dict[tuple[str, ...], list[ErrorDetails]] = {}
+    for one in error.errors(include_url=False):  # a union has one for each member
+        path = tuple(part for part in map(str, one["loc"]) if not _UNION_MEMBER.match(part))
+        problems.setdefault(path, []).append(one)
+    return "; ".join(_problem(path, errors) for path, errors in [*problems.items()][:4])
+
+
+def _problem(path: tuple[str, ...], errors: list[ErrorDetails]) -> str:
+    first, *others = dict.fromkeys(map(_expected, errors))
+    if not first.startswith("must "):  # of a validator of our own, which names the field
+        names = path[:-1] if path and first.startswith(path[-1]) else path
+        return f"{'.'.join(names)}: {first}" if names else first
+    value = "" if errors[0]["type"] in _EXPECTED else f", got {reprlib.repr(errors[0]['input'])}"
+    return ".".join(path or ("it",)) + " " + " or ".join([first, *(o.removeprefix("must be ") for o in others)]) + value
 
 
 def _expected(one: ErrorDetails) -> str:
-    """Return what pydantic expected as ``must be X``; the whole message of a validator of our own."""
     if one["type"] == "value_error":
         return str(one["ctx"]["error"])
     expected = re.sub(r"^\w+ should ", "must ", one["msg"]).replace(" after validation", "")
@@ -62,8 +60,3 @@ def _expected(one: ErrorDetails) -> str:
     for words, sign in _SIGNS.items():
         expected = expected.replace(words, sign)
     return _EXPECTED.get(one["type"], expected)
-
-
-def _is_type(part: str | int) -> bool:
-    """Return True for the part of an error's place that names a member of a union."""
-    return isinstance(part, str) and ("[" in part or part in ("bool", "int", "float", "str"))

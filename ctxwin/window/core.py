@@ -107,7 +107,7 @@ class WindowCore:
         self._before: int | None = None  # the version that `undo` goes back to; of older ones it is beside them
         self._pending: list[Event] = []  # sent when the writer is done
         self._writer = threading.Lock()
-        self._stopping: Callable[[int], bool] = _not_stopping
+        self._stopping: Callable[[int], bool] = lambda writer: False
         self._guard = threading.Lock()  # of leases and counts
         self._leases = Leases(engine.repo)
         self._finalizer = weakref.finalize(self, engine.repo.abandon, self._leases.keys)  # for a window never closed
@@ -150,7 +150,7 @@ class WindowCore:
             yield self.state
             sent = self._pending
         finally:
-            self._pending, self._stopping = [], _not_stopping
+            self._pending, self._stopping = [], lambda writer: False
             self._writer.release()
         for event in sent:
             self.emit(replace(event, seconds=time.perf_counter() - begin))
@@ -441,10 +441,6 @@ class WindowCore:
         with self._guard:
             self.operations += 1
             return self.operations
-
-
-def _not_stopping(writer: int) -> bool:
-    return False
 
 
 def _emit_audit(

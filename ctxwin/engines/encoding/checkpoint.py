@@ -300,10 +300,7 @@ def model_path(name: str | Path) -> Path | None:
 
 
 def local_folder(name: str | Path, remote_code: bool = False, *, config_only: bool = False) -> Path:
-    """A model's folder, downloaded where ``name`` is the Hub's, with its code on demand. Raises ValueError for neither.
-
-    The Hub is asked once: where it cannot be reached, what is cached is taken.
-    """
+    """A model's folder, downloaded where ``name`` is the Hub's, with its code on demand. Raises ValueError for neither."""
     path = model_path(name)
     if path is not None:
         if not (path / "config.json").is_file():

@@ -478,8 +478,8 @@ def test_binding_tools_opens_no_engine() -> None:
     [
         ({"model": "other"}, "create another ChatCtxwin"),
         ({"best_of": 3}, "must be among"),
-        ({"max_tokens": 0}, "max_tokens: "),
-        ({"top_p": 0}, "top_p: "),
+        ({"max_tokens": 0}, "max_tokens must be >= 1, got 0"),
+        ({"top_p": 0}, "top_p must be > 0, got 0"),
         ({"n": 2}, "n must be 1 where the temperature is 0"),
         ({"top_logprobs": 2}, "logprobs must be true"),
     ],
