@@ -19,7 +19,8 @@ from openai import OpenAI
 
 from ctxwin_evals.console import Json, errors, new_table, show
 
-from .chats import KEEP, LOG, History, chat_messages, connect, openai_asker, prefilled, running_server, screens, step
+from .chats import KEEP, LOG, History, chat_messages, connect, openai_asker, prefilled, screens, step
+from .servers import running_server
 
 PAUSE_S = 0.15
 

@@ -22,18 +22,12 @@ vLLM alone is the reference of the answers. Each way has a prefix-cache space of
 from __future__ import annotations
 
 import base64
-import contextlib
-import http.client
 import io
 import json
 import math
 import re
 import shlex
-import socket
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -51,9 +45,10 @@ from ctxwin.chunk import Chunk
 from ctxwin.tiny import world
 from ctxwin_chats.context_management import CLEARED
 from ctxwin_client import RemoteWindow, chunk_part, upload
-from ctxwin_evals.bench.model import SEVEN_B, Sizes, ensure_model
 from ctxwin_evals.console import Json, errors, new_table, show
 from ctxwin_evals.stats import wilson
+
+from .servers import RANDOM, running_server
 
 WAYS: dict[str, dict[str, Any]] = {
     "off": {"windows": "off"},
@@ -63,7 +58,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "profile": {"windows": "auto"},
 }
 BY_HAND: dict[str, Any] = {"mode": "patched", "rank": 11, "layers": "deep"}
-RANDOM = {"random": Sizes(), "random-7b": SEVEN_B}
 AGENTS = ("sliding", "openai", "anthropic", "habits", "clock")
 SYSTEM, KEEP, FRAMES, ASKS = "You watch a camera.", 4, 5, 16
 LOG = "The door is shut. Nobody is there. All is quiet. Two boats pass.\n"
@@ -125,41 +119,6 @@ def median_interval(values: list[float]) -> tuple[float, float, float]:
     reach = 0.98 * n**0.5
     low, high = max(0, math.floor(n / 2 - reach)), min(n - 1, math.ceil(n / 2 + reach))
     return statistics.median(ordered), ordered[low], ordered[high]
-
-
-@contextlib.contextmanager
-def running_server(model: str, arguments: list[str]) -> Iterator[tuple[str, int]]:
-    """``ctxwin serve MODEL``, until the block ends: its address and its process. A name of `RANDOM` is a random model."""
-    model = str(ensure_model(RANDOM[model], 0)[0]) if model in RANDOM else model
-    with running_module(["ctxwin", "serve", model, "--restarts", "0", *arguments]) as server:
-        yield server
-
-
-@contextlib.contextmanager
-def running_module(command: list[str], environment: dict[str, str] | None = None) -> Iterator[tuple[str, int]]:
-    """A module of Python that serves HTTP, until the block ends: its address and its process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", *command, "--host", "127.0.0.1", "--port", str(port)]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-        try:
-            for _ in range(600):
-                if process.poll() is not None:
-                    log.seek(0)
-                    raise RuntimeError(f"the server ended: {log.read()[-4000:].decode(errors='replace')}")
-                try:
-                    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5)) as connection:
-                        connection.request("GET", "/health")
-                        if connection.getresponse().status == 200:
-                            break
-                except OSError:
-                    time.sleep(0.5)
-            yield f"http://127.0.0.1:{port}", process.pid
-        finally:
-            process.terminate()
-            process.wait(60)
 
 
 def connect(url: str) -> tuple[OpenAI, str]:

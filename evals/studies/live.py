@@ -33,8 +33,9 @@ from ctxwin_client import LiveStream, RemoteWindow
 from ctxwin_evals.bench.model import Sizes, ensure_model
 from ctxwin_evals.console import Json, errors, new_table, show
 
-from .chats import BY_HAND, openai_asker, running_server
+from .chats import BY_HAND, openai_asker
 from .chats import png as base64_png
+from .servers import running_server
 
 SYSTEM, EVERY = "You watch a camera.", 3
 

@@ -26,7 +26,8 @@ import typer
 from ctxwin.tiny import checkpoint_dir
 from ctxwin_evals.console import Json, errors, new_table, show
 
-from .chats import SYSTEM, median_interval, running_module, screens
+from .chats import SYSTEM, median_interval, screens
+from .servers import running_module
 
 PAUSE_S, SPIN_S = 0.05, 1.5
 """Seconds between two turns, and between two chats: vLLM's workers wait actively for a second after a step."""

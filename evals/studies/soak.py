@@ -34,8 +34,9 @@ from ctxwin.tiny import world
 from ctxwin_client import RemoteWindow
 from ctxwin_evals.console import Json, errors, new_table, show
 
-from .chats import SYSTEM, png, running_server
+from .chats import SYSTEM, png
 from .command import write_result
+from .servers import running_server
 
 PLATEAU = 0.01
 """Most growth over the last third of a run, as a share of what was held at its start."""

@@ -34,8 +34,7 @@ class DecodedImages(MediaConnector):  # type: ignore[misc]  # mypy sees vLLM as 
         image = _decoded.get(key)
         if image is None:
             image = await super().fetch_image_async(image_url, image_mode=image_mode)
-            pixels = image.media.width * image.media.height * len(image.media.getbands())
-            _decoded.put(key, image, pixels + len(image.original_bytes))
+            _decoded.put(key, image, image.width * image.height * len(image.getbands()) + len(image_url))
         return image
 
 

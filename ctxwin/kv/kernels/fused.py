@@ -145,14 +145,14 @@ def load_layers(
     else:  # the values ``[(task - 1) * BLOCK_V, task * BLOCK_V)``
         out_v = out_v_ptr + v_base + (slots // BLOCK_SIZE) * v_block + (slots % BLOCK_SIZE) * v_token + head * v_head
         column = (task - 1) * BLOCK_V + tl.arange(0, BLOCK_V)
-        held = column < V_DIM
-        mask = inside[:, None] & held[None, :]
+        valid = column < V_DIM
+        mask = inside[:, None] & valid[None, :]
         stored = v_ptr + ((local * HEADS + head) * V_DIM)[:, None] + column[None, :]
         z = tl.load(stored, mask=mask, other=0.0).to(COMPUTE)
         if PATCHED:
             if rank != 0:
                 values = HEADS * K_DIM + head * V_DIM + column
-                z += _delta(left, right, local, inside, values, held, rank, WIDTH, NARROW, COMPUTE, BLOCK_R)
+                z += _delta(left, right, local, inside, values, valid, rank, WIDTH, NARROW, COMPUTE, BLOCK_R)
         tl.store(out_v[:, None] + (column * v_step)[None, :], _rounded(z, OUT), mask=mask)
 
 

@@ -29,7 +29,7 @@ def url(seed: int, size: int = 40, mode: str = "RGB", form: str = "PNG") -> str:
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The calls that decode an image, from an empty cache on, with room for three of `url`."""
-    monkeypatch.setattr(decoded_images, "_decoded", decoded_images.LRUCache(3 * 10_000))
+    monkeypatch.setattr(decoded_images, "_decoded", decoded_images.LRUCache(3 * 12_000))
     with mock.patch.object(ImageMediaIO, "load_bytes", autospec=True, side_effect=ImageMediaIO.load_bytes) as calls:
         yield calls
 

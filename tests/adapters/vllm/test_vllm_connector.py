@@ -21,8 +21,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
 from ctxwin_vllm.connector import CtxwinConnector
-from ctxwin_vllm.connector.scheduler import BACKLOG, STEPS
-from ctxwin_vllm.transport import PARAM, LocalTransport, Transfer
+from ctxwin_vllm.connector.scheduler import BACKLOG, STEPS, Step
+from ctxwin_vllm.connector.worker import WorkerHalf
+from ctxwin_vllm.transport import PARAM, LocalTransport, SaveSpec, Transfer
 
 KV = KVSpec("m", "gqa", 1, 1, 4, 4, RopeSpec(inv_freq=(1.0, 0.1), rotary_dim=4, pairing="half"), "float32")
 
@@ -135,3 +136,13 @@ class TestReadingBack:
         assert max(waiting) <= 6 * BACKLOG
         read = [save for step in self.steps(scheduler) for save in step]
         assert sum(save.last for save in read) <= 60 * 3 and read[-1].last
+
+    def test_blocks_are_kept_until_the_worker_has_read_the_last_piece(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        endpoint = mock.Mock()
+        monkeypatch.setattr("ctxwin_vllm.connector.worker.connect", lambda source: endpoint)
+        worker = WorkerHalf(endpoint, block_size=4)
+        for last in (False, False, True):
+            worker._work = Step(saves=[SaveSpec("source", "handle", "r", (0, 1), {}, last=last)])
+            worker.start_load_kv(None)
+            assert worker.get_finished({"r"}) == (({"r"}, None) if last else (None, None))
+        assert endpoint.save.call_count == 3

@@ -37,7 +37,7 @@ class Malformed(ValueError):
 
 
 def parse_json(limits: Limits, raw: bytes, max_text: int | None = None) -> Any:
-    """Parse the JSON in ``raw``; an empty body is an empty object. At most ``max_text`` characters may reach a tokenizer, or any.
+    """Parse the JSON in ``raw``; an empty body is an empty object. ``max_text`` bounds what may reach a tokenizer.
 
     Raises TooLarge for too many values, levels or characters, Malformed for text that is not Unicode, integers beyond 64 bits,
     NaN and infinities, ValueError for what is no JSON. Cost: linear. Parsing holds Python's lock, for all threads and the event

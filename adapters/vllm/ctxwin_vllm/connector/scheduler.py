@@ -207,11 +207,11 @@ class SchedulerHalf:
 def _pieces(save: SaveSpec, tokens: int) -> list[SaveSpec]:
     """Return the ranges of ``save`` in runs of up to so many ``tokens``, or of one range that has more."""
     runs: list[dict[str, tuple[int, int]]] = [{}]
-    held = 0
+    count = 0
     for name, (begin, end) in save.ranges.items():
-        if runs[-1] and held + end - begin > tokens:
+        if runs[-1] and count + end - begin > tokens:
             runs.append({})
-            held = 0
+            count = 0
         runs[-1][name] = begin, end
-        held += end - begin
+        count += end - begin
     return [replace(save, ranges=run, last=i == len(runs)) for i, run in enumerate(runs, 1)]
