@@ -76,6 +76,11 @@ class Engine(ABC):
         False  # True where a request may compute other tokens than those without KV; `forecast` then counts them
     )
 
+    @property
+    def caches_prefixes(self) -> bool:
+        """True where KV of an exact prompt serves the next one that begins alike, whether it was captured or not."""
+        return False
+
     @cached_property
     def costs(self) -> CostModel:
         """Cost model fitted to this engine's calls. Each tenant's view has its own, so that none sees another's times."""

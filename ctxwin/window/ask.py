@@ -237,7 +237,7 @@ def _lay_out(core: WindowCore, question: Question, state: State, fidelity: Fidel
     if core.idle is not None:
         core.idle.give_way(state)
     work = Work()
-    layout = core.assembly.build_layout(state, fidelity, work)
+    layout = core.assembly.without_transient(core.assembly.build_layout(state, fidelity, work), state)
     layout_s = time.perf_counter() - begin
     captures_query = bool(question.remember) or wants_outputs
     if not captures_query:

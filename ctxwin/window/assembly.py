@@ -65,6 +65,7 @@ class Assembly:
         choices, planned: the newest ones, and those with entries of a plan; the next ones take what has not changed.
         salt: keeps what it prefills out of the exact prefix cache; "" does not.
         cached_tokens: of an exact layout with KV for its first tokens, how many of these need no spans; see `Segment.cached`.
+        broken_at: index of the first chunk that the last answer computed anew behind other chunks; see `without_transient`.
     """
 
     engine: Engine
@@ -75,6 +76,7 @@ class Assembly:
     planned: tuple[Sequence[Choice], Sequence[PlanEntry]] = ((), ())
     salt: str = ""
     cached_tokens: Callable[[int], int] | None = None
+    broken_at: int | None = None
 
     @property
     def repo(self) -> SpanRepository:
@@ -130,6 +132,27 @@ class Assembly:
                 own_ms = 1e3 * (costs.clock() - began) - (work.priced_ms - priced)
                 costs.learn(costs.library, (1, len(choices)), own_ms)
                 return replace(fetched, ms=ms)
+
+    def without_transient(self, layout: Layout, state: State) -> Layout:
+        """Return the layout of an exact window's answer without captures of KV that the next edit makes useless.
+
+        A window that loses chunks in front of others before every answer has all KV behind them computed anew each time. From
+        the second such answer on that KV is not read back and stored: vLLM's prefix cache holds it for as long as nothing is
+        edited. What an answer without such an edit computes is stored again.
+        """
+        keeps = self.engine.caches_prefixes and not self.engine.spec.kv.recurrent and not self.engine.spec.outputs
+        if state.fidelity.mode != "exact" or not keeps:  # audits of others ask for the KV again
+            return layout
+        moved = (
+            i for i, choice in enumerate(layout.choices)
+            if choice.compute and (kv := choice.entry.kv) and kv.provenance != choice.conditioning.provenance
+        )  # fmt: skip
+        previous, self.broken_at = self.broken_at, next(moved, None)
+        if previous is None or self.broken_at is None:
+            return layout
+        first = 1 + max(previous, self.broken_at)
+        rest = (replace(segment, capture=False) for segment in layout.segments[first:])
+        return replace(layout, segments=(*layout.segments[:first], *rest))
 
     def _fetch_layout(
         self, state: State, choices: Sequence[Choice], work: Work, ahead: dict[str, SpanKV]
@@ -364,8 +387,9 @@ class Assembly:
         for i, choice in enumerate(layout.choices, start=1):
             p = choice.entry
             if choice.compute:
-                if i not in captured:  # the engine could not read it back: stay uncomputed
-                    entries.append(p)
+                if i not in captured:
+                    lost = layout.segments[i].capture  # the engine could not read it back: stay uncomputed
+                    entries.append(p if lost else p.replace(kv=choice.conditioning, seen=True, unseen=()))
                     continue
                 kv = self._store(state, choice.conditioning, captured, layout, i - 1, fidelity, demand)
                 choice = replace(choice, lane=kv.lane, conditioning=kv, compute=kv.patch is None)

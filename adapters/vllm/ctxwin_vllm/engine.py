@@ -343,6 +343,10 @@ class VLLMEngine(EncodingEngine):
         return self._core
 
     @property
+    def caches_prefixes(self) -> bool:
+        return self._core.caches
+
+    @property
     def tenant(self) -> str:
         return self._tenant
 

@@ -326,6 +326,10 @@ class RenderedRequest(Engine):
     def shared(self) -> object:
         return self._engine.shared
 
+    @property
+    def caches_prefixes(self) -> bool:
+        return self._engine.caches_prefixes
+
     def close(self) -> None:
         """Release the pictures' data. The engine stays open."""
         self._media = {}

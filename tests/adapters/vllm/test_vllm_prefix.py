@@ -77,6 +77,41 @@ class TestWindows:
         assert summary["asks"] > 15 and summary["agreement"] == 1.0
         assert summary["computed_tokens"] <= 1.05 * min(summary[f"computed_tokens_{policy}"] for policy in POLICIES)
 
+    def test_kv_that_the_next_slide_makes_useless_is_not_read_back(self, view: Any) -> None:
+        """From the second slide on; the prefix cache serves the same prompt again, and then it is stored."""
+        stored: list[str] = []
+        put = view.repo.put_span
+
+        def put_span(key: str, *rest: Any) -> Any:
+            stored.append(key)
+            return put(key, *rest)
+
+        def turn(window: Window) -> Any:
+            stored.clear()
+            plan, answer = window.plan(QUERY), ask(window)
+            window.core.check()
+            right = logprobs_of(plain(view, plain_request(view, window)))
+            assert distance(answer.first_token_logprobs, right[0]) < CLOSE
+            assert answer.usage.computed_tokens == plan.computed_tokens
+            return answer.usage
+
+        with (
+            window_on(view, [frame(i) for i in range(6)]) as window,
+            mock.patch.object(view.repo, "put_span", put_span),
+        ):
+            turn(window)
+            for i in range(6, 10):
+                window.slide(1)
+                window.append(frame(i) if i % 2 else words(i))
+                turn(window)
+                assert len(stored) == (6 if i == 6 else 0)
+            assert turn(window).computed_tokens < BLOCK and len(stored) == 6
+            view._core.driver.reset_prefix_cache()
+            assert turn(window).bytes_loaded and not stored
+            window.slide(1)  # the first of its kind again
+            turn(window)
+            assert len(stored) == 5
+
     def test_an_append_behind_survivors_reloads_less_than_a_block(self, view: Any) -> None:
         """Approximate windows: a last block that is not whole is loaded, and nothing is computed again."""
         with window_on(view, [frame(i) for i in range(6)], "patched") as window:

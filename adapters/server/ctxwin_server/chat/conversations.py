@@ -56,7 +56,7 @@ class Conversation(Record):
     """One conversation. Its state is immutable and replaced as a whole.
 
     Attributes:
-        memo, choices: how chunks were served before, see `Assembly`.
+        memo, choices, broken_at: how chunks were served before, see `Assembly`.
         write_backs: of answered requests whose KV is not written back yet; each is done once it is.
         packed: JSON of its chunks, without antecedents, by placement.
     """
@@ -65,6 +65,7 @@ class Conversation(Record):
     seed: str
     memo: OrderedDict[str, ServedMemo] = field(default_factory=OrderedDict)
     choices: Sequence[Choice] = ()
+    broken_at: int | None = None
     write_backs: set[Future[None]] = field(default_factory=set)
     packed: dict[str, tuple[Placed, str]] = field(default_factory=dict)
 
@@ -158,11 +159,12 @@ class Conversations(Records[Conversation]):
         conversation, state, edits = self._update(engine, name, fidelity, shelf, patient)
         cached = engine.cached_tokens if fidelity.mode == "exact" else None
         assembly, work = Assembly(engine, memo=conversation.memo, cached_tokens=cached), Work()
-        assembly.choices = conversation.choices
-        layout = assembly.build_layout(state, fidelity, work)
+        assembly.choices, assembly.broken_at = conversation.choices, conversation.broken_at
+        layout = assembly.without_transient(assembly.build_layout(state, fidelity, work), state)
+        conversation.broken_at, last = assembly.broken_at, layout.segments[-1]
         end = layout.end(state).computed(engine.query_chunk.id, "computed")
         start = state.system_prompt_advance + sum(p.advance for p in state.placed)
-        query = Segment(engine.query, start, capture=True, span_key=end.span)
+        query = Segment(engine.query, start, capture=last.capture or last.available, span_key=end.span)
         submitted = engine.submit([*layout.segments, query], layout.salt)
         lanes: Counter[str] = Counter()
         is_resident = layout.segments[0].available and not work.system_prompt
@@ -181,7 +183,7 @@ class Conversations(Records[Conversation]):
         """Store the KV that a request computed, if it succeeded, and release its resources."""
         try:
             captured = turn.engine.collect(turn.submitted, finished=finished)
-            state = self._write_back(turn, captured) if captured else None
+            state = self._write_back(turn, captured) if finished else None
             if state is not None:
                 with self._update_lock:
                     self._merge(turn, state)

@@ -264,6 +264,19 @@ def test_the_last_segment_is_computed_though_it_stood_there_before() -> None:
     assert slid.layout.segments and slid.lanes["computed"] >= len("c3" + "what next?")
 
 
+def test_an_exact_chat_that_drops_a_turn_each_time_stores_nothing_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an engine whose prefix cache serves the same prompt again."""
+    monkeypatch.setattr(FakePrompt, "caches_prefixes", True)
+    chat, counts = Chat(), []
+    for i in [0, 1, 2, 3, 3, 4]:
+        parts = ["sys", *(f"turn {j}" for j in range(i, i + 4)), "why?"]
+        turn = chat.ask(parts, "s")
+        assert_exact(turn, parts)
+        counts.append(len(turn.submitted.captured))
+    # System prompt, four turns and the question; a turn dropped once; two, three times; the same again; another dropped.
+    assert counts == [6, 5, 0, 0, 5, 5]
+
+
 def test_what_came_back_is_recalled() -> None:
     chat = Chat()
     for parts in (["a1", "b2", "c3"], ["b2", "c3"], ["a1", "b2", "c3"]):
