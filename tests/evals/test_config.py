@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -101,3 +102,18 @@ def test_progress_off_a_terminal_says_what_is_done_and_left(capsys: pytest.Captu
     assert progress_line("samples", 1, 100, 30.0) == "samples: 1 of 100, about 50 min left"
     assert progress_line("samples", 100, 100, 30.0) == "samples: 100 of 100"
     assert progress_line("starting vLLM", 0, 0, 1.0) == "starting vLLM"
+
+
+def test_what_an_earlier_run_has_kept_says_nothing_of_the_time_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with progress("samples", 300) as advance:
+        for seconds in [0.001] * 240 + [30.0, 30.0]:
+            now[0] += seconds
+            advance(1)
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "samples: 241 of 300, about 30 min left",
+        "samples: 242 of 300, about 29 min left",
+    ]

@@ -164,8 +164,7 @@ def stages() -> Iterator[OnProgress]:
     from rich import progress as bars
     from rich.console import Console
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    if not (console := Console(stderr=True)).is_terminal:
         yield _Lines()
         return
     times = bars.TimeElapsedColumn(), bars.TimeRemainingColumn()
@@ -178,26 +177,29 @@ def stages() -> Iterator[OnProgress]:
 class _Lines:
     """Progress off a terminal: a line when work begins, and one every `EVERY` seconds at most."""
 
-    EVERY = 10.0
+    EVERY, KEPT = 10.0, 0.05  # what takes less was kept from an earlier run, and says nothing of the pace
 
     def __init__(self) -> None:
-        self._began = time.monotonic()
-        self._next = self._began
+        self._began = self._last = self._next = time.monotonic()
+        self._stage, self._before = "", 0
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
+        if stage != self._stage or now - self._last < self.KEPT:
+            self._stage, self._began, self._before = stage, now, done
+        self._last = now
         if now >= self._next:
             self._next = now + self.EVERY
-            typer.echo(progress_line(stage, done, total, now - self._began), err=True)
+            typer.echo(progress_line(stage, done, total, now - self._began, self._before), err=True)
 
 
-def progress_line(stage: str, done: int, total: int, seconds: float) -> str:
-    """One line of progress: the stage, the amount done, and the time left at that pace."""
+def progress_line(stage: str, done: int, total: int, seconds: float, before: int = 0) -> str:
+    """One line of progress: the stage, the amount done, and the time left at the pace of what was done after ``before``."""
     if not total:
         return stage
     line = f"{stage}: {done} of {total}"
-    if 0 < done < total:
-        remaining = seconds * (total - done) / done
+    if before < done < total:
+        remaining = seconds * (total - done) / (done - before)
         line += f", about {remaining:.0f} s left" if remaining < 100 else f", about {remaining / 60:.0f} min left"
     return line
 
