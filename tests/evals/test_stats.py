@@ -35,7 +35,7 @@ def test_wilson_against_published_values() -> None:
         (1, 29, 0.0061, 0.1718),
     ):
         assert wilson(right, n) == pytest.approx((low, high), abs=5e-5)
-    with pytest.raises(ValueError, match="n must be >= 1"):
+    with pytest.raises(ValueError, match="n must be > 0"):
         wilson(0, 0)
 
 
@@ -87,6 +87,12 @@ def test_alike_items_of_few_clusters_are_not_sure() -> None:
     half = [1.0] * 45 + [0.0] * 45
     low, high = share_interval(half, [f"c{i // 5}" for i in range(90)])
     assert high - low > 2 * (wilson(45, 90)[1] - wilson(45, 90)[0])
+
+
+def test_items_of_two_clusters_may_be_worth_less_than_one() -> None:
+    low, high = share_interval([1.0, 0.0, 0.0, 0.0], ["a", "a", "b", "b"])
+    assert 0 <= low < 0.02
+    assert 0.9 < high <= 1
 
 
 def test_how_alike_clusters_are_may_be_known_from_other_scores_of_the_items() -> None:

@@ -35,10 +35,10 @@ def mean(values: Sequence[float]) -> float:
 def wilson(right: float, n: float) -> Interval:
     """Wilson score interval of a proportion of independent items, or of as many as clustered ones are worth.
 
-    Raises ValueError where n < 1 or ``right`` is not within 0..n.
+    Raises ValueError where n <= 0 or ``right`` is not within 0..n.
     """
-    if n < 1 or not 0 <= right <= n:
-        raise ValueError(f"n must be >= 1 and right in 0..n, got right={right}, n={n}")
+    if n <= 0 or not 0 <= right <= n:  # items of few clusters may be worth less than one
+        raise ValueError(f"n must be > 0 and right in 0..n, got right={right}, n={n}")
     share = right / n
     middle = (share + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
     half = _Z * math.sqrt(share * (1 - share) / n + _Z**2 / (4 * n * n)) / (1 + _Z**2 / n)

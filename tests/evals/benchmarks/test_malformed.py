@@ -121,6 +121,14 @@ def test_a_line_that_is_no_json_is_left_out_and_named(
         items(niah)  # nothing else is there
 
 
+def test_a_byte_order_mark_hides_no_row(niah: Path, lines: Path) -> None:
+    count = len(items(niah))
+    lines.write_bytes(b"\xef\xbb\xbf" + lines.read_bytes())
+    marked = items(niah)
+    assert len(marked) == count
+    assert marked[0].load()  # read again at its offset
+
+
 def test_a_last_line_without_its_end_is_whole_if_it_is_json(niah: Path, lines: Path) -> None:
     lines.write_bytes(lines.read_bytes().rstrip(b"\n"))
     assert len(items(niah)) == 3

@@ -129,7 +129,7 @@ class DataTask(Task):
         """The data folder, downloaded where the options say so."""
         if self.options.data is None:
             raise ValueError(
-                f"{self.name} must be given its data to make items, got none; pass data=FOLDER or hub:OWNER/NAME"
+                f"{self.name} must be given its data to make items, got none; pass data=FOLDER or hub:OWNER/NAME (--data)"
             )
         return find_data(self.options.data, self.patterns())
 
@@ -256,7 +256,7 @@ def _short(value: Any) -> str:
 def read_json(path: Path) -> Any:
     """A JSON file; ValueError naming it where it is none, with the line of the error."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8-sig"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} must be JSON in UTF-8, got {error}") from error
 
@@ -307,7 +307,7 @@ def read_parquet(
 
 def _parse(raw: bytes, where: str) -> Any:
     try:
-        return json.loads(raw.decode("utf-8"))
+        return json.loads(raw.decode("utf-8-sig"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         wrong = f"{where} must be one JSON object, got {error}"
         if raw.endswith(b"\n"):
