@@ -78,8 +78,11 @@ def test_attention_is_what_the_config_says(kind: str, tmp_path: Path) -> None:
     ids = [i for e in [*encoded, engine.encode_query(QUERY)] for i in e.token_ids]
     want = real_answer(tmp_path, ids, "eager")
     assert_answers(engine, encoded, want)
-    if kind not in ("GptOss", "GraniteSWA", "GraniteMoeSWA"):  # those that transformers refuses to fuse
+    try:
         fused = real_answer(tmp_path, ids, "sdpa")
+    except ValueError as error:  # newer versions of transformers refuse to fuse what has caps, too
+        assert "scaled_dot_product_attention" in str(error)
+    else:
         assert float((fused[1] - want[1]).abs().max()) > 1e-3, "what is left out would be seen here"
     query = engine.encode_query(QUERY)
     made = engine.generate(laid(encoded, capture=True), query, Sampling(max_tokens=1, logprobs=-1))

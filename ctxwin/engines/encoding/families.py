@@ -357,15 +357,23 @@ def interleaved(config: Any, processor: Any, grid: Grid, seconds: float, sound_t
     together = getattr(config, "seconds_per_chunk", None)  # Qwen2.5-Omni's: seconds of one medium, then of the other
     if seconds > together if together else seconds * config.position_id_per_seconds % 1:
         raise BadMedia(f"a video with sound must have an fps such as 1 or 2, got frames in steps of {seconds:g} s")
+    begin, end = processor.vision_bos_token, processor.vision_eos_token
+    pace = {
+        "position_id_per_seconds": config.position_id_per_seconds,
+        "seconds_per_chunk": getattr(config, "seconds_per_chunk", 2.0),
+    }
+    if hasattr(processor, "replace_video_with_audio_token"):  # newer versions of transformers
+        video = {"video_grid_thw": [np.array(grid)], "video_second_per_grid": [seconds]}
+        sound = {"num_audio_tokens": [sound_tokens]}
+        return f"{begin}{processor.replace_video_with_audio_token(video, 0, sound, 0, **pace)}{end}"
     (text,) = processor.replace_multimodal_special_tokens(
-        [processor.vision_bos_token + processor.video_token + processor.vision_eos_token],
+        [begin + processor.video_token + end],
         iter([sound_tokens]),
         iter(()),
         iter([np.array(grid)]),
         video_second_per_grid=iter([seconds]),
         use_audio_in_video=True,
-        position_id_per_seconds=config.position_id_per_seconds,
-        seconds_per_chunk=getattr(config, "seconds_per_chunk", 2.0),
+        **pace,
     )
     return str(text)
 

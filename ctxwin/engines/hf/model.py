@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ def positions(model: Any, token_ids: Sequence[int], media: Sequence[MediaSpan]) 
     rule = getattr(model.base_model, "get_rope_index", None)
     if not media or rule is None:
         return np.tile(np.arange(count, dtype=np.int64), (3, 1)), count
-    if hasattr(model, "audio_tower"):
+    if "audio_seqlens" in inspect.signature(rule).parameters:  # of the Omni models; their tower moves between versions
         return _sound_positions(rule, token_ids, media)
     kinds = torch.zeros(1, count + 1, dtype=torch.int64)
     for m in media:
