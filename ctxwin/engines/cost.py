@@ -178,9 +178,9 @@ class CostModel:
                 name = next(iter(self.tiers))
             return self.tiers.setdefault(name, Fit(_PRIORS.get(name, (0.5, 0.01))))
 
-    def fetched(self, tier: str, tokens: int, ms: float) -> None:
-        """Notes a read."""
-        self.learn(self._tier(tier), (1, tokens), ms)
+    def fetched(self, tier: str, tokens: int, ms: float, reads: int = 1) -> None:
+        """Notes one or more reads."""
+        self.learn(self._tier(tier), (reads, tokens), ms)
 
     def settle(self) -> None:
         """Takes in all that was noted; called when no answer waits."""

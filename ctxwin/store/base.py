@@ -7,7 +7,7 @@ import struct
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -160,6 +160,10 @@ class Store(ABC):
     @abstractmethod
     def contains(self, key: str) -> bool:
         """Return True if ``get`` would find a value, without reading it."""
+
+    def contains_all(self, keys: Collection[str]) -> bool:
+        """Return True if it contains every one of ``keys``, each of which counts as used."""
+        return all([self.contains(key) for key in keys])
 
     def tier(self, key: str) -> str:
         """Return the kind of store that a read of ``key`` would come from, for its price; arbitrary for an absent key. O(1)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Collection
 from typing import Generic, TypeVar
 
 V = TypeVar("V")
@@ -49,6 +50,13 @@ class LRUCache(Generic[V]):
         """Return the entries, the least recently used first. O(n)."""
         with self._lock:
             return [(key, value) for key, (value, _) in self._entries.items()]
+
+    def get_all(self, keys: Collection[str]) -> list[V | None]:
+        """Return the value of each key, which counts as a use, or None."""
+        with self._lock:
+            for key in filter(self._entries.__contains__, keys):
+                self._entries.move_to_end(key)
+            return [entry and entry[0] for entry in map(self._entries.get, keys)]
 
     def __contains__(self, key: str) -> bool:
         with self._lock:

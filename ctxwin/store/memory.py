@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from ctxwin.store.base import Store, StoreStats, Tally, check_key, check_limits, check_value
@@ -124,6 +124,12 @@ class MemoryStore(Store):
         """Return True if `get` would find it; counts as a use. O(1)."""
         with self._lock:
             return self._find(check_key(key)) is not None
+
+    def contains_all(self, keys: Collection[str]) -> bool:
+        with self._lock:
+            self._check_open()
+            lasting = self._held if self.ttl is None else ()  # neither evicted nor expired
+            return all([self._find(key) is not None for key in keys if key not in lasting])
 
     def list(self, prefix: str = "") -> Iterator[str]:
         """A sorted snapshot of the live keys. O(items log items)."""

@@ -15,9 +15,10 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from ctxwin.errors import StoreCorrupt
@@ -173,6 +174,15 @@ class SpanRepository:
         key = _key(key, "span")
         self._release_abandoned()
         return self._writer.put(key, (span, self._meta(key, "span", header)), span.nbytes)
+
+    def at_hand(self, keys: Sequence[str]) -> list[SpanKV]:
+        """Return the spans of the first of these keys, unchecked: of those that are stored, and decoded in memory."""
+        entries = [*takewhile(bool, self._live.get_all(keys))]
+        if not self.store.contains_all(keys[: len(entries)]):
+            return []
+        with self._lock:
+            self.counters.hits["span"] += len(entries)
+        return [entry[0][0] for entry in entries if entry]
 
     def _write_span(self, key: str, entry: Entry[SpanKV]) -> bool:
         return self._put_blob(key, encode_span(*entry))
@@ -344,6 +354,14 @@ class SpanRepository:
     def tier(self, key: str) -> str:
         """Return the source of a read of ``key``: ``at hand`` where it is cached decoded, else a kind of store."""
         return "at hand" if key in self._live or self._writer.get(key) is not None else self.store.tier(key)
+
+    def tiers(self, keys: Collection[str]) -> dict[str, str]:
+        """Return `tier` of those of ``keys`` that are stored. Cost: one look into each memory where it has all of them."""
+        if not self.store.contains_all(keys):
+            keys = [key for key in keys if self.contains(key)]
+        return {
+            key: "at hand" if live else self.tier(key) for key, live in zip(keys, self._live.get_all(keys), strict=True)
+        }
 
     def delete(self, key: str) -> bool:
         """Remove ``key`` from the store and from the cache of decoded records."""

@@ -105,6 +105,16 @@ class StoreConformance:
         assert store.delete("span/a")
         assert store.get("span/a") is None
 
+    def test_all_of_some_keys(self, store: Store) -> None:
+        assert (
+            store.contains_all([])
+            and store.put("span/aa", b"1")
+            and store.put("span/bb", b"2")
+            and store.lease("span/bb")
+        )
+        assert store.contains_all(["span/aa", "span/bb"]) and not store.contains_all(["span/aa", "span/cc"])
+        assert store.delete("span/bb") and not store.contains_all({"span/aa", "span/bb"})
+
     def test_list(self, store: Store) -> None:
         """A prefix selects keys, and what is listed can be deleted on the way."""
         for key in ("span/b", "span/a", "patch/a", "spa/x"):

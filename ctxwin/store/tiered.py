@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice
@@ -67,6 +67,9 @@ class TieredStore(Store):
 
     def contains(self, key: str) -> bool:
         return any([tier.contains(key) for tier in self.tiers])
+
+    def contains_all(self, keys: Collection[str]) -> bool:
+        return any([tier.contains_all(keys) for tier in self.tiers]) or super().contains_all(keys)
 
     def tier(self, key: str) -> str:
         """Of the first tier that holds ``key``. Cost: a lookup in the tiers above the last."""

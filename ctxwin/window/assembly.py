@@ -8,11 +8,12 @@ the store becomes a recomputation and never a wrong answer.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import accumulate
+from itertools import accumulate, chain, repeat
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ctxwin import tracing
@@ -24,9 +25,11 @@ from ctxwin.errors import ChunkUnavailable
 from ctxwin.fidelity import Fidelity
 from ctxwin.profiles import compress_deficit, served_basis
 from ctxwin.window.answer import Plan, PlanEntry
+from ctxwin.window.changes import Memo, with_fields
 from ctxwin.window.choice import Choice
 from ctxwin.window.forecast import salt_of, with_forecast
 from ctxwin.window.lanes import (
+    Has,
     ServedMemo,
     canonical_key,
     choose,
@@ -36,7 +39,7 @@ from ctxwin.window.lanes import (
     steps_of,
     system_prompt_key,
 )
-from ctxwin.window.layout import Layout, Work
+from ctxwin.window.layout import Layout, LoadedFront, Work
 from ctxwin.window.orbits import observe_order
 from ctxwin.window.prices import Prices, workload
 from ctxwin.window.reading import Reads
@@ -62,7 +65,8 @@ class Assembly:
     Attributes:
         missing: keys that could not be read.
         memo: how chunks were served, by the contents that preceded them; see `lanes.ServedMemo`. A restart forgets it.
-        choices, planned: the newest ones, and those with entries of a plan; the next ones take what has not changed.
+        choices, planned, loaded: the newest ones, those with entries of a plan, and what the newest layout loaded first; the
+            next ones take what has not changed.
         salt: keeps what it prefills out of the exact prefix cache; "" does not.
         cached_tokens: of an exact layout with KV for its first tokens, how many of these need no spans; see `Segment.cached`.
         broken_at: index of the first chunk that the last answer computed anew behind other chunks; see `without_transient`.
@@ -74,6 +78,7 @@ class Assembly:
     memo: OrderedDict[str, ServedMemo] = field(default_factory=OrderedDict)
     choices: Sequence[Choice] = ()
     planned: tuple[Sequence[Choice], Sequence[PlanEntry]] = ((), ())
+    loaded: LoadedFront = field(default_factory=LoadedFront)
     salt: str = ""
     cached_tokens: Callable[[int], int] | None = None
     broken_at: int | None = None
@@ -90,11 +95,11 @@ class Assembly:
     def forget(self) -> None:
         """Drop what is remembered of chunks that were served."""
         self.memo.clear()
-        self.choices, self.planned = (), ((), ())
+        self.choices, self.planned, self.loaded = (), ((), ()), LoadedFront()
 
     def plan(self, state: State, fidelity: Fidelity, query: str | None = None) -> Plan:
         """Return the plan of an ask of ``state``. Reads no KV. The tokens of ``query``, if given, are included."""
-        prices, has = self.prices, cache(self.has)
+        has, prices = self._lookup()
         # An ask that returns outputs, as all do here by default, needs its tokens whole.
         merging = fidelity.merges_prompt and state.conditioned and not self.engine.spec.outputs
         choices = self.choices = choose(state, fidelity, has, prices, self.memo, self.engine, self.choices)
@@ -112,6 +117,14 @@ class Assembly:
         """Prices of serving a chunk on this engine."""
         return Prices(self.engine.costs, self.repo.tier)
 
+    def _lookup(self) -> tuple[Has, Prices]:
+        """Return a predicate of stored keys, with one answer for each though a store may lose it, and prices by where they lie.
+        What served the newest choices is looked up at once."""
+        keys = {choice.conditioning.span for choice in self.choices if choice.lane == "resident"} - self.missing
+        tiers = self.repo.tiers(keys)
+        has = Memo(self.has, dict.fromkeys(tiers, True)).__getitem__
+        return has, Prices(self.engine.costs, Memo(self.repo.tier, tiers).__getitem__)
+
     def build_layout(self, state: State, fidelity: Fidelity, work: Work) -> Layout:
         """Choose lanes, fetch their KV and form missing canonicals. Repeats without the keys that turn out to be missing."""
         with tracing.span("lay_out", chunks=len(state.placed), mode=fidelity.mode):
@@ -124,9 +137,9 @@ class Assembly:
         ahead: dict[str, SpanKV] = {}
         # Each round either succeeds or learns of at least one missing key, so it ends.
         while True:
-            has = cache(self.has)  # one answer for each key, though a store may lose it
-            choices = self.choices = choose(state, fidelity, has, self.prices, self.memo, self.engine, self.choices)
-            _, ms = steps_of(state, choices, system_prompt_key(state), has, self.prices)
+            has, prices = self._lookup()
+            choices = self.choices = choose(state, fidelity, has, prices, self.memo, self.engine, self.choices)
+            _, ms = steps_of(state, choices, system_prompt_key(state), has, prices)
             fetched = self._fetch_layout(state, choices, work, ahead)
             if fetched is not None:
                 own_ms = 1e3 * (costs.clock() - began) - (work.priced_ms - priced)
@@ -162,23 +175,27 @@ class Assembly:
         ``ahead``: spans computed while reads went on, by key; they serve the next round, too.
         """
         reads = Reads(self.engine.costs, self.repo.tier)
-        encodeds = [self._encoded(choice.entry) for choice in choices]
-        ends = [*accumulate((encoded.tokens for encoded in encodeds), initial=state.system_prompt_tokens)][1:]
+        ends = [*accumulate([c.entry.tokens for c in choices], initial=state.system_prompt_tokens)][1:]
         cached = 0
         if self.cached_tokens is not None and self.has(system_prompt_key(state)):
             computed = (end - c.entry.tokens for c, end in zip(choices, ends, strict=True) if c.compute)
             cached = self.cached_tokens(min(computed, default=state.tokens))
-        for choice, encoded, end in zip(choices, encodeds, ends, strict=True):
+        standing, start = self._loaded(choices, ends, cached, work), state.system_prompt_advance
+        if standing:
+            start = standing[-1].start + standing[-1].encoded.advance
+        encodeds = [self._encoded(choice.entry) for choice in choices[len(standing) :]]
+        rest = [*zip(choices[len(standing) :], encodeds, ends[len(standing) :], strict=True)]
+        for choice, encoded, end in rest:
             if not choice.compute and not choice.form_canonical and end > cached:
                 source = choice.partial_base or choice.conditioning
                 reads.begin(source.span, choice.slots, self._span_read(source, encoded, choice.entry.chunk_id))
                 if (key := choice.conditioning.patch) is not None:
                     reads.begin(key, encoded.tokens, partial(self.repo.get_patch, key))
         system_prompt = self.system_prompt(state, work, reads, cached)
-        segments, counts = [system_prompt], [0]
-        contents: dict[str, None] = {}  # in order, each once
+        segments, counts = [system_prompt, *standing], [*self.loaded.counts[: len(standing) + 1]]
+        contents = dict.fromkeys(self.loaded.contents[: counts[-1]])  # in order, each once
         early: dict[int, SpanKV] = {}
-        for choice, encoded, start, end in zip(choices, encodeds, state.starts(), ends, strict=True):
+        for choice, encoded, end in rest:
             conditioning, entry = choice.conditioning, choice.entry
             contents[content_name(entry.chunk_id)] = None
             linked = choice.partial_base
@@ -220,7 +237,32 @@ class Assembly:
                     segment = replace(segment, span=span, capture=False)
             counts.append(len(contents))
             segments.append(segment)
-        return Layout(tuple(choices), tuple(segments), salt_of(segments), tuple(contents), tuple(counts), ahead=early)
+            start += encoded.advance
+        salt = salt_of(segments)
+        layout = Layout(tuple(choices), tuple(segments), salt, tuple(contents), tuple(counts), ahead=early)
+        self.loaded = self.loaded.followed_by(layout, len(standing))
+        return layout
+
+    def _loaded(self, choices: Sequence[Choice], ends: Sequence[int], cached: int, work: Work) -> list[Segment]:
+        """Return the segments of the first chunks that the layout before loaded just so and whose KV is still in memory."""
+        costs, began, chunks = self.engine.costs, self.engine.costs.clock(), self.loaded.chunks
+        spans = self.repo.at_hand([choice.conditioning.span for choice in choices[: len(chunks)]])
+        segments: list[Segment] = []
+        for choice, chunk, span, end in zip(choices, chunks, chain(spans, repeat(None)), ends, strict=False):
+            if choice.front is not chunk.front or choice.conditioning is not chunk.conditioning:
+                break
+            if end <= cached:
+                segments.append(with_fields(chunk.segment, cached=True))
+            elif span is not None and span is chunk.span():
+                segments.append(with_fields(chunk.segment, span=span))
+            else:
+                break
+        first = bisect_right(ends, cached, hi=len(segments))
+        if reads := len(segments) - first:
+            ms = 1e3 * (costs.clock() - began)
+            costs.fetched("at hand", ends[len(segments) - 1] - ends[first] + segments[first].tokens, ms, reads)
+            work.priced_ms += ms
+        return segments
 
     def _encoded(self, entry: Placed) -> Encoded:
         """Return the tokens of a placed chunk. Raises ValueError if the snapshot recorded another number."""
@@ -386,7 +428,9 @@ class Assembly:
         demand = cache(self.demand)  # asked of every open window: once an answer at most
         for i, choice in enumerate(layout.choices, start=1):
             p = choice.entry
-            if choice.compute:
+            if choice.conditioning is p.kv and p.seen and not (p.unseen or choice.compute or choice.partial_base):
+                pass
+            elif choice.compute:
                 if i not in captured:
                     lost = layout.segments[i].capture  # the engine could not read it back: stay uncomputed
                     entries.append(p if lost else p.replace(kv=choice.conditioning, seen=True, unseen=()))
@@ -414,9 +458,13 @@ class Assembly:
         """Remember how chunks were served, for the window's last `MAX_MEMO` chunks."""
         if fidelity.mode != "patched":
             return  # exact KV is found by its provenance, and a canonical by its content
-        for choice in choices:
-            place = choice.front.contents_with(choice.entry)
-            self.memo[place] = ServedMemo.of(choice)
+        served = list(choices)
+        for choice, following in zip(served, [*(c.front for c in served[1:]), None], strict=False):
+            adjacent = following is not None and following.length == choice.front.length + 1
+            place = following.contents if following and adjacent else choice.front.contents_with(choice.entry)
+            known = self.memo.get(place)
+            if choice.lane != "resident" or known is None or known.conditioning is not choice.conditioning:
+                self.memo[place] = ServedMemo.of(choice)
             self.memo.move_to_end(place)
         while len(self.memo) > MAX_MEMO:
             self.memo.popitem(last=False)

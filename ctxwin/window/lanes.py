@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 from ctxwin.engines.segments import gap_runs
 from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.window.answer import Plan, PlanEntry, PlanRequest
 from ctxwin.window.antecedents import Antecedents, Order
-from ctxwin.window.changes import common_front
+from ctxwin.window.changes import with_fields
 from ctxwin.window.choice import Choice
 from ctxwin.window.edited_text import Differences, EditedText
 from ctxwin.window.layout import computed_choices
@@ -109,7 +110,6 @@ def choose(
     """
     if fidelity.mode == "auto":
         raise ValueError("fidelity must be resolved before lanes are chosen, got mode='auto'")
-    choices: list[Choice] = []
     prices = prices or Prices()
     front, offset = Prefix.of(state), state.system_prompt_tokens
     survival, differences = Survival(Antecedents(front.order, front.begin, len(state.placed))), None
@@ -123,23 +123,20 @@ def choose(
     if previous and not previous[0].front.gives_kv_of(front):
         previous = ()
     order, begin = front.order, front.begin
-    for i, entry in enumerate(state.placed):
-        before = previous[i] if i < len(previous) and previous[i].entry is entry else None
-        choice = before and _unchanged(before, has, prices, offset)
-        if choice is not None:
-            front = choice.front
-        else:
-            previous, front = (), front.within(order, begin)
-            # A forward right after another, or right before the query, shares its request; gaps are computed at once.
-            joins = entry is state.placed[-1] or (bool(choices) and choices[-1].compute)
-            linked = bool(choices) and choices[-1].partial_base is not None
-            allowed = exactly if i <= last else fidelity
-            admissible = _admissible(state, entry, front, survival, differences, allowed, has, memo or {})
-            choice = _cheapest(admissible, prices, offset, 0.0 if joins else request_ms, 0.0 if linked else request_ms)
+    choices = _unchanged(previous, state, has, prices)
+    if choices:
+        offset += sum(choice.entry.tokens for choice in choices)
+        front = choices[-1].front.extended_by(choices[-1].entry, choices[-1].conditioning).within(order, begin)
+    for i, entry in enumerate(state.placed[len(choices) :], start=len(choices)):
+        # A forward right after another, or right before the query, shares its request; gaps are computed at once.
+        joins = entry is state.placed[-1] or (bool(choices) and choices[-1].compute)
+        linked = bool(choices) and choices[-1].partial_base is not None
+        allowed = exactly if i <= last else fidelity
+        admissible = _admissible(state, entry, front, survival, differences, allowed, has, memo or {})
+        choice = _cheapest(admissible, prices, offset, 0.0 if joins else request_ms, 0.0 if linked else request_ms)
         choices.append(choice)
         offset += entry.tokens
-        known = i + 1 < len(previous)
-        front = previous[i + 1].front if known else front.extended_by(entry, choice.conditioning)
+        front = front.extended_by(entry, choice.conditioning)
     return choices
 
 
@@ -147,15 +144,21 @@ SAVES_MS, SAVES_SHARE = 5.0, 0.25
 """Least saving for which a lane replaces an earlier one of the order: milliseconds, and share of the cost."""
 
 
-def _unchanged(previous: Choice, has: Has, prices: Prices, offset: int) -> Choice | None:
-    """Return a choice of stored exact KV again, at its price now, where the same chunk behind the same prefix still gets it."""
-    entry, conditioning = previous.entry, previous.conditioning
-    if previous.lane != "resident" or not conditioning.exact or not has(conditioning.span):
-        return None
-    ms = prices.of(previous, offset)
-    if ms >= SAVES_MS and ms - prices.model.forward_ms(entry.tokens, offset) >= SAVES_MS:
-        return None  # a forward may be cheaper
-    return previous if ms == previous.ms else Choice(entry, "resident", previous.front, conditioning, ms=ms)
+def _unchanged(previous: Sequence[Choice], state: State, has: Has, prices: Prices) -> list[Choice]:
+    """Return the first of ``previous`` that hold, at their prices now: stored exact KV of the same chunks."""
+    choices: list[Choice] = []
+    offset, of_span = state.system_prompt_tokens, cache(prices.of_span)
+    for choice, entry in zip(previous, state.placed, strict=False):
+        span, tokens = choice.conditioning.span, entry.tokens
+        exact = choice.lane == "resident" and choice.conditioning.exact
+        if choice.entry is not entry or not exact or not has(span):
+            break
+        ms = of_span(prices.tier(span), tokens)
+        if ms >= SAVES_MS and ms - prices.model.forward_ms(tokens, offset) >= SAVES_MS:
+            break  # a forward may be cheaper
+        choices.append(choice if ms == choice.ms else with_fields(choice, ms=ms))
+        offset += tokens
+    return choices
 
 
 def _cheapest(
@@ -363,11 +366,18 @@ def plan_of(
     ``previous``: choices of the window before with the entries of their plan, which hold for the first ones that are still there.
     """
     token_bytes = kv.span_bytes(1, 4 if kv.dtype == "float32" else 2)
-    known = common_front(previous[0], choices)
-    entries = list(previous[1][:known])
-    offset = entries[-1].offset + entries[-1].tokens if entries else state.system_prompt_tokens
-    canonicals = {c.entry.chunk_id for c in choices[:known] if c.form_canonical}  # placed twice, one is formed once
-    for choice, start in zip(choices[known:], state.starts()[known:], strict=True):
+    entries: list[PlanEntry] = []
+    offset, start = state.system_prompt_tokens, state.system_prompt_advance
+    for old, known, choice in zip(*previous, choices, strict=False):  # what `_unchanged` gave
+        if old is not choice:
+            if old.conditioning is not choice.conditioning or with_fields(old, ms=choice.ms) != choice:
+                break
+            known = with_fields(known, ms=choice.ms)
+        entries.append(known)
+    offset += sum(entry.tokens for entry in entries)
+    start += sum(choice.entry.advance for choice in choices[: len(entries)])
+    canonicals: set[str] = set()  # placed twice, one is formed once
+    for choice in choices[len(entries) :]:
         p = choice.entry
         compute = p.tokens if choice.compute else choice.recomputed_tokens
         if choice.form_canonical and p.chunk_id not in canonicals:
@@ -394,7 +404,7 @@ def plan_of(
                 fallen=p.exact_only,
             )
         )
-        offset += p.tokens
+        offset, start = offset + p.tokens, start + p.advance
     salted = not all(e.exact for e in entries)
     steps, ms = steps_of(state, choices, system_prompt, has, prices)
     return Plan(state.system_prompt_tokens, has(system_prompt), tuple(entries), salted, steps, ms)
@@ -432,8 +442,12 @@ def _steps(
         system_prompt_resident = True
     steps += [PlanRequest("canonical", system_prompt + tokens, tokens) for tokens in canonicals]
     layout = [(system_prompt, None if system_prompt_resident else False)]
+    loaded = next((i for i, c in enumerate(choices) if c.compute or c.partial_base is not None), len(choices))
+    layout.append((sum(c.entry.tokens for c in choices[:loaded]), None))
     layout += [
-        (tokens, c.partial_base is not None if compute else None) for c in choices for tokens, compute in c.parts
+        (tokens, c.partial_base is not None if compute else None)
+        for c in choices[loaded:]
+        for tokens, compute in c.parts
     ]
     layout = [(tokens, gap) for tokens, gap in layout if tokens]  # an empty system prompt is neither
     gaps = [gap for _, gap in layout]

@@ -44,6 +44,10 @@ class Prices:
         ms += self.model.fetch_ms(self.tier((choice.partial_base or conditioning).span), tokens)
         return ms + (self.model.fetch_ms(self.tier(conditioning.patch), tokens) if conditioning.patch else 0.0)
 
+    def of_span(self, tier: str, tokens: int) -> float:
+        """Return the cost of serving a span of ``tier`` as it is."""
+        return self.model.load_ms(tokens, False) + self.model.fetch_ms(tier, tokens)
+
     def of_ask(self, choices: Sequence[Choice], requests: int, system_prompt: int, resident: bool, key: str) -> float:
         """Return the cost of an ask up to its first token, without the query's own tokens.
 
@@ -64,10 +68,11 @@ def workload(segments: Iterable[Segment], requests: int) -> Workload:
     """Return an engine's work for a layout: loads of segments with KV, forwards over the others in so many requests."""
     work, offset = Workload(requests), 0
     for segment in segments:
-        for part in segment.parts():
+        for part in segment.parts() if segment.recompute else (segment,):
+            tokens = part.tokens
             if not part.available:
-                work.compute(part.tokens, offset)
-            elif part.tokens and not part.cached:
-                work.load(part.tokens, part.patch is not None)
-            offset += part.tokens
+                work.compute(tokens, offset)
+            elif tokens and not part.cached:
+                work.load(tokens, part.patch is not None)
+            offset += tokens
     return work

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -166,12 +167,56 @@ def test_work_grows_so_up_to_five_thousand_chunks(name: str) -> None:
     assert exponent(EDITS[name], 500, 5000) <= 1.1
 
 
-def test_a_plan_takes_few_steps_for_a_chunk_that_did_not_move() -> None:
-    window = opened(LARGE)
+def standing(n: int) -> Window:
+    """A window of ``n`` chunks that did not move since they were planned and asked."""
+    window = opened(n)
     window.ask("q", 1)
     window.plan()
+    return window
+
+
+def test_a_plan_and_an_ask_take_few_steps_for_a_chunk_that_did_not_move() -> None:
+    window = standing(LARGE)
     window.append(Chunk.tokens([7]))
-    assert lines(window.plan) / LARGE <= 100
+    assert lines(window.plan) / LARGE <= 60
+    assert lines(partial(lay_out, window)) / LARGE <= 100
+
+
+def test_a_chunk_that_did_not_move_is_planned_at_its_price_now() -> None:
+    window = standing(SMALL)
+    before, costs = window.plan(), window.engine.costs
+    costs.engine.rates = tuple(2 * rate for rate in costs.engine.rates)
+    assert lines(window.plan) / SMALL <= 240, "no entry is made anew"
+    after = window.plan()
+    assert all(new.ms > old.ms for new, old in zip(after.entries, before.entries, strict=True))
+    window.core.assembly.forget()
+    assert window.plan() == after
+
+
+def test_a_layout_goes_on_with_what_the_one_before_loaded() -> None:
+    window, work = standing(SMALL), Work()
+    window.append(Chunk.tokens([7, 8]))
+    assembly, state = window.core.assembly, window.snapshot()
+    layout = assembly.build_layout(state, window.fidelity, work)
+    assert len(assembly.loaded.chunks) == SMALL and all(c.segment.span is None for c in assembly.loaded.chunks)
+    assembly.forget()
+    whole = assembly.build_layout(state, window.fidelity, work)
+    for new, old in zip(layout.segments, whole.segments, strict=True):
+        assert new.span is old.span and all(
+            getattr(new, f.name) == getattr(old, f.name) for f in fields(new) if f.name != "span"
+        )
+    assert (layout.contents, layout.counts, layout.salt) == (whole.contents, whole.counts, whole.salt)
+
+
+def test_kv_that_is_not_what_was_checked_is_checked_before_it_serves_again() -> None:
+    window = standing(8)
+    key, repo = window.core.assembly.loaded.chunks[3].conditioning.span, window.engine.repo
+    span, record = repo.get_span(key)
+    assert repo.put_span(key, span, {**record, "token_ids": [39]}) and repo.get_span(key), "another chunk's, in memory"
+    assert window.ask("q", 1).usage.misses == 1
+    assert window.ask("q", 1).usage.misses == 0
+    window.engine.store.delete(key)
+    assert window.ask("q", 1).usage.computed_tokens > window.ask("q", 1).usage.computed_tokens
 
 
 def ids_held(window: Window) -> int:
