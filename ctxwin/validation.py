@@ -10,9 +10,13 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-_EXPECTED = {"missing": "must be given", "extra_forbidden": "must be left out: there is no such field"}
+_EXPECTED = {
+    "missing": "must be given",
+    "union_tag_not_found": "must be given",
+    "extra_forbidden": "must be left out: there is no such field",
+}
 _SIGNS = {"greater than or equal to": ">=", "less than or equal to": "<=", "greater than": ">", "less than": "<"}
-_UNION_MEMBER = re.compile(r".*\[|(bool|int|float|str)$")
+_UNION_MEMBER = re.compile(r".*\[|(constrained-)?(bool|int|float|str)$")
 
 
 def validate(validator: Callable[[Any], Any], data: Any, prefix: str = "the request is malformed: ") -> Any:
@@ -39,7 +43,8 @@ def describe(error: ValidationError) -> str:
     problems: dict[tuple[str, ...], list[ErrorDetails]] = {}
     for one in error.errors(include_url=False):  # a union has one for each member
         path = tuple(part for part in map(str, one["loc"]) if not _UNION_MEMBER.match(part))
-        problems.setdefault(path, []).append(one)
+        field = one.get("ctx", {}).get("discriminator")  # the field whose value names the member of a union
+        problems.setdefault((*path, field.strip("'")) if field else path, []).append(one)
     return "; ".join(_problem(path, errors) for path, errors in [*problems.items()][:4])
 
 
@@ -48,13 +53,16 @@ def _problem(path: tuple[str, ...], errors: list[ErrorDetails]) -> str:
     if not first.startswith("must "):  # of a validator of our own, which names the field
         names = path[:-1] if path and first.startswith(path[-1]) else path
         return f"{'.'.join(names)}: {first}" if names else first
-    value = "" if errors[0]["type"] in _EXPECTED else f", got {reprlib.repr(errors[0]['input'])}"
+    got = errors[0].get("ctx", {}).get("tag", errors[0]["input"])
+    value = "" if errors[0]["type"] in _EXPECTED else f", got {reprlib.repr(got)}"
     return ".".join(path or ("it",)) + " " + " or ".join([first, *(o.removeprefix("must be ") for o in others)]) + value
 
 
 def _expected(one: ErrorDetails) -> str:
     if one["type"] == "value_error":
         return str(one["ctx"]["error"])
+    if one["type"] == "union_tag_invalid":
+        return f"must be one of {one['ctx']['expected_tags']}"
     expected = re.sub(r"^\w+ should ", "must ", one["msg"]).replace(" after validation", "")
     expected = expected.partition(",")[0] if "must be a valid" in expected else expected
     for words, sign in _SIGNS.items():

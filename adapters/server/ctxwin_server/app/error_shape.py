@@ -33,7 +33,7 @@ _ELSEWHERE = {
     "conversations": "send the whole history with each request: what stood there before is not computed again",
     "assistants": "keep the conversation in your client and send it to /v1/chat/completions or /v1/responses",
     "threads": "keep the conversation in your client and send it to /v1/chat/completions or /v1/responses",
-    "embeddings": "this server answers; embed on one that serves a model for that",
+    "embeddings": "this model writes text; embed on a server of an embedding model",
     "images": "this server writes text only",
 }
 """Alternatives to routes that do not exist, by the path below ``/v1/``."""

@@ -123,7 +123,8 @@ def test_what_is_wrong_is_told_and_the_session_lives_on(server: Server, window: 
     with socket_of(server, window) as socket:
         assert hear(socket)["type"] == "open"
         for sent, said in [
-            ("{", "JSON"), ("[]", "malformed"), ('{"type": "jump"}', "tag"), ('{"type": "ask"}', "query"),
+            ("{", "JSON"), ("[]", "malformed"), ("{}", "malformed: type must be given"), ('{"type": "ask"}', "query"),
+            ('{"type": "jump"}', "type must be one of 'push', 'recall', 'ask', 'stop', got 'jump'"),
             (b"{x\npicture", "JSON"), (b'{"txt": "a"}\npicture', "txt must be left out"), (b"", "0 bytes"), ("", "malformed"),
             ('{"type": "push", "chunk": {"type": "image", "image": "http://x/y.png"}}', "URL"),
             ('{"type": "push", "chunk": {"type": "text", "text": "x"}, "time": "later"}', "number"),

@@ -342,6 +342,8 @@ def test_metrics_count_what_happened() -> None:
             found = read_metrics(server)
             with pytest.raises(ValueError, match="count"):
                 window.slide(-1)
+            _, answer = call(server, f"/v1/windows/{window.id}/slide", {"to": 2.5})
+            assert "malformed: to must be < 1 or a valid integer, got 2.5" in answer["error"]["message"]
         assert found["ctxwin_asks_total"] == 2
         assert found["ctxwin_windows_open"] == 1
         assert found["ctxwin_computed_tokens_total"] == one.computed_tokens + two.computed_tokens
@@ -353,7 +355,7 @@ def test_metrics_count_what_happened() -> None:
         assert found["ctxwin_vision_encodes_saved_total"] == 3 + 2 - 3
         assert found['ctxwin_store_reads_total{result="hit",tier="0-memory"}'] > 0
         after = read_metrics(server)
-        assert after["ctxwin_windows_open"] == 0 and after['ctxwin_errors_total{code="invalid_value"}'] == 1
+        assert after["ctxwin_windows_open"] == 0 and after['ctxwin_errors_total{code="invalid_value"}'] == 2
 
 
 def test_many_windows_at_once(client: OpenAI, server: Server) -> None:
