@@ -412,13 +412,15 @@ class DiskStore(Store):
         try:
             return self._open_or_rebuild()
         except (OSError, sqlite3.OperationalError) as error:
-            reserve = self.path / _RESERVE_FILE
-            if is_damage(error) or not reserve.exists():
+            try:
+                if is_damage(error):
+                    raise
+                (self.path / _RESERVE_FILE).unlink()
+            except (OSError, sqlite3.OperationalError):  # no reserve, or a disk that is read only
                 raise _open_error(self.path, error) from None
             log.warning(
                 "the index of the store %s cannot be opened (%s); its reserve file is deleted", self.path, error
             )
-            reserve.unlink()
         try:
             return self._open_or_rebuild()
         except (OSError, sqlite3.OperationalError) as error:

@@ -151,5 +151,9 @@ class WindowReader:
             unknown = f"{type(self).__name__!r} object has no attribute {name!r}"
             raise AttributeError(moved if hasattr(Maintenance, name) else unknown, name=name, obj=self)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse `copy` and `pickle`: a copy would edit this window."""
+        raise TypeError("a window must be forked or saved, not copied or pickled; take fork() or snapshot()")
+
     def __repr__(self) -> str:
         return f"<Window v{self.version} {len(self.core.state.placed)} chunks {self.tokens}/{self.budget} tokens>"

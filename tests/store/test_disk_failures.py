@@ -167,3 +167,14 @@ class TestFullDisk:
         again.gc(0)
         assert blobs(tiny_disk / "store") == []
         assert again.put("span/new", bytes(20_000))
+
+
+def test_an_index_that_cannot_be_opened_is_named_where_its_reserve_cannot_be_deleted(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path)
+    folder = store.path
+    store.close()
+    for name in ("lock", "ballast"):  # folders, as neither can be opened or deleted on a disk that is read only
+        (folder / name).unlink()
+        (folder / name).mkdir()
+    with pytest.raises(OSError, match=r"the index of the store .* cannot be opened \(.*lock'\); check its permissions"):
+        DiskStore(tmp_path)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import json
+import pickle
 import threading
 import time
 from contextlib import suppress
@@ -259,6 +261,12 @@ def test_a_fork_shares_everything_and_its_edits_stay_its_own(engine: FakeEngine,
     assert window.ids == late.ids
     with pytest.raises(ValueError, match="must be a fork of this window"):
         window.adopt(Window(engine, "hd"))
+
+
+def test_a_window_is_neither_copied_nor_pickled(window: Window) -> None:
+    for take in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"a window must be forked or saved, .* take fork\(\) or snapshot\(\)"):
+            take(window)
 
 
 def test_a_fork_behind_another_header_sees_nothing_again(engine: FakeEngine, window: Window) -> None:
