@@ -11,10 +11,13 @@ gets another one, read each of them in that version first. The tests of the vers
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
+import itertools
+import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import InvalidStateError
 from functools import partial
 from typing import Any
@@ -26,8 +29,8 @@ from ctxwin.kv.config import text_backbone
 
 CHECKED = TESTED
 """The minor versions of vLLM on which every function here was read and run."""
-PAUSE_S = 2e-4
-"""Seconds between two looks for a message, see `sleep_while_waiting`."""
+PAUSE_S, _LOOK_S = 2e-4, 0.05
+"""Seconds between two looks for a message, see `sleep_while_waiting`; the second where a datagram announces it."""
 
 
 def in_process(engine: Any) -> bool:
@@ -148,13 +151,52 @@ def processors() -> int:
 
 
 def sleep_while_waiting() -> None:
-    """Let this process sleep between two looks for a message of vLLM's other processes; vLLM's own way keeps a core busy.
+    """Let this process sleep until a message of vLLM's other processes comes; vLLM's own way keeps a core busy for a second.
 
-    With few cores that is one which the process it waits for could use. A message is seen up to `PAUSE_S` later.
+    With few cores that is one which the process it waits for could use. A queue's writer wakes each reader by a datagram, which
+    stays in the reader's socket while that works, so that none is missed. Where there are no such sockets, a message is seen
+    up to `PAUSE_S` later. Idempotent.
     """
     from vllm.distributed.device_communicators import shm_broadcast
+    from zmq import LAST_ENDPOINT
 
-    shm_broadcast.sched_yield = partial(time.sleep, PAUSE_S)
+    condition = shm_broadcast.SpinCondition
+    shm_broadcast.sched_yield = partial(time.sleep, PAUSE_S)  # writers wait for room by it as well
+    if sys.platform != "linux" or hasattr(condition, "ctxwin_socket"):  # only Linux has sockets that are no files
+        return
+    wait, notify = condition.wait, condition.notify
+
+    def names(self: Any) -> Iterator[str]:
+        """Yield the addresses of a queue's readers, which have no files; the queue's own one is known to both sides alone."""
+        queue = self.local_notify_socket.getsockopt_string(LAST_ENDPOINT)
+        return (f"\0ctxwin {queue} {reader}" for reader in itertools.count())
+
+    def wait_for_datagram(self: Any, timeout_ms: int | None = None) -> None:
+        if time.monotonic() > self.last_read + self.busy_loop_s:
+            wait(self, timeout_ms)
+        elif self.ctxwin_socket is None:  # messages that came before it is bound are looked for once it is
+            self.ctxwin_socket = own = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            for name in names(self):
+                try:
+                    own.bind(name)
+                    break
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE:  # else it is another reader's
+                        break  # it looks for a message every `_LOOK_S`
+        else:
+            self.ctxwin_socket.settimeout(min(_LOOK_S, 1e-3 * (timeout_ms or 1e9)))
+            with contextlib.suppress(TimeoutError):
+                self.ctxwin_socket.recv(1)
+
+    def notify_by_datagram(self: Any) -> None:
+        self.ctxwin_socket = self.ctxwin_socket or socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        with contextlib.suppress(ConnectionRefusedError):  # there are no more readers
+            for name in names(self):
+                with contextlib.suppress(BlockingIOError):  # it has some that wake it
+                    self.ctxwin_socket.sendto(b"1", socket.MSG_DONTWAIT, name)
+        notify(self)
+
+    condition.ctxwin_socket, condition.wait, condition.notify = None, wait_for_datagram, notify_by_datagram
 
 
 def tensor_parallel() -> tuple[int, int]:
