@@ -92,6 +92,15 @@ class Assembly:
         """Return True if ``key`` can be served, as far as is known without reading it."""
         return key not in self.missing and self.repo.contains(key)
 
+    def follow(self, other: Assembly) -> None:
+        """Go on with what is remembered of the chunks of another window."""
+        self.memo, self.choices, self.planned, self.loaded = (
+            other.memo.copy(),
+            other.choices,
+            other.planned,
+            other.loaded,
+        )
+
     def forget(self) -> None:
         """Drop what is remembered of chunks that were served."""
         self.memo.clear()

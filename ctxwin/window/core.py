@@ -64,6 +64,7 @@ class WindowCore:
         state: the first version.
         seed: placement ids and forks follow from it, so that the same edits give the same ids; random by default.
         parent: id of the window that this one was forked from.
+        origin: the core that it was forked from, whose leases and choices it goes on with.
 
     Attributes:
         state: the current version.
@@ -84,9 +85,12 @@ class WindowCore:
         observers: tuple[Observer, ...] = (),
         parent: str | None = None,
         read_only: bool = False,
+        origin: WindowCore | None = None,
     ) -> None:
         self.engine = engine
         self.assembly = Assembly(engine, partial(demand_of, engine))
+        if origin is not None:
+            self.assembly.follow(origin.assembly)
         self.state = state
         self.audits: Auditing = open_audits(engine, state.fidelity, partial(_emit_audit, weakref.ref(self)))
         self.seed = uuid.uuid4().hex if seed is None else seed
@@ -110,6 +114,9 @@ class WindowCore:
         self._stopping: Callable[[int], bool] = lambda writer: False
         self._guard = threading.Lock()  # of leases and counts
         self._leases = Leases(engine.repo)
+        if origin is not None:
+            with origin._guard:
+                self._leases = origin._leases.fork()
         self._finalizer = weakref.finalize(self, engine.repo.abandon, self._leases.keys)  # for a window never closed
         with _opening:
             _open.setdefault(engine.repo, weakref.WeakSet()).add(self)
@@ -344,7 +351,10 @@ class WindowCore:
         return WindowCore(self.engine, state, observers=self.observers, parent=self.parent, read_only=True)
 
     def fork(self, system_prompt: str | None = None, budget: int | None = None) -> WindowCore:
-        """Return a copy-on-write branch, with another system prompt or budget where given."""
+        """Return a copy-on-write branch, with another system prompt or budget where given.
+
+        O(n) in C for n chunks and what is remembered of them; a new system prompt places them anew.
+        """
         state = self.state
         if system_prompt is not None and system_prompt != state.system_prompt:
             state = placement.with_system_prompt(self.engine, state, system_prompt)
@@ -352,10 +362,9 @@ class WindowCore:
         state = state.replace(window=new_id(self.engine, seed), root=state.unit)
         if budget is not None:  # a test of what one question answers; nothing is predicted of it
             state = state.replace(budget=budget, prefill=None)
-        branch = WindowCore(self.engine, state, seed=seed, observers=self.observers, parent=self.id)
+        branch = WindowCore(self.engine, state, seed=seed, observers=self.observers, parent=self.id, origin=self)
         branch.audits = self.audits.branch(partial(_emit_audit, weakref.ref(branch)))
         branch._forked_from = (weakref.ref(self), state.version)
-        branch.assembly.memo = self.assembly.memo.copy()
         self.emit(self.event("fork", other=branch.id, note=system_prompt or ""))
         return branch
 
@@ -377,7 +386,7 @@ class WindowCore:
             adopted = theirs.replace(version=max(state.version, theirs.version) + 1, arrivals=arrivals, window=self.id)
             self.commit(adopted, "adopt", other=branch.id)
             self.audits = branch.audits.branch(partial(_emit_audit, weakref.ref(self)))
-            self.assembly.memo = branch.assembly.memo.copy()
+            self.assembly.follow(branch.assembly)
 
     def undo(self) -> None:
         """Go back to the version before the last edit that is not undone yet; see `Window.undo`."""

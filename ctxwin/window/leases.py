@@ -28,6 +28,14 @@ class Leases:
         self._uses: Counter[str] = Counter()
         self._unleased: set[str] = set()
 
+    def fork(self) -> Leases:
+        """Return leases of another window on what this one has leased. O(keys) in C; the store is not asked."""
+        fork = Leases(self._repo)
+        fork.keys, fork._placed = self.keys.copy(), self._placed
+        fork._uses, fork._unleased = self._uses.copy(), self._unleased.copy()
+        self._repo.lease_again(fork.keys)
+        return fork
+
     def follow(self, placed: Sequence[Placed]) -> None:
         """Lease what these chunks need, also what is stored by now, and release the rest. Cost: of what has changed."""
         leaving, coming = changed(self._placed, placed)

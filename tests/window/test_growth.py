@@ -243,6 +243,36 @@ def test_a_streams_chunks_share_the_ids_of_what_preceded_them(restored: bool) ->
     assert ids_held(window) <= 12 * SMALL
 
 
+def forks(n: int) -> Window:
+    """A window that was forked before, so that nothing is left to be cached."""
+    window = standing(n)
+    window.fork()
+    return window
+
+
+def test_a_fork_costs_what_has_changed() -> None:
+    """Its leases, its choices and its memory of what was served are the window's so far, copied in C."""
+    assert abs(exponent(on(forks, lambda window: window.fork()))) <= 0.1
+    fork = forks(LARGE).fork()
+    fork.append(Chunk.tokens([7]))
+    assert lines(fork.plan) / LARGE <= 60
+    assert lines(partial(lay_out, fork)) / LARGE <= 100
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_kv_is_leased_until_the_last_of_a_windows_forks_releases_it(order: tuple[int, ...]) -> None:
+    window = standing(4)
+    repo, store, keys = window.engine.repo, window.engine.store, sorted(window.snapshot().keys())
+    windows = [window, fork := window.fork(), fork.fork()]
+    assert [repo.leases(key) for key in keys] == [3] * 4 and store.stats().leased == 4
+    windows[order[0]].evict(windows[order[0]].ids[0])
+    assert sorted(map(repo.leases, keys)) == [2, 3, 3, 3]
+    for i, at in enumerate(order, start=1):
+        windows[at].close()
+        assert sorted(map(repo.leases, keys)) == [3 - i] * 4
+        assert store.stats().leased == (4 if i < 3 else 0)
+
+
 def forked(n: int) -> list[Window]:
     window = opened(8)
     return [window, *(window.fork() for _ in range(n))]

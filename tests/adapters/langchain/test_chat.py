@@ -105,6 +105,10 @@ def test_pictures_are_decode_base64_once_and_again_when_they_left_the_store(
     for frame in watch.frames[:2]:
         tiny.repo.delete("source/" + Chunk.image(render(frame)).media[0].content)
     assert exact.invoke(watch.messages([0, 1], query)).content == first.content
+    assert len(opened) == 2, "their KV serves without them"
+    for key in list(tiny.repo.store.list("span/")):
+        tiny.repo.delete(key)
+    assert exact.invoke(watch.messages([0, 1], query)).content == first.content
     assert len(opened) == 4
 
 
