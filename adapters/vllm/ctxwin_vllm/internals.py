@@ -182,7 +182,10 @@ def sleep_while_waiting() -> None:
                     break
                 except OSError as error:
                     if error.errno != errno.EADDRINUSE:  # else it is another reader's
-                        break  # it looks for a message every `_LOOK_S`
+                        own.close()  # no datagram will come
+                        break
+        elif self.ctxwin_socket.fileno() < 0:
+            time.sleep(PAUSE_S)
         else:
             self.ctxwin_socket.settimeout(min(_LOOK_S, 1e-3 * (timeout_ms or 1e9)))
             with contextlib.suppress(TimeoutError):
@@ -190,7 +193,7 @@ def sleep_while_waiting() -> None:
 
     def notify_by_datagram(self: Any) -> None:
         self.ctxwin_socket = self.ctxwin_socket or socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        with contextlib.suppress(ConnectionRefusedError):  # there are no more readers
+        with contextlib.suppress(OSError):  # there are no more readers
             for name in names(self):
                 with contextlib.suppress(BlockingIOError):  # it has some that wake it
                     self.ctxwin_socket.sendto(b"1", socket.MSG_DONTWAIT, name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import errno
 import importlib
 import importlib.util
 import inspect
@@ -15,6 +16,7 @@ import io
 import logging
 import os
 import re
+import socket
 import threading
 import time
 import tomllib
@@ -460,7 +462,17 @@ def test_processors_are_those_that_a_process_may_use(
             assert thread.submit(internals.processors).result() == min(cores or len(bound), len(bound))
 
 
-@pytest.mark.parametrize("platform", ["linux", "darwin"])
+class RefusedSocket(socket.socket):
+    """As in a sandbox that forbids addresses that are no files."""
+
+    def bind(self, address: Any) -> None:
+        raise PermissionError(errno.EACCES, "forbidden")
+
+    def sendto(self, *arguments: Any) -> int:
+        raise PermissionError(errno.EACCES, "forbidden")
+
+
+@pytest.mark.parametrize("platform", ["linux", "linux, no sockets", "darwin"])
 @pytest.mark.parametrize("readers", [1, 2])
 def test_a_process_that_waits_for_another_sleeps(monkeypatch: pytest.MonkeyPatch, platform: str, readers: int) -> None:
     """Messages that come a while after one another are read with few looks for them: hardly any where a datagram wakes."""
@@ -472,7 +484,9 @@ def test_a_process_that_waits_for_another_sleeps(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(broadcast, "sched_yield", broadcast.sched_yield)  # put back behind the test
     for name in ("wait", "notify"):
         monkeypatch.setattr(condition, name, getattr(condition, name))
-    monkeypatch.setattr(internals.sys, "platform", platform)
+    monkeypatch.setattr(internals.sys, "platform", platform.partition(",")[0])
+    if platform.endswith("no sockets"):
+        monkeypatch.setattr(socket, "socket", RefusedSocket)
     monkeypatch.delattr(condition, "ctxwin_socket", raising=False)
     internals.sleep_while_waiting()
     internals.sleep_while_waiting()
