@@ -9,10 +9,14 @@ from collections.abc import Callable
 from typing import Annotated, Any, TypedDict
 
 import pytest
+from langchain_core.messages import AIMessage, ToolMessage
+from langchain_core.runnables import RunnableConfig
+from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, StateGraph
+from langgraph.prebuilt import ToolNode, ToolRuntime
 from langgraph.runtime import Runtime
-from langgraph.types import Command, Overwrite, Send, interrupt
+from langgraph.types import Command, Overwrite, RetryPolicy, Send, interrupt
 
 from ctxwin import Chunk, Fidelity
 from langchain_ctxwin.langgraph import WindowContext, load, merge_windows, open_window
@@ -146,6 +150,49 @@ def test_two_branches_that_write_the_same_window(
             thread: Any = {"configurable": {"thread_id": f"{adopt}{names}"}}
             out = graph.compile(checkpointer=saver).invoke({}, thread, context=WindowContext(engine))
             assert out["answer"] == oracle([picture(i) for i in expected], "what?")
+
+
+def test_tools_that_one_message_calls_have_sessions_of_their_own(engine: Any, saver: Any, picture: Picture) -> None:
+    tried: list[tuple[str, ...]] = []
+
+    @tool
+    def look(page: int, runtime: ToolRuntime[Any, Any]) -> Command[Any]:
+        """Look at a page."""
+        with open_window(runtime.state.get("window"), runtime, system_prompt="hd", fidelity=EXACT) as window:
+            window.append(picture(page))
+            said = ToolMessage(window.ask("what?", max_tokens=3).text, tool_call_id=runtime.tool_call_id)
+            tried.append(window.ids)
+            return Command(update={"window": window.ref(), "messages": [said]})
+
+    def join(state: Any, runtime: Runtime[WindowContext]) -> dict[str, Any]:
+        with open_window(state["window"], runtime) as window:
+            window.gather(window.dropped)
+            return {"window": window.ref()}
+
+    class Called(TypedDict, total=False):
+        messages: Annotated[list[Any], operator.add]
+        window: Annotated[dict[str, Any], merge_windows]
+
+    def run_tools(state: Any, config: RunnableConfig) -> Any:
+        updates = ToolNode([look]).invoke(state, config)
+        if len(tried) < 4:
+            raise ConnectionError("the tools have answered, the step failed")
+        return updates
+
+    graph = StateGraph(Called, context_schema=WindowContext)
+    graph.add_node("tools", run_tools, retry_policy=RetryPolicy(initial_interval=0.01, retry_on=ConnectionError))
+    graph.add_node("join", join)
+    graph.add_edge(START, "tools")
+    graph.add_edge("tools", "join")
+    calls = [{"name": "look", "args": {"page": page}, "id": f"call-{page}"} for page in (1, 2)]
+    app = graph.compile(checkpointer=saver)
+    out: Any = app.invoke({"messages": [AIMessage("", tool_calls=calls)]}, CONFIG, context=WindowContext(engine))
+    first, again = sorted(tried[:2]), sorted(tried[2:])
+    assert first == again and first[0] != first[1], (
+        "ids are the same when the tools run again, and each call has its own"
+    )
+    assert engine.asked == 2, "and no answer is computed twice"
+    assert len(out["window"]["placed"]) == 2, "the page that the other call placed is gathered"
 
 
 def test_the_reducer_does_not_mind_the_order(engine: Any, picture: Picture) -> None:

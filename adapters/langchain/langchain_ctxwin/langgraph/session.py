@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, Self, TypeAlias
 
 from ctxwin.engines.base import Engine
 from ctxwin.fidelity import Fidelity
@@ -38,7 +38,10 @@ from langchain_ctxwin.langgraph.reference import (
 )
 
 if TYPE_CHECKING:
+    from langgraph.prebuilt import ToolRuntime
     from langgraph.runtime import Runtime
+
+    AnyRuntime: TypeAlias = Runtime[Any] | ToolRuntime[Any, Any]
 
 P = ParamSpec("P")
 _MAX_TEXT = 400  # characters of a query, an answer or a note
@@ -100,7 +103,7 @@ class Session(Window):
     def begin(
         cls,
         window: Window,
-        runtime: Runtime[Any],
+        runtime: AnyRuntime,
         execution: Execution | None,
         base: tuple[int, int],
         notes: Mapping[str, Any],
@@ -118,7 +121,7 @@ class Session(Window):
 
     def _start(
         self,
-        runtime: Runtime[Any],
+        runtime: AnyRuntime,
         execution: Execution | None,
         base: tuple[int, int],
         notes: Mapping[str, Any],
@@ -132,7 +135,8 @@ class Session(Window):
         self._runtime, self._execution, self._base = runtime, execution, base
         self._last_ask: Event | None = None
         self._run_context = contextvars.copy_context()  # the stream writer looks for the run's config there
-        self.core.heartbeat = runtime.heartbeat
+        if heartbeat := getattr(runtime, "heartbeat", None):  # a tool's has none
+            self.core.heartbeat = heartbeat
 
     def ref(self, *, adopt: bool = False) -> dict[str, Any]:
         """Return the reference of this version, for the graph's state: plain JSON.
@@ -273,7 +277,7 @@ class Session(Window):
 
 def open_window(
     reference: Mapping[str, Any] | None,
-    runtime: Runtime[Any],
+    runtime: AnyRuntime,
     *,
     system_prompt: str | None = None,
     budget: int | None = None,
@@ -288,7 +292,7 @@ def open_window(
     Args:
         reference: result of ``session.ref()`` in an earlier node, from the state; None (or the empty dict that LangGraph starts a
             key with) opens a new window.
-        runtime: LangGraph's, as injected into the node; its context holds the engine (`WindowContext`).
+        runtime: LangGraph's, as injected into the node or the tool; its context holds the engine (`WindowContext`).
         system_prompt: of a new window. An existing one keeps its own (ValueError for another).
         budget, fidelity: as for `Window`; an existing window keeps its own where they are omitted.
         low_water: of a new window, as for `Window`; an existing one keeps its own.
@@ -312,7 +316,8 @@ def open_window(
     """
     engine = engine_of(runtime.context)
     info = runtime.execution_info
-    execution = (info.checkpoint_id, info.task_id, name) if info is not None else None
+    call = getattr(runtime, "tool_call_id", None) or ""  # one task may call tools beside one another
+    execution = (info.checkpoint_id, info.task_id + call, name) if info is not None else None
     if reference:
         opened = restore(engine.repo, reference)
         state = _with_options(engine, opened.state, system_prompt, budget, fidelity)
