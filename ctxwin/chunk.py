@@ -138,7 +138,8 @@ class Chunk(BaseModel):
     @property
     def id(self) -> str:
         """Content identity: SHA-256, hexadecimal. Cost: a hash over part descriptions, not over pixels; once per chunk."""
-        cached = self._cached_id
+        private = self.__pydantic_private__ or {}  # pydantic's `__getattr__` takes longer than all of this
+        cached: tuple[tuple[Any, ...], Role | None, bool, str] | None = private.get("_cached_id")
         # A copy with other parts inherits the cached id of the original, so the key is compared.
         if cached is not None and cached[0] is self.parts and cached[1:3] == (self.role, self.as_frames):
             return cached[3]

@@ -122,6 +122,7 @@ class Inputs:
 
     def __init__(self, config: Any, renderer: Any, model: Any, *, files: bool = False) -> None:
         self._config = config
+        self._uses_mrope = bool(config.uses_mrope)  # which looks through the model's config every time
         self._files = files
         self.secret = secrets.token_hex(32)
         self.prefix = digest("prefix", self.secret)[:16]
@@ -154,7 +155,7 @@ class Inputs:
         if self.model is None:
             raise EngineFailed("the engine is closed; open a new one")
         count = len(token_ids)
-        if not self._config.uses_mrope:
+        if not self._uses_mrope:
             return np.tile(np.arange(count, dtype=np.int64), (3, 1)), count
         if not count:
             return np.zeros((3, 0), dtype=np.int64), 0
@@ -287,7 +288,7 @@ class Inputs:
             raise UnsupportedModel(f"{self._config.model} takes no {span.modality}s: it is a text model")
         if self.takes_pixels_only:
             # vLLM's cache cannot determine the size of an item without fields, and its engine ends.
-            grid = {"image_grid_thw": torch.tensor([span.grid_thw])} if self._config.uses_mrope else {}
+            grid = {"image_grid_thw": torch.tensor([span.grid_thw])} if self._uses_mrope else {}
             return embeddings_item(span.modality, torch.zeros(0) if embeddings is None else embeddings, **grid)
         if span.modality == "audio":
             data = {"audio_feature_lengths": torch.tensor([span.grid_thw[2]])}

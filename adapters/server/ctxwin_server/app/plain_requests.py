@@ -51,7 +51,7 @@ FOLLOW = "ctxwin.follow"
 """Key of an ASGI scope whose request is served as it came."""
 AHEAD = "ctxwin.ahead"
 """Key of an ASGI scope with an `Ahead`: a prompt is computed that its client has not sent yet."""
-_SUMMARY_TOKENS = 1024
+_SUMMARY_TOKENS, _BRIEF_BYTES = 1024, 16 << 10  # a body of so few takes less time to parse than to hand to a thread
 _log = logging.getLogger("ctxwin.serve")
 T = TypeVar("T")
 
@@ -150,7 +150,8 @@ class PlainRequest:
 
         Raises EarlyResponse where it is answered with a summary alone.
         """
-        self._follows, self._data = follows, await self._run(self._parse)
+        self._follows = follows
+        self._data = self._parse() if len(self.raw) <= _BRIEF_BYTES else await self._run(self._parse)
         if isinstance(self._data, dict) and not PLACES.isdisjoint(self._data):
             await self._service.grammars.check(self._tenant, self._data)
         takes_long = self._path in (compaction.MESSAGES, COUNT) or names_chunks(self._data)

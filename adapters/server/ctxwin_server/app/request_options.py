@@ -9,7 +9,6 @@ client of the engine looks them up and records the usage. The answer gets a head
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from ctxwin_chats.compaction import Compaction, encode_event
 from ctxwin_chats.options import HEADER, ChatOptions
 from ctxwin_chats.prediction import Prediction
 from ctxwin_chats.prefill import Ahead
+from ctxwin_server.app.accounts import decode_json, encode_json
 
 REQUEST_OPTIONS = "ctxwin.request_options"
 """Key of a request's `RequestOptions` in its ASGI scope; absent if it may not use a window."""
@@ -159,7 +159,7 @@ class ReportingSend:
         if compaction is None:
             return frame[:at] + b"data: " + self._with_reports(frame[at + 6 : end]) + frame[end:]
         try:
-            event = json.loads(frame[at + 6 : end])
+            event = decode_json(frame[at + 6 : end])
         except ValueError:
             return frame
         return b"".join(encode_event(self._add_report(one)) for one in compaction.events(event))
@@ -169,14 +169,14 @@ class ReportingSend:
         if not (options.usage or options.reports or options.compaction or options.rewrites or options.prefilled):
             return body
         try:
-            data = json.loads(body)
+            data = decode_json(body)
         except ValueError:
             return body
         if not isinstance(data, dict):
             return body
         if options.compaction is not None and not self._events:
             options.compaction.add_to(data)
-        return json.dumps(self._add_report(data), ensure_ascii=False, separators=(",", ":")).encode()
+        return encode_json(self._add_report(data))
 
     def _add_report(self, data: dict[str, Any]) -> dict[str, Any]:
         usage = {**self._asked.usage, **self._asked.rewrites}

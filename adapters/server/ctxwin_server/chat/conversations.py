@@ -31,6 +31,7 @@ from ctxwin.window.layout import Layout, Work
 from ctxwin.window.placement import initial_state, placement
 from ctxwin.window.state import Placed, State
 from ctxwin.window.sync import sync_steps
+from ctxwin_chats.prediction import common_prefix
 from ctxwin_chats.records import Record, Records
 from ctxwin_chats.shared_records import SavedRecords
 
@@ -251,9 +252,9 @@ class Conversations(Records[Conversation]):
         """
         ids, key = [chunk.id for chunk in engine.chunks], digest("conversation", name, opened.system_prompt_key)
         best, best_score = None, (0, 0)
-        for candidate in self.find(key):  # among equals the most recently used wins
-            score = _common(candidate.state, ids)
-            if score[1] and score >= best_score:
+        for candidate in reversed(self.find(key)):  # among equals the most recently used wins
+            score = _common(candidate.state, ids, best_score[0])
+            if score > best_score:
                 best, best_score = candidate, score
         if best is None:
             return Conversation(key=key, name=name, size=0, state=opened, seed=_new_seed(opened.system_prompt_key))
@@ -275,13 +276,11 @@ def _new_seed(base: str) -> str:
     return digest("seed", base, time.monotonic_ns())
 
 
-def _common(state: State, ids: Sequence[str]) -> tuple[int, int]:
-    """Return the tokens of the longest prefix that a state shares with chunks, and of all shared chunks. O(chunks)."""
-    remaining, prefix_tokens, common, is_prefix = Counter(ids), 0, 0, True
-    for i, entry in enumerate(state.placed):
-        is_prefix = is_prefix and i < len(ids) and ids[i] == entry.chunk_id
-        prefix_tokens += entry.tokens * is_prefix
-        if remaining[entry.chunk_id] > 0:
-            remaining[entry.chunk_id] -= 1
-            common += entry.tokens
-    return prefix_tokens, common
+def _common(state: State, ids: Sequence[str], least: int) -> tuple[int, int]:
+    """Return the tokens of the prefix that a state shares with chunks, and of all shared chunks; (0, 0) below ``least``."""
+    placed = [entry.chunk_id for entry in state.placed]
+    prefix_tokens = sum(entry.tokens for entry in state.placed[: common_prefix(placed, ids)])
+    if prefix_tokens < least:
+        return 0, 0
+    tokens, shared = {entry.chunk_id: entry.tokens for entry in state.placed}, Counter(placed) & Counter(ids)
+    return prefix_tokens, sum(tokens[chunk] * count for chunk, count in shared.items())

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from adapters.server.calls import call, wait_for
 from adapters.server.serving import Server, serving
 from ctxwin_client.errors import TooLarge, TooManyRequests
-from ctxwin_server.app import accounts
+from ctxwin_server.app import accounts, plain_requests
 from ctxwin_server.app.accounts import BodyBytes, Malformed, decode_json, encode_json, parse_json
 from ctxwin_server.protocol import multipart
 from ctxwin_server.protocol.limits import Limits
@@ -112,6 +112,21 @@ def test_a_wide_body_is_refused_before_it_is_parsed(
         status, answer = call(server, path, body)
         assert (status, answer["error"]["code"]) == (413, "too_large")
         assert "--max-json-values" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(("characters", "threads"), [(100, False), (20_000, True)])
+def test_only_bodies_that_take_long_are_parsed_off_the_event_loop(
+    server: Server, monkeypatch: pytest.MonkeyPatch, characters: int, threads: bool
+) -> None:
+    names = list[str]()
+
+    def parse(*args: Any) -> Any:
+        names.append(threading.current_thread().name)
+        return parse_json(*args)
+
+    monkeypatch.setattr(plain_requests, "parse_json", parse)
+    call(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * characters}]})
+    assert [name.startswith("ctxwin-brief") for name in names] == [threads]
 
 
 def test_names_count_beside_values() -> None:
