@@ -37,10 +37,7 @@ class VideoTask(DataTask):
             if (self.root / place).is_file():
                 return self.root / place
         looked = f"got none of {', '.join(places)} in {str(self.root)!r}"
-        raise Missing(
-            f"{where} must find its video, {looked}; pass skip_missing (--skip-missing) to leave such questions out",
-            doc_id,
-        )
+        raise Missing(f"{where} must find its video, {looked}; or pass skip_missing (--skip-missing)", doc_id)
 
     def item_of(self, video: Path, content: Sequence[Any], meta: Mapping[str, Any], more: int = 0, **rest: Any) -> Item:
         """Return the item of a video; ``rest`` are further fields.
