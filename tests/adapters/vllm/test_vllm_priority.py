@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -115,19 +115,21 @@ def test_submitted_last_and_answered_first(engine: Any) -> None:
     """One runs, and there is no room for a second: of those that wait, the background request is the last."""
     from ctxwin_vllm.requests import BACKGROUND
 
+    outputs: SimpleQueue[Any] = SimpleQueue()  # one for all three: in the order in which vLLM gives them
+    names: dict[str, str] = {}
+
+    def submit() -> None:  # on vLLM's thread: they come in together
+        for seed, (name, priority) in enumerate({"running": 0, "background": BACKGROUND, "plain": 0}.items()):
+            ticket = plain(engine, seed, 200, 60, priority)
+            ticket.outputs = outputs
+            names[ticket.name] = name
+
+    engine._core.driver.call(submit)
     order: list[str] = []
-
-    def follow(name: str, ticket: Any) -> None:
-        drain(ticket)
-        order.append(name)
-
-    def submit() -> list[Any]:  # on vLLM's thread: they come in together
-        names = {"running": 0, "background": BACKGROUND, "plain": 0}
-        return [(name, plain(engine, seed, 200, 60, names[name])) for seed, name in enumerate(names)]
-
-    followers = [Thread(target=follow, args=pair) for pair in engine._core.driver.call(submit)]
-    for follower in followers:
-        follower.start()
-    for follower in followers:
-        follower.join(timeout=60)
+    while len(order) < len(names):
+        output = outputs.get(timeout=60)
+        if isinstance(output, BaseException):
+            raise output
+        if output.finished:
+            order.append(names[output.request_id])
     assert order == ["running", "plain", "background"]
