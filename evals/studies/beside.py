@@ -22,10 +22,10 @@ from ctxwin_evals.console import Json, errors, new_table, show
 from .chats import KEEP, LOG, History, chat_messages, connect, openai_asker, prefilled, screens, step
 from .servers import running_server
 
-PAUSE_S = 0.15
 
-
-def beside(client: OpenAI, model: str, pairs: int, pictures: list[str], think: float, seed: int) -> dict[str, Any]:
+def beside(
+    client: OpenAI, model: str, pairs: int, pictures: list[str], think: float, pause: float, seed: int
+) -> dict[str, Any]:
     """Seconds of short chats beside two agents, which think for ``think`` seconds a turn, one of them with prefill."""
     rng, seconds = Random(seed), {"off": list[list[float]](), "ahead": list[list[float]]()}
     before, histories = prefilled(client), {mode: History() for mode in seconds}
@@ -42,7 +42,7 @@ def beside(client: OpenAI, model: str, pairs: int, pictures: list[str], think: f
         for mode in ("off", "ahead") if turn % 2 else ("ahead", "off"):
             agent, took = pool.submit(work, mode, turn), list[float]()
             while not agent.done():
-                time.sleep(rng.expovariate(1 / PAUSE_S))
+                time.sleep(rng.expovariate(1 / pause))
                 message = {"role": "user", "content": f"{rng.randrange(10**6)} {LOG} Is it shut?"}
                 began = time.perf_counter()
                 client.chat.completions.create(model=model, messages=[message], max_tokens=4, temperature=0)  # type: ignore[list-item]
@@ -76,11 +76,12 @@ def main(
     scale: Annotated[int, typer.Option(min=1, help="How much larger the screenshots are than a frame.")] = 1,
     dtype: Annotated[str, typer.Option(help="What the server computes in.")] = "float32",
     think: Annotated[float, typer.Option(min=0, help="Seconds that an agent thinks.")] = 2.0,
+    pause: Annotated[float, typer.Option(min=0.001, help="Seconds between two chats, in the mean.")] = 0.15,
     as_json: Json = False,
 ) -> None:
     """Measure short chats beside two agents, one of which has its next prompt computed while it thinks."""
     with errors(), running_server(model, ["--dtype", dtype]) as (url, _):
-        row = beside(*connect(url), pairs, screens(seed, scale), think, seed)
+        row = beside(*connect(url), pairs, screens(seed, scale), think, pause, seed)
     table = new_table("", "figure|without; with", left=(0,))
     for name, value in row.items():
         table.add_row(name, str(value))
