@@ -23,7 +23,7 @@ FAILED, BAD_INPUT = 1, 2
 AFTER_CTRL_C = {
     "bench": "nothing is kept; give the same command again to start anew",
     "demo": "give the same command again to start anew",
-    "eval": "`eval run` continues when the same command is given again: samples in its folder are not computed twice",
+    "eval": "`eval run`, and a probe of texts, continue when the same command is given again: nothing is computed twice",
     "store": "nothing is half done; give the same command again",
 }
 """Advice after a stopped command, by the command's name."""

@@ -104,3 +104,25 @@ def test_ten_kills_of_a_run_change_no_sample(tmp_path: Path) -> None:
         "reprefill,blind,patched:1,patched:4,first_k:4",
     ]
     check([*run, "--threads", "1", "--output", "{folder}"], tmp_path / "whole", tmp_path / "torn", longest=0.3)
+
+
+def test_a_probe_of_texts_goes_on_where_it_was_killed(tmp_path: Path) -> None:
+    from engines.models import write_text_model
+
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text(" ".join(f"color of {i} is {i * i % 97} now" for i in range(2000)))
+    command = ["-m", "ctxwin", "eval", "probe", str(write_text_model(tmp_path / "model")), "--no-profile"]
+    command += ["--texts", str(tmp_path / "texts"), "--threads", "1", "--excess-budget", "1e-7", "--output"]
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    finish([*command, str(whole)])
+    for delay in (0.05, 0.1):
+        assert killed([*command, str(torn)], torn / "samples.jsonl", delay), "it was done before it was killed"
+    assert 0 < len(rows_of(torn)) < len(rows_of(whole))
+    finish([*command, str(torn)])
+    results = [json.loads((folder / "probe.json").read_text()) for folder in (whole, torn)]
+    for result in results:
+        assert result.pop("date") and result.pop("seconds") > 0
+    assert results[0] == results[1] and results[0]["strategies"]
+    assert [{**row, "extra": 0} for row in rows_of(whole).values()] == [
+        {**row, "extra": 0} for row in rows_of(torn).values()
+    ]

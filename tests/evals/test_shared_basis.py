@@ -72,7 +72,9 @@ def test_contexts_are_the_models_own(engine: HFEngine, pictures: Path) -> None:
     assert all(len(ids) == 4 for contexts in drawn for ids in contexts) and drawn[0] != drawn[1]
 
 
-def test_the_command(engine: HFEngine, model_dir: Path, pictures: Path, tmp_path: Path) -> None:
+def test_the_command(
+    engine: HFEngine, model_dir: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     refused = invoke(model_dir, "--contexts", 1)
     assert refused.exit_code == 2 and "--images DIR" in refused.stderr
     with pytest.raises(ValueError, match="has no shared basis; fit one with `ctxwin eval basis"):
@@ -83,6 +85,10 @@ def test_the_command(engine: HFEngine, model_dir: Path, pictures: Path, tmp_path
     said = json.loads(done.stdout)
     made = decode_basis(file.read_bytes())
     assert (said["id"], said["rank"], said["followed"]) == (made.id, 3, False) and made.rank == 3
+    monkeypatch.setattr("ctxwin_evals.cli.open_model", lambda *_: pytest.fail("worked in vain"))
+    for place, words in ((file, "must be a new file"), (file / "in", "must be a folder that can be written")):
+        refused = invoke(model_dir, "--images", pictures, "--output", place)
+        assert refused.exit_code == 2 and words in refused.stderr
 
 
 def test_options_are_checked(model_dir: Path) -> None:

@@ -305,11 +305,16 @@ def basis(
 ) -> None:
     """Fit the directions that all patches of a model share, for Fidelity("patched", advanced={"layout": "shared"})."""
     with errors():
+        from ctxwin.files import check_writable
         from ctxwin.profiles import BASIS_NAME, find_basis, write_basis
         from ctxwin_evals.shared_basis import contexts_for, fit
 
         if layers not in ("all", "deep"):
             raise ValueError(f"layers must be all or deep, got {layers!r}")
+        if output is not None:
+            if output.exists():
+                raise ValueError(f"output must be a new file, got {str(output)!r}, which exists; choose another")
+            check_writable(output.parent)  # before minutes of fitting
         with open_model(model, dtype, device, threads) as engine, progress("contexts", contexts) as advance:
             name = engine.spec.model
             items = contexts_for(engine, contexts, seed, images, max_pixels or None)

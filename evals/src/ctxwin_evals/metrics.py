@@ -351,12 +351,10 @@ def matched(patch: Outcomes, share: float, settings: Sequence[Setting]) -> Match
     Args:
         patch: samples of the patch.
         share: its bytes over the KV's.
-        settings: of one token arm, any order.
+        settings: of one token arm, any order, at least one.
 
-    Returns None where no item is shared; raises ValueError for no setting.
+    Returns None where no item is shared.
     """
-    if not settings:
-        raise ValueError("a token arm must have at least one setting, got none")
     ranked = sorted(settings, key=lambda s: s.share)
     upper = next((s for s in ranked if s.share >= share), None)
     lower = next((s for s in reversed(ranked) if s.share <= share), None) if upper else ranked[-1]

@@ -142,10 +142,10 @@ def test_a_last_line_without_its_end_is_whole_if_it_is_json(niah: Path, lines: P
             r"jsonl:2: <image> must occur once a picture.*got 1 of them and 2",
         ),
         (lambda r: r.update(context=r["context"] + "<image>"), r"jsonl:2: <image> must occur once a picture"),
-        (lambda r: r.pop("question"), r"jsonl:2 must have a field 'question'"),
+        (lambda r: r.pop("question"), r"jsonl:2: question must be given"),
         (
             lambda r: r.update(answer=None),
-            r"jsonl:2: answer must be a valid integer or a valid string or a valid list, got NoneType",
+            r"jsonl:2: answer must be a valid integer or a valid string or a valid list, got None",
         ),
         (lambda r: r.update(answer=4), r"jsonl:2: the answer must be the index of a choice"),
         (lambda r: r.update(id=0), r"jsonl:2: ids must be unique"),
@@ -178,7 +178,7 @@ def test_wrong_rows_are_named_and_left_out(
     assert "1 rows left out" in caplog.text
     for row in (0, 2):
         change(lines, row, lambda r: r.pop("question"))
-    with pytest.raises(ValueError, match=r"jsonl:1 must have a field 'question'"):  # nothing is left
+    with pytest.raises(ValueError, match=r"jsonl:1: question must be given"):  # nothing is left
         items(niah)
 
 
@@ -288,7 +288,7 @@ def rewrite(path: Path, how: Callable[[list[dict[str, Any]]], Any]) -> None:
     ("how", "message"),
     [
         (lambda rows: [r.pop("domain") for r in rows], "must have the columns of Video-MME, got none named domain"),
-        (lambda rows: rows[1].update(answer="E"), "row 1: answer must be 'A', 'B', 'C' or 'D', got str 'E'"),
+        (lambda rows: rows[1].update(answer="E"), "row 1: answer must be 'A', 'B', 'C' or 'D', got 'E'"),
         (lambda rows: rows[1].update(answer=""), "row 1: answer must be 'A', 'B'"),
         (lambda rows: rows[1].update(question=None), "row 1: question must be a valid string"),
         (lambda rows: rows[1].update(duration="brief"), "row 1: duration must be 'short', 'medium' or 'long'"),
@@ -324,12 +324,12 @@ def test_a_torn_parquet_file(mme: Path, keep: int) -> None:
             lambda d: d["data"][1]["task_instance"]["images_path"].pop(),
             "sample 1: the context must hold one placeholder a picture",
         ),
-        (lambda d: d["data"][1]["task_instance"].pop("choice_list"), "sample 1 must have a field 'choice_list'"),
+        (lambda d: d["data"][1]["task_instance"].pop("choice_list"), "sample 1.*choice_list must be given"),
         (lambda d: d["data"][1].update(response="Nothing."), "sample 1: response must be one of the choices"),
         (lambda d: d["data"][1].update(task_instruction_id=2), "sample 1: task_instruction_id must be one of 2"),
         (lambda d: d["data"][1].update(sample_id=0), "sample 0: ids must be unique"),
         (lambda d: d["meta_data"].update(question_type="open-ended"), "question_type must be 'multi-choice'"),
-        (lambda d: d.pop("data"), "must have a field 'data'"),
+        (lambda d: d.pop("data"), "data must be given"),
     ],
 )
 def test_wrong_milebench_samples_are_named(mile: Path, how: Change, message: str) -> None:

@@ -95,7 +95,7 @@ def test_pictures_are_read_when_asked_for_and_scaled(tmp_path: Path) -> None:
     [
         ({"answer": "D"}, "answer must be a letter of 3 options, got 'D'"),
         ({"options": ["one"]}, "row 0: options"),
-        ({"question": None}, "must have a field 'question'"),
+        ({"question": None}, "question must be given"),
     ],
 )
 def test_malformed_rows_are_named(tmp_path: Path, fields: dict[str, Any], said: str) -> None:

@@ -103,12 +103,12 @@ def test_scores_figures_and_predictions(data: tuple[Path, list[dict[str, Any]]],
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        (lambda row: row.pop("answer_aliases"), "must have a field 'answer_aliases'"),
+        (lambda row: row.pop("answer_aliases"), "answer_aliases must be given"),
         (lambda row: row.update(paragraphs=[]), "paragraphs must be"),
-        (lambda row: row["paragraphs"][0].pop("title"), "must have a field 'title'"),
+        (lambda row: row["paragraphs"][0].pop("title"), "title must be given"),
         (lambda row: [p.update(is_supporting=False) for p in row["paragraphs"]], "some must be supporting, got []"),
         (lambda row: row["paragraphs"][0].update(idx=1), "paragraphs must have an idx each"),
-        (lambda row: row.update(answer=None), "answer must be a valid string, got NoneType None"),
+        (lambda row: row.update(answer=None), "answer must be a valid string, got None"),
     ],
 )
 def test_an_odd_row_is_counted_and_named(

@@ -256,6 +256,8 @@ def test_only_a_profile_that_windows_find_is_said_to_be_followed(text_model: Pat
     assert "once this lies beside the weights: " in made.stdout and "now means" not in made.stdout
     assert str(tmp_path / "[out]" / "ctxwin-profile.json") in made.stdout, "a path is printed as it is"
     assert find_profile(text_model) is None
+    bad = invoke(text_model, "--texts", texts, "--output", tmp_path / "[out]", "--max-tokens", 3)
+    refused(bad, "must hold samples of this configuration, got max_tokens 2 there, 3 now")
     made = invoke(text_model, "--texts", texts, "--max-tokens", 2)
     assert f"now means mode=exact: {text_model / 'ctxwin-profile.json'}" in made.stdout, made.stdout
     assert find_profile(text_model) is not None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,11 +15,7 @@ from ctxwin_evals.console import Config, Json, Threads, new_table, preset
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ctxwin_evals.bench.reuse import Result
-
-app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Measure what a window costs in time, on this machine."
-)
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 Model = Annotated[str, typer.Option(help="A local model folder; by default a random Qwen2-VL, generated once.")]
 ModelDir = Annotated[
@@ -92,7 +89,7 @@ def reuse(
     show(result, as_json, reuse_table(result), *note_lines(result), *check_lines(result))
 
 
-def reuse_table(result: Result) -> Table:
+def reuse_table(result: Mapping[str, Any]) -> Table:
     """One line a move and size; times are milliseconds to the first token, medians."""
     machine, model = result["meta"]["machine"], result["meta"]["model"]
     runs = result["meta"]["settings"]["runs"]
@@ -116,7 +113,7 @@ def reuse_table(result: Result) -> Table:
     return table
 
 
-def check_lines(result: Result) -> list[str]:
+def check_lines(result: Mapping[str, Any]) -> list[str]:
     """Return one line for each check at the largest size."""
     lines = []
     for c in result["checks"]:
@@ -129,7 +126,7 @@ def check_lines(result: Result) -> list[str]:
     return lines
 
 
-def note_lines(result: Result) -> list[str]:
+def note_lines(result: Mapping[str, Any]) -> list[str]:
     """Return details of the largest size: what was formed beforehand, each chunk's lane, the cost of the way back."""
     most = max(row["tokens"] for row in result["rows"])
     lines = []

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from statistics import median
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,63 +38,14 @@ _PREPARING = 4
 """The cost of preparing a scene, in runs; used only to estimate the time left."""
 
 
-class Check(TypedDict):
-    """Something that must hold at the largest size of one move."""
+Row = dict[str, Any]
+"""One move at one size, JSON-able. Times are seconds to the first token, medians of the runs.
 
-    check: str
-    op: str
-    tokens: int
-    value: float
-    bound: float
-    holds: bool
-
-
-class Times(TypedDict):
-    """Medians of the runs of one cell, in seconds to the first token.
-
-    ``speedup`` and ``over_floor`` are ratios of medians; those called paired are medians of the runs' own ratios.
-    ``ttft_back_s`` is of the ask after the undone edit, where that is timed; ``cpu_s`` is processor time, which a busy machine
-    changes less, and None where the engine computes in another process.
-    """
-
-    ttft_s: float
-    ttft_prefix_cache_s: float
-    ttft_local_hit_s: float
-    speedup: float
-    over_floor: float
-    speedup_paired: float
-    over_floor_paired: float
-    ttft_back_s: float | None
-    phases_s: dict[str, float]
-    quartiles: dict[str, list[float]]
-    cpu_s: dict[str, float | None] | None
-    runs: int
-    prefix_hit_tokens: int
-    local_hit_tokens: int
-
-
-class Row(Times):
-    """One move at one size; ``rank`` is 0 for moves without patches, ``prepared`` what was formed beforehand."""
-
-    op: str
-    tokens: int
-    rank: int
-    forward_free: bool
-    computed_tokens: int
-    cached_tokens: int
-    floor_computed_tokens: int
-    bytes_loaded: int
-    lanes: dict[str, int]
-    chunks: list[dict[str, Any]]
-    prepared: dict[str, float]
-
-
-class Result(TypedDict):
-    """Result of `measure`, JSON-able."""
-
-    rows: list[Row]
-    checks: list[Check]
-    meta: dict[str, Any]
+``speedup`` and ``over_floor`` are ratios of medians; those called paired are medians of the runs' own ratios.
+``ttft_back_s`` is of the ask after the undone edit, where that is timed; ``cpu_s`` is processor time, which a busy machine
+changes less, and None where the engine computes in another process. ``rank`` is 0 for moves without patches, ``prepared`` what
+was formed beforehand.
+"""
 
 
 @dataclass(frozen=True)
@@ -194,7 +145,7 @@ class Clocked:
         return self.last
 
 
-def measure(engine: Engine, settings: Settings, on_progress: OnProgress = lambda *_: None) -> Result:
+def measure(engine: Engine, settings: Settings, on_progress: OnProgress = lambda *_: None) -> dict[str, Any]:
     """All moves at all sizes.
 
     Args:
@@ -203,7 +154,7 @@ def measure(engine: Engine, settings: Settings, on_progress: OnProgress = lambda
         on_progress: called with what is being done, how much of it is done, and how much there is, in reused tokens.
 
     Returns:
-        All rows and checks. Cost: two or three prefills of every prompt a run, and what `moves` prepares.
+        All rows and checks, JSON-able. Cost: two or three prefills of every prompt a run, and what `moves` prepares.
 
     Raises:
         ValueError: sizes that do not fit the engine, or a rank at which patches outweigh the KV they stand for.
@@ -372,7 +323,7 @@ def _time_plainly(engine: Engine, segments: Sequence[Segment], query: Encoded, s
     return generation, time.process_time() - began
 
 
-def summary(runs: Sequence[Run], local: bool = True) -> Times:
+def summary(runs: Sequence[Run], local: bool = True) -> Row:
     """The figures of one cell's runs; ``local``: whether the engine computes in this process."""
     ours = [r.ttft_s for r in runs]
     cache, floor = [r.plain.prefix_cache_s for r in runs], [r.plain.local_hit_s for r in runs]
@@ -426,19 +377,18 @@ def _check_patches(row: Row) -> None:
         )
 
 
-def checks(rows: Sequence[Row]) -> list[Check]:
+def checks(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the checks of every move at its largest size.
 
     ``speedup``: at least `SPEEDUP_SHARE` of re-prefill / floor, the most that can be had; re-prefill is the ask after the edit
     with a prefix cache. ``over_floor``: at most `OVER_FLOOR` floors; only for what is served without a forward.
     """
     most = max((row["tokens"] for row in rows), default=0)
-    results: list[Check] = []
+    results: list[dict[str, Any]] = []
 
     def check(name: str, row: Row, bound: float, holds: bool) -> None:
-        value: float = row[name]  # type: ignore[literal-required]
-        result = Check(check=name, op=row["op"], tokens=row["tokens"], value=value, bound=bound, holds=holds)
-        results.append(result)
+        same = {"check": name, "op": row["op"], "tokens": row["tokens"], "value": row[name]}
+        results.append(same | {"bound": bound, "holds": holds})
 
     for row in (r for r in rows if r["tokens"] == most):
         bound = SPEEDUP_SHARE * row["ttft_prefix_cache_s"] / row["ttft_local_hit_s"]

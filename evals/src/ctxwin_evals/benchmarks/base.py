@@ -12,8 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ValidationError, ValidationInfo
+from pydantic import AfterValidator, BaseModel, ValidationInfo
 
+from ctxwin.validation import validate
 from ctxwin_evals.benchmarks.frames import FRAME_RULES
 from ctxwin_evals.benchmarks.prompt import Prompt
 from ctxwin_evals.benchmarks.source import find_data, shown_data
@@ -233,24 +234,8 @@ def checked(kind: type[_Row], row: Any, where: str) -> _Row:
     """A row as a model; ValueError that names the place and the field that is wrong."""
     if isinstance(row, ValueError):
         raise row
-    try:
-        return kind.model_validate(row)
-    except ValidationError as error:
-        first = error.errors()[0]
-        if first["type"] == "missing":
-            raise ValueError(f"{where} must have a field {first['loc'][-1]!r}, got {_short(row)}") from None
-        if first["type"] == "value_error":
-            raise ValueError(f"{where}: {first['ctx']['error']}") from None
-        # A field of several types has an error for each of them.
-        same = [e for e in error.errors() if e["loc"][:1] == first["loc"][:1]]
-        field = ".".join(map(str, first["loc"][: 1 if len(same) > 1 else None])) or "a row"
-        expected = " or ".join(dict.fromkeys(e["msg"].removeprefix("Input should be ") for e in same))
-        raise ValueError(f"{where}: {field} must be {expected}, got {_short(first['input'])}") from None
-
-
-def _short(value: Any) -> str:
-    text = f"{type(value).__name__} {value!r}"
-    return text if len(text) < 120 else text[:117] + "..."
+    model: _Row = validate(kind.model_validate, row, f"{where}: ")
+    return model
 
 
 def read_json(path: Path) -> Any:

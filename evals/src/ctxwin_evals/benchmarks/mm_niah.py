@@ -172,12 +172,8 @@ class MMNiah(PromptTask):
         ``binned``: mean over 11 length bins of the mean over 5 depth bins, ``binned/1k`` ...: each length's. Two traps are
         part of the rule: contexts under 1,000 tokens are thrown away (``under_1000`` says how many), and a cell without items
         counts as 0 (``empty_cells`` of 55 says how many). ``mean``: plain mean over all ``n`` answers.
-
-        Raises ValueError where no row is scored.
         """
         scored = [row for row in rows if row["score"] is not None]
-        if not scored:
-            raise ValueError("rows must hold at least one scored answer, got none")
         cells: dict[tuple[int, int], list[float]] = {(i, j): [] for i in range(len(LENGTHS) + 1) for j in range(DEPTHS)}
         for row in scored:
             cells[cell_of(row["meta"]["context_length"], row["meta"]["placed_depth"])].append(row["score"])
@@ -302,15 +298,10 @@ def _counts(response: str, target: Sequence[Any]) -> Scored:
     return Scored(matched / len(target), json.dumps(parsed))
 
 
-def depth_of(depths: float | Sequence[float]) -> float:
-    """The mean depth of the needles, in 0..1."""
-    return float(depths) if isinstance(depths, int | float) else sum(depths) / len(depths)
-
-
 def cell_of(length: int, depths: float | Sequence[float]) -> tuple[int, int]:
     """(length bin, depth bin) of a context; length bin 0 is under 1,000 tokens.
 
     The depth bin is ``int(depth / 0.2)`` in floating point, as in the source, so that 0.6 falls into the third bin.
     """
-    depth = depth_of(depths)
+    depth = float(depths) if isinstance(depths, int | float) else sum(depths) / len(depths)
     return sum(length >= bound for bound in LENGTHS), int((0.99 if depth == 1.0 else depth) / 0.2)

@@ -63,7 +63,7 @@ def probe(
     """Measure whether blind KV reuse changes this model's answers, and the cheapest patch that is safe.
 
     Writes probe.html and probe.json, and a profile that `Fidelity("auto")` follows from then on: patched or blind where
-    that was shown to be safe, exact everywhere else.
+    that was shown to be safe, exact everywhere else. The same command continues an interrupted probe of texts.
     """
     with errors():
         from ctxwin.audit import Options
@@ -94,7 +94,8 @@ def probe(
                 sources = [Images(images, own_questions, max_tokens, max_pixels or None)]
             with stages() as advance:
                 if texts is not None or not opened.spec.vision:
-                    result = probe_texts(opened, texts, own_questions, max_tokens, options, 60 * minutes, advance)
+                    limited = max_tokens, options, 60 * minutes, advance
+                    result = probe_texts(opened, texts, own_questions, *limited, output)
                 else:
                     result = Probe(opened, sources, limits, seconds=60 * minutes, progress=advance).run()
         result["files"] = write(result, opened.spec.model, output, profile)
