@@ -10,6 +10,7 @@ import asyncio
 import os
 from typing import Any
 
+import aiohttp
 from blake3 import blake3  # eight times as fast as SHA-256; vLLM names media by it
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 
@@ -36,6 +37,15 @@ class DecodedImages(MediaConnector):  # type: ignore[misc]  # mypy sees vLLM as 
             image = await super().fetch_image_async(image_url, image_mode=image_mode)
             _decoded.put(key, image, image.width * image.height * len(image.getbands()) + len(image_url))
         return image
+
+    async def load_from_url_async(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
+        """Load media as vLLM does; what an address does not give is an error of the request (400), not of the server."""
+        try:
+            return await super().load_from_url_async(url, media_io, fetch_timeout=fetch_timeout)
+        except (aiohttp.ClientError, OSError, RuntimeError) as error:
+            if url[:5].lower() == "data:":
+                raise
+            raise ValueError(f"media must be readable at {url[:200]!r}, got {type(error).__name__}: {error}") from error
 
 
 def _digest(text: str) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -81,6 +83,23 @@ def test_what_is_no_image_is_refused_each_time_as_by_vllm(decoded: Any, address:
             fetch(address, connector=connector)
         said.append(str(refused.value).partition(" at 0x")[0])
     assert len(set(said)) == 1
+
+
+def test_an_address_that_gives_no_picture_is_an_error_of_the_request(tmp_path: Path) -> None:
+    (tmp_path / "text.png").write_text("no picture")
+    local = partial(decoded_images.DecodedImages, allowed_local_media_path=str(tmp_path))
+    for address, connector in (
+        ("http://127.0.0.1:9/a.png", local),  # nobody listens there
+        ("http://no.such.host.invalid/a.png", local),
+        (f"file://{tmp_path}/nothing.png", local),
+        (f"file://{tmp_path}/text.png", local),
+        (f"file://{tmp_path}/.", local),
+        ("file:///etc/hostname", decoded_images.DecodedImages),
+    ):
+        with pytest.raises(ValueError, match="must be"):
+            fetch(address, connector=connector)  # type: ignore[arg-type]
+    (tmp_path / "good.png").write_bytes(base64.b64decode(url(1).partition(",")[2]))
+    assert fetch(f"file://{tmp_path}/good.png", connector=local).media.size == (40, 40)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("given", [None, "http"])
