@@ -17,7 +17,7 @@ from ctxwin.audio import RATES, as_samples, pack_samples, samples_digest
 from ctxwin.errors import BadMedia
 from ctxwin.hashing import digest
 from ctxwin.media import as_rgb, check_rate, pack_frames, pixels_digest, stack_frames, unpack_frames
-from ctxwin.validation import check_unicode
+from ctxwin.validation import check_unicode, validate
 from ctxwin.video import decode_video
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ class Chunk(BaseModel):
 
     @model_validator(mode="after")
     def _tracks_have_their_videos(self) -> Self:
+        check_unicode("label", self.label)  # of a file's name, say: no snapshot could be written
         for previous, part in zip((None, *self.parts), self.parts, strict=False):
             if not isinstance(part, MediaPart) or not part.track:
                 continue
@@ -172,14 +173,14 @@ class Chunk(BaseModel):
         if not isinstance(text, str) or not text:
             raise ValueError(f"text must be a non-empty str, got {text!r}")
         check_unicode("text", text)
-        return cls(parts=(TextPart(text=text),), **metadata)
+        return cls._of((TextPart(text=text),), metadata)
 
     @classmethod
     def tokens(cls, ids: Sequence[int], **metadata: Any) -> Chunk:
         """Create a chunk of raw token ids. Raises ValueError if there are none, or negative ones."""
         if not len(ids) or any(not isinstance(i, int) or i < 0 for i in ids):
             raise ValueError(f"tokens must be a non-empty list of ids >= 0, got {list(ids)[:8]!r}")
-        return cls(parts=(TokensPart(ids=tuple(ids)),), **metadata)
+        return cls._of((TokensPart(ids=tuple(ids)),), metadata)
 
     @classmethod
     def image(cls, image: str | Path | Image | np.ndarray | bytes, text: str = "", **metadata: Any) -> Chunk:
@@ -291,14 +292,18 @@ class Chunk(BaseModel):
             pixels |= chunk._frames
         if not parts:
             raise ValueError("a message must have content, got none")
-        return cls(parts=tuple(parts), role=role, **metadata).holding(pixels)
+        return cls._of(tuple(parts), {"role": role, **metadata}).holding(pixels)
 
     @classmethod
     def _with_media(cls, media: Sequence[tuple[MediaPart, np.ndarray]], text: str, metadata: dict[str, Any]) -> Chunk:
         check_unicode("text", text)
         lead: tuple[Part, ...] = (TextPart(text=text + "\n"),) if text else ()
         pixels = {part.content: decoded for part, decoded in media}
-        return cls(parts=(*lead, *(part for part, _ in media)), **metadata).holding(pixels)
+        return cls._of((*lead, *(part for part, _ in media)), metadata).holding(pixels)
+
+    @classmethod
+    def _of(cls, parts: tuple[Part, ...], metadata: dict[str, Any]) -> Self:
+        return cast("Self", validate(lambda fields: cls(parts=parts, **fields), metadata, ""))
 
     def pixels(self, part: MediaPart) -> np.ndarray | None:
         """Return decoded frames ``[F, H, W, 3]``, or samples ``[N]``, from memory or read again from the source.
@@ -338,7 +343,9 @@ class Chunk(BaseModel):
 
 
 def _path(media: Any) -> str | None:
-    return str(Path(media).resolve()) if isinstance(media, str | Path) else None
+    """Return where media can be read again; None for those in memory, and for a path that no snapshot can hold."""
+    path = str(Path(media).resolve()) if isinstance(media, str | Path) else None
+    return None if path and path != path.encode(errors="replace").decode() else path
 
 
 def _decode_audio(

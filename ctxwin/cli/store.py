@@ -84,8 +84,10 @@ def verify(url: Url, tenant: Tenant = "", as_json: AsJson = False) -> None:
         f"{good:,} good, {corrupt:,} corrupt{' (deleted; they are computed again when needed)' if corrupt else ''}"
     ]
     if foreign:
-        hint = "they stay; set CTXWIN_STORE_KEY to the key that they were sealed with"
-        lines.append(f"{foreign:,} of another store key could not be checked ({hint})")
+        hint = (
+            "they stay; set CTXWIN_STORE_KEY to the key that they were sealed with, or use the ctxwin that wrote them"
+        )
+        lines.append(f"{foreign:,} of another store key or version could not be checked ({hint})")
     show(as_json, {"good": good, "corrupt": corrupt, "foreign": foreign}, *lines)
     if corrupt or foreign:
         raise typer.Exit(1)

@@ -29,6 +29,7 @@ from ctxwin.store.archive import read_archive, write_archive
 from ctxwin.store.base import Store
 from ctxwin.store.lru import LRUCache
 from ctxwin.store.spans import SpanRepository
+from ctxwin.validation import check_unicode
 from ctxwin.window.removed import note_present, note_removed
 
 __all__ = ["KEPT", "Hit", "Library", "LibraryView", "granted", "libraries"]
@@ -135,6 +136,7 @@ class Library:
         """Raise ValueError or NameTaken where no file may be added under ``name``."""
         if not _FILE_NAME.fullmatch(name):
             raise ValueError(f"a file's name must be 1 to 255 characters without slashes, got {name[:300]!r}")
+        check_unicode("a file's name", name)
         if not replace and name in self.view().names:
             raise NameTaken(_name_taken(name))
 

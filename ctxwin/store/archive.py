@@ -69,8 +69,9 @@ def read_archive(path: Path, store: Store, secret: bytes | None = None) -> Itera
             yield from _records(file, seal, _LARGEST)
         except ForeignRecordError as error:
             raise BadMedia(
-                f"an archive's records must be sealed with the key of the store that takes them, got {str(path)!r}: {error}; "
-                "export them under that key, or name the key that they were sealed with (ctxwin store import --sealed-with)"
+                "an archive's records must be of this version and sealed with the key of the store that takes them, got "
+                f"{str(path)!r}: {error}; export them so, or name the key that they were sealed with (ctxwin store import "
+                "--sealed-with)"
             ) from None
         except StoreCorrupt as error:
             raise BadMedia(f"an archive must be a whole file that `export` wrote, got {str(path)!r}: {error}") from None

@@ -62,6 +62,10 @@ DTYPES: Final = (
 _WARNING: Final = threading.Lock()
 
 
+class ForeignRecordError(StoreCorrupt):
+    """A record of another key (or of none) or of another version: nothing to believe, and nothing to delete."""
+
+
 @dataclass(frozen=True)
 class Prefix:
     """The checked fixed part of a frame; offsets in bytes from the frame's start."""
@@ -107,8 +111,10 @@ def read_prefix(raw: Buffer, available: int | None) -> Prefix:
     magic, version, kind, header_bytes, body_bytes, sum_bytes = PREFIX.unpack_from(raw)
     if magic != MAGIC:
         raise StoreCorrupt(f"a blob must start with {MAGIC!r}, got {bytes(magic)!r}")
-    if version != VERSION or sum_bytes not in (0, SUM_BYTES, 2 * SUM_BYTES):
-        raise StoreCorrupt(f"blob version must be {VERSION}, got {version}")
+    if version != VERSION:  # an older or a newer ctxwin's, which may be a library's only copy of a file
+        raise ForeignRecordError(f"blob version must be {VERSION}, got {version}")
+    if sum_bytes not in (0, SUM_BYTES, 2 * SUM_BYTES):
+        raise StoreCorrupt(f"the sum of a blob must have {SUM_BYTES} bytes or twice that, got {sum_bytes}")
     prefix = Prefix(kind, header_bytes, body_bytes, sum_bytes)
     if header_bytes > MAX_HEADER or prefix.total != (prefix.total if available is None else available):
         raise StoreCorrupt(f"a blob must have {prefix.total} bytes by its prefix, got {available}")
@@ -131,10 +137,6 @@ def _sum(*parts: Buffer) -> bytes:
     for part in parts:
         summed.update(part)
     return summed.digest()
-
-
-class ForeignRecordError(StoreCorrupt):
-    """An undamaged record that was sealed with another key, or with none: nothing to believe, and nothing to delete."""
 
 
 class Seal:

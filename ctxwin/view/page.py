@@ -35,9 +35,11 @@ def render(trace_path: str | Path, out: str | Path, *, limit: int = LIMIT) -> Pa
         limit: most operations shown, the newest ones.
 
     Raises:
-        ValueError: a file that is not a trace, or a limit below 1.
+        ValueError: a file that is not a trace, a limit below 1, or a page in the trace's own place.
         OSError: a file that cannot be read or written.
     """
+    if Path(out).resolve() == Path(trace_path).resolve():
+        raise ValueError(f"out must be another file than the trace, got {str(out)!r} for both; name one with --out")
     html = page(read_trace(trace_path), Path(trace_path).name, limit=limit)
     Path(out).write_text(html, encoding="utf-8")
     return Path(out)

@@ -340,7 +340,7 @@ def read_trace(path: str | Path) -> Recording:
     system_prompt = next(lines, None)
     if system_prompt is None:
         raise ValueError(
-            f"a trace must begin with its system prompt, got {str(path)!r} without a whole line; record a run first"
+            f"a trace must begin with a line of its format, got {str(path)!r} without a whole line; record a run first"
         )
     return Recording(system_prompt, list(lines), size)
 
@@ -364,7 +364,9 @@ def _check_system_prompt(path: str | Path, line: Any) -> None:
             f"{str(path)!r} must be a trace of ctxwin, got another kind of file; record one with ctxwin.view.trace.Trace"
         )
     if line.get("format") != FORMAT:
-        raise ValueError(f"format of {str(path)!r} must be {FORMAT}, got {line.get('format')!r}; use a newer ctxwin")
+        raise ValueError(
+            f"format of {str(path)!r} must be {FORMAT}, got {line.get('format')!r}; use the ctxwin that recorded it"
+        )
 
 
 _REQUIRED_KEYS = {

@@ -188,6 +188,10 @@ def test_what_would_become_of_a_model(tmp_path: Path) -> None:
     assert refused.exit_code == 1 and "state space" in refused.stdout
     missing = CliRunner().invoke(app, ["doctor", str(tmp_path / "missing")])
     assert missing.exit_code == 1 and "unknown" in missing.stdout
+    for broken, words in (("[]", "has no attribute"), ('{"model_type": "qwen2", "hidden_size": "a"}', "expected int")):
+        (tmp_path / "hybrid" / "config.json").write_text(broken)
+        odd = CliRunner().invoke(app, ["doctor", str(tmp_path / "hybrid")])
+        assert odd.exit_code == 1 and "config.json must be whole, got" in odd.stdout and words in odd.stdout
 
 
 def test_a_model_that_the_hub_does_not_know_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:

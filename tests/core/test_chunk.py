@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import math
+import os
 import re
 import subprocess
 import sys
@@ -266,6 +268,9 @@ def test_bad_text_tokens_and_roles() -> None:
         (lambda: Chunk.text(""), "non-empty str"),
         (lambda: Chunk.text("caf\udce9"), r"must be Unicode, got half of a surrogate pair, '\\udce9'"),
         (lambda: Chunk.image(np.zeros((4, 4, 3), np.uint8), text="\ud800"), "text must be Unicode"),
+        (lambda: Chunk.text("a", label="caf\udce9.png"), "^label must be Unicode"),
+        (lambda: Chunk.text("a", priority=math.nan), "^priority must be a finite number, got nan$"),
+        (lambda: Chunk.text("a", lable="b"), "^lable must be left out"),
         (lambda: Chunk.tokens([]), "non-empty list"),
         (lambda: Chunk.tokens([-1]), "ids >= 0"),
         (lambda: Chunk.message("robot", "x"), "role must be"),  # type: ignore[arg-type]
@@ -276,6 +281,14 @@ def test_bad_text_tokens_and_roles() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             make()
+
+
+def test_a_file_whose_name_is_not_unicode_is_as_media_in_memory(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"caf\xe9.png")
+    path.write_bytes(png(np.zeros((4, 4, 3), np.uint8)))
+    chunk = Chunk.image(path)
+    assert chunk.source is None and chunk.pixels(chunk.media[0]) is not None
+    assert Chunk.model_validate_json(chunk.model_dump_json()) == chunk
 
 
 @pytest.mark.parametrize("block", [{"type": "text", "text": "a note"}, Chunk.text("a note"), "a note"])

@@ -199,6 +199,8 @@ def test_an_answer_that_no_earlier_turn_can_show_stays_as_it_is() -> None:
 def test_a_template_without_the_user_text_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="as it is"):
         template("{% for m in messages %}{{ m.content | upper }}!{% endfor %}".replace("upper", "lower"))
+    with pytest.raises(UnsupportedModel, match=r"does not: no such model$"):
+        template("{{ raise_exception('no such model') }}")
 
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"at": 1}}}

@@ -122,6 +122,8 @@ def test_a_huge_file_a_missing_one_and_too_many_are_refused(
 def test_names_of_libraries_are_checked(engine: FakeEngine, name: str) -> None:
     with pytest.raises(ValueError, match="a library's name"):
         Library(engine.store, name)
+    with pytest.raises(ValueError, match="a file's name must be Unicode"):
+        Library(engine.store, "shelf").add(b"text", "caf\udce9.txt")
 
 
 def test_a_name_is_taken_until_it_is_replaced_or_removed(shelf: Library) -> None:

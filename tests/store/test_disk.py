@@ -401,3 +401,16 @@ class TestUpkeep:
         assert again.put("span/x", bytes(1000))
         assert again.stats().bytes <= 3500
         assert len(blobs(tmp_path)) == again.stats().items == 3
+
+    def test_a_record_of_another_version_is_a_miss_that_stays(self, tmp_path: Path) -> None:
+        """It may be a library's only copy of a file, written by an older or a newer ctxwin."""
+        DiskStore(tmp_path).put("file/a", b"value")
+        (blob,) = blobs(tmp_path)
+        raw = blob.read_bytes()
+        blob.write_bytes(raw[:8] + bytes(byte + 1 if byte else 0 for byte in raw[8:10]) + raw[10:])
+        store = DiskStore(tmp_path)
+        assert store.get("file/a") is None and store.verify() == (0, 0)
+        assert (store.stats().foreign, store.stats().corrupt) == (2, 0)
+        blob.write_bytes(raw)
+        assert store.get("file/a") == b"value", "it is found by the version that wrote it"
+        assert store.put("file/a", b"other") and store.get("file/a") == b"other"

@@ -231,7 +231,7 @@ def test_a_closed_trace_is_silent(engine: FakeEngine, path: Path, caplog: pytest
         (b"", "without a whole line"),
         (b"PNG\r\n", "another kind of file"),
         (b'{"kind": "other"}\n', "another kind of file"),
-        (b'{"kind": "trace", "format": 2}\n', "format .* must be 1, got 2"),
+        (b'{"kind": "trace", "format": 2}\n', "format .* must be 1, got 2; use the ctxwin that"),
         (b'{"kind": "trace", "format": 1}\n{"kind"\n', "line 2"),
         (b'{"kind": "trace", "format": 1}\n{"kind": "event", "n": 1}\n', "line 2"),
         (b'{"kind": "trace", "format": 1}\n[]\n', "line 2"),

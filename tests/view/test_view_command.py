@@ -55,6 +55,7 @@ def test_bad_input_is_one_line(run: Path, tmp_path: Path) -> None:
             ([tmp_path / "absent.jsonl"], "absent.jsonl"),
             ([tmp_path / "notes.txt"], "must be a trace of ctxwin"),
             ([run, "--out", tmp_path], "directory"),
+            ([run, "--out", run], "out must be another file than the trace"),
             ([run, "--serve", "--json"], "drop --out and --json"),
             (
                 [run, "--serve", "--port", port],

@@ -110,14 +110,22 @@ class Checkpoint:
 def read_config(source: str | Path) -> Any:
     """Return the transformers config of a folder or a Hub name; of a model that vLLM alone has, by vLLM's class.
 
-    Code that a model brings along is not run. Raises UnsupportedModel for a model of vLLM's where there is no vLLM.
+    Code that a model brings along is not run. Raises UnsupportedModel for a model of vLLM's where there is no vLLM, ValueError
+    for a broken config.
     """
     from transformers import AutoConfig, PreTrainedConfig
 
-    kind = str(PreTrainedConfig.get_config_dict(source)[0].get("model_type"))
-    if kind in vllm_support.VLLM_ONLY:
-        vllm_support.register_config(kind)
-    return AutoConfig.from_pretrained(source, trust_remote_code=False)
+    try:
+        kind = str(PreTrainedConfig.get_config_dict(source)[0].get("model_type"))
+        if kind in vllm_support.VLLM_ONLY:
+            vllm_support.register_config(kind)
+        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError, UnsupportedModel):
+        raise
+    except Exception as error:  # a broken config leads transformers' classes to any
+        raise ValueError(
+            f"a model's config.json must be whole, got {' '.join(str(error).split())} in {source}"
+        ) from error
 
 
 def open_checkpoint(name: str | Path, *, engine: Engine = "hf", remote_code: bool = False) -> Checkpoint:
@@ -218,7 +226,7 @@ def weights_digest(path: Path) -> str:
     """
     files = sorted(path.glob("*.safetensors"))
     if not files:
-        raise UnsupportedModel(f"the model must have *.safetensors weights, got none in {path.name!r}; convert it")
+        raise UnsupportedModel(f"the model must have *.safetensors weights, got none in {str(path)!r}; convert it")
     return digest("weights", [[f.name, f.stat().st_size, _file_digest(f)] for f in files])
 
 

@@ -368,7 +368,7 @@ class Encoder:
         except BadMedia:
             raise
         except ValueError as error:  # an aspect ratio beyond the processor's limits, for example
-            raise BadMedia(f"the model's processor refused a {part.media} of {part.shape}: {error}") from error
+            raise BadMedia(f"the model's processor refused {part.media} of shape {part.shape}: {error}") from error
         is_sound = part.media == "audio"
         embeddings = self._vision(pixels, grids, heard=True) if is_sound else self._vision(pixels, grids)
         self._counters.vision_encodes += 1

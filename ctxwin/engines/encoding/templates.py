@@ -72,6 +72,7 @@ class Template:
         self._turns: Callable[[str], tuple[str, str]] = cache(self._read_turns)
         self._picture: Callable[[], str] = cache(self._read_picture)
         self._tools: Callable[[], ToolTurn] = cache(self._read_tool_turn)
+        self._failure = ""  # the template's own error, of its last rendering that failed
         if render is None:
             self._opening, self._closing = "", "\n"
             return
@@ -81,7 +82,7 @@ class Template:
             cut = self._cut([_user(_USER)], _USER)
         if cut is None:
             raise UnsupportedModel(
-                "the chat template does not show a user message as it is; it cannot be cut into pieces"
+                f"the chat template must show a user message as it is, to be cut into pieces, and does not{self._failure}"
             )
         self._opening, self._closing = cut
 
@@ -232,7 +233,8 @@ class Template:
             messages = [{**m, "content": _listed(m["content"])} for m in messages]
         try:
             rest = self._render(messages, True) if tools is None else self._render(messages, True, tools)
-        except _template_errors():
+        except _template_errors() as error:
+            self._failure = f": {error}"
             return None
         if any(rest.count(s) != 1 for s in sentinels):
             return None

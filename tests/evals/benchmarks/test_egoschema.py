@@ -87,10 +87,10 @@ def test_answers_that_are_not_public_are_unscored_and_go_to_the_server(
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        (lambda row: row.pop("q_uid"), "question 0.*q_uid must be given"),
+        (lambda row: row.pop("q_uid"), "question 0: q_uid must be given"),
         (lambda row: row.update(q_uid="../x"), "q_uid must be a plain name, got '../x'"),
-        (lambda row: row.pop("question"), "question 0.*question must be given"),
-        (lambda row: row.pop("option 3"), "options must be"),
+        (lambda row: row.pop("question"), "question 0: question must be given"),
+        (lambda row: row.pop("option 3"), "options must have at least 5 items"),
         (lambda row: row.update({"option 1": 7}), "options.1 must be a valid string, got 7"),
     ],
 )

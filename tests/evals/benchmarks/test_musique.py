@@ -104,7 +104,7 @@ def test_scores_figures_and_predictions(data: tuple[Path, list[dict[str, Any]]],
     ("how", "message"),
     [
         (lambda row: row.pop("answer_aliases"), "answer_aliases must be given"),
-        (lambda row: row.update(paragraphs=[]), "paragraphs must be"),
+        (lambda row: row.update(paragraphs=[]), "paragraphs must have at least 1 item"),
         (lambda row: row["paragraphs"][0].pop("title"), "title must be given"),
         (lambda row: [p.update(is_supporting=False) for p in row["paragraphs"]], "some must be supporting, got []"),
         (lambda row: row["paragraphs"][0].update(idx=1), "paragraphs must have an idx each"),
