@@ -29,31 +29,15 @@ MAX_SECONDS = 86_400.0
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "PPM", "AVIF")
 """Pillow's names of the formats that are read. In others (TIFF, ICO, PSD, EPS ...) a small file can name buffers of any size,
 is decoded to be opened, or starts programs."""
-_SIGNATURES = (  # of common files that are refused by name: offset, bytes, name
-    (0, b"II*\0", "a TIFF"),
-    (0, b"MM\0*", "a TIFF"),
-    (0, b"II+\0", "a TIFF"),
-    (0, b"MM\0+", "a TIFF"),
-    (0, b"\0\0\1\0", "an ICO"),
-    (0, b"icns", "an ICNS"),
-    (0, b"8BPS", "a PSD"),
-    (0, b"%!PS", "an EPS"),
-    (0, b"%PDF", "a PDF"),
-    (0, b"\0\0\0\x0cjP  ", "a JPEG 2000"),
-    (0, b"\xff\x4f\xff\x51", "a JPEG 2000"),
-    (0, b"\xff\x0a", "a JPEG XL"),
-    (0, b"\0\0\0\x0cJXL ", "a JPEG XL"),
-    (0, b"qoif", "a QOI"),
-    (0, b"DDS ", "a DDS"),
-    (4, b"ftyphei", "a HEIC"),
-    (4, b"ftyphev", "a HEIC"),
-    (4, b"ftypmif1", "a HEIF"),
-    (4, b"ftypmsf1", "a HEIF"),
-    (0, b"<svg", "an SVG"),
-    (0, b"<?xml", "an XML"),
-    (0, b"<!DOCTYPE", "an HTML"),
-    (0, b"<html", "an HTML"),
-)
+_SIGNATURES = {
+    "a TIFF": (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"),
+    "a JPEG 2000": (b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51"),
+    "a JPEG XL": (b"\xff\x0a", b"\0\0\0\x0cJXL "),
+    "a HEIC": (b"ftyphei", b"ftyphev"), "a HEIF": (b"ftypmif1", b"ftypmsf1"),
+    "an ICO": (b"\0\0\1\0",), "an ICNS": (b"icns",), "a PSD": (b"8BPS",), "an EPS": (b"%!PS",), "a PDF": (b"%PDF",),
+    "a QOI": (b"qoif",), "a DDS": (b"DDS ",), "an SVG": (b"<svg",), "an XML": (b"<?xml",), "an HTML": (b"<!DOCTYPE", b"<html"),
+}  # fmt: skip
+"""First bytes of common files that are refused by name; ``ftyp`` follows a box's four bytes of length."""
 _MAX_SCANS = 64  # of a progressive JPEG: each is a pass over the whole image; usual files have ten
 _FRAMES = b"CTXWFRM1"
 
@@ -180,7 +164,8 @@ def open_picture(media: str | Path | bytes | bytearray, formats: Sequence[str] =
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             return Image.open(io.BytesIO(raw), formats=names)
     except UnidentifiedImageError:
-        kind = next((name for at, mark, name in _SIGNATURES if raw.startswith(mark, at)), "")
+        start = raw[4:16] if raw.startswith(b"ftyp", 4) else raw[:16]
+        kind = next((name for name, marks in _SIGNATURES.items() if start.startswith(marks)), "")
         kind = f"{kind} file" if kind else f"{len(raw)} bytes that start with {bytes(raw[:12])!r}"
         raise BadMedia(
             f"an image must be decodable and of {', '.join(names)}, got {kind} in {_name(media)}; save it as PNG, "

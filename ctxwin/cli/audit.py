@@ -47,14 +47,9 @@ def audit(
             saved = "" if row["saved"] is None else f"{row['saved']:.0%}"
             kl = "" if row["kl"] is None else f"{row['kl']:.2g}"
             scored, text = row["scored"], row["text"]
-            counts = (
-                *(str(row["windows"]), str(scored["answers"]), f"{scored['harm']:g}", f"{scored['upper']:.2%}"),
-                *(
-                    (str(text["answers"]), f"{text['mean']:+.2g}", f"{text['upper']:.2g}")
-                    if text["answers"]
-                    else ("", "", "")
-                ),
-            )
+            counts = [str(row["windows"]), str(scored["answers"]), f"{scored['harm']:g}", f"{scored['upper']:.2%}"]
+            texts = str(text["answers"]), f"{text['mean']:+.2g}", f"{text['upper']:.2g}"
+            counts += texts if text["answers"] else [""] * 3
             table.add_row(strategy, row["standing"], *counts, kl, saved, str(row["served"]), row["since"])
         Console().print(table)
         for decision in record["decisions"]:
@@ -79,15 +74,8 @@ def _to_json(record: Any) -> dict[str, Any]:
         for kind, unit in (("scored", 1.0), ("text", CAP)):
             tally = getattr(evidence, kind)
             row[kind] |= {"mean": tally.mean, "upper": unit * tally.upper(error)}
-        row["standing"] = (
-            "promoted"
-            if evidence.promoted
-            else "stopped"
-            if evidence.stopped
-            else "paused"
-            if evidence.pause
-            else "on trial"
-        )
+        standings = {"promoted": evidence.promoted, "stopped": evidence.stopped, "paused": evidence.pause}
+        row["standing"] = next((name for name, holds in standings.items() if holds), "on trial")
         row["kl"] = evidence.kl_sum / evidence.trials if evidence.trials else None
         row["saved"] = 1 - evidence.computed / evidence.exact_computed if evidence.exact_computed else None
     for row, decision in zip(fields["decisions"], record.decisions, strict=True):
