@@ -1,108 +1,114 @@
 """Antecedents: the chunks that preceded a chunk when its KV was computed. O(n) for n chunks, in memory and as JSON.
 
-A window's chunks share one `Order`, which goes on with each chunk that is appended, and antecedents are a run of it: O(n) in a
-stream, too, where every chunk is computed behind other ones than the one before it. As JSON a state has one list ``ids`` of
-placement ids, and the antecedents of each chunk are ``[begin, length]``: a slice of it. Lists of ids would be O(n^2), too many
-to be written after every edit of a long window.
+A window's chunks share one `Order` of placement ids, which goes on with each chunk that is appended. Antecedents are a run of it
+in one of its versions, which differ by ids that left from between others: O(n) in a stream, too, where every chunk is computed
+behind other ones than the one before it. Lists of ids would be O(n^2), too many to be written after every edit of a long window.
+
+As JSON a state has a list ``orders``, each with its ids and the indices of those that left, or came back, one after another.
+Antecedents are ``[order, begin, end, version]``: what stands from ``begin`` up to ``end`` after the first ``version`` of these
+steps. Format 1 had one list ``ids``, and antecedents were ``[begin, length]``, a slice of it.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import compress, count, repeat
+from operator import itemgetter
 from typing import Any
 
+import numpy as np
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 _SPARE = 64
-"""Ids that an order may have beyond twice those of a window."""
+"""Ids, and versions, that an order may have beyond twice the ids of a window."""
 _growing = threading.Lock()
 
 
 class Order:
-    """Placement ids in prompt order, each once, of which chunks were conditioned on runs. It grows at its end alone.
+    """Placement ids in prompt order, of which chunks were conditioned on runs. It grows at its end alone.
 
-    Windows that were forked share it until they differ, so it is thread-safe.
+    Version 0 has all of its ids. Every other one has one id more or less than an earlier version, from which it follows, so
+    that windows that were forked share an order, too. Thread-safe.
 
     Attributes:
-        places: index by id.
+        places: index by id; repeats: whether an id stands here twice, as in some snapshots of format 1.
+        versions: of each, the version from which it follows and the index of the id that left or came back.
     """
 
-    def __init__(self, ids: Iterable[str] = ()) -> None:
-        self.ids: list[str] = []
-        self.places: dict[str, int] = {}
-        self.extend(list(ids))
+    def __init__(self, ids: Iterable[str] = (), steps: Iterable[int] = ()) -> None:
+        self.ids = list(ids)
+        self.places = dict(zip(self.ids, count(), strict=False))
+        self.repeats = len(self.places) < len(self.ids)
+        self.versions = [(0, 0), *zip(count(), steps, strict=False)]
+        self._following = dict(zip(self.versions[1:], count(1), strict=False))
+        self._masks: list[tuple[int, bytearray]] = [(0, bytearray())]
 
-    def extend(self, ids: Sequence[str]) -> None:
-        """Append ``ids``."""
-        self.places.update(zip(ids, range(len(self.ids), len(self.ids) + len(ids)), strict=True))
-        self.ids += ids
+    def path(self, start: int, end: int) -> list[int]:
+        """Return the indices whose ids leave or come back between two versions; an index twice does neither."""
+        steps: list[int] = []
+        while start != end:
+            start, end = min(start, end), max(start, end)
+            end, step = self.versions[end]
+            steps.append(step)
+        return steps
 
-    def run(self, begin: int, ids: list[str]) -> Antecedents | None:
-        """Return ``ids`` as the run that begins here, and append those behind the end; None where other ids stand there.
+    def members(self, version: int) -> bytearray:
+        """Return 1 for each id that a version has, 0 for the others; not to be changed. Cost: of the way from the nearest
+        version that was asked for before, and a copy."""
+        near, mask = min(self._masks, key=lambda known: abs(known[0] - version))
+        known = [(v, m) for v, m in self._masks if m is not mask]
+        if near != version or len(mask) < len(self.ids):
+            known, mask = [(near, mask), *known], mask + b"\1" * (len(self.ids) - len(mask))
+            for index in self.path(near, version):
+                mask[index] ^= 1
+        self._masks = [(version, mask), *(k for k in known if k[0] != version)][:4]
+        return mask
 
-        None as well for ids that it has elsewhere, and once more than half of it would have left: it must not grow forever.
-        Cost: a comparison of the ids.
+    def run(self, version: int, ids: list[str]) -> Antecedents | None:
+        """Return ``ids`` as a run of the version that has just these, appending those that are new; None where they stand in
+        another order here.
+
+        None as well once more than half of it would have left: it must not grow forever. Cost: a comparison of the ids, and a
+        version for each id that has left or come back since ``version``.
         """
         with _growing:
-            known = self.ids[begin : begin + len(ids)]
-            new = ids[len(known) :]
-            if known != ids[: len(known)]:
+            size, begin = len(self.ids), self.places.get(ids[0], -1)
+            if not version and not self.repeats and begin >= 0 and self.ids[begin : begin + len(ids)] == ids:
+                return Antecedents(self, begin, begin + len(ids), len(ids))
+            places = np.array([*map(self.places.get, ids, repeat(size))])
+            known = int(np.count_nonzero(places < size))
+            in_order = bool((np.diff(places[:known]) > 0).all() and (places[known:] == size).all())
+            if not known or not in_order or self.repeats:
                 return None
-            if new:
-                too_long = len(self.ids) + len(new) > 2 * len(ids) + _SPARE
-                if too_long or not self.places.keys().isdisjoint(new):
-                    return None
-                self.extend(new)
-        return Antecedents(self, begin, len(ids))
+            new = ids[known:]
+            end = size if new else int(places[-1]) + 1
+            wanted = np.zeros(end - begin, dtype=bool)
+            wanted[places[:known] - begin] = True
+            steps = (begin + np.flatnonzero(wanted != Antecedents(self, begin, end, 0, version).members)).tolist()
+            grown = max(size + len(new), len(self.versions) + len(steps)) if new or steps else 0
+            if grown > 2 * len(ids) + _SPARE:
+                return None
+            for step in steps:
+                following = self._following.setdefault((version, step), len(self.versions))
+                if following == len(self.versions):
+                    self.versions.append((version, step))
+                version = following
+            self.places.update(zip(new, count(size), strict=False))
+            self.ids += new
+        return Antecedents(self, begin, end + len(new), len(ids), version)
 
 
-class Antecedents(Sequence[str]):
-    """The ids that preceded a chunk when its KV was computed: ``length`` ids of an order from ``begin`` on.
+class Ids(Sequence[str]):
+    """Ids that are listed when they are read; equal to the tuple of them."""
 
-    Chunks of one window share one `Order`, so n of them take O(n) memory. As JSON it is a list.
-    """
-
-    __slots__ = ("begin", "length", "order")
-
-    def __init__(self, ids: Iterable[str] | Order = (), begin: int = 0, length: int | None = None) -> None:
-        self.order = ids if isinstance(ids, Order) else Order(ids)
-        self.begin = begin
-        self.length = len(self.order.ids) - begin if length is None else length
-
-    @property
-    def end(self) -> int:
-        """Index in the order behind the last one."""
-        return self.begin + self.length
-
-    def place(self, placement: str) -> int:
-        """Return the index of an id; -1 where it is none of these."""
-        place = self.order.places.get(placement, -1) - self.begin
-        return place if 0 <= place < self.length else -1
-
-    def starts_with(self, ids: Sequence[str]) -> bool:
-        """Return True if these are the first ones. O(1) for a run of the same order."""
-        if isinstance(ids, Antecedents) and (ids.order, ids.begin) == (self.order, self.begin):
-            return ids.length <= self.length
-        return tuple(self)[: len(ids)] == tuple(ids)
-
-    def __len__(self) -> int:
-        return self.length
+    __slots__ = ()
 
     def __getitem__(self, index: Any) -> Any:
-        where = range(self.begin, self.end)[index]
-        return self.order.ids[where] if isinstance(where, int) else tuple(map(self.order.ids.__getitem__, where))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.order.ids[self.begin : self.end])
-
-    def __contains__(self, placement: object) -> bool:
-        return isinstance(placement, str) and self.place(placement) >= 0
+        return tuple(self)[index]
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Antecedents) and other.order is self.order:
-            return other.length == self.length and (other.begin == self.begin or not self.length)
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
     def __hash__(self) -> int:
@@ -110,6 +116,61 @@ class Antecedents(Sequence[str]):
 
     def __repr__(self) -> str:
         return repr(tuple(self))
+
+
+class Antecedents(Ids):
+    """The ids that preceded a chunk when its KV was computed: those of a version of an order from ``begin`` up to ``end``.
+
+    Chunks of one window share one `Order`, so n of them take O(n) memory. As JSON it is a list.
+    """
+
+    __slots__ = ("begin", "end", "length", "order", "version")
+
+    def __init__(
+        self, ids: Iterable[str] | Order = (), begin: int = 0, end: int = -1, length: int = -1, version: int = 0
+    ) -> None:
+        self.order = ids if isinstance(ids, Order) else Order(ids)
+        self.begin, self.version = begin, version
+        self.end = len(self.order.ids) if end < 0 else end
+        self.length = self.end - begin if length < 0 else length
+
+    @property
+    def whole(self) -> bool:
+        """True if nothing has left from between them."""
+        return self.length == self.end - self.begin
+
+    @property
+    def members(self) -> np.ndarray:
+        """Of each id of the order from ``begin`` up to ``end`` whether it is one of these."""
+        return np.frombuffer(self.order.members(self.version), dtype=bool)[self.begin : self.end]
+
+    def through(self, last: str, length: int) -> Antecedents:
+        """Return the first ``length`` ids of this version, which end with ``last``."""
+        end = self.order.places.get(last, self.end - 1) + 1
+        return Antecedents(self.order, self.begin, end, length, self.version)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[str]:
+        ids = self.order.ids[self.begin : self.end]
+        return iter(ids) if self.whole else compress(ids, self.order.members(self.version)[self.begin : self.end])
+
+    def __contains__(self, placement: object) -> bool:
+        if self.order.repeats:
+            return placement in tuple(self)
+        place = self.order.places.get(placement, -1) if isinstance(placement, str) else -1
+        return self.begin <= place < self.end and (self.whole or bool(self.order.members(self.version)[place]))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Antecedents):
+            if other.length != self.length:
+                return False
+            if (other.order, other.begin, other.version) == (self.order, self.begin, self.version):
+                return True
+        return super().__eq__(other)
+
+    __hash__ = Ids.__hash__
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -124,88 +185,78 @@ class Antecedents(Sequence[str]):
         return core_schema.no_info_plain_validator_function(checked, serialization=listed)
 
 
+class Numbers:
+    """Numbers by placement id, read for a run at once."""
+
+    def __init__(self, numbers: Mapping[str, int]) -> None:
+        self._numbers, self._orders = numbers, dict[Order, np.ndarray]()
+
+    def of(self, run: Antecedents) -> np.ndarray:
+        """Return the number of each id, -1 where it has none."""
+        if run.order not in self._orders:
+            self._orders[run.order] = np.array([self._numbers.get(placement, -1) for placement in [*run.order.ids]])
+        numbers = self._orders[run.order][run.begin : run.end]
+        return numbers if run.whole else numbers[run.members]
+
+
 def pack(data: dict[str, Any], fronts: Mapping[str, Sequence[Antecedents | None]]) -> dict[str, Any]:
-    """Return a dumped state with its antecedents as slices.
+    """Return a dumped state with its antecedents as runs of orders.
 
     Args:
         data: the state as it is dumped; changed in place.
         fronts: of each ``placed`` and of each ``evicted`` chunk; None for one without KV.
     """
-    ids: list[str] = []
-    places: dict[str, int] = {}
-    extents: dict[Order, tuple[int, int]] = {}
-    slots: list[tuple[dict[str, Any], Antecedents]] = []
+    runs: dict[Order, list[tuple[dict[str, Any], Antecedents]]] = {}
     for name, antecedents in fronts.items():
         for chunk, front in zip(data.get(name, ()), antecedents, strict=False):  # none where they are left out
-            if front is not None and chunk.get("kv"):
-                slots.append((chunk["kv"], front))
-                begin, end = extents.get(front.order, (front.begin, front.end)) if front else (0, 0)
-                if front:
-                    extents[front.order] = min(begin, front.begin), max(end, front.end)
-    shifts = {order: _add(ids, places, order.ids[begin:end]) - begin for order, (begin, end) in extents.items()}
-    for kv, front in slots:
-        kv["antecedents"] = [shifts[front.order] + front.begin if front else 0, len(front)]
-        data["ids"] = ids
+            if front and chunk.get("kv"):
+                runs.setdefault(front.order, []).append((chunk["kv"], front))
+    for order, conditioned in runs.items():
+        begin, end = min(front.begin for _, front in conditioned), max(front.end for _, front in conditioned)
+        before, steps, numbers = 0, list[int](), dict[int, int]()
+        for version in sorted({front.version for _, front in conditioned}):
+            steps += [step - begin for step in order.path(before, version) if begin <= step < end]
+            before, numbers[version] = version, len(steps)
+        orders = data.setdefault("orders", [])
+        for kv, front in conditioned:
+            kv["antecedents"] = [len(orders), front.begin - begin, front.end - begin, numbers[front.version]]
+        orders.append([order.ids[begin:end], steps])
     return data
 
 
-def _add(ids: list[str], places: dict[str, int], run: list[str]) -> int:
-    """Return where ``run`` stands in ``ids``, as a part of it or behind it; ``places``: the last index of each id."""
-    begin = places.get(run[0], len(ids))
-    shared = len(ids[begin : begin + len(run)])
-    if ids[begin : begin + shared] != run[:shared]:  # another order of the same chunks
-        begin, shared = len(ids), 0
-    for placement in run[shared:]:
-        places[placement] = len(ids)
-        ids.append(placement)
-    return begin
-
-
-def count(data: Any) -> int:
-    """Return the total number of antecedent ids in the JSON of a state, which is what `unpack` will hold."""
-    lengths = (front[1] for _, front in _slices(data)) if isinstance(data, dict) else ()
-    return sum(length for length in lengths if isinstance(length, int))
-
-
 def unpack(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the dict that `pack` was given, with `Antecedents`. Raises ValueError for a malformed slice.
-
-    Cost: O(`count`). Bound it before unpacking states from untrusted sources.
-    """
-    ids = data["ids"]
-    if not isinstance(ids, list | tuple) or not all(isinstance(i, str) for i in ids):
-        raise ValueError("ids must be a list of placement ids; send the snapshot as its window gave it")
-    longest: dict[int, int] = {}
-    for _, (begin, length) in _slices(data):
-        if not (type(begin) is type(length) is int and 0 <= begin <= begin + length <= len(ids)):
-            raise ValueError(f"antecedents must be a slice of {len(ids)} ids, got {[begin, length]!r}"[:200])
-        longest[begin] = max(length, longest.get(begin, 0))
-    runs: dict[int, tuple[Order, int]] = {}  # by where they begin: an order, and its index in it
-    order, first, end = Order(), 0, 0
-    for begin, length in sorted(longest.items()):
-        more = ids[end : begin + length]
-        too_long = begin + length - first > 2 * length + _SPARE
-        if too_long or not order.places.keys().isdisjoint(more) or len(set(more)) < len(more):
-            order, first, end, more = Order(), begin, begin, ids[begin : begin + length]
-        order.extend(more)
-        end = max(end, begin + length)
-        runs[begin] = order, begin - first
-    unpacked = {name: value for name, value in data.items() if name != "ids"}
+    """Return the dict that `pack` was given, in format 1 or since, with `Antecedents`. Raises ValueError for a malformed one."""
+    listed = data["orders"] if "orders" in data else [[data["ids"], []]]
+    orders = list(map(_order, listed if isinstance(listed, list | tuple) else [listed]))
+    unpacked = {name: value for name, value in data.items() if name not in ("ids", "orders")}
+    runs = []
     for name in ("placed", "evicted"):
-        if isinstance(chunks := data.get(name), list | tuple):
-            unpacked[name] = list(chunks)
-    for (name, i), (begin, length) in _slices(data):
-        chunk = unpacked[name][i]
-        unpacked[name][i] = {**chunk, "kv": {**chunk["kv"], "antecedents": Antecedents(*runs[begin], length)}}
+        chunks = unpacked[name] = list(data[name]) if isinstance(data.get(name), list | tuple) else data.get(name, ())
+        for i, chunk in enumerate(chunks if isinstance(chunks, list) else ()):
+            kv = chunk.get("kv") if isinstance(chunk, dict) else None
+            front = kv.get("antecedents") if isinstance(kv, dict) else None
+            if isinstance(front, list | tuple) and len(front) in (2, 4) and not isinstance(front[0], str):
+                runs.append((_bounds(front, orders), chunks, i))
+    for (order, version, begin, end), chunks, i in sorted(runs, key=itemgetter(0)):
+        length = orders[order].members(version).count(1, begin, end)
+        kv = {**chunks[i]["kv"], "antecedents": Antecedents(orders[order], begin, end, length, version)}
+        chunks[i] = {**chunks[i], "kv": kv}
     return unpacked
 
 
-def _slices(data: dict[str, Any]) -> Iterator[tuple[tuple[str, int], Sequence[Any]]]:
-    """Yield the position (list name, index) and the ``[begin, length]`` pair of each chunk's antecedents."""
-    for name in ("placed", "evicted"):
-        chunks = data.get(name)
-        for i, chunk in enumerate(chunks if isinstance(chunks, list | tuple) else ()):
-            kv = chunk.get("kv") if isinstance(chunk, dict) else None
-            front = kv.get("antecedents") if isinstance(kv, dict) else None
-            if isinstance(front, list | tuple) and len(front) == 2 and not isinstance(front[0], str):
-                yield (name, i), front
+def _order(order: Any) -> Order:
+    ids, steps = order if isinstance(order, list | tuple) and len(order) == 2 else (order, order)
+    lists = isinstance(ids, list | tuple) and isinstance(steps, list | tuple) and all(isinstance(i, str) for i in ids)
+    if not lists or not all(type(i) is int and 0 <= i < len(ids) for i in steps):
+        raise ValueError("an order must have ids, and indices of some of them; send the snapshot as its window gave it")
+    return Order(ids, steps)
+
+
+def _bounds(front: Sequence[Any], orders: Sequence[Order]) -> tuple[int, int, int, int]:
+    """Return order, version, begin and end of antecedents; in format 1 they are ``[begin, length]``."""
+    if all(type(i) is int for i in front):
+        order, begin, end, version = front if len(front) == 4 else (0, front[0], sum(front), 0)
+        known = orders[order] if 0 <= order < len(orders) else Order()
+        if 0 <= version < len(known.versions) and 0 <= begin <= end <= len(known.ids) and known.ids:
+            return order, version, begin, end
+    raise ValueError(f"antecedents must be a run of an order of the snapshot, got {front!r}"[:200])

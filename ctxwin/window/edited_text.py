@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import TYPE_CHECKING
 
 from ctxwin.window.difference import Change, Difference
@@ -42,8 +42,8 @@ class Differences:
         self._state, self._engine, self._most = state, engine, most
         self._ids = tuple(p.id for p in state.placed)
         self._first = 0
-        self._fronts: dict[tuple[Order, int], int] = {}  # by order, and where a run of it begins
-        self._ends: dict[tuple[Order, int], tuple[int, int, int]] = {}
+        self._fronts: dict[tuple[Order, int, int], int] = {}  # by order, where a run of it begins, and version
+        self._ends: dict[tuple[Order, int, int], tuple[int, int, int]] = {}
         self._changes: dict[tuple[int, tuple[str, ...], tuple[str, ...]], Change | None] = {}
 
     def of(self, entry: Placed, index: int) -> EditedText | None:
@@ -76,36 +76,37 @@ class Differences:
         """Return where antecedents and the first ``index`` placed ids begin to differ, and what differs up to their common end;
         None where it is too many chunks."""
         n = was.length
-        first = min(self._common_front(was.order, was.begin), n, index)
+        first = min(self._common_front(was), n, index)
         if first == n == index:
             return first, (), ()
         last = self._common_end(was, index, first)
         return None if last is None else (first, was[first : n - last], self._ids[first : index - last])
 
-    def _common_front(self, was: Order, begin: int) -> int:
-        """Return how many ids from ``begin`` on an order has in common with the first placed ones; once a run O(its length)."""
-        if (was, begin) not in self._fronts:
-            ids = was.ids[begin : begin + len(self._ids)]
+    def _common_front(self, was: Antecedents) -> int:
+        """Return how many first ids a run, with what follows it, and the placed ones have in common; once a run O(its length)."""
+        run = was.order, was.begin, was.version
+        if run not in self._fronts:
+            ids = [*compress(was.order.ids[was.begin :], was.order.members(was.version)[was.begin :])][: len(self._ids)]
             first = self._first if tuple(ids[: self._first]) == self._ids[: self._first] else 0
             while first < len(ids) and ids[first] == self._ids[first]:
                 first += 1
-            self._first = self._fronts[was, begin] = first  # mostly that of the next one, too
-        return self._fronts[was, begin]
+            self._first = self._fronts[run] = first  # mostly that of the next one, too
+        return self._fronts[run]
 
     def _common_end(self, was: Antecedents, index: int, first: int) -> int | None:
         """Return how many ids behind ``first`` both have in common at the end; None if too few."""
         # A chunk behind the last one mostly follows the same change.
-        n, run = was.length, (was.order, was.begin)
+        n, run, ids = was.length, (was.order, was.begin, was.version), tuple(was)
         previous, place, last = self._ends.get(run, (n, index, 0))
-        if n - previous == index - place > 0 and was[previous:n] == self._ids[place:index]:
+        if n - previous == index - place > 0 and ids[previous:n] == self._ids[place:index]:
             last += n - previous
             self._ends[run] = n, index, last
             return last
         # Every chunk has a token, so that with more chunks between too many differ.
         last = max(0, max(n, index) - first - self._most - 2)
-        if last > min(n, index) - first or was[n - last : n] != self._ids[index - last : index]:
+        if last > min(n, index) - first or ids[n - last : n] != self._ids[index - last : index]:
             return None
-        while last < min(n, index) - first and was[n - 1 - last] == self._ids[index - 1 - last]:
+        while last < min(n, index) - first and ids[n - 1 - last] == self._ids[index - 1 - last]:
             last += 1
         self._ends[run] = n, index, last
         return last

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from ctxwin.engines.segments import gap_runs
 from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.window.answer import Plan, PlanEntry, PlanRequest
-from ctxwin.window.antecedents import Antecedents, Order
+from ctxwin.window.antecedents import Antecedents
 from ctxwin.window.changes import with_fields
 from ctxwin.window.choice import Choice
 from ctxwin.window.edited_text import Differences, EditedText
@@ -37,10 +37,11 @@ from ctxwin.window.state import (
     orbit_keys,
     partial_key,
     patch_key,
+    placed_order,
     provenance_of,
     span_key,
 )
-from ctxwin.window.survival import Survival
+from ctxwin.window.survival import Evicted, Survival
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
@@ -111,22 +112,21 @@ def choose(
     if fidelity.mode == "auto":
         raise ValueError("fidelity must be resolved before lanes are chosen, got mode='auto'")
     prices = prices or Prices()
-    front, offset = Prefix.of(state), state.system_prompt_tokens
-    survival, differences = Survival(Antecedents(front.order, front.begin, len(state.placed))), None
+    placed, offset = placed_order(state.placed), state.system_prompt_tokens
+    front, survival, differences = Prefix.of(state, placed), Survival(placed), None
     if engine is not None and fidelity.allows("edited"):
         differences = Differences(state, engine, fidelity.edited_tokens or 0)
     # A chunk that must be exact needs an exact prefix.
     last = max((i for i, entry in enumerate(state.placed) if entry.exact_only), default=-1)
     exactly, request_ms = Fidelity("exact"), prices.request_ms
-    if fidelity.mode == "blind" or not fidelity.allows("resident"):
+    reads = fidelity.mode != "blind" and fidelity.allows("resident")
+    if not reads or (previous and not previous[0].front.gives_kv_of(front)):
         previous = ()
-    if previous and not previous[0].front.gives_kv_of(front):
-        previous = ()
-    order, begin = front.order, front.begin
     choices = _unchanged(previous, state, has, prices)
     if choices:
         offset += sum(choice.entry.tokens for choice in choices)
-        front = choices[-1].front.extended_by(choices[-1].entry, choices[-1].conditioning).within(order, begin)
+        front = choices[-1].front.extended_by(choices[-1].entry, choices[-1].conditioning)
+        front = replace(front, antecedents=placed.through(choices[-1].entry.id, len(choices)))
     for i, entry in enumerate(state.placed[len(choices) :], start=len(choices)):
         # A forward right after another, or right before the query, shares its request; gaps are computed at once.
         joins = entry is state.placed[-1] or (bool(choices) and choices[-1].compute)
@@ -213,25 +213,17 @@ def _admissible(
         if fidelity.allows("resident") and has(here.span):  # computed behind the same clean views
             yield Choice(entry, "resident", front, here)
     else:
-        reusable = (
-            previous if previous and has(previous.span) and (previous.patch is None or has(previous.patch)) else None
-        )
+        reusable = previous if previous and has(previous.span) and has(previous.patch or previous.span) else None
         if reusable and reusable.slots is not None and not fidelity.allows("merged"):
             reusable = None
-        gaps = survival.of(entry, front.length) if reusable else None
+        gaps = survival.of(entry, front.antecedents) if reusable else None
         edited = differences.of(entry, front.length) if reusable and differences else None
         same = previous is not None and previous.provenance == here.provenance
-        if (
-            previous
-            and not previous.slots
-            and has(previous.span)
-            and fidelity.survivors == "removal"
-            and (gaps or same or _changed_little(previous, front))
-        ):
+        removes = fidelity.survivors == "removal" and previous and not previous.slots and has(previous.span)
+        if previous and removes and (gaps or same or _changed_little(previous, front)):
             # The residue of a patch over it consists of what its base absorbed.
-            here = here.model_copy(
-                update={"base": previous.span, "absorbed": interval_union(here.absorbed, previous.absorbed)}
-            )
+            absorbed = interval_union(here.absorbed, previous.absorbed)
+            here = here.model_copy(update={"base": previous.span, "absorbed": absorbed})
         yield from _own_kv(entry, front, here, reusable, gaps, edited, fidelity, has)
         yield from _patches(state, entry, front, here, base, fidelity, has)
         earlier = memo.get(front.contents_with(entry))
@@ -257,7 +249,7 @@ def _own_kv(
     front: Prefix,
     here: Conditioning,
     reusable: Conditioning | None,
-    gaps: tuple[Sequence[str], Sequence[str]] | None,
+    gaps: tuple[Sequence[str], Evicted] | None,
     edited: EditedText | None,
     fidelity: Fidelity,
     has: Has,
@@ -275,16 +267,15 @@ def _own_kv(
             conditioning = reusable.model_copy(update={"antecedents": here.antecedents, "lane": kind})
             yield Choice(entry, kind, front, conditioning)
     if reusable and same and reusable.slots is not None:
-        yield Choice(
-            entry, "merged", front, reusable.model_copy(update={"antecedents": here.antecedents, "lane": "merged"})
-        )
+        conditioning = reusable.model_copy(update={"antecedents": here.antecedents, "lane": "merged"})
+        yield Choice(entry, "merged", front, conditioning)
     if reusable and edited:
         changes = {"exact": False, "depth": reusable.depth + 1, "lane": "edited", "difference": edited.difference}
         yield Choice(
             entry, "edited", front, reusable.model_copy(update=changes),
             not_attended=edited.not_attended, evicted_antecedents=edited.evicted_antecedents,
         )  # fmt: skip
-    if reusable and gaps and fidelity.survivors == "slid" and not reusable.antecedents.starts_with(gaps[1]):
+    if reusable and gaps and fidelity.survivors == "slid" and not gaps[1].first:
         gaps = None  # a later chunk was taken out, or this one came back after other chunks
     if reusable and gaps and fidelity.keeps_survivors and fidelity.allows("survivor"):
         # In fewer slots it is that, whatever left in front of it.
@@ -319,7 +310,7 @@ def _canonical(state: State, entry: Placed, front: Prefix, has: Has) -> Conditio
     _, base = canonical_key(state, entry.chunk_id)
     if entry.conditioned and not has(base) and has(neutral_key(state, entry.chunk_id)):
         header = state.neutral_key  # formed for a library, for windows of any system prompt
-    alone = Prefix(Order(), header, "").computed(entry.chunk_id, "canonical")
+    alone = Prefix(Antecedents(), header, "").computed(entry.chunk_id, "canonical")
     exact = not front.length and header == state.system_prompt_key
     return alone.model_copy(update={"exact": exact, "depth": int(not exact)})
 

@@ -10,7 +10,7 @@ from ctxwin.errors import BudgetExceeded
 from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
 from ctxwin.validation import check_unicode
-from ctxwin.window.antecedents import Antecedents, Order
+from ctxwin.window.antecedents import Numbers
 from ctxwin.window.difference import Change
 from ctxwin.window.lanes import MAX_ORBIT
 from ctxwin.window.state import (
@@ -137,12 +137,12 @@ def rebind(engine: Engine, state: State, patch_name: str) -> State:
     state = state.replace(engine=_identity(engine), budget=min(state.budget, engine.spec.max_tokens))
     state = state.replace(system_prompt_tokens=system_prompt.tokens, system_prompt_advance=system_prompt.advance)
     contents = {p.id: p.chunk.id for p in (*state.placed, *state.evicted)}
-    absorbed = _Absorbed({p.id: p.arrival for p in (*state.placed, *state.evicted)})
+    arrivals = Numbers({p.id: p.arrival for p in (*state.placed, *state.evicted)})
 
     def bound(entry: Placed, encode: bool) -> Placed:
         entry = entry.replace(chunk_id=contents[entry.id])
         if same:
-            return entry.replace(kv=_proven(state, entry, contents, absorbed, patch_name))
+            return entry.replace(kv=_proven(state, entry, contents, arrivals, patch_name))
         entry = entry.replace(kv=None, seen=False, unseen=(), media=())
         if not encode:
             return entry
@@ -164,31 +164,8 @@ def _check(state: State) -> None:
         raise ValueError("a snapshot's chunks must have at least one token and position each")
 
 
-class _Absorbed:
-    """Intervals of the arrivals of antecedents; in all O(n log n) for n chunks that share an `Order`."""
-
-    def __init__(self, arrivals: Mapping[str, int]) -> None:
-        self._arrivals = arrivals
-        self._levels: dict[Order, list[list[tuple[int, int] | None]]] = {}  # of 1, 2, 4, ... ids from each on
-
-    def of(self, antecedents: Antecedents) -> tuple[int, int] | None:
-        """Return the interval of those that the snapshot knows."""
-        order, begin, end = antecedents.order, antecedents.begin, antecedents.end
-        if begin == end:
-            return None
-        if order not in self._levels:
-            known = map(self._arrivals.get, order.ids)
-            levels = [[None if arrival is None else (arrival, arrival) for arrival in known]]
-            while (half := 1 << (len(levels) - 1)) < len(levels[-1]):
-                levels.append(list(map(interval_union, levels[-1], levels[-1][half:])))
-            self._levels[order] = levels
-        depth = (end - begin).bit_length() - 1
-        level = self._levels[order][depth]
-        return interval_union(level[begin], level[end - (1 << depth)])
-
-
 def _proven(
-    state: State, entry: Placed, contents: Mapping[str, str], arrivals: _Absorbed, patch_name: str
+    state: State, entry: Placed, contents: Mapping[str, str], arrivals: Numbers, patch_name: str
 ) -> Conditioning | None:
     """Return the conditioning of a placement as far as its keys prove it, else None.
 
@@ -207,7 +184,9 @@ def _proven(
             return None
     exact = kv.patch is None and kv.span == span_key(kv.provenance) and kv.lane != "edited"
     absorbed = kv.absorbed if kv.absorbed or exact or not kv.antecedents else (0, state.arrivals)
-    absorbed = interval_union(absorbed, arrivals.of(kv.antecedents))
+    known = arrivals.of(kv.antecedents)
+    if (known := known[known >= 0]).size:
+        absorbed = interval_union(absorbed, (int(known.min()), int(known.max())))
     depth = 0 if exact else min(max(kv.depth, 1), _DEEPEST)
     return kv.model_copy(update={"exact": exact, "depth": depth, "absorbed": absorbed})
 

@@ -130,7 +130,7 @@ class WindowReader:
         return self.core.plan(query)
 
     def snapshot(self) -> State:
-        """This version as a pydantic model: JSON-able, a few hundred bytes a chunk, no tensors. O(n)."""
+        """This version as a pydantic model: JSON-able (format 2), a few hundred bytes a chunk, no tensors. O(n)."""
         return self.core.state
 
     def check(self) -> None:

@@ -6,7 +6,7 @@ Pydantic models, so that a snapshot is this state and nothing else.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, cast
 
@@ -17,9 +17,11 @@ from ctxwin.errors import UnknownChunk
 from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.hashing import digest
 from ctxwin.validation import validate
-from ctxwin.window.antecedents import Antecedents, Order, pack, unpack
+from ctxwin.window.antecedents import Antecedents, pack, unpack
 from ctxwin.window.difference import Difference
 
+FORMAT = 2
+"""Format of snapshots. Format 1, which is read as well, had one list of ids (`ctxwin.window.antecedents`)."""
 _SHOWN = 8
 _OF_TEXT: tuple[Lane, ...] = ("computed", "formed", "resident", "edited")
 """Lanes that add no other approximation than a difference of text."""
@@ -144,7 +146,7 @@ class State(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format: int = 1
+    format: int = FORMAT
     window: str = ""
     root: str = ""
     engine: str
@@ -168,16 +170,22 @@ class State(BaseModel):
         for name, chunks in (("placed", self.placed), ("evicted", self.evicted)):
             fronts[name] = [p.kv.antecedents if p.kv else None for p in chunks]
             bare[name] = tuple(p.replace(kv=p.kv and p.kv.without_antecedents()) for p in chunks)
-        return pack(handler(self.replace(**bare)), fronts)
+        packed = pack(handler(self.replace(**bare)), fronts)
+        return packed | {"format": FORMAT} if "orders" in packed else packed
 
     @model_validator(mode="before")
     @classmethod
     def _unpacked(cls, data: Any) -> Any:
-        if not isinstance(data, dict | State):
+        if isinstance(data, State):
+            return data
+        if not isinstance(data, dict):
             raise ValueError(f"a snapshot must be a State, its dict or its JSON, got {type(data).__name__}")
-        if isinstance(data, dict) and data.get("format", 1) != 1:  # before its fields, which may be others
-            raise ValueError(f"snapshot format must be 1, got {data['format']!r}; use the ctxwin version that wrote it")
-        return unpack(data) if isinstance(data, dict) and "ids" in data else data
+        if data.get("format", FORMAT) not in (1, FORMAT):  # before its fields, which may be others
+            raise ValueError(
+                f"snapshot format must be 1 or 2, got {data['format']!r}; use the ctxwin version that wrote it"
+            )
+        data = data | {"format": FORMAT}
+        return unpack(data) if "ids" in data or "orders" in data else data
 
     @property
     def unit(self) -> str:
@@ -282,17 +290,11 @@ def span_key(provenance: str, approximations: str = "") -> str:
 
 
 def placed_order(placed: Sequence[Placed]) -> Antecedents:
-    """Return the ids of placed chunks, as a run of the order that the last one with KV was conditioned on where they continue it.
-
-    So the chunks of a stream share an order. O(placed).
-    """
+    """Return the ids of placed chunks, where they stand in it as a run of the order that the last one with KV was conditioned on,
+    so that the chunks of a stream share one. O(placed)."""
     ids = [p.id for p in placed]
-    last = next((i for i in range(len(placed) - 1, -1, -1) if placed[i].kv is not None), None)
-    if last is not None and (kv := placed[last].kv) is not None and (begin := kv.antecedents.end - last) >= 0:
-        run = kv.antecedents.order.run(begin, ids)
-        if run is not None:
-            return run
-    return Antecedents(ids)
+    last = next((p.kv.antecedents for p in reversed(placed) if p.kv is not None), None)
+    return (None if last is None else last.order.run(last.version, ids)) or Antecedents(ids)
 
 
 @dataclass(frozen=True)
@@ -300,7 +302,7 @@ class Prefix:
     """Prefix of a place in the prompt, as it is served; grows chunk by chunk at constant cost.
 
     Attributes:
-        order, begin, length: the ids of the prefix are ``length`` of ``order`` from ``begin`` on.
+        antecedents: placement ids of the prefix.
         chain: digest of the system prompt and of the provenance of each preceding chunk, in order.
         approximations: digest of the keys of preceding approximations; "" while everything is exact.
         contents: digest of the system prompt and of the preceding chunks, in order, however they are served.
@@ -309,29 +311,23 @@ class Prefix:
         difference: of KV that is computed here; see `Conditioning`.
     """
 
-    order: Order
+    antecedents: Antecedents
     chain: str
     contents: str
-    length: int = 0
     approximations: str = ""
     depth: int = 0
     absorbed: tuple[int, int] | None = None
     difference: Difference | None = None
-    begin: int = 0
 
     @classmethod
-    def of(cls, state: State) -> Prefix:
-        """Return the prefix of the first place in ``state``."""
-        key, order = state.system_prompt_key, placed_order(state.placed)
-        return cls(order.order, key, key, begin=order.begin)
+    def of(cls, state: State, placed: Antecedents | None = None) -> Prefix:
+        """Return the prefix of the first place in ``state``. ``placed``: its `placed_order`, if that is known."""
+        key, ids = state.system_prompt_key, placed_order(state.placed) if placed is None else placed
+        return cls(Antecedents(ids.order, ids.begin, ids.begin, 0, ids.version), key, key)
 
     def gives_kv_of(self, other: Prefix) -> bool:
         """Return True if KV that is computed here is the same as there, whichever orders name what precedes it."""
         return (self.chain, self.approximations, self.contents) == (other.chain, other.approximations, other.contents)
-
-    def within(self, order: Order, begin: int) -> Prefix:
-        """Return this prefix with its ids named by another order."""
-        return self if (self.order, self.begin) == (order, begin) else replace(self, order=order, begin=begin)
 
     @property
     def exact(self) -> bool:
@@ -339,9 +335,9 @@ class Prefix:
         return not self.approximations
 
     @property
-    def antecedents(self) -> Antecedents:
-        """Placement ids of the prefix."""
-        return Antecedents(self.order, self.begin, self.length)
+    def length(self) -> int:
+        """Number of chunks in the prefix."""
+        return self.antecedents.length
 
     def contents_with(self, entry: Placed) -> str:
         """Return `contents` of the next place, with a chunk here."""
@@ -359,9 +355,8 @@ class Prefix:
             depth = max(depth, 1 + conditioning.depth)
             absorbed = interval_union(absorbed, conditioning.absorbed)
         chain = _digest("front", self.chain, conditioning.provenance)
-        contents = self.contents_with(entry)
-        length = self.length + 1
-        return Prefix(self.order, chain, contents, length, approximations, depth, absorbed, difference, self.begin)
+        contents, antecedents = self.contents_with(entry), self.antecedents.through(entry.id, self.length + 1)
+        return Prefix(antecedents, chain, contents, approximations, depth, absorbed, difference)
 
     def computed(self, chunk_id: str, lane: Lane) -> Conditioning:
         """Return the conditioning of a chunk that is computed here."""

@@ -23,6 +23,7 @@ from ctxwin.store.memory import MemoryStore
 from ctxwin.window.antecedents import Antecedents
 from ctxwin.window.core import demand_of
 from ctxwin.window.layout import Work
+from ctxwin.window.survival import Evicted
 from window.fake import DIM, LAYERS, FakeEngine
 
 SMALL, LARGE = 32, 128
@@ -126,6 +127,17 @@ def streamed(n: int) -> Window:
     return window
 
 
+def without_its_middles(n: int) -> Window:
+    """A window that lost the chunk in its middle and got a new one, as many times as chunks stand behind that."""
+    window = opened(n)
+    for i in range(n // 2):
+        window.evict(window.ids[n // 2])
+        window.append(Chunk.tokens([i % 40, i // 40]))
+        window.maintenance.prefill()
+    window.plan()
+    return window
+
+
 def saved(prepare: Callable[[int], Window]) -> Callable[[int], tuple[Any, str]]:
     def save(n: int) -> tuple[Any, str]:
         window = prepare(n)
@@ -153,6 +165,9 @@ EDITS: dict[str, Setup] = {
     "snapshot": on(opened, lambda window: window.snapshot().model_dump_json()),
     "restore": on(saved(opened), lambda saved: Window.restore(*saved)),
     "restore a stream": on(saved(streamed), lambda saved: Window.restore(*saved)),
+    "plan without middles": on(without_its_middles, lambda window: window.plan()),
+    "snapshot without middles": on(without_its_middles, lambda window: window.snapshot().model_dump_json()),
+    "restore without middles": on(saved(without_its_middles), lambda saved: Window.restore(*saved)),
 }
 
 
@@ -223,9 +238,14 @@ def ids_held(window: Window) -> int:
     """Placement ids that the antecedents of a window's chunks hold, and what its plan says of them."""
     state, plan = window.snapshot(), window.plan()
     orders = {id(p.kv.antecedents.order): p.kv.antecedents.order for p in (*state.placed, *state.evicted) if p.kv}
-    views = {id(ids.order): ids.order for e in plan.entries if isinstance(ids := e.missing, Antecedents)}
-    lists = [e.missing for e in plan.entries if not isinstance(e.missing, Antecedents)]
-    return sum(map(len, lists)) + sum(len(order.ids) for order in (orders | views).values())
+    missing = [runs for e in plan.entries for runs in (_runs_of(e.missing) or [e.missing])]
+    views = {id(ids.order): ids.order for ids in missing if isinstance(ids, Antecedents)}
+    lists = [ids for ids in missing if not isinstance(ids, Antecedents)]
+    return sum(map(len, lists)) + sum(len(o.ids) + len(o.versions) for o in (orders | views).values())
+
+
+def _runs_of(ids: Sequence[str]) -> list[Antecedents]:
+    return [ids.was, ids.now] if isinstance(ids, Evicted) else []
 
 
 @pytest.mark.parametrize("restored", [False, True])
@@ -241,6 +261,44 @@ def test_a_streams_chunks_share_the_ids_of_what_preceded_them(restored: bool) ->
     missing = [(i, len(e.missing)) for i, e in enumerate(window.plan().entries) if e.lane == "survivor"]
     assert len(missing) > SMALL // 2 and all(count == SMALL - 1 - i for i, count in missing)
     assert ids_held(window) <= 12 * SMALL
+
+
+def one_from_the_middle(window: Window, step: int) -> None:
+    window.evict(window.ids[len(window.ids) // 2])
+
+
+def any_one(window: Window, step: int) -> None:
+    window.evict(window.ids[step * 7919 % len(window.ids)])
+
+
+def one_behind_a_fork(window: Window, step: int) -> None:
+    """A fork of each step loses and gets others."""
+    one_from_the_middle(window, step)
+    fork = window.fork()
+    fork.evict(fork.ids[1])
+    fork.append(Chunk.tokens([3, step % 40]))
+    fork.maintenance.prefill()
+    fork.close()
+
+
+@pytest.mark.parametrize("leave", [one_from_the_middle, any_one, one_behind_a_fork])
+def test_chunks_whose_middles_left_share_the_ids_of_what_preceded_them(leave: Callable[[Window, int], None]) -> None:
+    """In memory, in the plan and as JSON, those that were evicted since as well; and again once restored."""
+    sizes = []
+    for n in (SMALL, 2 * SMALL):
+        window = opened(n, engine=NullEngine(max_tokens=10**6))
+        for step in range(n):
+            leave(window, step)
+            window.append(Chunk.tokens([step % 40, step // 40]))
+            window.maintenance.prefill()
+        state, text = window.snapshot(), window.snapshot().model_dump_json()
+        again = Window.restore(window.engine, text)
+        assert again.snapshot() == state
+        assert [tuple(e.missing) for e in again.plan().entries] == [tuple(e.missing) for e in window.plan().entries]
+        assert max(ids_held(window), ids_held(again)) <= 16 * n
+        assert sum(len(p.kv.antecedents) for p in (*state.placed, *state.evicted) if p.kv) > n * n
+        sizes.append(len(text))
+    assert math.log2(sizes[1] / sizes[0]) <= 1.1
 
 
 def forks(n: int) -> Window:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ctxwin import Chunk, Fidelity, Window
-from ctxwin.window.antecedents import count
 from ctxwin.window.state import State
 from window.fake import FakeEngine
 
 
 def state_of(chunks: int) -> State:
-    """Of a window that was asked after each append, then slid, recalled and reordered."""
+    """Of a window that was asked after each append, lost chunks from its middle, and was slid, recalled and reordered."""
     with Window(FakeEngine(max_tokens=10_000), "h", fidelity=Fidelity("patched", rank=2)) as window:
         ids = []
         for i in range(chunks):
             ids.append(window.append(Chunk.tokens([i % 40])))
             window.ask("?", 1)
+            if i % 5 == 4:
+                window.evict(window.ids[1])
         window.slide(2)
         window.recall(ids[0])
         window.reorder([window.ids[-1], *window.ids[:-1]])
@@ -43,21 +45,85 @@ def test_it_is_the_state_again() -> None:
 def test_it_takes_a_few_hundred_bytes_a_chunk() -> None:
     small, large = (state_of(n).model_dump_json() for n in (15, 60))
     assert len(large) < 5 * len(small) and len(large) / 60 < 1000
-    assert count(json.loads(large)) > 60 * 25  # as lists of ids they would be quadratic
+    named = sum(len(p.kv.antecedents) for p in State.model_validate_json(large).placed if p.kv)
+    assert named > 60 * 15  # as lists of ids they would be quadratic
 
 
-@pytest.mark.parametrize("slice_", [[0, 99], [-1, 2], [0, -1], [0.0, 1], [None, 1], [True, 1], [99, 0], [{}, []]])
-def test_a_slice_that_is_none_is_refused(slice_: list[Any]) -> None:
+@pytest.mark.parametrize(
+    "run",
+    [
+        *([0, 99], [-1, 2], [0, -1], [0.0, 1], [None, 1], [True, 1], [99, 0], [{}, []]),
+        *([9, 0, 1, 0], [-1, 0, 1, 0], [0, 2, 1, 0], [0, -1, 1, 0], [0, 0, 99, 0], [0, 0, 1, 99], [0, 0, 1, -1]),
+        *([0, 0, 1, True], [0, 0, None, 0], [0, 0, 1.0, 0]),
+    ],
+)
+def test_a_run_that_is_none_is_refused(run: list[Any]) -> None:
     data = state_of(3).model_dump(mode="json")
-    data["placed"][-1]["kv"]["antecedents"] = slice_
+    data["placed"][-1]["kv"]["antecedents"] = run
     with pytest.raises(ValueError, match="antecedents must be"):
         State.model_validate(data)
 
 
-@pytest.mark.parametrize("ids", [None, "abc", [1, 2, 3], {}])
-def test_ids_that_are_none_are_refused(ids: Any) -> None:
+NO_IDS: list[Any] = [None, "abc", [1, 2, 3], {}]
+NO_ORDERS: list[Any] = [None, {}, "ab", [[["a"]]], [["a", []]], [[["a"], [1]]], [[["a"], [-1]]], [[["a"], [True]]]]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"ids": ids, "format": 1} for ids in NO_IDS),
+        *({"orders": o} for o in (*NO_ORDERS, *([[i, []]] for i in NO_IDS))),
+    ],
+)
+def test_ids_that_are_none_are_refused(change: dict[str, Any]) -> None:
+    data = state_of(3).model_dump(mode="json")
+    del data["orders"]
     with pytest.raises(ValueError, match="ids"):
-        State.model_validate({**state_of(3).model_dump(mode="json"), "ids": ids})
+        State.model_validate({**data, **change})
+
+
+def edited(engine: FakeEngine) -> Window:
+    """The window of which `FORMAT_1` is a snapshot, as far as ids of placements do not show."""
+    window = Window(engine, "h", fidelity=Fidelity("patched", rank=2))
+    for i in range(8):
+        window.append(Chunk.tokens([i, 7]))
+        window.ask("?", 1)
+        if i > 3:
+            window.evict(window.ids[2])
+    window.recall(window.evicted[0])
+    window.ask("?", 1)
+    window.toggle(window.ids[-1], conditioned=False)
+    window.ask("?", 1)
+    return window
+
+
+FORMAT_1 = (Path(__file__).parent / "snapshot_format_1.json").read_text()
+
+
+def facts(state: State) -> list[Any]:
+    """All that a state holds but names that are drawn: placements by their arrival."""
+    chunks = []
+    for p in (*state.placed, *state.evicted):
+        ids = [placement.split("-")[0] for placement in (p.id, *p.unseen, *(p.kv.antecedents if p.kv else ()))]
+        kv = p.kv and p.kv.without_antecedents()
+        chunks.append((ids, p.replace(id="", unseen=(), kv=None), kv))
+    return [chunks, state.replace(window="", placed=(), evicted=())]
+
+
+def test_a_snapshot_of_format_1_goes_on_with_the_kv_that_it_names() -> None:
+    with FakeEngine(max_tokens=10_000) as engine, edited(engine) as window:
+        assert json.loads(FORMAT_1)["format"] == 1
+        for snapshot in (FORMAT_1, json.loads(FORMAT_1)):
+            with Window.restore(engine, snapshot) as again:
+                again.check()
+                state = again.snapshot()
+                assert facts(state) == facts(window.snapshot()), "provenance, keys and what is exact"
+                assert state.format == 2 and State.model_validate_json(state.model_dump_json()) == state
+                assert [(e.lane, e.exact) for e in again.plan().entries] == [
+                    (e.lane, e.exact) for e in window.plan().entries
+                ]
+                assert again.ask("?", 1).usage.misses == 0
+                assert again.ask("?", 1).token_ids == window.ask("?", 1).token_ids
 
 
 @pytest.mark.parametrize(

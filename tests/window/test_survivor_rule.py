@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import pytest
 
 from ctxwin import Chunk, Fidelity, Window
+from ctxwin.window.state import State
 from twins import seeds
 from window.fake import FakeEngine
 
@@ -74,6 +75,18 @@ class Book:
             assert [a for a in absorbed if a in front] == [f for f in front if f in absorbed], "another order"
             assert set(front) - set(absorbed) <= self.allowed[placed[i]], "it must absorb what is in front of it"
         return len(survivors)
+
+    def check_snapshot(self, window: Window) -> None:
+        """The KV of every chunk names what it absorbed, in the state, as JSON, and in a window that is restored from that."""
+        state = window.snapshot()
+        again = State.model_validate_json(state.model_dump_json())
+        assert again == state
+        with Window.restore(window.engine, again) as restored:
+            for one in (state, again, restored.snapshot()):
+                for p in (*one.placed, *one.evicted):
+                    assert p.kv is None or tuple(p.kv.antecedents) == self.absorbed[p.id]
+            plan, expected = restored.plan(), window.plan()
+            assert plan == expected or any(e.repeated for e in expected.entries), "only that is forgotten"
 
 
 def lanes_of(window: Window) -> list[Seen]:
@@ -137,4 +150,5 @@ def test_survivors_keep_the_rule(seed: int) -> None:
             window.close()
             window = again
         survivors += book.check(lanes_of(window))
+        book.check_snapshot(window)
     assert survivors, "none survived: nothing was tested"

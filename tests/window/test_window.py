@@ -455,8 +455,8 @@ def test_a_snapshot_is_small_json_and_restores_elsewhere(engine: FakeEngine, win
         assert again.ids == window.ids
         assert lanes(again) == lanes(window)
         assert again.ask("q").token_ids == window.ask("q").token_ids
-    with pytest.raises(ValueError, match="format must be 1"):
-        Window.restore(engine, {**json.loads(text), "format": 2})
+    with pytest.raises(ValueError, match="format must be 1 or 2, got 3; use the ctxwin version"):
+        Window.restore(engine, {**json.loads(text), "format": 3})
 
 
 def test_restoring_on_another_model_encodes_again(engine: FakeEngine, window: Window) -> None:

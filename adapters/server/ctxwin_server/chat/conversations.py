@@ -29,7 +29,7 @@ from ctxwin.window.choice import Choice
 from ctxwin.window.lanes import ServedMemo
 from ctxwin.window.layout import Layout, Work
 from ctxwin.window.placement import initial_state, placement
-from ctxwin.window.state import Placed, State
+from ctxwin.window.state import FORMAT, Placed, State
 from ctxwin.window.sync import sync_steps
 from ctxwin_chats.prediction import common_prefix
 from ctxwin_chats.records import Record, Records
@@ -89,9 +89,8 @@ class Conversation(Record):
             parts[name] = f'"{name}":[{",".join(texts)}]'
         self.packed = packed
         head = state.replace(placed=(), evicted=()).model_dump_json(exclude_defaults=True)
-        ids = json.dumps(sliced.get("ids", []))
-        whole = f'{head[:-1]},{parts["placed"]},{parts["evicted"]},"ids":{ids}}}'
-        return f'{{"key":{json.dumps(self.key)},"seed":{json.dumps(self.seed)},"state":{whole}}}'
+        parts["orders"] = f'"format":{FORMAT},"orders":{json.dumps(sliced.get("orders", []))}}}'
+        return f'{{"key":{json.dumps(self.key)},"seed":{json.dumps(self.seed)},"state":{",".join((head[:-1], *parts.values()))}}}'
 
 
 @dataclass

@@ -9,7 +9,6 @@ from ctxwin.chunk import Chunk, TextPart, TokensPart
 from ctxwin.engines.base import Engine
 from ctxwin.errors import ChunkUnavailable
 from ctxwin.hashing import digest
-from ctxwin.window.antecedents import count
 from ctxwin.window.state import Placed, State
 from ctxwin_client.errors import TooLarge
 from ctxwin_server.protocol.limits import Allowance, Limits
@@ -17,13 +16,15 @@ from ctxwin_server.protocol.schemas import FPS, without_sources
 
 
 def read_snapshot(data: Any, limits: Limits) -> State:
-    """Parse a snapshot; raise ValueError if it is malformed, TooLarge if it holds too many ids."""
-    if count(data) > limits.max_json_values:
+    """Parse a snapshot; raise ValueError if it is malformed, TooLarge if it holds too many ids, or steps that find them."""
+    state = State.model_validate(data)
+    fronts = [p.kv.antecedents for p in (*state.placed, *state.evicted) if p.kv]
+    if (count := sum(front.length + front.version // 64 for front in fronts)) > limits.max_json_values:
         raise TooLarge(
             f"the chunks of a snapshot must name at most {limits.max_json_values} antecedents (--max-json-values), got "
-            f"{count(data)}; take the snapshot of a smaller window, or raise it"
+            f"{count}; take the snapshot of a smaller window, or raise it"
         )
-    return State.model_validate(data)
+    return state
 
 
 def check_snapshot(engine: Engine, state: State, limits: Limits) -> State:

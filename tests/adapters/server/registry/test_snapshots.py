@@ -123,8 +123,21 @@ def test_a_snapshot_that_names_more_antecedents_than_values_are_taken_is_refused
     call(server, f"/v1/windows/{window}/ask", {"query": "?", "max_tokens": 1})
     state = call(server, f"/v1/windows/{window}/snapshot")[1]
     assert call(server, "/v1/windows", {"snapshot": {**state, "window": ""}})[0] == 200
-    ids = [f"{i}" for i in range(5000)]
-    placed = state["placed"][-1]
-    many = [{**placed, "id": f"p{i}", "kv": {**placed["kv"], "antecedents": [i, 4000]}} for i in range(100)]
-    status, answer = call(server, "/v1/windows", {"snapshot": {**state, "ids": ids, "placed": many}})
-    assert status == 413 and "antecedents" in answer["error"]["message"]
+    ids, placed, orders = [f"{i}" for i in range(5000)], state["placed"][-1], state.pop("orders")
+    steps = [4, 4] * 100_000
+    for antecedents, named in [
+        ([0, 4000], {"format": 1, "ids": ids}),
+        ([0, 0, 4000, 0], {"orders": [[ids, []]]}),
+        ([0, 0, 5, len(steps)], {"orders": [[ids, steps]]}),
+    ]:
+        many = [{**placed, "id": f"p{i}", "kv": {**placed["kv"], "antecedents": antecedents}} for i in range(100)]
+        status, answer = call(server, "/v1/windows", {"snapshot": {**state, **named, "placed": many}})
+        assert status == 413 and "antecedents" in answer["error"]["message"]
+    few = {**placed, "kv": {**placed["kv"], "antecedents": [0, 0, 5, 2]}}
+    assert (
+        call(server, "/v1/windows", {"snapshot": {**state, "orders": [[ids, [4, 4]]], "placed": [few], "window": ""}})[
+            0
+        ]
+        == 200
+    )
+    assert call(server, "/v1/windows", {"snapshot": {**state, "orders": orders, "window": ""}})[0] == 200
