@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Literal, Self, TypeVar, cast
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt
 
 from ctxwin.audit.confidence import Change, upper_bound
 from ctxwin.audit.harm import CAP, Floor, Kind
 from ctxwin.fidelity import Reference
 from ctxwin.profiles import model_digest, profiles_folder
+from ctxwin.validation import validate
 
 log = logging.getLogger("ctxwin")
 SUFFIX = ".trust.json"
@@ -223,14 +224,15 @@ class Record(BaseModel):
             raise ValueError("its ways must be an object and its decisions a list")
         readable = {name: e for name, entry in ways.items() if (e := _entry(Evidence, entry, f"{path}: way {name}"))}
         lines = [_entry(Decision, line, f"{path}: decision {i}") for i, line in enumerate(decisions)]
-        return cls.model_validate({**data, "ways": readable, "decisions": [line for line in lines if line is not None]})
+        fields = {**data, "ways": readable, "decisions": [line for line in lines if line is not None]}
+        return cast("Record", validate(cls.model_validate, fields, ""))
 
 
 def _entry(kind: type[Model], data: object, where: str) -> Model | None:
     try:
-        return kind.model_validate(data)
-    except ValidationError as error:
-        log.warning("%s is left out (%s)", where, " ".join(str(error).split())[:200])
+        return cast("Model", validate(kind.model_validate, data, ""))
+    except ValueError as error:
+        log.warning("%s is left out (%s)", where, error)
         return None
 
 
@@ -249,7 +251,7 @@ def records(model: str | None = None) -> list[Record]:
         try:
             record = Record.read(path)
         except (OSError, ValueError) as error:
-            log.warning("%s is not used (%s)", path, " ".join(str(error).split())[:200])
+            log.warning("%s is not used (%s)", path, error)
             continue
         if weights in (None, record.weights):
             matches.append(record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -51,7 +52,7 @@ def audit(
             texts = str(text["answers"]), f"{text['mean']:+.2g}", f"{text['upper']:.2g}"
             counts += texts if text["answers"] else [""] * 3
             table.add_row(strategy, row["standing"], *counts, kl, saved, str(row["served"]), row["since"])
-        Console().print(table)
+        Console(width=None if sys.stdout.isatty() else 250).print(table)  # a pipe cuts no column off
         for decision in record["decisions"]:
             typer.echo(f"{decision['date']}  {decision['said']}")
 

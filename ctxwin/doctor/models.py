@@ -16,27 +16,22 @@ Standing = Literal["tested", "measured", "refused", "unknown"]
 _BOTH, _HF, _VLLM = ("hf", "vllm"), ("hf",), ("vllm",)
 
 
-def _each(kinds: str, engines: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    return dict.fromkeys(kinds.split(), engines)
-
-
 TESTED = {
-    **_each(
-        "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe internvl glm4v glm4v_moe mistral3 smolvlm idefics3 gemma3 gemma4",
-        _BOTH,
-    ),
-    **_each("llava llava_next llava_onevision kimi_k25 glm_ocr paddleocr_vl", _BOTH),
-    **_each("qwen2 llama deepseek_v2 deepseek_v3", _BOTH),
-    **_each(
-        "gemma gemma2 gemma3_text gemma4_text glm4 granite mistral mixtral phi3 qwen2_moe qwen3 qwen3_moe stablelm",
-        _BOTH,
-    ),
-    **_each("qwen2_5_omni qwen3_omni_moe", _BOTH),
-    **_each("qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen3_next", _BOTH),
-    **_each("apertus cohere ernie4_5 exaone4 gpt_oss granitemoe ministral nemotron olmo2 olmoe phi", _HF),
-    **_each("deepseek_ocr2 deepseek_vl deepseek_vl_hybrid", _HF),
-    **_each("deepseek_vl_v2 kimi_vl", _VLLM),
-    **_each("qianfan_ocr llava_next_video starcoder2 qwen2_5_omni_thinker qwen3_omni_moe_thinker", _HF),
+    kind: engines
+    for engines, kinds in (
+        (_BOTH, "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe internvl glm4v glm4v_moe mistral3 smolvlm idefics3 gemma3"),
+        (_BOTH, "gemma4 llava llava_next llava_onevision kimi_k25 glm_ocr paddleocr_vl qwen2_5_omni qwen3_omni_moe"),
+        (
+            _BOTH,
+            "qwen2 llama deepseek_v2 deepseek_v3 gemma gemma2 gemma3_text gemma4_text glm4 granite mistral mixtral",
+        ),
+        (_BOTH, "phi3 qwen2_moe qwen3 qwen3_moe stablelm qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen3_next"),
+        (_HF, "apertus cohere ernie4_5 exaone4 gpt_oss granitemoe ministral nemotron olmo2 olmoe phi qianfan_ocr"),
+        (_HF, "deepseek_ocr2 deepseek_vl deepseek_vl_hybrid llava_next_video starcoder2 qwen2_5_omni_thinker"),
+        (_HF, "qwen3_omni_moe_thinker"),
+        (_VLLM, "deepseek_vl_v2 kimi_vl"),
+    )
+    for kind in kinds.split()
 }
 """Engines on which a test compares a ``model_type`` with transformers (``tests/**/test_*families.py``)."""
 

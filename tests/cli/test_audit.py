@@ -42,13 +42,15 @@ def test_json_says_who_when_and_why(ledger: Ledger) -> None:
 def test_people_get_a_table(ledger: Ledger) -> None:
     ledger.take([Trial("survivor", KEPT, 1e-3, unit=str(i)) for i in range(500)])
     ledger.take([Trial("partial", Harm("text", 0.003), 1e-3, unit=str(i)) for i in range(20)])
-    shown = CliRunner().invoke(app, ["audit"], env={"COLUMNS": "250"}).stdout
-    assert "some-model on vllm in bfloat16" in shown
+    shown = CliRunner().invoke(app, ["audit"], env={"COLUMNS": "80"}).stdout  # as in a pipe
+    assert "some-model on vllm in bfloat16" in shown and "tokens saved" in shown
     assert "survivor promoted: 0 of 453 scored answers lost in 437 windows" in shown
     assert "text 0.01 nats a token beyond the floor" in " ".join(shown.split()) and "+0.003" in shown
 
 
-def test_what_is_known_is_printed_even_where_a_line_is_odd(ledger: Ledger, tmp_path: Path) -> None:
+def test_what_is_known_is_printed_even_where_a_line_is_odd(
+    ledger: Ledger, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     ledger.take([Trial("survivor", KEPT, 1e-3, unit=str(i)) for i in range(500)])
     ledger.take([Trial("patched", KEPT, 1e-3)])
     (path,) = tmp_path.glob("*.trust.json")
@@ -62,6 +64,7 @@ def test_what_is_known_is_printed_even_where_a_line_is_odd(ledger: Ledger, tmp_p
     result = CliRunner().invoke(app, ["audit"])
     assert result.exit_code == 0
     assert "survivor promoted" in result.stdout
+    assert "is not used (format must be 3, got 2)" in caplog.text and "pydantic" not in caplog.text
     told = json.loads(CliRunner().invoke(app, ["audit", "--json"]).stdout)
     assert {record["model"] for record in told["records"]} == {"some-model", "other-model"}
 

@@ -20,6 +20,7 @@ from typing import IO, Any, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from ctxwin.files import atomic_write, sync_folder
+from ctxwin.validation import validate
 
 Key = tuple[str, str, int]
 
@@ -280,7 +281,7 @@ def _read(folder: Path, *, mend: bool) -> Samples:
                 break
             whole += len(line)
             try:
-                sample = Sample.model_validate(json.loads(line, parse_constant=_refuse))
+                sample: Sample = validate(Sample.model_validate, json.loads(line, parse_constant=_refuse), "")
             except ValueError as error:
                 raise ValueError(
                     f"{samples.path} must hold one sample a line as JSON, got line {number}: {error}"

@@ -95,8 +95,9 @@ def test_an_address_that_gives_no_picture_is_an_error_of_the_request(tmp_path: P
         (f"file://{tmp_path}/text.png", local),
         (f"file://{tmp_path}/.", local),
         ("file:///etc/hostname", decoded_images.DecodedImages),
+        ("data:,not-base64", decoded_images.DecodedImages),
     ):
-        with pytest.raises(ValueError, match=r"must be|cannot identify"):
+        with pytest.raises(ValueError, match=r"must be|cannot identify|Only base64"):
             fetch(address, connector=connector)  # type: ignore[arg-type]
     (tmp_path / "good.png").write_bytes(base64.b64decode(url(1).partition(",")[2]))
     assert fetch(f"file://{tmp_path}/good.png", connector=local).media.size == (40, 40)  # type: ignore[arg-type]
