@@ -128,9 +128,9 @@ def streamed(n: int) -> Window:
 
 
 def without_its_middles(n: int) -> Window:
-    """A window that lost the chunk in its middle and got a new one, as many times as chunks stand behind that."""
+    """A window that lost the chunk in its middle and got a new one, as many times as chunks stand behind that (64 at most)."""
     window = opened(n)
-    for i in range(n // 2):
+    for i in range(min(n // 2, LARGE // 2)):
         window.evict(window.ids[n // 2])
         window.append(Chunk.tokens([i % 40, i // 40]))
         window.maintenance.prefill()
