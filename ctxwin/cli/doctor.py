@@ -69,14 +69,13 @@ def _assess(name: str, as_json: bool) -> None:
     elif not is_served:
         console.print(f"[red]{support.standing}[/] {escape(support.model)}: {escape(support.reason)}")
     else:
-        lines = [
+        served = (
             f"[green]would be served[/] {escape(support.model)} ({support.kind}) on {' and '.join(support.engines)}"
-        ]
-        lines += [f"KV: {escape(support.layout)}; {support.token_bytes:,} bytes a token"]
-        lines += [
-            f"a chunk of 256 tokens {256 * support.token_bytes / 1e6:.1f} MB, of 1,024 {1024 * support.token_bytes / 1e6:.1f} MB"
-            + (f", and {support.state_bytes / 1e6:.1f} MB of states each" if support.state_bytes else "")
-        ]
+        )
+        states = f", and {support.state_bytes / 1e6:.1f} MB of states each" if support.state_bytes else ""
+        small, large = (tokens * support.token_bytes / 1e6 for tokens in (256, 1024))
+        lines = [served, f"KV: {escape(support.layout)}; {support.token_bytes:,} bytes a token"]
+        lines += [f"a chunk of 256 tokens {small:.1f} MB, of 1,024 {large:.1f} MB{states}"]
         position_free = "position-free; blind, patched and kept ones where a probe or audits allow them"
         with_maps = "; others with position_free=True, which keeps maps beside the states"
         lines += [f"ways to serve: exact{with_maps if support.state_bytes else f' and {position_free}'}"]

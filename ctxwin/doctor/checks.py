@@ -135,12 +135,8 @@ def kernel() -> Finding:
         remedy = "unset CTXWIN_KERNEL, or name cpu, llvm, reference or triton in it" if named else "fix torch first"
         return Finding("load kernel", "broken", output, remedy)
     if "; " in output:
-        return Finding(
-            "load kernel",
-            "note",
-            output,
-            "loads are right, and slower; install the triton of this torch, on a CPU the llvmlite of vLLM",
-        )
+        remedy = "loads are right, and slower; install the triton of this torch, on a CPU the llvmlite of vLLM"
+        return Finding("load kernel", "note", output, remedy)
     return Finding("load kernel", "ok", output)
 
 
@@ -180,10 +176,8 @@ def video() -> Finding:
     """Check PyAV, which reads videos, and OpenCV, which writes the demo's and reads those of plain chats."""
     builds = [name for name in _CV if _version(name) is not None]
     if _version("av") is None or not builds:
-        lacking = "av" if builds else "opencv"
-        return Finding(
-            "video", "note", f"{lacking} is not installed: videos cannot be read", "pip install 'ctxwin[video]'"
-        )
+        what = f"{'av' if builds else 'opencv'} is not installed: videos cannot be read"
+        return Finding("video", "note", what, "pip install 'ctxwin[video]'")
     if (done := _run("import av; av.codec.Codec('h264', 'r')")) is not None and not done[0]:
         return Finding("video", "broken", f"av does not import: {done[1]}", "pip install --force-reinstall av")
     done = _run("import cv2; print(cv2.__version__)")
