@@ -19,7 +19,7 @@ def read_snapshot(data: Any, limits: Limits) -> State:
     """Parse a snapshot; raise ValueError if it is malformed, TooLarge if it holds too many ids, or steps that find them."""
     state = State.model_validate(data)
     fronts = [p.kv.antecedents for p in (*state.placed, *state.evicted) if p.kv]
-    if (count := sum(front.length + front.version // 64 for front in fronts)) > limits.max_json_values:
+    if (count := sum(front.length + front.version // 16 for front in fronts)) > limits.max_json_values:
         raise TooLarge(
             f"the chunks of a snapshot must name at most {limits.max_json_values} antecedents (--max-json-values), got "
             f"{count}; take the snapshot of a smaller window, or raise it"
