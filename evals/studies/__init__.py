@@ -17,7 +17,7 @@
 | ``python -m evals.studies.trust``       | asks until a model without a profile is served approximately, audits included        |
 | ``python -m evals.studies.promotions`` | how often promotions err on simulated streams, and how long they take               |
 
-Studies whose answer stands in a table of ``evals/results`` are kept under the git tag ``studies-2026-11``.
+Settled studies, whose answers stand in tables of ``evals/results``, are in the commit that the table names (``d122e38``).
 
 Modules import one another relatively, so that they work under this name and as ``evals.studies``.
 """
