@@ -22,11 +22,12 @@ from ctxwin_evals.console import (
     say,
     stages,
 )
+from ctxwin_evals.probe import FOLDER
 
 if TYPE_CHECKING:
     from ctxwin_evals.probe.contexts import Source
 
-FOLDER, REPORT, RESULT = "probe-output", "probe.html", "probe.json"
+REPORT, RESULT = "probe.html", "probe.json"
 _SMALL = 50_000_000
 """Parameters of a decoder whose threads would only wait for each other."""
 _OUTPUT = "Folder for report, result and profile; by default the report goes to probe-output and the profile beside the weights."

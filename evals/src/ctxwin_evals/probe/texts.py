@@ -14,7 +14,7 @@ from ctxwin.audit import Options
 from ctxwin.audit.passages import NEXT, PLACED, Passage, PassageReplays, Unit, judge
 from ctxwin.chunk import Chunk
 from ctxwin.hashing import digest
-from ctxwin_evals.probe.cli import FOLDER
+from ctxwin_evals.probe import FOLDER
 from ctxwin_evals.probe.contexts import seed_of
 from ctxwin_evals.probe.folder import TEXTS, files_of, spread
 from ctxwin_evals.probe.probe import about
