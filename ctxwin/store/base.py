@@ -72,6 +72,7 @@ class Tally:
         self._lock = threading.Lock()
         self._leases: dict[str, int] = {}
         self._counts: Counter[str] = Counter()
+        self.changes = 0  # of the set of leased keys
 
     def count(self, name: str, by: int = 1) -> None:
         """Add to one of the counters of `StoreStats`."""
@@ -85,6 +86,7 @@ class Tally:
     def lease(self, key: str) -> None:
         """Add a lease on ``key``."""
         with self._lock:
+            self.changes += key not in self._leases
             self._leases[key] = self._leases.get(key, 0) + 1
 
     def release(self, key: str) -> None:
@@ -94,12 +96,12 @@ class Tally:
             if remaining > 0:
                 self._leases[key] = remaining
             else:
-                self._leases.pop(key, None)
+                self.changes += self._leases.pop(key, None) is not None
 
     def drop(self, key: str) -> None:
         """Remove all leases on ``key``."""
         with self._lock:
-            self._leases.pop(key, None)
+            self.changes += self._leases.pop(key, None) is not None
 
     def holds(self, key: str) -> bool:
         """Return True if ``key`` is leased."""

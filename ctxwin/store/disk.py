@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import heapq
 import os
 import secrets
 import sqlite3
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -109,7 +110,9 @@ class DiskStore(Store):
         self._seal = Seal(secret)
         self._tally = Tally()
         self._lock = threading.RLock()
-        self._oldest: deque[BlobFile] = deque()
+        self._oldest: list[BlobFile] = []  # a heap
+        self._passed: dict[str, BlobFile] = {}  # leased when their turn came
+        self._leased: tuple[object, int] = None, 0
         self._next_repair = 0.0
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for folder in (self.path, self.path / BLOBS, self.path / TEMP):
@@ -117,7 +120,7 @@ class DiskStore(Store):
         with contextlib.suppress(OSError):  # another user's folder, shared on purpose
             self.path.chmod(0o700)
         self._cache = self._open_index()
-        self._clean_temp(3600.0)
+        remove_old((self.path / TEMP).glob("*.tmp"), 3600.0)
         if self._guarded(0, lambda: sum(1 for _ in walk(self.path)) - self._total("count")) > 0:
             self._collect(_ORPHAN_AGE_S)
 
@@ -131,13 +134,12 @@ class DiskStore(Store):
         self._check_open()
         try:
             row = self._cache.get(key)
+            return row if isinstance(row, Row) else None
         except RefusedRowError as error:
             self._reject(key, None, str(error))
-            return None
         except _FAILURES as error:
             self._log_failure("read", key, error)
-            return None
-        return row if isinstance(row, Row) else None
+        return None
 
     def _read(self, key: str, *, use: bool = False) -> bytes | None:
         row = self._row(key)
@@ -215,7 +217,7 @@ class DiskStore(Store):
                 except BaseException:
                     remove_record(self.path, written.file)
                     raise
-                self._make_room(0, key, None)
+                self._make_room(total, key, None, written=True)
         except _FAILURES as error:
             self._log_failure("write", key, error)
             return False
@@ -231,40 +233,62 @@ class DiskStore(Store):
         existed = is_record(self.path / row.file)
         return self._remove(key, row) or existed
 
-    def _make_room(self, need: int, keep: str, old: Row | None) -> bool:
-        """Evict until ``need`` more bytes fit beside ``keep``; return False, without evictions, where leases prevent it.
+    def _make_room(self, size: int, key: str, old: Row | None, *, written: bool = False) -> bool:
+        """Evict until ``size`` bytes of ``key`` fit; return False, without evictions, where leases prevent it.
 
-        ``old`` is the row of ``keep`` that is about to be replaced. Cost: O(evicted), and sometimes a walk over the folder.
+        ``old`` is the row that they are about to replace. Cost: O(evicted); a walk of the folder where no record that the
+        walk before found may leave; a sum over the leased records where a put is refused, unless nothing has changed since.
         """
         with self._lock:
-            spare = self.max_bytes - need + (0 if old is None else self._size(old))
-            if self._bytes() <= spare:
+            spare = self.max_bytes - (0 if written else size) + self._size(old)
+            if self._total("size") <= spare:
                 return True
             self._cache.expire()
-            leased = self._tally.leased() | {keep}
-            rows = [self._row(key) for key in leased - ({keep} if need else set())]
-            if sum(self._size(row) for row in rows if row is not None) + need > self.max_bytes:
+            # Other processes replace, expire and evict what is leased here: a sum holds until anybody writes.
+            connection, leased_key = self._cache._con, self._tally.holds(key) and key
+            commits = connection.execute("PRAGMA data_version").fetchone()  # of other connections
+            state = (connection, commits, connection.total_changes, self._tally.changes, leased_key)
+            if self._leased[0] == state and self._leased[1] + size > self.max_bytes:
                 return False
-            for fresh in (False, True):
-                if fresh:
-                    self._oldest = deque(sorted(walk(self.path)))
-                while self._oldest and self._bytes() > spare:
-                    self._evict(self._oldest.popleft(), leased)
-            if self._bytes() > spare:  # rows of missing files still count, and a forged row may claim any size
+            if self._evict(spare, key):
+                return True
+            self._leased = state, sum(self._size(self._row(name)) for name in self._tally.leased() - {key})
+            if self._leased[1] + size > self.max_bytes:
+                return False
+            self._passed = {name: blob for name, blob in self._passed.items() if self._tally.holds(name)}
+            known = set(self._passed.values())
+            self._oldest = sorted(blob for blob in walk(self.path) if blob not in known)  # a heap
+            # Rows of missing files still count, and a forged row may claim any size.
+            if not self._evict(spare, key, partly=True):
                 self._rebuild_index()
-            return self._bytes() <= spare
+            return self._total("size") <= spare
 
-    def _evict(self, blob: BlobFile, leased: set[str]) -> None:
-        path = self.path / blob.file
-        try:
-            if path.lstat().st_mtime_ns != blob.used:  # used since the walk
-                return
-            key, _ = describe_record(path)
-        except (OSError, StoreCorrupt):
-            return
-        row = self._row(key)
-        if row is not None and row.file == blob.file and key not in leased and self._remove(key, row):
-            self._tally.count("evictions")
+    def _evict(self, spare: int, keep: str, partly: bool = False) -> bool:
+        """Evict the least recently used until ``spare`` is kept; none, unless ``partly``, where they would not suffice."""
+        victims, excess = [], self._total("size") - spare
+        while excess > 0 and self._oldest:
+            blob = heapq.heappop(self._oldest)
+            path = self.path / blob.file
+            try:
+                if path.lstat().st_mtime_ns != blob.used:  # used since the walk
+                    continue
+                key, _ = describe_record(path)
+            except (OSError, StoreCorrupt):
+                continue
+            row = self._row(key)
+            if row is None or row.file != blob.file:
+                continue
+            if key == keep or self._tally.holds(key):
+                self._passed[key] = blob
+            else:
+                victims.append((blob, key, row))
+                excess -= blob.size
+        for blob, key, row in victims:
+            if excess > 0 and not partly:
+                heapq.heappush(self._oldest, blob)
+            elif self._remove(key, row):
+                self._tally.count("evictions")
+        return self._total("size") <= spare
 
     @contextlib.contextmanager
     def _fencing(self) -> Iterator[None]:
@@ -285,10 +309,14 @@ class DiskStore(Store):
 
     def release(self, key: str) -> None:
         self._tally.release(key)
+        with self._lock:
+            if blob := self._passed.pop(key, None):
+                heapq.heappush(self._oldest, blob)
 
     def stats(self) -> StoreStats:
         """Return this process's counters, and the items and bytes of the folder. O(1)."""
-        return self._tally.stats(self._guarded(0, lambda: self._total("count")), self._guarded(0, self._bytes))
+        items, size = (self._guarded(0, partial(self._total, name)) for name in ("count", "size"))
+        return self._tally.stats(items, size)
 
     def verify(self) -> tuple[int, int]:
         """Read every record; return (good, corrupt). Corrupt records, foreign rows and old orphans are deleted.
@@ -300,10 +328,8 @@ class DiskStore(Store):
             self._tally.count("corrupt", odd)
             self._repair(damaged=True)
         good, corrupt = 0, odd
-        for key in keys:
+        for key in filter(None, keys):
             foreign = self._tally["foreign"]
-            if key is None:
-                continue
             if self._read(key) is not None:
                 good += 1
             elif self._tally["foreign"] == foreign:
@@ -319,7 +345,7 @@ class DiskStore(Store):
         """
         self._check_open()
         self._guarded(None, self._cache.expire)
-        removed = [self._clean_temp(min_age), self._collect(min_age)]
+        removed = [remove_old((self.path / TEMP).glob("*.tmp"), min_age), self._collect(min_age)]
         self._write_reserve()
         return sum(files for files, _ in removed), sum(size for _, size in removed)
 
@@ -342,9 +368,6 @@ class DiskStore(Store):
             self._closed = True
             self._cache.close()
 
-    def _bytes(self) -> int:
-        return self._total("size")
-
     def _total(self, name: str) -> int:
         """Return the index's ``count`` of rows or ``size`` of records; raise sqlite3.DatabaseError for an impossible value."""
         try:
@@ -355,19 +378,19 @@ class DiskStore(Store):
             raise sqlite3.DatabaseError(f"the {name} of the index must be a number from 0, got {value!r}"[:200])
         return value
 
-    def _size(self, row: Row) -> int:
-        try:
-            return (self.path / row.file).lstat().st_size
-        except OSError:
-            return 0
+    def _size(self, row: Row | None) -> int:
+        with contextlib.suppress(OSError):
+            return 0 if row is None else (self.path / row.file).lstat().st_size
+        return 0
 
     def _use(self, row: Row) -> None:
         now = time.time_ns()
         with contextlib.suppress(OSError):
             os.utime(self.path / row.file, ns=(now, now))
 
-    def _remove(self, key: str, row: Row) -> bool:
-        remove_record(self.path, row.file)
+    def _remove(self, key: str, row: Row | None) -> bool:
+        if row is not None:
+            remove_record(self.path, row.file)
         return self._drop_row(key, row)
 
     def _drop_row(self, key: str, row: Row | None) -> bool:
@@ -375,11 +398,9 @@ class DiskStore(Store):
 
         def drop() -> bool:
             with self._cache.transact():
-                try:
+                with contextlib.suppress(RefusedRowError):
                     if self._cache.get(key) != row:
                         return False
-                except RefusedRowError:
-                    pass
                 return bool(self._cache.delete(key))
 
         return self._guarded(False, drop, "delete", key)
@@ -387,9 +408,7 @@ class DiskStore(Store):
     def _reject(self, key: str, row: Row | None, why: str) -> None:
         self._tally.count("corrupt")
         log.warning("stored record %s is corrupt and was deleted: %s", key, why)
-        if row is not None:
-            remove_record(self.path, row.file)
-        self._drop_row(key, row)
+        self._remove(key, row)
 
     def _guarded(self, fallback: T, call: Callable[[], T], action: str = "read", key: str = "the index") -> T:
         """Return ``call()``; where the index fails, log the failure and return ``fallback``."""
@@ -408,23 +427,19 @@ class DiskStore(Store):
         if is_damage(error):
             self._repair()
 
-    def _open_index(self) -> Any:
+    def _open_index(self, reserve: bool = True) -> Any:
         try:
             return self._open_or_rebuild()
         except (OSError, sqlite3.OperationalError) as error:
             try:
-                if is_damage(error):
+                if is_damage(error) or not reserve:
                     raise
                 (self.path / _RESERVE_FILE).unlink()
             except (OSError, sqlite3.OperationalError):  # no reserve, or a disk that is read only
-                raise _open_error(self.path, error) from None
-            log.warning(
-                "the index of the store %s cannot be opened (%s); its reserve file is deleted", self.path, error
-            )
-        try:
-            return self._open_or_rebuild()
-        except (OSError, sqlite3.OperationalError) as error:
-            raise _open_error(self.path, error) from None
+                why = f"the index of the store {self.path} cannot be opened ({error})"
+                raise OSError(f"{why}; check its permissions and free space") from None
+            log.warning("the index of store %s cannot be opened (%s); its reserve file is deleted", self.path, error)
+        return self._open_index(reserve=False)
 
     def _open_or_rebuild(self, damaged: bool = False) -> Any:
         """Open the index. A damaged one is renamed, and a missing one is rebuilt from the records."""
@@ -478,8 +493,7 @@ class DiskStore(Store):
         for key, row in rows.items():
             if row is not None and not (self.path / row.file).exists():
                 self._drop_row(key, row)
-        stored_bytes = sum(self._size(row) for row in rows.values() if row is not None)
-        if self._bytes() > stored_bytes:
+        if self._total("size") > sum(map(self._size, rows.values())):
             self._repair(damaged=True)
 
     def _write_reserve(self) -> None:
@@ -492,10 +506,3 @@ class DiskStore(Store):
                 file.write(os.urandom(_RESERVE_BYTES))
         except OSError:  # too full for it already
             reserve.unlink(missing_ok=True)
-
-    def _clean_temp(self, min_age: float) -> tuple[int, int]:
-        return remove_old((self.path / TEMP).glob("*.tmp"), min_age)
-
-
-def _open_error(path: Path, error: BaseException) -> OSError:
-    return OSError(f"the index of the store {path} cannot be opened ({error}); check its permissions and free space")

@@ -88,6 +88,17 @@ class TestProcesses:
         store.gc(0)
         assert len(blobs(tmp_path)) == store.stats().items
 
+    def test_room_that_another_one_made_among_leased_records_is_found(self, tmp_path: Path) -> None:
+        """Leases bind their own process only: what they hold is summed again once anybody has written."""
+        store, other = DiskStore(tmp_path), DiskStore(tmp_path)
+        for name in "abc":
+            assert store.put(f"span/{name}", name.encode() * 1000) and store.lease(f"span/{name}")
+        store.max_bytes = store.stats().bytes
+        assert not any(store.put("span/new", b"n" * 1000) for _ in range(2))
+        assert other.delete("span/a") and other.put("span/x", b"x" * 1000)
+        assert store.put("span/new", b"n" * 998), "as long a record, in place of the one that nobody leased"
+        assert list(store.list()) == ["span/b", "span/c", "span/new"]
+
     def test_importing_the_package_does_not_import_torch(self) -> None:
         code = (
             "import sys, ctxwin.store.disk, ctxwin.store.memory, ctxwin.store.spans, ctxwin.store.codec\n"
@@ -391,6 +402,18 @@ class TestUpkeep:
         again = DiskStore(tmp_path, max_bytes=3500)
         again.put("span/d", b"d" * 1000)
         assert list(again.list()) == ["span/a", "span/c", "span/d"]
+
+    def test_what_is_released_leaves_before_what_was_used_later(self, tmp_path: Path) -> None:
+        store = DiskStore(tmp_path, max_bytes=3500)
+        for name in "abc":
+            store.put(f"span/{name}", name.encode() * 1000)
+        assert store.lease("span/a")
+        for name in "def":
+            assert store.put(f"span/{name}", name.encode() * 1000)
+        assert list(store.list()) == ["span/a", "span/e", "span/f"]
+        store.release("span/a")
+        assert store.put("span/g", b"g" * 1000)
+        assert list(store.list()) == ["span/e", "span/f", "span/g"]
 
     def test_a_smaller_limit_applies_at_the_next_put(self, tmp_path: Path) -> None:
         store = DiskStore(tmp_path)

@@ -376,21 +376,66 @@ def test_many_more_beside_cost_nothing(name: str, most: int) -> None:
     assert abs(exponent(BESIDE[name], most // 10, most)) <= 0.1
 
 
-@pytest.mark.parametrize("room", [10**9, None])
-def test_a_store_on_disk_grows_at_most_in_proportion(tmp_path: Path, room: int | None) -> None:
-    """Puts into a store with room, or into a full one, and opening it again."""
+def full_on_disk(folder: Path, n: int, leased: int) -> DiskStore:
+    """A full store of ``n`` records, the first of which are leased."""
+    store = filled(DiskStore(folder, 10**9), n)
+    store.max_bytes = store.stats().bytes
+    assert all([store.lease(f"span/{i:064d}") for i in range(leased)])
+    return store
+
+
+def put_into_full(store: DiskStore, n: int) -> None:
+    """Puts that evict, or are refused where all is leased."""
+    accepted = [store.put(f"span/new{i}", b"y" * 100) for i in range(n // 4)]
+    assert accepted == [store.stats().leased < n] * (n // 4)
+
+
+def slide_in_full(store: DiskStore, n: int) -> None:
+    """Each record takes the place of one that was leased before."""
+    for i in range(n // 4):
+        store.release(f"span/{i:064d}")
+        assert store.put(f"span/new{i}", b"y" * 100) and store.lease(f"span/new{i}")
+
+
+ON_DISK: dict[str, tuple[Callable[[DiskStore, int], None], float]] = {
+    "full": (put_into_full, 0),
+    "half of it leased": (put_into_full, 0.5),
+    "all of it leased": (put_into_full, 1),
+    "all of it leased and released one by one": (slide_in_full, 1),
+}
+
+
+def put_exponent(folder: Path, name: str, small: int, large: int) -> float:
+    """Power of the size with which the lines of a put grow, walks over the folder included."""
+    operation, leased = ON_DISK[name]
+    put = on(lambda n: (full_on_disk(folder / f"{n}", n, int(leased * n)), n), lambda full: operation(*full))
+    return exponent(put, small, large) - 1  # as many puts as records
+
+
+@pytest.mark.parametrize("name", ON_DISK)
+def test_a_put_into_a_full_store_on_disk_costs_the_same_however_much_it_holds(tmp_path: Path, name: str) -> None:
+    assert abs(put_exponent(tmp_path, name, 100, 400)) <= 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON_DISK)
+def test_so_does_a_put_beside_ten_thousand_records_on_disk(tmp_path: Path, name: str) -> None:
+    assert abs(put_exponent(tmp_path, name, 100, 10_000)) <= 0.1
+
+
+def test_a_store_on_disk_with_room_costs_the_same_and_opens_in_proportion(tmp_path: Path) -> None:
     folders = iter(range(99))
 
     def put(n: int) -> Callable[[], object]:
-        store = filled(DiskStore(tmp_path / f"{next(folders)}", room or 200 * n), n)
+        store = filled(DiskStore(tmp_path / f"{next(folders)}"), n)
         return lambda: [store.put(f"span/new{i}", b"y" * 100) for i in range(8)]
 
     def reopen(n: int) -> Callable[[], object]:
         folder = tmp_path / f"{next(folders)}"
-        filled(DiskStore(folder, room or 200 * n), n).close()
-        return lambda: DiskStore(folder, room or 200 * n).close()
+        filled(DiskStore(folder), n).close()
+        return lambda: DiskStore(folder).close()
 
-    assert exponent(put) <= (0.1 if room else 1.1)
+    assert exponent(put) <= 0.1
     assert exponent(reopen) <= 1.1
 
 
