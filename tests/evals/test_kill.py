@@ -115,8 +115,7 @@ def test_a_probe_of_texts_goes_on_where_it_was_killed(tmp_path: Path) -> None:
     command += ["--texts", str(tmp_path / "texts"), "--threads", "1", "--excess-budget", "1e-7", "--output"]
     whole, torn = tmp_path / "whole", tmp_path / "torn"
     finish([*command, str(whole)])
-    for delay in (0.05, 0.1):
-        assert killed([*command, str(torn)], torn / "samples.jsonl", delay), "it was done before it was killed"
+    assert killed([*command, str(torn)], torn / "samples.jsonl", 0.1), "it was done before it was killed"
     assert 0 < len(rows_of(torn)) < len(rows_of(whole))
     finish([*command, str(torn)])
     results = [json.loads((folder / "probe.json").read_text()) for folder in (whole, torn)]
