@@ -27,12 +27,6 @@ def start(provider: Any = None) -> None:
     _tracer = trace.get_tracer("ctxwin", tracer_provider=provider)
 
 
-def stop() -> None:
-    """Stop tracing."""
-    global _tracer
-    _tracer = None
-
-
 def span(name: str, headers: Mapping[str, str] | None = None, **attributes: Any) -> AbstractContextManager[Any]:
     """Return a context manager of a span below the current one, or below the one in ``headers``.
 

@@ -17,7 +17,7 @@ units. Nothing follows for future units unless they are like those; `Change` wat
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -99,10 +99,7 @@ def units_needed(budget: float, error: float = 0.05, harms: Mapping[float, int] 
     low, high = -1, 1
     while not suffices(high):
         low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if suffices(middle) else (middle, high)
-    return high
+    return _least(suffices, low, high)
 
 
 def units_like(harms: Mapping[float, int], budget: float, error: float = 0.05) -> int | None:
@@ -114,8 +111,11 @@ def units_like(harms: Mapping[float, int], budget: float, error: float = 0.05) -
         return log_wealth({harm: n * units / count for harm, n in harms.items()}, budget) >= -math.log(error)
 
     low, high = 0, 1_000_000
-    if not count or not suffices(high):
-        return None
+    return _least(suffices, low, high) if count and suffices(high) else None
+
+
+def _least(suffices: Callable[[int], bool], low: int, high: int) -> int:
+    """Return the least number that suffices, as ``high`` does and ``low`` does not."""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if suffices(middle) else (middle, high)

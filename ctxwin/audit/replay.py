@@ -11,7 +11,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Literal
 
 from ctxwin.audit.harm import Floor, Harm, Value, value_of
@@ -22,8 +22,10 @@ from ctxwin.errors import AnswerStopped, ChunkUnavailable, EngineFailed
 from ctxwin.fidelity import Fidelity, Reference
 from ctxwin.hashing import digest
 from ctxwin.window.assembly import Assembly
-from ctxwin.window.lanes import ServedMemo, canonical_key
+from ctxwin.window.choice import Choice
+from ctxwin.window.lanes import Has, ServedMemo, canonical_key
 from ctxwin.window.layout import Layout, Work
+from ctxwin.window.prices import Prices
 from ctxwin.window.state import Conditioning, Placed, State, provenance_of, span_key
 
 if TYPE_CHECKING:
@@ -153,6 +155,9 @@ class _FilteredAssembly(Assembly):
 
     def has(self, key: str) -> bool:
         return (self.visible is None or self.visible(key)) and super().has(key)
+
+    def look_up(self) -> tuple[Sequence[Choice], Has, Prices]:
+        return (), cache(self.has), self.prices
 
 
 @dataclass

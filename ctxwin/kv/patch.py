@@ -104,10 +104,6 @@ class Patch:
         """Bytes that its factors take in memory beside `nbytes`: those of few bits, unpacked; 0 for others."""
         return 0 if self.quantized is None or self.right is None else self.left.nbytes + self.right.nbytes
 
-    def share(self, spec: KVSpec) -> float:
-        """Return `nbytes` over the bytes of the chunk's KV in bf16."""
-        return self.nbytes / max(1, spec.span_bytes(self.tokens, _KV_ITEMSIZE))
-
     def factors(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return ``(left [T, m], right [m, W])`` of one layer, K columns first; None where it is dense or not covered.
 

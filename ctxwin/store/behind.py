@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
@@ -29,6 +29,7 @@ class WriteThrough(Generic[R]):
 
     def __init__(self, store: Store, write: Callable[[str, Entry[R]], bool]) -> None:
         self._store, self._write = store, write
+        self._pending: dict[str, _Pending[R]] = {}
 
     def put(self, key: str, record: Entry[R], nbytes: int) -> bool:
         """Write ``record``, which holds ``nbytes`` of memory; return False where it is known to be refused."""
@@ -36,7 +37,12 @@ class WriteThrough(Generic[R]):
 
     def get(self, key: str) -> Entry[R] | None:
         """Return the record of ``key`` that is not in the store yet, with its metadata as it will be read."""
-        return None
+        pending = self._pending.get(key)
+        return None if pending is None else pending.record
+
+    def pending(self, keys: Collection[str]) -> set[str]:
+        """Return those of ``keys`` that are not in the store yet."""
+        return self._pending.keys() & keys
 
     def delete(self, key: str) -> bool:
         """Do not write ``key`` any more, or wait until it is written; return True if it was pending."""
@@ -88,7 +94,6 @@ class WriteBehind(WriteThrough[R]):
         super().__init__(store, write)
         self._failed, self._max_bytes = failed, max_bytes
         self._lock = threading.RLock()  # held while a record goes over into the store's hands, with its leases
-        self._pending: dict[str, _Pending[R]] = {}
         self._nbytes = 0
         self._thread: ThreadPoolExecutor | None = None
 
@@ -111,10 +116,6 @@ class WriteBehind(WriteThrough[R]):
             except RuntimeError:  # the interpreter ends, and takes no more work
                 self._carry_out(key, pending)
         return True
-
-    def get(self, key: str) -> Entry[R] | None:
-        pending = self._pending.get(key)
-        return None if pending is None else pending.record
 
     def delete(self, key: str) -> bool:
         with self._lock:

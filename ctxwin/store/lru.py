@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection
 from typing import Generic, TypeVar
 
@@ -51,12 +51,17 @@ class LRUCache(Generic[V]):
         with self._lock:
             return [(key, value) for key, (value, _) in self._entries.items()]
 
-    def get_all(self, keys: Collection[str]) -> list[V | None]:
-        """Return the value of each key, which counts as a use, or None."""
+    def get_all(self, keys: Collection[str]) -> dict[str, V]:
+        """Return the values of those of ``keys`` that are present, which counts as a use."""
         with self._lock:
-            for key in filter(self._entries.__contains__, keys):
-                self._entries.move_to_end(key)
-            return [entry and entry[0] for entry in map(self._entries.get, keys)]
+            present = [*filter(self._entries.__contains__, keys)]
+            deque(map(self._entries.move_to_end, present), maxlen=0)  # all of them, in C
+            return {key: self._entries[key][0] for key in present}
+
+    def look_up(self, keys: Collection[str]) -> set[str]:
+        """Return those of ``keys`` that are present."""
+        with self._lock:
+            return self._entries.keys() & keys
 
     def __contains__(self, key: str) -> bool:
         with self._lock:

@@ -125,11 +125,13 @@ class MemoryStore(Store):
         with self._lock:
             return self._find(check_key(key)) is not None
 
-    def contains_all(self, keys: Collection[str]) -> bool:
+    def look_up(self, keys: Collection[str]) -> set[str]:
         with self._lock:
             self._check_open()
-            lasting = self._held if self.ttl is None else ()  # neither evicted nor expired
-            return all([self._find(key) is not None for key in keys if key not in lasting])
+            held, others = self._held.keys() & keys, self._items.keys() & keys
+            if self.ttl is not None:  # those that are leased expire, too
+                held, others = set(), held | others
+            return held | {key for key in others if self._find(key) is not None}
 
     def list(self, prefix: str = "") -> Iterator[str]:
         """A sorted snapshot of the live keys. O(items log items)."""

@@ -13,12 +13,11 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import takewhile
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from ctxwin.errors import StoreCorrupt
@@ -28,6 +27,7 @@ from ctxwin.store.base import Store
 from ctxwin.store.behind import Entry, WriteBehind, WriteThrough
 from ctxwin.store.failure_log import failure_logger
 from ctxwin.store.fp8 import is_packed
+from ctxwin.store.lease_counts import LeaseCounts
 from ctxwin.store.lru import LRUCache
 from ctxwin.store.span_codec import check_finite, decode_span, encode_span
 
@@ -73,7 +73,7 @@ class RepositoryCounters:
 R = TypeVar("R")
 
 
-class SpanRepository:
+class SpanRepository(LeaseCounts):
     """Typed access to ``store`` for one model; thread-safe.
 
     Keys are ``namespace/digest``; a bare digest gets the namespace of the method. A record that cannot be returned
@@ -104,6 +104,12 @@ class SpanRepository:
     ) -> None:
         if max_live_bytes is not None and max_live_bytes < 0:
             raise ValueError(f"max_live_bytes must be at least 0, got {max_live_bytes}")
+        writer: WriteThrough[SpanKV] = (
+            WriteBehind(store, self._write_pending, self._note_refused, _PENDING_BYTES)
+            if behind
+            else WriteThrough(store, self._write_span)
+        )
+        super().__init__(writer)
         self.store = store
         self.identity = identity
         self.spec = spec
@@ -112,17 +118,8 @@ class SpanRepository:
         live_bytes = _LIVE_BYTES if max_live_bytes is None else max_live_bytes
         self._live: LRUCache[tuple[Entry[Any], int]] = LRUCache(min(live_bytes, store.limit() or live_bytes))
         self._shares_bytes = max_live_bytes is None and store.listen(self._live.pop)
-        self._writer: WriteThrough[SpanKV] = (
-            WriteBehind(store, self._write_pending, self._note_refused, _PENDING_BYTES)
-            if behind
-            else WriteThrough(store, self._write_span)
-        )
         self._known: dict[str, SharedBasis] = {}
-        self._leases: Counter[str] = Counter()
-        self._shared: Counter[str] = Counter()  # those of them that the store does not know of: it has another one
-        self._abandoned: deque[str] = deque()
         self._unserved: OrderedDict[str, None] = OrderedDict()
-        self._lock = threading.Lock()
 
     def note_forgetting(self) -> None:
         """Count that content is about to be forgotten: a replay of an answer before it must not store anything."""
@@ -176,14 +173,13 @@ class SpanRepository:
         self._release_abandoned()
         return self._writer.put(key, (span, self._meta(key, "span", header)), span.nbytes)
 
-    def at_hand(self, keys: Sequence[str]) -> list[SpanKV]:
-        """Return the spans of the first of these keys, unchecked: of those that are stored, and decoded in memory."""
-        entries = [*takewhile(bool, self._live.get_all(keys))]
-        if not self.store.contains_all(keys[: len(entries)]):
-            return []
+    def at_hand(self, keys: Collection[str]) -> dict[str, Any]:
+        """Return the records of those of ``keys`` that are decoded in memory, unchecked. All were just found to be stored."""
+        records = {key: entry[0] for key, (entry, _) in self._live.get_all(keys).items()}
         with self._lock:
-            self.counters.hits["span"] += len(entries)
-        return [entry[0][0] for entry in entries if entry]
+            for prefix, count in Counter(map(itemgetter(slice(5)), records)).items():
+                self.counters.hits[prefix.rstrip("/")] += count
+        return records
 
     def _write_span(self, key: str, entry: Entry[SpanKV]) -> bool:
         return self._put_blob(key, encode_span(*entry))
@@ -247,10 +243,10 @@ class SpanRepository:
                     self._unserved.popitem(last=False)
         return stored
 
-    def note_served(self, key: str) -> None:
-        """Count that the patch under ``key`` served an answer."""
+    def note_served(self, keys: Collection[str]) -> None:
+        """Count that the patches under ``keys`` served an answer."""
         with self._lock:
-            if key in self._unserved:
+            for key in self._unserved.keys() & keys:
                 del self._unserved[key]
                 self.counters.patches_served += 1
 
@@ -357,74 +353,16 @@ class SpanRepository:
         return "at hand" if key in self._live or self._writer.get(key) is not None else self.store.tier(key)
 
     def tiers(self, keys: Collection[str]) -> dict[str, str]:
-        """Return `tier` of those of ``keys`` that are stored. Cost: one look into each memory where it has all of them."""
-        if not self.store.contains_all(keys):
-            keys = [key for key in keys if self.contains(key)]
-        return {
-            key: "at hand" if live else self.tier(key) for key, live in zip(keys, self._live.get_all(keys), strict=True)
-        }
+        """Return `tier` of those of ``keys`` that are stored. Cost: of a look into each memory."""
+        pending, stored = self._writer.pending(keys), self.store.look_up(keys)
+        near = pending | self._live.look_up(stored)
+        return dict.fromkeys(near, "at hand") | {key: self.store.tier(key) for key in stored - near}
 
     def delete(self, key: str) -> bool:
         """Remove ``key`` from the store and from the cache of decoded records."""
         pending = self._writer.delete(key)
         self._live.pop(key)
         return self.store.delete(key) or pending
-
-    def lease(self, key: str) -> bool:
-        """Protect ``key`` from eviction until `release`; return False where the store does not hold it."""
-        self._release_abandoned()
-        leased = self._writer.lease(key)
-        if leased:
-            with self._lock:
-                self._leases[key] += 1
-        return leased
-
-    def lease_again(self, keys: Collection[str]) -> None:
-        """Add a lease to each of ``keys``, all of which the caller has leased. O(keys) in C; the store is not asked."""
-        with self._lock:
-            self._leases.update(keys)
-            self._shared.update(keys)
-
-    def release(self, key: str) -> None:
-        """Release one lease of ``key``."""
-        self._release_abandoned()
-        self._release(key)
-
-    def abandon(self, keys: set[str]) -> None:
-        """Empty ``keys`` and release them later, before the next lease, put or lookup of leases.
-
-        For finalizers: the garbage collector may run them in a thread that holds the store's lock.
-        """
-        self._abandoned.extend(keys)
-        keys.clear()
-
-    def leased(self, key: str) -> bool:
-        """Return True if ``key`` is leased through this repository."""
-        return self.leases(key) > 0
-
-    def leases(self, key: str) -> int:
-        """Return the number of leases on ``key`` through this repository."""
-        self._release_abandoned()
-        with self._lock:
-            return self._leases.get(key, 0)
-
-    def _release(self, key: str) -> None:
-        with self._lock:
-            is_shared = key in self._shared
-            for counts in (self._leases, self._shared) if is_shared else (self._leases,):
-                counts[key] -= 1
-                if counts[key] <= 0:
-                    del counts[key]
-        if not is_shared:
-            self._writer.release(key)
-
-    def _release_abandoned(self) -> None:
-        while self._abandoned:
-            try:
-                key = self._abandoned.popleft()
-            except IndexError:  # another thread took the last one
-                return
-            self._release(key)
 
     def _put(
         self,

@@ -68,8 +68,8 @@ class TieredStore(Store):
     def contains(self, key: str) -> bool:
         return any([tier.contains(key) for tier in self.tiers])
 
-    def contains_all(self, keys: Collection[str]) -> bool:
-        return any([tier.contains_all(keys) for tier in self.tiers]) or super().contains_all(keys)
+    def look_up(self, keys: Collection[str]) -> set[str]:
+        return set().union(*[tier.look_up(keys) for tier in self.tiers])
 
     def tier(self, key: str) -> str:
         """Of the first tier that holds ``key``. Cost: a lookup in the tiers above the last."""

@@ -135,6 +135,11 @@ class Antecedents(Ids):
         self.length = self.end - begin if length < 0 else length
 
     @property
+    def run(self) -> tuple[Order, int, int]:
+        """What names them, beside how many they are: order, begin and version."""
+        return self.order, self.begin, self.version
+
+    @property
     def whole(self) -> bool:
         """True if nothing has left from between them."""
         return self.length == self.end - self.begin
@@ -166,7 +171,7 @@ class Antecedents(Ids):
         if isinstance(other, Antecedents):
             if other.length != self.length:
                 return False
-            if (other.order, other.begin, other.version) == (self.order, self.begin, self.version):
+            if other.run == self.run:
                 return True
         return super().__eq__(other)
 

@@ -237,7 +237,8 @@ def _lay_out(core: WindowCore, question: Question, state: State, fidelity: Fidel
     if core.idle is not None:
         core.idle.give_way(state)
     work = Work()
-    layout = core.assembly.without_transient(core.assembly.build_layout(state, fidelity, work), state)
+    layout = core.assembly.build_layout(state, fidelity, work)
+    layout = core.assembly.newest.without_transient(layout, state, core.engine)
     layout_s = time.perf_counter() - begin
     captures_query = bool(question.remember) or wants_outputs
     if not captures_query:

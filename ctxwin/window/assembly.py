@@ -8,12 +8,11 @@ the store becomes a recomputation and never a wrong answer.
 from __future__ import annotations
 
 import logging
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import accumulate, chain, repeat
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ctxwin import tracing
@@ -24,9 +23,10 @@ from ctxwin.engines.segments import Encoded, Segment, partial_ranges, without_sp
 from ctxwin.errors import ChunkUnavailable
 from ctxwin.fidelity import Fidelity
 from ctxwin.profiles import compress_deficit, served_basis
-from ctxwin.window.answer import Plan, PlanEntry
-from ctxwin.window.changes import Memo, with_fields
+from ctxwin.window.answer import Plan
+from ctxwin.window.changes import Memo
 from ctxwin.window.choice import Choice
+from ctxwin.window.continuation import Continuation
 from ctxwin.window.forecast import salt_of, with_forecast
 from ctxwin.window.lanes import (
     Has,
@@ -39,7 +39,7 @@ from ctxwin.window.lanes import (
     steps_of,
     system_prompt_key,
 )
-from ctxwin.window.layout import Layout, LoadedFront, Work
+from ctxwin.window.layout import Layout, Work
 from ctxwin.window.orbits import observe_order
 from ctxwin.window.prices import Prices, workload
 from ctxwin.window.reading import Reads
@@ -65,23 +65,18 @@ class Assembly:
     Attributes:
         missing: keys that could not be read.
         memo: how chunks were served, by the contents that preceded them; see `lanes.ServedMemo`. A restart forgets it.
-        choices, planned, loaded: the newest ones, those with entries of a plan, and what the newest layout loaded first; the
-            next ones take what has not changed.
+        newest: what the next plan or layout takes over as far as it has not changed.
         salt: keeps what it prefills out of the exact prefix cache; "" does not.
         cached_tokens: of an exact layout with KV for its first tokens, how many of these need no spans; see `Segment.cached`.
-        broken_at: index of the first chunk that the last answer computed anew behind other chunks; see `without_transient`.
     """
 
     engine: Engine
     demand: Callable[[], Demand] = Demand
     missing: set[str] = field(default_factory=set)
     memo: OrderedDict[str, ServedMemo] = field(default_factory=OrderedDict)
-    choices: Sequence[Choice] = ()
-    planned: tuple[Sequence[Choice], Sequence[PlanEntry]] = ((), ())
-    loaded: LoadedFront = field(default_factory=LoadedFront)
+    newest: Continuation = field(default_factory=Continuation)
     salt: str = ""
     cached_tokens: Callable[[int], int] | None = None
-    broken_at: int | None = None
 
     @property
     def repo(self) -> SpanRepository:
@@ -94,26 +89,20 @@ class Assembly:
 
     def follow(self, other: Assembly) -> None:
         """Go on with what is remembered of the chunks of another window."""
-        self.memo, self.choices, self.planned, self.loaded = (
-            other.memo.copy(),
-            other.choices,
-            other.planned,
-            other.loaded,
-        )
+        self.memo, self.newest = other.memo.copy(), replace(other.newest, broken_at=None)
 
     def forget(self) -> None:
         """Drop what is remembered of chunks that were served."""
         self.memo.clear()
-        self.choices, self.planned, self.loaded = (), ((), ()), LoadedFront()
+        self.newest = Continuation()
 
     def plan(self, state: State, fidelity: Fidelity, query: str | None = None) -> Plan:
         """Return the plan of an ask of ``state``. Reads no KV. The tokens of ``query``, if given, are included."""
-        has, prices = self._lookup()
         # An ask that returns outputs, as all do here by default, needs its tokens whole.
         merging = fidelity.merges_prompt and state.conditioned and not self.engine.spec.outputs
-        choices = self.choices = choose(state, fidelity, has, prices, self.memo, self.engine, self.choices)
-        plan = plan_of(state, choices, self.engine.spec.kv, system_prompt_key(state), has, prices, self.planned)
-        self.planned = choices, plan.entries
+        choices, has, prices = self._choose(state, fidelity)
+        plan = plan_of(state, choices, self.engine.spec.kv, system_prompt_key(state), has, prices, self.newest.planned)
+        self.newest.planned = choices, plan.entries
         plan = computed_plan(state, plan, self.engine.spec.kv, prices) if merging else plan
         if (encoded_query := None if query is None else self.engine.encode_query(query)) is not None:
             (*preceding, answer), more = plan.steps, encoded_query.tokens
@@ -126,13 +115,20 @@ class Assembly:
         """Prices of serving a chunk on this engine."""
         return Prices(self.engine.costs, self.repo.tier)
 
-    def _lookup(self) -> tuple[Has, Prices]:
-        """Return a predicate of stored keys, with one answer for each though a store may lose it, and prices by where they lie.
-        What served the newest choices is looked up at once."""
-        keys = {choice.conditioning.span for choice in self.choices if choice.lane == "resident"} - self.missing
-        tiers = self.repo.tiers(keys)
-        has = Memo(self.has, dict.fromkeys(tiers, True)).__getitem__
-        return has, Prices(self.engine.costs, Memo(self.repo.tier, tiers).__getitem__)
+    def look_up(self) -> tuple[Sequence[Choice], Has, Prices]:
+        """Look up all keys that the newest choices were made on; return the choices that still hold, a predicate of stored keys,
+        with one answer for each though a store may lose it, and prices by where they lie."""
+        were = self.newest.stored()
+        tiers = self.repo.tiers(were.keys() - self.missing)
+        stored = dict.fromkeys(were, False) | dict.fromkeys(tiers, True)
+        prices = Prices(self.engine.costs, Memo(self.repo.tier, tiers).__getitem__)
+        return self.newest.holding(were, stored), Memo(self.has, stored).__getitem__, prices
+
+    def _choose(self, state: State, fidelity: Fidelity) -> tuple[Sequence[Choice], Has, Prices]:
+        """Return the choices for ``state``, and what they were made with."""
+        previous, has, prices = self.look_up()
+        self.newest.choices = choose(state, fidelity, has, prices, self.memo, self.engine, previous)
+        return self.newest.choices, has, prices
 
     def build_layout(self, state: State, fidelity: Fidelity, work: Work) -> Layout:
         """Choose lanes, fetch their KV and form missing canonicals. Repeats without the keys that turn out to be missing."""
@@ -146,35 +142,13 @@ class Assembly:
         ahead: dict[str, SpanKV] = {}
         # Each round either succeeds or learns of at least one missing key, so it ends.
         while True:
-            has, prices = self._lookup()
-            choices = self.choices = choose(state, fidelity, has, prices, self.memo, self.engine, self.choices)
+            choices, has, prices = self._choose(state, fidelity)
             _, ms = steps_of(state, choices, system_prompt_key(state), has, prices)
             fetched = self._fetch_layout(state, choices, work, ahead)
             if fetched is not None:
                 own_ms = 1e3 * (costs.clock() - began) - (work.priced_ms - priced)
                 costs.learn(costs.library, (1, len(choices)), own_ms)
                 return replace(fetched, ms=ms)
-
-    def without_transient(self, layout: Layout, state: State) -> Layout:
-        """Return the layout of an exact window's answer without captures of KV that the next edit makes useless.
-
-        A window that loses chunks in front of others before every answer has all KV behind them computed anew each time. From
-        the second such answer on that KV is not read back and stored: vLLM's prefix cache holds it for as long as nothing is
-        edited. What an answer without such an edit computes is stored again.
-        """
-        keeps = self.engine.caches_prefixes and not self.engine.spec.kv.recurrent and not self.engine.spec.outputs
-        if state.fidelity.mode != "exact" or not keeps:  # audits of others ask for the KV again
-            return layout
-        moved = (
-            i for i, choice in enumerate(layout.choices)
-            if choice.compute and (kv := choice.entry.kv) and kv.provenance != choice.conditioning.provenance
-        )  # fmt: skip
-        previous, self.broken_at = self.broken_at, next(moved, None)
-        if previous is None or self.broken_at is None:
-            return layout
-        first = 1 + max(previous, self.broken_at)
-        rest = (replace(segment, capture=False) for segment in layout.segments[first:])
-        return replace(layout, segments=(*layout.segments[:first], *rest))
 
     def _fetch_layout(
         self, state: State, choices: Sequence[Choice], work: Work, ahead: dict[str, SpanKV]
@@ -189,7 +163,8 @@ class Assembly:
         if self.cached_tokens is not None and self.has(system_prompt_key(state)):
             computed = (end - c.entry.tokens for c, end in zip(choices, ends, strict=True) if c.compute)
             cached = self.cached_tokens(min(computed, default=state.tokens))
-        standing, start = self._loaded(choices, ends, cached, work), state.system_prompt_advance
+        newest, start = self.newest, state.system_prompt_advance
+        standing = newest.segments(self.engine, choices, ends, cached, work)
         if standing:
             start = standing[-1].start + standing[-1].encoded.advance
         encodeds = [self._encoded(choice.entry) for choice in choices[len(standing) :]]
@@ -201,8 +176,8 @@ class Assembly:
                 if (key := choice.conditioning.patch) is not None:
                     reads.begin(key, encoded.tokens, partial(self.repo.get_patch, key))
         system_prompt = self.system_prompt(state, work, reads, cached)
-        segments, counts = [system_prompt, *standing], [*self.loaded.counts[: len(standing) + 1]]
-        contents = dict.fromkeys(self.loaded.contents[: counts[-1]])  # in order, each once
+        segments, counts = [system_prompt, *standing], [*newest.loaded.counts[: len(standing) + 1]]
+        contents = dict.fromkeys(newest.loaded.contents[: counts[-1]])  # in order, each once
         early: dict[int, SpanKV] = {}
         for choice, encoded, end in rest:
             conditioning, entry = choice.conditioning, choice.entry
@@ -249,29 +224,8 @@ class Assembly:
             start += encoded.advance
         salt = salt_of(segments)
         layout = Layout(tuple(choices), tuple(segments), salt, tuple(contents), tuple(counts), ahead=early)
-        self.loaded = self.loaded.followed_by(layout, len(standing))
+        newest.loaded = newest.loaded.followed_by(layout, len(standing))
         return layout
-
-    def _loaded(self, choices: Sequence[Choice], ends: Sequence[int], cached: int, work: Work) -> list[Segment]:
-        """Return the segments of the first chunks that the layout before loaded just so and whose KV is still in memory."""
-        costs, began, chunks = self.engine.costs, self.engine.costs.clock(), self.loaded.chunks
-        spans = self.repo.at_hand([choice.conditioning.span for choice in choices[: len(chunks)]])
-        segments: list[Segment] = []
-        for choice, chunk, span, end in zip(choices, chunks, chain(spans, repeat(None)), ends, strict=False):
-            if choice.front is not chunk.front or choice.conditioning is not chunk.conditioning:
-                break
-            if end <= cached:
-                segments.append(with_fields(chunk.segment, cached=True))
-            elif span is not None and span is chunk.span():
-                segments.append(with_fields(chunk.segment, span=span))
-            else:
-                break
-        first = bisect_right(ends, cached, hi=len(segments))
-        if reads := len(segments) - first:
-            ms = 1e3 * (costs.clock() - began)
-            costs.fetched("at hand", ends[len(segments) - 1] - ends[first] + segments[first].tokens, ms, reads)
-            work.priced_ms += ms
-        return segments
 
     def _encoded(self, entry: Placed) -> Encoded:
         """Return the tokens of a placed chunk. Raises ValueError if the snapshot recorded another number."""
@@ -389,8 +343,7 @@ class Assembly:
         if watch.alone:
             amounts = workload([*segments, Segment(query, 0)], generation.forwards).amounts
             costs.learn(costs.engine, amounts, watch.first or watch.ms)
-        for segment in (segment for segment in segments if segment.patch is not None):
-            self.repo.note_served(segment.patch_key)
+        self.repo.note_served([segment.patch_key for segment in segments if segment.patch is not None])
         return generation
 
     def prefill(
@@ -460,7 +413,7 @@ class Assembly:
             memorable.append(choice)
         self.remember(memorable, fidelity)
         pairs = zip(layout.choices, entries, strict=True)
-        self.choices = [c if c.entry is p else replace(c, entry=p) for c, p in pairs]
+        self.newest.choices = [c if c.entry is p else c.of_entry(p) for c, p in pairs]
         return state.replace(placed=tuple(entries))
 
     def remember(self, choices: Iterable[Choice], fidelity: Fidelity) -> None:
@@ -472,7 +425,7 @@ class Assembly:
             adjacent = following is not None and following.length == choice.front.length + 1
             place = following.contents if following and adjacent else choice.front.contents_with(choice.entry)
             known = self.memo.get(place)
-            if choice.lane != "resident" or known is None or known.conditioning is not choice.conditioning:
+            if choice.compute or known is None or known.conditioning is not choice.conditioning:
                 self.memo[place] = ServedMemo.of(choice)
             self.memo.move_to_end(place)
         while len(self.memo) > MAX_MEMO:

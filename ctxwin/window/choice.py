@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from ctxwin.engines.segments import partial_ranges
-from ctxwin.fidelity import Lane
+from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.window.state import Conditioning, Placed, Prefix, provenance_of, span_key
+
+
+class Premises(NamedTuple):
+    """What the first admissible choice was made on, beside the chunk and its prefix: while it is the same, so is the choice.
+
+    Attributes:
+        stored: whether each key that was looked up is stored.
+        joins: whether a forward would share a request.
+    """
+
+    fidelity: Fidelity
+    stored: Mapping[str, bool]
+    joins: bool
 
 
 @dataclass(frozen=True)
@@ -26,6 +40,7 @@ class Choice:
         evicted_antecedents: placement ids it has absorbed that do not stand in front any more.
         reused: whether its serving is repeated from the memo: it followed the same contents, and no other lane applies.
         ms: its cost in milliseconds, without a request of its own.
+        premises: None where it must be made anew.
     """
 
     entry: Placed
@@ -40,6 +55,12 @@ class Choice:
     evicted_antecedents: Sequence[str] = ()
     reused: bool = False
     ms: float = 0.0
+    premises: Premises | None = field(default=None, repr=False, compare=False)
+
+    def of_entry(self, entry: Placed) -> Choice:
+        """Return this choice of the placement as it stands behind an answer; only exact KV is chosen whatever it has itself."""
+        goes_on = self.lane == "resident" and self.conditioning.exact
+        return replace(self, entry=entry, premises=self.premises if goes_on else None)
 
     @property
     def parts(self) -> list[tuple[int, bool]]:

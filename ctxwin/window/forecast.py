@@ -27,7 +27,7 @@ def salt_of(segments: Sequence[Segment]) -> str:
     its space, and an edit undone comes back to it.
     """
     last = max((i for i, segment in enumerate(segments) if segment.approximate), default=0)
-    return digest("salt", [segment.key for segment in segments[: last + 1]]) if last else ""
+    return digest("salt", "\n".join([segment.key for segment in segments[: last + 1]])) if last else ""
 
 
 def with_forecast(engine: Engine, state: State, choices: Sequence[Choice], plan: Plan, query: Encoded | None) -> Plan:

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache, partial
+from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 from ctxwin.engines.segments import gap_runs
@@ -24,7 +25,7 @@ from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.window.answer import Plan, PlanEntry, PlanRequest
 from ctxwin.window.antecedents import Antecedents
 from ctxwin.window.changes import with_fields
-from ctxwin.window.choice import Choice
+from ctxwin.window.choice import Choice, Premises
 from ctxwin.window.edited_text import Differences, EditedText
 from ctxwin.window.layout import computed_choices
 from ctxwin.window.prices import Prices
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from ctxwin.kv.layout import KVSpec
 
 Has = Callable[[str], bool]
+_EXACTLY = Fidelity("exact")
 MAX_ORBIT = 64
 """Most antecedents of an orbit patch; a mean over orders of more says nothing about any of them."""
 
@@ -104,81 +106,116 @@ def choose(
         prices: of the engine; by default those of a new engine.
         memo: how chunks were served, by `Prefix.contents_with`.
         engine: gives the tokens of edited chunks; without it no chunk is served in lane ``edited``.
-        previous: choices of the window before, in any version. Those of its first chunks hold as long as these have not changed
-            and stored exact KV serves them.
+        previous: choices of the window before, in any version, without the premises of those that the store does not bear out
+            now. One of them goes on as long as nothing else that it was made on has changed.
 
     O(n) in placed chunks, as long as they were not conditioned in n different orders.
     """
     if fidelity.mode == "auto":
         raise ValueError("fidelity must be resolved before lanes are chosen, got mode='auto'")
-    prices = prices or Prices()
-    placed, offset = placed_order(state.placed), state.system_prompt_tokens
-    front, survival, differences = Prefix.of(state, placed), Survival(placed), None
+    prices, memo, fidelity, placed = prices or Prices(), memo or {}, _interned(fidelity), state.placed
+    ids, offset = placed_order(placed), state.system_prompt_tokens
+    front, survival, differences = Prefix.of(state, ids), Survival(ids), None
     if engine is not None and fidelity.allows("edited"):
         differences = Differences(state, engine, fidelity.edited_tokens or 0)
     # A chunk that must be exact needs an exact prefix.
-    last = max((i for i, entry in enumerate(state.placed) if entry.exact_only), default=-1)
-    exactly, request_ms = Fidelity("exact"), prices.request_ms
-    reads = fidelity.mode != "blind" and fidelity.allows("resident")
-    if not reads or (previous and not previous[0].front.gives_kv_of(front)):
-        previous = ()
-    choices = _unchanged(previous, state, has, prices)
-    if choices:
-        offset += sum(choice.entry.tokens for choice in choices)
-        front = choices[-1].front.extended_by(choices[-1].entry, choices[-1].conditioning)
-        front = replace(front, antecedents=placed.through(choices[-1].entry.id, len(choices)))
-    for i, entry in enumerate(state.placed[len(choices) :], start=len(choices)):
+    last = max((i for i, entry in enumerate(placed) if entry.exact_only), default=-1)
+    request_ms, of_load = prices.request_ms, cache(prices.of_load)
+    none, choices = front.antecedents, list[Choice]()
+    if previous and previous[0].front.gives_kv_of(front):
+        front = previous[0].front
+    olds = (chain(part, repeat(None)) for part in (previous, previous[1:]))
+    for i, (entry, old, next_old) in enumerate(zip(placed, *olds, strict=False)):
         # A forward right after another, or right before the query, shares its request; gaps are computed at once.
-        joins = entry is state.placed[-1] or (bool(choices) and choices[-1].compute)
-        linked = bool(choices) and choices[-1].partial_base is not None
-        allowed = exactly if i <= last else fidelity
-        admissible = _admissible(state, entry, front, survival, differences, allowed, has, memo or {})
-        choice = _cheapest(admissible, prices, offset, 0.0 if joins else request_ms, 0.0 if linked else request_ms)
-        choices.append(choice)
+        joins = entry is placed[-1] or (i > 0 and choices[-1].compute)
+        allowed = _EXACTLY if i <= last else fidelity
+        next_front, choice = next_old and next_old.front, None
+        premises = old.premises if old is not None and old.front is front and old.entry is entry else None
+        if old is not None and premises is not None and premises.fidelity is allowed:
+            choice = _unchanged(old, premises, joins, offset, memo, prices, of_load)
+        if choice is not None:
+            choices.append(choice)
+            front = next_front or front.extended_by(entry, choice.conditioning)
+        else:
+            if front.antecedents.run != ids.run:  # what is made anew is named by the newest order
+                front = replace(front, antecedents=ids.through(placed[i - 1].id, i) if i else none)
+            stored: dict[str, bool] = {}
+            look = partial(_look_up, has, stored)
+            admissible = _admissible(state, entry, front, survival, differences, allowed, look, memo)
+            linked = i > 0 and choices[-1].partial_base is not None
+            choice, is_first = _cheapest(
+                admissible, prices, offset, 0.0 if joins else request_ms, 0.0 if linked else request_ms
+            )
+            conditioning = choice.conditioning
+            if not (choice.compute or choice.form_canonical or choice.partial_base):
+                if old is not None and old.front is front and old.conditioning == conditioning:
+                    conditioning = old.conditioning  # what is loaded goes by it
+                premises = Premises(allowed, stored, joins) if is_first else None
+                choice = with_fields(choice, conditioning=conditioning, premises=premises)
+            choices.append(choice)
+            front = front.extended_by(entry, conditioning)
+            if next_front is not None and next_front.antecedents.run == ids.run and next_front == front:
+                front = next_front  # what is behind it goes on
         offset += entry.tokens
-        front = front.extended_by(entry, choice.conditioning)
     return choices
+
+
+@lru_cache(maxsize=64)
+def _interned(fidelity: Fidelity) -> Fidelity:
+    """Return the first fidelity that was equal to this one."""
+    return fidelity
+
+
+def _look_up(has: Has, stored: dict[str, bool], key: str) -> bool:
+    """Return ``has(key)``, noted in ``stored``."""
+    answer = stored[key] = has(key)
+    return answer
 
 
 SAVES_MS, SAVES_SHARE = 5.0, 0.25
 """Least saving for which a lane replaces an earlier one of the order: milliseconds, and share of the cost."""
 
 
-def _unchanged(previous: Sequence[Choice], state: State, has: Has, prices: Prices) -> list[Choice]:
-    """Return the first of ``previous`` that hold, at their prices now: stored exact KV of the same chunks."""
-    choices: list[Choice] = []
-    offset, of_span = state.system_prompt_tokens, cache(prices.of_span)
-    for choice, entry in zip(previous, state.placed, strict=False):
-        span, tokens = choice.conditioning.span, entry.tokens
-        exact = choice.lane == "resident" and choice.conditioning.exact
-        if choice.entry is not entry or not exact or not has(span):
-            break
-        ms = of_span(prices.tier(span), tokens)
-        if ms >= SAVES_MS and ms - prices.model.forward_ms(tokens, offset) >= SAVES_MS:
-            break  # a forward may be cheaper
-        choices.append(choice if ms == choice.ms else with_fields(choice, ms=ms))
-        offset += tokens
-    return choices
+def _unchanged(
+    old: Choice,
+    premises: Premises,
+    joins: bool,
+    offset: int,
+    memo: Mapping[str, ServedMemo],
+    prices: Prices,
+    of_load: Callable[[int, str, str], float],
+) -> Choice | None:
+    """Return an earlier choice of a chunk that has the same prefix, at its price now; None where it must be made anew."""
+    kv, tokens = old.conditioning, old.entry.tokens
+    if old.reused:
+        known = memo.get(old.front.contents_with(old.entry))
+        if known is None or known.conditioning is not kv:
+            return None
+    ms = of_load(kv.slots or tokens, prices.tier(kv.span), prices.tier(kv.patch) if kv.patch else "")
+    if ms >= SAVES_MS and (ms, joins) != (old.ms, premises.joins):  # another lane may be cheaper; of exact KV a forward
+        least = prices.model.forward_ms(tokens, offset) if kv.exact else 0.0
+        return with_fields(old, ms=ms) if ms - least < SAVES_MS else None
+    return old if ms == old.ms else with_fields(old, ms=ms)
 
 
 def _cheapest(
     admissible: Iterator[Choice], prices: Prices, offset: int, compute_ms: float, partial_ms: float
-) -> Choice:
-    """Return the cheapest of ``admissible``, which come in order; see the module.
+) -> tuple[Choice, bool]:
+    """Return the cheapest of ``admissible``, which come in order, and whether it is the first; see the module.
 
     Args:
         compute_ms: what the request of a forward costs; ``partial_ms``: that of gaps.
     """
-    best, least = None, 0.0
+    best, least, is_first = None, 0.0, True
     for choice in admissible:
         ms = prices.of(choice, offset)
         total = ms + compute_ms * choice.compute + partial_ms * (choice.partial_base is not None)
         if best is None or least - total >= max(SAVES_MS, SAVES_SHARE * least):
-            best, least = replace(choice, ms=ms), total
+            best, least, is_first = with_fields(choice, ms=ms), total, best is None
         if least < SAVES_MS:
             break
     assert best is not None, "a forward can always serve a chunk"
-    return best
+    return best, is_first
 
 
 def _admissible(
@@ -258,17 +295,15 @@ def _own_kv(
     same = reusable is not None and reusable.provenance == here.provenance
     if fidelity.allows("resident"):
         if reusable and same and reusable.patch is None and reusable.slots is None:
-            yield Choice(entry, "resident", front, reusable.model_copy(update={"antecedents": here.antecedents}))
+            yield Choice(entry, "resident", front, _served_as(reusable, here, reusable.lane))
         elif has(here.span):
             yield Choice(entry, "resident", front, here)
     if reusable and same and reusable.patch:
         kind: Lane = "orbit" if reusable.patch.startswith("orbit/") else "patched"
         if fidelity.allows(kind):
-            conditioning = reusable.model_copy(update={"antecedents": here.antecedents, "lane": kind})
-            yield Choice(entry, kind, front, conditioning)
+            yield Choice(entry, kind, front, _served_as(reusable, here, kind))
     if reusable and same and reusable.slots is not None:
-        conditioning = reusable.model_copy(update={"antecedents": here.antecedents, "lane": "merged"})
-        yield Choice(entry, "merged", front, conditioning)
+        yield Choice(entry, "merged", front, _served_as(reusable, here, "merged"))
     if reusable and edited:
         changes = {"exact": False, "depth": reusable.depth + 1, "lane": "edited", "difference": edited.difference}
         yield Choice(
@@ -282,6 +317,14 @@ def _own_kv(
         lane: Lane = "survivor" if reusable.slots is None else "merged"
         conditioning = reusable.model_copy(update={"exact": False, "depth": reusable.depth + 1, "lane": lane})
         yield Choice(entry, lane, front, conditioning, not_attended=gaps[0], evicted_antecedents=gaps[1])
+
+
+def _served_as(kv: Conditioning, here: Conditioning, lane: Lane) -> Conditioning:
+    """Return ``kv``, served in this lane, with its antecedents named as ``here``: itself where that changes nothing."""
+    was, now = kv.antecedents, here.antecedents
+    if kv.lane == lane and (was.run, was.length) == (now.run, now.length):
+        return kv
+    return kv.model_copy(update={"antecedents": now, "lane": lane})
 
 
 def _patches(
@@ -359,9 +402,10 @@ def plan_of(
     token_bytes = kv.span_bytes(1, 4 if kv.dtype == "float32" else 2)
     entries: list[PlanEntry] = []
     offset, start = state.system_prompt_tokens, state.system_prompt_advance
-    for old, known, choice in zip(*previous, choices, strict=False):  # what `_unchanged` gave
+    for old, known, choice in zip(*previous, choices, strict=False):
         if old is not choice:
-            if old.conditioning is not choice.conditioning or with_fields(old, ms=choice.ms) != choice:
+            same = old.evicted_antecedents is choice.evicted_antecedents  # to compare them would be to list them
+            if not same or old.conditioning is not choice.conditioning or with_fields(old, ms=choice.ms) != choice:
                 break
             known = with_fields(known, ms=choice.ms)
         entries.append(known)

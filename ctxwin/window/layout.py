@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ctxwin.engines.results import Tally
 from ctxwin.engines.segments import Segment
 from ctxwin.window.choice import Choice
 from ctxwin.window.prices import Prices
-from ctxwin.window.state import ANYTHING, Conditioning, Prefix, State, content_name
+from ctxwin.window.state import ANYTHING, Prefix, State, content_name
 
 if TYPE_CHECKING:
     from ctxwin.kv.layout import SpanKV
@@ -29,34 +28,6 @@ class Work(Tally):
     background: bool = False  # no caller is waiting for it
     priced_ms: float = 0.0  # of its time: what has a price of its own
     stopped: Callable[[], bool] | None = None  # polled during background forwards; once it is true they are given up
-
-
-class LoadedChunk(NamedTuple):
-    """How a chunk was loaded: its segment without KV, and the KV that was checked to be its own, while that is in memory."""
-
-    front: Prefix
-    conditioning: Conditioning
-    segment: Segment
-    span: weakref.ref[SpanKV]
-
-
-@dataclass(frozen=True)
-class LoadedFront:
-    """The first chunks of a layout that were served as their stored exact KV; ``counts`` and ``contents`` are the layout's."""
-
-    chunks: Sequence[LoadedChunk] = ()
-    counts: Sequence[int] = (0,)
-    contents: Sequence[str] = ()
-
-    def followed_by(self, layout: Layout, known: int) -> LoadedFront:
-        """Return that of the next layout, which took over the first ``known`` chunks."""
-        chunks = list(self.chunks[:known])
-        for choice, segment in zip(layout.choices[known:], layout.segments[known + 1 :], strict=True):
-            if choice.lane != "resident" or not choice.conditioning.exact or segment.span is None:
-                break
-            bare, span = replace(segment, span=None), weakref.ref(segment.span)
-            chunks.append(LoadedChunk(choice.front, choice.conditioning, bare, span))
-        return LoadedFront(chunks, layout.counts, layout.contents)
 
 
 @dataclass(frozen=True)

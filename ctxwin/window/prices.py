@@ -44,9 +44,10 @@ class Prices:
         ms += self.model.fetch_ms(self.tier((choice.partial_base or conditioning).span), tokens)
         return ms + (self.model.fetch_ms(self.tier(conditioning.patch), tokens) if conditioning.patch else 0.0)
 
-    def of_span(self, tier: str, tokens: int) -> float:
-        """Return the cost of serving a span of ``tier`` as it is."""
-        return self.model.load_ms(tokens, False) + self.model.fetch_ms(tier, tokens)
+    def of_load(self, tokens: int, tier: str, patch_tier: str = "") -> float:
+        """Return the cost of serving a span of ``tier``, with a patch of ``patch_tier`` if there is one."""
+        ms = self.model.load_ms(tokens, bool(patch_tier)) + self.model.fetch_ms(tier, tokens)
+        return ms + (self.model.fetch_ms(patch_tier, tokens) if patch_tier else 0.0)
 
     def of_ask(self, choices: Sequence[Choice], requests: int, system_prompt: int, resident: bool, key: str) -> float:
         """Return the cost of an ask up to its first token, without the query's own tokens.

@@ -29,6 +29,7 @@ from ctxwin.window.events import Event
 from ctxwin.window.layout import Work
 from engines.models import write_text_model
 from engines.oracle import teacher_forced
+from window.fake import FakeEngine
 
 SYSTEM = "You watch a camera."
 LONG = 60.0
@@ -180,6 +181,19 @@ def test_the_order_of_arrival_is_no_reference_for_chunks_in_another_order(engine
         assert Replay(engine, lambda: False).reprefill_stream(window.core.state) is not None
         window.reorder([*reversed(window.ids)])
         assert Replay(engine, lambda: False).reprefill_stream(window.core.state) is None
+
+
+def test_a_replay_takes_nothing_over_that_another_strategy_does_not_see() -> None:
+    fake = FakeEngine()
+    with Window(fake, "h", fidelity=Fidelity("exact")) as window:
+        window.extend([Chunk.text(text) for text in "abc"])
+        window.ask("q", 1)
+        replay, state = Replay(fake, lambda: False), window.snapshot()
+        lanes = [
+            [choice.compute for choice in replay.build_layout(state, window.fidelity, visible=visible).choices]
+            for visible in (None, lambda key: False, None)
+        ]
+    assert lanes == [[False] * 3, [True] * 3, [False] * 3]
 
 
 @pytest.mark.parametrize(

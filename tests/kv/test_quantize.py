@@ -102,7 +102,7 @@ def test_a_patch_stays_within_its_share_and_comes_back_to_the_bit(
     spec = make_spec(layers=3, heads=1, k_dim=8, v_dim=4)
     base, conditioned, _ = pair(spec, tokens, 1, 5)
     patch = form_patch(conditioned, base, spec, bytes_share=share, layout="quantized", dtype=dtype)
-    assert patch.share(spec) <= share * (1 + 1e-12)
+    assert patch.nbytes <= share * spec.span_bytes(patch.tokens) * (1 + 1e-12)
     meta = json.loads(json.dumps(patch.describe()))
     tensors, _ = decode_tensors(encode_tensors(patch.tensors(), {}))
     same = Patch.from_tensors(tensors, meta)

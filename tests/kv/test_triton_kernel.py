@@ -21,10 +21,10 @@ from triton_cases import BF16, F16, F32, F64, FAMILIES, PACKAGE, close, exact, p
 
 from ctxwin.kv.kernels import LoadPlan, SpanSlice
 from ctxwin.kv.kernels.parts import ResidentKV
-from ctxwin.kv.kernels.resident import ResidentSpans
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.patch import Patch
 from ctxwin.kv.relocate import relocate
+from ctxwin_vllm.resident import ResidentSpans
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned", "kernel")

@@ -13,8 +13,8 @@ from operator_oracle import worst
 from triton_cases import BF16, F32, FAMILIES, exact, patch_of
 
 from ctxwin.kv.kernels import CacheStrides, LoadPlan, SpanSlice, choice
-from ctxwin.kv.kernels.resident import RESIDENT_BYTES
 from ctxwin.kv.layout import KVSpec
+from ctxwin_vllm.resident import RESIDENT_BYTES
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned", "kernel")

@@ -29,6 +29,9 @@ from ctxwin.media import unpack_frames
 from ctxwin.store import open_store
 from ctxwin.store.base import Store
 from ctxwin.store.spans import SpanRepository
+from ctxwin.window.answer import PlanEntry
+from ctxwin.window.assembly import Assembly
+from ctxwin.window.window import Window
 
 LAYERS, DIM = 2, 4
 _SCALES = 1e4 * (np.arange(50) + 1.3)
@@ -71,6 +74,16 @@ def _rows_behind(total: bytes, rows: int, token_ids: tuple[int, ...]) -> np.ndar
         state += row
     made.flags.writeable = False
     return made
+
+
+def planned_anew(window: Window) -> tuple[list[PlanEntry], list[PlanEntry]]:
+    """The entries of a window's plan, and of one that takes over nothing of those before; without prices, which may move."""
+    core = window.core
+    state, fidelity, goes_on = core.audits.with_fallbacks(core.state), core.fidelity, core.assembly
+    apart = Assembly(core.engine, memo=goes_on.memo, missing=goes_on.missing)
+    plans = goes_on.plan(state, fidelity), apart.plan(state, fidelity)
+    first, second = ([replace(entry, ms=0.0) for entry in plan.entries] for plan in plans)
+    return first, second
 
 
 class FakeEngine(Engine):

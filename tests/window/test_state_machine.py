@@ -22,7 +22,7 @@ from ctxwin import Chunk, Fidelity, Window, open_store
 from ctxwin.errors import BudgetExceeded
 from ctxwin.policies import ByPriority, Eviction, LeastRecentlyRead, OldestFirst
 from twins import machines
-from window.fake import DIM, LAYERS, FakeEngine, own_rows
+from window.fake import DIM, LAYERS, FakeEngine, own_rows, planned_anew
 
 HEADER = "h"
 BUDGET = 48
@@ -283,6 +283,8 @@ class Programs(RuleBasedStateMachine):
     def same_as_the_list(self) -> None:
         for window in getattr(self, "windows", []):
             window.check()
+            goes_on, anew = planned_anew(window)
+            assert goes_on == anew, "what stands from the plan before"
             assert [self.names[i] for i in window.ids] == self.placed
             assert [self.names[i] for i in window.evicted] == self.evicted
             assert window.tokens == 2 + sum(len(self.texts[a]) for a in self.placed)

@@ -11,9 +11,9 @@ import torch
 
 from ctxwin.kv.kernels.api import LoadPlan
 from ctxwin.kv.kernels.choice import Kernel, samples
-from ctxwin.kv.kernels.resident import ResidentSpans
 from ctxwin.kv.kernels.strides import CacheStrides
 from ctxwin.kv.layout import KVSpec, RopeSpec
+from ctxwin_vllm.resident import ResidentSpans
 
 Row = dict[str, object]
 TOKENS = ((37, 9, 5), (700, 2, 129), (5, 300, 41))

@@ -13,9 +13,9 @@ import torch
 from shapes import Decoder, random_part
 
 from ctxwin.kv.kernels.api import LoadPlan
-from ctxwin.kv.kernels.resident import ResidentSpans
 from ctxwin.kv.kernels.staging import to_host
 from ctxwin.kv.layout import KVSpec
+from ctxwin_vllm.resident import ResidentSpans
 
 Row = dict[str, Any]
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)

@@ -23,10 +23,10 @@ import torch
 from ctxwin.errors import UnsupportedModel
 from ctxwin.kv.kernels import CacheStrides, Kernel, LoadPlan, SpanSlice, choose
 from ctxwin.kv.kernels.choice import report, trial
-from ctxwin.kv.kernels.resident import ResidentSpans, resident_bytes
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.rows import from_rows, layer_kinds, to_rows
 from ctxwin_vllm import load_thread
+from ctxwin_vllm.resident import ResidentSpans, resident_bytes
 
 Shape = tuple[int, int, int]
 """KV heads of a layer, numbers of a key and of a value."""

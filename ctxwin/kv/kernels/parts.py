@@ -17,7 +17,7 @@ from ctxwin.kv.relocate import relocate
 
 @dataclass(frozen=True)
 class ResidentKV:
-    """A copy of a span's KV on the device that serves it; see `ctxwin.kv.kernels.resident`.
+    """A copy of a span's KV on the device that serves it; see `ctxwin_vllm.resident`.
 
     Attributes:
         k, v: contiguous ``[layers, T, heads, dim]``: the layers and KV heads that are served there.

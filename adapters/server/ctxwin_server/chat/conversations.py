@@ -15,7 +15,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from ctxwin.hashing import digest
 from ctxwin.profiles import resolve
 from ctxwin.window.antecedents import pack
 from ctxwin.window.assembly import Assembly
-from ctxwin.window.choice import Choice
+from ctxwin.window.continuation import Continuation
 from ctxwin.window.lanes import ServedMemo
 from ctxwin.window.layout import Layout, Work
 from ctxwin.window.placement import initial_state, placement
@@ -57,7 +57,7 @@ class Conversation(Record):
     """One conversation. Its state is immutable and replaced as a whole.
 
     Attributes:
-        memo, choices, broken_at: how chunks were served before, see `Assembly`.
+        memo, newest: how chunks were served before, see `Assembly`; of what was loaded nothing is kept.
         write_backs: of answered requests whose KV is not written back yet; each is done once it is.
         packed: JSON of its chunks, without antecedents, by placement.
     """
@@ -65,8 +65,7 @@ class Conversation(Record):
     state: State
     seed: str
     memo: OrderedDict[str, ServedMemo] = field(default_factory=OrderedDict)
-    choices: Sequence[Choice] = ()
-    broken_at: int | None = None
+    newest: Continuation = field(default_factory=Continuation)
     write_backs: set[Future[None]] = field(default_factory=set)
     packed: dict[str, tuple[Placed, str]] = field(default_factory=dict)
 
@@ -158,10 +157,10 @@ class Conversations(Records[Conversation]):
         fidelity = _resolved(fidelity, engine.spec.model, int(time.monotonic()))
         conversation, state, edits = self._update(engine, name, fidelity, shelf, patient)
         cached = engine.cached_tokens if fidelity.mode == "exact" else None
-        assembly, work = Assembly(engine, memo=conversation.memo, cached_tokens=cached), Work()
-        assembly.choices, assembly.broken_at = conversation.choices, conversation.broken_at
-        layout = assembly.without_transient(assembly.build_layout(state, fidelity, work), state)
-        conversation.broken_at, last = assembly.broken_at, layout.segments[-1]
+        newest, work = replace(conversation.newest), Work()
+        assembly = Assembly(engine, memo=conversation.memo, newest=newest, cached_tokens=cached)
+        layout = newest.without_transient(assembly.build_layout(state, fidelity, work), state, engine)
+        conversation.newest.broken_at, last = newest.broken_at, layout.segments[-1]
         end = layout.end(state).computed(engine.query_chunk.id, "computed")
         start = state.system_prompt_advance + sum(p.advance for p in state.placed)
         query = Segment(engine.query, start, capture=last.capture or last.available, span_key=end.span)
@@ -197,7 +196,7 @@ class Conversations(Records[Conversation]):
     def _write_back(self, turn: Turn, captured: dict[int, SpanKV]) -> State:
         assembly = Assembly(turn.engine, memo=turn.conversation.memo)
         state = assembly.write_back(turn.state, turn.layout, captured, turn.fidelity)
-        turn.conversation.choices = assembly.choices
+        turn.conversation.newest.choices = assembly.newest.choices
         while len(assembly.memo) > SERVED:
             assembly.memo.popitem(last=False)
         span = captured.get(len(turn.layout.segments))

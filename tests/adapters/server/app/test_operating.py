@@ -201,7 +201,7 @@ def test_what_is_wrong_with_a_store_is_said(tmp_path: Path) -> None:
     assert store_fault(closed)
 
 
-def test_an_ask_is_a_trace_below_the_clients() -> None:
+def test_an_ask_is_a_trace_below_the_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     sdk = pytest.importorskip("opentelemetry.sdk.trace")
     export = pytest.importorskip("opentelemetry.sdk.trace.export")
     memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter").InMemorySpanExporter()
@@ -210,8 +210,9 @@ def test_an_ask_is_a_trace_below_the_clients() -> None:
     trace = f"{0xABC:032x}"
     with serving(tenants=[Tenant(name="acme", keys=["a"])]) as server, RemoteWindow(server.client("a"), "h") as window:
         window.append(Chunk.text("one two three"))
-        tracing.start(provider)
-        try:
+        with monkeypatch.context() as traced:
+            traced.setattr(tracing, "_tracer", None)
+            tracing.start(provider)
             headers = {"content-type": "application/json", "authorization": "Bearer a"}
             headers["traceparent"] = f"00-{trace}-{7:016x}-01"
             path = f"{server.url}/v1/windows/{window.id}/ask"
@@ -219,8 +220,6 @@ def test_an_ask_is_a_trace_below_the_clients() -> None:
             urllib.request.urlopen(urllib.request.Request(path, body, headers), timeout=60).read()
             headers["traceparent"] = f"00-{trace}-{8:016x}-01"
             call(server, "/v1/chat/completions", {"messages": []}, **headers)
-        finally:
-            tracing.stop()
         window.ask("who?", max_tokens=2)
     spans = memory.get_finished_spans()
     assert {f"{s.context.trace_id:032x}" for s in spans} == {trace}
