@@ -46,7 +46,7 @@ def parse_json(limits: Limits, raw: bytes, max_text: int | None = None) -> Any:
     if not raw:
         return {}
     values, characters = 0, np.frombuffer(raw, np.uint8)
-    for at in range(0, len(raw), _SLICE):
+    for at in range(0, len(raw) if len(raw) > limits.max_json_values else 0, _SLICE):  # a value has a byte at least
         values += sum(int(np.count_nonzero(characters[at : at + _SLICE] == mark)) for mark in b",[{:")
         # Commas in text are not values, but so many of them exceed the limit of text.
         if values > limits.max_json_values:

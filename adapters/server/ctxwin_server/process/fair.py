@@ -172,7 +172,7 @@ class FairPool:
             if worked > _LIGHT:
                 self._rests[tenant] = time.monotonic() + min(_RESTING * worked, _LONGEST_REST)
             self._running[tenant] -= 1
-            self._changed.notify_all()  # tenants at their cap may continue
+            self._changed.notify(len(self._threads) if self._waiting else 0)  # tenants at their cap may continue
 
     def _beside_others(self, tenant: str, now: float) -> bool:
         """Return whether another tenant has asked recently, or has work running."""

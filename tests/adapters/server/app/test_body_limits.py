@@ -137,6 +137,15 @@ def test_names_count_beside_values() -> None:
         parse_json(limits, b"{" + b",".join(b'"%d": 1' % i for i in range(900)) + b"}")
 
 
+def test_a_body_of_fewer_bytes_than_values_are_allowed_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = list[int]()
+    monkeypatch.setattr(accounts.np, "count_nonzero", lambda marks: counted.append(len(marks)) or 1)
+    assert parse_json(Limits(max_json_values=9), b"[1,2,3,4]") == [1, 2, 3, 4]
+    assert not counted
+    assert parse_json(Limits(max_json_values=9), b"[1,2,3,45]") == [1, 2, 3, 45]
+    assert counted == [10] * 4
+
+
 FORM = b'--b\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n%s\r\n'
 
 

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -165,6 +166,20 @@ def test_what_is_taken_back_is_let_go_of_at_once(pools: list[FairPool]) -> None:
     assert pools[0].waiting("a") == 1
     line.end("a1")
     line.end("a2")
+
+
+def test_work_that_ends_wakes_threads_only_where_work_waits(pools: list[FairPool]) -> None:
+    pools.append(pool := FairPool(3, {"a": 1}))
+    line = Line(pool)
+    line.add("a1", "b1", "b2", "a2")
+    line.began(3)
+    with mock.patch.object(pool._changed, "notify", wraps=pool._changed.notify) as notify:
+        for ended, woken in (("b1", 3), ("a1", 3), ("a2", 0), ("b2", 0)):
+            line.end(ended)
+            wait_for(lambda: notify.called)
+            notify.assert_called_once_with(woken)
+            notify.reset_mock()
+            line.began(4 if ended == "a1" else 3)
 
 
 def test_an_error_is_its_callers(pools: list[FairPool]) -> None:
