@@ -106,20 +106,21 @@ class CountingSerializer(JsonPlusSerializer):
 
 @pytest.mark.parametrize("saver", [InMemorySaver, SqliteSaver])
 def test_checkpoints_grow_with_the_turns(engine: Chatty, saver: Any) -> None:
-    """With deltas as many messages and bytes are written in a turn of a long thread as in one of a short thread."""
+    """With deltas a turn of a long thread writes as many messages and bytes as one of a short thread."""
     serde, written = CountingSerializer(), []
     with contextlib.closing(sqlite3.connect(":memory:", check_same_thread=False)) as connection:
         checkpointer = saver(serde=serde) if saver is InMemorySaver else saver(connection, serde=serde)
         app = graph_of(node(keep_media=False, budget=60), checkpointer, state=DeltaWindowState)
-        for i in range(1, 41):
+        for i in range(1, 61):
             asked = app.invoke({"messages": [shown(i, f"q{i}?")]}, CONFIG, context=WindowContext(engine))
             written.append((serde.messages, serde.bytes))
         state = app.get_state(CONFIG).values
         assert [m.text for m in state["messages"]] == [m.text for m in asked["messages"]]
-    assert len(state["messages"]) == 80 and "base64" not in str(state["messages"])
-    middle, end = np.subtract(written[19], written[9]), np.subtract(written[39], written[29])
+    assert len(state["messages"]) == 120 and "base64" not in str(state["messages"])
+    middle, end = np.subtract(written[19], written[9]), np.subtract(written[59], written[49])
     assert end[0] == middle[0] <= 10 * 4, "a message, what it becomes, and its answer, and again as the run's input"
     assert end[1] <= 1.05 * middle[1]
+    assert written[59][1] <= 2.3 * written[29][1], "with the whole list, which one turn of 50 writes"
 
 
 def test_a_thread_goes_on_with_deltas(engine: Chatty) -> None:
