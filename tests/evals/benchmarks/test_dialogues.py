@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -150,3 +152,15 @@ def test_missing_pictures_are_an_error_or_left_out(tmp_path: Path) -> None:
     (tmp_path / "sparkleseval.json").write_text("{}")
     with pytest.raises(ValueError, match="a list of dialogues, got dict"):
         benchmark("sparkles", options).items()
+
+
+def test_pictures_are_unpacked_as_the_hub_holds_them(tmp_path: Path) -> None:
+    options = write(tmp_path)
+    items = benchmark("mmdu", options).items()
+    with zipfile.ZipFile(tmp_path / "mmdu_pics.zip", "w") as made:
+        for path in (tmp_path / "mmdu_pics").iterdir():
+            made.write(path, f"mmdu_pics/{path.name}")
+    shutil.rmtree(tmp_path / "mmdu_pics")
+    task = benchmark("mmdu", options)
+    assert task.items() == items and [i.load() for i in task.items()] == [i.load() for i in items]
+    assert (tmp_path / "mmdu_pics.zip").name in task.patterns()

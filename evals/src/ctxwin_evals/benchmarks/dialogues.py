@@ -83,7 +83,7 @@ class Dialogues(DataTask):
         """Name and turns of a row; ValueError naming ``where``."""
 
     def patterns(self) -> list[str]:
-        return [self.file, f"{self.pictures}/**"]
+        return [self.file, f"{self.pictures}/**", f"{self.pictures}.zip"]
 
     def rows(self, root: Path) -> Iterator[tuple[str, Any]]:
         path = self.annotations(root / self.file)

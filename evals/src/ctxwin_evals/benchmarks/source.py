@@ -55,9 +55,10 @@ def unpack_all(root: Path) -> None:
     """Unpack the archives of the data sets where they belong, each once.
 
     ``mm_niah_*/images.tar.gz`` gives ``mm_niah_*/images``; ``MileBench_part*.tar.gz`` give the sets' folders, which hold a
-    JSON file of their own name; ``videos_chunked_*.zip`` and ``subtitle.zip`` give ``video`` and ``subtitle``. An archive
-    that does not hold what it should raises ValueError. What an unpacking that was ended left behind is removed, and it begins
-    again with the archive that it had not finished; two processes take turns.
+    JSON file of their own name; ``videos_chunked_*.zip`` and ``subtitle.zip`` give ``video`` and ``subtitle``, and
+    ``mmdu_pics.zip`` gives ``mmdu_pics``. An archive that does not hold what it should raises ValueError. What an unpacking
+    that was ended left behind is removed, and it begins again with the archive that it had not finished; two processes take
+    turns.
     """
     archives = [path for pattern in _ARCHIVES for path in root.glob(pattern) if not _is_unpacked(path)]
     if not archives:
@@ -85,6 +86,7 @@ _ARCHIVES = {
     "MileBench_part*.tar.gz": "",
     "videos_chunked_*.zip": "video",
     "subtitle.zip": "subtitle",
+    "mmdu_pics.zip": "mmdu_pics",
 }
 """Folders that archives are unpacked to; those of MileBench name their own."""
 
