@@ -143,9 +143,9 @@ def test_citations_are_read() -> None:
         ("kamera", "table 3", ""), ("mpic", "section 3.1", ""),
     ]  # fmt: skip
     assert not list(citations("Kamera's operator. The table 3 of another page, and MPIC-32 in section heads."))
-    assert exists("ctxwin.kv.patch.Patch.share") and exists("ctxwin.engines.base") and exists("evals/studies/drift.py")
+    assert exists("ctxwin.kv.patch.Patch.nbytes") and exists("ctxwin.engines.base") and exists("evals/studies/drift.py")
     assert (
-        not exists("ctxwin.kv.patch.Patch.shares") and not exists("ctxwin.kv.nowhere") and not exists("evals/none.py")
+        not exists("ctxwin.kv.patch.Patch.bytes_of") and not exists("ctxwin.kv.nowhere") and not exists("evals/none.py")
     )
 
 
