@@ -13,7 +13,7 @@ from benchmark_data import write_mm_niah, write_video_mme
 from ctxwin_evals.benchmarks import DataOptions, benchmark
 from ctxwin_evals.cli import app
 from ctxwin_evals.samples import read_samples
-from engines.models import edit_config, write_kimi, write_vision_model
+from engines.models import edit_config, wide, write_kimi, write_vision_model
 
 ARMS = "reprefill,blind,patched:8,patched:full,mpic:4,cacheblend:0.15,elastic:0.5"
 WRITERS: dict[str, Callable[[Path], Path]] = {"qwen2_5_vl": write_vision_model, "kimi": write_kimi}
@@ -75,3 +75,30 @@ def test_the_first_items_are_those_whose_media_are_there(model_dir: Path, tmp_pa
     found = read_samples(tmp_path / "run")
     assert {index for _, _, index in found.rows} == {3, 4, 5}
     assert {row.index for row in found.first(2)} == {3, 4}
+
+
+@pytest.mark.slow
+@pytest.mark.guard
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [("mm-niah/retrieval-image", ()), ("video-mme", ("--video-frames", "2", "--max-pixels", "7056"))],
+)
+def test_both_engines_give_one_table(task: str, options: tuple[str, ...], data: Path, tmp_path: Path) -> None:
+    model = wide(
+        lambda f: write_vision_model(f, "qwen3_vl"), tmp_path / "model"
+    )  # heads of a size that vLLM serves on a CPU
+    edit_config(model, max_position_embeddings=16384)
+    arms, found = "reprefill,blind,patched:8,merged:0.5,mpic:4", {}
+    args = ["run", task, "--data", str(data / task.partition("/")[0]), "--model", str(model), "--n", "1", *options]
+    for engine in ("hf", "vllm"):
+        out = ["--engine", engine, "--arms", arms, "--output", str(tmp_path / engine), "--json"]
+        made = CliRunner().invoke(app, [*args, *out])
+        assert made.exit_code == 0, made.output
+        found[engine] = {arm: cells[task] for arm, cells in json.loads(made.stdout)["arms"].items()}
+    assert found["hf"].keys() == found["vllm"].keys() == set(arms.split(","))
+    for arm, ours in found["hf"].items():
+        theirs = found["vllm"][arm]
+        assert (ours["n"], ours["accuracy"]) == (theirs["n"], theirs["accuracy"])
+        assert -1e-3 <= theirs["kl"] <= 1.05 * ours["kl"] + 2e-3, f"{arm}: over the likeliest tokens it is no more"
+    assert found["vllm"]["blind"]["kl"] > 4 * max(1e-4, found["vllm"]["reprefill"]["kl"])
