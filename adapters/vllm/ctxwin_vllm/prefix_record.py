@@ -7,6 +7,7 @@ visible from here.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
@@ -29,7 +30,8 @@ class PrefixRecord:
 
     def __init__(self, block: int, capacity: int) -> None:
         self.block, self._capacity = block, capacity
-        self._blocks: OrderedDict[bytes, None] = OrderedDict()
+        # By name, whether it is the last one of the newest request that has it.
+        self._blocks: OrderedDict[bytes, bool] = OrderedDict()
         self._lock = threading.Lock()
 
     def names(self, ids: Sequence[int], media: Sequence[MediaSpan], marks: Mapping[int, str], salt: str) -> list[bytes]:
@@ -57,11 +59,17 @@ class PrefixRecord:
             count = next((i for i, n in enumerate(names) if n not in self._blocks and n not in extra), len(names))
         return count * self.block
 
+    def continues(self, names: Sequence[bytes]) -> bool:
+        """Return True if all that an earlier request left in the cache is the beginning of a prompt with these blocks."""
+        with self._lock:
+            cached = list(itertools.takewhile(self._blocks.__contains__, names))
+            return bool(cached) and self._blocks[cached[-1]]
+
     def add(self, names: Sequence[bytes]) -> None:
         """Record the blocks of a request that has ended."""
         with self._lock:
-            for name in names:
-                self._blocks[name] = None
+            for i, name in enumerate(names, 1):
+                self._blocks[name] = i == len(names)
                 self._blocks.move_to_end(name)
             while len(self._blocks) > self._capacity:
                 self._blocks.popitem(last=False)

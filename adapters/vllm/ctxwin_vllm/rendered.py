@@ -17,7 +17,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.chunk import Chunk
@@ -113,6 +113,15 @@ class RenderedPrompt:
     ids: tuple[int, ...]
     media: tuple[Medium, ...]
     salt: str
+
+    @cached_property
+    def spans(self) -> list[MediaSpan]:
+        """Its pictures."""
+        return [MediaSpan("image", m.name, m.offset, m.tokens, m.picture.grid) for m in self.media]
+
+    def block_names(self, engine: VLLMEngine) -> list[bytes]:
+        """Return the names of its blocks in the record of vLLM's prefix cache; none without one."""
+        return engine.prompts.salted_names(self.ids, self.spans, self.salt) if engine.core.caches else []
 
     def prefix(self, tokens: int) -> dict[str, Any]:
         """Return the engine input of its first tokens; a picture that they end in is part of it as a whole."""
@@ -262,15 +271,18 @@ class RenderedRequest(Engine):
         identity: of the engine for windows of such prompts: no other kind of window shares their provenances. A client's own
             salt separates its requests from all others here, as in vLLM's prefix cache.
 
+    Args:
+        handle: reserved for the transfer of a request that vLLM runs already; it loads nothing.
+
     Raises:
         NotAWindow: a prompt that has no such segments, or too many; a model with recurrent layers.
     """
 
-    def __init__(self, engine: VLLMEngine, prompt: RenderedPrompt) -> None:
+    def __init__(self, engine: VLLMEngine, prompt: RenderedPrompt, handle: str = "") -> None:
         if engine.spec.kv.recurrent:  # states are read back where a request ends: a chat's after its answer
             raise NotAWindow("plain chats of a model with recurrent layers are left to vLLM; use a window")
         self._engine, self.auditing = engine, engine.auditing
-        self._abandoned = False
+        self._abandoned, self._handle = False, handle
         self.spec, self.store, self.repo, self.counters = engine.spec, engine.store, engine.repo, engine.counters
         self.costs = engine.costs
         client_salt = "" if prompt.salt == engine.plain_salt else prompt.salt
@@ -288,9 +300,7 @@ class RenderedRequest(Engine):
         self.query_chunk, self.query = last
         self.chunks = [chunk for chunk, _ in between]
         prefixes = engine.core.prefixes
-        self._block_names = (
-            engine.prompts.salted_names(prompt.ids, self._spans, prompt.salt) if engine.core.caches else []
-        )
+        self._block_names = prompt.block_names(engine)
         # vLLM computes a prompt's last token, and with it its block.
         self._hit = min(prefixes.hit(self._block_names), (len(prompt.ids) - 1) // prefixes.block * prefixes.block)
 
@@ -342,6 +352,8 @@ class RenderedRequest(Engine):
     def cached_tokens(self, stored: int) -> int:
         """Return how many of the first ``stored`` tokens, whose KV is stored, need no spans: vLLM's prefix cache holds them, as
         far as earlier requests of this process tell, or they are few and would be loaded later than they are computed."""
+        if self._handle:
+            return stored
         core, costs, tokens = self._engine.core, self.costs, stored - min(stored, self._hit)
         load_ms, forward_ms = STEP_MS + costs.load_ms(tokens, False), costs.forward_ms(tokens, stored - tokens)
         if tokens >= core.block or (load_ms < forward_ms and not core.min_load):
@@ -364,7 +376,9 @@ class RenderedRequest(Engine):
         engine_input = dict(self._rendered.engine_input)
         if namespace.salt:
             engine_input["cache_salt"], self._block_names = self._salt(namespace), []
-        handle = engine.core.transport.add(transfer)
+        if self._handle and (transfer.loads or namespace.salt):
+            raise NotAWindow("its request has begun, and loads nothing")
+        handle = engine.core.transport.add(transfer, self._handle)
         return SubmittedRequest(engine_input, handle, transfer, segments, captures, generation, self.costs)
 
     def collect(self, submitted: SubmittedRequest, *, finished: bool) -> dict[int, SpanKV]:
@@ -407,11 +421,9 @@ class RenderedRequest(Engine):
         return self._engine.prompts.salted(digest(namespace.salt, client_salt)) if namespace.salt else client_salt
 
     def _segments(self, cuts: Sequence[int]) -> list[tuple[Chunk, Encoded]]:
-        prompt, spans = self._rendered, []
-        for medium in prompt.media:
-            spans.append(MediaSpan("image", medium.name, medium.offset, medium.tokens, medium.picture.grid))
+        prompt, spans = self._rendered, self._rendered.spans
         positions, end = self._engine.core.inputs.positions(prompt.ids, spans)
-        self._positions, self._spans = positions, spans
+        self._positions = positions
         starts = [*positions[:, cuts[:-1]].min(axis=0).tolist(), end]
         segments, ahead = [], deque(spans)
         for i, (begin, stop) in enumerate(itertools.pairwise(cuts)):

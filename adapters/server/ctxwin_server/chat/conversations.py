@@ -154,7 +154,7 @@ class Conversations(Records[Conversation]):
         Raises as `Window.ask`; no KV of the new segments is recorded then. Cost: O(segments x placed), and the forwards
         of new segments before stored ones.
         """
-        fidelity = _resolved(fidelity, engine.spec.model, int(time.monotonic()))
+        fidelity = resolved_fidelity(fidelity, engine.spec.model, int(time.monotonic()))
         conversation, state, edits = self._update(engine, name, fidelity, shelf, patient)
         cached = engine.cached_tokens if fidelity.mode == "exact" else None
         newest, work = replace(conversation.newest), Work()
@@ -264,7 +264,7 @@ class Conversations(Records[Conversation]):
 
 
 @lru_cache(maxsize=64)
-def _resolved(fidelity: Fidelity, model: str, second: int) -> Fidelity:
+def resolved_fidelity(fidelity: Fidelity, model: str, second: int) -> Fidelity:
     """Return how a chat is served, whose one request has all tokens; what a profile says is read once a ``second``."""
     fidelity = fidelity if fidelity.mode != "auto" else resolve(fidelity, model)
     return fidelity.model_copy(update={"recompute": None, "merge": None})

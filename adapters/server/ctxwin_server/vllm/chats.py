@@ -16,11 +16,12 @@ from functools import lru_cache, partial
 from typing import Any
 
 from ctxwin.errors import EngineFailed
+from ctxwin.fidelity import Fidelity
 from ctxwin_chats.prediction import common_prefix
 from ctxwin_chats.prefill import Ahead
 from ctxwin_server.app.request_options import RequestOptions
 from ctxwin_server.app.service import Service, TenantState
-from ctxwin_server.chat.conversations import Turn, WriteBackPending
+from ctxwin_server.chat.conversations import Turn, WriteBackPending, resolved_fidelity
 from ctxwin_vllm.engine import VLLMEngine
 from ctxwin_vllm.media_cache import ReceivedMedia, confirm_media, names_of, names_sent
 from ctxwin_vllm.rendered import NotAWindow, Pictures, RenderedPrompt, RenderedRequest
@@ -139,32 +140,40 @@ class ChatClient:
         self, request: RequestOptions, state: TenantState, rendered: RenderedPrompt, sampling: Any, request_id: str,
         options: dict[str, Any],
     ) -> AsyncGenerator[Any, None]:  # fmt: skip
-        turn = await self._prepare(request, state, rendered, request_id)
-        if turn is None:
-            async with aclosing(self._generate(rendered.engine_input, sampling, request_id, options)) as outputs:
-                async for output in outputs:
-                    yield output
-            return
-        submitted, params = turn.submitted, sampling.clone()
-        params.extra_args = {**(sampling.extra_args or {}), "kv_transfer_params": {PARAM: submitted.handle}}
+        assert isinstance(state.engine, VLLMEngine)
+        reserved = self._reserve(request, state.engine, rendered)
+        turn = None if reserved else await self._prepare(request, state, rendered)
+        params, prompt, handle = sampling.clone(), rendered.engine_input, reserved
+        if turn is not None:
+            prompt, handle = turn.submitted.prompt, turn.submitted.handle
+        if handle:
+            params.extra_args = {**(sampling.extra_args or {}), "kv_transfer_params": {PARAM: handle}}
         ended = False
         try:
-            with submitted.costs.timed() as watch:
-                async with aclosing(self._generate(submitted.prompt, params, request_id, options)) as outputs:
+            with state.engine.costs.timed() as watch:
+                async with aclosing(_Outputs(self._generate(prompt, params, request_id, options))) as outputs:
+                    if reserved:  # the window is updated while vLLM computes
+                        await asyncio.sleep(0)
+                        turn = await self._prepare(request, state, rendered, reserved)
                     async for output in outputs:
-                        if watch.first is None and any(part.finish_reason == "error" for part in output.outputs):
-                            break
-                        watch.lap()
-                        self._count(request, turn, output)
-                        if ended := output.finished:
-                            failed = any(part.finish_reason == "error" for part in output.outputs)
-                            self._finish(request, state, turn, finished=not failed)
+                        failed = any(part.finish_reason == "error" for part in output.outputs)
+                        if turn is not None:
+                            if watch.first is None and failed:
+                                break
+                            watch.lap()
+                            self._count(request, turn, output)
+                            if ended := output.finished:
+                                self._finish(request, state, turn, finished=not failed)
                         yield output
-            submitted.watch = watch
+            if turn is None:
+                return
+            turn.submitted.watch = watch
             if watch.first is not None:
                 return
         finally:
-            if not ended:
+            if turn is None and reserved:
+                state.engine.core.transport.remove(reserved)
+            elif turn is not None and not ended:
                 self._finish(request, state, turn, finished=False)
         _log.warning("loading KV for request %s failed; the prompt is computed instead", request_id)
         self._service.metrics.fallback(request.tenant)
@@ -174,14 +183,29 @@ class ChatClient:
             async for output in outputs:
                 yield output
 
+    def _reserve(self, request: RequestOptions, engine: VLLMEngine, rendered: RenderedPrompt) -> str:
+        """Return a handle for an exact chat of which vLLM's prefix cache holds all that was computed before; "" for others.
+
+        Nothing is to be loaded for it, so vLLM may begin before its window is updated.
+        """
+        try:
+            fidelity = resolved_fidelity(self._fidelity(request), engine.spec.model, int(time.monotonic()))
+            if fidelity.mode == "exact" and engine.core.prefixes.continues(rendered.block_names(engine)):
+                return engine.core.transport.reserve()
+        except Exception as error:
+            _log.warning("a chat's window is updated before vLLM begins (%s)", error)
+        return ""
+
+    def _fidelity(self, request: RequestOptions) -> Fidelity:
+        return request.fidelity or self._service.limits.fidelity
+
     async def _prepare(
-        self, request: RequestOptions, state: TenantState, rendered: RenderedPrompt, request_id: str
+        self, request: RequestOptions, state: TenantState, rendered: RenderedPrompt, reserved: str = ""
     ) -> Turn | None:
         """Prepare the turn in a worker thread; return None if that failed."""
         assert isinstance(state.engine, VLLMEngine)
-        build = lru_cache(1)(partial(RenderedRequest, state.engine, rendered))  # in a worker thread, and once
-        fidelity = request.fidelity or self._service.limits.fidelity
-        begin = partial(state.conversations.begin, build, request.name, fidelity, request.shelf)
+        build = lru_cache(1)(partial(RenderedRequest, state.engine, rendered, reserved))  # in a worker thread, and once
+        begin = partial(state.conversations.begin, build, request.name, self._fidelity(request), request.shelf)
 
         async def prepare() -> Turn:
             try:
@@ -201,7 +225,7 @@ class ChatClient:
         except NotAWindow as error:
             self._bypass(request, str(error))
         except Exception as error:
-            _log.warning("no window behind request %s (%s); vLLM computes it alone", request_id, error)
+            _log.warning("no window behind a chat (%s); vLLM computes it alone", error)
             self._bypass(request, "its window failed", failed=True)
         return None
 
@@ -257,6 +281,24 @@ class ChatClient:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+class _Outputs:
+    """The outputs of a request, of which the first one is awaited at once."""
+
+    def __init__(self, outputs: AsyncGenerator[Any, None]) -> None:
+        self._outputs, self._first = outputs, asyncio.ensure_future(anext(outputs))
+
+    async def __aiter__(self) -> AsyncGenerator[Any, None]:
+        yield await self._first
+        async for output in self._outputs:
+            yield output
+
+    async def aclose(self) -> None:
+        """Cancel the request if it has not ended."""
+        self._first.cancel()
+        await asyncio.gather(self._first, return_exceptions=True)
+        await self._outputs.aclose()
 
 
 def _hash(rendered: RenderedPrompt) -> None:

@@ -68,6 +68,7 @@ class SchedulerHalf:
         self._capturing: dict[str, tuple[int, ...]] = {}  # blocks of the states of requests whose chunk is captured
         # local hit, handle and metadata of requests that may load
         self._planned: dict[str, tuple[int, str, RequestMeta]] = {}
+        self._reserved: dict[str, int] = {}  # local hit of requests whose transfer was not added when they were planned
         self._orphans: dict[str, float] = {}  # requests whose transfer is gone, and since when
         self._pool: BlockPool | None = None
         self._steps = 0
@@ -87,7 +88,11 @@ class SchedulerHalf:
         planned = num_computed_tokens, handle, meta
         if self._planned.get(request.request_id) != planned:  # vLLM calls this in every step for a waiting request
             self._planned[request.request_id] = planned
-            self.endpoint.report_hit(handle, num_computed_tokens, count)
+            if meta.reserved:  # off the way to the first token
+                self._reserved[request.request_id] = num_computed_tokens
+            else:
+                self._reserved.pop(request.request_id, None)
+                self.endpoint.report_hit(handle, num_computed_tokens, count)
         return count, count > 0 and self._background(meta, num_computed_tokens)
 
     def _background(self, meta: RequestMeta, hit: int) -> bool:
@@ -169,7 +174,12 @@ class SchedulerHalf:
         for load in self._unproven:
             if load.request == request.request_id:
                 load.blocks.update(block_ids[load.first :])
-        entry = self._meta(request)
+        entry, hit = self._meta(request), self._reserved.pop(request.request_id, None)
+        if entry is not None and hit is not None:
+            if entry[1].reserved:
+                self.endpoint.fail(entry[0], RuntimeError("the request ended before its transfer was added"))
+            else:
+                self.endpoint.report_hit(entry[0], hit, 0)
         if entry is None or not entry[1].captures or request.status == RequestStatus.FINISHED_ERROR:
             return False
         handle, meta = entry

@@ -57,6 +57,7 @@ class RequestMeta:
             loaded KV is not what a forward would compute.
         expected_hit: prompt tokens that vLLM's own prefix cache is known to hold, and that no load has: where it has dropped
             some of them, all that follows is computed.
+        reserved: True until the transfer itself is added, which is by the end of its request; nothing is loaded.
     """
 
     covered: int = 0
@@ -65,6 +66,7 @@ class RequestMeta:
     private_from: int = 0
     min_load: int = 0
     expected_hit: int = 0
+    reserved: bool = False
 
     def tokens_to_load(self, hit: int, prompt: int) -> int:
         """Return the number of tokens to load after a prefix hit of ``hit`` tokens; vLLM always computes the last prompt token.
@@ -191,8 +193,12 @@ class Transport(ABC):
     source: str
 
     @abstractmethod
-    def add(self, transfer: Transfer) -> str:
-        """Submit a transfer and return its handle. Raises OSError where there is no room for it."""
+    def add(self, transfer: Transfer, handle: str = "") -> str:
+        """Submit a transfer and return its handle, which is new or was reserved. Raises OSError where there is no room for it."""
+
+    def reserve(self) -> str:
+        """Return a handle for a transfer without loads, which is added while its request runs. Raises OSError as `add`."""
+        return self.add(Transfer(reserved=True))
 
     @abstractmethod
     def collect(self, handle: str, transfer: Transfer, finished: bool) -> None:

@@ -44,8 +44,8 @@ class LocalTransport(Transport, Endpoint):
         self._transfers: dict[str, Transfer] = {}  # each operation on it is atomic
         _open[self.source] = self
 
-    def add(self, transfer: Transfer) -> str:
-        handle = new_handle()
+    def add(self, transfer: Transfer, handle: str = "") -> str:
+        handle = handle or new_handle()
         self._transfers[handle] = transfer
         return handle
 

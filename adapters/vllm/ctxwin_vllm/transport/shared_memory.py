@@ -148,9 +148,9 @@ class SharedMemoryTransport(Transport):
         """Record the names of vLLM's shared memory, for the next `sweep` if all processes are killed at once."""
         write_json(self.path / SEGMENTS, dict.fromkeys(names))
 
-    def add(self, transfer: Transfer) -> str:
+    def add(self, transfer: Transfer, handle: str = "") -> str:
         """As `Transport.add`. Cost: one write of each span that no earlier transfer brought."""
-        handle = new_handle()
+        handle = handle or new_handle()
         names: list[str] = []
         with self._lock:
             self._drop_unreachable()
