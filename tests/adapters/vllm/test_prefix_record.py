@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,3 +48,16 @@ def test_names_are_equal_where_everything_up_to_the_end_of_the_block_is(one: Pro
         alike = [a == b for a, b in zip(contents(one), contents(there), strict=False)]
         assert [a == b for a, b in zip(names(one), names(there), strict=False)] == alike
     assert len(names(one)) == len(one[0]) // BLOCK
+
+
+@given(st.lists(st.lists(st.integers(0, 1), max_size=6), max_size=6), st.lists(st.integers(0, 1), max_size=8))
+def test_a_prompt_continues_where_nothing_else_was_left_behind_what_it_shares(
+    earlier: list[list[int]], prompt: list[int]
+) -> None:
+    """Blocks of one token: the newest request with the last block that is there ended with it."""
+    record = PrefixRecord(1, 999)
+    for ids in earlier:
+        record.add(record.names(ids, [], {}, ""))
+    shared = max((sum(1 for _ in takewhile(lambda p: p[0] == p[1], zip(ids, prompt))) for ids in earlier), default=0)  # noqa: B905
+    newest = next((ids for ids in reversed(earlier) if ids[:shared] == prompt[:shared]), [])
+    assert record.continues(record.names(prompt, [], {}, "")) == (shared > 0 and len(newest) == shared)

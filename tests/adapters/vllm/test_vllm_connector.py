@@ -146,3 +146,43 @@ class TestReadingBack:
             worker.start_load_kv(None)
             assert worker.get_finished({"r"}) == (({"r"}, None) if last else (None, None))
         assert endpoint.save.call_count == 3
+
+
+class TestReservedTransfers:
+    """Requests that run before what they capture is known."""
+
+    def begun(self, scheduler: Any) -> tuple[str, Any]:
+        """A request of 12 tokens, of which vLLM's own cache holds 8."""
+        handle = scheduler.endpoint.reserve()
+        request = SimpleNamespace(
+            request_id="r",
+            kv_transfer_params={PARAM: handle},
+            num_prompt_tokens=12,
+            num_computed_tokens=12,
+            status=None,
+        )
+        assert scheduler.get_num_new_matched_tokens(request, 8) == (0, False)
+        scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([0, 1, 2],)), 0)
+        return handle, request
+
+    def test_capture_what_is_added_while_they_run(self, scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(scheduler.endpoint, "read_now", lambda save, meta: False)
+        handle, request = self.begun(scheduler)
+        transfer = Transfer(captures={"0": (8, 12)}, expected_hit=8)
+        scheduler.endpoint.add(transfer, handle)
+        assert scheduler.request_finished(request, [0, 1, 2]) == (True, None)
+        assert [save.ranges for save in scheduler.build_connector_meta(None).saves] == [{"0": (8, 12)}]
+        assert transfer.local_tokens == 8 and transfer.error is None
+
+    def test_say_that_they_have_ended_before_it_was_added(self, scheduler: Any) -> None:
+        handle, request = self.begun(scheduler)
+        assert scheduler.request_finished(request, [0, 1, 2]) == (False, None)
+        assert "before its transfer was added" in str(scheduler.endpoint._transfers[handle].error)
+
+    def test_of_which_vllm_has_taken_the_blocks_go_on_like_others(self, scheduler: Any) -> None:
+        handle, request = self.begun(scheduler)
+        transfer = Transfer(captures={"0": (8, 12)}, expected_hit=8)
+        scheduler.endpoint.add(transfer, handle)
+        assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+        scheduler.request_finished(request, [0, 1, 2])
+        assert transfer.local_tokens == 0

@@ -278,6 +278,23 @@ def test_a_job_is_read_once(tmp_path: Path) -> None:
     transport.close()
 
 
+def test_a_reserved_transfer_is_read_again_until_it_is_added(tmp_path: Path) -> None:
+    transport = SharedMemoryTransport(KV, folder=tmp_path)
+    endpoint, handle = SharedMemoryEndpoint(transport.source), transport.reserve()
+    for _ in range(2):
+        meta = endpoint.request_meta(handle)
+        assert meta is not None and meta.reserved and not meta.tokens_to_load(0, 99)
+    assert transport.add(Transfer(captures={"0": (0, 4)}), handle) == handle and len(transport) == 1
+    with mock.patch.object(endpoints, "read_json", side_effect=endpoints.read_json) as reads:
+        for _ in range(3):
+            meta = endpoint.request_meta(handle)
+            assert meta is not None and meta.captures == {"0": (0, 4)} and not meta.reserved
+        assert reads.call_count == 1
+    transport.remove(handle)
+    assert endpoint.request_meta(handle) is None and not list(transport.path.glob(f"*{handle}*"))
+    transport.close()
+
+
 def test_a_full_disk_ends_no_request_but_its_own(tmp_path: Path) -> None:
     """The scheduler reports in the middle of its step, where an exception would end vLLM."""
     transport = SharedMemoryTransport(KV, tmp_path)

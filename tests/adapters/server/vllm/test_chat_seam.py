@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import pytest
 
 from adapters.server.chat.test_conversations import FakePrompt
 from ctxwin import Fidelity
+from ctxwin.engines.cost import CostModel
 from ctxwin.errors import EngineFailed
 from ctxwin.store import open_store
 from ctxwin_chats.shared_records import SharedConversations
@@ -23,6 +25,7 @@ from ctxwin_server.chat.conversations import Conversations
 chats = pytest.importorskip("ctxwin_server.vllm.chats", reason="vLLM is not installed", exc_type=ImportError)
 pytestmark = pytest.mark.vllm
 
+HANDLE = "0" * 32
 PROMPT: dict[str, Any] = {"type": "token", "prompt_token_ids": [1, 2, 3]}
 
 
@@ -54,11 +57,22 @@ class Seam:
     counted: list[str] = field(default_factory=list)
     prompts: list[FakePrompt] = field(default_factory=list)
     closed: int = 0
+    continues: bool = False
+    reserved: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.store, self.asked = open_store("memory:"), PendingRequests()
         self.conversations = Conversations(4, 60.0)
         engine = chats.VLLMEngine.__new__(chats.VLLMEngine)
+        engine.costs, engine.spec = CostModel(), SimpleNamespace(model="tiny")
+
+        def reserve() -> str:
+            self.reserved.append(HANDLE)
+            return HANDLE
+
+        transport = SimpleNamespace(reserve=reserve, remove=self.reserved.remove)
+        prefixes = SimpleNamespace(continues=lambda names: self.continues)
+        engine._core = SimpleNamespace(caches=False, prefixes=prefixes, transport=transport)
         shared = SharedConversations(self.store, self.conversations.saved(), 4, 60.0)
         tenant_state = SimpleNamespace(engine=engine, conversations=self.conversations, shared=shared)
         metrics = SimpleNamespace(
@@ -111,7 +125,8 @@ class Seam:
 def seam(monkeypatch: pytest.MonkeyPatch) -> Seam:
     made = Seam([])
 
-    def prompt_engine(engine: Any, rendered: Any) -> Any:
+    def prompt_engine(engine: Any, rendered: Any, handle: str) -> Any:
+        assert handle == (HANDLE if made.continues else "")
         made.prompts.append(FakePrompt(made.store, ["sys", "aa", "why?"]))
         made.prompts[-1].fail = made.fail  # type: ignore[attr-defined]
         return made.prompts[-1]
@@ -122,7 +137,7 @@ def seam(monkeypatch: pytest.MonkeyPatch) -> Seam:
 
     def with_handle(self: FakePrompt, layout: Any, salt: str) -> Any:
         submitted = submit(self, layout, salt)
-        vars(submitted).update(handle="0" * 32, prompt={"windowed": True})
+        vars(submitted).update(handle=HANDLE, prompt={"windowed": True})
         return submitted
 
     monkeypatch.setattr(FakePrompt, "submit", with_handle)
@@ -197,3 +212,56 @@ def test_a_client_that_leaves_while_its_window_is_prepared_leaves_nothing(
     monkeypatch.setattr(FakePrompt, "submit", submit)
     seam.script = [[output("a", "stop")]]
     assert asyncio.run(seam.ask(RequestOptions(name="s"))) == ["a"] and seam.counted == ["window"]
+
+
+def test_vllm_begins_while_the_window_of_a_chat_that_it_holds_is_updated(
+    seam: Seam, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, seam.continues = FakePrompt.submit, True
+
+    def behind(self: FakePrompt, layout: Any, salt: str) -> Any:
+        for _ in range(3000):
+            if seam.calls:
+                return submit(self, layout, salt)
+            time.sleep(0.01)
+        raise AssertionError("vLLM waits for the window")
+
+    monkeypatch.setattr(FakePrompt, "submit", behind)
+    seam.script = [[output("a", cached=2), output("b", "stop", 2)]]
+    asked = RequestOptions(name="s")
+    assert asyncio.run(seam.ask(asked)) == ["a", "b"] and seam.counted == ["window"]
+    assert seam.calls[0][0] is PROMPT and seam.calls[0][1].extra_args == {"kv_transfer_params": {chats.PARAM: HANDLE}}
+    assert seam.prompts[0].taken == [True] and asked.usage["computed_tokens"] == 1
+
+
+def test_a_window_that_cannot_be_updated_behind_a_request_leaves_it_alone(seam: Seam) -> None:
+    seam.script, seam.continues = [[output("a"), output("b", "stop")]], True
+    seam.fail = EngineFailed("down")  # type: ignore[attr-defined]
+    asked = RequestOptions(name="s")
+    assert asyncio.run(seam.ask(asked)) == ["a", "b"] and len(seam.calls) == 1
+    assert seam.counted == ["failed: its window failed"] and not seam.reserved and not asked.usage
+
+
+def test_a_client_that_leaves_while_the_window_is_updated_takes_its_request_along(
+    seam: Seam, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, inside, seam.continues = FakePrompt.submit, threading.Event(), True
+
+    def slow(self: FakePrompt, layout: Any, salt: str) -> Any:
+        inside.set()
+        assert self.left.wait(30)
+        return submit(self, layout, salt)
+
+    monkeypatch.setattr(FakePrompt, "submit", slow)
+    seam.script = [[output("a"), output("b", "stop")]]
+
+    async def leave() -> None:
+        asking = asyncio.create_task(seam.ask(RequestOptions(name="s")))
+        await asyncio.to_thread(inside.wait, 30)
+        asking.cancel()
+        await asyncio.wait([asking])
+        while seam.chats._tasks:
+            await asyncio.gather(*seam.chats._tasks)
+
+    asyncio.run(leave())
+    assert seam.closed == len(seam.calls) == 1 and seam.prompts[0].taken == [False] and not seam.reserved
