@@ -123,6 +123,16 @@ class RenderedPrompt:
         """Return the names of its blocks in the record of vLLM's prefix cache; none without one."""
         return engine.prompts.salted_names(self.ids, self.spans, self.salt) if engine.core.caches else []
 
+    def reserve(self, engine: VLLMEngine) -> str:
+        """Return a handle of a transfer for it where vLLM's prefix cache holds all that was computed of a conversation, so that
+        nothing is to be loaded; else "". See `transport.Transport.reserve`."""
+        if engine.spec.kv.recurrent or not engine.core.prefixes.continues(self.block_names(engine)):
+            return ""
+        try:
+            return engine.core.transport.reserve()
+        except OSError:  # the folder is full
+            return ""
+
     def prefix(self, tokens: int) -> dict[str, Any]:
         """Return the engine input of its first tokens; a picture that they end in is part of it as a whole."""
         media = [(medium, medium.offset) for medium in self.media if medium.offset < tokens]

@@ -140,9 +140,12 @@ class ChatClient:
         self, request: RequestOptions, state: TenantState, rendered: RenderedPrompt, sampling: Any, request_id: str,
         options: dict[str, Any],
     ) -> AsyncGenerator[Any, None]:  # fmt: skip
-        assert isinstance(state.engine, VLLMEngine)
-        reserved = self._reserve(request, state.engine, rendered)
-        turn = None if reserved else await self._prepare(request, state, rendered)
+        engine = state.engine
+        assert isinstance(engine, VLLMEngine)
+        fidelity = resolved_fidelity(request.fidelity or self._service.limits.fidelity, engine.spec.model, int(time.monotonic()))
+        reserved = rendered.reserve(engine) if fidelity.mode == "exact" else ""
+        preparing = asyncio.ensure_future(self._prepare(request, state, rendered, fidelity, reserved))
+        turn = None if reserved else await preparing  # vLLM computes while the window is updated
         params, prompt, handle = sampling.clone(), rendered.engine_input, reserved
         if turn is not None:
             prompt, handle = turn.submitted.prompt, turn.submitted.handle
@@ -150,20 +153,19 @@ class ChatClient:
             params.extra_args = {**(sampling.extra_args or {}), "kv_transfer_params": {PARAM: handle}}
         ended = False
         try:
-            with state.engine.costs.timed() as watch:
-                async with aclosing(_Outputs(self._generate(prompt, params, request_id, options))) as outputs:
-                    if reserved:  # the window is updated while vLLM computes
-                        await asyncio.sleep(0)
-                        turn = await self._prepare(request, state, rendered, reserved)
+            with engine.costs.timed() as watch:
+                async with aclosing(self._generate(prompt, params, request_id, options)) as outputs:
                     async for output in outputs:
+                        if (turn := await preparing) is None:
+                            yield output
+                            continue
                         failed = any(part.finish_reason == "error" for part in output.outputs)
-                        if turn is not None:
-                            if watch.first is None and failed:
-                                break
-                            watch.lap()
-                            self._count(request, turn, output)
-                            if ended := output.finished:
-                                self._finish(request, state, turn, finished=not failed)
+                        if watch.first is None and failed:
+                            break
+                        watch.lap()
+                        self._count(request, turn, output)
+                        if ended := output.finished:
+                            self._finish(request, state, turn, finished=not failed)
                         yield output
             if turn is None:
                 return
@@ -171,9 +173,11 @@ class ChatClient:
             if watch.first is not None:
                 return
         finally:
-            if turn is None and reserved:
-                state.engine.core.transport.remove(reserved)
-            elif turn is not None and not ended:
+            turn = preparing.result() if preparing.done() and not preparing.cancelled() else None
+            preparing.cancel()
+            if turn is None:
+                engine.core.transport.remove(handle)
+            elif not ended:
                 self._finish(request, state, turn, finished=False)
         _log.warning("loading KV for request %s failed; the prompt is computed instead", request_id)
         self._service.metrics.fallback(request.tenant)
@@ -183,29 +187,13 @@ class ChatClient:
             async for output in outputs:
                 yield output
 
-    def _reserve(self, request: RequestOptions, engine: VLLMEngine, rendered: RenderedPrompt) -> str:
-        """Return a handle for an exact chat of which vLLM's prefix cache holds all that was computed before; "" for others.
-
-        Nothing is to be loaded for it, so vLLM may begin before its window is updated.
-        """
-        try:
-            fidelity = resolved_fidelity(self._fidelity(request), engine.spec.model, int(time.monotonic()))
-            if fidelity.mode == "exact" and engine.core.prefixes.continues(rendered.block_names(engine)):
-                return engine.core.transport.reserve()
-        except Exception as error:
-            _log.warning("a chat's window is updated before vLLM begins (%s)", error)
-        return ""
-
-    def _fidelity(self, request: RequestOptions) -> Fidelity:
-        return request.fidelity or self._service.limits.fidelity
-
     async def _prepare(
-        self, request: RequestOptions, state: TenantState, rendered: RenderedPrompt, reserved: str = ""
+        self, request: RequestOptions, state: TenantState, rendered: RenderedPrompt, fidelity: Fidelity, reserved: str
     ) -> Turn | None:
         """Prepare the turn in a worker thread; return None if that failed."""
         assert isinstance(state.engine, VLLMEngine)
         build = lru_cache(1)(partial(RenderedRequest, state.engine, rendered, reserved))  # in a worker thread, and once
-        begin = partial(state.conversations.begin, build, request.name, self._fidelity(request), request.shelf)
+        begin = partial(state.conversations.begin, build, request.name, fidelity, request.shelf)
 
         async def prepare() -> Turn:
             try:
@@ -281,24 +269,6 @@ class ChatClient:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-class _Outputs:
-    """The outputs of a request, of which the first one is awaited at once."""
-
-    def __init__(self, outputs: AsyncGenerator[Any, None]) -> None:
-        self._outputs, self._first = outputs, asyncio.ensure_future(anext(outputs))
-
-    async def __aiter__(self) -> AsyncGenerator[Any, None]:
-        yield await self._first
-        async for output in self._outputs:
-            yield output
-
-    async def aclose(self) -> None:
-        """Cancel the request if it has not ended."""
-        self._first.cancel()
-        await asyncio.gather(self._first, return_exceptions=True)
-        await self._outputs.aclose()
 
 
 def _hash(rendered: RenderedPrompt) -> None:
