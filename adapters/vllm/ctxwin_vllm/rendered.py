@@ -123,6 +123,11 @@ class RenderedPrompt:
         """Return the names of its blocks in the record of vLLM's prefix cache; none without one."""
         return engine.prompts.salted_names(self.ids, self.spans, self.salt) if engine.core.caches else []
 
+    def hash_pictures(self) -> None:
+        """Hash its pictures, which releases their data."""
+        for medium in self.media:
+            medium.picture.content()
+
     def reserve(self, engine: VLLMEngine) -> str:
         """Return a handle of a transfer for it where vLLM's prefix cache holds all that was computed of a conversation, so that
         nothing is to be loaded; else "". See `transport.Transport.reserve`."""

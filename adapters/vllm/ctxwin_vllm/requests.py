@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -339,3 +339,24 @@ def _best(entries: Any, count: int) -> dict[int, float]:
     logprobs = {token: float(entry.logprob) for token, entry in entries.items()}
     best = logprobs if count < 0 else sorted(logprobs, key=lambda token: (-logprobs[token], token))[:count]
     return {token: logprobs[token] for token in best}
+
+
+def with_handle(sampling: Any, handle: str) -> Any:
+    """Return vLLM's sampling parameters with the handle of a transfer; with "" without one, which a client has forged."""
+    extra = getattr(sampling, "extra_args", None) or {}
+    parameters = extra.get("kv_transfer_params")
+    kept = {k: v for k, v in parameters.items() if k != PARAM} if isinstance(parameters, dict) else parameters
+    if not handle and kept == parameters:
+        return sampling
+    copy = sampling.clone()
+    copy.extra_args = {**extra, "kv_transfer_params": {PARAM: handle} if handle else kept}
+    return copy
+
+
+def uncached_reason(sampling: Any, options: Mapping[str, Any]) -> str:
+    """Return why vLLM would not ask the connector about a request of a server; "" if it does."""
+    if getattr(sampling, "prompt_logprobs", None) is not None:
+        return "log-probabilities of the prompt need a forward over all of it"
+    if getattr(sampling, "skip_reading_prefix_cache", None):
+        return "the request reads no cache"
+    return "LoRA is not served with windows" if options.get("lora_request") is not None else ""

@@ -25,7 +25,7 @@ from ctxwin_server.chat.conversations import Turn, WriteBackPending, resolved_fi
 from ctxwin_vllm.engine import VLLMEngine
 from ctxwin_vllm.media_cache import ReceivedMedia, confirm_media, names_of, names_sent
 from ctxwin_vllm.rendered import NotAWindow, Pictures, RenderedPrompt, RenderedRequest
-from ctxwin_vllm.transport import PARAM
+from ctxwin_vllm.requests import uncached_reason, with_handle
 
 _SERVING = ("openai_serving_chat", "openai_serving_responses", "anthropic_serving_messages")
 """Handlers of `request_options.ROUTES` in the state of vLLM's app."""
@@ -68,15 +68,15 @@ class ChatClient:
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
         """Do as ``AsyncLLM.generate``, for a request of the server."""
         request, state, options["trace_headers"] = self._service.pending_request(options.get("trace_headers"))
-        sampling_params = _without_handle(sampling_params)
+        sampling_params = with_handle(sampling_params, "")
         reason, rendered = "", None
         try:
             rendered = self._pictures.read(prompt)  # for every request: a picture's data are sent only once
             if request is None and any(medium.data is not None for medium in rendered.media):
-                self._spawn(asyncio.to_thread(_hash, rendered))
+                self._spawn(asyncio.to_thread(rendered.hash_pictures))
             if request is not None and request.next_prompt is not None:
                 request.next_prompt.prompt = rendered.ids
-            reason = "" if request is None else request.off or _bypass_reason(sampling_params, options)
+            reason = "" if request is None else request.off or uncached_reason(sampling_params, options)
         except NotAWindow as error:
             reason = str(error)
         except Exception:  # unknown kinds of prompts of newer versions of vLLM are served, too
@@ -142,16 +142,16 @@ class ChatClient:
     ) -> AsyncGenerator[Any, None]:  # fmt: skip
         engine = state.engine
         assert isinstance(engine, VLLMEngine)
-        fidelity = resolved_fidelity(request.fidelity or self._service.limits.fidelity, engine.spec.model, int(time.monotonic()))
-        reserved = rendered.reserve(engine) if fidelity.mode == "exact" else ""
+        fidelity, reserved = request.fidelity or self._service.limits.fidelity, ""
+        with suppress(Exception):  # which `_prepare` meets again
+            if resolved_fidelity(fidelity, engine.spec.model, int(time.monotonic())).mode == "exact":
+                reserved = rendered.reserve(engine)
         preparing = asyncio.ensure_future(self._prepare(request, state, rendered, fidelity, reserved))
         turn = None if reserved else await preparing  # vLLM computes while the window is updated
-        params, prompt, handle = sampling.clone(), rendered.engine_input, reserved
+        prompt, handle, ended = rendered.engine_input, reserved, False
         if turn is not None:
             prompt, handle = turn.submitted.prompt, turn.submitted.handle
-        if handle:
-            params.extra_args = {**(sampling.extra_args or {}), "kv_transfer_params": {PARAM: handle}}
-        ended = False
+        params = with_handle(sampling, handle)
         try:
             with engine.costs.timed() as watch:
                 async with aclosing(self._generate(prompt, params, request_id, options)) as outputs:
@@ -175,9 +175,9 @@ class ChatClient:
         finally:
             turn = preparing.result() if preparing.done() and not preparing.cancelled() else None
             preparing.cancel()
-            if turn is None:
-                engine.core.transport.remove(handle)
-            elif not ended:
+            if turn is None and reserved:
+                engine.core.transport.remove(reserved)
+            elif turn is not None and not ended:
                 self._finish(request, state, turn, finished=False)
         _log.warning("loading KV for request %s failed; the prompt is computed instead", request_id)
         self._service.metrics.fallback(request.tenant)
@@ -269,29 +269,3 @@ class ChatClient:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _hash(rendered: RenderedPrompt) -> None:
-    """Hash a plain request's pictures, which releases their data."""
-    for medium in rendered.media:
-        medium.picture.content()
-
-
-def _without_handle(sampling: Any) -> Any:
-    """Return sampling parameters without a handle of ours: a client can only have forged one."""
-    extra = getattr(sampling, "extra_args", None) or {}
-    parameters = extra.get("kv_transfer_params")
-    if not isinstance(parameters, dict) or PARAM not in parameters:
-        return sampling
-    copy = sampling.clone()
-    copy.extra_args = {**extra, "kv_transfer_params": {k: v for k, v in parameters.items() if k != PARAM}}
-    return copy
-
-
-def _bypass_reason(sampling: Any, options: dict[str, Any]) -> str:
-    """Return why vLLM would not ask the connector; "" if it does."""
-    if getattr(sampling, "prompt_logprobs", None) is not None:
-        return "log-probabilities of the prompt need a forward over all of it"
-    if getattr(sampling, "skip_reading_prefix_cache", None):
-        return "the request reads no cache"
-    return "LoRA is not served with windows" if options.get("lora_request") is not None else ""

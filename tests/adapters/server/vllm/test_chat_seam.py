@@ -64,7 +64,7 @@ class Seam:
         self.store, self.asked = open_store("memory:"), PendingRequests()
         self.conversations = Conversations(4, 60.0)
         engine = chats.VLLMEngine.__new__(chats.VLLMEngine)
-        engine.costs, engine.spec = CostModel(), SimpleNamespace(model="tiny")
+        engine.costs, engine.spec = CostModel(), SimpleNamespace(model="tiny", kv=SimpleNamespace(recurrent=False))
 
         def reserve() -> str:
             self.reserved.append(HANDLE)
@@ -230,7 +230,7 @@ def test_vllm_begins_while_the_window_of_a_chat_that_it_holds_is_updated(
     seam.script = [[output("a", cached=2), output("b", "stop", 2)]]
     asked = RequestOptions(name="s")
     assert asyncio.run(seam.ask(asked)) == ["a", "b"] and seam.counted == ["window"]
-    assert seam.calls[0][0] is PROMPT and seam.calls[0][1].extra_args == {"kv_transfer_params": {chats.PARAM: HANDLE}}
+    assert seam.calls[0][0] is PROMPT and seam.calls[0][1].extra_args == {"kv_transfer_params": {"ctxwin": HANDLE}}
     assert seam.prompts[0].taken == [True] and asked.usage["computed_tokens"] == 1
 
 
