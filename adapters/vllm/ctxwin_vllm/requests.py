@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -351,12 +351,3 @@ def with_handle(sampling: Any, handle: str) -> Any:
     copy = sampling.clone()
     copy.extra_args = {**extra, "kv_transfer_params": {PARAM: handle} if handle else kept}
     return copy
-
-
-def uncached_reason(sampling: Any, options: Mapping[str, Any]) -> str:
-    """Return why vLLM would not ask the connector about a request of a server; "" if it does."""
-    if getattr(sampling, "prompt_logprobs", None) is not None:
-        return "log-probabilities of the prompt need a forward over all of it"
-    if getattr(sampling, "skip_reading_prefix_cache", None):
-        return "the request reads no cache"
-    return "LoRA is not served with windows" if options.get("lora_request") is not None else ""

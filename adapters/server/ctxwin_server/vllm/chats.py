@@ -25,7 +25,7 @@ from ctxwin_server.chat.conversations import Turn, WriteBackPending, resolved_fi
 from ctxwin_vllm.engine import VLLMEngine
 from ctxwin_vllm.media_cache import ReceivedMedia, confirm_media, names_of, names_sent
 from ctxwin_vllm.rendered import NotAWindow, Pictures, RenderedPrompt, RenderedRequest
-from ctxwin_vllm.requests import uncached_reason, with_handle
+from ctxwin_vllm.requests import with_handle
 
 _SERVING = ("openai_serving_chat", "openai_serving_responses", "anthropic_serving_messages")
 """Handlers of `request_options.ROUTES` in the state of vLLM's app."""
@@ -68,7 +68,8 @@ class ChatClient:
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
         """Do as ``AsyncLLM.generate``, for a request of the server."""
         request, state, options["trace_headers"] = self._service.pending_request(options.get("trace_headers"))
-        sampling_params = with_handle(sampling_params, "")
+        if getattr(sampling_params, "extra_args", None):
+            sampling_params = with_handle(sampling_params, "")  # a client can only have forged one
         reason, rendered = "", None
         try:
             rendered = self._pictures.read(prompt)  # for every request: a picture's data are sent only once
@@ -76,7 +77,7 @@ class ChatClient:
                 self._spawn(asyncio.to_thread(rendered.hash_pictures))
             if request is not None and request.next_prompt is not None:
                 request.next_prompt.prompt = rendered.ids
-            reason = "" if request is None else request.off or uncached_reason(sampling_params, options)
+            reason = "" if request is None else request.off or _bypass_reason(sampling_params, options)
         except NotAWindow as error:
             reason = str(error)
         except Exception:  # unknown kinds of prompts of newer versions of vLLM are served, too
@@ -269,3 +270,12 @@ class ChatClient:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _bypass_reason(sampling: Any, options: dict[str, Any]) -> str:
+    """Return why vLLM would not ask the connector; "" if it does."""
+    if getattr(sampling, "prompt_logprobs", None) is not None:
+        return "log-probabilities of the prompt need a forward over all of it"
+    if getattr(sampling, "skip_reading_prefix_cache", None):
+        return "the request reads no cache"
+    return "LoRA is not served with windows" if options.get("lora_request") is not None else ""
