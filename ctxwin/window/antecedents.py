@@ -57,13 +57,13 @@ class Order:
     def members(self, version: int) -> bytearray:
         """Return 1 for each id that a version has, 0 for the others; not to be changed. Cost: of the way from the nearest
         version that was asked for before, and a copy."""
-        near, mask = min(self._masks, key=lambda known: abs(known[0] - version))
-        known = [(v, m) for v, m in self._masks if m is not mask]
+        near, mask = min(self._masks, key=lambda other: abs(other[0] - version))
+        others = [(v, m) for v, m in self._masks if m is not mask]
         if near != version or len(mask) < len(self.ids):
-            known, mask = [(near, mask), *known], mask + b"\1" * (len(self.ids) - len(mask))
+            others, mask = [(near, mask), *others], mask + b"\1" * (len(self.ids) - len(mask))
             for index in self.path(near, version):
                 mask[index] ^= 1
-        self._masks = [(version, mask), *(k for k in known if k[0] != version)][:4]
+        self._masks = [(version, mask), *(k for k in others if k[0] != version)][:4]
         return mask
 
     def run(self, version: int, ids: list[str]) -> Antecedents | None:
@@ -78,15 +78,15 @@ class Order:
             if not version and not self.repeats and begin >= 0 and self.ids[begin : begin + len(ids)] == ids:
                 return Antecedents(self, begin, begin + len(ids), len(ids))
             places = np.array([*map(self.places.get, ids, repeat(size))])
-            known = int(np.count_nonzero(places < size))
-            in_order = bool((np.diff(places[:known]) > 0).all() and (places[known:] == size).all())
-            if not known or not in_order or self.repeats:
+            shared = int(np.count_nonzero(places < size))
+            in_order = bool((np.diff(places[:shared]) > 0).all() and (places[shared:] == size).all())
+            if not shared or not in_order or self.repeats:
                 return None
-            new = ids[known:]
+            new = ids[shared:]
             end = size if new else int(places[-1]) + 1
-            wanted = np.zeros(end - begin, dtype=bool)
-            wanted[places[:known] - begin] = True
-            steps = (begin + np.flatnonzero(wanted != Antecedents(self, begin, end, 0, version).members)).tolist()
+            members = np.zeros(end - begin, dtype=bool)
+            members[places[:shared] - begin] = True
+            steps = (begin + np.flatnonzero(members != Antecedents(self, begin, end, 0, version).members)).tolist()
             grown = max(size + len(new), len(self.versions) + len(steps)) if new or steps else 0
             if grown > 2 * len(ids) + _SPARE:
                 return None
@@ -218,10 +218,10 @@ def pack(data: dict[str, Any], fronts: Mapping[str, Sequence[Antecedents | None]
                 runs.setdefault(front.order, []).append((chunk["kv"], front))
     for order, conditioned in runs.items():
         begin, end = min(front.begin for _, front in conditioned), max(front.end for _, front in conditioned)
-        before, steps, numbers = 0, list[int](), dict[int, int]()
+        last, steps, numbers = 0, list[int](), dict[int, int]()
         for version in sorted({front.version for _, front in conditioned}):
-            steps += [step - begin for step in order.path(before, version) if begin <= step < end]
-            before, numbers[version] = version, len(steps)
+            steps += [step - begin for step in order.path(last, version) if begin <= step < end]
+            last, numbers[version] = version, len(steps)
         orders = data.setdefault("orders", [])
         for kv, front in conditioned:
             kv["antecedents"] = [len(orders), front.begin - begin, front.end - begin, numbers[front.version]]
@@ -261,7 +261,7 @@ def _bounds(front: Sequence[Any], orders: Sequence[Order]) -> tuple[int, int, in
     """Return order, version, begin and end of antecedents; in format 1 they are ``[begin, length]``."""
     if all(type(i) is int for i in front):
         order, begin, end, version = front if len(front) == 4 else (0, front[0], sum(front), 0)
-        known = orders[order] if 0 <= order < len(orders) else Order()
-        if 0 <= version < len(known.versions) and 0 <= begin <= end <= len(known.ids) and known.ids:
+        source = orders[order] if 0 <= order < len(orders) else Order()
+        if 0 <= version < len(source.versions) and 0 <= begin <= end <= len(source.ids) and source.ids:
             return order, version, begin, end
     raise ValueError(f"antecedents must be a run of an order of the snapshot, got {front!r}"[:200])
