@@ -8,12 +8,23 @@ is one float32 multiply-add.
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from ctxwin.kv.layout import KVSpec, RopeSpec
 
+Shift = tuple[torch.Tensor, int, int]
+"""Positions ``[3, T]`` relative to an origin, on the CPU, and the origin's old and new position."""
+TABLE_BYTES = 64 << 20
+"""Most bytes of tables of `rotation_table` that are kept."""
 # Numbers that are turned at once.
 _BLOCK = 1 << 18
+_tables: OrderedDict[Any, tuple[torch.Tensor, int]] = OrderedDict()  # with their bytes, the least recently used first
+_lock = threading.Lock()
 
 
 def axes(rope: RopeSpec) -> torch.Tensor:
@@ -106,6 +117,34 @@ def shift_angles(rope: RopeSpec, positions: torch.Tensor, old: int, new: int) ->
     t, h and w move together, by the engine's start position (Kamera, Fig. 2b).
     """
     return angles(rope, positions + new) - angles(rope, positions + old)
+
+
+def rotation_table(
+    rope: RopeSpec, shifts: Sequence[Shift], dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Cosine and sine of `shift_angles` of spans one behind the other: ``[T, 2, rotary_dim / 2]``, rounded to ``dtype``.
+
+    Kept for later calls that are given the same, so it must not be written to. Cost: a hash of the positions; else a pass
+    over the angles.
+    """
+    device = torch.device(device)
+    # What one stream queued, another one must not read.
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    moves = tuple((positions.numpy().tobytes(), old, new) for positions, old, new in shifts)
+    key = rope, dtype, device, stream, moves
+    with _lock:
+        if key in _tables:
+            _tables.move_to_end(key)
+            return _tables[key][0]
+    both = [torch.cat([shift[0] + shift[side] for shift in shifts], dim=1).to(device) for side in (1, 2)]
+    delta = angles(rope, both[1]) - angles(rope, both[0])
+    table = torch.stack([delta.cos(), delta.sin()], dim=1).to(dtype)
+    with _lock:
+        size = table.nbytes + sum(len(move[0]) for move in moves)
+        _tables[key] = table, max(size, TABLE_BYTES // 256)  # few enough to be added up
+        while sum(size for _, size in _tables.values()) > TABLE_BYTES:
+            _tables.popitem(last=False)
+    return table
 
 
 class Move:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from dataclasses import replace
 from unittest import mock
 
@@ -13,10 +14,12 @@ from hypothesis import strategies as st
 from kernel_cases import LAYOUTS, canonical, patch_of, stack
 from operator_oracle import make_spec, placed, plain_rope, random_positions, random_span, specs, with_kinds, worst
 
+from ctxwin.kv import rope
 from ctxwin.kv.kernels import LoadPlan, SpanSlice
 from ctxwin.kv.kernels.cpu import rounds_once
 from ctxwin.kv.layout import KVSpec, LayerKind
 from ctxwin.kv.relocate import relocate
+from ctxwin.kv.rope import angles, rotation_table
 from measure_kernels import main
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -262,6 +265,56 @@ def test_many_small_parts():
         parts.append(SpanSlice(span, 0 if seed % 7 < 3 else 10 * seed, patch))
     (k, v), (want_k, want_v) = both(parts, spec, dtype=F64)
     assert worst(k, want_k) < 1e-12 and worst(v, want_v) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["cpu", "llvm", "triton"])
+def test_rotations_are_computed_once_for_a_layout(name, monkeypatch, request):
+    """The same spans, moved by the same shifts: of other numbers, to another cache, in any number of loads."""
+    if name == "triton":
+        pytest.importorskip("triton")
+        request.getfixturevalue("kernel")
+    computed = []
+    monkeypatch.setattr(rope, "_tables", OrderedDict())
+    monkeypatch.setattr(rope, "angles", lambda spec, positions: computed.append(spec) or angles(spec, positions))
+    spec = FAMILIES["two-kinds"]
+
+    def serve(seed: int, start: int, dtype: torch.dtype = F32) -> int:
+        """Return how many tables a load of spans in two frames takes, patches included."""
+        computed.clear()
+        spans = [canonical(spec, tokens, tokens) for tokens in (7, 5)]
+        spans = [relocate(span, spec, frame) for span, frame in zip(spans, (0, 40), strict=True)]
+        spans = [replace(span, k=(span.k + seed).to(dtype), v=span.v.to(dtype)) for span in spans]
+        patches = [patch_of(spec, span, "joint", 5, dtype=dtype) for span in spans]
+        parts = [SpanSlice(*pair) for pair in zip(spans, (start, start + 7), patches, strict=True)]
+        computed.clear()
+        served, count = stack(LoadPlan(parts, spec, dtype=dtype, kernel=name)), len(computed) // 2
+        for got, want in zip(served, stack(LoadPlan(parts, spec, dtype=dtype, kernel="reference")), strict=True):
+            assert worst(got, want) < 1e-5
+        return count
+
+    first = serve(0, 900)
+    assert first in (4, 6)  # turns and frames of two kinds of layers; torch's kernel has one of frames for each run
+    assert [serve(seed, 900) for seed in (1, 2)] == [0, 0]
+    assert serve(0, 901) > 0 and serve(0, 900) == serve(1, 901) == 0
+    if name != "llvm":  # which leaves float64 to another
+        assert serve(0, 900, F64) == first
+    monkeypatch.setattr(rope, "TABLE_BYTES", 0)
+    assert serve(0, 902) > 0 and not rope._tables and serve(0, 902) > 0
+
+
+def test_kept_rotations_are_bounded_in_bytes_and_the_oldest_go_first(monkeypatch):
+    monkeypatch.setattr(rope, "_tables", OrderedDict())
+    shifts = [(torch.arange(100).expand(3, -1), 0, start) for start in range(5)]
+    size = 100 * 16 * 4 + 3 * 100 * 8
+    monkeypatch.setattr(rope, "TABLE_BYTES", 3 * size)
+    tables = [rotation_table(plain_rope(16), [shift], F32) for shift in shifts]
+    again = [rotation_table(plain_rope(16), [shifts[i]], F32) for i in (2, 4, 3)]
+    assert all(x is tables[i] for x, i in zip(again, (2, 4, 3), strict=True))
+    rotation_table(plain_rope(16), [shifts[0]], F32)
+    assert rotation_table(plain_rope(16), [shifts[4]], F32) is tables[4]
+    assert rotation_table(plain_rope(16), [shifts[2]], F32) is not tables[2]
+    both = rotation_table(plain_rope(16), shifts[3:], F64)
+    assert both.dtype == F64 and torch.equal(both.float(), torch.cat([tables[3], tables[4]]))
 
 
 def test_counts():

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from ctxwin.kv.kernels.choice import Kernel, choose, load_class
-from ctxwin.kv.kernels.cpu import CpuKernel
-from ctxwin.kv.kernels.parts import ReferenceKernel, SpanSlice
+from ctxwin.kv.kernels.parts import SpanSlice
 from ctxwin.kv.kernels.strides import CacheStrides
 from ctxwin.kv.layout import KVSpec
 
@@ -77,7 +76,9 @@ class LoadPlan:
             from ctxwin.kv.kernels.llvm_kernel import fits
 
             self.kernel = "llvm" if fits(parts, spec, dtype, device) else "cpu"
-        self._kernel: _Kernel = _make(self.kernel)(tuple(parts), spec, dtype=dtype, device=device, heads=(first, last))
+        self._kernel: _Kernel = load_class(self.kernel)(
+            tuple(parts), spec, dtype=dtype, device=device, heads=(first, last)
+        )
 
     def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """``(k [T, H, k_dim], v [T, H, v_dim])`` of layer ``i``, contiguous.
@@ -126,9 +127,3 @@ class LoadPlan:
     def _check(self, i: int) -> None:
         if not 0 <= i < self.layers:
             raise IndexError(f"layer must be in [0, {self.layers}), got {i}")
-
-
-def _make(kernel: Kernel) -> Callable[..., _Kernel]:
-    if kernel in ("llvm", "triton"):
-        return load_class(kernel)
-    return CpuKernel if kernel == "cpu" else ReferenceKernel

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from ctxwin.kv.kernels.cpu import CpuKernel
 from ctxwin.kv.kernels.parts import ReferenceKernel, SpanSlice
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.patch import Patch
@@ -139,7 +140,9 @@ def samples(spec: KVSpec, dtype: torch.dtype, tokens: Sequence[int]) -> list[Spa
 
 
 def load_class(kernel: Kernel) -> Make:
-    """Return the class of a fast kernel, which is imported only now, for what it needs comes with engines."""
+    """Return the class of a kernel; a fast one is imported only now, for what it needs comes with engines."""
+    if kernel in ("cpu", "reference"):
+        return CpuKernel if kernel == "cpu" else ReferenceKernel
     if kernel == "llvm":
         from ctxwin.kv.kernels.llvm_kernel import LlvmKernel
 

@@ -15,9 +15,9 @@ from functools import lru_cache
 
 import torch
 
-from ctxwin.kv.kernels.parts import SpanSlice, compute_dtype
+from ctxwin.kv.kernels.parts import SpanSlice, columns_of, compute_dtype
 from ctxwin.kv.layout import KVSpec, RopeSpec
-from ctxwin.kv.rope import shift_angles
+from ctxwin.kv.rope import rotation_table
 
 
 class CpuKernel:
@@ -73,10 +73,10 @@ class CpuKernel:
             inside = tuple(view for view in views if rows.start <= view.rows.start < rows.stop)
             rotations = []
             for kind in spec.alike:
-                delta = torch.cat([shift_angles(kind.rope, view.positions, *view.frames(frame)) for view in inside])
+                table = rotation_table(kind.rope, [view.part.shift(frame) for view in inside], compute, device)
                 dim = kind.head_dim or spec.k_dim
                 many = heads * spec.k_dim // dim
-                rotations.append(Rotation(kind.rope, dim, delta.to(device), heads=many, compute=compute))
+                rotations.append(Rotation(kind.rope, dim, table, heads=many))
             runs.append(_Run(rows, inside, tuple(rotations)))
         return runs
 
@@ -96,7 +96,7 @@ class CpuKernel:
                 view.sum_values(i, self._v[view.rows])
             elif view.patched(i):
                 view.sum_v.copy_(view.v[i], non_blocking=self._away)
-                view.add_values(i)
+                view.add(i, keys=False)
                 rows.append(view.rows)
             else:
                 self._v[view.rows].copy_(view.v[i], non_blocking=self._away)
@@ -113,7 +113,7 @@ class CpuKernel:
             target = view.sum_k if patched or view.moved else self._k[view.rows]
             target.copy_(view.k[i], non_blocking=self._away)
             if patched and not view.framed:
-                view.add_keys(i)
+                view.add(i, keys=True)
             if patched and not view.moved:
                 still.append(view.rows)
         self._add_framed(i)
@@ -169,7 +169,6 @@ class SliceViews:
         self.part, self.rows = part, rows
         self.moved = part.start != part.span.start
         self._tokens = slice(part.begin, part.stop)
-        self.positions = part.span.positions[:, self._tokens].to("cpu")
         self.k = part.span.k[:, self._tokens, slice(*heads)].unbind(0)
         self.v = part.span.v[:, self._tokens, slice(*heads)].unbind(0)
         self.sum_k, self.sum_v = sums[0][rows], sums[1][rows]
@@ -180,9 +179,7 @@ class SliceViews:
             return
         self._layers = frozenset(patch.layers)
         self.framed = part.span.start != 0
-        edge = spec.heads * spec.k_dim
-        self._keys = slice(heads[0] * spec.k_dim, heads[1] * spec.k_dim)
-        self._values = slice(edge + heads[0] * spec.v_dim, edge + heads[1] * spec.v_dim)
+        self._keys, self._values = columns_of(spec, heads)
         # One left side for all layers, where the layout has one; else it goes with its layer.
         shared = not patch.dense and patch.left.ndim == 2
         self._left = patch.left[self._tokens].to(self.sum_k) if shared else None
@@ -191,24 +188,17 @@ class SliceViews:
         alike = {patch.dtype, patch.factors_dtype, dtype} == {v.dtype} and v.device == self.sum_v.device
         self.sums = alike and not patch.dense and rounds_once(v.dtype, v.device.type)
 
-    def frames(self, frame: bool) -> tuple[int, int]:
-        """Return the frames between which its keys turn: stored to served.
-
-        For the patch's share of the keys (``frame``): canonical to stored.
-        """
-        return (0, self.part.span.start) if frame else (self.part.span.start, self.part.start)
-
     def patched(self, layer: int) -> bool:
         """Return True if its patch covers ``layer``."""
         return self._patch is not None and layer in self._layers
 
-    def add_keys(self, layer: int) -> None:
-        """Add the patch to the summed keys. Cost: one ``[T, m] @ [m, heads * k_dim]``."""
-        self._add(layer, self._keys, self.sum_k.flatten(1))
-
-    def add_values(self, layer: int) -> None:
-        """Add the patch to the summed values. Cost: one ``[T, m] @ [m, heads * v_dim]``."""
-        self._add(layer, self._values, self.sum_v.flatten(1))
+    def add(self, layer: int, *, keys: bool) -> None:
+        """Add the patch to the summed keys, or values. Cost: one ``[T, m] @ [m, heads * dim]``."""
+        columns, total = (self._keys, self.sum_k.flatten(1)) if keys else (self._values, self.sum_v.flatten(1))
+        if self._dense:
+            total.add_(self._delta(layer, columns).to(total))
+        else:
+            total.addmm_(*self._sides(layer, columns))
 
     def put_keys(self, layer: int, added: torch.Tensor) -> None:
         """Write the addition of the patch to the keys, in the canonical frame, to ``added [T, H, k_dim]``."""
@@ -220,17 +210,9 @@ class SliceViews:
     def sum_values(self, layer: int, out: torch.Tensor) -> None:
         """Write values and patch to ``out [T, H, v_dim]``, in the dtype that is served, rounded once."""
         left_factor, right = self._factors(layer)
-        left_factor = (
-            left_factor[self._tokens].to(self.sum_v.device) if self._stored_left is None else self._stored_left
-        )
+        stored = left_factor[self._tokens].to(self.sum_v.device) if self._stored_left is None else self._stored_left
         right = right[:, self._values].to(self.sum_v.device)
-        torch.addmm(self.v[layer].flatten(1), left_factor, right, out=out.flatten(1))
-
-    def _add(self, layer: int, columns: slice, total: torch.Tensor) -> None:
-        if self._dense:
-            total.add_(self._delta(layer, columns).to(total))
-        else:
-            total.addmm_(*self._sides(layer, columns))
+        torch.addmm(self.v[layer].flatten(1), stored, right, out=out.flatten(1))
 
     @property
     def _dense(self) -> bool:
@@ -286,15 +268,14 @@ class Rotation:
     Args:
         rope: pairing and rotary width.
         k_dim: of a key.
-        delta: float64 ``[T, rotary_dim / 2]``, new angles minus old, on the device of the keys.
+        table: of `rotation_table`, in the dtype of the arithmetic, on the device of the keys.
         heads: how many heads turn.
-        compute: dtype of the arithmetic.
     """
 
-    def __init__(self, rope: RopeSpec, k_dim: int, delta: torch.Tensor, *, heads: int, compute: torch.dtype) -> None:
+    def __init__(self, rope: RopeSpec, k_dim: int, table: torch.Tensor, *, heads: int) -> None:
         self._heads, self._k_dim = heads, k_dim
         self.rotary, half = rope.rotary_dim, rope.rotary_dim // 2
-        cos, sin = delta.cos().to(compute).unsqueeze(1), delta.sin().to(compute).unsqueeze(1)
+        cos, sin = table[:, :1], table[:, 1:]
         # Neighbouring pairs are complex numbers as they lie, where every key starts at an even number.
         self._complex = rope.pairing == "interleaved" and k_dim % 2 == 0
         if self._complex:
@@ -305,18 +286,14 @@ class Rotation:
         else:
             self._first, self._second = slice(0, self.rotary, 2), slice(1, self.rotary, 2)
         self._sin = sin.expand(-1, heads, half).contiguous()
-        self._cos = torch.empty(len(delta), heads, self.rotary, dtype=compute, device=delta.device)
+        self._cos = torch.empty(len(table), heads, self.rotary, dtype=table.dtype, device=table.device)
         self._cos[..., self._first] = cos
         self._cos[..., self._second] = cos
 
     def __call__(self, keys: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor) -> None:
-        """Writes the turned ``keys`` to ``out``, rounded once, to its dtype.
+        """Write the turned ``keys`` to ``out``, rounded once, to its dtype; ``keys`` are written over, and ``scratch``.
 
-        Args:
-            keys: ``[T, H, k_dim]`` in the dtype of the arithmetic, contiguous; written over. A row's heads may stand in one.
-            out: as many numbers, contiguous, other memory than ``keys``.
-            scratch: ``[T, ..]``, at least ``H * rotary_dim`` numbers each, in the dtype of the arithmetic; not used where
-                ``out`` has that dtype.
+        ``keys``, in the dtype of the arithmetic, and ``out`` are ``[T, H, k_dim]``, contiguous, in memory of their own.
         """
         shape = (len(keys), self._heads, self._k_dim)
         keys, out = keys.view(shape), out.view(shape)
@@ -337,12 +314,7 @@ class Rotation:
             out[..., self.rotary :].copy_(keys[..., self.rotary :])
 
     def add(self, keys: torch.Tensor, total: torch.Tensor) -> None:
-        """Adds the turned ``keys`` to ``total``.
-
-        Args:
-            keys: as for a call; written over where pairs are neighbours.
-            total: ``[T, H, k_dim]`` in the dtype of the arithmetic, other memory than ``keys``.
-        """
+        """Add the turned ``keys`` to ``total``, in the dtype of the arithmetic; otherwise as a call."""
         shape = (len(keys), self._heads, self._k_dim)
         keys, total = keys.view(shape), total.view(shape)
         if self._complex:

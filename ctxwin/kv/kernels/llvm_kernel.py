@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from ctxwin.kv.kernels import simd
 from ctxwin.kv.kernels.parts import SpanSlice
 from ctxwin.kv.kernels.strides import CacheStrides
 from ctxwin.kv.layout import KVSpec
-from ctxwin.kv.rope import shift_angles
+from ctxwin.kv.rope import Shift, rotation_table
 
 LAYERS_AT_ONCE = 6
 """Layers of a part that a thread takes at a time."""
@@ -49,7 +50,12 @@ class LlvmKernel:
         self._kind_of = {layer: at for at, kind in enumerate(spec.alike) for layer in kind.layers}
         self._used: list[torch.Tensor] = []  # what the tables hold addresses of
         self._factors: list[str] = []
-        self._tables = [self._table(part) for part in parts]
+        if any(part.patch is not None or part.start != part.span.start for part in parts):
+            self._turns = self._rotations([part.shift(frame=False) for part in parts])
+        if any(part.patch is not None for part in parts):
+            self._frames = self._rotations([(part.shift(frame=True)[0], 0, part.start) for part in parts])
+        begins = accumulate(self._tokens, initial=0)
+        self._tables = [self._table(part, first) for part, first in zip(parts, begins, strict=False)]
         self._stored = [_name(part.span.k.dtype) for part in parts]
         self._outs: list[tuple[torch.Tensor, torch.Tensor]] = []  # two: one may be read while the next one is computed
 
@@ -111,9 +117,10 @@ class LlvmKernel:
         pairs = rope.rotary_dim // 2, rope.pairing == "interleaved"
         return simd.Layout(count, spec.k_dim, spec.v_dim, *pairs, stored, factors, _name(self._dtype), transposed)
 
-    def _table(self, part: SpanSlice) -> np.ndarray:
-        """The rows of a part, ``[layers, FIELDS]``, but for where they are written."""
+    def _table(self, part: SpanSlice, begin: int) -> np.ndarray:
+        """The rows of a part from token ``begin`` on, ``[layers, FIELDS]``, but for where they are written."""
         spec, first = self._spec, self._heads[0]
+        begin *= 4 * spec.rope.rotary_dim  # bytes of the angles of a token
         table = np.zeros((spec.layers, len(_AT)), dtype=np.int64)
         for name, side in (("k", part.span.k), ("v", part.span.v)):
             x = self._keep(side)[:, part.begin :, first:]
@@ -122,16 +129,14 @@ class LlvmKernel:
             table[:, _AT[f"{name}_token"]], table[:, _AT[f"{name}_head"]] = token, head
         if part.start != part.span.start:
             table[:, _AT["mode"]] = simd.MODES.index("turn")
-            table[:, _AT["turn"]] = self._angles(part, part.span.start)
+            table[:, _AT["turn"]] = self._turns + begin
         self._factors.append("bfloat16" if self._dtype is torch.bfloat16 else "float32")
         patch = part.patch
         if patch is None or not (patch.dense or patch.rank):
             return table
         if self._factors[-1] != _name(patch.dtype) or self._factors[-1] != _name(patch.factors_dtype):
             self._factors[-1] = "float32"
-        if part.start == part.span.start:
-            table[:, _AT["turn"]] = self._angles(part, part.span.start)
-        table[:, _AT["frame"]] = self._angles(part, 0)
+        table[:, _AT["turn"]], table[:, _AT["frame"]] = self._turns + begin, self._frames + begin
         dtype = getattr(torch, self._factors[-1])
         layers, covered = np.array(patch.layers, dtype=np.int64), np.arange(len(patch.layers))
         left_factor = self._keep(patch.left, dtype)
@@ -156,14 +161,10 @@ class LlvmKernel:
             table[layers, _AT[name]] = right.data_ptr() + right.itemsize * (right.stride(0) * at + column)
         return table
 
-    def _angles(self, part: SpanSlice, old: int) -> list[int]:
-        """Addresses of the tables of each layer: what turns keys from the frame ``old`` to where they are served."""
-        tables = []
-        positions = part.span.positions[:, part.begin : part.stop]
-        for kind in self._spec.alike:
-            delta = shift_angles(kind.rope, positions, old, part.start)
-            tables.append(self._keep(torch.stack([delta.cos(), delta.sin()], dim=1).float()).data_ptr())
-        return [tables[self._kind_of[layer]] for layer in range(self._spec.layers)]
+    def _rotations(self, shifts: Sequence[Shift]) -> np.ndarray:
+        """Addresses of the tables of all parts, of each layer."""
+        tables = [self._keep(rotation_table(kind.rope, shifts, torch.float32)).data_ptr() for kind in self._spec.alike]
+        return np.array([tables[self._kind_of[layer]] for layer in range(self._spec.layers)])
 
     def _keep(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return ``x`` with the numbers of its last axis side by side, for as long as the kernel lives."""

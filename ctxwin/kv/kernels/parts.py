@@ -13,6 +13,7 @@ import torch
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.patch import Patch, apply_patch
 from ctxwin.kv.relocate import relocate
+from ctxwin.kv.rope import Shift
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,11 @@ class SpanSlice:
         """Tokens that are served."""
         return self.stop - self.begin
 
+    def shift(self, frame: bool) -> Shift:
+        """What its keys turn by, from stored to served; the patch's share of them (``frame``), from canonical to stored."""
+        places = (0, self.span.start) if frame else (self.span.start, self.start)
+        return self.span.positions[:, self.begin : self.stop].to("cpu"), *places
+
     def validate(self, spec: KVSpec) -> None:
         """Raises ValueError where it does not fit ``spec``; O(1)."""
         self.span.validate(spec)
@@ -82,6 +88,13 @@ class SpanSlice:
 def compute_dtype(parts: Sequence[SpanSlice]) -> torch.dtype:
     """float32, as the engines compute; float64 where a span is."""
     return torch.float64 if any(part.span.k.dtype == torch.float64 for part in parts) else torch.float32
+
+
+def columns_of(spec: KVSpec, heads: tuple[int, int]) -> tuple[slice, slice]:
+    """Columns of a patch's rows that are keys, and those that are values, of these heads."""
+    first, last = heads
+    keys = spec.heads * spec.k_dim
+    return (slice(first * spec.k_dim, last * spec.k_dim), slice(keys + first * spec.v_dim, keys + last * spec.v_dim))
 
 
 class ReferenceKernel:

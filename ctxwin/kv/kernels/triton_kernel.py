@@ -22,11 +22,11 @@ import triton
 import triton.language as tl
 
 from ctxwin.kv.kernels import fused
-from ctxwin.kv.kernels.parts import ResidentKV, SpanSlice, compute_dtype
+from ctxwin.kv.kernels.parts import ResidentKV, SpanSlice, columns_of, compute_dtype
 from ctxwin.kv.kernels.staging import Field, Staging
 from ctxwin.kv.kernels.strides import CacheStrides
-from ctxwin.kv.layout import KVSpec, RopeSpec
-from ctxwin.kv.rope import angles
+from ctxwin.kv.layout import KVSpec
+from ctxwin.kv.rope import rotation_table
 
 BLOCK_TOKENS = 16
 """Tokens of a program. With 16 ranks and 64 values at a time a thread needs 164 registers on compute capability 9.0; 32 of
@@ -70,7 +70,7 @@ class TritonKernel:
             self._starts.append(self._starts[-1] + part.tokens)
         tokens = self._starts[-1]
         self._width = count * (spec.k_dim + spec.v_dim)
-        self._columns = _columns(spec, heads)
+        self._columns = columns_of(spec, heads)
         self._entries, size = self._lay_out()
         self._layers = spec.layers
         self._shapes = (count, spec.k_dim), (count, spec.v_dim)
@@ -109,11 +109,14 @@ class TritonKernel:
         if spec.in_rows or len({(kind.rope.rotary_dim, kind.rope.pairing) for kind in spec.alike}) > 1:
             raise ValueError("kernel triton must be given layers of one shape that turn equally; use kernel cpu")
         self._kind_of = {layer: at for at, kind in enumerate(spec.alike) for layer in kind.layers}
-        self._turns = torch.stack([self._angles(kind.rope, compute, frame=False) for kind in spec.alike])
+
+        def tables(frame: bool) -> torch.Tensor:
+            shifts = [part.shift(frame) for part in parts]
+            return torch.stack([rotation_table(kind.rope, shifts, compute, device) for kind in spec.alike])
+
+        self._turns = tables(frame=False)
         framed = any(part.patch is not None and part.span.start != 0 for part in parts)
-        self._frames = self._turns
-        if framed:
-            self._frames = torch.stack([self._angles(kind.rope, compute, frame=True) for kind in spec.alike])
+        self._frames = tables(frame=True) if framed else self._turns
         half, runs = spec.rope.rotary_dim // 2, -(-spec.v_dim // _block(spec.v_dim, BLOCK_VALUES))
         near = spec.rope.pairing == "interleaved"
         rest = spec.k_dim - 2 * half
@@ -152,14 +155,7 @@ class TritonKernel:
         return k[i - self._served.start], v[i - self._served.start]
 
     def store(self, first: int, caches: Sequence[torch.Tensor], strides: CacheStrides, slots: torch.Tensor) -> None:
-        """Writes layers ``first`` and following into slots of their paged caches.
-
-        Args:
-            first: the first layer.
-            caches: a paged cache for each layer, in the dtype that is served, on the device.
-            strides: where the numbers of a slot lie in each of them.
-            slots: int64 ``[T]``, on the device, each within the caches.
-        """
+        """Writes layers ``first`` and following into slots of their paged caches; arguments as `LoadPlan.store`."""
         for at in range(0, len(caches), self._launched):
             targets = [(cache, cache) for cache in caches[at : at + self._launched]]
             self._launch(first + at, targets, strides, slots)
@@ -276,29 +272,10 @@ class TritonKernel:
             rows.append([self._starts[j], self._starts[j + 1], rank, left_at, right, 0, 0])
         return rows, at
 
-    def _angles(self, rope: RopeSpec, compute: torch.dtype, *, frame: bool) -> torch.Tensor:
-        """``[T, 2, rotary_dim / 2]``, cosine and sine: of what the keys turn by, or of the turn from the origin to their
-        frame. Float64 on the device, rounded to ``compute``."""
-        old, new = [], []
-        for part in self._parts:
-            here = part.span.positions[:, part.begin : part.stop]
-            old.append(here if frame else here + part.span.start)
-            new.append(here + (part.span.start if frame else part.start))
-        both = torch.stack([torch.cat([x.to("cpu") for x in side], dim=1) for side in (old, new)]).to(self._device)
-        delta = angles(rope, both[1]) - angles(rope, both[0])
-        return torch.stack([delta.cos(), delta.sin()], dim=1).to(compute)
-
 
 def interpreted() -> bool:
     """Return True if Triton's interpreter runs the kernel, on any device (``TRITON_INTERPRET=1`` when it was imported)."""
     return not isinstance(fused.load_layers, triton.runtime.JITFunction)
-
-
-def _columns(spec: KVSpec, heads: tuple[int, int]) -> tuple[slice, slice]:
-    """Columns of a patch's rows that are keys, and those that are values, of these heads."""
-    first, last = heads
-    keys = spec.heads * spec.k_dim
-    return (slice(first * spec.k_dim, last * spec.k_dim), slice(keys + first * spec.v_dim, keys + last * spec.v_dim))
 
 
 def _block(size: int, most: int | None = None) -> int:
