@@ -21,7 +21,6 @@ from typing import Any
 import ctxwin
 from ctxwin.files import atomic_write
 from ctxwin_evals.benchmarks.base import DataTask
-from ctxwin_evals.benchmarks.mm_niah import MMNiah, result_name
 from ctxwin_evals.metrics import Outcome, agreed, harmed, measured
 from ctxwin_evals.samples import Sample, Samples, read_samples
 from ctxwin_evals.score import Cells, Scorer, Table, TaskOf, select
@@ -184,8 +183,8 @@ def _hash(text: str) -> str:
 def export_run(folder: Path, arm: str, output: Path) -> dict[str, Path]:
     """Write a file for each task of a data set that an arm has answered; return them by task.
 
-    MM-NIAH's are named as its script looks for them, others ``MODEL_TASK_ARM.json``. Items that the arm could not serve are left
-    out. Raises ValueError for an arm that is not there, or a run without any such task.
+    Each lies where its script looks, see `DataTask.export_path`. Scripts that count want every item: one that the arm could not
+    serve has an empty answer. Raises ValueError for an arm that is not there, or a run without any such task.
     """
     samples, scorer = read_samples(folder), Scorer()
     model = re.sub(r"[^\w.-]+", "_", Path(str(samples.config.get("model", "model"))).name)
@@ -200,22 +199,17 @@ def export_run(folder: Path, arm: str, output: Path) -> dict[str, Path]:
     if not reference_only and arm not in arms:
         raise ValueError(f"arm must be one of reprefill, {', '.join(arms)}; got {arm!r}")
     files = {}
+    title = f"{model}_{re.sub(r'[^A-Za-z0-9.-]+', '_', arm)}"
     for name, task in tasks.items():
+        some = [r for r in by_task[name] if r.arm == arm or (reference_only and r.unscored is None)]
+        if all(r.unscored for r in some):
+            continue
         rows = {
             r.doc_id: {"answer": r.reference if reference_only else r.answer}
             | r.model_dump(include={"doc_id", "target", "meta"})
-            for r in by_task[name]
-            if (reference_only or r.arm == arm) and r.unscored is None
+            for r in sorted(some, key=lambda r: r.index)
         }
-        if not rows:
-            continue
-        split = next(iter(rows.values()))["meta"].get("split", task.split)
-        title = f"{model}_{re.sub(r'[^A-Za-z0-9.-]+', '_', arm)}"
-        files[name] = output / (
-            result_name(title, name, split)
-            if isinstance(task, MMNiah)
-            else f"{title}_{re.sub(r'[^A-Za-z0-9.-]+', '-', name)}.json"
-        )
+        files[name] = output / task.export_path(title, some[0].meta.get("split", task.split))
         atomic_write(files[name], task.export(list(rows.values())).encode())
     if not files:
         raise ValueError(f"arm {arm!r} must have served at least one item, got none")

@@ -122,8 +122,12 @@ class DataTask(Task):
     def export(self, rows: Sequence[Mapping[str, Any]]) -> str:
         """Answers as the data set's own scripts read them: the content of that file.
 
-        ``rows`` are of one arm, with ``doc_id, answer, target, meta``, as a run's samples have.
+        ``rows`` are of one arm, with ``doc_id, answer, target, meta``, as a run's samples have, in the data's order.
         """
+
+    def export_path(self, title: str, split: str) -> Path:
+        """Where the official scripts look for the export of a model and arm, below a folder of results."""
+        return Path(f"{title}_{self.name.replace('/', '-')}.json")
 
     @cached_property
     def root(self) -> Path:

@@ -128,7 +128,7 @@ class Dialogues(DataTask):
         lines = []
         for row in rows:
             named = {"id": row["doc_id"], "turn": row["meta"]["turn"], "images": row["meta"]["images"]}
-            scored = {"answer": row["answer"], "rouge_l": row["score"]}
+            scored = {"answer": row["answer"], "rouge_l": self.score(row["answer"], row["target"], row["meta"]).score}
             lines.append({**named, "reference": row["target"], **scored})
         return json_lines(lines)
 

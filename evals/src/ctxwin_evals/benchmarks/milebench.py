@@ -142,12 +142,15 @@ class MileBench(PromptTask):
         return figures
 
     def export(self, rows: Sequence[Mapping[str, Any]]) -> str:
-        """The official ``pred.json``; it belongs in ``<results>/<model>/<set>/``."""
+        """The official ``pred.json``."""
         records = []
         for row in rows:
             named = {"sample_id": int(row["meta"]["sample_id"]), "image": row["meta"]["images"]}
             records.append({**named, "gt_response": row["target"]["response"], "pred_response": row["answer"]})
         return json.dumps(records, ensure_ascii=False, indent=4) + "\n"
+
+    def export_path(self, title: str, split: str) -> Path:
+        return Path(title, self.set, "pred.json")
 
 
 _SPECIAL = "\\.^$*+?{}[]|()"

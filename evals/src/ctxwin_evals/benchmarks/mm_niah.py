@@ -189,7 +189,7 @@ class MMNiah(PromptTask):
         }
 
     def export(self, rows: Sequence[Mapping[str, Any]]) -> str:
-        """The official result lines; `result_name` is the file's name."""
+        """The official result lines."""
         lines = []
         for row in rows:
             meta = row["meta"]
@@ -197,6 +197,10 @@ class MMNiah(PromptTask):
             where = {key: meta[key] for key in ("context_length", "placed_depth")}
             lines.append({**named, "response": row["answer"].strip(), **where})
         return json_lines(lines)
+
+    def export_path(self, title: str, split: str) -> Path:
+        """Task and split end the name; the official script takes every file of its folder for one of these."""
+        return Path("mm-niah", f"{title}_{self.kind}-{split}.jsonl")
 
 
 _KEPT = ("context_length", "context_length_text", "context_length_image", "num_images", "placed_depth")
@@ -237,11 +241,6 @@ def document_of(row: Row) -> str:
     for needle in needles:
         text = text.replace(needle, "")
     return digest("document", " ".join(text.split()))
-
-
-def result_name(model: str, task: str, split: str) -> str:
-    """The file name under which the official script finds a task's results."""
-    return f"{model}_{task.removeprefix('mm-niah/')}-{split}.jsonl"
 
 
 LENGTHS = (1000, 2000, 4000, 8000, 12000, 16000, 24000, 32000, 40000, 48000, 64000)
