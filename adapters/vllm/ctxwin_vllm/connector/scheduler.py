@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.v1.request import RequestStatus
 
-from ctxwin_vllm.transport import PARAM, CaptureSpec, Endpoint, LoadSpec, RequestMeta, SaveSpec, is_handle
+from ctxwin_vllm.transport import PARAM, CaptureSpec, Endpoint, LoadSpec, RequestMeta, SaveSpec, is_handle, is_reserved
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 ABORT_S = 30.0
 """How long a request whose transfer is gone waits for its abort. Then it is served without spans: a server's client may have
 invented its handle."""
+RESERVED_S = 0.25
+"""How long blocks are kept for a reserved transfer behind the answer. Then its KV is computed again."""
 SAVE_BYTES = 16 << 20
 """KV that is read back in one step: a request that comes meanwhile waits for that much only, or for one chunk that is larger."""
 BACKLOG = 8
@@ -68,7 +70,7 @@ class SchedulerHalf:
         self._capturing: dict[str, tuple[int, ...]] = {}  # blocks of the states of requests whose chunk is captured
         # local hit, handle and metadata of requests that may load
         self._planned: dict[str, tuple[int, str, RequestMeta]] = {}
-        self._reserved: dict[str, int] = {}  # local hit of requests whose transfer was not added when they were planned
+        self._reserved: list[tuple[float, SaveSpec]] = []  # ended requests whose transfer is looked for, and since when
         self._orphans: dict[str, float] = {}  # requests whose transfer is gone, and since when
         self._pool: BlockPool | None = None
         self._steps = 0
@@ -80,19 +82,17 @@ class SchedulerHalf:
         Called again after a preemption. A request whose transfer was removed waits for its abort: computed in place it would
         leave KV and embeddings of placeholder media under the names of real ones.
         """
-        entry = self._meta(request)
-        if entry is None:
+        handle = _handle(request)
+        if is_reserved(handle):
+            return 0, False
+        meta = self.endpoint.request_meta(handle) if handle else None
+        if meta is None:  # the caller may have given up on this request; it is about to be aborted and must not load
             return (None if self._orphaned(request) else 0), False
-        handle, meta = entry
         count = meta.tokens_to_load(num_computed_tokens, request.num_prompt_tokens)
         planned = num_computed_tokens, handle, meta
         if self._planned.get(request.request_id) != planned:  # vLLM calls this in every step for a waiting request
             self._planned[request.request_id] = planned
-            if meta.reserved:  # off the way to the first token
-                self._reserved[request.request_id] = num_computed_tokens
-            else:
-                self._reserved.pop(request.request_id, None)
-                self.endpoint.report_hit(handle, num_computed_tokens, count)
+            self.endpoint.report_hit(handle, num_computed_tokens, count)
         return count, count > 0 and self._background(meta, num_computed_tokens)
 
     def _background(self, meta: RequestMeta, hit: int) -> bool:
@@ -124,6 +124,8 @@ class SchedulerHalf:
         self._steps += 1
         while self._unproven and self._unproven[0].step <= self._steps - STEPS:
             self._unproven.popleft()
+        if self._reserved:
+            self._find_reserved()
         if not (self._step.loads or self._saves or self._step.captures):
             return _IDLE
         count = min(len(self._saves), 1 + len(self._saves) // BACKLOG)
@@ -133,7 +135,7 @@ class SchedulerHalf:
 
     def has_pending_block_frees(self) -> bool:
         """Return True while blocks of requests that have ended are kept to be read; vLLM waits for them before it preempts."""
-        return bool(self._saves)
+        return bool(self._saves or self._reserved)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Keep vLLM's block pool."""
@@ -174,21 +176,35 @@ class SchedulerHalf:
         for load in self._unproven:
             if load.request == request.request_id:
                 load.blocks.update(block_ids[load.first :])
-        entry, hit = self._meta(request), self._reserved.pop(request.request_id, None)
-        if entry is not None and hit is not None:
-            if entry[1].reserved:
-                self.endpoint.fail(entry[0], RuntimeError("the request ended before its transfer was added"))
-            else:
-                self.endpoint.report_hit(entry[0], hit, 0)
-        if entry is None or not entry[1].captures or request.status == RequestStatus.FINISHED_ERROR:
+        handle = _handle(request)
+        if not handle or request.status == RequestStatus.FINISHED_ERROR:
             return False
-        handle, meta = entry
         # Asynchronous scheduling counts tokens of a step that is still running.
         computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
-        ranges = {n: (begin, computed if end is None else end) for n, (begin, end) in meta.captures.items()}
-        ranges = {name: r for name, r in ranges.items() if r[0] < r[1] <= computed}
-        save = SaveSpec(self.source, handle, request.request_id, tuple(block_ids), ranges, states, computed)
-        if self.endpoint.read_now(save, meta):
+        save = SaveSpec(self.source, handle, request.request_id, tuple(block_ids), {}, states, computed)
+        if is_reserved(handle):  # nothing is looked up on the way to the answer
+            self._reserved += [(time.monotonic(), save)] if block_ids else []
+            return bool(block_ids)
+        meta = self.endpoint.request_meta(handle)
+        return meta is not None and self._plan_saves(save, meta)
+
+    def _find_reserved(self) -> None:
+        """Read back requests whose transfer was added; release the blocks of the others, in time."""
+        now, waiting = time.monotonic(), self._reserved
+        self._reserved = []
+        for since, save in waiting:
+            meta = self.endpoint.request_meta(save.handle)
+            if meta is None and now - since < RESERVED_S:
+                self._reserved.append((since, save))
+            elif meta is None or not self._plan_saves(save, meta):
+                self._saves.append(save)  # reads nothing
+
+    def _plan_saves(self, save: SaveSpec, meta: RequestMeta) -> bool:
+        """Read the captures of an ended request; return True if the workers do so in the next steps."""
+        ranges = {n: (begin, save.computed if end is None else end) for n, (begin, end) in meta.captures.items()}
+        ranges = {name: r for name, r in ranges.items() if r[0] < r[1] <= save.computed}
+        save = replace(save, ranges=ranges)
+        if not meta.captures or self.endpoint.read_now(save, meta):
             return False
         self._saves.extend(_pieces(save, max(1, SAVE_BYTES // self.endpoint.kv.token_bytes)))
         return True
@@ -198,20 +214,18 @@ class SchedulerHalf:
         states = tuple(ids[0] if ids else -1 for ids in groups) if len(groups) > 1 else ()
         return groups[self._attention], states
 
-    def _meta(self, request: Request) -> tuple[str, RequestMeta] | None:
-        handle = (request.kv_transfer_params or {}).get(PARAM)
-        if not is_handle(handle):
-            return None
-        meta = self.endpoint.request_meta(handle)
-        # None: the caller gave up on this request; it is about to be aborted and must not load.
-        return None if meta is None else (handle, meta)
-
     def _orphaned(self, request: Request) -> bool:
         """Return True if a request's transfer is gone and its abort may still be under way."""
-        if not is_handle((request.kv_transfer_params or {}).get(PARAM)):
+        if not _handle(request):
             return False
         now = time.monotonic()
         return now - self._orphans.setdefault(request.request_id, now) < ABORT_S
+
+
+def _handle(request: Request) -> str:
+    """Return the handle of a request; "" for one without."""
+    handle = (request.kv_transfer_params or {}).get(PARAM)
+    return handle if is_handle(handle) else ""
 
 
 def _pieces(save: SaveSpec, tokens: int) -> list[SaveSpec]:

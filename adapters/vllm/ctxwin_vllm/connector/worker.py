@@ -42,7 +42,8 @@ class WorkerHalf:
         """Run the saves and loads that the scheduler planned for this step."""
         step = self._work
         for save in step.saves:
-            connect(save.source).save(save)
+            if save.ranges:  # else its blocks are released
+                connect(save.source).save(save)
             if save.last:
                 self._sent.add(save.request)
         for load in step.loads:

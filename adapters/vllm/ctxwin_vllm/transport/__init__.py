@@ -12,6 +12,7 @@ from ctxwin_vllm.transport.base import (
     Transfer,
     Transport,
     is_handle,
+    is_reserved,
 )
 from ctxwin_vllm.transport.endpoint import SharedMemoryEndpoint, open_endpoint
 from ctxwin_vllm.transport.local import LocalTransport, find
@@ -31,6 +32,7 @@ __all__ = [
     "Transport",
     "connect",
     "is_handle",
+    "is_reserved",
 ]
 
 

@@ -28,12 +28,21 @@ if TYPE_CHECKING:
 
 PARAM = "ctxwin"
 """Key of the handle in ``kv_transfer_params``, and of the transport's source in the connector's extra config."""
-_HANDLE = re.compile(r"[0-9a-f]{32}")
+_RESERVED = "r"
+_HANDLE = re.compile(_RESERVED + "?[0-9a-f]{32}")
 
 
-def new_handle() -> str:
-    """A name for one transfer that no client of a server can guess."""
-    return secrets.token_hex(16)
+def new_handle(*, reserved: bool = False) -> str:
+    """A name for one transfer that no client of a server can guess.
+
+    One that is ``reserved`` loads nothing, and is added while its request runs: vLLM's scheduler looks for it behind the answer.
+    """
+    return _RESERVED * reserved + secrets.token_hex(16)
+
+
+def is_reserved(handle: str) -> bool:
+    """Return True for the handle of a transfer that may not be added yet."""
+    return handle.startswith(_RESERVED)
 
 
 def is_handle(name: object) -> TypeGuard[str]:
@@ -57,7 +66,6 @@ class RequestMeta:
             loaded KV is not what a forward would compute.
         expected_hit: prompt tokens that vLLM's own prefix cache is known to hold, and that no load has: where it has dropped
             some of them, all that follows is computed.
-        reserved: True until the transfer itself is added, which is by the end of its request; nothing is loaded.
     """
 
     covered: int = 0
@@ -66,7 +74,6 @@ class RequestMeta:
     private_from: int = 0
     min_load: int = 0
     expected_hit: int = 0
-    reserved: bool = False
 
     def tokens_to_load(self, hit: int, prompt: int) -> int:
         """Return the number of tokens to load after a prefix hit of ``hit`` tokens; vLLM always computes the last prompt token.
@@ -195,10 +202,6 @@ class Transport(ABC):
     @abstractmethod
     def add(self, transfer: Transfer, handle: str = "") -> str:
         """Submit a transfer and return its handle, which is new or was reserved. Raises OSError where there is no room for it."""
-
-    def reserve(self) -> str:
-        """Return a handle for a transfer without loads, which is added while its request runs. Raises OSError as `add`."""
-        return self.add(Transfer(reserved=True))
 
     @abstractmethod
     def collect(self, handle: str, transfer: Transfer, finished: bool) -> None:

@@ -83,12 +83,12 @@ class SharedMemoryEndpoint(Endpoint):
         self._live: _FileCache[Any] = _FileCache(LIVE_BYTES, lambda key: (self.path / key.rpartition("@")[0]).exists())
 
     def request_meta(self, handle: str) -> RequestMeta | None:
-        """As `Endpoint.job`. Cost: one read for each handle, or two where it is reserved first, then a stat."""
+        """As `Endpoint.job`. Cost: one read for each handle, then a stat."""
         if not is_handle(handle) or not self._exists(handle):
             self._requests.pop(handle)
             return None
         meta = self._requests.get(handle)
-        raw = read_json(self.path / f"job-{handle}.json") if meta is None or meta.reserved else None
+        raw = read_json(self.path / f"job-{handle}.json") if meta is None else None
         if raw is not None:
             self._requests.drop_removed()
             meta = _META.validate_python(raw["job"])

@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,10 +20,13 @@ from ctxwin_vllm.transport.base import (
     SaveSpec,
     Transfer,
     Transport,
+    is_reserved,
     new_handle,
     overlaps,
 )
 
+READ_S = 0.5
+"""How long a reserved transfer is read behind the answer at most; twice as long as its blocks are kept."""
 _log = logging.getLogger("ctxwin.engines")
 _open: dict[str, LocalTransport] = {}
 
@@ -50,7 +54,12 @@ class LocalTransport(Transport, Endpoint):
         return handle
 
     def collect(self, handle: str, transfer: Transfer, finished: bool) -> None:
-        """Do nothing: the connector reports into ``transfer`` itself."""
+        """Wait until a reserved transfer is read; the connector reports into ``transfer`` itself."""
+        latest = time.monotonic() + READ_S
+        while finished and is_reserved(handle) and transfer.captures.keys() - transfer.captured and not transfer.error:
+            if time.monotonic() > latest:
+                transfer.error = RuntimeError("vLLM has gone on without returning its KV")
+            time.sleep(0.0002)
 
     def remove(self, handle: str) -> None:
         self._transfers.pop(handle, None)

@@ -23,6 +23,7 @@ from ctxwin.store import open_store
 from ctxwin.store.base import Store
 from ctxwin_chats.options import read_options
 from ctxwin_chats.records import PER_NAME
+from ctxwin_server.chat import conversations
 from ctxwin_server.chat.conversations import KEPT, Conversations, Turn, WriteBackPending
 from twins import twins
 from window.fake import FakeEngine
@@ -302,6 +303,18 @@ def test_another_salt_shares_no_kv() -> None:
     chat.ask(["sys", "a1", "why?"], "s")
     assert computed(chat.ask(["sys", "a1", "why?"], "s")) == len("why?")
     assert computed(chat.ask(["sys", "a1", "why?"], "s", identity="another salt")) == len("sysa1why?")
+
+
+def test_a_request_is_compared_with_what_may_share_more_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat, compared = Chat(known=Conversations(99, 3600.0)), list[Any]()
+    common = conversations._common
+    monkeypatch.setattr(conversations, "_common", lambda *args: compared.append(args) or common(*args))
+    first = [chat.ask(["sys", f"{i} is here", "b", "why?"]).conversation for i in range(20)]
+    for i, most in ((19, 1), (3, 17)):
+        compared.clear()
+        assert chat.ask(["sys", f"{i} is here", "b", "c", "why?"]).conversation is first[i] and len(compared) == most
+    compared.clear()
+    assert chat.ask(["sys", "3 is here", "b", "c", "d", "why?"]).conversation is first[3] and len(compared) == 1
 
 
 def test_conversations_are_few_and_end() -> None:

@@ -23,6 +23,7 @@ from ctxwin_server.app.request_options import PendingRequests, RequestOptions
 from ctxwin_server.chat.conversations import Conversations
 
 chats = pytest.importorskip("ctxwin_server.vllm.chats", reason="vLLM is not installed", exc_type=ImportError)
+transport = pytest.importorskip("ctxwin_vllm.transport", reason="vLLM is not installed", exc_type=ImportError)
 pytestmark = pytest.mark.vllm
 
 HANDLE = "0" * 32
@@ -58,21 +59,16 @@ class Seam:
     prompts: list[FakePrompt] = field(default_factory=list)
     closed: int = 0
     continues: bool = False
-    reserved: list[str] = field(default_factory=list)
+    hashed: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.store, self.asked = open_store("memory:"), PendingRequests()
         self.conversations = Conversations(4, 60.0)
         engine = chats.VLLMEngine.__new__(chats.VLLMEngine)
         engine.costs, engine.spec = CostModel(), SimpleNamespace(model="tiny", kv=SimpleNamespace(recurrent=False))
-
-        def reserve() -> str:
-            self.reserved.append(HANDLE)
-            return HANDLE
-
-        transport = SimpleNamespace(reserve=reserve, remove=self.reserved.remove)
         prefixes = SimpleNamespace(continues=lambda names: self.continues)
-        engine._core = SimpleNamespace(caches=False, prefixes=prefixes, transport=transport)
+        engine._core = SimpleNamespace(caches=True, prefixes=prefixes)
+        engine.prompts = SimpleNamespace(salted_names=lambda *_: self.hashed.append("") or [b""])
         shared = SharedConversations(self.store, self.conversations.saved(), 4, 60.0)
         tenant_state = SimpleNamespace(engine=engine, conversations=self.conversations, shared=shared)
         metrics = SimpleNamespace(
@@ -126,7 +122,8 @@ def seam(monkeypatch: pytest.MonkeyPatch) -> Seam:
     made = Seam([])
 
     def prompt_engine(engine: Any, rendered: Any, handle: str) -> Any:
-        assert handle == (HANDLE if made.continues else "")
+        assert transport.is_reserved(handle) if made.continues else handle == ""
+        assert rendered.block_names(engine) == [b""]
         made.prompts.append(FakePrompt(made.store, ["sys", "aa", "why?"]))
         made.prompts[-1].fail = made.fail  # type: ignore[attr-defined]
         return made.prompts[-1]
@@ -137,7 +134,8 @@ def seam(monkeypatch: pytest.MonkeyPatch) -> Seam:
 
     def with_handle(self: FakePrompt, layout: Any, salt: str) -> Any:
         submitted = submit(self, layout, salt)
-        vars(submitted).update(handle=HANDLE, prompt={"windowed": True})
+        vars(submitted).update(handle=HANDLE, prompt={"windowed": True}, transfer=transport.Transfer())
+        self.submitted = submitted  # type: ignore[attr-defined]
         return submitted
 
     monkeypatch.setattr(FakePrompt, "submit", with_handle)
@@ -230,8 +228,11 @@ def test_vllm_begins_while_the_window_of_a_chat_that_it_holds_is_updated(
     seam.script = [[output("a", cached=2), output("b", "stop", 2)]]
     asked = RequestOptions(name="s")
     assert asyncio.run(seam.ask(asked)) == ["a", "b"] and seam.counted == ["window"]
-    assert seam.calls[0][0] is PROMPT and seam.calls[0][1].extra_args == {"kv_transfer_params": {"ctxwin": HANDLE}}
-    assert seam.prompts[0].taken == [True] and asked.usage["computed_tokens"] == 1
+    assert seam.calls[0][0] is PROMPT and transport.is_reserved(
+        seam.calls[0][1].extra_args["kv_transfer_params"]["ctxwin"]
+    )
+    assert seam.prompts[0].taken == [True] and asked.usage["computed_tokens"] == 1 and len(seam.hashed) == 1
+    assert seam.prompts[0].submitted.transfer.local_tokens == 2  # type: ignore[attr-defined]
 
 
 def test_a_window_that_cannot_be_updated_behind_a_request_leaves_it_alone(seam: Seam) -> None:
@@ -239,7 +240,24 @@ def test_a_window_that_cannot_be_updated_behind_a_request_leaves_it_alone(seam: 
     seam.fail = EngineFailed("down")  # type: ignore[attr-defined]
     asked = RequestOptions(name="s")
     assert asyncio.run(seam.ask(asked)) == ["a", "b"] and len(seam.calls) == 1
-    assert seam.counted == ["failed: its window failed"] and not seam.reserved and not asked.usage
+    assert seam.counted == ["failed: its window failed"] and not asked.usage
+
+
+def test_kv_that_is_lost_behind_a_request_is_counted_and_computed_again(
+    seam: Seam, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    collect, seam.continues = FakePrompt.collect, True
+
+    def lost(self: FakePrompt, submitted: Any, *, finished: bool) -> Any:
+        collect(self, submitted, finished=finished)
+        raise RuntimeError("its blocks are gone")
+
+    monkeypatch.setattr(FakePrompt, "collect", lost)
+    seam.script = [[output("a", "stop", 2)], [output("b", "stop", 2)]]
+    for answer in "ab":  # the next request waits for nothing
+        asked = RequestOptions(name="s")
+        assert asyncio.run(seam.ask(asked)) == [answer] and asked.usage["lanes"] == {"computed": len("sysaawhy?")}
+    assert seam.counted == ["window", "fallback"] * 2 and "its blocks are gone" in caplog.text
 
 
 def test_a_client_that_leaves_while_the_window_is_updated_takes_its_request_along(
@@ -264,4 +282,4 @@ def test_a_client_that_leaves_while_the_window_is_updated_takes_its_request_alon
             await asyncio.gather(*seam.chats._tasks)
 
     asyncio.run(leave())
-    assert seam.closed == len(seam.calls) == 1 and seam.prompts[0].taken == [False] and not seam.reserved
+    assert seam.closed == len(seam.calls) == 1 and seam.prompts[0].taken == [False]

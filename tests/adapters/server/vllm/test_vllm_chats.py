@@ -339,6 +339,30 @@ def test_what_cannot_have_a_window_passes_and_says_why(server: Process) -> None:
         create(server, EXACT, "", messages=messages, extra_body={"kv_transfer_params": {"ctxwin": "0" * 32}})
 
 
+@pytest.mark.parametrize("ending", ["whole", "stop string", "two answers", "one token", "client leaves"])
+def test_a_chat_that_vllm_begins_at_once_is_read_back_however_its_answers_end(server: Process, ending: str) -> None:
+    options: dict[str, Any] = {"max_tokens": 1 if ending == "one token" else 12}
+    options |= {"stop": ["a", "e", " "]} if ending == "stop string" else {}
+    options |= {"n": 2, "temperature": 1, "seed": 7} if ending == "two answers" else {}
+    messages: list[Any] = [{"role": "system", "content": "You watch a door, and tell what has changed since then."}]
+    fallbacks, computed = server.metrics().get('ctxwin_fallbacks_total{tenant=""}'), []
+    for turn in range(5):
+        messages.append(
+            {"role": "user", "content": f"Step {turn}: a light is on, and the door is shut. What is there?"}
+        )
+        if ending == "client leaves":
+            stream = create(server, EXACT, ending, messages=messages, stream=True, **{**options, "max_tokens": 200})
+            next(iter(stream))
+            stream.close()
+        alone = create(server, OFF, f"{ending} alone", messages=messages, **options).choices
+        answer = create(server, EXACT, ending, messages=messages, **options)
+        assert [c.message.content for c in answer.choices] == [c.message.content for c in alone]
+        computed.append(reported(answer)["lanes"]["computed"])
+        messages.append({"role": "assistant", "content": answer.choices[0].message.content or "-"})
+    assert max(computed[2:]) < 80 < answer.usage.prompt_tokens - 80, computed
+    assert server.metrics().get('ctxwin_fallbacks_total{tenant=""}') == fallbacks
+
+
 def test_tenants_share_no_conversation_and_no_kv(server: Process) -> None:
     messages = plain_messages([6, 7], question(6))
     for key in ("key-acme", "key-bolt"):
