@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, get_type_hints
@@ -13,7 +14,8 @@ from ctxwin.validation import validate
 if TYPE_CHECKING:
     from ctxwin.fidelity import Fidelity
 
-
+MOST_CHOICES = 128
+_MOST_SCHEMA = 256 << 10
 SEED = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """A seed that torch's generators accept."""
 
@@ -101,6 +103,14 @@ def sampling_under(fidelity: Fidelity, sampling: Sampling, merged: bool) -> Samp
         return sampling
     every = advanced.eliminate or sampling.max_tokens
     return replace(sampling, hold=fidelity.merge, hold_every=every, merge_prompt=advanced.merge_prompt)
+
+
+def schema_text(schema: Any) -> str:
+    """Return a JSON schema as text. Raises ValueError for one that is larger than any answer needs."""
+    text = json.dumps(schema)
+    if len(text) > _MOST_SCHEMA:
+        raise ValueError(f"the JSON schema must have at most {_MOST_SCHEMA} characters, got {len(text)}")
+    return text
 
 
 _RANGES = options_model(SamplingOptions)

@@ -15,7 +15,7 @@ from ctxwin import tracing
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
 from ctxwin.engines.results import Generation
-from ctxwin.engines.sampling import Sampling, SamplingOptions, check_sampling, sampling_under
+from ctxwin.engines.sampling import MOST_CHOICES, Sampling, SamplingOptions, check_sampling, sampling_under
 from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.errors import AnswerStopped, BudgetExceeded
 from ctxwin.hashing import digest
@@ -24,7 +24,6 @@ from ctxwin.window import edits
 from ctxwin.window.answer import Answer, Disposability, Usage
 from ctxwin.window.choice import Choice
 from ctxwin.window.core import WindowCore
-from ctxwin.window.decoding import MOST_CHOICES
 from ctxwin.window.defaults import check_searchable
 from ctxwin.window.layout import Layout, Work
 from ctxwin.window.protocols import ServedAnswer

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from ctxwin.engines.results import ScoredToken
 from ctxwin.window.answer import Answer, Disposability, Plan
 
 if TYPE_CHECKING:
@@ -17,29 +16,12 @@ if TYPE_CHECKING:
 
 REFERENCE = "ctxwin_chunk"
 """The type of a content part that names an uploaded chunk by its id."""
-_LEAST_LOGPROB = -9999.0
-"""Log-probability of a token that could not be drawn, as vLLM reports it: JSON has no infinities."""
 _ANSWER, _PLAN, _DISPOSABILITY = TypeAdapter(Answer), TypeAdapter(Plan), TypeAdapter(Disposability)
 
 
 def number(value: float | None) -> float | str | None:
     """Return a number for JSON: infinities, which JSON lacks, become text."""
     return value if value is None or math.isfinite(value) else str(value)
-
-
-def scores_to(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    """Return the log-probabilities of an answer's tokens as OpenAI shows them."""
-
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        text = decode([token])
-        return {"token": text, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": list(text.encode())}
-
-    content = [
-        {**entry(t, t.logprob), "top_logprobs": [entry(*other) for other in t.best.items()]}
-        for t in tokens
-        if isinstance(t, ScoredToken)
-    ]
-    return {"content": content, "refusal": None}
 
 
 def answer_to(answer: Answer, keep: Callable[[Mapping[str, Any]], Any] | None = None) -> dict[str, Any]:

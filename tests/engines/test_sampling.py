@@ -13,7 +13,7 @@ from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.engines.hf.model import filter_logits
 from ctxwin.engines.sampling import Sampling
 from ctxwin.tiny import checkpoint_dir
-from ctxwin.window.decoding import ChatDecoding
+from langchain_ctxwin.decoding import ChatDecoding
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,11 @@ from pydantic import BaseModel
 from ctxwin import Window
 from ctxwin.engines.sampling import Sampling, SamplingOptions
 from ctxwin.window.ask import AskOptions
-from ctxwin.window.decoding import ChatDecoding
 from ctxwin_client import RemoteWindow
 from ctxwin_server.app.endpoints import PLAIN
 from ctxwin_server.registry.operations import Ask
 from ctxwin_server.registry.streams import LiveAsk
+from langchain_ctxwin.decoding import ChatDecoding
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = set(SamplingOptions.__annotations__)

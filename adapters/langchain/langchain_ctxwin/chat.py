@@ -34,11 +34,10 @@ from ctxwin.opening import open_engine
 from ctxwin.validation import validate
 from ctxwin.window.answer import Answer, ToolCall
 from ctxwin.window.ask import OnToken, Question, not_stopped
-from ctxwin.window.decoding import ChatDecoding
 from ctxwin.window.events import Observer
-from ctxwin.window.serialization import scores_to
 from ctxwin.window.stream import AsyncTokenStream, TokenStream, aask
 from ctxwin.window.toolcalls import Part, Reader, Syntax, learn
+from langchain_ctxwin.decoding import ChatDecoding, scores_to
 from langchain_ctxwin.messages import Conversation, converse
 from langchain_ctxwin.pool import Pool, profile_of, remembers
 

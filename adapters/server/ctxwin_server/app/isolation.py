@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ctxwin.engines.base import Engine
+from ctxwin.engines.sampling import MOST_CHOICES
 from ctxwin.hashing import digest
-from ctxwin.window.decoding import MOST_CHOICES
 from ctxwin_client.errors import NotAllowed
 from ctxwin_server.app.accounts import encode_json
 from ctxwin_server.app.content import ContentReader, own_name

@@ -11,13 +11,12 @@ from pydantic import Field, create_model
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.outputs import OutputReferences
-from ctxwin.engines.sampling import SEED, options_model
+from ctxwin.engines.sampling import SEED, options_model, schema_text
 from ctxwin.fidelity import Fidelity
 from ctxwin.library import Library
 from ctxwin.validation import validate
 from ctxwin.window import serialization
 from ctxwin.window.ask import AskOptions, Question
-from ctxwin.window.decoding import schema_text
 from ctxwin.window.lookups import HITS, MOST
 from ctxwin.window.maintenance import Maintenance
 from ctxwin.window.window import Window

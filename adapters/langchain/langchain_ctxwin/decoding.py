@@ -5,16 +5,16 @@ An engine refuses options it does not support by name (`ctxwin.engines.sampling.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ctxwin.engines.sampling import Sampling, SamplingOptions, options_model
+from ctxwin.engines.results import ScoredToken
+from ctxwin.engines.sampling import MOST_CHOICES, Sampling, SamplingOptions, options_model, schema_text
 
-MOST_CHOICES = 128
-_MOST_SCHEMA = 256 << 10
+_LEAST_LOGPROB = -9999.0
+"""Log-probability of a token that could not be drawn, as vLLM reports it: JSON has no infinities."""
 _Stop = Annotated[str, Field(max_length=1000)]
 _OPTIONS = tuple(SamplingOptions.__annotations__)
 
@@ -86,9 +86,16 @@ class ChatDecoding(options_model(SamplingOptions), BaseModel):  # type: ignore[m
         return None
 
 
-def schema_text(schema: Any) -> str:
-    """Return a JSON schema as text. Raises ValueError for one that is larger than any answer needs."""
-    text = json.dumps(schema)
-    if len(text) > _MOST_SCHEMA:
-        raise ValueError(f"the JSON schema must have at most {_MOST_SCHEMA} characters, got {len(text)}")
-    return text
+def scores_to(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    """Return the log-probabilities of an answer's tokens as OpenAI shows them."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text = decode([token])
+        return {"token": text, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": list(text.encode())}
+
+    content = [
+        {**entry(t, t.logprob), "top_logprobs": [entry(*other) for other in t.best.items()]}
+        for t in tokens
+        if isinstance(t, ScoredToken)
+    ]
+    return {"content": content, "refusal": None}
