@@ -54,7 +54,7 @@ class StoreUnavailable(CtxwinError, OSError):
 
 
 class StoreFull(CtxwinError, OSError):
-    """The store, or the disk or shared memory below it, is full."""
+    """The store, or the disk or shared memory below it, is full, or read only."""
 
 
 class OutputGone(CtxwinError, LookupError):

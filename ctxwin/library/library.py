@@ -26,7 +26,7 @@ from ctxwin.library.retrieval import BM25, Corpus, Retriever
 from ctxwin.library.traces import collect, library_id, note_keys, note_trace, origin_of
 from ctxwin.library.views import Hit, LibraryView, unknown_file
 from ctxwin.store.archive import read_archive, write_archive
-from ctxwin.store.base import Store
+from ctxwin.store.base import Store, store_full
 from ctxwin.store.lru import LRUCache
 from ctxwin.store.spans import SpanRepository
 from ctxwin.validation import check_unicode
@@ -185,9 +185,7 @@ class Library:
             if not key.startswith(("entry/", "source/")):
                 raise BadMedia(f"the archive of a library must hold files and media, got {key[:80]!r} in {str(path)!r}")
             if not self.store.contains(key) and not self.store.put(key, blob):
-                raise StoreFull(
-                    "the store must take the archive's records, and is full; make room there, or raise its limit"
-                )
+                raise store_full("the archive's records")
             if key.startswith("entry/"):
                 entry = get(self.repo, key, Entry)
                 if entry is None:
@@ -270,9 +268,11 @@ class Library:
     def _drop_editions(self, keys: set[str]) -> None:
         """Delete lists of files that no library of the store refers to; equal lists are one record."""
         for key in list(self.store.list("library/")) if keys else ():
-            raw = self.store.read(key)
-            if raw is not None:
-                keys = keys - {edition for _, edition in Head.model_validate_json(raw).editions}
+            try:
+                keys = keys - {edition for _, edition in Fenced(self.store, key).read(Head(name="")).editions}
+            except OSError as error:
+                _log.warning("lists of files are not deleted, as another library may need them: %s", error)
+                return
         for key in keys:
             self.repo.delete(key)
 
@@ -322,7 +322,10 @@ class Library:
             n: now + r.ttl for n in names if (r := rows.get(n)) and r.ttl and head.expires.get(n, now) - now < r.ttl / 2
         }
         if later:
-            self._head.update(Head(name=self.name), lambda h: h.model_copy(update={"expires": h.expires | later}))
+            try:
+                self._head.update(Head(name=self.name), lambda h: h.model_copy(update={"expires": h.expires | later}))
+            except StoreFull as error:
+                _log.warning("files of library %s are used, and expire nevertheless: %s", self.name, error)
 
     def corpus(self, rows: Sequence[Row]) -> Corpus:
         """Return the passages of ``rows`` for retrievers; cached for the latest versions used."""
@@ -365,7 +368,7 @@ class Library:
                 raise ChunkUnavailable(f"a chunk must have its pixels, got none for {chunk.label!r}; make it again")
             stored = self.repo.contains(f"source/{part.content}")
             if not stored and not self.repo.put_source(part.content, part.pack(pixels)):
-                raise StoreFull("the store must take a file's pixels, and is full; make room there, or raise its limit")
+                raise store_full("a file's pixels")
         parts = tuple(p.model_copy(update={"source": None}) if p in chunk.media else p for p in chunk.parts)
         return chunk.light().model_copy(update={"parts": parts})
 
@@ -459,9 +462,8 @@ class Library:
 def libraries(store: Store) -> Iterator[str]:
     """Iterate over the names of the libraries in ``store``, sorted. Cost: a listing."""
     for key in list(store.list("library/")):
-        raw = store.read(key)
-        if raw is not None:
-            yield Head.model_validate_json(raw).name
+        if name := Fenced(store, key).read(Head(name="")).name:
+            yield name
 
 
 def granted(store: Store, tenant: str) -> tuple[str, ...]:
@@ -469,7 +471,12 @@ def granted(store: Store, tenant: str) -> tuple[str, ...]:
 
     Libraries that are not granted are not read, so that they take as long to refuse as those that do not exist.
     """
-    return Fenced(store, f"grants/{digest('grants', tenant)}").read(Granted()).libraries
+    raw = store.read(f"grants/{digest('grants', tenant)}")
+    try:
+        return () if raw is None else Granted.model_validate_json(raw).libraries
+    except ValueError as error:
+        _log.warning("what %r may read is malformed, and counts as nothing: %s", tenant, error)
+        return ()
 
 
 def _check_ttl(ttl: float | None) -> None:

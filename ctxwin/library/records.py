@@ -25,9 +25,9 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ctxwin.chunk import Chunk
-from ctxwin.errors import StaleOwner, StoreFull, StoreUnavailable
+from ctxwin.errors import StaleOwner, StoreUnavailable
 from ctxwin.hashing import digest
-from ctxwin.store.base import Store
+from ctxwin.store.base import Store, store_full
 from ctxwin.store.spans import SpanRepository
 
 _TRIES = 100
@@ -128,26 +128,19 @@ class Fenced:
     key: str
 
     def read(self, empty: M) -> M:
-        """Return its value; ``empty`` where there is none. Raises StoreUnavailable."""
-        return self._parse(self.store.read(self.key), empty)
+        """Return its value; ``empty`` where there is none. Raises StoreUnavailable, also where another version wrote it."""
+        raw = self.store.read(self.key)
+        return empty if raw is None else self._readable(raw, empty)
 
     def _readable(self, raw: bytes, empty: M) -> M:
-        """The record in ``raw``. One that cannot be read is not written over: another version may have made it."""
+        """The record in ``raw``. One that cannot be read is not missing, nor written over: another version may have made it."""
         try:
             return type(empty).model_validate_json(raw)
         except ValidationError as error:
             raise StoreUnavailable(
-                f"the stored record {self.key[:20]} must be readable to be changed, got {error.error_count()} faults; delete "
+                f"the stored record {self.key[:20]} must be readable, got {error.error_count()} faults; delete "
                 "what it belongs to, or use the version of ctxwin that wrote it"
             ) from None
-
-    def _parse(self, raw: bytes | None, empty: M) -> M:
-        """The record in ``raw``; ``empty`` where that is none, as where there is none."""
-        try:
-            return empty if raw is None else type(empty).model_validate_json(raw)
-        except ValidationError as error:
-            _log.warning("the stored record %s is malformed, and counts as missing: %s", self.key, error)
-            return empty
 
     def update(self, empty: M, change: Callable[[M], M]) -> M:
         """Writes ``change`` of what it says; whatever ``change`` raises leaves it as it is.
@@ -175,7 +168,7 @@ class Fenced:
 
     def _commit(self, value: bytes, token: int) -> None:
         if not self.store.commit(self.key, value, token):
-            raise StoreFull("the store must take a library's record, and is full; make room there, or raise its limit")
+            raise store_full("a library's record")
 
 
 def put(repo: SpanRepository, namespace: str, record: BaseModel) -> str:
@@ -183,7 +176,7 @@ def put(repo: SpanRepository, namespace: str, record: BaseModel) -> str:
     payload = record.model_dump(mode="json")
     key = f"{namespace}/{digest(namespace, json.dumps(payload, sort_keys=True))}"
     if not repo.contains(key) and not repo.put_json(key, payload, bound=False):
-        raise StoreFull(f"the store must take {namespace} records, and is full; make room there, or raise its limit")
+        raise store_full(f"{namespace} records")
     return key
 
 

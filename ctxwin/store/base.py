@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ctxwin.errors import StaleOwner
+from ctxwin.errors import StaleOwner, StoreFull
 
 _KEY = re.compile(r"[!-~]{1,512}")
 _TOKEN: Final = struct.Struct(">Q")
@@ -45,6 +45,13 @@ def check_limits(max_bytes: int, ttl: float | None) -> None:
         raise ValueError(f"max_bytes must be positive, got {max_bytes}")
     if ttl is not None and ttl <= 0:
         raise ValueError(f"ttl must be positive seconds or None, got {ttl}")
+
+
+def store_full(what: str) -> StoreFull:
+    """Return the error for a store that refuses ``what``."""
+    return StoreFull(
+        f"the store must take {what}, and is full or read only; make room there, raise its limit, or use a copy"
+    )
 
 
 @dataclass(frozen=True)

@@ -14,22 +14,24 @@ the index; an index that is damaged or lost is made again from the records' own 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import heapq
 import os
 import secrets
 import sqlite3
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import diskcache
 
 from ctxwin.errors import StoreCorrupt
-from ctxwin.store.base import Store, StoreStats, Tally, check_key, check_limits, check_value
+from ctxwin.store.base import StoreStats, Tally, check_key, check_limits, check_value
 from ctxwin.store.codec import SUM_BYTES, ForeignRecordError, Seal
 from ctxwin.store.failure_log import failure_logger
 from ctxwin.store.records import (
@@ -50,6 +52,7 @@ from ctxwin.store.records import (
     walk,
     write_record,
 )
+from ctxwin.store.sealed import SealedStore
 
 log = failure_logger(__name__)
 T = TypeVar("T")
@@ -62,6 +65,8 @@ _MAX_RETRIES: Final = 4
 """Number of rows a read follows while other processes put the same key."""
 _ORPHAN_AGE_S: Final = 600.0
 """Age at which a file without a row is an orphan; a younger one may be another process's unfinished put."""
+_STALE_FILES: Final = 1024
+"""Records replaced since a walk of the folder that are still known, beside as many as the folder holds."""
 _REPAIR_PAUSE_S: Final = 1.0
 _FAILURES: Final = (OSError, sqlite3.Error, diskcache.Timeout)
 _SETTINGS: Final = {
@@ -78,7 +83,7 @@ _SETTINGS: Final = {
 }
 
 
-class DiskStore(Store):
+class DiskStore(SealedStore):
     """Records in the folder ``path``, readable by its owner alone; safe for threads and for processes that share it.
 
     Args:
@@ -88,8 +93,10 @@ class DiskStore(Store):
         timeout: seconds to wait for another process's write to the index.
         secret: seals the records with a keyed code (`codec.Seal`); None with a checksum.
 
+    A folder that is read only is read: its index is made anew elsewhere, and each put or deletion is refused and counted.
+
     Raises:
-        OSError: the folder cannot be made or written to. Later failures (disk full, permissions) never raise: a put
+        OSError: the folder cannot be made. Later failures (disk full, permissions) never raise: a put
             returns False, a get is a miss, and both are counted in `failures` and logged.
     """
 
@@ -110,25 +117,23 @@ class DiskStore(Store):
         self._seal = Seal(secret)
         self._tally = Tally()
         self._lock = threading.RLock()
-        self._oldest: list[BlobFile] = []  # a heap
+        self._oldest: list[BlobFile] | None = None  # a heap, of the last walk and of what was put since
         self._passed: dict[str, BlobFile] = {}  # leased when their turn came
-        self._leased: tuple[object, int] = None, 0
+        self._leased: dict[str, int] = {}  # bytes by key
+        self._leased_bytes, self._counted = 0, object()
         self._next_repair = 0.0
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        for folder in (self.path, self.path / BLOBS, self.path / TEMP):
-            folder.mkdir(mode=0o700, exist_ok=True)
-        with contextlib.suppress(OSError):  # another user's folder, shared on purpose
-            self.path.chmod(0o700)
-        self._cache = self._open_index()
+        self.read_only = self.path.is_dir() and not os.access(self.path, os.W_OK)
+        self._scratch = tempfile.TemporaryDirectory(prefix="ctxwin-index-") if self.read_only else None
+        if not self.read_only:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            for folder in (self.path, self.path / BLOBS, self.path / TEMP):
+                folder.mkdir(mode=0o700, exist_ok=True)
+            with contextlib.suppress(OSError):  # another user's folder, shared on purpose
+                self.path.chmod(0o700)
+        self._cache = self._build_index(Path(self._scratch.name)) if self._scratch else self._open_index()
         remove_old((self.path / TEMP).glob("*.tmp"), 3600.0)
         if self._guarded(0, lambda: sum(1 for _ in walk(self.path)) - self._total("count")) > 0:
             self._collect(_ORPHAN_AGE_S)
-
-    def get(self, key: str) -> bytes | None:
-        """Return the value, or None. Cost: a row, a file read, one SHA-256 (about 1 GB/s)."""
-        value = self._read(check_key(key), use=True)
-        self._tally.count("misses" if value is None else "hits")
-        return value
 
     def _row(self, key: str) -> Row | None:
         self._check_open()
@@ -209,6 +214,7 @@ class DiskStore(Store):
                 self._cache.touch(key, expire=self.ttl)
                 self._use(row)
             else:
+                self._check_writable()
                 if not self._make_room(total, key, row):
                     return False
                 written = write_record(self.path, head, value, tail)
@@ -217,6 +223,7 @@ class DiskStore(Store):
                 except BaseException:
                     remove_record(self.path, written.file)
                     raise
+                self._note_put(key, written, total)
                 self._make_room(total, key, None, written=True)
         except _FAILURES as error:
             self._log_failure("write", key, error)
@@ -227,50 +234,77 @@ class DiskStore(Store):
     def delete(self, key: str) -> bool:
         """Remove ``key``, leased or not; return False where there was none. Works on a full disk too."""
         row = self._row(check_key(key))
-        if row is None:
+        if row is None or self._guarded(True, self._check_writable, "delete", key):
             return False
-        self._tally.drop(key)
+        with self._lock:
+            self._tally.drop(key)
+            self._count_leased(key)
         existed = is_record(self.path / row.file)
         return self._remove(key, row) or existed
+
+    def _check_writable(self) -> Literal[False]:
+        if self.read_only:
+            raise OSError(errno.EROFS, "its folder is read only")
+        return False
+
+    def _note_put(self, key: str, row: Row, size: int) -> None:
+        with self._lock:
+            self._count_leased(key)
+            if self._oldest is not None:
+                used = (self.path / row.file).lstat().st_mtime_ns
+                heapq.heappush(self._oldest, BlobFile(used, row.file, size))
+                if len(self._oldest) > 2 * self._total("count") + _STALE_FILES:
+                    self._oldest = None
+
+    def _count_leased(self, key: str) -> None:
+        size = self._size(self._row(key)) if self._tally.holds(key) else 0
+        self._leased_bytes += size - self._leased.pop(key, 0)
+        if size:
+            self._leased[key] = size
 
     def _make_room(self, size: int, key: str, old: Row | None, *, written: bool = False) -> bool:
         """Evict until ``size`` bytes of ``key`` fit; return False, without evictions, where leases prevent it.
 
-        ``old`` is the row that they are about to replace. Cost: O(evicted); a walk of the folder where no record that the
-        walk before found may leave; a sum over the leased records where a put is refused, unless nothing has changed since.
+        ``old`` is the row that they are about to replace. Cost: O(log n) a record that leaves; a walk of
+        the folder where only what other processes wrote can leave; a sum over the leased records where a put is refused after
+        they wrote.
         """
         with self._lock:
             spare = self.max_bytes - (0 if written else size) + self._size(old)
             if self._total("size") <= spare:
                 return True
-            self._cache.expire()
-            # Other processes replace, expire and evict what is leased here: a sum holds until anybody writes.
-            connection, leased_key = self._cache._con, self._tally.holds(key) and key
-            commits = connection.execute("PRAGMA data_version").fetchone()  # of other connections
-            state = (connection, commits, connection.total_changes, self._tally.changes, leased_key)
-            if self._leased[0] == state and self._leased[1] + size > self.max_bytes:
+            # Other processes replace, expire and evict what is leased here: a sum holds until they write.
+            connection = self._cache._con
+            state = connection, connection.execute("PRAGMA data_version").fetchone()
+            if self._cache.expire() or (state != self._counted and not self._fits(size, key)):
+                for name in {*self._tally.leased(), *self._leased}:
+                    self._count_leased(name)
+                self._counted = state
+            if not self._fits(size, key):
                 return False
             if self._evict(spare, key):
                 return True
-            self._leased = state, sum(self._size(self._row(name)) for name in self._tally.leased() - {key})
-            if self._leased[1] + size > self.max_bytes:
-                return False
             self._passed = {name: blob for name, blob in self._passed.items() if self._tally.holds(name)}
             known = set(self._passed.values())
             self._oldest = sorted(blob for blob in walk(self.path) if blob not in known)  # a heap
             # Rows of missing files still count, and a forged row may claim any size.
-            if not self._evict(spare, key, partly=True):
+            failures = self.failures
+            if not self._evict(spare, key, partly=True) and self.failures == failures:
                 self._rebuild_index()
             return self._total("size") <= spare
 
+    def _fits(self, size: int, key: str) -> bool:
+        return self._leased_bytes - self._leased.get(key, 0) + size <= self.max_bytes
+
     def _evict(self, spare: int, keep: str, partly: bool = False) -> bool:
         """Evict the least recently used until ``spare`` is kept; none, unless ``partly``, where they would not suffice."""
-        victims, excess = [], self._total("size") - spare
-        while excess > 0 and self._oldest:
-            blob = heapq.heappop(self._oldest)
+        victims, excess, heap, failures = [], self._total("size") - spare, self._oldest or [], self.failures
+        while excess > 0 and heap:
+            blob = heapq.heappop(heap)
             path = self.path / blob.file
             try:
-                if path.lstat().st_mtime_ns != blob.used:  # used since the walk
+                if (used := path.lstat().st_mtime_ns) != blob.used:
+                    heapq.heappush(heap, blob._replace(used=used))
                     continue
                 key, _ = describe_record(path)
             except (OSError, StoreCorrupt):
@@ -284,9 +318,10 @@ class DiskStore(Store):
                 victims.append((blob, key, row))
                 excess -= blob.size
         for blob, key, row in victims:
-            if excess > 0 and not partly:
-                heapq.heappush(self._oldest, blob)
-            elif self._remove(key, row):
+            if (excess > 0 and not partly) or self.failures > failures:
+                heapq.heappush(heap, blob)
+            elif self._drop_row(key, row):  # before its file: a full disk may refuse this, and nothing leaves then
+                remove_record(self.path, row.file)
                 self._tally.count("evictions")
         return self._total("size") <= spare
 
@@ -304,13 +339,18 @@ class DiskStore(Store):
         """Protect ``key`` from this process's evictions; other processes only see it as recently used."""
         if not self.contains(key):
             return False
-        self._tally.lease(key)
+        with self._lock:
+            self._tally.lease(key)
+            if key not in self._leased:
+                self._count_leased(key)
         return True
 
     def release(self, key: str) -> None:
-        self._tally.release(key)
         with self._lock:
-            if blob := self._passed.pop(key, None):
+            self._tally.release(key)
+            if not self._tally.holds(key):
+                self._count_leased(key)
+            if (blob := self._passed.pop(key, None)) and self._oldest is not None:
                 heapq.heappush(self._oldest, blob)
 
     def stats(self) -> StoreStats:
@@ -323,19 +363,12 @@ class DiskStore(Store):
 
         Cost: a read of the whole store.
         """
-        keys = self._keys()
-        if odd := keys.count(None):
+        if odd := self._keys().count(None):
             self._tally.count("corrupt", odd)
             self._repair(damaged=True)
-        good, corrupt = 0, odd
-        for key in filter(None, keys):
-            foreign = self._tally["foreign"]
-            if self._read(key) is not None:
-                good += 1
-            elif self._tally["foreign"] == foreign:
-                corrupt += 1
+        good, corrupt = super().verify()
         self._collect(_ORPHAN_AGE_S)
-        return good, corrupt
+        return good, corrupt + odd
 
     def gc(self, min_age: float = _ORPHAN_AGE_S) -> tuple[int, int]:
         """Remove expired rows and files without a row; return (files, bytes) removed. Cost: a walk of the folder.
@@ -367,6 +400,8 @@ class DiskStore(Store):
         if not self._closed:
             self._closed = True
             self._cache.close()
+            if self._scratch:
+                self._scratch.cleanup()
 
     def _total(self, name: str) -> int:
         """Return the index's ``count`` of rows or ``size`` of records; raise sqlite3.DatabaseError for an impossible value."""
@@ -456,20 +491,30 @@ class DiskStore(Store):
                     raise
                 log.warning("the index of the store %s is damaged (%s); it is made again", self.path, error)
                 self._tally.count("corrupt")
-            if index.exists():
-                index.replace(self.path / f"{_INDEX}.damaged-{secrets.token_hex(4)}")
-            for tail in ("-wal", "-shm"):
-                (self.path / (_INDEX + tail)).unlink(missing_ok=True)
-            cache = self._new_index()
-            # By name, the newest last: of two records of one key the later one wins.
+            with tempfile.TemporaryDirectory(dir=self.path / TEMP) as folder:  # a full disk leaves the old index
+                self._build_index(Path(folder)).close()
+                if index.exists():
+                    index.replace(self.path / f"{_INDEX}.damaged-{secrets.token_hex(4)}")
+                for tail in ("-wal", "-shm"):
+                    (self.path / (_INDEX + tail)).unlink(missing_ok=True)
+                (Path(folder) / _INDEX).replace(index)
+            return self._new_index()
+
+    def _build_index(self, folder: Path) -> Any:
+        """Return an index in ``folder`` of all records: by name, so that of two records of one key the later one wins."""
+        cache = self._open_cache(folder)
+        with cache.transact():
             for blob in sorted(walk(self.path), key=lambda blob: Path(blob.file).name):
                 with contextlib.suppress(OSError, StoreCorrupt, TypeError):
                     key, code = describe_record(self.path / blob.file)
                     cache.set(key, Written(Row(blob.file, code), blob.size), expire=self.ttl)
-            return cache
+        return cache
+
+    def _open_cache(self, folder: Path) -> Any:
+        return diskcache.Cache(str(folder), timeout=self._timeout, disk=RawDisk, **_SETTINGS)
 
     def _new_index(self) -> Any:
-        cache = diskcache.Cache(str(self.path), timeout=self._timeout, disk=RawDisk, **_SETTINGS)
+        cache = self._open_cache(self.path)
         for tail in ("", "-wal", "-shm"):
             with contextlib.suppress(OSError):
                 (self.path / (_INDEX + tail)).chmod(0o600)
@@ -498,7 +543,7 @@ class DiskStore(Store):
 
     def _write_reserve(self) -> None:
         reserve = self.path / _RESERVE_FILE
-        if is_record(reserve, _RESERVE_BYTES):
+        if self.read_only or is_record(reserve, _RESERVE_BYTES):
             return
         try:
             # Random, so that no file system can compress it.

@@ -21,8 +21,9 @@ from urllib.parse import parse_qsl, urlsplit
 from ctxwin.errors import StoreCorrupt
 from ctxwin.extras import optional_imports
 from ctxwin.hashing import digest
-from ctxwin.store.base import Store, StoreStats, Tally, check_key, check_limits, check_value
+from ctxwin.store.base import StoreStats, Tally, check_key, check_limits, check_value
 from ctxwin.store.codec import ForeignRecordError, Seal
+from ctxwin.store.sealed import SealedStore
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class _Put:
     expires: float | None
 
 
-class MooncakeStore(Store):
+class MooncakeStore(SealedStore):
     """Blobs in a Mooncake cluster; safe for threads, and for processes and machines that share it.
 
     Args:
@@ -112,13 +113,7 @@ class MooncakeStore(Store):
                 "the address"
             )
 
-    def get(self, key: str) -> bytes | None:
-        """The value, or None. Cost: a transfer, one SHA-256 (about 1 GB/s), one copy."""
-        value = self._read(check_key(key))
-        self._tally.count("misses" if value is None else "hits")
-        return value
-
-    def _read(self, key: str) -> bytes | None:
+    def _read(self, key: str, *, use: bool = False) -> bytes | None:
         self._check_open()
         self._expire()
         blob = self._client.get(self._space + key)
@@ -217,17 +212,6 @@ class MooncakeStore(Store):
         self._expire()
         with self._lock:
             return self._tally.stats(len(self._put), self._bytes)
-
-    def verify(self) -> tuple[int, int]:
-        """Reads every blob that this process has put; (good, corrupt). Corrupt ones are deleted, foreign ones stay."""
-        good = corrupt = 0
-        for key in self.list():
-            foreign = self._tally["foreign"]
-            if self._read(key) is not None:
-                good += 1
-            elif self._tally["foreign"] == foreign:
-                corrupt += 1
-        return good, corrupt
 
     def close(self) -> None:
         """Leaves the cluster, which loses what lay on this machine; idempotent. Later calls raise ValueError."""

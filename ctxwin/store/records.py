@@ -195,5 +195,7 @@ def check_index(path: Path) -> None:
 def is_damage(error: BaseException) -> bool:
     """Return True if the index itself is damaged, instead of the disk, the permissions or another process being at fault."""
     if isinstance(error, sqlite3.OperationalError):
+        if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_IOERR_SHM", "SQLITE_IOERR_WRITE")):
+            return False  # so SQLite says that a disk is full, too
         return any(sign in str(error) for sign in ("no such table", "no such column", "malformed", "disk I/O error"))
     return isinstance(error, sqlite3.DatabaseError)

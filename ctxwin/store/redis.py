@@ -27,8 +27,9 @@ from ctxwin.errors import StaleOwner, StoreCorrupt, StoreUnavailable
 from ctxwin.extras import optional_imports
 from ctxwin.hashing import digest
 from ctxwin.store import redis_scripts as scripts
-from ctxwin.store.base import Store, StoreStats, Tally, check_key, check_limits, check_value
+from ctxwin.store.base import StoreStats, Tally, check_key, check_limits, check_value
 from ctxwin.store.codec import ForeignRecordError, Seal
+from ctxwin.store.sealed import SealedStore
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ _RETIRED_MS: Final = 3_600_000
 _NOBODYS: Final = 1 << 62
 
 
-class RedisStore(Store):
+class RedisStore(SealedStore):
     """Blobs in a Redis server (6 or newer); safe for threads, and for processes and machines that share it.
 
     Args:
@@ -132,13 +133,7 @@ class RedisStore(Store):
         self._index = [space + name for name in scripts.INDEX]
         self._holder = f"{space}holder:{secrets.token_hex(16)}"
 
-    def get(self, key: str) -> bytes | None:
-        """Return the value, or None. Cost: one round trip, one SHA-256 (about 1 GB/s), one copy."""
-        value = self._read(check_key(key))
-        self._tally.count("misses" if value is None else "hits")
-        return value
-
-    def _read(self, key: str) -> bytes | None:
+    def _read(self, key: str, *, use: bool = False) -> bytes | None:
         def both(client: Any) -> Any:
             with client.pipeline(transaction=True) as pipe:
                 pipe.get(self._values + key)
@@ -345,20 +340,6 @@ class RedisStore(Store):
         """Return this process's counters, and the tenant's items and bytes, 0 where the server cannot be reached."""
         items, size = self._try("read", "its index", lambda client: self._eval(client, scripts.STATS)) or (0, 0)
         return self._tally.stats(items, size)
-
-    def verify(self) -> tuple[int, int]:
-        """Read every blob; return (good, corrupt), missing values included. Corrupt ones are deleted, foreign ones stay.
-
-        Cost: a read of the tenant's whole store. Failed requests count as neither.
-        """
-        good = corrupt = 0
-        for key in self.list():
-            passed_over = self.failures + self._tally["foreign"]
-            if self._read(key) is not None:
-                good += 1
-            elif self.failures + self._tally["foreign"] == passed_over:
-                corrupt += 1
-        return good, corrupt
 
     def close(self) -> None:
         """Close the connections. Idempotent; later calls raise ValueError."""

@@ -309,3 +309,32 @@ def test_malformed_records_are_misses_and_are_not_written_over(
             shelf.grant("acme")
         assert shelf.store.read(grants) == planted
     assert "malformed" in caplog.text
+
+
+def test_a_library_of_another_version_is_neither_missing_nor_empty(shelf: Library) -> None:
+    shelf.add(b"text", "a.txt")
+    other = Library(shelf.store, "other")
+    other.add(b"text", "a.txt")
+    token, raw = shelf.store.claim(shelf._head.key) or (0, b"")
+    newer = json.dumps(json.loads(raw) | {"since": 7}).encode()
+    assert shelf.store.commit(shelf._head.key, newer, token)
+    for use in (shelf.files, shelf.view, lambda: shelf.add(b"new", "b.txt"), lambda: list(libraries(shelf.store))):
+        with pytest.raises(StoreUnavailable, match=r"must be readable.*use the version of ctxwin that wrote it"):
+            use()
+    other.remove("a.txt")  # beside it, and without what it may need
+    assert shelf.store.read(shelf._head.key) == newer
+    assert shelf.store.commit(shelf._head.key, raw, token) and texts(Library(shelf.store, "shelf")) == {
+        "a.txt": ["text"]
+    }
+
+
+def test_a_library_in_a_store_that_refuses_is_read(
+    shelf: Library, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf.add(b"text", "a.txt", ttl=100)
+    monkeypatch.setattr(shelf.store, "put", lambda key, value: False)
+    clock.now += 60
+    shelf.used(["a.txt"])  # past half of its time, which cannot be renewed
+    assert texts(shelf) == {"a.txt": ["text"]}
+    with pytest.raises(StoreFull, match="full or read only"):
+        shelf.add(b"text", "b.txt")

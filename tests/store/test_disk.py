@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,31 @@ class TestProcesses:
         assert other.delete("span/a") and other.put("span/x", b"x" * 1000)
         assert store.put("span/new", b"n" * 998), "as long a record, in place of the one that nobody leased"
         assert list(store.list()) == ["span/b", "span/c", "span/new"]
+
+    def test_puts_beside_many_leases_cost_as_beside_few(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        import ctxwin.store.disk as disk
+
+        def cost(leased: int) -> tuple[int, int]:
+            store = DiskStore(tmp_path / str(leased))
+            for i in range(leased + 2):
+                assert store.put(f"span/{i}", b"v" * 1000) and (i < 2 or store.lease(f"span/{i}"))
+            store.max_bytes = store.stats().bytes
+            assert all(store.put(f"span/x{i}", b"x" * 999) for i in range(3)) and not store.put(
+                "span/large", b"x" * 5000
+            )
+            counts = Counter[str]()
+            for name, spied in (("walk", disk.walk), ("describe_record", disk.describe_record)):
+                monkeypatch.setattr(disk, name, lambda *a, n=name, f=spied: counts.update([n]) or f(*a))
+            monkeypatch.setattr(store, "_size", lambda row: counts.update(["size"]) or DiskStore._size(store, row))
+            for i in range(20):
+                store.release("span/5")
+                assert store.lease("span/5") and not store.put("span/large", b"x" * 5000)
+                assert store.put(f"span/y{i}", b"y" * 999) and store.get(f"span/y{i}")
+            assert store.stats().evictions == 23 and store.contains("span/5") and not store.contains("span/y17")
+            monkeypatch.undo()
+            return counts["walk"], counts["size"] + counts["describe_record"]
+
+        assert cost(10) == cost(60) and cost(11)[0] == 0
 
     def test_importing_the_package_does_not_import_torch(self) -> None:
         code = (

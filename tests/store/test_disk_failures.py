@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from ctxwin.store.disk import DiskStore
+from ctxwin.store.records import RawDisk
 from store.disk_files import blobs
 
 
@@ -106,6 +107,31 @@ class TestFailures:
         assert store.put("span/b", b"value") is False
         assert store.failures >= 1
 
+    def test_a_folder_that_is_read_only_is_read(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        first = DiskStore(tmp_path / "store", max_bytes=3000)
+        assert first.put("span/a", b"value") and first.commit("window/a", b"one", 1)
+        monkeypatch.setattr("os.access", lambda path, mode: not mode & os.W_OK)
+
+        def contents() -> dict[Path, tuple[int, bytes]]:
+            files = [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix == ".blob"]
+            return {path: (path.stat().st_ino, path.read_bytes()) for path in files}
+
+        before, folder = contents(), sorted(tmp_path.rglob("*"))
+        (tmp_path / "store").chmod(0o500)
+        store = DiskStore(tmp_path / "store", max_bytes=3000)
+        assert store.read_only and store.stats().items == 2 and list(store.list()) == ["span/a", "window/a"]
+        assert store.get("span/a") == b"value" and store.read("window/a") == b"one" and store.lease("span/a")
+        assert store.put("span/a", b"value"), "it is there"
+        assert not store.put("span/b", b"value") and not store.put("span/c", bytes(2900)) and store.failures == 2
+        assert not store.delete("span/a") and not store.commit("window/a", b"two", 1) and store.failures == 4
+        assert store.verify() == (2, 0) and store.gc(0) == (0, 0) and "its folder is read only" in caplog.text
+        index = store._cache.directory
+        store.close()
+        assert contents() == before and sorted(tmp_path.rglob("*")) == folder and not Path(index).exists()
+        assert first.get("span/a") == b"value"
+
     def test_opening_where_a_file_stands_says_so(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("x")
         with pytest.raises(OSError, match="file"):
@@ -157,6 +183,51 @@ class TestFullDisk:
         assert store.put("span/new", bytes(20_000))
         assert list(store.list()) == ["span/new"]
         assert store.stats().items == 1
+
+    @pytest.mark.parametrize("reserve", [True, False])
+    @pytest.mark.parametrize("max_bytes", [10**9, 110_000])
+    def test_nothing_is_dropped_while_it_is_full(self, tiny_disk: Path, max_bytes: int, reserve: bool) -> None:
+        folder = tiny_disk / "store"
+        store = DiskStore(folder, max_bytes)
+        values = {f"span/{i}": bytes([i]) * 5000 for i in range(20)}
+        assert all(store.put(key, value) for key, value in values.items())
+        store.close()
+        if not reserve:
+            (folder / "ballast").unlink()
+
+        def fill() -> None:
+            with contextlib.suppress(OSError), (tiny_disk / "somebody").open("ab", buffering=0) as file:
+                while file.write(bytes(512)):
+                    pass
+
+        fill()
+        if reserve:
+            store = DiskStore(folder, max_bytes)
+            for i in range(20, 60):
+                fill()
+                assert store.put(f"span/{i}", bytes([i]) * 5000) is (i == 20 and store.failures == 0)
+            assert store.failures >= 39 and store.stats().corrupt == 0
+            assert sum(store.get(key) == value for key, value in values.items()) >= 18
+            store.close()
+        else:
+            with pytest.raises(OSError, match=r"cannot be opened .*check its permissions and free space"):
+                DiskStore(folder, max_bytes)
+        (tiny_disk / "somebody").unlink()
+        store = DiskStore(folder, max_bytes)
+        assert sum(store.get(key) == value for key, value in values.items()) >= (18 if reserve else 20)
+        assert store.stats().corrupt == 0 and not list(folder.glob("*.damaged-*"))
+
+    def test_an_index_is_not_replaced_by_a_part_of_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = DiskStore(tmp_path)
+        assert all(store.put(f"span/{i}", bytes(100)) for i in range(9))
+
+        def full(*_: object, **__: object) -> None:
+            raise sqlite3.OperationalError("database or disk is full")
+
+        monkeypatch.setattr(RawDisk, "store", full)
+        store._repair(damaged=True)
+        assert all(store.get(f"span/{i}") == bytes(100) for i in range(9)) and store.stats().items == 9
+        assert list((tmp_path / "tmp").iterdir()) == []
 
     def test_gc_frees_it(self, tiny_disk: Path) -> None:
         store = DiskStore(tiny_disk / "store", ttl=0.5)

@@ -23,10 +23,10 @@ from itertools import islice
 from typing import Any
 
 from ctxwin.engines.base import Engine
-from ctxwin.errors import CtxwinError, ReadOnlyWindow, StaleOwner, StoreFull, StoreUnavailable, WindowBusy
+from ctxwin.errors import CtxwinError, ReadOnlyWindow, StaleOwner, StoreUnavailable, WindowBusy
 from ctxwin.hashing import digest
 from ctxwin.store import STORE_KEY
-from ctxwin.store.base import Store
+from ctxwin.store.base import Store, store_full
 from ctxwin.window.core import demand_of
 from ctxwin.window.pages import EvictedPages
 from ctxwin.window.state import State
@@ -443,9 +443,7 @@ class WindowRegistry:
                 packed = newest.model_dump(mode="json")
                 record = {"state": packed, "pages": pages, "answers": answers, "mac": _mac(window.id, [packed, pages])}
                 if not records.commit(_key(window.id), json.dumps(record, allow_nan=False).encode(), entry.token):
-                    return StoreFull(
-                        "the store must take a window's version, and is full; make room there, or raise its limit"
-                    )
+                    return store_full("a window's version")
             except OSError as error:
                 return error
             entry.pages.keep(pages)
