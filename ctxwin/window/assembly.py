@@ -174,7 +174,7 @@ class Assembly:
                 source = choice.partial_base or choice.conditioning
                 reads.begin(source.span, choice.slots, self._span_read(source, encoded, choice.entry.chunk_id))
                 if (key := choice.conditioning.patch) is not None:
-                    reads.begin(key, encoded.tokens, partial(self.repo.get_patch, key))
+                    reads.begin(key, encoded.tokens, partial(self.repo.get_patch, key, found=True))
         system_prompt = self.system_prompt(state, work, reads, cached)
         segments, counts = [system_prompt, *standing], [*newest.loaded.counts[: len(standing) + 1]]
         contents = dict.fromkeys(newest.loaded.contents[: counts[-1]])  # in order, each once
@@ -195,7 +195,8 @@ class Assembly:
                 read = self._span_read(source, encoded, entry.chunk_id)
                 stored = (formed, {}) if formed else self._stored(source.span, encoded.tokens, work, read, reads)
                 if stored is not None and (key := conditioning.patch) is not None:
-                    patch = self._stored(key, encoded.tokens, work, partial(self.repo.get_patch, key), reads)
+                    patch_read = partial(self.repo.get_patch, key, found=True)
+                    patch = self._stored(key, encoded.tokens, work, patch_read, reads)
                 if stored is None or (patch is None and conditioning.patch is not None):
                     return None
                 for record in (patch.meta if patch else {}, {} if conditioning.exact else stored[1]):
@@ -261,7 +262,7 @@ class Assembly:
         self, conditioning: Conditioning, encoded: Encoded, chunk: str
     ) -> Callable[[], tuple[SpanKV, dict[str, Any]] | None]:
         """Return a read of the span of ``conditioning`` and its record; a span that contradicts the snapshot is a miss."""
-        expected: dict[str, Any] = {"chunk": chunk}
+        expected: dict[str, Any] = {"chunk": chunk, "found": True}  # by the choice, just now
         if conditioning.patch is None:
             expected["provenance"] = conditioning.provenance
         if conditioning.exact:

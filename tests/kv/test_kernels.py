@@ -302,6 +302,30 @@ def test_rotations_are_computed_once_for_a_layout(name, monkeypatch, request):
     assert serve(0, 902) > 0 and not rope._tables and serve(0, 902) > 0
 
 
+@pytest.mark.parametrize("name", ["llvm", "triton"])
+def test_neighbours_are_written_at_once(name, monkeypatch, request):
+    """As many calls of the compiled function for a hundred survivors as for four, whatever shift each has."""
+    launches = []
+    if name == "triton":
+        pytest.importorskip("triton")
+        kernel = request.getfixturevalue("kernel")
+        launch = kernel._launch
+        monkeypatch.setattr(kernel, "_launch", lambda *args: launches.append(args) or launch(*args))
+    else:
+        llvm = pytest.importorskip("ctxwin.kv.kernels.llvm_kernel")
+        monkeypatch.setattr(llvm, "_run", lambda tasks, run=llvm._run: launches.extend(tasks) or run(tasks))
+    spec = FAMILIES["gqa"]
+    counts = []
+    for n in (4, 100):
+        parts = [SpanSlice(canonical(spec, 2, i % 3, F32), 50 + 2 * i) for i in range(n)]
+        launches.clear()
+        k, v = stack(LoadPlan(parts, spec, dtype=F32, kernel=name))
+        counts.append(len(launches))
+        want_k, want_v = stack(LoadPlan(parts, spec, dtype=F32, kernel="reference"))
+        assert worst(k, want_k) < 1e-5 and torch.equal(v, want_v)
+    assert counts[0] == counts[1] > 0
+
+
 def test_kept_rotations_are_bounded_in_bytes_and_the_oldest_go_first(monkeypatch):
     monkeypatch.setattr(rope, "_tables", OrderedDict())
     shifts = [(torch.arange(100).expand(3, -1), 0, start) for start in range(5)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from ctxwin.window.continuation import Continuation
 from ctxwin.window.core import demand_of
 from ctxwin.window.layout import Work
 from ctxwin.window.survival import Evicted
+from store.wrappers import WrapperStore
 from window.fake import DIM, LAYERS, FakeEngine, planned_anew
 
 SMALL, LARGE = 32, 128
@@ -396,6 +397,40 @@ def test_kv_that_is_not_what_was_checked_is_checked_before_it_serves_again() -> 
     assert window.ask("q", 1).usage.misses == 0
     window.engine.store.delete(key)
     assert window.ask("q", 1).usage.computed_tokens > window.ask("q", 1).usage.computed_tokens
+
+
+class AskedStore(WrapperStore):
+    """Counts the times it is asked for one key, or for several at once."""
+
+    asked = 0
+
+    def get(self, key: str) -> bytes | None:
+        self.asked += 1
+        return super().get(key)
+
+    def contains(self, key: str) -> bool:
+        self.asked += 1
+        return super().contains(key)
+
+    def look_up(self, keys: Collection[str]) -> set[str]:
+        self.asked += 1
+        return self.inner.look_up(keys)
+
+
+def test_kv_that_stays_is_looked_up_at_once_behind_a_slide() -> None:
+    """A store elsewhere takes a round trip each time: two for each survivor remain, for exact KV of its new place."""
+    asked = {}
+    for n in (8, 32):
+        store = AskedStore(MemoryStore(1 << 30))
+        window = Window(FakeEngine(store, max_tokens=10**6), "s", 10**6, fidelity=Fidelity("patched"))
+        window.extend([Chunk.tokens([i, 1]) for i in range(n + 1)])
+        window.ask("q", 1)
+        window.ask("q", 1)
+        window.slide(1)
+        store.asked = 0
+        assert window.ask("q", 1).usage.reused_tokens["survivor"] == 2 * n
+        asked[n] = store.asked
+    assert asked[32] - asked[8] == 2 * (32 - 8) and asked[8] <= 2 * 8 + 6
 
 
 def ids_held(window: Window) -> int:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -21,8 +22,8 @@ from ctxwin.kv.kernels.strides import CacheStrides
 from ctxwin.kv.layout import KVSpec
 from ctxwin.kv.rope import Shift, rotation_table
 
-LAYERS_AT_ONCE = 6
-"""Layers of a part that a thread takes at a time."""
+TASKS = 4
+"""Shares in which each thread takes the layers of neighbouring parts."""
 _AT = {name: i for i, name in enumerate(simd.FIELDS)}
 _Task = tuple[Callable[..., None], tuple[int, ...]]
 
@@ -88,10 +89,10 @@ class LlvmKernel:
         block, offset = np.divmod(slots, strides.block_size)
         places = [block * side[1] + offset * side[2] for side in (strides.k, strides.v)]
         steps = strides.k[3], strides.v[3], strides.k[4]
-        tasks: list[_Task] = []
+        tables: list[np.ndarray] = []
         buffers: list[np.ndarray] = []
         at = 0
-        for table, tokens, stored, factors in zip(self._tables, self._tokens, self._stored, self._factors, strict=True):
+        for table, tokens in zip(self._tables, self._tokens, strict=True):
             mine = slice(at, at + tokens)
             begins = np.arange(0, tokens, simd.TILE)
             if transposed:
@@ -103,12 +104,18 @@ class LlvmKernel:
             rows[:, _AT["tiles"]], rows[:, _AT["count"]] = tiles.ctypes.data, len(tiles)
             for name, place in zip(("k_at", "v_at"), places, strict=True):
                 rows[:, _AT[name]] = place[mine].ctypes.data
-            buffers += [tiles, rows]
-            function = simd.compile_layout(self._layout(stored, factors, transposed))
-            for row in range(0, len(rows), LAYERS_AT_ONCE):
-                few = rows[row : row + LAYERS_AT_ONCE]
-                tasks.append((function, (few.ctypes.data, len(few), *steps)))
+            buffers.append(tiles)
+            tables.append(rows)
             at = mine.stop
+        tasks: list[_Task] = []
+        for (stored, factors), run in groupby(zip(self._stored, self._factors, tables, strict=True), itemgetter(0, 1)):
+            function = simd.compile_layout(self._layout(stored, factors, transposed))
+            rows = np.concatenate([table for _, _, table in run])
+            buffers.append(rows)
+            size = -(-len(rows) // (TASKS * torch.get_num_threads()))
+            for row in range(0, len(rows), size):
+                few = rows[row : row + size]
+                tasks.append((function, (few.ctypes.data, len(few), *steps)))
         _run(tasks)
 
     def _layout(self, stored: str, factors: str, transposed: bool) -> simd.Layout:
@@ -191,10 +198,8 @@ def fits(parts: Sequence[SpanSlice], spec: KVSpec, dtype: torch.dtype, device: t
 def _factors_of(part: SpanSlice) -> Iterator[torch.Tensor]:
     patch = part.patch
     if patch is not None:
-        yield patch.left
         right = patch.basis.right if patch.basis is not None else patch.right
-        if right is not None:
-            yield right
+        yield from (patch.left,) if right is None else (patch.left, right)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -117,24 +117,18 @@ class TritonKernel:
         self._turns = tables(frame=False)
         framed = any(part.patch is not None and part.span.start != 0 for part in parts)
         self._frames = tables(frame=True) if framed else self._turns
-        half, runs = spec.rope.rotary_dim // 2, -(-spec.v_dim // _block(spec.v_dim, BLOCK_VALUES))
-        near = spec.rope.pairing == "interleaved"
-        rest = spec.k_dim - 2 * half
+        half, near = spec.rope.rotary_dim // 2, spec.rope.pairing == "interleaved"
+        rest, runs = spec.k_dim - 2 * half, -(-spec.v_dim // _block(spec.v_dim, BLOCK_VALUES))
         self._grid = (len(blocks), count * (1 + runs))
         # The interpreter multiplies numpy's numbers, which has none of bfloat16.
         narrow = factors.itemsize == 2 and compute is torch.float32 and not interpreted()
         shape = {"HEADS": count, "K_DIM": spec.k_dim, "V_DIM": spec.v_dim, "WIDTH": self._width, "TASKS": 1 + runs}
         pairs = {"HALF": half, "STEP": 2 if near else 1, "OFFSET": 1 if near else half, "REST": rest, "FRAMED": framed}
-        blocked = {
-            "BLOCK_T": BLOCK_TOKENS,
-            "BLOCK_HALF": _block(half),
-            "BLOCK_REST": _block(rest),
-            "BLOCK_R": BLOCK_RANK,
-        }
+        blocked = {"BLOCK_T": BLOCK_TOKENS, "BLOCK_R": BLOCK_RANK, "BLOCK_V": _block(spec.v_dim, BLOCK_VALUES)}
+        blocked |= {"BLOCK_HALF": _block(half), "BLOCK_REST": _block(rest)}
         dtypes = {"COMPUTE": _DTYPES[compute], "STORED": _DTYPES[stored], "OUT": _DTYPES[dtype]}
         self._fixed: dict[str, Any] = {"FIELDS": fused.FIELDS, "TARGETS": fused.TARGETS, "NARROW": narrow}
         self._fixed |= {**shape, **pairs, **blocked, **dtypes}
-        self._fixed["BLOCK_V"] = _block(spec.v_dim, BLOCK_VALUES)
 
     def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of layer ``i``; those that follow are computed with it."""
@@ -228,11 +222,8 @@ class TritonKernel:
         if resident is None or resident.k.dtype != stored or resident.v.dtype != stored:
             return None
         for source, shape in zip((resident.k, resident.v), self._shapes, strict=True):
-            if (
-                source.shape[1:] != (part.span.tokens, *shape)
-                or not source.is_contiguous()
-                or source.device != self._device
-            ):
+            fits = source.shape[1:] == (part.span.tokens, *shape) and source.is_contiguous()
+            if not fits or source.device != self._device:
                 raise ValueError(
                     f"resident KV must be contiguous [layers, {part.span.tokens}, {shape[0]}, {shape[1]}] on {self._device}, "
                     f"got {tuple(source.shape)} on {source.device}"
