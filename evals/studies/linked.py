@@ -67,13 +67,13 @@ def speed(engine: Engine, files: int, size: int, runs: int) -> list[dict[str, An
             salt = "" if name == "prefix cache" else f"{name}-{run}"
             answer = engine.generate(layout, query, Sampling(max_tokens=1), salt=salt)
             gaps = sum(len(segment.recompute) for segment in layout)
-            found[name] += [(answer.ttft_s, answer.computed_tokens, gaps)] * bool(run)
+            found[name] += [(answer.ttft_s, answer.computed_tokens, gaps, answer.forwards)] * bool(run)
     rows = []
     for name, asks in found.items():
         ratios = [ask[0] / base[0] for ask, base in zip(asks, found["prefix cache"], strict=True)]
-        first, computed, gaps = (median(ask[i] for ask in asks) for i in range(3))
+        first, computed, gaps, steps = (median(ask[i] for ask in asks) for i in range(4))
         rows.append({
-            "arm": name, "gaps": gaps, "computed": computed, "first_token_ms": 1e3 * first,
+            "arm": name, "gaps": gaps, "steps": steps, "computed": computed, "first_token_ms": 1e3 * first,
             "ratio": median(ratios), "least": min(ratios), "most": max(ratios),
         })  # fmt: skip
     return rows
@@ -93,10 +93,10 @@ def main(
         folder, _ = ensure_model(Sizes(), 0)
         with open_engine(f"vllm:{folder}", dtype="bfloat16") as engine:
             rows = speed(engine, files, size, runs)
-        lines = ["| arm | gaps | computed | first token | of a prefix cache's |", "|---|---|---|---|---|"]
+        lines = ["| arm | gaps | steps | computed | first token | of a prefix cache's |", "|---|---|---|---|---|---|"]
         for row in rows:
             cells = f"{row['first_token_ms']:.0f} ms | {row['ratio']:.2f} [{row['least']:.2f}, {row['most']:.2f}]"
-            lines.append(f"| {row['arm']} | {row['gaps']:.0f} | {row['computed']:.0f} | {cells} |")
+            lines.append(f"| {row['arm']} | {row['gaps']:.0f} | {row['steps']:.0f} | {row['computed']:.0f} | {cells} |")
         show({"files": files, "size": size, "runs": runs, "rows": rows}, as_json, "\n".join(lines))
 
 

@@ -20,6 +20,7 @@ from PIL import Image
 
 from ctxwin import Chunk, Fidelity, Window, open_store
 from ctxwin.errors import ChunkUnavailable
+from ctxwin.window.state import Conditioning
 from langchain_ctxwin.langgraph import WindowContext, load, merge_windows, open_window, reference, save
 from store.wrappers import WrapperStore
 from window.fake import FakeEngine
@@ -155,6 +156,18 @@ def test_checkpoints_stay_small_and_a_step_writes_little() -> None:
     with load(FakeEngine(store), reference) as window:
         window.check()
         assert len(window.evicted) == 150
+
+
+def test_a_manifest_is_written_without_a_walk_of_what_it_lists(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Window(engine, "hd", fidelity=Fidelity("exact")) as window:
+        window.extend([Chunk.text(f"{i}") for i in range(20)])
+        window.ask("q", 2)
+        window.slide(10)
+        first = save(window)
+        walked: list[Any] = []
+        monkeypatch.setattr(Conditioning, "without_antecedents", lambda kv: walked.append(kv) or kv)
+        assert save(window) == first and not walked
+        assert window.snapshot().model_dump() and walked, "a snapshot's own JSON does walk"
 
 
 def test_checkpoints_of_a_graph_stay_small(engine: Any, tmp_path: Path, picture: Picture) -> None:

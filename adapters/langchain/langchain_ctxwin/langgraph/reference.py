@@ -94,7 +94,7 @@ def save(
     Cost: a few KB of writes, independent of the number of evicted chunks.
     """
     state = window.snapshot()
-    head = state.model_dump(mode="json", exclude={"placed", "evicted", "format"}, exclude_defaults=True)
+    head = _head(state)
     entries = [p.model_dump(mode="json", exclude_defaults=True, exclude=_DROPPED) for p in state.placed]
     optional: dict[str, Any] = {
         "parent": parent,
@@ -244,7 +244,7 @@ def manifest_of(repo: SpanRepository, state: State) -> tuple[str, dict[str, Any]
     count = len(state.placed)
     pages = {digest("page", page): page for page in _split_pages(names[count:])}
     record = {
-        "state": state.model_dump(mode="json", exclude={"placed", "evicted"}, exclude_defaults=True),
+        "state": _head(state),
         "placed": names[:count],
         "evicted": [[name, len(page)] for name, page in pages.items()],
     }
@@ -316,6 +316,11 @@ def _entry(repo: SpanRepository, name: str) -> Placed | None:
             entry = Placed.model_validate(record)
             cache.put(name, entry, 1)
     return entry
+
+
+def _head(state: State) -> dict[str, Any]:
+    """Return the fields of ``state`` apart from its chunks, which leave first: pydantic walks those that it excludes, too."""
+    return state.replace(placed=(), evicted=()).model_dump(mode="json", exclude_defaults=True)
 
 
 def _json(entry: Placed) -> dict[str, Any]:
