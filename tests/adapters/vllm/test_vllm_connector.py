@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from itertools import accumulate
 from types import SimpleNamespace
@@ -154,6 +153,11 @@ class TestReadingBack:
 class TestReservedTransfers:
     """Requests that run before what they capture is known: their blocks are kept until it is, or for a bounded time."""
 
+    @pytest.fixture(autouse=True)
+    def elsewhere(self, scheduler: Any) -> None:
+        """Transfers are in another process."""
+        scheduler.endpoint.in_memory = False
+
     def begun(self, scheduler: Any) -> tuple[str, Any]:
         """A request of 12 tokens, of which vLLM's own cache holds 8."""
         handle = new_handle(reserved=True)
@@ -190,7 +194,7 @@ class TestReservedTransfers:
     def test_release_their_blocks_where_nothing_is_left_to_read(
         self, scheduler: Any, captures: dict[str, tuple[int, int]]
     ) -> None:
-        """Nothing was to be read, or it was read at once, as here in one process, or it was not computed."""
+        """Nothing was to be read, or it was read at once, or it was not computed."""
         scheduler.endpoint.paged = mock.Mock()
         handle, request = self.begun(scheduler)
         scheduler.request_finished(request, [0, 1, 2])
@@ -199,21 +203,16 @@ class TestReservedTransfers:
         assert self.saves(scheduler) == [({}, True)]
         assert list(transfer.captured) == [name for name, (_, end) in captures.items() if end == 12]
 
-    def test_are_read_in_the_step_behind_the_answer_within_one_process(self, scheduler: Any) -> None:
-        scheduler.endpoint.paged = mock.Mock()
-        handle, request = self.begun(scheduler)
-        transfer, step = (
-            Transfer(captures={"0": (8, 12)}),
-            threading.Timer(0.05, scheduler.build_connector_meta, [None]),
-        )
-        scheduler.request_finished(request, [0, 1, 2])
-        scheduler.endpoint.add(transfer, handle)
-        step.start()
-        scheduler.endpoint.collect(handle, transfer, True)
-        assert list(transfer.captured) == ["0"] and transfer.error is None
-        with mock.patch("ctxwin_vllm.transport.local.READ_S", 0):
-            scheduler.endpoint.collect(handle, lost := Transfer(captures={"0": (8, 12)}), True)
-        assert "without returning" in str(lost.error)
+    def test_are_read_at_once_within_one_process(self, scheduler: Any) -> None:
+        scheduler.endpoint.paged, scheduler.endpoint.in_memory = mock.Mock(), True
+        for added in (True, False):
+            handle, request = self.begun(scheduler)
+            transfer = Transfer(captures={"0": (8, 12)}, expected_hit=8)
+            if added:
+                scheduler.endpoint.add(transfer, handle)
+            assert scheduler.request_finished(request, [0, 1, 2]) == (False, None)
+            scheduler.endpoint.collect(handle, transfer, True)
+            assert (list(transfer.captured), transfer.error is None) == ((["0"], True) if added else ([], False))
 
     def test_release_their_blocks_where_it_is_never_added(
         self, scheduler: Any, monkeypatch: pytest.MonkeyPatch

@@ -182,7 +182,7 @@ class SchedulerHalf:
         # Asynchronous scheduling counts tokens of a step that is still running.
         computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
         save = SaveSpec(self.source, handle, request.request_id, tuple(block_ids), {}, states, computed)
-        if is_reserved(handle):  # nothing is looked up on the way to the answer
+        if is_reserved(handle) and not self.endpoint.in_memory:  # no file is read on the way to the answer
             self._reserved += [(time.monotonic(), save)] if block_ids else []
             return bool(block_ids)
         meta = self.endpoint.request_meta(handle)

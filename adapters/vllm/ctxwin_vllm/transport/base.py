@@ -230,6 +230,7 @@ class Endpoint(ABC):
         draft_model: layers of the speculative draft model, where they keep KV.
         outputs: the stage outputs beside the cache, in the worker that keeps them.
         heads: the KV heads that the worker has; None is all of them.
+        in_memory: True where transfers are in this process, so that looking one up takes no time.
     """
 
     kv: KVSpec
@@ -238,6 +239,7 @@ class Endpoint(ABC):
     draft_model: DraftModelKV | None = None
     outputs: StageOutputs | None = None
     heads: slice | None = None
+    in_memory = False
 
     @abstractmethod
     def request_meta(self, handle: str) -> RequestMeta | None:
