@@ -68,16 +68,8 @@ def is_on_vllm(model: str, engine: str = "hf") -> bool:
 def open_model_on(
     engine: str, options: str, model: str, dtype: str | None, device: str, threads: int
 ) -> EncodingEngine:
-    """Open a model on transformers, as `open_model`, or on vLLM, with ``options`` of its own as JSON.
-
-    Raises ValueError for options that are no JSON object, or of the wrong engine.
-    """
-    try:
-        keywords = json.loads(options)
-    except ValueError as error:
-        raise ValueError(f"engine options must be a JSON object, got {options!r}: {error}") from None
-    if engine not in ("hf", "vllm") or not isinstance(keywords, dict):
-        raise ValueError(f"engine must be hf or vllm and its options a JSON object, got {engine!r} and {options!r}")
+    """Open a model on transformers, as `open_model`, or on vLLM, with ``options`` of its own; see `engine_keywords`."""
+    keywords = engine_keywords(engine, options)
     if is_on_vllm(model, engine):
         from ctxwin.opening import open_engine
 
@@ -86,6 +78,17 @@ def open_model_on(
     if keywords:
         raise ValueError(f"engine options are those of the vllm engine, got {options} for hf; add --engine vllm")
     return open_model(model, "float32" if dtype is None else dtype, device, threads)
+
+
+def engine_keywords(engine: str, options: str) -> dict[str, Any]:
+    """The options of an engine, from JSON. Raises ValueError for another engine, or what is no JSON object."""
+    try:
+        keywords = json.loads(options)
+    except ValueError as error:
+        raise ValueError(f"engine options must be a JSON object, got {options!r}: {error}") from None
+    if engine not in ("hf", "vllm") or not isinstance(keywords, dict):
+        raise ValueError(f"engine must be hf or vllm and its options a JSON object, got {engine!r} and {options!r}")
+    return keywords
 
 
 def prepare(threads: int) -> None:
@@ -101,10 +104,14 @@ def prepare(threads: int) -> None:
         torch.set_num_threads(threads)
 
 
+def names(text: str) -> tuple[str, ...]:
+    """The parts of a comma-separated list, each once."""
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
 def numbers(text: str) -> list[int]:
-    """The numbers of a comma-separated list."""
-    parts = [p.strip() for p in text.split(",") if p.strip()]
-    if not parts or not all(p.isdigit() for p in parts):
+    """The numbers of a comma-separated list, each once."""
+    if not (parts := names(text)) or not all(p.isdigit() for p in parts):
         raise ValueError(f"numbers must be a comma-separated list, got {text!r}")
     return [int(p) for p in parts]
 

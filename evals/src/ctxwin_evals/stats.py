@@ -152,6 +152,18 @@ def bootstrap_mean(values: ArrayLike, clusters: Sequence[str]) -> Interval | Non
     return bootstrap_ratio(values, np.ones(len(np.atleast_1d(np.asarray(values)))), clusters)
 
 
+def bootstrap_median(values: Sequence[float]) -> Interval | None:
+    """Percentile interval of the median of independent values; None for one."""
+    x, count = np.sort(np.asarray(values, dtype=np.float64)), len(values)
+    if count < 2:
+        return None
+    # How many of the drawn values are at most the first, the second, ... of them: the one in the middle follows.
+    drawn = np.concatenate(_draws(count)).cumsum(axis=1, dtype=np.int64)
+    lower, upper = ((drawn <= at).sum(axis=1) for at in ((count - 1) // 2, count // 2))
+    low, high = np.quantile((x[lower] + x[upper]) / 2, [0.5 - _LEVEL / 2, 0.5 + _LEVEL / 2])
+    return float(low), float(high)
+
+
 def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> float:
     """Two-sided p-value of McNemar's exact test: do two arms get equally many of the same independent items right?
 

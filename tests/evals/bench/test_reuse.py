@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ctxwin_evals.bench import model, moves, reuse
+from ctxwin_evals.bench import model, moves, peers, reuse
 from twins import guard
 
 SMALL = model.Sizes(
-    hidden=128, layers=3, heads=2, kv_heads=1, intermediate=192, vocabulary=0, max_tokens=1024, vision_depth=1,
+    hidden=128, layers=3, heads=2, kv_heads=1, intermediate=192, vocabulary=0, max_tokens=2048, vision_depth=1,
     vision_width=32, vision_heads=2,
 )  # fmt: skip
-FIELDS = {"op", "tokens", "rank", "ttft_s", "ttft_prefix_cache_s", "ttft_local_hit_s", "speedup", "over_floor"}
 
 
 @pytest.fixture(scope="module")
@@ -84,35 +83,43 @@ def test_chunks_have_exactly_the_tokens_asked_for(hf: Any, tokens: int) -> None:
 
 
 def served(engine: Any, name: str, tokens: int = 128) -> tuple[dict[str, str], int]:
-    """Lanes by the chunk's name, and the tokens computed beyond the query, of the ask behind the edit."""
-    from ctxwin import Fidelity
+    """Lanes by the chunk's name, and the tokens computed beyond the query, of the ask behind the last edit."""
+    from ctxwin import Fidelity, Window
 
-    scene = moves.MOVES[name](engine, tokens, Fidelity("patched", rank=2, orbit=True), 5)
-    with scene.window:
-        scene.edit(scene.window)
-        plan = scene.window.plan()
-        assert sum(entry.tokens for entry in plan.entries) == tokens
-        answer = scene.window.ask(moves.QUERY, 1)
+    scene = moves.MOVES[name](
+        engine, tokens, Fidelity("patched", rank=2, orbit=True), 20 + list(moves.MOVES).index(name)
+    )
+    with scene.window as window:
+        for edit in scene.edits:
+            edited = edit(window)
+            asked = edited if isinstance(edited, Window) else window
+            plan = asked.plan()
+            answer = asked.ask(moves.QUERY, 1)
     extra = answer.usage.computed_tokens - engine.encode_query(moves.QUERY).tokens
-    return {scene.names[entry.id]: entry.lane for entry in plan.entries}, extra
+    return {str(asked.chunk(entry.id).label): entry.lane for entry in plan.entries}, extra
 
 
 def test_every_move_is_served_without_a_forward_by_the_lanes_it_is_about(hf: Any) -> None:
+    """Of the four that bring or move content, the forward is over that alone."""
     assert served(hf, "slide") == (dict.fromkeys("ABCD", "survivor"), 0)
     assert served(hf, "recall") == ({"front": "resident", "recalled": "patched", "A": "patched", "B": "patched"}, 0)
     assert served(hf, "reorder") == ({"P3": "resident", "P1": "orbit", "P2": "orbit", "T": "orbit"}, 0)
     assert served(hf, "toggle") == ({"front": "resident", "toggled": "canonical", "A": "survivor", "B": "survivor"}, 0)
-    assert served(hf, "ahead") == (dict.fromkeys("ABCD", "resident"), 0)
+    assert served(hf, "steady") == ({**{str(i): "survivor" for i in range(5, 12)}, "12": "computed"}, 16)
+    assert served(hf, "fork") == ({**dict.fromkeys("ABCD", "resident"), "new": "computed"}, 32)
+    assert served(hf, "oldest") == ({"B": "survivor", "C": "survivor", "D": "survivor", "A": "formed"}, 32)
+    lanes, extra = served(hf, "copy")
+    assert (list(lanes), extra) == (list("ABCD"), 32)  # two of one label
 
 
 def test_a_text_model_is_measured_on_text(text_dir: Path) -> None:
     from ctxwin import open_engine
 
     with open_engine(f"hf:{text_dir}", dtype="float32") as engine:
-        result = reuse.measure(engine, reuse.Settings(ops=("slide", "ahead"), tokens=(64,), runs=1))
-    slide, ahead = result["rows"]
-    assert (slide["lanes"], ahead["lanes"]) == ({"survivor": 64}, {"resident": 64})
-    assert slide["forward_free"] and ahead["forward_free"]
+        result = reuse.measure(engine, reuse.Settings(ops=("slide", "copy"), tokens=(64,), runs=1))
+    slide, copy = result["rows"]
+    assert (slide["lanes"], copy["lanes"]) == ({"survivor": 64}, {"resident": 64, "computed": 16})
+    assert slide["arms"]["ctxwin"]["computed_tokens"] == copy["arms"]["ctxwin"]["computed_tokens"] - 16
 
 
 def test_any_order_of_the_predecessors_needs_no_forward(hf: Any) -> None:
@@ -128,53 +135,65 @@ def test_any_order_of_the_predecessors_needs_no_forward(hf: Any) -> None:
             assert all(entry.compute == 0 for entry in scene.window.plan().entries), order
 
 
-def test_the_held_prefix_computes_what_a_prefix_cache_would(hf: Any) -> None:
-    chunks = [moves.make_chunk(hf, n, seed) for seed, n in enumerate((16, 20, 24))]
-    system_prompt, query = hf.encode_system_prompt(moves.system_prompt_of(hf)), hf.encode_query(moves.QUERY)
-    a, b, c = (hf.encode(chunk) for chunk in chunks)
-    before = hf.counters.prefill_tokens
-    plain = reuse.ask_plainly(hf, [system_prompt, a, b], [system_prompt, a, c], query, "x")
-    assert plain.prefix_hit == system_prompt.tokens + 16 and plain.local_hit == system_prompt.tokens + 16 + 24
-    assert plain.prefix_cache_s > 0 and plain.local_hit_s > 0
-    assert hf.counters.prefill_tokens >= before
-
-
-def test_a_move_that_is_about_patches_must_be_served_by_one() -> None:
+def test_a_move_that_is_about_patches_must_be_served_by_one(hf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a patch outweighs the KV it stands for, the window keeps the KV."""
-    row = {"op": "recall", "tokens": 64, "rank": 512, "lanes": {"resident": 64}}
+    settings = reuse.Settings(ops=("slide", "recall"), tokens=(64,), rank=512, runs=1)
+    monkeypatch.setattr(reuse, "_served", lambda event: {"lanes": {"resident": 64}})
     with pytest.raises(ValueError, match=r"rank must be so small .* got 512 for recall at 64 tokens"):
-        reuse._check_patches(row)
-    reuse._check_patches(row | {"op": "slide"})
-    reuse._check_patches(row | {"lanes": {"resident": 16, "patched": 48}})
+        reuse.measure(hf, settings)
 
 
 def test_tokens_beyond_what_the_model_takes_are_refused(hf: Any) -> None:
-    with pytest.raises(ValueError, match="1024 that the model takes, got 1024"):
+    with pytest.raises(ValueError, match="2048 that the model takes, got 1024"):
         reuse.measure(hf, reuse.Settings(tokens=(64, 1024)))
 
 
-def check_rows(result: dict[str, Any], runs: int) -> None:
-    assert set(result) == {"rows", "checks", "meta"}
+def computed(tokens: int, block: int = 1) -> dict[str, tuple[float, ...]]:
+    """Tokens beyond the query that the window and those in `moves.ARMS` must compute, by move.
+
+    ``block``: of the prefix cache, which holds whole ones.
+    """
+    short = min(moves.SHORT, tokens // 8)
+    front = short % block  # the short chunk's rest, which is computed again
+    third, quarter, eighth = (tokens - short + 2) // 3, tokens // 4, tokens // 8
+    trimmed = (5 + 1 + 1 + 1) * eighth / 4
+    return {
+        "slide": (0, 0, tokens, 3 * quarter, 0),
+        "steady": (eighth, eighth, tokens, trimmed, (7 + 8) * eighth / 8),
+        "recall": (0, 0, tokens - short + front, tokens - short + front, third + (tokens - third) % block),
+        "fork": (32, 32, 32, 32, 32),
+        "toggle": (0, 0, tokens - short + front, tokens - short + front, tokens - short + front),
+        "reorder": (0, 0, tokens, tokens, 3 * quarter),
+        "oldest": (quarter, 0, tokens, tokens, quarter),
+        "copy": (quarter, quarter, quarter, quarter, quarter),
+    }
+
+
+def check_rows(result: dict[str, Any], runs: int, block: int = 1, peers: tuple[str, ...] = ()) -> None:
+    assert set(result) >= {"rows", "checks", "meta"}
     query = result["meta"]["query_tokens"]
-    assert [(r["op"], r["tokens"]) for r in result["rows"]] == [(op, n) for n in (64, 128) for op in moves.MOVES]
+    assert [(r["op"], r["tokens"]) for r in result["rows"]] == [(op, n) for n in (256, 512) for op in moves.MOVES]
     for r in result["rows"]:
-        assert set(r) >= FIELDS
-        assert all(r[name] > 0 for name in FIELDS if name.endswith("_s"))
-        assert r["speedup"] == pytest.approx(r["ttft_prefix_cache_s"] / r["ttft_s"])
-        assert r["over_floor"] == pytest.approx(r["ttft_s"] / r["ttft_local_hit_s"])
+        assert list(r["arms"]) == ["ctxwin", *moves.ARMS, *peers]
+        counts = [arm["computed_tokens"] - query for arm in r["arms"].values()]
+        wanted = computed(r["tokens"], block)[r["op"]]
+        assert tuple(counts[: len(wanted)]) == wanted, r["op"]
+        for name, arm in r["arms"].items():
+            assert arm["ttft_s"]["median"] > 0
+            low, high = arm["ratio"]["interval"]
+            assert low <= arm["ratio"]["median"] <= high
+            assert (arm["cpu_s"] is None) == (name in peers)
+        assert r["arms"]["ctxwin"]["ratio"] == {"median": 1.0, "interval": [1.0, 1.0]}
+        assert r["cleverest"] in moves.ARMS[1:]
         assert r["runs"] == runs and r["rank"] == (2 if r["op"] in ("recall", "reorder") else 0)
-        assert r["forward_free"] and r["computed_tokens"] <= query
-        assert sum(r["lanes"].values()) == sum(c["tokens"] for c in r["chunks"]) == r["tokens"]
-        assert (r["ttft_back_s"] is not None) == (r["op"] == "toggle")
-        assert r["cpu_s"]["ask"] > 0 and r["cpu_s"]["local_hit"] > 0
-        assert 0 <= r["phases_s"]["window"] < r["ttft_s"]
-    by_op = {r["op"]: r["chunks"] for r in result["rows"] if r["tokens"] == 128}
+        assert sum(r["lanes"].values()) == sum(c["tokens"] for c in r["chunks"])
+    by_op = {r["op"]: r["chunks"] for r in result["rows"] if r["tokens"] == 512}
     assert [(c["chunk"], c["lane"]) for c in by_op["reorder"]] == [
         ("P3", "resident"), ("P1", "orbit"), ("P2", "orbit"), ("T", "orbit"),
     ]  # fmt: skip
-    assert {(c["check"], c["op"]) for c in result["checks"]} == {
-        (check, op) for check in ("speedup", "over_floor") for op in moves.MOVES
-    }
+    assert [(c["op"], c["tokens"]) for c in result["checks"]] == [
+        (op, n) for n in (256, 512) for op in moves.MOVES if op in reuse.BOUNDS
+    ]
     meta = result["meta"]
     assert meta["machine"]["cores"] and len(meta["machine"]["load_before"]) == 3
     assert meta["versions"]["torch"] and meta["model"]["kv_bytes_per_token"] > 0
@@ -183,7 +202,7 @@ def check_rows(result: dict[str, Any], runs: int) -> None:
 def run(arguments: list[str]) -> Any:
     from ctxwin.cli.main import app
 
-    return CliRunner().invoke(app, ["bench", "reuse", "--rank", "2", "--runs", "2", "--tokens", "64,128", *arguments])
+    return CliRunner().invoke(app, ["bench", "reuse", "--rank", "2", "--runs", "2", "--tokens", "256,512", *arguments])
 
 
 def test_the_command_on_transformers(folder: Path) -> None:
@@ -194,21 +213,51 @@ def test_the_command_on_transformers(folder: Path) -> None:
 
 @guard
 @pytest.mark.vllm
-def test_the_command_on_vllm(folder: Path, tmp_path: Path) -> None:
-    """Prints a table and writes the object; the prefix cache is vLLM's own, and a full hit is one."""
-    told = run(["--model", str(folder), "--out", str(tmp_path / "out.json")])
+def test_the_command_on_vllm(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prints a table and writes the object; the prefix cache is vLLM's own, and peers say why they do not run."""
+    monkeypatch.setitem(peers.CONNECTORS, "plain", {})
+    options = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 1 << 28, "dtype": "float32"}
+    told = run([
+        "--model", str(folder), "--out", str(tmp_path / "out.json"), "--peers", "plain,offloading,lmcache",
+        "--engine-options", json.dumps(options),
+    ])  # fmt: skip
     assert told.exit_code == 0, told.output
     result = json.loads((tmp_path / "out.json").read_text())
-    check_rows(result, runs=2)
+    check_rows(result, runs=2, block=32, peers=("plain",))
+    system_prompt = result["meta"]["system_prompt_tokens"]
+    assert system_prompt % moves.BLOCK == 0  # the floor is the lowest there is: everything but the query is a hit
     for r in result["rows"]:
-        if r["op"] != "ahead":  # whose chunks vLLM's own prefix cache may have, from the time before the ask
-            assert r["bytes_loaded"] >= (r["tokens"] - 16) * result["meta"]["model"]["kv_bytes_per_token"]
-        system_prompt, query = result["meta"]["system_prompt_tokens"], result["meta"]["query_tokens"]
-        # The floor is the lowest there is: everything but the query is a hit.
-        assert system_prompt % moves.BLOCK == 0 and r["floor_computed_tokens"] == query
-        assert r["local_hit_tokens"] == system_prompt + r["tokens"]
-        # The timed ask must not find the blocks of an earlier repetition.
-        assert r["cached_tokens"] <= system_prompt + 16 or r["op"] == "ahead"
-        # Before the edit nothing but the system prompt and what stands in front of the edit is the same.
-        assert r["prefix_hit_tokens"] <= system_prompt + 16
-    assert "medians of 2 paired runs" in told.stdout and told.stdout.count("at 128 tokens") == 5 + len(result["checks"])
+        if r["op"] == "slide":
+            assert r["bytes_loaded"] >= r["tokens"] * result["meta"]["model"]["kv_bytes_per_token"]
+        # A vLLM without ctxwin computes for the same prompts what the prefix cache here does.
+        assert r["arms"]["plain"]["computed_tokens"] == r["arms"]["prefix"]["computed_tokens"]
+    assert set(result["refused"]) == {"offloading", "lmcache"}
+    assert "only supported on CUDA-alike and XPU" in result["refused"]["offloading"]
+    assert "offloading: cannot run here" in told.stdout and "lmcache: cannot run here" in told.stdout
+    assert "medians of 2 runs" in told.stdout
+    assert all(f"{c['verdict']}: {c['op']} at {c['tokens']} tokens" in told.stdout for c in result["checks"])
+
+
+def test_arms_are_asked_in_an_order_of_each_repetitions_own(hf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with the same prompts are asked once."""
+    from ctxwin import Fidelity
+
+    orders: list[list[str]] = []
+    time_edits, time_prompts = reuse._Bench.time_edits, reuse._Bench.time_prompts
+
+    def edits(self: Any, scene: Any) -> Any:
+        orders[-1].append("ctxwin")
+        return time_edits(self, scene)
+
+    def prompts(self: Any, asked: Any, query: Any, salt: str) -> Any:
+        orders[-1].append(str([[part.tokens for part in prompt] for prompt in asked]))
+        return time_prompts(self, asked, query, salt)
+
+    monkeypatch.setattr(reuse._Bench, "time_edits", edits)
+    monkeypatch.setattr(reuse._Bench, "time_prompts", prompts)
+    bench, scene = reuse._Bench(hf, {}), moves.MOVES["fork"](hf, 64, Fidelity("patched", rank=2), 9)
+    for name in map(str, range(6)):
+        orders.append([])
+        bench.repeat(scene, name)
+    assert len({tuple(order) for order in orders}) == 2 and all(len(order) == 2 for order in orders)
+    scene.window.close()

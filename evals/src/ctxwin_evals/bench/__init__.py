@@ -4,5 +4,6 @@ Modules:
     model: a random model of 0.5 billion parameters, generated once.
     provenance: the machine, versions and the model, recorded beside the times.
     moves: the edits that are timed, with the windows they are made in, over chunks of an exact number of tokens.
-    reuse: paired runs of a window and of a prefix cache without ctxwin, and the figures.
+    peers: vLLM with other connectors, asked for the same.
+    reuse: runs of a window, of users of a prefix cache without ctxwin and of the floor, and the figures.
 """

@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ctxwin.cli.commands import disable_audits, quiet
-from ctxwin_evals.console import Config, Json, Threads, new_table, preset
+from ctxwin_evals.console import Config, EngineOptions, Json, Threads, new_table, preset
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
-Model = Annotated[str, typer.Option(help="A local model folder; by default a random Qwen2-VL, generated once.")]
-ModelDir = Annotated[
-    Path | None, typer.Option(help="Where to generate that. Default: ctxwin/bench in your cache folder.")
-]
+_DIR = "Where to generate that. Default: ctxwin/bench in your cache folder."
+_MODEL = "A local model folder; by default a random Qwen2.5-VL, generated once."
 
 
 @app.callback()
@@ -31,81 +29,88 @@ def bench() -> None:
 @app.command("reuse")
 def reuse(
     engine: Annotated[str, typer.Option(metavar="vllm|hf", help="Engine to measure.")] = "vllm",
-    model: Model = "",
-    model_dir: ModelDir = None,
-    ops: Annotated[str, typer.Option(help="Edits, comma-separated.")] = "slide,recall,reorder,toggle,ahead",
-    tokens: Annotated[str, typer.Option(help="Reused tokens, comma-separated.")] = "256,512,1024,2048",
+    engine_options: EngineOptions = "{}",
+    peers: Annotated[str, typer.Option(help="vLLM with other connectors, too: offloading,lmcache.")] = "",
+    model: Annotated[str, typer.Option(help=_MODEL)] = "",
+    model_dir: Annotated[Path | None, typer.Option(help=_DIR)] = None,
+    ops: Annotated[
+        str, typer.Option(help="Edits, comma-separated.")
+    ] = "slide,steady,recall,fork,toggle,reorder,oldest,copy",
+    tokens: Annotated[str, typer.Option(help="Reused tokens, comma-separated.")] = "512,2048,4096",
     rank: Annotated[int, typer.Option(help="Rank of the stored patches: the bytes of joint factors.")] = 16,
-    runs: Annotated[int, typer.Option(help="Paired runs of each figure.")] = 5,
+    runs: Annotated[int, typer.Option(help="Repetitions of each figure.")] = 7,
     threads: Threads = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the model's weights and of the content.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the model's weights, the content and the order.")] = 0,
     quick: Annotated[
-        bool,
-        preset(
-            "--quick",
-            "At most three minutes on 2 cores: 79M parameters instead of 494M, 256 and 512 tokens, two runs.",
-            tokens="256,512",
-            runs=2,
-            rank=16,
-        ),
+        bool, preset("--quick", "Three minutes on 2 cores: 79M parameters, 512 tokens.", tokens="512", runs=12)
     ] = False,
     config: Config = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the JSON object to this file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Time to the first token after an edit: a window, the engine's own prefix cache, and the floor.
+    """Time to the first token after an edit: a window, three users of the engine's own prefix cache, and the floor.
 
-    The floor is the same prompt as a full hit of the prefix cache. Edits: the oldest chunk leaves (slide), an evicted one comes
-    back with a stored patch (recall), one of three predecessors moves to the front (reorder), a chunk's clean view (toggle),
-    the oldest leaves an exact window while the engine idles (ahead).
+    The floor is the same prompt, of which the prefix cache holds all that is not new. Users send the same prompt, trim it by
+    half when it is full, or append only. Edits: the oldest chunk leaves (slide), and another comes (steady), an evicted one comes
+    back with a stored patch (recall), a branch gets 32 tokens (fork), a chunk's clean view (toggle), one of three predecessors
+    moves to the front (reorder), the oldest moves to the end (oldest), or stands there once more (copy).
     """
     quiet()
     disable_audits()
     from ctxwin.opening import open_engine, require_vllm
     from ctxwin_evals.bench.model import SMALL, Sizes, check_model, open_model
+    from ctxwin_evals.bench.peers import Peer, check_peers
     from ctxwin_evals.bench.reuse import Settings, measure
-    from ctxwin_evals.console import numbers, prepare, show, stages
+    from ctxwin_evals.console import engine_keywords, names, numbers, prepare, show, stages
 
-    names = tuple(dict.fromkeys(part.strip() for part in ops.split(",") if part.strip()))
-    settings = Settings(ops=names, tokens=tuple(dict.fromkeys(numbers(tokens))), rank=rank, runs=runs, seed=seed)
-    if engine not in ("vllm", "hf"):
-        raise ValueError(f"--engine must be vllm or hf, got {engine!r}")
+    settings = Settings(names(ops), tuple(numbers(tokens)), rank, runs, seed)
+    options, others = engine_keywords(engine, engine_options), names(peers)
+    check_peers(others, engine)
     check_model(model, model_dir)
     if out is not None and not out.parent.is_dir():
         raise ValueError(f"--out must lie in a folder that exists, got {str(out)!r}")
     if engine == "vllm":
         require_vllm()  # before a model is written
+    if others:  # they share the GPU
+        options = {"gpu_memory_utilization": 0.9 / (1 + len(others))} | options
     with stages() as on_progress:
         on_progress("model", 0, 0)
         prepare(threads)
         folder = open_model(model, SMALL if quick else Sizes(), seed, model_dir)
-        opened = open_engine(f"{engine}:{folder}")
+        opened, running, refused = open_engine(f"{engine}:{folder}", **options), dict[str, Peer](), dict[str, str]()
         try:
-            result = measure(opened, settings, on_progress)
+            for name in others:
+                try:
+                    running[name] = Peer(name, opened, folder, options)
+                except RuntimeError as error:
+                    refused[name] = f"cannot run here: {error}"
+            result = measure(opened, settings, on_progress, running) | {"refused": refused}
         finally:
+            for peer in running.values():
+                peer.close()
             opened.close()
     if out is not None:
         out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    show(result, as_json, reuse_table(result), *note_lines(result), *check_lines(result))
+    lines = [f"{name}: {reason}" for name, reason in refused.items()]
+    show(result, as_json, reuse_table(result), *check_lines(result), *lines)
 
 
 def reuse_table(result: Mapping[str, Any]) -> Table:
     """One line a move and size; times are milliseconds to the first token, medians."""
     machine, model = result["meta"]["machine"], result["meta"]["model"]
-    runs = result["meta"]["settings"]["runs"]
-    title = f"time to the first token behind an edit, {result['meta']['engine']}, medians of {runs} paired runs (ms)"
-    columns = "op|tokens|rank|ctxwin|prefix cache|floor|speedup|over floor|by CPU|forward|lanes"
-    table = new_table(title, columns, left=(0, 10))
-    for column in table.columns[:-1]:
-        column.no_wrap = True
+    runs, others = result["meta"]["settings"]["runs"], list(result["rows"][0]["arms"])[2:]
+    title = (
+        f"ms to the first token behind an edit (tokens computed), {result['meta']['engine']}, medians of {runs} runs"
+    )
+    columns = ["op", "tokens", "ctxwin", "floor", *others, "over floor", "by CPU", "over cleverest"]
+    table = new_table(title, "|".join(columns))
     for row in result["rows"]:
-        times = [_ms(row["ttft_s"]), _ms(row["ttft_prefix_cache_s"]), _ms(row["ttft_local_hit_s"])]
-        by_cpu = (row["cpu_s"] or {}).get("over_floor_paired")  # a busy machine changes CPU seconds less
-        ratios = [f"{row['speedup']:.1f}x", f"{row['over_floor']:.2f}x", f"{by_cpu:.2f}x" if by_cpu else ""]
-        forward = "none" if row["forward_free"] else f"{row['computed_tokens']} tokens"
-        lanes = ", ".join(f"{lane} {n}" for lane, n in row["lanes"].items())
-        table.add_row(row["op"], str(row["tokens"]), str(row["rank"]), *times, *ratios, forward, lanes)
-    load_before, load_after = machine["load_before"][0], machine["load_after"][0]
+        arms, best = row["arms"], row["arms"][row["cleverest"]]
+        times = [f"{_ms(arm['ttft_s']['median'])} ({arm['computed_tokens']:,.0f})" for arm in arms.values()]
+        by_cpu = arms["floor"]["cpu_ratio"]  # a busy machine changes CPU seconds less
+        ratios = [_ratio(arms["floor"]["ratio"]), by_cpu and _ratio(by_cpu), _ratio(best["ratio"])]
+        table.add_row(row["op"], str(row["tokens"]), *times, *ratios)
+    load_before, load_after = machine["load_before"][0], machine["load"][0]
     table.caption = (
         f"{model['name']}: {model['layers']} layers, {model['kv_bytes_per_token']} bytes of KV a token, {model['dtype']}; "
         f"{machine['cpu']}, {machine['threads']} threads, load {load_before:.1f} before and {load_after:.1f} after"
@@ -114,28 +119,16 @@ def reuse_table(result: Mapping[str, Any]) -> Table:
 
 
 def check_lines(result: Mapping[str, Any]) -> list[str]:
-    """Return one line for each check at the largest size."""
-    lines = []
-    for c in result["checks"]:
-        verdict = "holds" if c["holds"] else "FAILS"
-        if c["check"] == "speedup":
-            what = f"speedup {c['value']:.1f}x, at least {c['bound']:.1f}x (0.75 of re-prefill / floor)"
-        else:
-            what = f"{c['value']:.2f} floors without a forward, at most {c['bound']:.1f}"
-        lines.append(f"{verdict}: {c['op']} at {c['tokens']} tokens: {what}")
-    return lines
+    """Return one line for each row that has a bound."""
+    return [
+        f"{c['verdict']}: {c['op']} at {c['tokens']} tokens: {_ratio(c)} of {c['against']}, at most {c['bound']}"
+        for c in result["checks"]
+    ]
 
 
-def note_lines(result: Mapping[str, Any]) -> list[str]:
-    """Return details of the largest size: what was formed beforehand, each chunk's lane, the cost of the way back."""
-    most = max(row["tokens"] for row in result["rows"])
-    lines = []
-    for row in (r for r in result["rows"] if r["tokens"] == most):
-        chunks = ", ".join(f"{c['chunk']} {c['lane']}" for c in row["chunks"])
-        formed = f"{row['prepared']['tokens']:,} tokens in {row['prepared']['forwards']} forwards beforehand"
-        back = f"; back again {_ms(row['ttft_back_s'])} ms" if row["ttft_back_s"] is not None else ""
-        lines.append(f"{row['op']} at {most} tokens: {chunks}; {formed}{back}")
-    return lines
+def _ratio(figure: Mapping[str, Any]) -> str:
+    interval = figure["interval"]
+    return f"{figure['median']:.2f}" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
 
 
 def _ms(seconds: float) -> str:

@@ -1,7 +1,7 @@
 """A random vision-language model of half a billion parameters, so that a benchmark needs no download.
 
-Architecture and sizes are Qwen2-VL's around Qwen2-0.5B's decoder, with a small vision tower. Its answers are noise; its
-cost is that of a trained model of the same size, including the vocabulary's share of the last step.
+Its architecture is the bundled model's, its decoder's sizes are Qwen2-0.5B's. Its answers are noise; its cost is that of a
+trained model of the same size, including the vocabulary's share of the last step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import typer
 
 from ctxwin.hashing import digest
 
-FORMAT = 1
+FORMAT = 2
 """Part of the folder's name; raise it whenever `write_model` writes something else."""
 
 
@@ -35,7 +35,7 @@ class Sizes:
     kv_heads: int = 2
     intermediate: int = 4864
     vocabulary: int = 151_936
-    max_tokens: int = 4096
+    max_tokens: int = 9216
     vision_depth: int = 4
     vision_width: int = 256
     vision_heads: int = 4
@@ -54,20 +54,16 @@ SEVEN_B = Sizes(3584, 28, 28, 4, 18_944, 32_000, 32_768, 32, 1280, 16)  # Qwen2-
 
 
 def model_folder(sizes: Sizes, seed: int, where: Path | None = None) -> Path:
-    """The folder of a generated model, which may not exist yet.
-
-    It is below ``where``; by default below ``ctxwin/bench`` in the user's cache folder.
-    """
-    name = f"qwen2-vl-random-{sizes.layers}x{sizes.hidden}-{digest('bench', FORMAT, asdict(sizes), seed)[:8]}"
+    """A generated model's folder, which may not exist yet; without ``where`` below ``ctxwin/bench`` in the cache folder."""
+    name = f"qwen2.5-vl-random-{sizes.layers}x{sizes.hidden}-{digest('bench', FORMAT, asdict(sizes), seed)[:8]}"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return (cache / "ctxwin" / "bench" if where is None else where) / name
 
 
 def ensure_model(sizes: Sizes, seed: int, where: Path | None = None) -> tuple[Path, bool]:
-    """A generated model's folder, and whether it had to be written.
+    """A generated model's folder, which appears as a whole or not at all, and whether it had to be written.
 
-    It appears as a whole or not at all. Processes take turns, and what a killed one left behind is cleared away.
-    Cost: 10-20 s and 1 GB of disk for the default sizes, once. Raises OSError where the folder cannot be written.
+    Processes take turns, and what a killed one left behind is cleared away. Cost: 10-20 s and 1 GB of disk, once.
     """
     folder = model_folder(sizes, seed, where)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +93,7 @@ def open_model(model: str, sizes: Sizes, seed: int, where: Path | None) -> str:
     """The folder of the model to measure; without ``model`` one is generated, unless it exists already."""
     if model:
         return str(Path(model).expanduser())
-    typer.echo(f"model: random Qwen2-VL in {model_folder(sizes, seed, where)} (written once)", err=True)
+    typer.echo(f"model: random Qwen2.5-VL in {model_folder(sizes, seed, where)} (written once)", err=True)
     return str(ensure_model(sizes, seed, where)[0])
 
 
@@ -109,54 +105,32 @@ def write_model(folder: Path, sizes: Sizes, seed: int) -> None:
     repair()
     import transformers as library
 
-    tokenizer = library.AutoTokenizer.from_pretrained(checkpoint_dir())
-    ids = tokenizer.get_vocab()
-    quarter = sizes.head_dim // 8
-    config = library.Qwen2VLConfig(
-        text_config={
-            "vocab_size": max(sizes.vocabulary, len(tokenizer)),
-            "hidden_size": sizes.hidden,
-            "intermediate_size": sizes.intermediate,
-            "num_hidden_layers": sizes.layers,
-            "num_attention_heads": sizes.heads,
-            "num_key_value_heads": sizes.kv_heads,
-            "max_position_embeddings": sizes.max_tokens,
-            "rms_norm_eps": 1e-6,
-            # A quarter of the frequencies for time and three eighths each for height and width, as in the released ones.
-            "rope_parameters": {
-                "rope_type": "default",
-                "mrope_section": [quarter, (sizes.head_dim // 2 - quarter) // 2, (sizes.head_dim // 2 - quarter) // 2],
-                "rope_theta": 1_000_000.0,
-            },
-            "tie_word_embeddings": True,
-            "bos_token_id": ids["<|endoftext|>"],
-            "eos_token_id": ids["<|im_end|>"],
-            "pad_token_id": ids["<|endoftext|>"],
-        },
-        vision_config={
-            "depth": sizes.vision_depth,
-            "embed_dim": sizes.vision_width,
-            "hidden_size": sizes.hidden,
-            "num_heads": sizes.vision_heads,
-            "mlp_ratio": 4,
-            "patch_size": 14,
-        },
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
-        tie_word_embeddings=True,
+    bundled, edge = checkpoint_dir(), 28 * 28
+    config, processor = library.AutoConfig.from_pretrained(bundled), library.AutoProcessor.from_pretrained(bundled)
+    half = sizes.head_dim // 2
+    decoder = {
+        "vocab_size": max(sizes.vocabulary, len(processor.tokenizer)),
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.intermediate,
+        "num_hidden_layers": sizes.layers,
+        "layer_types": ["full_attention"] * sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "max_position_embeddings": sizes.max_tokens,
+    }
+    # A quarter of the frequencies for time and three eighths each for height and width, as in the released ones.
+    sections = [half // 4, (half - half // 4) // 2, (half - half // 4) // 2]
+    config.text_config.update(decoder)
+    config.text_config.rope_parameters["mrope_section"] = sections
+    width, layers = sizes.vision_width, list(range(sizes.vision_depth))
+    tower = {"depth": len(layers), "fullatt_block_indexes": layers, "num_heads": sizes.vision_heads}
+    config.vision_config.update(
+        tower | {"hidden_size": width, "intermediate_size": 4 * width, "out_hidden_size": sizes.hidden}
     )
     _random(library, config, seed).save_pretrained(folder)
-    pixels = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * sizes.max_tokens}
-    library.Qwen2VLProcessor(
-        image_processor=library.Qwen2VLImageProcessor(size=pixels, patch_size=14, merge_size=2),
-        video_processor=library.Qwen2VLVideoProcessor(
-            size=pixels, patch_size=14, merge_size=2, do_sample_frames=False, cap_pixels_per_frame=False
-        ),
-        tokenizer=tokenizer,
-        chat_template=tokenizer.chat_template,
-    ).save_pretrained(folder)
+    for part in (processor.image_processor, processor.video_processor):
+        part.size = {"shortest_edge": edge, "longest_edge": edge * sizes.max_tokens}
+    processor.save_pretrained(folder)
 
 
 def _random(library: Any, config: Any, seed: int) -> Any:
@@ -164,7 +138,7 @@ def _random(library: Any, config: Any, seed: int) -> Any:
     import torch
 
     with torch.device("meta"):
-        model = library.Qwen2VLForConditionalGeneration(config).to(torch.bfloat16)
+        model = library.AutoModelForImageTextToText.from_config(config).to(torch.bfloat16)
     model = model.to_empty(device="cuda" if torch.cuda.is_available() else "cpu")
     model.tie_weights()
     generator = torch.Generator(model.device).manual_seed(seed)

@@ -1,43 +1,47 @@
-"""The edits that are timed, each in a window that has everything the edit needs.
+"""The edits that are timed, each in a window that has everything the edit needs, and what others would ask in its place.
 
-| move    | window                              | edit                                     | lanes of the ask behind it     |
-|---------|-------------------------------------|------------------------------------------|--------------------------------|
-| slide   | five equal chunks                   | the oldest leaves                        | survivors                      |
-| recall  | a short chunk and three equal ones  | the second, evicted before, comes back   | patched, resident in front     |
-| reorder | three predecessors and a chunk      | the last predecessor moves to the front  | orbit, resident in front       |
-| toggle  | as for recall                       | the second is switched to its clean view | canonical, survivors behind it |
-| ahead   | as for a slide, in an exact window  | the oldest leaves, then the engine idles | resident                       |
+| move    | window                              | edit                                        | served by                      |
+|---------|-------------------------------------|---------------------------------------------|--------------------------------|
+| slide   | five chunks                         | the oldest leaves                           | survivors                      |
+| steady  | eight chunks                        | the oldest leaves, one comes, four times    | survivors, the new is computed |
+| recall  | a short chunk and three equal ones  | the second, evicted before, comes back      | patched, resident in front     |
+| fork    | four chunks                         | a branch gets 32 tokens                     | resident, the 32 are computed  |
+| toggle  | as for recall                       | the second is switched to its clean view    | canonical, survivors behind it |
+| reorder | three predecessors and a chunk      | the last predecessor moves to the front     | orbit, resident in front       |
+| oldest  | four chunks                         | the oldest moves to the end                 | survivors, it is computed      |
+| copy    | four chunks                         | the oldest is appended once more            | resident, the copy is computed |
 
-An exact window whose engine does not idle computes what the prefix cache does. Everything that an edit could need is formed
-beforehand: canonicals, patches after the antecedents that a chunk was first conditioned on, and for a reorder what
-`Maintenance.prepare_orbit` forms, so that no order needs a forward.
+What an edit could need is formed beforehand: canonicals, patches after the antecedents that a chunk was first conditioned on, and
+for a reorder what `Maintenance.prepare_orbit` forms. Others ask the engine by its prefix cache alone:
+
+- ``floor``: the same prompt, of which the cache holds everything but what is new.
+- ``prefix``: the same prompt; the cache holds the one before the edit.
+- ``trim``: the older half leaves when the prompt is full, so that most asks extend a cached one.
+- ``append``: nothing leaves or moves, what comes back or changes its place is appended as a copy; with twice the window the
+  prompt begins again at the newest chunks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from ctxwin.chunk import Chunk, TokensPart
 from ctxwin.engines.base import Engine
 from ctxwin.fidelity import Fidelity
-from ctxwin.window.idle import prefiller_of
 from ctxwin.window.window import Window
 
 SYSTEM_PROMPT = "You watch a camera."
 QUERY = "What is there now?"
 BLOCK = 32
 """The system prompt fills whole blocks of this many tokens, and so does what is reused: a local hit then covers all but the
-query, which is the lowest floor there is. With a rest of a block after it, the floor would compute that rest, too, and be
-easier to reach."""
+query. With a rest of a block, the floor would compute that rest, too, and be easier to reach."""
 SHORT = 16
 """The largest chunk before what is recalled or toggled, in tokens: something must condition it."""
-
-
 TEXT_TOKENS = 8
 """Least text before a picture."""
 _SYLLABLES = ("ba", "de", "fi", "go", "lu", "ma", "ne", "pi", "ro", "su", "ta", "ve", "wi", "xo", "zu", " ", " ", "\n")
@@ -45,41 +49,44 @@ _SYLLABLES = ("ba", "de", "fi", "go", "lu", "ma", "ne", "pi", "ro", "su", "ta", 
 
 @dataclass(frozen=True)
 class Scene:
-    """A window before its edit.
+    """A window before its edits.
 
     Attributes:
-        window: with all that the edit needs in its engine's store.
-        edit: makes the edit, in a fork of ``window``.
-        cached: placements, in order, that a prefix cache was asked about before the edit. A toggle does not change the
-            prompt but the KV, so there it is what precedes the toggled chunk: the rest must be computed again.
-        names: of the placements, for people.
-        back: undoes the edit; None where that is not timed.
+        window: with all that the edits need in its engine's store.
+        edits: of a fork of ``window``, each followed by an ask that is timed; one that returns a window has that asked.
+        prompts: labels of the chunks that others ask about, by `ARMS`. The first is what was asked before the edit, not timed; a
+            toggle changes KV and no prompt, so there it is what precedes the toggled chunk: the rest is computed again.
+        chunks: by label.
     """
 
     window: Window
-    edit: Callable[[Window], object]
-    cached: Sequence[str]
-    names: dict[str, str]
-    back: Callable[[Window], object] | None = None
+    edits: Sequence[Callable[[Window], object]]
+    prompts: dict[str, tuple[str, ...]]
+    chunks: dict[str, Chunk]
 
 
 def _open(
-    engine: Engine,
-    sizes: Sequence[int],
-    labels: Sequence[str],
-    fidelity: Fidelity,
-    seed: int,
-    prefill: Literal["idle"] | None = None,
-) -> tuple[Window, list[str], dict[str, str]]:
-    """A window over chunks of these sizes whose KV is computed, stored and read; its placements, and their names."""
-    chunks: list[Chunk] = [
-        make_chunk(engine, n, seed * 100 + i).model_copy(update={"label": name})
-        for i, (n, name) in enumerate(zip(sizes, labels, strict=True))
-    ]
-    window = Window(engine, system_prompt=system_prompt_of(engine), fidelity=fidelity, prefill=prefill)
-    ids = window.extend(chunks)
+    engine: Engine, sizes: Sequence[int], labels: str, fidelity: Fidelity, seed: int
+) -> tuple[Window, list[str], dict[str, Chunk]]:
+    """A window over chunks of these sizes whose KV is computed, stored and read; its placements, and chunks by label."""
+    named = enumerate(zip(labels.split(), sizes, strict=True))
+    chunks = {name: _labelled(engine, n, seed * 100 + i, name) for i, (name, n) in named}
+    window = Window(engine, system_prompt=system_prompt_of(engine), fidelity=fidelity)
+    ids = window.extend(list(chunks.values()))
     ask(window)
-    return window, ids, dict(zip(ids, labels, strict=True))
+    return window, ids, chunks
+
+
+def _labelled(engine: Engine, tokens: int, seed: int, label: str) -> Chunk:
+    return make_chunk(engine, tokens, seed).model_copy(update={"label": label})
+
+
+def _prompts(
+    before: str, after: str, *, floor: tuple[str, ...] = (), trim: tuple[str, ...] = (), append: tuple[str, ...] = ()
+) -> dict[str, tuple[str, ...]]:
+    """Return the prompts of `ARMS`; those who have no way of their own ask as the window does."""
+    same = before, after
+    return dict(zip(ARMS, (floor or (after, after), same, trim or same, append or same), strict=True))
 
 
 def make_chunk(engine: Engine, tokens: int, seed: int) -> Chunk:
@@ -131,45 +138,91 @@ def _shares(tokens: int, parts: int) -> list[int]:
     return [tokens // parts + (i < tokens % parts) for i in range(parts)]
 
 
-def _slide(engine: Engine, tokens: int, fidelity: Fidelity, seed: int, prefill: Literal["idle"] | None = None) -> Scene:
-    sizes, labels = [tokens // 4, *_shares(tokens, 4)], ["oldest", "A", "B", "C", "D"]
-    window, ids, names = _open(engine, sizes, labels, fidelity, seed, prefill)
-    return Scene(window, lambda w: w.slide(1), ids, names)
+def _slide(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:
+    before = "oldest A B C D"
+    window, _, chunks = _open(engine, [tokens // 4, *_shares(tokens, 4)], before, fidelity, seed)
+    prompts = _prompts(before, "A B C D", trim=(before, "B C D"), append=(before, before))
+    return Scene(window, [lambda w: w.slide(1)], prompts, chunks)
 
 
-def _ahead(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:
-    """As `_slide`, but exact whatever ``fidelity`` allows, and with time to compute before the ask."""
+def _steady(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:
+    def run(first: int, last: int) -> str:
+        return " ".join(map(str, range(first, last + 1)))
 
-    def edit(window: Window) -> None:
+    sizes, before = _shares(tokens, 8), run(1, 8)
+    window, _, chunks = _open(engine, sizes, before, fidelity, seed)
+    chunks |= {str(i): _labelled(engine, sizes[0], seed * 100 + i, str(i)) for i in range(9, 17)}
+
+    def edit(window: Window, new: int) -> None:
         window.slide(1)
-        prefiller_of(window.engine).drain()
+        window.append(chunks[str(new)])
 
-    return replace(_slide(engine, tokens, Fidelity("exact"), seed, "idle"), edit=edit)
+    trim = before, *(run(5, last) for last in range(9, 13))
+    append = before, *(run(1, last) for last in range(9, 16)), run(9, 16)
+    prompts = _prompts(before, run(2, 9), floor=(run(2, 8), run(2, 9)), trim=trim, append=append)
+    return Scene(window, [partial(edit, new=new) for new in range(9, 13)], prompts, chunks)
 
 
 def _recall(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:
-    labels = ["front", "recalled", "A", "B"]
-    window, ids, names = _open(engine, _behind_a_short_one(tokens), labels, fidelity, seed)
+    window, ids, chunks = _open(engine, _behind_a_short_one(tokens), "front recalled A B", fidelity, seed)
     window.maintenance.compress()  # canonicals and patches instead of conditioned KV
     window.evict(ids[1])
-    return Scene(window, lambda w: w.recall(ids[1], "chronological"), [ids[0], *ids[2:]], names)
+    before = "front A B"
+    prompts = _prompts(before, "front recalled A B", append=(before, f"{before} recalled"))
+    return Scene(window, [lambda w: w.recall(ids[1], "chronological")], prompts, chunks)
 
 
-def _reorder(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:
-    window, ids, names = _open(engine, _shares(tokens, 4), ["P1", "P2", "P3", "T"], fidelity, seed)
-    window.maintenance.prepare_orbit(ids[:3])
-    order = [ids[2], ids[0], ids[1], ids[3]]
-    return Scene(window, lambda w: w.reorder(order), ids, names)
+def _fork(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:
+    window, _, chunks = _open(engine, _shares(tokens, 4), "A B C D", fidelity, seed)
+    chunks["new"] = _labelled(engine, BLOCK, seed * 100 + 4, "new")
+
+    def edit(window: Window) -> Window:
+        branch = window.fork()
+        branch.append(chunks["new"])
+        return branch
+
+    before = "A B C D"
+    same = before, f"{before} new"
+    return Scene(window, [edit], _prompts(*same, floor=same), chunks)
 
 
 def _toggle(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:
-    labels = ["front", "toggled", "A", "B"]
-    window, ids, names = _open(engine, _behind_a_short_one(tokens), labels, fidelity, seed)
+    after = "front toggled A B"
+    window, ids, chunks = _open(engine, _behind_a_short_one(tokens), after, fidelity, seed)
     with window.fork() as branch:
         branch.toggle(ids[1], conditioned=False)
         ask(branch)  # forms the canonical
-    edit, back = (lambda w, on=on: w.toggle(ids[1], conditioned=on) for on in (False, True))
-    return Scene(window, edit, ids[:1], names, back)
+    return Scene(window, [lambda w: w.toggle(ids[1], conditioned=False)], _prompts("front", after), chunks)
+
+
+def _reorder(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:
+    before = "P1 P2 P3 T"
+    window, ids, chunks = _open(engine, _shares(tokens, 4), before, fidelity, seed)
+    window.maintenance.prepare_orbit(ids[:3])
+    order = [ids[2], ids[0], ids[1], ids[3]]
+    prompts = _prompts(before, "P3 P1 P2 T", append=(before, f"{before} P1 P2 T"))
+    return Scene(window, [lambda w: w.reorder(order)], prompts, chunks)
+
+
+def _oldest(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:
+    before = "A B C D"
+    window, ids, chunks = _open(engine, _shares(tokens, 4), before, fidelity, seed)
+
+    def edit(window: Window) -> None:
+        window.reorder([*ids[1:], ids[0]])
+        advice = window.plan().reorder
+        if advice is not None and advice.cheaper == "copy":
+            window.undo()
+            window.append(chunks["A"])
+
+    return Scene(window, [edit], _prompts(before, "B C D A", append=(before, f"{before} A")), chunks)
+
+
+def _copy(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:
+    before = "A B C D"
+    window, _, chunks = _open(engine, _shares(tokens, 4), before, fidelity, seed)
+    same = before, f"{before} A"
+    return Scene(window, [lambda w: w.append(chunks["A"])], _prompts(*same, floor=same), chunks)
 
 
 def _behind_a_short_one(tokens: int) -> list[int]:
@@ -177,7 +230,12 @@ def _behind_a_short_one(tokens: int) -> list[int]:
     return [short, *_shares(tokens - short, 3)]
 
 
-MOVES = {"slide": _slide, "recall": _recall, "reorder": _reorder, "toggle": _toggle, "ahead": _ahead}
+ARMS = ("floor", "prefix", "trim", "append")
+"""Who asks for the same by the prefix cache alone: the floor, and three users of it."""
+_ALL = (_slide, _steady, _recall, _fork, _toggle, _reorder, _oldest, _copy)
+MOVES: dict[str, Callable[[Engine, int, Fidelity, int], Scene]] = {move.__name__[1:]: move for move in _ALL}
 """The edits by their names in ``--ops``: scenes from an engine, the reused tokens, the fidelity and a seed."""
 PATCHED = {"recall", "reorder"}
 """Those whose chunks are served with patches; the rank of others is 0."""
+COMPUTED = {"steady", "fork", "oldest", "copy"}
+"""Those whose ask computes chunks: what it stores would serve the next repetition, which gets content of its own."""

@@ -29,6 +29,7 @@ def provenance(engine: Engine) -> dict[str, Any]:
             "system": platform.platform(),
             "cpu": _cpu(),
             "cores": os.cpu_count(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             "threads": torch.get_num_threads(),
             "load": load(),
         },
