@@ -14,6 +14,7 @@ import contextlib
 import errno
 import gc
 import itertools
+import os
 import socket
 import sys
 import time
@@ -29,8 +30,9 @@ from ctxwin.kv.config import text_backbone
 
 CHECKED = TESTED
 """The minor versions of vLLM on which every function here was read and run."""
-PAUSE_S, _LOOK_S = 2e-4, 0.05
-"""Seconds between two looks for a message, see `sleep_while_waiting`; the second where a datagram announces it."""
+PAUSE_S, _LOOK_S, _SPIN_S = 2e-4, 0.05, 0.01
+"""Seconds between two looks for a message, see `sleep_while_waiting`; the same where a datagram announces it; and how long a
+process looks for it actively where the last one came within that time."""
 
 
 def in_process(engine: Any) -> bool:
@@ -155,7 +157,8 @@ def sleep_while_waiting() -> None:
 
     With few cores that is one which the process it waits for could use. A queue's writer wakes each reader by a datagram, which
     stays in the reader's socket while that works, so that none is missed. Where there are no such sockets, a message is seen
-    up to `PAUSE_S` later. Idempotent.
+    up to `PAUSE_S` later. A reader whose last message came within `_SPIN_S` looks for the next one actively for as long: waking
+    it would take longer than the steps of a small model. Idempotent.
     """
     from vllm.distributed.device_communicators import shm_broadcast
     from zmq import LAST_ENDPOINT
@@ -164,7 +167,7 @@ def sleep_while_waiting() -> None:
     shm_broadcast.sched_yield = partial(time.sleep, PAUSE_S)  # writers wait for room by it as well
     if sys.platform != "linux" or hasattr(condition, "ctxwin_socket"):  # only Linux has sockets that are no files
         return
-    wait, notify = condition.wait, condition.notify
+    wait, notify, record_read, sched_yield = condition.wait, condition.notify, condition.record_read, os.sched_yield
 
     def names(self: Any) -> Iterator[str]:
         """Yield the addresses of a queue's readers, which have no files; the queue's own one is known to both sides alone."""
@@ -172,7 +175,9 @@ def sleep_while_waiting() -> None:
         return (f"\0ctxwin {queue} {reader}" for reader in itertools.count())
 
     def wait_for_datagram(self: Any, timeout_ms: int | None = None) -> None:
-        if time.monotonic() > self.last_read + self.busy_loop_s:
+        now = time.monotonic()
+        self.ctxwin_since = self.ctxwin_since or now
+        if now > self.last_read + self.busy_loop_s:
             wait(self, timeout_ms)
         elif self.ctxwin_socket is None:  # messages that came before it is bound are looked for once it is
             self.ctxwin_socket = own = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -184,12 +189,19 @@ def sleep_while_waiting() -> None:
                     if error.errno != errno.EADDRINUSE:  # else it is another reader's
                         own.close()  # no datagram will come
                         break
+        elif self.ctxwin_spins and now < self.ctxwin_since + _SPIN_S:
+            sched_yield()
         elif self.ctxwin_socket.fileno() < 0:
             time.sleep(PAUSE_S)
         else:
             self.ctxwin_socket.settimeout(min(_LOOK_S, 1e-3 * (timeout_ms or 1e9)))
             with contextlib.suppress(TimeoutError):
                 self.ctxwin_socket.recv(1)
+
+    def record_wait(self: Any) -> None:
+        record_read(self)
+        self.ctxwin_spins = not self.ctxwin_since or self.last_read < self.ctxwin_since + _SPIN_S
+        self.ctxwin_since = 0.0
 
     def notify_by_datagram(self: Any) -> None:
         self.ctxwin_socket = self.ctxwin_socket or socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -199,7 +211,8 @@ def sleep_while_waiting() -> None:
                     self.ctxwin_socket.sendto(b"1", socket.MSG_DONTWAIT, name)
         notify(self)
 
-    condition.ctxwin_socket, condition.wait, condition.notify = None, wait_for_datagram, notify_by_datagram
+    condition.ctxwin_socket, condition.ctxwin_since, condition.ctxwin_spins = None, 0.0, False
+    condition.wait, condition.notify, condition.record_read = wait_for_datagram, notify_by_datagram, record_wait
 
 
 def tensor_parallel() -> tuple[int, int]:

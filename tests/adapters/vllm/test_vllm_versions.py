@@ -17,6 +17,7 @@ import logging
 import os
 import re
 import socket
+import sys
 import threading
 import time
 import tomllib
@@ -472,22 +473,28 @@ class RefusedSocket(socket.socket):
         raise PermissionError(errno.EACCES, "forbidden")
 
 
-@pytest.mark.parametrize("platform", ["linux", "linux, no sockets", "darwin"])
-@pytest.mark.parametrize("readers", [1, 2])
-def test_a_process_that_waits_for_another_sleeps(monkeypatch: pytest.MonkeyPatch, platform: str, readers: int) -> None:
-    """Messages that come a while after one another are read with few looks for them: hardly any where a datagram wakes."""
+def broadcast_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A copy of vLLM's module of queues that no engine of this process has changed."""
     name = "vllm.distributed.device_communicators.shm_broadcast"
     pytest.importorskip(name)
     from vllm.distributed import device_communicators
 
-    from ctxwin_vllm import internals
-
-    looks: list[None] = []
-    spec = importlib.util.find_spec(name)  # a copy of the module that no engine of this process has changed
+    spec = importlib.util.find_spec(name)
     assert spec is not None and spec.loader is not None
     broadcast = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(broadcast)
     monkeypatch.setattr(device_communicators, "shm_broadcast", broadcast)
+    return broadcast
+
+
+@pytest.mark.parametrize("platform", ["linux", "linux, no sockets", "darwin"])
+@pytest.mark.parametrize("readers", [1, 2])
+def test_a_process_that_waits_for_another_sleeps(monkeypatch: pytest.MonkeyPatch, platform: str, readers: int) -> None:
+    """Messages that come a while after one another are read with few looks for them: hardly any where a datagram wakes."""
+    broadcast = broadcast_of_its_own(monkeypatch)
+    from ctxwin_vllm import internals
+
+    looks: list[None] = []
     condition = broadcast.SpinCondition
     monkeypatch.setattr(internals.sys, "platform", platform.partition(",")[0])
     if platform.endswith("no sockets"):
@@ -509,3 +516,40 @@ def test_a_process_that_waits_for_another_sleeps(monkeypatch: pytest.MonkeyPatch
     seconds = time.monotonic() - begin
     most = 3 * len(timers) + seconds / internals._LOOK_S if platform == "linux" else seconds / internals.PAUSE_S
     assert 0 < len(looks) <= readers * most
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="datagrams without files")
+def test_a_process_looks_actively_for_what_comes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a message that came within the time it looks for the next one actively for as long, and sleeps again then."""
+    broadcast = broadcast_of_its_own(monkeypatch)
+    from ctxwin_vllm import internals
+
+    now, yields, sleeps = [100.0], list[float](), list[float]()
+    monkeypatch.setattr(internals, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleeps.append))
+    monkeypatch.setattr(broadcast, "time", internals.time)
+    monkeypatch.setattr(internals.os, "sched_yield", lambda: yields.append(now[0]))
+    internals.sleep_while_waiting()
+    writer = broadcast.MessageQueue(n_reader=1, n_local_reader=1)
+    reader = broadcast.MessageQueue.create_from_handle(writer.export_handle(), 0)
+    condition = reader._spin_condition
+
+    def wait(seconds: float) -> tuple[int, int]:
+        """Look a hundred times in so many seconds, then read; return how often it yielded and slept."""
+        yields.clear(), sleeps.clear()
+        for _ in range(100):
+            condition.wait(1000)
+            now[0] += seconds / 100
+        condition.record_read()
+        return len(yields), len(sleeps)
+
+    condition.record_read()
+    condition.wait(1000)  # the socket is bound
+    condition.ctxwin_socket.close()  # so that a sleep is seen as one
+    short, long = 0.9 * internals._SPIN_S, 2 * internals._SPIN_S
+    wait(long)
+    assert wait(short) == (0, 100), "the last message was long in coming"
+    assert wait(short) == (100, 0)
+    assert wait(long) == (50, 50), "no longer than the time"
+    assert wait(short)[0] == 0
+    condition.record_read()  # one that was there at once
+    assert wait(short) == (100, 0)
