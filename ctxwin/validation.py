@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pydantic import ValidationError
@@ -25,6 +25,13 @@ def validate(validator: Callable[[Any], Any], data: Any, prefix: str = "the requ
         return validator(data)
     except ValidationError as error:
         raise ValueError(prefix + describe(error)) from None
+
+
+def as_list(name: str, values: Any, item: str) -> list[Any]:
+    """Return ``values`` as a list; raise TypeError where they are one value."""
+    if not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a list, got {type(values).__name__}; pass a list, with {item} for each")
+    return list(values)
 
 
 def check_unicode(name: str, text: str) -> None:

@@ -76,6 +76,12 @@ class Engine(ABC):
         False  # True where a request may compute other tokens than those without KV; `forecast` then counts them
     )
 
+    def __repr__(self) -> str:
+        if not hasattr(self, "spec"):  # it is being opened
+            return object.__repr__(self)
+        tenant = f" of {self.tenant!r}" if self.tenant else ""
+        return f"<{type(self).__name__}{tenant} {self.spec.model}, {self.spec.max_tokens:,} tokens, {self.store!r}>"
+
     @property
     def caches_prefixes(self) -> bool:
         """True where KV of an exact prompt serves the next one that begins alike, whether it was captured or not."""

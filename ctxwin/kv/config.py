@@ -99,7 +99,10 @@ def check_supported(config: Any) -> None:
     both_ways = has("use_bidirectional_attention") in (True, "all")
     unrotated = has("no_rope_layers") and not all(has("no_rope_layers"))
     unrotated = unrotated or (kind in _UNTURNED and sliding_window(config) is not None)
+    sizes = {name: has(f"num_{name}") for name in ("hidden_layers", "attention_heads")}
+    empty = [f"{name} = {size}" for name, size in sizes.items() if isinstance(size, int) and size < 1]
     rules = (
+        (empty, ", ".join(empty), "it must have at least one of each"),
         (kind in _ALIBI or has("alibi") or has("use_alibi"), "ALiBi", "its bias is in the attention, not in the key"),
         (learned, "learned absolute positions", "they are mixed into the values and cannot be turned"),
         (kind in _RECURRENT, "linear attention or state space layers", "their state is no KV of tokens"),
@@ -220,8 +223,7 @@ def kv_spec_from_config(config: Any, identity: str, dtype: str, engine: Engine =
     """
     rope = rope_spec_from_config(config, engine)
     text = text_config(config)
-    layers, queries = int(text.num_hidden_layers), int(text.num_attention_heads)
-    states = 0
+    layers, queries, states = int(text.num_hidden_layers), int(text.num_attention_heads), 0
     if str(text.model_type) in _DELTANET:
         recurrent = sum(kind == "linear_attention" for kind in text.layer_types)
         layers, states = layers - recurrent, recurrent * _deltanet_bytes(text, dtype, engine)

@@ -150,6 +150,13 @@ class Store(ABC):
     archive_secret: bytes | None = None
     _closed = False
 
+    def __repr__(self) -> str:
+        kind = " ".join(filter(None, (type(self).__name__, str(getattr(self, "name", getattr(self, "path", ""))))))
+        if self._closed or self.shared:  # whose server would have to answer
+            return f"<{kind}{' closed' * self._closed}>"
+        stats = self.stats()
+        return f"<{kind} {stats.items:,} entries, {stats.bytes:,} of {self.limit():,} bytes>"
+
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("the store is closed; open another one")

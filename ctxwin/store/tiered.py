@@ -31,6 +31,9 @@ class TieredStore(Store):
         self._fetcher: ThreadPoolExecutor | None = None
         self._wanted = 0
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {', '.join(map(repr, self.tiers))}>"
+
     def get(self, key: str) -> bytes | None:
         """The value from the first tier that holds it, copied to the tiers above. Cost: of the tiers asked."""
         check_key(key)

@@ -20,6 +20,7 @@ from ctxwin.engines.base import Engine
 from ctxwin.errors import UnsupportedModel
 from ctxwin.fidelity import Fidelity
 from ctxwin.store import parse_bytes
+from ctxwin.validation import as_list
 from ctxwin.window import edits
 from ctxwin.window import placement as placing
 from ctxwin.window.answer import Answer, Disposability
@@ -147,7 +148,7 @@ class Window(WindowReader):
 
     def extend(self, chunks: Sequence[Chunk]) -> list[str]:
         """Append several chunks, all or none; return their placement ids."""
-        chunks = list(chunks)
+        chunks = as_list("chunks", chunks, "a Chunk")
         with self.core.writing() as state:
             count = len(state.placed)
             for chunk in chunks:
@@ -350,8 +351,9 @@ class Window(WindowReader):
     def reorder(self, ids: Sequence[str]) -> None:
         """Put the placed chunks into the order ``ids``, a permutation of the placed ids (else ValueError)."""
         with self.core.writing() as state:
-            if sorted(ids) != sorted(self.ids):
-                raise ValueError(f"ids must be a permutation of the placed ids {sorted(self.ids)}, got {sorted(ids)}")
+            ids = as_list("ids", ids, "a placed id")
+            if sorted(ids, key=str) != sorted(self.ids):
+                raise ValueError(f"ids must be a permutation of the placed ids {sorted(self.ids)}, got {ids}")
             if tuple(ids) != self.ids:
                 self.core.commit(edits.reorder(state, ids), "reorder", ids)
 
@@ -455,8 +457,10 @@ class Window(WindowReader):
 
     def remember(self, query: str, answer: str | Sequence[int]) -> str:
         """Append an exchange that was made elsewhere, as a chunk; return its placement id. Raises like `append`."""
-        if not query or not len(answer):
-            raise ValueError(f"query and answer must not be empty, got {query!r} and {answer!r}")
+        if not isinstance(query, str) or not query or not as_list("answer", answer, "a token id"):
+            raise ValueError(
+                f"query and answer must be text (or token ids) and not empty, got {query!r} and {answer!r}"
+            )
         ids = self.engine.encode(Chunk.text(answer)).token_ids if isinstance(answer, str) else tuple(answer)
         return self.append(exchange(self.engine, query, ids)[0])
 

@@ -218,6 +218,7 @@ def run(
                     f"{samples.folder} must hold rows of today's texts, got others; choose another --output"
                 )
         jobs += [(context, missing)] if missing else []
+    advance(0)  # so that what follows at once is seen to be kept, and says nothing of the pace
     advance(len(contexts) - len(jobs))
     done = 0
     for rows in serve(job for job in jobs if time.monotonic() < deadline):
@@ -346,8 +347,7 @@ def main(
         names = list(dict.fromkeys([REPREFILL, *names, *(base_of(name) for name in names)]))
         begun = time.monotonic()
         study = _open_study(model, device if workers == 1 else "cpu", threads)
-        engine = study.decoder.engine
-        serve = study.serve
+        engine, serve = study.decoder.engine, study.serve
         if workers > 1:
             serve = Processes(workers, model, device, threads or 1).serve
         texts = Texts(engine, seed)

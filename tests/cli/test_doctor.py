@@ -186,6 +186,11 @@ def test_what_would_become_of_a_model(tmp_path: Path) -> None:
     JambaConfig().save_pretrained(tmp_path / "recurrent")
     refused = CliRunner().invoke(app, ["doctor", str(tmp_path / "recurrent")])
     assert refused.exit_code == 1 and "state space" in refused.stdout
+    (tmp_path / "none").mkdir()
+    for name in ("num_hidden_layers", "num_attention_heads"):
+        (tmp_path / "none" / "config.json").write_text(json.dumps({"model_type": "llama", name: -1}))
+        none = CliRunner().invoke(app, ["doctor", str(tmp_path / "none")])
+        assert none.exit_code == 1 and "-1" in none.stdout and "must have at least one of each" in none.stdout
     missing = CliRunner().invoke(app, ["doctor", str(tmp_path / "missing")])
     assert missing.exit_code == 1 and "unknown" in missing.stdout
     for broken, words in (("[]", "has no attribute"), ('{"model_type": "qwen2", "hidden_size": "a"}', "expected int")):

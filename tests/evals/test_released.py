@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from ctxwin.engines.segments import Segment
 from ctxwin_evals.arms import Served, parse_arm
-from ctxwin_evals.console import open_model
+from ctxwin_evals.console import open_model, progress
 from ctxwin_evals.decoder import Decoder
 from ctxwin_evals.patching import Patcher
 from ctxwin_evals.samples import open_samples
@@ -145,6 +145,27 @@ def test_nothing_begins_behind_the_deadline(tiny: HFEngine, tmp_path: Path) -> N
         assert run(study_of(tiny).serve, samples, contexts, ["reprefill"], 0.0)  # all is there
         with pytest.raises(ValueError, match="rows of today's texts"):
             run(study_of(tiny).serve, samples, Texts(tiny, 1).contexts(SET, 1), ["reprefill"], float("inf"))
+
+
+def test_the_time_left_of_a_run_that_goes_on_is_that_of_what_is_missing(
+    tiny: HFEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+
+    def serve(jobs: Any) -> Iterator[list[Any]]:
+        nonlocal now
+        for _ in jobs:
+            now += 10.0
+            yield []
+
+    contexts = Texts(tiny, 0).contexts(SET, 6)
+    with open_samples(tmp_path / "run", {"format": 3}) as samples:
+        assert run(study_of(tiny).serve, samples, contexts[:4], ["reprefill"], float("inf"))
+        with progress("contexts", len(contexts)) as advance:
+            now += 5.0  # the texts are read
+            run(serve, samples, contexts, ["reprefill"], float("inf"), advance)
+    assert "contexts: 5 of 6, about 10 s left" in capsys.readouterr().err
 
 
 def test_contexts_depend_on_seed_and_number_alone(tiny: HFEngine) -> None:

@@ -236,11 +236,6 @@ class WindowRegistry:
             if last:
                 entry.window.close()
 
-    def open_windows(self) -> list[Window]:
-        """Return the windows that are open here, most recently used first."""
-        with self._lock:
-            return [entry.window for entry in reversed(self._entries.values())]
-
     def remove(self, window_id: str) -> None:
         """Close a window and delete its record. Raises UnknownWindow."""
         with self._lock:

@@ -147,7 +147,7 @@ class ChatClient:
         with suppress(Exception):  # which `_prepare` meets again
             if resolved_fidelity(fidelity, engine.spec.model, int(time.monotonic())).mode == "exact":
                 reserved = rendered.reserve(engine)
-        preparing = asyncio.ensure_future(self._prepare(request, state, rendered, fidelity, reserved))
+        preparing = asyncio.ensure_future(self._prepare(request, state, rendered, fidelity, reserved, request_id))
         turn = None if reserved else await preparing  # vLLM computes while the window is updated
         prompt, handle, ended = rendered.engine_input, reserved, False
         if turn is not None:
@@ -189,8 +189,9 @@ class ChatClient:
                 yield output
 
     async def _prepare(
-        self, request: RequestOptions, state: TenantState, rendered: RenderedPrompt, fidelity: Fidelity, reserved: str
-    ) -> Turn | None:
+        self, request: RequestOptions, state: TenantState, rendered: RenderedPrompt, fidelity: Fidelity, reserved: str,
+        request_id: str,
+    ) -> Turn | None:  # fmt: skip
         """Prepare the turn in a worker thread; return None if that failed."""
         assert isinstance(state.engine, VLLMEngine)
         build = lru_cache(1)(partial(RenderedRequest, state.engine, rendered, reserved))  # in a worker thread, and once
@@ -214,7 +215,7 @@ class ChatClient:
         except NotAWindow as error:
             self._bypass(request, str(error))
         except Exception as error:
-            _log.warning("no window behind a chat (%s); vLLM computes it alone", error)
+            _log.warning("no window behind request %s (%s); vLLM computes it alone", request_id, error)
             self._bypass(request, "its window failed", failed=True)
         return None
 

@@ -116,6 +116,15 @@ class Seam:
             await asyncio.gather(*self.chats._tasks)
         return found
 
+    async def leave(self, inside: threading.Event) -> None:
+        """Ask, and leave once ``inside`` is set."""
+        asking = asyncio.create_task(self.ask(RequestOptions(name="s")))
+        await asyncio.to_thread(inside.wait, 30)
+        asking.cancel()
+        await asyncio.wait([asking])
+        while self.chats._tasks:
+            await asyncio.gather(*self.chats._tasks)
+
 
 @pytest.fixture
 def seam(monkeypatch: pytest.MonkeyPatch) -> Seam:
@@ -168,12 +177,13 @@ def test_an_error_behind_the_first_token_is_vllms_to_tell(seam: Seam) -> None:
     assert asyncio.run(seam.ask(RequestOptions(name="s"))) == ["a", ""] and len(seam.calls) == 1
 
 
-def test_a_window_that_cannot_be_prepared_leaves_the_chat_alone(seam: Seam) -> None:
+def test_a_window_that_cannot_be_prepared_leaves_the_chat_alone(seam: Seam, caplog: pytest.LogCaptureFixture) -> None:
     seam.script = [[output("whole", "stop")], [output("whole", "stop")]]
     seam.fail = EngineFailed("down")  # type: ignore[attr-defined]
     asked = RequestOptions(name="s")
     assert asyncio.run(seam.ask(asked)) == ["whole"] and seam.calls[0][0] is PROMPT
     assert asked.off == "its window failed" and seam.counted == ["failed: its window failed"]
+    assert "no window behind request r (down)" in caplog.text
     unfit = RequestOptions(name="s")
     assert asyncio.run(seam.ask(unfit, Sampling(prompt_logprobs=1))) == ["whole"]
     assert "log-probabilities" in unfit.off and seam.counted[1:] == [f"none: {unfit.off}"]
@@ -197,15 +207,7 @@ def test_a_client_that_leaves_while_its_window_is_prepared_leaves_nothing(
 
     monkeypatch.setattr(FakePrompt, "submit", slow)
 
-    async def leave() -> None:
-        asking = asyncio.create_task(seam.ask(RequestOptions(name="s")))
-        await asyncio.to_thread(inside.wait, 30)
-        asking.cancel()
-        await asyncio.wait([asking])
-        while seam.chats._tasks:
-            await asyncio.gather(*seam.chats._tasks)
-
-    asyncio.run(leave())
+    asyncio.run(seam.leave(inside))
     assert not seam.calls and seam.prompts[0].taken == [False] and not seam.counted and not seam.asked
     monkeypatch.setattr(FakePrompt, "submit", submit)
     seam.script = [[output("a", "stop")]]
@@ -273,13 +275,5 @@ def test_a_client_that_leaves_while_the_window_is_updated_takes_its_request_alon
     monkeypatch.setattr(FakePrompt, "submit", slow)
     seam.script = [[output("a"), output("b", "stop")]]
 
-    async def leave() -> None:
-        asking = asyncio.create_task(seam.ask(RequestOptions(name="s")))
-        await asyncio.to_thread(inside.wait, 30)
-        asking.cancel()
-        await asyncio.wait([asking])
-        while seam.chats._tasks:
-            await asyncio.gather(*seam.chats._tasks)
-
-    asyncio.run(leave())
+    asyncio.run(seam.leave(inside))
     assert seam.closed == len(seam.calls) == 1 and seam.prompts[0].taken == [False]
