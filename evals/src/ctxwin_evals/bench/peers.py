@@ -18,6 +18,7 @@ import numpy as np
 
 from ctxwin.engines.base import Engine
 from ctxwin.engines.segments import Encoded
+from ctxwin.engines.vllm_support import on_a_processor
 from ctxwin_evals.bench.moves import words
 
 CONNECTORS: dict[str, dict[str, Any]] = {
@@ -25,7 +26,7 @@ CONNECTORS: dict[str, dict[str, Any]] = {
     "lmcache": {"kv_connector": "LMCacheConnectorV1"},
 }
 """vLLM's ``kv_transfer_config`` by the names in ``--peers``; without a connector its prefix cache is all there is."""
-_ENVIRONMENT = {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
+_ENVIRONMENT = {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 def check_peers(names: Sequence[str], engine: str) -> None:
@@ -42,6 +43,8 @@ class Peer:
     def __init__(self, name: str, engine: Engine, folder: str, options: dict[str, Any]) -> None:
         self.engine, connector = engine, CONNECTORS[name]
         arguments: dict[str, Any] = {"max_model_len": engine.spec.max_tokens, "enable_prefix_caching": True, "seed": 0}
+        if on_a_processor():  # as the engine is opened there
+            arguments |= {"enforce_eager": True, "block_size": 32}
         if engine.spec.vision:
             arguments["limit_mm_per_prompt"] = {"image": 0, "video": 0}
         if connector:
