@@ -1,6 +1,5 @@
 """Puts `operator_oracle` on the path of the tests beside it; lets transformers import beside a CPU build of torch."""
 
-import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from ctxwin.engines.torchvision_repair import repair
+from interpreted import interpreted_kernel
 
 sys.path.insert(0, str(Path(__file__).parent))
 repair()
@@ -35,21 +35,5 @@ def poisoned() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Any]:
-    """`TritonKernel`, its program bound to the interpreter, which Triton decides when the module is imported."""
-    from triton_cases import PACKAGE
-
-    names = [f"{PACKAGE}.fused", f"{PACKAGE}.triton_kernel"]
-    package = sys.modules[PACKAGE]
-
-    def forget() -> None:
-        for name in names:
-            sys.modules.pop(name, None)
-            vars(package).pop(name.rpartition(".")[2], None)
-
-    forget()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        module = importlib.import_module(names[1])
-    assert module.interpreted()
-    yield module.TritonKernel
-    forget()
+    with interpreted_kernel() as made:
+        yield made

