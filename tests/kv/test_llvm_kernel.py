@@ -132,6 +132,14 @@ def test_what_stays_is_the_same_to_the_bit(dtype):
         assert torch.equal(got.view(bits), want.view(bits))
 
 
+@pytest.mark.parametrize("transposed", [True, False])
+def test_long_parts_are_written_a_few_tiles_of_all_layers_at_a_time(transposed, monkeypatch):
+    monkeypatch.setattr(llvm_kernel, "TILES_AT_ONCE", 2)
+    span = canonical(WIDE, 150, 0, F32)
+    parts = [SpanSlice(span, 500, patch_of(WIDE, span, "joint", 1, dtype=F32), 3), SpanSlice(span, 77, None, 0, 33)]
+    assert_stored(parts, WIDE, F32, 16, transposed, torch.arange(180) + 5)
+
+
 @pytest.mark.parametrize("absent", [["avx512bf16"], ["avx512bf16", "avx512f"]])
 def test_processors_with_less(absent, monkeypatch):
     """Without dot products of bfloat16, and with shorter vectors."""

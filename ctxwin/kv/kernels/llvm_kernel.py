@@ -24,6 +24,8 @@ from ctxwin.kv.rope import Shift, rotation_table
 
 TASKS = 4
 """Shares in which each thread takes the layers of neighbouring parts."""
+TILES_AT_ONCE = 16
+"""Tiles that are written in all layers before those that follow, so that their tables stay in the processor's cache."""
 _AT = {name: i for i, name in enumerate(simd.FIELDS)}
 _Task = tuple[Callable[..., None], tuple[int, ...]]
 
@@ -101,11 +103,14 @@ class LlvmKernel:
             tiles = np.stack([begins, np.diff(begins, append=tokens)], axis=1)
             rows = table[first : first + len(keys)].copy()
             rows[:, _AT["out_k"]], rows[:, _AT["out_v"]] = keys, values
-            rows[:, _AT["tiles"]], rows[:, _AT["count"]] = tiles.ctypes.data, len(tiles)
             for name, place in zip(("k_at", "v_at"), places, strict=True):
                 rows[:, _AT[name]] = place[mine].ctypes.data
             buffers.append(tiles)
-            tables.append(rows)
+            begins = np.arange(0, len(tiles), TILES_AT_ONCE)[:, None]
+            rows = np.tile(rows, (len(begins), 1, 1))
+            rows[:, :, _AT["tiles"]] = tiles.ctypes.data + tiles.strides[0] * begins
+            rows[:, :, _AT["count"]] = np.minimum(TILES_AT_ONCE, len(tiles) - begins)
+            tables.append(rows.reshape(-1, len(_AT)))
             at = mine.stop
         tasks: list[_Task] = []
         for (stored, factors), run in groupby(zip(self._stored, self._factors, tables, strict=True), itemgetter(0, 1)):

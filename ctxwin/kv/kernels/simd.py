@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from typing import Any, Literal
 
 import llvmlite.binding as llvm
@@ -111,11 +112,8 @@ class _Bfloat(ir.Type):
     def _to_string(self) -> str:
         return "bfloat"
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Bfloat)
 
-    def __hash__(self) -> int:
-        return hash(_Bfloat)
+_BFLOAT = _Bfloat()
 
 
 @dataclass(frozen=True)
@@ -243,7 +241,18 @@ class _Emitter:
     def _sources(self, row: _Row, head: Any, side: str) -> list[Any]:
         b, f = self.b, row.fields
         offsets = [b.add(b.mul(i, f[f"{side}_token"]), b.mul(head, f[f"{side}_head"])) for i in row.tokens]
-        return [self._step(f[side], offset, self.layout.source_dtype) for offset in offsets]
+        places = [self._step(f[side], offset, self.layout.source_dtype) for offset in offsets]
+        # The next tile's numbers are fetched meanwhile; a hint at what lies behind a span does nothing.
+        ahead, byte = (
+            self._step(_int(0), b.mul(f[f"{side}_token"], _int(TILE)), self.layout.source_dtype),
+            ir.IntType(8),
+        )
+        fetch = self._declare("llvm.prefetch.p0", ir.VoidType(), [ir.PointerType(byte), _I32, _I32, _I32])
+        size = (self.layout.k_dim if side == "k" else self.layout.v_dim) * _size(self.layout.source_dtype)
+        for place, line in product(places, range(0, size, 64)):
+            address = self._pointer(b.add(b.add(place, ahead), _int(line)), byte)
+            b.call(fetch, [address, _i32(0), _i32(3), _i32(1)])
+        return places
 
     def _right(self, mode: Mode, row: _Row, head: Any, name: str, dim: int) -> Any:
         if mode in ("copy", "turn"):
@@ -292,7 +301,7 @@ class _Emitter:
     ) -> list[Any]:
         """Sums with two directions' products added, or the last one's, by the processor's dot products."""
         b, lanes = self.b, 16
-        wide, bfloats = ir.VectorType(_F32, lanes), ir.VectorType(_Bfloat(), 2 * lanes)
+        wide, bfloats = ir.VectorType(_F32, lanes), ir.VectorType(_BFLOAT, 2 * lanes)
         dot = self._declare("llvm.x86.avx512bf16.dpbf16ps.512", wide, [wide, bfloats, bfloats])
         at = self._step(right, b.mul(j, row), "bfloat16")
         zip_ = ir.Constant(ir.VectorType(_I32, 2 * lanes), [i // 2 + i % 2 * lanes for i in range(2 * lanes)])
@@ -379,7 +388,7 @@ class _Emitter:
         """Float32 numbers, rounded to nearest, ties to even."""
         b, dtype = self.b, self.layout.dtype
         if dtype == "bfloat16" and self.bfloats and lanes == 16:
-            bfloats = ir.VectorType(_Bfloat(), lanes)
+            bfloats = ir.VectorType(_BFLOAT, lanes)
             convert = self._declare("llvm.x86.avx512bf16.cvtneps2bf16.512", bfloats, [value.type])
             value = b.bitcast(b.call(convert, [value]), ir.VectorType(_I16, lanes))
         elif dtype == "bfloat16":
