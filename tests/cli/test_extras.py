@@ -93,7 +93,7 @@ def command(*args: str) -> str:
         (["eval", "run"], "evals"),
         (["mcp", "--demo"], "mcp"),
         (["serve", "tiny"], "vllm"),
-        (["bench", "reuse"], "vllm"),
+        (["bench", "reuse"], "evals"),
         (["store", "stats", "redis://127.0.0.1:1/0"], "redis"),
     ],
 )
