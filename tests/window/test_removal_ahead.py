@@ -369,5 +369,5 @@ def test_the_oracle_sees_a_patch_of_another_slide(engine: FakeEngine) -> None:
         assert patch is not None and patch.right is None
         torch.nn.init.zeros_(patch.left)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(engine.repo, "get_patch", lambda _: patch)
+            patched.setattr(engine.repo, "get_patch", lambda _, **options: patch)
             assert distance(window) > CLOSE
