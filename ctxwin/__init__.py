@@ -4,8 +4,6 @@ Importing this package imports neither torch nor vllm nor transformers nor cv2; 
 medium decoded.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

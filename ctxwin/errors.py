@@ -1,7 +1,5 @@
 """Errors that reach a user; each also is the nearest built-in, so callers can catch either."""
 
-from __future__ import annotations
-
 
 class CtxwinError(Exception):
     """Base of every error raised on purpose by ctxwin."""

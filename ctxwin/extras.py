@@ -1,7 +1,5 @@
 """Extras of ctxwin by module, and the one-line error for a missing module."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Atomic replacement of files."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ differ, and no concatenation of parts equals another (CVE-2025-25183, CVE-2025-4
 Digests are never truncated.
 """
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from collections.abc import Mapping, Sequence

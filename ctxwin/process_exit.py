@@ -1,7 +1,5 @@
 """The end of this process: in order, without taking the interpreter down, or at once, with everything that it has started."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os

@@ -3,8 +3,6 @@
 Nothing is ever written to stdout, where results go. ``CTXWIN_PROGRESS=0`` keeps the line off a terminal, too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -5,8 +5,6 @@ An ask is ``ctxwin.ask`` with ``ctxwin.lay_out`` (lanes; ``ctxwin.read`` for eac
 ``ctxwin.request`` under the client's ``traceparent``, and vLLM's own spans of the request are below ours.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager

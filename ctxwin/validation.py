@@ -1,7 +1,5 @@
 """Pydantic's complaints as one line, and texts that are none."""
 
-from __future__ import annotations
-
 import re
 import reprlib
 from collections.abc import Callable, Iterable

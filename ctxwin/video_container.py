@@ -4,8 +4,6 @@ FFmpeg reports neither for a file it cannot open, so they are read here: from th
 Matroska and WebM, the chunks of AVI. Transport streams and live recordings do not state their length.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 from collections.abc import Iterator

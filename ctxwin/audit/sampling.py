@@ -1,7 +1,5 @@
 """`Sampler`: random choice of answers to audit and of asks on which strategies are tried, so that no pattern escapes."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Strategies that audits may promote, and the probability of error that each may spend on its attempts."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

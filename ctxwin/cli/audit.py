@@ -1,7 +1,5 @@
 """``ctxwin audit``: promotions and demotions of serving strategies, with dates and evidence."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Annotated, Any

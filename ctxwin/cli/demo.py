@@ -1,7 +1,5 @@
 """`ctxwin demo`: a windowed agent watches a video, and shows what its window costs."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

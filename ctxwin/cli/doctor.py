@@ -1,7 +1,5 @@
 """``ctxwin doctor``: what is installed, what is broken, and how to fix it."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import asdict

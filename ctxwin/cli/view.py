@@ -1,7 +1,5 @@
 """`ctxwin view`: a page that shows a recorded run's windows over time."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated

@@ -9,8 +9,6 @@ With ``Fidelity("exact")`` the agent spares the prefix: a full window falls to h
 the end, and no frame is served free of its context, which would be an approximation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle

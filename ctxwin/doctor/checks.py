@@ -3,8 +3,6 @@
 Imports that may fail or crash run in a child process, where vLLM would fail as well. Nothing is changed.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

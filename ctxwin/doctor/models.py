@@ -4,8 +4,6 @@ It applies the rules that refuse a model when it is opened (`check_supported`, `
 not in a config: the families that a test compares with transformers' own answers.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The checks of ``ctxwin doctor URL``: a running server, seen from a client's side."""
 
-from __future__ import annotations
-
 import json
 import urllib.error
 import urllib.request

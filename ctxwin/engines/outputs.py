@@ -6,8 +6,6 @@ paged cache ("Automatic Prefix Caching in Omni Models"). Its rule is followed he
 one row per token is an output, under its own name.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import OrderedDict

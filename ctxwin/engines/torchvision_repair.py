@@ -11,8 +11,6 @@ inspects models: `require_fit` refuses to start them with such libraries, unless
 (``tools/ctxwin_import_hook.py``), which repairs each of its processes. This module imports torch only inside `repair`.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import sys

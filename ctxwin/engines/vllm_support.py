@@ -5,8 +5,6 @@ vLLM tests on each version named here; another one may start, and serve wrong KV
 from the version: `ctxwin_vllm.paged` reads it at start-up, and refuses one that it cannot read back bit for bit.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import logging

@@ -1,7 +1,5 @@
 """The deficit: what a chunk's KV absorbs from its antecedents (Kamera, section 2, eq. 2)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Importance of slots by the attention that they get, added up pass by pass: Elastic Cache, sections 3.2 and 3.3, and table 3."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

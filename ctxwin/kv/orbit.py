@@ -4,8 +4,6 @@ It restores what the orders have in common. Where the answer depends on the orde
 measures how much the orders differ, so that an audit knows where to look.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Fitting a shared basis to many deficits, and projecting one deficit on it (Kamera, section 4)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Literal
 

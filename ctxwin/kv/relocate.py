@@ -1,7 +1,5 @@
 """Relocation: the exact half of the operator (Kamera, section 3, eq. 1, first term)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

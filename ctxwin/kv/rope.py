@@ -6,8 +6,6 @@ float32 frequencies and round the product. Turning by ``d * inv_freq`` therefore
 is one float32 multiply-add.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 A row holds whole heads, so that it turns as one; the last row of a layer is filled up with zeros, which no rotation changes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 

@@ -3,8 +3,6 @@
 `Library` holds them, a retriever of `ctxwin.library.retrieval` finds in them, and `ctxwin.Window.retrieve` places what it finds.
 """
 
-from __future__ import annotations
-
 from ctxwin.library.library import Library
 from ctxwin.library.records import Entry, Passage, Row
 from ctxwin.library.retrieval import BM25, Fused, Pictures, Retriever, Vectors

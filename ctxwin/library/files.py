@@ -1,7 +1,5 @@
 """From files to passages: what is found and placed as one chunk."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

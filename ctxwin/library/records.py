@@ -12,8 +12,6 @@
 A process that ends between these writes leaves records that nothing names; what the head names was written before it.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import random

@@ -1,7 +1,5 @@
 """`LibraryView`: a library as of one version, which finds in it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

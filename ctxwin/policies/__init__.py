@@ -5,8 +5,6 @@ Each is a small frozen dataclass with a method or two, and a window takes any of
 prices, are deterministic (`ctxwin.policies.base`).
 """
 
-from __future__ import annotations
-
 from ctxwin.policies.base import Batching, Eviction, Placement, Ranking, Retrieval
 from ctxwin.policies.cost import ByCost
 from ctxwin.policies.eviction import ByDisposability, ByPriority, OldestFirst

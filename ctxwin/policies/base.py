@@ -6,8 +6,6 @@ operation is run again (a replayed checkpoint, a resumed thread, a second proces
 edited, so they must not edit it themselves; a fork is theirs to edit and costs nothing.
 """
 
-from __future__ import annotations
-
 from ctxwin.window.protocols import (
     Batching,
     Branch,

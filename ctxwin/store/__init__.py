@@ -1,7 +1,5 @@
 """Where KV, patches, embeddings and sources are kept: bytes by key, in memory, on disk, in Redis, in Mooncake, or in tiers."""
 
-from __future__ import annotations
-
 import hmac
 import os
 import re

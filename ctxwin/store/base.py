@@ -1,7 +1,5 @@
 """The store contract: bytes keyed by content, with leases."""
 
-from __future__ import annotations
-
 import re
 import struct
 import threading

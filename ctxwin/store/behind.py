@@ -1,7 +1,5 @@
 """Writers of records: at once, or by a thread that writes one after another while answers go on."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

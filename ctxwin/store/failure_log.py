@@ -1,7 +1,5 @@
 """Loggers that report a failure which repeats once a minute: a full disk refuses every record of a stream."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -1,7 +1,5 @@
 """Leases of windows on the records of one store, counted by key."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter, deque
 from collections.abc import Collection

@@ -1,7 +1,5 @@
 """A cache of recently used values, bounded in bytes."""
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Collection

@@ -1,7 +1,5 @@
 """A store in this process's memory that evicts the least recently used values first."""
 
-from __future__ import annotations
-
 import threading
 import time
 import weakref

@@ -6,8 +6,6 @@ values can be read. Mooncake itself evicts at its high-water mark, leased or not
 All of that are misses.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -1,7 +1,5 @@
 """The files of `DiskStore`: rows of its index without pickle, and records read without trust."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

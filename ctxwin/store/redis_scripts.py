@@ -3,8 +3,6 @@
 KEYS of every script are the index, in the order of `INDEX`; ARGV[1] is what stands in front of a value's name.
 """
 
-from __future__ import annotations
-
 import hashlib
 from functools import cache
 from typing import Final

@@ -1,7 +1,5 @@
 """The base of stores whose records lie outside this process, each under a seal."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 
 from ctxwin.store.base import Store, Tally, check_key

@@ -1,7 +1,5 @@
 """Stores stacked from fast to durable: reads go down until found and bring the value up, writes go to every tier."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

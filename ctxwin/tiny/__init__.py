@@ -3,8 +3,6 @@
 Importing this package imports neither torch nor transformers.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

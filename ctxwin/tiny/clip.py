@@ -1,7 +1,5 @@
 """Writes frames to a video file through OpenCV, which is imported only when used."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Appearance of the generated world: names, colours, sprites and digits, painted into 224 x 224 RGB frames."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

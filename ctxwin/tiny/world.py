@@ -12,8 +12,6 @@ what reusing key-value caches out of context breaks. Only numpy is needed here; 
 seed.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A colour and a short description for each lane, shared by terminal output, figures and pages."""
 
-from __future__ import annotations
-
 LANES: dict[str, tuple[str, str]] = {
     "computed": ("#d1495b", "first sight: a forward"),
     "formed": ("#ee964b", "seen before, computed again: a forward, no vision encode"),

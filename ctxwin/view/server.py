@@ -1,7 +1,5 @@
 """`ctxwin view --serve`: the page of a run that is going on; new lines of its trace arrive as server-sent events."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator

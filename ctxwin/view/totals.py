@@ -1,7 +1,5 @@
 """Totals of a recorded run: asks, answers and computed tokens."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What differs between two lists of the same objects, compared by identity and in C; and copies of values with changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress, count
 from operator import is_not

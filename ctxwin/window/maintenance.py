@@ -1,7 +1,5 @@
 """`Maintenance`: computing KV ahead, re-forming approximations, compressing KV, and forming orbit patches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,8 +1,6 @@
 """Pages of evicted chunks: a window's record names them instead of holding all that it has evicted, so that a version of a long
 stream writes what is new. A page is written once, and goes when one of its chunks is evicted no more."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterable, Sequence

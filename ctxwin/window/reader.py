@@ -1,7 +1,5 @@
 """`WindowReader`: the attributes of a window; `ctxwin.window.window` has its edits and questions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 

@@ -4,8 +4,6 @@ MPIC, section 3.2, loads what is cached in parallel with computing what is not. 
 all begin at once; chunks that have to be computed in front of them are, while they go on (`ctxwin.window.assembly`).
 """
 
-from __future__ import annotations
-
 import contextvars
 import os
 from collections.abc import Callable

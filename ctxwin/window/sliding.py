@@ -4,8 +4,6 @@ In an exact window all chunks after an evicted one are computed again. Sliding o
 that falls to a mark pays it once, and its prefix then stands still until it is full again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

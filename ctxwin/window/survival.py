@@ -1,7 +1,5 @@
 """Survivors: chunks whose KV stands though some of what preceded them has left."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice

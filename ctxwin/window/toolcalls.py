@@ -1,7 +1,5 @@
 """Tool calls read out of an answer, in the syntax that the model's own chat template writes them in."""
 
-from __future__ import annotations
-
 import json
 import re
 import uuid

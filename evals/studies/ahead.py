@@ -13,8 +13,6 @@ Every ``--odd`` turn another chunk than the oldest leaves: what a wrong predicti
     python -m evals.studies.ahead --model FOLDER --json
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from random import Random

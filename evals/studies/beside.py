@@ -5,8 +5,6 @@ pause to think, in which the one's next prompt is computed ahead. The chats come
 one another are a pair, so that both ways are of the same minutes.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor

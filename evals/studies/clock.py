@@ -13,8 +13,6 @@ bundled model. Every item is served in these ways and compared with a window tha
 Questions: what comes next in the text, or the shapes and colours of frames; of a model of text, the time; or the fact.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass

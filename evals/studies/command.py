@@ -1,7 +1,5 @@
 """Shared parts of the studies' commands."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

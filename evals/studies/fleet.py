@@ -6,8 +6,6 @@ acknowledged edit must be there in the end, and every answer is held against the
 fleet computes of one trace, by our router and by two others. Needs redis-server.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

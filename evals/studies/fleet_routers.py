@@ -1,7 +1,5 @@
 """Routers to compare with; a module of its own, as Ray sends it to the front's process as a value."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -4,8 +4,6 @@ The same files are linked in other orders on vLLM: a random model of half a bill
 cost is real.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median

@@ -10,8 +10,6 @@ forward over the whole stream, those of arriving frames included.
   answers stay, and it ends where the context is full.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import statistics

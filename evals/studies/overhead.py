@@ -7,8 +7,6 @@ Between two servers all rest, until vLLM's processes have stopped waiting active
 profile.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -15,8 +15,6 @@ Every row is kept in ``OUTPUT/samples.jsonl`` as it is done, so a run goes on wh
 ``--workers`` shares the contexts among processes, each with the model on ``--device``.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import re
 import time

@@ -6,8 +6,6 @@ such text and asks for one of them in the words of the text, so that a model tha
 answer by reading. ``pictures-FEWEST-MOST`` places as many frames of the bundled world and asks about one of them.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import os

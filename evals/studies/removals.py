@@ -9,8 +9,6 @@ Ways: ``keep`` rotates survivors, ``removal`` corrects them (`Fidelity("patched"
 patches as they are by default, ``removal:RANK`` by joint factors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any

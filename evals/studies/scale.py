@@ -8,8 +8,6 @@ others are cut off, which one front notices after the other, and go on beside th
 Every answer is checked: it has all edits that were acknowledged before it was asked for. Same seed, same counts.
 """
 
-from __future__ import annotations
-
 import argparse
 import heapq
 import json

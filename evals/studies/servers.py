@@ -1,7 +1,5 @@
 """Servers that a study asks: `ctxwin serve`, and any module of Python that serves HTTP."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import socket

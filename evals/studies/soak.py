@@ -10,8 +10,6 @@ memory has a plateau where it grows by no more than `PLATEAU` of itself in that 
 of those between all pairs of samples, which a single spike does not move.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

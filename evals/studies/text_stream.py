@@ -11,8 +11,6 @@ The opponents (`ctxwin.baselines`) send the same chunks as prompts to a prefix c
 what the window places; where both are computed exactly, they can still differ by the rounding of another batch.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -7,8 +7,6 @@ would be between the frames of a camera; what audits compute is counted. ``least
 once when it is new, and each question.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -7,8 +7,6 @@ manages files that windows retrieve from.
 Importing this package loads no client; its names are looked up when they are used.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

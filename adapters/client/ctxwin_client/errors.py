@@ -1,7 +1,5 @@
 """Errors over HTTP: status and code of each of our exceptions, and the exception that a server's error stands for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`RemoteLibrary`: files on a server that its windows retrieve from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from urllib.parse import quote
 

@@ -3,8 +3,6 @@
 Errors of the server are raised as ctxwin's own. Chunks are uploaded once by content, then named by id.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import uuid

@@ -1,7 +1,5 @@
 """``ctxwin serve``: vLLM's OpenAI server with windows beside its own endpoints."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import sys

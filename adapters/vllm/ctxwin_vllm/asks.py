@@ -1,7 +1,5 @@
 """Asks of an engine: the requests that a layout takes on vLLM, and the KV that they capture."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import threading

@@ -7,8 +7,6 @@ through the chain of parents so does every later block, while all earlier blocks
 the block in which such KV begins or in an earlier one; a layout without a medium there is salted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

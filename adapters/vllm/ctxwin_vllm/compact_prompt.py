@@ -6,8 +6,6 @@ all of its tokens. But attention sees differences of positions only, and loaded 
 up to the last merged segment, which are loaded anyway, are rotated by as much as the later tokens have moved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

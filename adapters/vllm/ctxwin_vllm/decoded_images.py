@@ -4,8 +4,6 @@ An agent sends its screenshots again with every request, and vLLM decodes each o
 its caches. `use` has vLLM take `DecodedImages` as its media connector, which is vLLM's own way to load media differently.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from typing import Any

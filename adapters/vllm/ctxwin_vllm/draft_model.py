@@ -12,8 +12,6 @@ EAGLE and MTP mix the next token into the KV of a token: that of a span's last t
 successor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any

@@ -4,8 +4,6 @@ Follows `VLLMEngine` and its connector: which requests a layout takes, the loade
 cache, and the part of a block that is computed again rather than loaded.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

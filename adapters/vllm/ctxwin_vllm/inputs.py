@@ -1,7 +1,5 @@
 """Inputs of vLLM requests: positions, vision embeddings, and prompts with embeddings instead of pixels."""
 
-from __future__ import annotations
-
 import math
 import secrets
 from collections import defaultdict

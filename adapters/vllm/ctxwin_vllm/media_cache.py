@@ -6,8 +6,6 @@ tokens, it waits for a window) then leaves a name there whose data the engine ne
 fails. `ReceivedMedia` knows a picture by name once a request with its data has been answered.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -8,8 +8,6 @@ Where chunks' maps on the states are kept as well, a load may compose the states
 states are then kept as matrices ``[heads, k, v]`` in float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Prompts of an engine's own requests, and the blocks of vLLM's prefix cache that they share."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 

@@ -5,8 +5,6 @@ pipeline stage, and of these the heads of its tensor-parallel rank. Tokens, posi
 rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

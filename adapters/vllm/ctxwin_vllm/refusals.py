@@ -20,8 +20,6 @@ On a CPU ``enforce_eager=False`` compiles the whole decoder into one graph; ``te
 its answers with the eager engine's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -8,8 +8,6 @@ pictures, a dropped system turn), there is no such piece, and requesting it rais
 Pieces are tokenised separately; "the same prompt" means the same token ids.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Text to token ids: many threads at once, and nothing that cannot fit is tokenised."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Sequence

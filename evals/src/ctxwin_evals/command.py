@@ -1,7 +1,5 @@
 """``ctxwin eval``, loaded when it is used: `ctxwin --help` needs none of it."""
 
-from __future__ import annotations
-
 import typer
 
 from ctxwin.cli.stopping import INTERRUPTED

@@ -7,8 +7,6 @@ together, as in the paper; the first token comes from the exact pass. Otherwise 
 question came, and only what is generated is still managed: chunks and answer together hold ``share`` of their tokens.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Generation from a memory: the next token, an answer, and an arm's distribution along re-prefill's answer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

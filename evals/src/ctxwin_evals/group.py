@@ -3,8 +3,6 @@
 Each forward runs once for the whole group, when the first arm needs it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -4,8 +4,6 @@ A `Task` stands for a benchmark (one file of MM-NIAH, Video-MME, one set of Mile
 neither its data nor a model, so a finished run can be scored again from its samples.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@
 (`ctxwin_evals.probe`) judges them as they come.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain

@@ -5,8 +5,6 @@ relocated canonical, or for a survivor its KV as it is. Empty input raises inste
 compared as the task's rule reads them (`ctxwin_evals.items.Scored`), and as they are where it reads nothing in them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

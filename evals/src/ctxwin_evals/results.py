@@ -7,8 +7,6 @@ model. So ``results[TASK]["acc,none"]`` means what it means elsewhere, and names
 (Tasks named TASK|ARM would hide all figures from scripts that look up a task by name.)
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

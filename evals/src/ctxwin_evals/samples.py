@@ -5,8 +5,6 @@ writing again. Lines are never rewritten. One process writes a folder at a time;
 ends with the process, however that ends.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """Scoring: from samples to figures, without a model. Unscored is not wrong, and no data is an error."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Fits the basis that a model's patches share, on the deficits of contexts of their own; see `ctxwin.profiles`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime

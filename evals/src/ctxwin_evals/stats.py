@@ -5,8 +5,6 @@ arXiv 2411.00640, section 2.2), and bootstraps draw whole clusters. Where every 
 figure equals its plain counterpart. Intervals are of 95 %, and None where one cluster leaves nothing to estimate from.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """The audit log: who stored, exported, shared and deleted what, as lines of JSON in a file of bounded size, without content."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -5,8 +5,6 @@ fit. So a part has one medium, in the field of its type, and no other field that
 refused, and with it whatever a newer vLLM reads.
 """
 
-from __future__ import annotations
-
 import base64
 import hmac
 import json

@@ -5,8 +5,6 @@ shapes of their own: FastAPI's ``{"detail": ...}`` where there is no route, and 
 API they are of.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 from typing import Any

@@ -3,8 +3,6 @@
 A "plain" request is one that the OpenAI server itself answers. Its body is bound to its tenant before that server sees it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

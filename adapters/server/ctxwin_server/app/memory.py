@@ -4,8 +4,6 @@ A machine that runs out of memory kills the largest process, with every request 
 work, while running work continues and frees memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

@@ -5,8 +5,6 @@ volatile parts that are served late, drops that are followed later, and a summar
 its own; the next prompt is predicted from what they leave.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack

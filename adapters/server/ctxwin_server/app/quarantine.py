@@ -1,7 +1,5 @@
 """Requests that end the engine: those that ran when it died are then tried alone, and refused if it dies again."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import json

@@ -6,8 +6,6 @@ client of the engine looks them up and records the usage. The answer gets a head
 ``ctxwin``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections.abc import Iterator, Mapping

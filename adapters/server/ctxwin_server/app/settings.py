@@ -1,7 +1,5 @@
 """Options of a server with windows besides vLLM's arguments, shared by ``ctxwin serve`` and ``vllm serve``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path

@@ -14,8 +14,6 @@ bytes_per_minute = "1GB"  # of the bodies of its requests
 The same as JSON: ``{"tenant": [{"name": ..., "keys": [...]}]}``.
 """
 
-from __future__ import annotations
-
 import json
 import tomllib
 from pathlib import Path

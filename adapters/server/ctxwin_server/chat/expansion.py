@@ -3,8 +3,6 @@
 vLLM's own route answers them, with a window behind them unless the request or the server says otherwise.
 """
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Iterator
 from dataclasses import dataclass

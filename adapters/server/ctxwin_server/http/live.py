@@ -4,8 +4,6 @@ A picture may be sent as encoded bytes, optionally after one line of JSON with i
 describes the messages.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -4,8 +4,6 @@ Counters of prometheus_client, not a collector of our own, so that they also cou
 set. The ``tenant`` label is there only where tenants are configured.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter as Counts
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Limits of a server, and what is left of them for the media and chunks of one request."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from ctxwin.errors import BudgetExceeded

@@ -1,7 +1,5 @@
 """Idempotency keys: a request is executed once, however often it is sent."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Validation of snapshots from clients: their claims are bounded first, then compared with their content."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Chunks a tenant has uploaded, by content id, in the tenant's own store."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ vLLM reads a constraint on its event loop and compiles it alongside its forwards
 first, in a process that can be killed, one per tenant at a time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Arguments of ``vllm serve``, parsed by vLLM and completed with what ctxwin needs."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,7 +1,5 @@
 """Names of vLLM's HTTP servers that have moved between minor versions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ctxwin.engines import vllm_support as versions

@@ -1,7 +1,5 @@
 """The renderer of vLLM's server: its chat templates, and its compilers of schemas and grammars."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from functools import partial
 from typing import Any

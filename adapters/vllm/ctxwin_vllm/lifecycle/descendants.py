@@ -1,7 +1,5 @@
 """The end of a process that ends at once: those below it, and what they keep in shared memory, go with it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

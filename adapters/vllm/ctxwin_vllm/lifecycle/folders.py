@@ -4,8 +4,6 @@ A file is written whole or not at all; a folder is removed when its owner is gon
 but those of a killed process would stay until the whole program ends: hundreds of megabytes for each engine opened since.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

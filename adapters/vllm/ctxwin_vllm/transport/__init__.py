@@ -1,7 +1,5 @@
 """How KV gets from an engine to the connector and back: within a process, or to others through shared memory."""
 
-from __future__ import annotations
-
 from ctxwin_vllm.transport.base import (
     PARAM,
     CaptureSpec,

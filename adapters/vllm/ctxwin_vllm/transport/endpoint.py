@@ -1,7 +1,5 @@
 """vLLM's side of the transport between processes; see `shared_memory` for its files."""
 
-from __future__ import annotations
-
 import json
 import logging
 import mmap

@@ -1,7 +1,5 @@
 """The arms: every measured way to serve placed chunks, one small class each, with its source."""
 
-from __future__ import annotations
-
 from ctxwin_evals.arms import compress, layers, prefix, recall, reuse, tokens
 from ctxwin_evals.arms.base import Arm, Served
 from ctxwin_evals.items import Setting

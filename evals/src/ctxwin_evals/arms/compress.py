@@ -5,8 +5,6 @@ first token changes. ``@prompt`` is the paper's moment: system prompt, chunks an
 out together, and only the rest of the answer is affected (`Sampling.merge_prompt`). Slots differ by layer.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 from weakref import WeakKeyDictionary

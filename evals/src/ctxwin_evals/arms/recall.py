@@ -1,7 +1,5 @@
 """A chunk that comes back: with the patch it had, a fresh one, or the old one brought up to date."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 Controls say what a figure is made of: the mask oracle loses conditioning and nothing else, stepwise nothing at all.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar, Self

@@ -9,8 +9,6 @@ A choice is a bool tensor ``[B, T]`` over the placed tokens of a group. What sha
 first chunk's included, though blind reuse has that one exact.
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence

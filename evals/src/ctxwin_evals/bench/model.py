@@ -4,8 +4,6 @@ Its architecture is the bundled model's, its decoder's sizes are Qwen2-0.5B's. I
 trained model of the same size, including the vocabulary's share of the last step.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

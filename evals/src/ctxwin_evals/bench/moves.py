@@ -21,8 +21,6 @@ for a reorder what `Maintenance.prepare_orbit` forms. Others ask the engine by i
   prompt begins again at the newest chunks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

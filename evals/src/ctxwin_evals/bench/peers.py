@@ -3,8 +3,6 @@
 Pictures are as many tokens of words in its prompts, so that its times hold no vision encoding either.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

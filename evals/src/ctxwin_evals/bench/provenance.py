@@ -1,7 +1,5 @@
 """Provenance of measured times: the machine, its load, versions and the model."""
 
-from __future__ import annotations
-
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version

@@ -5,8 +5,6 @@ starts as the first did: the prefix cache is emptied and filled again by an ask 
 is stored, or the content is new. Prompts of others are token ids and ready embeddings.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -8,8 +8,6 @@ split, 44 GB for its test split, 106 GB for EgoSchema.
 ``python tests/benchmark_data`` writes small data sets of generated content in the layouts of most.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

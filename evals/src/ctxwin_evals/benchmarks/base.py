@@ -1,7 +1,5 @@
 """Shared parts of the benchmarks: options, the data folder, and annotation files whose errors name the line."""
 
-from __future__ import annotations
-
 import json
 import logging
 from abc import abstractmethod

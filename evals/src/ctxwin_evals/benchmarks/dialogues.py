@@ -6,8 +6,6 @@ ROUGE-L against its reference, agreement with a re-prefill is counted as for eve
 of one's own reads.
 """
 
-from __future__ import annotations
-
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence

@@ -8,8 +8,6 @@ The answers of 500 questions are public, the split ``subset``. The others of ``f
 which takes the file that ``export`` writes; here they are unscored.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ records the rule and the indices. Files are read from front to back: the frame c
 and seeking lands on other frames than counting does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ cuts a prompt from the left at the model's context length; nothing is cut here.
 Scores: ``evaluate.py`` of MileBench (arXiv 2404.18532; commit 9583e1f), whose oddities are kept.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

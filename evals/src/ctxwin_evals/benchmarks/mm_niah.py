@@ -7,8 +7,6 @@ and table 3).
 Scores: ``calculate_scores.py`` and ``eval_internvl.py`` of MM-NIAH (arXiv 2406.07230; commit 2fd03dd).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress

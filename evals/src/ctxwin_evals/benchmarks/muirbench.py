@@ -5,8 +5,6 @@ answers follow the official repository (commit 840b85f: ``eval/utils/preprocess.
 answer that names no choice is wrong here, where the official script draws a choice at random.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path

@@ -7,8 +7,6 @@ for the numbers of the paragraphs that support it, each on a line of its own.
 ``musique/supporting`` places the supporting paragraphs alone, as Kamera does with two hops.
 """
 
-from __future__ import annotations
-
 import re
 import string
 from collections import Counter

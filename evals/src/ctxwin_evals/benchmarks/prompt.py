@@ -1,7 +1,5 @@
 """Prompts of texts and pictures in order: cut into pieces that become chunks, and a query after them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

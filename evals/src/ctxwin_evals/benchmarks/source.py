@@ -1,7 +1,5 @@
 """The folder a benchmark's data is in: a local one, or a download from the Hugging Face hub; archives in it are unpacked."""
 
-from __future__ import annotations
-
 import fcntl
 import shutil
 import tarfile

@@ -8,8 +8,6 @@ Scores: the official ``eval_your_results.py`` (thanku-all/parse_answer, named by
 arXiv 2405.21075) and lmms-eval at 75571cf (``tasks/_task_utils/mcq_extract.py``).
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Questions about videos, which a model is shown as sampled frames or as one native video."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path

@@ -4,8 +4,6 @@ Source: ``utils/tools.py`` of MM-NIAH (commit 2fd03dd) and ``evaluate.py`` of Mi
 are kept: scores must be theirs.
 """
 
-from __future__ import annotations
-
 import re
 
 _PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'

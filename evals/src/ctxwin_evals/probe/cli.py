@@ -1,7 +1,5 @@
 """``ctxwin eval probe MODEL``: does this model lose anything when KV is reused out of context, and what setting is safe?"""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any

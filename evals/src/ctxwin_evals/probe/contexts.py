@@ -4,8 +4,6 @@ A question names the places that its answer depends on, where that is known. Whe
 then seen without knowing any answer: swapping a needed chunk must move the answer more than swapping another one.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Cost of a forward on this machine against a load (Kamera, section 6, appendix C.6, figure 11)."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """A user's own material: pictures and videos of a folder as contexts; its files, and a file of questions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

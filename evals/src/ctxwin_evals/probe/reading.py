@@ -8,8 +8,6 @@ be when a needed chunk is swapped. A user's own questions do not say what they n
 changes enough of their answers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The result as one self-contained HTML file: the verdict first, then what it rests on, then everything measured."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

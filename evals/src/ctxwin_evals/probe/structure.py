@@ -1,7 +1,5 @@
 """The shape of what blind reuse loses: by layer, by channel, and in how many directions (Kamera, section 4)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import Any

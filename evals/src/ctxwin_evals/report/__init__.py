@@ -3,8 +3,6 @@
 Everything is made from what `ctxwin_evals.score.scores` returns, so a report holds no figure of its own.
 """
 
-from __future__ import annotations
-
 from ctxwin_evals.report.page import page, write_report
 from ctxwin_evals.report.tables import Run, read_runs
 from ctxwin_evals.report.text import markdown, rich_tables

@@ -1,7 +1,5 @@
 """Reports as files: HTML pages that fetch nothing and in which the template escapes every name, markdown and figures."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

@@ -1,7 +1,5 @@
 """Runs side by side, and their tables as values: cells with a text and a key to sort by. `text` and `page` render them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The tasks by name."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from ctxwin_evals.benchmarks import BENCHMARKS, DataOptions, benchmark, milebench, mm_niah

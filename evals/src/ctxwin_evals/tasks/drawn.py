@@ -3,8 +3,6 @@
 Everything is a pure function of a generator, the number of frames, the task's amount and a turn (see `Draw`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple

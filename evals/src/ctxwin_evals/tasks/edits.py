@@ -4,8 +4,6 @@ Each takes the preceding chunks in order, others that may come in, a generator a
 precede it then. Generated tasks and the protocols over data sets share them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import permutations

@@ -8,8 +8,6 @@ re-prefill.
 The distractors are chunks of other items of the same task, never of the same cluster. Source: Kamera, section 5 and appendix D.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

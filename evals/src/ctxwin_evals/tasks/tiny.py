@@ -6,8 +6,6 @@ training run uses as its seed, so no item can be a training batch. An item depen
 many are drawn.
 """
 
-from __future__ import annotations
-
 import tempfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
