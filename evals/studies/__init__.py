@@ -10,14 +10,13 @@
 | ``python -m evals.studies.soak``        | memory of a server over half an hour of plain chats and windows                      |
 | ``python -m evals.studies.live``        | a live stream, the last frames resent as a chat, and vLLM's own streaming input      |
 | ``python -m evals.studies.fleet``       | edits and answers of a fleet whose replicas are killed, replaced and routed to       |
-| ``python -m evals.studies.text_stream`` | tokens of a sliding text window on a released model, beside prefix caches      |
 | ``python -m evals.studies.released``    | text, facts and pictures on released models, served in every way, beside the floor   |
-| ``python -m evals.studies.linked``      | files linked in new orders, with gaps computed in one step                           |
+| ``python -m evals.studies.linked``      | files linked in one step: requests, steps, time and answers                          |
 | ``python -m evals.studies.ahead``       | the first token behind a slide that was predicted and computed ahead                 |
 | ``python -m evals.studies.trust``       | asks until a model without a profile is served approximately, audits included        |
 | ``python -m evals.studies.promotions`` | how often promotions err on simulated streams, and how long they take               |
 
-Settled studies, whose answers stand in tables of ``evals/results``, are in the commit that the table names (``d122e38``).
+Settled studies, whose answers stand in tables, are in the commit that the table names (``d122e38``, ``fb04aeb3``).
 
 Modules import one another relatively, so that they work under this name and as ``evals.studies``.
 """
