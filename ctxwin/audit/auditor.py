@@ -31,6 +31,7 @@ from ctxwin.audit.strategies import STRATEGIES
 from ctxwin.errors import AnswerStopped, UnsupportedModel
 from ctxwin.hashing import digest
 from ctxwin.store.lru import LRUCache
+from ctxwin.window.idle import Allowance
 from ctxwin.window.lanes import ServedMemo, choose
 from ctxwin.window.state import Conditioning, State
 
@@ -145,7 +146,7 @@ class Auditor:
         self._holds = 0
         self._interruptions = 0.0
         self.sampler = Sampler(options.seed)
-        self._budget_s, self._clock = 1.0, time.monotonic()
+        self._allowance = Allowance()
         self._shadows: OrderedDict[str, tuple[str, dict[str, dict[str, Conditioning]]]] = OrderedDict()
         self._chunks: LRUCache[None] = LRUCache(_CHUNKS)  # computed before, by tenant and chunk
         self._followed: LRUCache[bool] = LRUCache(_DECIDED)  # by window
@@ -252,19 +253,15 @@ class Auditor:
             idle = engine.idle_s
             if idle < last:
                 self._interruptions = max(0.0, self._interruptions - _INTERRUPTED_SHARE)
-            if idle >= max(self.options.quiet_s, _PAUSE_S * (self._interruptions > 1)) and self._allowance() > 0:
+            if idle >= max(self.options.quiet_s, _PAUSE_S * (self._interruptions > 1)) and self._allowed_s(0.0) > 0:
                 return
             last = idle
             time.sleep(_POLL_S)
 
-    def _allowance(self) -> float:
-        """Return the seconds that audits may still take: they accrue at the configured share, up to one second."""
-        if self.options.share >= 1:
-            return 1.0
-        now = time.monotonic()
-        self._budget_s = min(1.0, self._budget_s + (now - self._clock) * self.options.share)
-        self._clock = now
-        return self._budget_s
+    def _allowed_s(self, spent: float) -> float:
+        """Return the seconds that audits may still take after ``spent`` more."""
+        left = self._allowance.add(-spent, self.options.share)
+        return 1.0 if self.options.share >= 1 else left
 
     def _replay(self, job: Job) -> None:
         began = time.monotonic()
@@ -294,7 +291,7 @@ class Auditor:
             log.info("an answer of window %s is not audited: %s", job.window, error)
         finally:
             spent = time.monotonic() - began
-            self._budget_s -= spent
+            self._allowed_s(spent)
             self.counted(job.engine.tenant).tokens += replay.work.tokens
             self.counted(job.engine.tenant).seconds += spent
 

@@ -221,11 +221,7 @@ class Ledger:
         self.rows.append(row)
 
     def _encode(self, entry: Placed) -> Encoded:
-        encoded = self._encoded.get(entry.chunk_id)
-        if encoded is None:
-            encoded = self._engine.encode(entry.chunk)
-            self._encoded.put(entry.chunk_id, encoded, 1)
-        return encoded
+        return self._encoded.get_or_build(entry.chunk_id, lambda: self._engine.encode(entry.chunk))
 
     def _counters(self) -> tuple[int, int]:
         """Tokens prefilled and vision encodes run by the engine so far."""

@@ -41,9 +41,10 @@ def ls(
         return
     with _library(url, name, tenant) as library:
         rows = [row.model_dump(exclude={"key"}) for row in library.files()]
-    lines = [
-        f"{r['name']:<40} {r['passages']:>6,} passages {r['bytes']:>14,} bytes{_until(r['expires'])}" for r in rows
-    ]
+    lines = [f"{r['name']:<40} {r['passages']:>6,} passages {r['bytes']:>14,} bytes" for r in rows]
+    for i, row in enumerate(rows):
+        if row["expires"] is not None:
+            lines[i] += f", expires in {max(0.0, row['expires'] - time.time()):,.0f} s"
     show(as_json, {"library": name, "files": rows}, *lines)
 
 
@@ -145,7 +146,3 @@ def _library(url: str, name: str, tenant: str, *, create: bool = False) -> Itera
             names = ", ".join(sorted(libraries(store))) or "none"
             raise ValueError(f"a library must be one of the store's ({names}), got {name!r}")
         yield library
-
-
-def _until(expires: float | None) -> str:
-    return "" if expires is None else f", expires in {max(0.0, expires - time.time()):,.0f} s"

@@ -84,7 +84,8 @@ def deficit(conditioned: SpanKV, base: SpanKV, spec: KVSpec, front: States | Non
     noise = max(_NOISE.get(x.dtype, _NOISE[torch.bfloat16]) for x in (conditioned.k, base.k))
     exact = all(x.dtype == torch.float64 for x in (conditioned.k, conditioned.v, base.k, base.v))
     compute = torch.float64 if exact else torch.float32
-    want, have = (canonicalise(_cast(span, compute), spec) for span in (conditioned, base))
+    wide = (SpanKV(span.k.to(compute), span.v.to(compute), span.positions, span.start) for span in (conditioned, base))
+    want, have = (canonicalise(span, spec) for span in wide)
     return Deficit(
         k=want.k - have.k.to(want.k.device),
         v=want.v - have.v.to(want.v.device),
@@ -92,10 +93,6 @@ def deficit(conditioned: SpanKV, base: SpanKV, spec: KVSpec, front: States | Non
         noise=noise,
         states=state_deficit(conditioned.states, front, base.states) if front is not None and spec.maps else {},
     )
-
-
-def _cast(span: SpanKV, dtype: torch.dtype) -> SpanKV:
-    return SpanKV(span.k.to(dtype), span.v.to(dtype), span.positions, span.start)
 
 
 def _energy(x: torch.Tensor) -> torch.Tensor:

@@ -80,7 +80,7 @@ class Library:
         self.retriever: Retriever = retriever or BM25()
         self.max_bytes, self.max_files, self.max_passages, self.clock = max_bytes, max_files, max_passages, clock
         self.repo = SpanRepository(store, "")
-        self._head = Fenced(store, _head_key(name))
+        self._head = Fenced(store, f"library/{digest('library', name)}")
         self._corpora: LRUCache[Corpus] = LRUCache(_CORPORA)
         self._id = library_id(name)
         self._collected: WeakKeyDictionary[SpanRepository, int] = WeakKeyDictionary()  # at which `Head.removals`
@@ -482,10 +482,6 @@ def granted(store: Store, tenant: str) -> tuple[str, ...]:
 def _check_ttl(ttl: float | None) -> None:
     if ttl is not None and not 0 < ttl < math.inf:
         raise ValueError(f"ttl must be positive seconds or None, got {ttl}")
-
-
-def _head_key(name: str) -> str:
-    return f"library/{digest('library', name)}"
 
 
 def _named(source: str | Path | bytes | Chunk) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -17,6 +16,7 @@ from ctxwin.extras import optional_imports
 from ctxwin.hashing import digest
 from ctxwin.library.records import Passage
 from ctxwin.policies.retrieval import Pools
+from ctxwin.store.lru import LRUCache
 from ctxwin.store.spans import SpanRepository
 
 if TYPE_CHECKING:
@@ -68,21 +68,7 @@ class Retriever(Protocol):
         """The best ``k`` passages at most; none where nothing fits the query."""
 
 
-class _Indices:
-    """Cache of the indices that retrievers build for a corpus."""
-
-    def __init__(self) -> None:
-        self._held: OrderedDict[str, Any] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def of(self, corpus: Corpus, build: Callable[[], Any]) -> Any:
-        with self._lock:
-            if corpus.name not in self._held:
-                self._held[corpus.name] = build()
-            self._held.move_to_end(corpus.name)
-            while len(self._held) > 4:
-                self._held.popitem(last=False)
-            return self._held[corpus.name]
+_Indices = partial(LRUCache[Any], 4)  # of the latest corpora, by name
 
 
 @dataclass(frozen=True)
@@ -92,7 +78,7 @@ class BM25:
     Cost: an index of the corpus, once; then a pass over the query's words.
     """
 
-    _indices: _Indices = field(default_factory=_Indices, init=False, repr=False, compare=False)
+    _indices: LRUCache[Any] = field(default_factory=_Indices, init=False, repr=False, compare=False)
 
     def rank(self, corpus: Corpus, query: str | Chunk, k: int) -> Ranked:
         """See `Retriever.rank`; passages that have none of the words are not found."""
@@ -109,7 +95,7 @@ class BM25:
             )
             return index
 
-        scores = np.asarray(self._indices.of(corpus, build).get_scores(words), dtype=np.float64)
+        scores = np.asarray(self._indices.get_or_build(corpus.name, build).get_scores(words), dtype=np.float64)
         return _best(scores, k, above=0.0)
 
 
@@ -130,13 +116,13 @@ class Vectors:
     embed: Callable[[Sequence[str | Chunk]], Any]
     name: str
     least: float = -1.0
-    _indices: _Indices = field(default_factory=_Indices, init=False, repr=False, compare=False)
+    _indices: LRUCache[Any] = field(default_factory=_Indices, init=False, repr=False, compare=False)
 
     def rank(self, corpus: Corpus, query: str | Chunk, k: int) -> Ranked:
         """See `Retriever.rank`."""
         with optional_imports():
             import faiss
-        index = self._indices.of(corpus, lambda: self._built(corpus, faiss))
+        index = self._indices.get_or_build(corpus.name, lambda: self._built(corpus, faiss))
         query_vector = self._normed([query])
         if query_vector.shape[1] != index.d:
             raise ValueError(
@@ -159,7 +145,8 @@ class Vectors:
         missing = [i for i, vector in enumerate(cached) if vector is None]
         for begin in range(0, len(missing), 32):
             batch = missing[begin : begin + 32]
-            vectors = self._normed([self._input(corpus, corpus.passages[i][1]) for i in batch])
+            passages = [corpus.passages[i][1] for i in batch]
+            vectors = self._normed([corpus.chunk_with_pixels(p) if p.chunk.media else p.text for p in passages])
             for i, vector in zip(batch, vectors, strict=True):
                 cached[i] = row = torch.from_numpy(vector)[None]
                 repo.put_embedding(keys[i], row)
@@ -167,9 +154,6 @@ class Vectors:
         index = faiss.IndexFlatIP(rows.shape[1])
         index.add(rows)
         return index
-
-    def _input(self, corpus: Corpus, passage: Passage) -> str | Chunk:
-        return corpus.chunk_with_pixels(passage) if passage.chunk.media else passage.text
 
     def _normed(self, inputs: Sequence[str | Chunk]) -> np.ndarray:
         rows = np.asarray(self.embed(inputs), dtype=np.float32)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.errors import ChunkUnavailable
+from ctxwin.store.lru import LRUCache
 
 if TYPE_CHECKING:
     import torch
 
     from ctxwin.chunk import Chunk
     from ctxwin.engines.base import Engine
-    from ctxwin.engines.segments import MediaSpan
     from ctxwin.policies.base import WindowView
 
 _log = logging.getLogger("ctxwin")
@@ -81,8 +79,7 @@ class Pools:
     """Pooled embeddings by media, float32; those used longest ago go first. Thread-safe."""
 
     def __init__(self) -> None:
-        self._cached: OrderedDict[tuple[str, str], torch.Tensor] = OrderedDict()
-        self._lock = threading.Lock()
+        self._cached: LRUCache[torch.Tensor] = LRUCache(_AT_HAND)
 
     def of(self, engine: Engine, chunk: Chunk) -> torch.Tensor:
         """Mean over all tokens of a chunk's media, float64 ``[hidden]``.
@@ -94,24 +91,15 @@ class Pools:
         import torch
 
         media = engine.encode(chunk).media
-        rows = torch.stack([self._pooled(engine, m) for m in media]).to(torch.float64)
+        rows = torch.stack([self._pooled(engine, m.key) for m in media]).to(torch.float64)
         weights = torch.tensor([m.tokens for m in media], dtype=torch.float64)
         return weights @ rows / weights.sum()
 
-    def _pooled(self, engine: Engine, media: MediaSpan) -> torch.Tensor:
-        import torch
+    def _pooled(self, engine: Engine, key: str) -> torch.Tensor:
+        def build() -> torch.Tensor:
+            return engine.embed(key).double().mean(0).float()
 
-        key = (engine.spec.identity, media.key)
-        with self._lock:
-            if key in self._cached:
-                self._cached.move_to_end(key)
-                return self._cached[key]
-        pooled = engine.embed(media.key).to(torch.float64).mean(0).to(torch.float32)
-        with self._lock:
-            self._cached[key] = pooled
-            while len(self._cached) > _AT_HAND:
-                self._cached.popitem(last=False)
-        return pooled
+        return self._cached.get_or_build(f"{engine.spec.identity}/{key}", build)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ import math
 import struct
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from mmap import mmap
@@ -136,13 +136,6 @@ def parse_header(head: Buffer, prefix: Prefix) -> dict[str, Any]:
     return header
 
 
-def _sum(*parts: Buffer) -> bytes:
-    summed = hashlib.sha256()
-    for part in parts:
-        summed.update(part)
-    return summed.digest()
-
-
 class Seal:
     """Code at the end of a store's records, and its check on reading.
 
@@ -206,11 +199,6 @@ class Seal:
         return b"" if self._secret is None else hmac.digest(self._secret, summed, "sha256")
 
 
-def _join(kind: int, header: Mapping[str, Any], parts: Sequence[Buffer], body_bytes: int, checked: bool) -> bytes:
-    head = frame_head(kind, header, body_bytes, SUM_BYTES if checked else 0)
-    return b"".join((head, *parts, _sum(head, *parts) if checked else b""))
-
-
 def _open(blob: bytes | mmap, kind: int, checked: bool) -> tuple[dict[str, Any], Prefix]:
     if not isinstance(blob, bytes | mmap):
         raise TypeError(f"a blob must be bytes, got {type(blob).__name__}")
@@ -218,7 +206,7 @@ def _open(blob: bytes | mmap, kind: int, checked: bool) -> tuple[dict[str, Any],
     if bool(prefix.sum_bytes) != checked:
         raise StoreCorrupt(f"a blob must come {'with' if checked else 'without'} a checksum here")
     view = memoryview(blob)
-    if checked and _sum(view[: prefix.body_end]) != view[prefix.body_end :]:
+    if checked and hashlib.sha256(view[: prefix.body_end]).digest() != view[prefix.body_end :]:
         raise StoreCorrupt("a blob's checksum does not match its content")
     if prefix.kind != kind:
         raise StoreCorrupt(f"blob kind must be {kind}, got {prefix.kind}")
@@ -232,14 +220,14 @@ def _meta(header: dict[str, Any]) -> dict[str, Any]:
     return meta
 
 
-def encode_bytes(payload: bytes, meta: Mapping[str, Any] | None = None, *, checked: bool = True) -> bytes:
-    """Frames a raw payload (an encoded image, JSON). Cost: one copy, and one SHA-256 where ``checked``."""
-    return _join(BYTES, {"meta": dict(meta or {})}, [payload], len(payload), checked)
+def encode_bytes(payload: bytes, meta: Mapping[str, Any]) -> bytes:
+    """Frames a raw payload (an encoded image, JSON), without a checksum. Cost: one copy."""
+    return frame_head(BYTES, {"meta": dict(meta)}, len(payload), 0) + payload
 
 
-def decode_bytes(blob: bytes, *, checked: bool = True) -> tuple[bytes, dict[str, Any]]:
-    """The payload and meta of `encode_bytes`, with the same ``checked``; raises StoreCorrupt on anything that is off."""
-    header, prefix = _open(blob, BYTES, checked)
+def decode_bytes(blob: bytes) -> tuple[bytes, dict[str, Any]]:
+    """The payload and meta of `encode_bytes`; raises StoreCorrupt on anything that is off."""
+    header, prefix = _open(blob, BYTES, checked=False)
     return blob[prefix.body_offset : prefix.body_end], _meta(header)
 
 
@@ -273,7 +261,8 @@ def encode_tensors(
                 tensor
             )
     if checked:
-        frame[-SUM_BYTES:] = torch.frombuffer(bytearray(_sum(memoryview(blob)[:-SUM_BYTES])), dtype=torch.uint8)
+        checksum = hashlib.sha256(memoryview(blob)[:-SUM_BYTES]).digest()
+        frame[-SUM_BYTES:] = torch.frombuffer(bytearray(checksum), dtype=torch.uint8)
     return blob
 
 

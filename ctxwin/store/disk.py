@@ -31,8 +31,8 @@ from typing import Any, Final, Literal, TypeVar
 import diskcache
 
 from ctxwin.errors import StoreCorrupt
-from ctxwin.store.base import StoreStats, Tally, check_key, check_limits, check_value
-from ctxwin.store.codec import SUM_BYTES, ForeignRecordError, Seal
+from ctxwin.store.base import StoreStats, check_key, check_value
+from ctxwin.store.codec import SUM_BYTES, ForeignRecordError
 from ctxwin.store.failure_log import failure_logger
 from ctxwin.store.records import (
     BLOBS,
@@ -108,14 +108,9 @@ class DiskStore(SealedStore):
         timeout: float = 10.0,
         secret: bytes | None = None,
     ) -> None:
-        check_limits(max_bytes, ttl)
+        super().__init__(max_bytes, ttl, secret)
         self.path = Path(path).absolute()
-        self.max_bytes = max_bytes
-        self.ttl = ttl
-        self.failures = 0
         self._timeout = timeout
-        self._seal = Seal(secret)
-        self._tally = Tally()
         self._lock = threading.RLock()
         self._oldest: list[BlobFile] | None = None  # a heap, of the last walk and of what was put since
         self._passed: dict[str, BlobFile] = {}  # leased when their turn came
@@ -141,7 +136,7 @@ class DiskStore(SealedStore):
             row = self._cache.get(key)
             return row if isinstance(row, Row) else None
         except RefusedRowError as error:
-            self._reject(key, None, str(error))
+            self._reject(key, None, error)
         except _FAILURES as error:
             self._log_failure("read", key, error)
         return None
@@ -163,11 +158,10 @@ class DiskStore(SealedStore):
                     return None
                 # The key was put again between the reads of the row and its file: there is a newer file.
             except ForeignRecordError as error:
-                self._tally.count("foreign")
-                log.warning("stored record %s is not read, and stays: %s", key, error)
+                self._pass_over(key, error)
                 return None
             except StoreCorrupt as error:
-                self._reject(key, row, str(error))
+                self._reject(key, row, error)
                 return None
             except _FAILURES as error:
                 self._log_failure("read", key, error)
@@ -439,11 +433,6 @@ class DiskStore(SealedStore):
                 return bool(self._cache.delete(key))
 
         return self._guarded(False, drop, "delete", key)
-
-    def _reject(self, key: str, row: Row | None, why: str) -> None:
-        self._tally.count("corrupt")
-        log.warning("stored record %s is corrupt and was deleted: %s", key, why)
-        self._remove(key, row)
 
     def _guarded(self, fallback: T, call: Callable[[], T], action: str = "read", key: str = "the index") -> T:
         """Return ``call()``; where the index fails, log the failure and return ``fallback``."""

@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Generic, TypeVar
 
 V = TypeVar("V")
@@ -38,6 +38,14 @@ class LRUCache(Generic[V]):
             self.nbytes += nbytes
             while self.nbytes > self.max_bytes:
                 self.nbytes -= self._entries.popitem(last=False)[1][1]
+
+    def get_or_build(self, key: str, build: Callable[[], V]) -> V:
+        """Return the value; where there is none, the one that ``build`` returns, which is stored with a size of 1."""
+        value = self.get(key)
+        if value is None:
+            value = build()
+            self.put(key, value, 1)
+        return value
 
     def pop(self, key: str) -> None:
         """Remove ``key``, if it is present."""

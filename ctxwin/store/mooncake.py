@@ -16,11 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from ctxwin.errors import StoreCorrupt
 from ctxwin.extras import optional_imports
 from ctxwin.hashing import digest
-from ctxwin.store.base import StoreStats, Tally, check_key, check_limits, check_value
-from ctxwin.store.codec import ForeignRecordError, Seal
+from ctxwin.store.base import StoreStats, check_key, check_value
 from ctxwin.store.sealed import SealedStore
 
 log = logging.getLogger(__name__)
@@ -71,16 +69,11 @@ class MooncakeStore(SealedStore):
         clock: Callable[[], float] = time.monotonic,
         secret: bytes | None = None,
     ) -> None:
-        check_limits(max_bytes, ttl)
+        super().__init__(max_bytes, ttl, secret)
         master, options = _checked(url)
         self.name = f"mooncake://{master}"
-        self.max_bytes = max_bytes
-        self.ttl = ttl
-        self.failures = 0
         self._clock = clock
         self._lock = threading.RLock()
-        self._seal = Seal(secret)
-        self._tally = Tally()
         self._space = digest("tenant", tenant) + "/"
         self._put: OrderedDict[str, _Put] = OrderedDict()
         self._bytes = 0
@@ -118,18 +111,9 @@ class MooncakeStore(SealedStore):
         if not blob:
             self._lost(key)
             return None
-        try:
-            value = self._seal.open(key, blob)
-        except ForeignRecordError as error:
-            self._tally.count("foreign")
-            log.warning("stored blob %s in %s is not read, and stays: %s", key, self.name, error)
-            return None
-        except StoreCorrupt as error:
-            self._tally.count("corrupt")
-            log.warning("stored blob %s in %s is corrupt and was deleted: %s", key, self.name, error)
-            self.delete(key)
-            return None
-        self._use(key)
+        value = self._open(key, blob)
+        if value is not None:
+            self._use(key)
         return value
 
     def put(self, key: str, value: bytes) -> bool:
@@ -222,7 +206,7 @@ class MooncakeStore(SealedStore):
             if key in self._put:
                 self._put.move_to_end(key)
 
-    def _remove(self, key: str) -> bool:
+    def _remove(self, key: str, record: Any = None) -> bool:
         removed = bool(self._client.remove(self._space + key, True) == 0)
         self._lost(key)
         return removed

@@ -27,8 +27,7 @@ from ctxwin.errors import StaleOwner, StoreCorrupt, StoreUnavailable
 from ctxwin.extras import optional_imports
 from ctxwin.hashing import digest
 from ctxwin.store import redis_scripts as scripts
-from ctxwin.store.base import StoreStats, Tally, check_key, check_limits, check_value
-from ctxwin.store.codec import ForeignRecordError, Seal
+from ctxwin.store.base import StoreStats, check_key, check_value
 from ctxwin.store.sealed import SealedStore
 
 log = logging.getLogger(__name__)
@@ -84,15 +83,10 @@ class RedisStore(SealedStore):
         secret: bytes | None = None,
         lease_s: float = LEASE_S,
     ) -> None:
-        check_limits(max_bytes, ttl)
+        super().__init__(max_bytes, ttl, secret)
         self.name = _check_url(url)
-        self.max_bytes = max_bytes
-        self.ttl = ttl
-        self.failures = 0
         self._clock = clock
         self._lock = threading.Lock()
-        self._seal = Seal(secret)
-        self._tally = Tally()
         self._pause = self._wake = 0.0
         self._lease_ms = round(lease_s * 1000)
         self._leasing = threading.Lock()  # of the keys leased here, and of what the server knows of them
@@ -147,31 +141,15 @@ class RedisStore(SealedStore):
         if got is None:
             return None
         blob, touched = got
-        try:
-            if isinstance(blob, self._refused) and str(blob).startswith("WRONGTYPE"):
-                raise StoreCorrupt("it is not a string")
-            if isinstance(blob, Exception) or isinstance(touched, Exception):
-                self._log_failure("read", key, blob if isinstance(blob, Exception) else touched)
-        except StoreCorrupt as error:
-            self._reject(key, blob, error)
-            return None
+        if isinstance(blob, self._refused) and str(blob).startswith("WRONGTYPE"):
+            self._reject(key, blob, StoreCorrupt("it is not a string"))
+        elif isinstance(blob, Exception) or isinstance(touched, Exception):
+            self._log_failure("read", key, blob if isinstance(blob, Exception) else touched)
         return None if blob is None or isinstance(blob, Exception) else self._open(key, blob)
 
-    def _open(self, key: str, blob: bytes) -> bytes | None:
-        try:
-            return self._seal.open(key, blob)
-        except ForeignRecordError as error:
-            self._tally.count("foreign")
-            log.warning("stored blob %s in %s is not read, and stays: %s", key, self.name, error)
-        except StoreCorrupt as error:
-            self._reject(key, blob, error)
-        return None
-
-    def _reject(self, key: str, blob: Any, error: StoreCorrupt) -> None:
-        self._tally.count("corrupt")
-        log.warning("stored blob %s in %s is corrupt and was deleted: %s", key, self.name, error)
+    def _remove(self, key: str, blob: Any) -> bool:
         tail = blob[-32:] if isinstance(blob, bytes) else b""
-        self._try("delete", key, lambda client: self._eval(client, scripts.REJECT, key, tail))
+        return bool(self._try("delete", key, lambda client: self._eval(client, scripts.REJECT, key, tail)))
 
     def contains(self, key: str) -> bool:
         """Return True if `get` would find a value; counts as a use. The blob is not read."""

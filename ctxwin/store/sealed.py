@@ -1,19 +1,50 @@
 """The base of stores whose records lie outside this process, each under a seal."""
 
+import logging
 from abc import abstractmethod
+from typing import Any
 
-from ctxwin.store.base import Store, Tally, check_key
+from ctxwin.errors import StoreCorrupt
+from ctxwin.store.base import Store, Tally, check_key, check_limits
+from ctxwin.store.codec import ForeignRecordError, Seal
+
+log = logging.getLogger(__name__)
 
 
 class SealedStore(Store):
     """Reads records one by one; a failed read, counted in ``failures``, is neither a good record nor a corrupt one."""
 
-    failures: int
-    _tally: Tally
+    def __init__(self, max_bytes: int, ttl: float | None, secret: bytes | None) -> None:
+        check_limits(max_bytes, ttl)
+        self.max_bytes, self.ttl, self.failures = max_bytes, ttl, 0
+        self._seal, self._tally = Seal(secret), Tally()
 
     @abstractmethod
     def _read(self, key: str, *, use: bool = False) -> bytes | None:
         """Return the value of an undamaged record. ``use``: it counts as used, at least then."""
+
+    @abstractmethod
+    def _remove(self, key: str, record: Any) -> bool:
+        """Remove ``record`` of ``key``, as `_reject` was given it. Returns False where another one stands there by now."""
+
+    def _open(self, key: str, record: bytes) -> bytes | None:
+        """Return the value of a record; None of one that is foreign, which stays, or corrupt."""
+        try:
+            return self._seal.open(key, record)
+        except ForeignRecordError as error:
+            self._pass_over(key, error)
+        except StoreCorrupt as error:
+            self._reject(key, record, error)
+        return None
+
+    def _pass_over(self, key: str, error: ForeignRecordError) -> None:
+        self._tally.count("foreign")
+        log.warning("stored record %s is not read, and stays: %s", key, error)
+
+    def _reject(self, key: str, record: Any, error: Exception) -> None:
+        self._tally.count("corrupt")
+        log.warning("stored record %s is corrupt and was deleted: %s", key, error)
+        self._remove(key, record)
 
     def get(self, key: str) -> bytes | None:
         """Return the value, or None. Cost: a read of the record, one SHA-256 (about 1 GB/s)."""

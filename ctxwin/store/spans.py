@@ -301,9 +301,7 @@ class SpanRepository(LeaseCounts):
 
     def get_source(self, key: str) -> bytes | None:
         """Return encoded media under ``source/``, or None. They are shared by all models, so no identity is compared."""
-        return _record(
-            self._get(_key(key, "source"), "source", partial(codec.decode_bytes, checked=False), bound=False)
-        )
+        return _record(self._get(_key(key, "source"), "source", codec.decode_bytes, bound=False))
 
     def put_source(self, key: str, data: bytes) -> bool:
         """Store encoded media; return False where the store refused them."""
@@ -316,7 +314,7 @@ class SpanRepository(LeaseCounts):
         """
 
         def decode(blob: bytes) -> tuple[bytes, dict[str, Any]]:
-            payload, header = codec.decode_bytes(blob, checked=False)
+            payload, header = codec.decode_bytes(blob)
             json.loads(payload)
             return payload, header
 
@@ -377,7 +375,7 @@ class SpanRepository(LeaseCounts):
         self._release_abandoned()
         meta = self._meta(key, kind, header, bound)
         if isinstance(body, bytes):
-            return self._put_blob(key, codec.encode_bytes(body, meta, checked=False))
+            return self._put_blob(key, codec.encode_bytes(body, meta))
         return self._put_blob(key, codec.encode_tensors(body, meta, checked=False))
 
     def _put_blob(self, key: str, blob: bytes) -> bool:

@@ -220,15 +220,15 @@ class IdlePrefill:
 
 
 class Allowance:
-    """Seconds that may still be spent for nothing: they accrue at `_SHARE`, up to one."""
+    """Seconds that may still be spent: they accrue at a share of the time that passes, up to one."""
 
     def __init__(self) -> None:
         self._left_s, self._clock = 1.0, time.monotonic()
 
-    def add(self, seconds: float) -> float:
+    def add(self, seconds: float, share: float = _SHARE) -> float:
         """Return the seconds left with so many more, or fewer."""
         now = time.monotonic()
-        self._left_s = min(1.0, self._left_s + (now - self._clock) * _SHARE + seconds)
+        self._left_s = min(1.0, self._left_s + (now - self._clock) * share + seconds)
         self._clock = now
         return self._left_s
 

@@ -21,7 +21,6 @@ from ctxwin.store.spans import SpanRepository
 from ctxwin.store.tiered import TieredStore
 from store.wrapped import FaultStore, LoggingStore
 
-encode_bytes = partial(codec.encode_bytes, checked=False)
 encode_tensors = partial(codec.encode_tensors, checked=False)
 decode_tensors = partial(codec.decode_tensors, checked=False)
 SPEC = KVSpec("model", "gqa", 2, 2, 8, 8, RopeSpec(tuple(1.0 / 10_000 ** (i / 4) for i in range(4)), 8), "float32")
@@ -201,7 +200,7 @@ BROKEN: dict[str, Callable[[bytes], bytes]] = {
     "cut": lambda blob: blob[:-7],
     "a checksum too many": lambda blob: codec.encode_tensors(*decode_tensors(blob)),
     "pickle": lambda blob: b"\x80\x04K\x01.",
-    "another kind": lambda blob: encode_bytes(b"x", {"kind": "span", "key": "span/a", "identity": "engine"}),
+    "another kind": lambda blob: codec.encode_bytes(b"x", {"kind": "span", "key": "span/a", "identity": "engine"}),
     "no tensors": lambda blob: encode_tensors({}, decode_tensors(blob)[1]),
     "shapes": lambda blob: encode_tensors(
         decode_tensors(blob)[0] | {"positions": torch.zeros(3, 4, dtype=torch.int64)}, decode_tensors(blob)[1]
