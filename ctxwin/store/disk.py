@@ -6,9 +6,6 @@ an orphaned file, never a row that lies; and every read checks the record's seal
 
 The files are the truth. The time that a file was last modified is the record's last use, so reading writes nothing into
 the index; an index that is damaged or lost is made again from the records' own headers.
-
-`diskcache` unpickles rows by itself (CVE-2025-69872: whoever can write to the folder runs code in the reader), so its
-`Disk` is replaced by `RawDisk`, which neither writes nor reads anything but our own rows: a pickled row is a miss.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ import errno
 import fcntl
 import heapq
 import os
-import secrets
 import sqlite3
 import tempfile
 import threading
@@ -26,25 +22,21 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Final, Literal, TypeVar
 
 import diskcache
 
 from ctxwin.errors import StoreCorrupt
 from ctxwin.store.base import StoreStats, check_key, check_value
 from ctxwin.store.codec import SUM_BYTES, ForeignRecordError
+from ctxwin.store.disk_index import IndexFolder, RefusedRowError, Written, is_damage
 from ctxwin.store.failure_log import failure_logger
 from ctxwin.store.records import (
     BLOBS,
     TEMP,
     BlobFile,
-    RawDisk,
-    RefusedRowError,
     Row,
-    Written,
-    check_index,
     describe_record,
-    is_damage,
     is_record,
     read_record,
     remove_old,
@@ -57,10 +49,6 @@ from ctxwin.store.sealed import SealedStore
 log = failure_logger(__name__)
 T = TypeVar("T")
 
-_INDEX: Final = diskcache.core.DBNAME
-_RESERVE_FILE: Final = "ballast"  # the name in existing folders
-_RESERVE_BYTES: Final = 512 << 10
-"""Size of a file that is deleted where the disk is too full to open the index, so that records can be deleted."""
 _MAX_RETRIES: Final = 4
 """Number of rows a read follows while other processes put the same key."""
 _ORPHAN_AGE_S: Final = 600.0
@@ -69,18 +57,6 @@ _STALE_FILES: Final = 1024
 """Records replaced since a walk of the folder that are still known, beside as many as the folder holds."""
 _REPAIR_PAUSE_S: Final = 1.0
 _FAILURES: Final = (OSError, sqlite3.Error, diskcache.Timeout)
-_SETTINGS: Final = {
-    # The store applies its own limit: diskcache's cull does not respect leases.
-    "eviction_policy": "none",
-    "cull_limit": 0,
-    "statistics": 0,
-    "tag_index": 0,
-    "size_limit": 1 << 62,
-    "disk_min_file_size": 0,
-    "disk_pickle_protocol": 0,
-    "sqlite_journal_mode": "wal",
-    "sqlite_synchronous": 1,
-}
 
 
 class DiskStore(SealedStore):
@@ -110,7 +86,8 @@ class DiskStore(SealedStore):
     ) -> None:
         super().__init__(max_bytes, ttl, secret)
         self.path = Path(path).absolute()
-        self._timeout = timeout
+        self.name = str(self.path)
+        self._index = IndexFolder(self.path, ttl, timeout, partial(self._tally.count, "corrupt"))
         self._lock = threading.RLock()
         self._oldest: list[BlobFile] | None = None  # a heap, of the last walk and of what was put since
         self._passed: dict[str, BlobFile] = {}  # leased when their turn came
@@ -125,7 +102,7 @@ class DiskStore(SealedStore):
                 folder.mkdir(mode=0o700, exist_ok=True)
             with contextlib.suppress(OSError):  # another user's folder, shared on purpose
                 self.path.chmod(0o700)
-        self._cache = self._build_index(Path(self._scratch.name)) if self._scratch else self._open_index()
+        self._cache = self._index.build(Path(self._scratch.name)) if self._scratch else self._index.open()
         remove_old((self.path / TEMP).glob("*.tmp"), 3600.0)
         if self._guarded(0, lambda: sum(1 for _ in walk(self.path)) - self._total("count")) > 0:
             self._collect(_ORPHAN_AGE_S)
@@ -373,7 +350,8 @@ class DiskStore(SealedStore):
         self._check_open()
         self._guarded(None, self._cache.expire)
         removed = [remove_old((self.path / TEMP).glob("*.tmp"), min_age), self._collect(min_age)]
-        self._write_reserve()
+        if not self.read_only:
+            self._index.write_reserve()
         return sum(files for files, _ in removed), sum(size for _, size in removed)
 
     def _collect(self, min_age: float) -> tuple[int, int]:
@@ -446,69 +424,10 @@ class DiskStore(SealedStore):
     def _log_failure(self, action: str, key: str, error: BaseException) -> None:
         with self._lock:
             self.failures += 1
-        name, kind = type(error).__name__, (str(self.path), action, type(error))
-        log.warning("store %s could not %s %s: %s: %s", self.path, action, key, name, error, extra={"kind": kind})
+        name, kind = type(error).__name__, (self.name, action, type(error))
+        log.warning("store %s could not %s %s: %s: %s", self.name, action, key, name, error, extra={"kind": kind})
         if is_damage(error):
             self._repair()
-
-    def _open_index(self, reserve: bool = True) -> Any:
-        try:
-            return self._open_or_rebuild()
-        except (OSError, sqlite3.OperationalError) as error:
-            try:
-                if is_damage(error) or not reserve:
-                    raise
-                (self.path / _RESERVE_FILE).unlink()
-            except (OSError, sqlite3.OperationalError):  # no reserve, or a disk that is read only
-                why = f"the index of the store {self.path} cannot be opened ({error})"
-                raise OSError(f"{why}; check its permissions and free space") from None
-            log.warning("the index of store %s cannot be opened (%s); its reserve file is deleted", self.path, error)
-        return self._open_index(reserve=False)
-
-    def _open_or_rebuild(self, damaged: bool = False) -> Any:
-        """Open the index. A damaged one is renamed, and a missing one is rebuilt from the records."""
-        with (self.path / "lock").open("w") as lock:
-            os.fchmod(lock.fileno(), 0o600)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            index = self.path / _INDEX
-            try:
-                if index.exists() and not damaged:
-                    check_index(index)
-                    return self._new_index()
-            except (sqlite3.DatabaseError, AttributeError, TypeError, ValueError) as error:
-                if isinstance(error, sqlite3.OperationalError) and not is_damage(error):
-                    raise
-                log.warning("the index of the store %s is damaged (%s); it is made again", self.path, error)
-                self._tally.count("corrupt")
-            with tempfile.TemporaryDirectory(dir=self.path / TEMP) as folder:  # a full disk leaves the old index
-                self._build_index(Path(folder)).close()
-                if index.exists():
-                    index.replace(self.path / f"{_INDEX}.damaged-{secrets.token_hex(4)}")
-                for tail in ("-wal", "-shm"):
-                    (self.path / (_INDEX + tail)).unlink(missing_ok=True)
-                (Path(folder) / _INDEX).replace(index)
-            return self._new_index()
-
-    def _build_index(self, folder: Path) -> Any:
-        """Return an index in ``folder`` of all records: by name, so that of two records of one key the later one wins."""
-        cache = self._open_cache(folder)
-        with cache.transact():
-            for blob in sorted(walk(self.path), key=lambda blob: Path(blob.file).name):
-                with contextlib.suppress(OSError, StoreCorrupt, TypeError):
-                    key, code = describe_record(self.path / blob.file)
-                    cache.set(key, Written(Row(blob.file, code), blob.size), expire=self.ttl)
-        return cache
-
-    def _open_cache(self, folder: Path) -> Any:
-        return diskcache.Cache(str(folder), timeout=self._timeout, disk=RawDisk, **_SETTINGS)
-
-    def _new_index(self) -> Any:
-        cache = self._open_cache(self.path)
-        for tail in ("", "-wal", "-shm"):
-            with contextlib.suppress(OSError):
-                (self.path / (_INDEX + tail)).chmod(0o600)
-        self._write_reserve()
-        return cache
 
     def _repair(self, damaged: bool = False) -> None:
         with self._lock:
@@ -517,7 +436,7 @@ class DiskStore(SealedStore):
             self._next_repair = time.monotonic() + _REPAIR_PAUSE_S  # a failing disk is not retried on every call
             try:
                 self._cache.close()
-                self._cache = self._open_or_rebuild(damaged)
+                self._cache = self._index.open_or_rebuild(damaged)
             except _FAILURES as error:
                 log.warning("the index of the store %s cannot be mended: %s", self.path, error)
 
@@ -529,14 +448,3 @@ class DiskStore(SealedStore):
                 self._drop_row(key, row)
         if self._total("size") > sum(map(self._size, rows.values())):
             self._repair(damaged=True)
-
-    def _write_reserve(self) -> None:
-        reserve = self.path / _RESERVE_FILE
-        if self.read_only or is_record(reserve, _RESERVE_BYTES):
-            return
-        try:
-            # Random, so that no file system can compress it.
-            with os.fdopen(os.open(reserve, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(os.urandom(_RESERVE_BYTES))
-        except OSError:  # too full for it already
-            reserve.unlink(missing_ok=True)

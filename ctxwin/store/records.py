@@ -1,18 +1,15 @@
-"""The files of `DiskStore`: rows of its index without pickle, and records read without trust."""
+"""The files of `DiskStore`: records that are read without trust."""
 
 import contextlib
 import errno
 import os
 import re
 import secrets
-import sqlite3
 import stat
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
-
-import diskcache
 
 from ctxwin.errors import StoreCorrupt
 from ctxwin.files import atomic_write
@@ -22,7 +19,6 @@ from ctxwin.store.base import check_key
 BLOBS: Final = "blobs"
 TEMP: Final = "tmp"
 _FILE: Final = re.compile(rf"{BLOBS}/[0-9a-f]{{2}}/[0-9a-f]{{32}}\.blob")
-_SUM: Final = re.compile(r"[0-9a-f]{64}")
 
 
 class Row(NamedTuple):
@@ -30,52 +26,6 @@ class Row(NamedTuple):
 
     file: str
     sum: str
-
-
-class Written(NamedTuple):
-    """A record that is on disk and waits for its row; ``size`` in bytes."""
-
-    row: Row
-    size: int
-
-
-class RefusedRowError(ValueError):
-    """A row that this store did not write."""
-
-
-class RawDisk(diskcache.Disk):  # type: ignore[misc]  # diskcache has no types
-    """Str keys and `Row` values only; nothing is ever pickled or unpickled, and no file is opened here."""
-
-    def __init__(self, directory: str, **_: Any) -> None:
-        # Settings come from the database file, which may be foreign: none of them is used.
-        super().__init__(directory)
-        self._folder = Path(directory)
-
-    def put(self, key: Any) -> tuple[str, bool]:
-        """A key as the database holds it."""
-        return check_key(key), True
-
-    def get(self, key: Any, raw: Any) -> str | None:
-        """The key of a row; None for a row that this store did not write."""
-        return key if raw == 1 and isinstance(key, str) else None
-
-    def store(self, value: Any, read: bool, key: Any = None) -> tuple[int, int, str, str]:
-        """A `Written` record as the database holds it."""
-        if not isinstance(value, Written):
-            raise TypeError(f"only written records can be indexed, got {type(value).__name__}")
-        return value.size, diskcache.core.MODE_BINARY, value.row.file, value.row.sum
-
-    def fetch(self, mode: Any, filename: Any, value: Any, read: bool) -> Row:
-        """The row; RefusedRowError where this store cannot have written it."""
-        if not _is_ours(filename) or mode != diskcache.core.MODE_BINARY:
-            raise RefusedRowError(f"the index has a row of mode {mode!r} and file {filename!r}"[:200])
-        if not isinstance(value, str) or _SUM.fullmatch(value) is None:
-            raise RefusedRowError("the index has a row without a checksum")
-        return Row(filename, value)
-
-    def remove(self, file_path: Any) -> None:
-        """Removes the file of a row that is replaced or has expired."""
-        remove_record(self._folder, file_path)
 
 
 class BlobFile(NamedTuple):
@@ -157,7 +107,7 @@ def is_record(path: Path, size: int | None = None) -> bool:
 
 def remove_record(folder: Path, file: Any) -> None:
     """Removes a record's file, if it is there; a planted name of a file elsewhere is passed over."""
-    if _is_ours(file):
+    if is_blob(file):
         with contextlib.suppress(OSError):
             (folder / file).unlink()
 
@@ -174,26 +124,6 @@ def remove_old(paths: Iterable[Path], min_age: float) -> tuple[int, int]:
     return len(sizes), sum(sizes)
 
 
-def _is_ours(file: Any) -> bool:
+def is_blob(file: Any) -> bool:
+    """Return True if ``file`` is a name that `write_record` gives."""
     return isinstance(file, str) and _FILE.fullmatch(file) is not None
-
-
-def check_index(path: Path) -> None:
-    """Raise sqlite3.DatabaseError where the file is damaged or no index. Cost: a read of the index."""
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        ((verdict,), *_) = connection.execute("PRAGMA quick_check(1)").fetchall()
-        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        if verdict != "ok" or not {"Cache", "Settings"} <= tables:
-            raise sqlite3.DatabaseError(verdict if verdict != "ok" else f"it has the tables {sorted(tables)}")
-        totals = dict(connection.execute("SELECT key, value FROM Settings WHERE key IN ('count', 'size')"))
-    if len(totals) != 2 or any(type(value) is not int or value < 0 for value in totals.values()):
-        raise sqlite3.DatabaseError(f"its totals are {totals}"[:200])
-
-
-def is_damage(error: BaseException) -> bool:
-    """Return True if the index itself is damaged, instead of the disk, the permissions or another process being at fault."""
-    if isinstance(error, sqlite3.OperationalError):
-        if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_IOERR_SHM", "SQLITE_IOERR_WRITE")):
-            return False  # so SQLite says that a disk is full, too
-        return any(sign in str(error) for sign in ("no such table", "no such column", "malformed", "disk I/O error"))
-    return isinstance(error, sqlite3.DatabaseError)

@@ -14,6 +14,8 @@ log = logging.getLogger(__name__)
 class SealedStore(Store):
     """Reads records one by one; a failed read, counted in ``failures``, is neither a good record nor a corrupt one."""
 
+    name: str
+
     def __init__(self, max_bytes: int, ttl: float | None, secret: bytes | None) -> None:
         check_limits(max_bytes, ttl)
         self.max_bytes, self.ttl, self.failures = max_bytes, ttl, 0
@@ -39,11 +41,11 @@ class SealedStore(Store):
 
     def _pass_over(self, key: str, error: ForeignRecordError) -> None:
         self._tally.count("foreign")
-        log.warning("stored record %s is not read, and stays: %s", key, error)
+        log.warning("stored record %s in %s is not read, and stays: %s", key, self.name, error)
 
     def _reject(self, key: str, record: Any, error: Exception) -> None:
         self._tally.count("corrupt")
-        log.warning("stored record %s is corrupt and was deleted: %s", key, error)
+        log.warning("stored record %s in %s is corrupt and was deleted: %s", key, self.name, error)
         self._remove(key, record)
 
     def get(self, key: str) -> bytes | None:

@@ -192,7 +192,7 @@ class TestCrash:
             assert store.get("span/a") is None
             assert store.stats().corrupt == 1
             assert blobs(tmp_path / str(cut)) == []
-        assert "span/a is corrupt" in caplog.text
+        assert f"span/a in {store.path} is corrupt" in caplog.text
 
 
 class TestCorruption:

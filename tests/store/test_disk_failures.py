@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ctxwin.store.disk import DiskStore
-from ctxwin.store.records import RawDisk
+from ctxwin.store.disk_index import RawDisk
 from store.disk_files import blobs
 
 
