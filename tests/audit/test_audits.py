@@ -351,7 +351,7 @@ def test_trials_compute_a_share_of_what_reuse_would_have_saved(
     """And a window is followed from its first answer on, or not at all."""
     share = 0.5
     auditor = auditor_of(engine, Options(share=share, quiet_s=0.0))
-    monkeypatch.setattr(auditor, "_allowance", lambda: 1.0)  # of time
+    monkeypatch.setattr(auditor, "_allowed_s", lambda spent: 1.0)  # of time
     repeated, spent, by_window = 0, 0, list[list[bool]]()
     for seed in range(5):
         frames = stream(8, seed)
