@@ -37,15 +37,27 @@ def interpreted_kernel() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def resident_copies(open_engine: Callable[[], Any], max_bytes: int = 1 << 28) -> Iterator[Any]:
-    """Open vLLM in this process so that it keeps copies of spans as on a GPU, and loads from them by the kernel of one.
+    """Open vLLM in this process as on a GPU: it keeps copies of spans, loads from them by the kernel of one, schedules ahead and
+    writes its store behind answers.
 
     It is closed in the end, and must have served from copies.
     """
+    from vllm.platforms.cpu import CpuPlatform
+
     from ctxwin.kv.kernels.choice import KERNEL
+    from ctxwin_vllm import engine as engines
     from ctxwin_vllm.resident import RESIDENT_BYTES, ResidentSpans
 
     served = 0
-    attach = ResidentSpans.attach
+    attach, repository, configure = ResidentSpans.attach, engines.SpanRepository, CpuPlatform.check_and_update_config
+
+    def behind(*args: Any, **options: Any) -> Any:
+        return repository(*args, **{**options, "behind": True})
+
+    def configured(config: Any) -> None:
+        ahead = config.scheduler_config.async_scheduling is not False  # vLLM's default, but on a CPU
+        configure(config)
+        config.scheduler_config.async_scheduling = ahead
 
     def attached(self: ResidentSpans, parts: Any) -> Any:
         nonlocal served
@@ -57,9 +69,12 @@ def resident_copies(open_engine: Callable[[], Any], max_bytes: int = 1 << 28) ->
         patch.setenv(KERNEL, "triton")
         patch.setenv(RESIDENT_BYTES, str(max_bytes))
         patch.setattr(ResidentSpans, "attach", attached)
+        patch.setattr(engines, "SpanRepository", behind)
+        patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(configured))
         engine = open_engine()
         try:
             yield engine
+            assert engine._core.driver.config.scheduler_config.async_scheduling
             paged = engine._core.transport.paged
             assert paged.kernel == "triton" and paged.direct, "the kernel writes the paged cache"
             assert served and 0 < paged.resident.nbytes <= max_bytes

@@ -12,13 +12,40 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+TREE = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def run(out: Path, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *words, "--device", "cpu", "--quick", "--out", str(out)]
     # One thread: a second one of such small products mostly waits for the first, and on a busy machine for its turn.
-    everything = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
+    everything = {**os.environ, "PYTHONPATH": TREE, "OMP_NUM_THREADS": "1", **(env or {})}
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=everything, check=False)
+
+
+def test_bytes_and_launches_of_edits_are_the_models(tmp_path: Path) -> None:
+    """A slide takes one launch for all layers, and no KV crosses from the host; a recall brings its chunk's alone."""
+    pytest.importorskip("triton")
+    done = run(tmp_path, "tools/gpu_check", "--only", "traffic")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "gpu-check.json").read_text())["traffic"]
+    rows = {row["edit"]: row["seen"] for row in found}
+    assert len(rows) == len(found) == 13 and all(row["seen"] == row["expected"] for row in found)
+    slide, patched, recall = (rows[name] for name in ("slide, rank 0", "slide, rank 32", "recall, rank 0"))
+    assert slide["kv"] == patched["kv"] == 0 < slide["written"] == patched["written"]
+    assert recall["kv"] == recall["written"] // 4 and slide["factors"] == 0 < patched["factors"]
+    assert {row["launches"] for row in rows.values() if "launches" in row} == {1}
+    assert "slide, rank 0: bytes of KV through the host 0, launches of the kernel 1," in done.stderr
+
+
+def test_kv_that_crosses_again_is_found() -> None:
+    pytest.importorskip("triton")
+    everything = {**os.environ, "PYTHONPATH": TREE, "TRITON_INTERPRET": "1", "CTXWIN_RESIDENT_BYTES": "0"}
+    command = [sys.executable, "tools/gpu_check/traffic.py", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=everything, check=True)
+    rows = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("row ")]
+    assert next(row["fault"] for row in rows if row["edit"] == "slide, rank 0").startswith(
+        "bytes of KV through the host 36864,"
+    )
 
 
 @pytest.mark.slow
@@ -26,7 +53,7 @@ def test_everything_is_compared_and_measured(tmp_path: Path) -> None:
     done = run(tmp_path, "tools/gpu_check")
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "gpu-check.json").read_text())
-    assert found["complete"] == {"correct": True, "bandwidth": True, "break_even": True, "scans": True}
+    assert found["complete"] == {"correct": True, "traffic": True, "bandwidth": True, "break_even": True, "scans": True}
     assert len(found["correct"]) == 27 and not any(row["fault"] for row in found["correct"])
     assert {row["rank"] for row in found["bandwidth"]} == {0, 16, 32, 64}
     assert all(row["load_ms"] > 0 and row["copy_ms"] > 0 for row in found["bandwidth"])
@@ -55,7 +82,7 @@ def test_a_wrong_kernel_is_found(tmp_path: Path) -> None:
     """
     done = run(tmp_path, "-c", script, "--compare")
     assert done.returncode == 1, done.stderr
-    found = re.search(r"27 comparisons, (\d+) wrong", done.stdout)
+    found = re.search(r"40 comparisons, (\d+) wrong", done.stdout)
     assert found is not None, done.stderr
     assert int(found[1]) >= 27 and "keys of layer 0 are" in done.stderr
     assert done.stderr.count("wrong: {'decoder': '9B (Qwen3.5)'") == 3

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from itertools import permutations
 from pathlib import Path
+from threading import current_thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.engines.base import Engine
 from ctxwin.engines.sampling import Sampling
 from ctxwin.engines.segments import Segment
+from ctxwin.store import codec
 from ctxwin.tiny import world
 from ctxwin.window.ask import kl
 from ctxwin.window.idle import prefiller_of
@@ -59,6 +63,44 @@ def test_an_exact_window_answers_like_a_re_prefill_after_every_edit(engine: Engi
             for question in QUESTIONS:
                 assert close(ask(window, question).first_token_logprobs, reprefill(engine, window, question), 1e-5)
             assert ask(window, QUESTIONS[0]).usage.exact
+
+
+@pytest.mark.parametrize("engine", [RESIDENT], indirect=True, scope="module")
+def test_a_slide_is_one_launch_on_the_device(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No KV of its survivors crosses from the host or is digested, but by the thread that writes the store behind answers."""
+    from triton.runtime.interpreter import GridExecutor
+
+    launches, digests, launch = [], [], GridExecutor.__call__
+
+    def launched(self: Any, *args: Any, **options: Any) -> None:
+        launches.append(self.grid)
+        launch(self, *args, **options)
+
+    def digested(*args: Any) -> Any:
+        digests.append(current_thread().name)
+        return sha256(*args)
+
+    with Window(engine, HEADER, fidelity=Fidelity("patched", survivors="keep")) as window:
+        window.extend([chunk(i) for i in range(4)])
+        ask(window, QUESTIONS[0])
+        copies = engine._core.transport.paged.resident  # type: ignore[attr-defined]
+        copied = copies.copied_bytes
+        monkeypatch.setattr(GridExecutor, "__call__", launched)
+        monkeypatch.setattr(codec, "hashlib", SimpleNamespace(sha256=digested))
+        window.slide(1)
+        usage = ask(window, QUESTIONS[0]).usage
+    assert usage.bytes_loaded > 0 == usage.reused_tokens.get("computed", 0) and copies.copied_bytes == copied
+    assert [layers for _, _, layers in launches] == [engine.spec.kv.layers]
+    assert {name.partition("_")[0] for name in digests} <= {"ctxwin-store"}
+
+
+@pytest.mark.parametrize("engine", [RESIDENT], indirect=True, scope="module")
+def test_steps_ahead_of_an_answers_end_keep_no_blocks(engine: Engine) -> None:
+    with window_on(engine) as window:
+        for _ in range(3):
+            ask(window, QUESTIONS[0])
+            assert engine._core.driver.reset_prefix_cache()  # type: ignore[attr-defined]
+            window.slide(1)
 
 
 @on_resident_copies

@@ -1,9 +1,9 @@
 """Does ctxwin work on this GPU, and how fast? ``make gpu-check``, or ``python tools/gpu_check --help``.
 
-Needs torch, Triton, transformers and what ``import ctxwin`` needs; no network. Five sections, each as far as the time goes:
-load kernels against float64; where vLLM is installed, windows on the embedded engine and what a slide costs there; loads against
-copies; first tokens with chunks loaded or computed again; and the same for a hybrid's chunks, whose recurrent states are
-composed.
+Needs torch, Triton, transformers and what ``import ctxwin`` needs; no network. Six sections, each as far as the time goes:
+load kernels against float64; bytes and launches of each edit against a model of them; where vLLM is installed, windows on the
+embedded engine and what a slide costs there; loads against copies; first tokens with chunks loaded or computed again; and the
+same for a hybrid's chunks, whose recurrent states are composed.
 Writes ``gpu-check.json`` and ``gpu-check.png``. Exit status 1 where a number is wrong.
 """
 
@@ -26,6 +26,7 @@ from engine import engines
 from figure import draw
 from shapes import DECODERS, HYBRID
 from timing import LENGTHS, bandwidth, break_even, scans, usable
+from traffic import say, traffic
 
 Row = dict[str, Any]
 BOUNDS = {"bfloat16": 0.1, "float32": 1e-3}
@@ -33,7 +34,7 @@ BOUNDS = {"bfloat16": 0.1, "float32": 1e-3}
 bfloat16 a rounding can send a token to other experts; on tiny decoders it was 0.005."""
 
 
-SECTIONS = ("correct", "engines", "bandwidth", "break_even", "scans")
+SECTIONS = ("correct", "traffic", "engines", "bandwidth", "break_even", "scans")
 
 
 class Clock:
@@ -90,12 +91,13 @@ def main() -> int:
     if importlib.util.find_spec("vllm") is None and "engines" in wanted:
         clock.tell("engines: vLLM is not installed, so it is not tested")
         wanted = [name for name in wanted if name != "engines"]
-    for name, found, share, say in (
+    for name, found, share, tell in (
         ("correct", check_all(device, quick=options.quick), 0.4, _say_correct),
+        ("traffic", traffic(device, quick=options.quick), 0.2, say),
         ("engines", engines(device, quick=options.quick, models=options.model), 0.7, _say_engine),
     ):
         if name in wanted:
-            result[name], result["complete"][name] = clock.take(name, found, share, say)
+            result[name], result["complete"][name] = clock.take(name, found, share, tell)
 
     decoders = [d.smaller() for d in DECODERS] if options.quick else list(DECODERS)
     lengths, rounds = (LENGTHS[:3], 3) if options.quick else (LENGTHS, 7)
@@ -121,7 +123,7 @@ def main() -> int:
     timed = [row for name in ("bandwidth", "break_even", "scans") for row in result.get(name, ())]
     if rounds and timed:
         draw(result, options.out / "gpu-check.png")
-    compared = [*result.get("correct", ()), *result.get("engines", ())]
+    compared = [row for name in ("correct", "traffic", "engines") for row in result.get(name, ())]
     wrong = [row for row in compared if row["fault"]]
     wrong += [row for row in timed if not row.get("away", 0.0) <= BOUNDS[dtype]]
     for row in wrong:

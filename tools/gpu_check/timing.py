@@ -73,7 +73,7 @@ def bandwidth(decoder: Decoder, device: torch.device, lengths: tuple[int, ...], 
             row["expected_ms"] = row["device_copy_ms"] * kernel_bytes(spec, tokens, rank) / (2 * size)
             row["kernel"] = LoadPlan([part], spec, dtype=torch.bfloat16, device=device).kernel
             if device.type == "cuda":
-                row["kernel_ms"] = _busy(load)
+                row["kernel_ms"] = busy(load)
                 row["kernel_gb_per_s"] = 2 * size / 1e6 / row["kernel_ms"] if row["kernel_ms"] else None
                 row["device_copy_gb_per_s"] = 2 * size / 1e6 / row["device_copy_ms"]
             yield row
@@ -224,7 +224,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _busy(load: Callable[[], object]) -> float:
+def busy(load: Callable[[], object]) -> float:
     """Return the milliseconds that the load kernel kept the device busy."""
     from torch.profiler import ProfilerActivity, profile
 

@@ -280,13 +280,16 @@ class StepDriver(Driver):
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not self._tasks and not self._tickets and not self._closing:
+                while not (self._tasks or self._tickets or self._closing or internals.steps_ahead(self._engine)):
                     self._wake.wait()
                 if self._closing:
                     return
                 tasks, self._tasks = self._tasks, deque()
             try:
                 with in_turn() if self.local else contextlib.nullcontext():
+                    # Steps that vLLM ran ahead of the last answer's end keep its blocks.
+                    while not self._tickets and internals.steps_ahead(self._engine):
+                        self._engine.step()
                     for task in tasks:
                         task()
                     if not self._tickets:

@@ -40,6 +40,12 @@ def in_process(engine: Any) -> bool:
     return hasattr(engine.engine_core, "engine_core")
 
 
+def steps_ahead(engine: Any) -> int:
+    """Return how many steps of an ``LLMEngine`` in this process run whose outputs vLLM has not read yet."""
+    core = getattr(engine.engine_core, "engine_core", None)
+    return len(getattr(core, "batch_queue", None) or ())
+
+
 async def abort_all(client: Any) -> None:
     """Abort every request of an ``AsyncLLM``; its caller gets a last output."""
     await client.abort(list(client.output_processor.request_states), internal=True)

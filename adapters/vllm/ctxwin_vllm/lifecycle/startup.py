@@ -222,8 +222,6 @@ def _arguments(transport: Transport, options: dict[str, Any]) -> dict[str, Any]:
     if between:
         fixed["worker_extension_cls"] = "ctxwin_vllm.vision.WorkerExtension"
         unset.append("ec_transfer_config")
-    else:
-        fixed["async_scheduling"] = False  # spans are read back the moment that their request ends
     for name, value in fixed.items():
         if options.get(name) not in (None, "", value):
             raise ValueError(f"{name} must be {value!r} under ctxwin, got {options[name]!r}; leave it out")
