@@ -30,6 +30,7 @@ from ctxwin.fidelity import Fidelity
 from ctxwin.window import edits
 from ctxwin.window.assembly import Assembly
 from ctxwin.window.choice import Choice
+from ctxwin.window.in_place import compute_chunk
 from ctxwin.window.lanes import choose
 from ctxwin.window.layout import Layout, Work
 from ctxwin.window.prediction import SlidePredictor, follows, survivors
@@ -374,7 +375,7 @@ class Prefiller:
                     break
                 if choice.compute:
                     job.begin(i)
-                    layout = assembly.compute_chunk(job.state, layout, i, work)
+                    layout = compute_chunk(assembly, job.state, layout, i, work)
                     key = choice.conditioning.span
                     window.pending[key] = window.pending.get(key, 0) + work.tokens - tokens
                     tokens = work.tokens
@@ -407,7 +408,7 @@ def _form_removals(job: _Job, work: Work) -> bool:
                 return True
             job.begin(i)
             if choice.compute:
-                layout = assembly.compute_chunk(job.state, layout, i, work, store=False)
+                layout = compute_chunk(assembly, job.state, layout, i, work, store=False)
             span = layout.segments[i + 1].span
             assert span is not None, "an exact prefix has KV"
             window.spans[choice.conditioning.span] = span

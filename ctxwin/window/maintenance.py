@@ -8,6 +8,7 @@ from ctxwin.errors import BudgetExceeded, ReadOnlyWindow
 from ctxwin.window import edits, orbits
 from ctxwin.window.core import WindowCore
 from ctxwin.window.idle import PrefillCounts
+from ctxwin.window.in_place import prefill_chunk, reform
 from ctxwin.window.lanes import MAX_ORBIT, canonical_key, patched_conditioning
 from ctxwin.window.layout import Work
 from ctxwin.window.merging import merge_evicted, merge_placed
@@ -70,7 +71,7 @@ class Maintenance:
                 at = next((i for i in range(begin, len(layout.choices)) if layout.choices[i].compute), None)
                 if at is None:
                     break
-                state, begin = self.core.assembly.prefill_chunk(state, at, layout, fidelity, work), at + 1
+                state, begin = prefill_chunk(self.core.assembly, state, at, layout, fidelity, work), at + 1
                 self.core.commit(state)
                 done.append(state.placed[at].id)
         return done
@@ -151,7 +152,7 @@ class Maintenance:
                     layout = self.core.assembly.build_layout(state, self.core.fidelity, work)
                     if layout.choices[i].conditioning.exact and not layout.choices[i].compute:
                         continue
-                    state = self.core.assembly.reform(state, i, layout, self.core.fidelity, work)
+                    state = reform(self.core.assembly, state, i, layout, self.core.fidelity, work)
                     done.append(p.id)
             if done:
                 self.core.assembly.memo.clear()  # what was refreshed is not to be served as it was

@@ -1,0 +1,60 @@
+"""Forwards over one placed chunk in the context that it has: ahead of an ask, or of its approximation anew."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ctxwin.fidelity import Fidelity
+from ctxwin.window.assembly import Assembly
+from ctxwin.window.forecast import salt_of
+from ctxwin.window.layout import Layout, Work
+from ctxwin.window.state import State
+
+if TYPE_CHECKING:
+    from ctxwin.kv.layout import SpanKV
+
+
+def prefill_chunk(
+    assembly: Assembly, state: State, index: int, layout: Layout, fidelity: Fidelity, work: Work
+) -> State:
+    """Compute the chunk at ``index`` as an ask would, in one forward of its own; return the state after it."""
+    system_prompt = assembly.computed_system_prompt(state, layout.segments[0], work)
+    layout = replace(layout, segments=(system_prompt, *layout.segments[1:]))
+    span, layout = _in_place(assembly, state, index, layout, work)
+    return assembly.write_back(state, layout, {index + 1: span}, fidelity)
+
+
+def compute_chunk(
+    assembly: Assembly, state: State, layout: Layout, index: int, work: Work, *, store: bool = True
+) -> Layout:
+    """Compute the exact KV of the chunk at ``index``, which has an exact prefix with KV; return the layout with it.
+    The window does not change: the next ask finds what is stored by its provenance."""
+    system_prompt = assembly.computed_system_prompt(state, layout.segments[0], work)
+    layout = replace(layout, segments=(system_prompt, *layout.segments[1:]))
+    segment, conditioning = layout.segments[index + 1], layout.choices[index].conditioning
+    span = layout.ahead.get(index + 1)
+    if span is None:
+        span, _ = _in_place(assembly, state, index, layout, work)
+    if store:
+        assembly.put_chunk(layout, index, span, conditioning)
+    served = replace(segment, span=span, capture=False)
+    return replace(layout, segments=(*layout.segments[: index + 1], served, *layout.segments[index + 2 :]))
+
+
+def _in_place(assembly: Assembly, state: State, index: int, layout: Layout, work: Work) -> tuple[SpanKV, Layout]:
+    """Return KV of a placed chunk in its present context, and the layout it was computed after in the end."""
+    segment, front = layout.segments[index + 1], layout.segments[: index + 1]
+    fallbacks, entries = work.fallbacks, [c.entry for c in layout.choices[: index + 1]]
+    span = assembly.prefill(front, segment.encoded, segment.start, work, entries, salt_of(front))
+    return span, layout.as_computed(state) if work.fallbacks > fallbacks else layout
+
+
+def reform(assembly: Assembly, state: State, index: int, layout: Layout, fidelity: Fidelity, work: Work) -> State:
+    """Re-form one placed chunk in its present context: one forward, no vision encode."""
+    span, layout = _in_place(assembly, state, index, layout, work)
+    choice = layout.choices[index]
+    conditioning = choice.front.computed(choice.entry.chunk_id, "formed")
+    assembly.put_chunk(layout, index, span, conditioning)  # in full: a patch would be another approximation
+    formed = choice.entry.replace(kv=conditioning, seen=True, unseen=())
+    return state.replace(placed=(*state.placed[:index], formed, *state.placed[index + 1 :]))
