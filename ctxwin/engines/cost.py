@@ -25,6 +25,7 @@ import numpy as np
 
 _KEPT, _SIZES, _NOTED = 6, 40, 4096
 _ALL_UNTIL, _EVERY, _ROUNDS, _TIERS = 32, 8, 10, 8
+_PAUSE_S = 0.1
 
 
 class Fit:
@@ -152,6 +153,7 @@ class CostModel:
         self.noted: deque[tuple[Fit, Sequence[float], float]] = deque(maxlen=_NOTED)
         self._running = 0
         self._crowds = 0
+        self._waits = False  # whether `settle_later` has a thread wait
 
     def forward_ms(self, tokens: int, offset: int) -> float:
         """A forward over ``tokens`` tokens behind ``offset`` others, in a request that runs anyway."""
@@ -194,11 +196,21 @@ class CostModel:
                 fit.refit()
 
     def settle_later(self) -> None:
-        """Has `settle` called by a thread, so that no answer waits for it."""
-        try:
-            _thread(os.getpid()).submit(self.settle)
-        except RuntimeError:  # the interpreter ends, and takes no more work
-            self.settle()
+        """Has `settle` called by a thread, once for all asks of `_PAUSE_S`: the next one mostly follows at once, and would share
+        the interpreter with the fits."""
+        with self._lock:
+            waits, self._waits = self._waits, True
+        if not waits:
+            try:
+                _thread(os.getpid()).submit(self._settle_behind_asks)
+            except RuntimeError:  # the interpreter ends, and takes no more work
+                self.settle()
+
+    def _settle_behind_asks(self) -> None:
+        time.sleep(_PAUSE_S)
+        with self._lock:
+            self._waits = False
+        self.settle()
 
     @contextmanager
     def timed(self) -> Iterator[Stopwatch]:

@@ -6,10 +6,12 @@ import os
 import random
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
 from ctxwin import Chunk, Window
+from ctxwin.engines import cost as cost_module
 from ctxwin.engines.cost import CostModel, Fit, Workload, _thread, attended
 from window.fake import FakeEngine
 
@@ -131,6 +133,19 @@ def test_what_is_noted_changes_prices_once_it_is_settled() -> None:
     reference._tier("MemoryStore").refit()
     model.settle()
     assert model.fetch_ms("MemoryStore", 100) == reference.fetch_ms("MemoryStore", 100) != before
+
+
+def test_asks_that_follow_at_once_share_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take turns with each of them at the interpreter."""
+    model, submitted = CostModel(), list[Callable[[], None]]()
+    monkeypatch.setattr(cost_module, "_thread", lambda _: SimpleNamespace(submit=submitted.append))
+    for asks in range(1, 4):
+        for tokens in (10, 100):
+            model.fetched("MemoryStore", tokens, 0.02 * tokens)
+            model.settle_later()
+        assert len(submitted) == asks and model.noted
+        submitted[-1]()
+        assert not model.noted and model.tiers["MemoryStore"].calls == 2 * asks
 
 
 def test_no_answer_waits_for_a_fit_and_a_plan_goes_by_what_was_noted(monkeypatch: pytest.MonkeyPatch) -> None:

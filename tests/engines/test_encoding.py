@@ -288,14 +288,14 @@ class TestBounds:
                 way()
             assert time.process_time() - began < 0.5
             assert refused.value.needed > refused.value.budget == 1024
-        assert engine.encoder._cache.nbytes == engine.encoder._system_prompts.nbytes == 0
+        assert engine.encoder._cache.nbytes == engine.encoder._texts.nbytes == 0
 
     @pytest.mark.parametrize("words", [1100, 5000])
     def test_a_little_too_much_is_refused_too(self, engine: HFEngine, words: int) -> None:
         for way in self.ways(engine, "red " * words):
             with pytest.raises(BudgetExceeded, match="must fit"):
                 way()
-        assert engine.encoder._cache.nbytes == engine.encoder._system_prompts.nbytes == 0
+        assert engine.encoder._cache.nbytes == engine.encoder._texts.nbytes == 0
 
     def test_what_fits_is_the_tokenizers_own(self, engine: HFEngine) -> None:
         text = "a red <|im_start|> square\n" * 60
@@ -306,13 +306,31 @@ class TestBounds:
 
     def test_caches_are_bounded_by_bytes(self, engine: HFEngine) -> None:
         encoder = engine.encoder
-        encoder._cache.max_bytes = encoder._system_prompts.max_bytes = 40_000
+        encoder._cache.max_bytes = encoder._texts.max_bytes = 40_000
         for i in range(50):
             encoder.encode_system_prompt(f"{i} " + "red " * 100)
             encoder.encode(Chunk.text(f"{i} " + "red " * 100))
-            assert max(encoder._cache.nbytes, encoder._system_prompts.nbytes) <= 40_000
+            assert max(encoder._cache.nbytes, encoder._texts.nbytes) <= 40_000
+            encoder.encode_query(f"{i} " + "red " * 100)
+            assert encoder._texts.nbytes <= 40_000
         held = encoder.encode_system_prompt("49 " + "red " * 100)
         assert encoder.encode_system_prompt("49 " + "red " * 100) is held
+
+    def test_a_question_that_is_asked_again_is_not_tokenised_again(
+        self, engine: HFEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        encoder, tokenised, encoded = engine.encoder, list[str](), Tokens._encoded
+
+        def counted(self: Tokens, text: str, *, special: bool) -> list[int]:
+            tokenised.append(text)
+            return encoded(self, text, special=special)
+
+        monkeypatch.setattr(Tokens, "_encoded", counted)
+        query, other = encoder.encode_query("What is there?"), encoder.encode_query("And now?")
+        exchange = encoder.encode_exchange("What is there?", [5])
+        assert encoder.encode_query("What is there?") == query != other
+        assert exchange.token_ids[: query.tokens] == query.token_ids
+        assert tokenised.count("What is there?") == tokenised.count("And now?") == 1
 
     def test_tokenising_holds_no_lock(self, engine: HFEngine) -> None:
         """One thread tokenises for long, another is served meanwhile."""

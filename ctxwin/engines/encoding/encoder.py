@@ -74,7 +74,7 @@ class Encoder:
         positions: the serving engine's position rule.
         counters: ``vision_encodes`` counts runs of the towers.
         max_tokens: the engine's limit; a longer text is refused before it is tokenised. None for no limit.
-        cache_bytes: bound on cached encoded chunks; system prompts get a quarter of it.
+        cache_bytes: bound on cached encoded chunks; system prompts and queries get a quarter of it.
 
     Every ``encode`` raises BudgetExceeded for input beyond ``max_tokens``, which is then not cached.
     """
@@ -98,7 +98,7 @@ class Encoder:
         self._positions = positions
         self._counters = counters
         self._cache: LRUCache[Encoded] = LRUCache(cache_bytes)
-        self._system_prompts: LRUCache[Encoded] = LRUCache(cache_bytes // 4)
+        self._texts: LRUCache[Encoded] = LRUCache(cache_bytes // 4)
         self._closing: tuple[int, ...] | None = None
         self._seeing = threading.RLock()
         self.tokens = Tokens(checkpoint.tokenizer, max_tokens)
@@ -106,7 +106,7 @@ class Encoder:
     def encode_system_prompt(self, system_prompt: str) -> Encoded:
         """Encode the system turn and the opening of the user turn; raise UnsupportedModel without a system turn."""
         name = digest("system_prompt", system_prompt)
-        cached = self._system_prompts.get(name)
+        cached = self._texts.get(name)
         if cached is not None:
             return cached
         self.tokens.check(system_prompt)
@@ -116,13 +116,13 @@ class Encoder:
         # A processor prepends BOS where the template does not write it (LLaVA 1.5); a text template's tokens have none.
         if self.checkpoint.template.plain or (self.checkpoint.family is not None and tuple(ids[: len(bos)]) != bos):
             ids = [*bos, *ids]
-        encoded = self._encoded(name, ids, ())
-        self._system_prompts.put(name, encoded, _CHUNK_BYTES + _TOKEN_BYTES * encoded.tokens)
-        return encoded
+        return self._cached(self._texts, self._encoded(name, ids, ()))
 
     def encode_query(self, query: str) -> Encoded:
         """Encode the query and the turn's closing."""
-        return self._encoded(digest("query", query), self._query_ids(query), ())
+        name = digest("query", query)
+        cached = self._texts.get(name)
+        return cached or self._cached(self._texts, self._encoded(name, self._query_ids(query), ()))
 
     def encode_exchange(self, query: str, answer_ids: Sequence[int], after: str | None = None) -> Encoded:
         """Encode the query as `encode_query`, the answer, and its turn's end with a reopened user turn, or ``after``.
@@ -133,7 +133,7 @@ class Encoder:
         reserved = self._placeholders()
         answer = [int(i) for i in answer_ids if i not in reserved]
         name = digest("exchange", query, answer) if after is None else digest("exchange", query, answer, after)
-        before = self._query_ids(query)
+        before: Sequence[int] = self.encode_query(query).token_ids
         if after is None:
             opening, shown, after = self.checkpoint.template.exchange(text := self.tokens.text(answer))
             answer = answer if shown == text else self.tokens.content(shown)
@@ -163,9 +163,7 @@ class Encoder:
         ids += self.tokens.template(closing)
         if not ids:
             raise ValueError("a chunk must have at least one token, got none after tokenisation")
-        encoded = self._encoded(chunk.id, ids, tuple(media))
-        self._cache.put(chunk.id, encoded, _CHUNK_BYTES + _TOKEN_BYTES * encoded.tokens)
-        return encoded
+        return self._cached(self._cache, self._encoded(chunk.id, ids, tuple(media)))
 
     def media_keys(self, chunk: Chunk) -> set[str]:
         """Return the store keys of every record that encoding the media of ``chunk`` leaves, whether it exists or not.
@@ -201,6 +199,10 @@ class Encoder:
         self.tokens.check_count(len(ids), "what is encoded")
         positions, advance = self._positions(ids, media)
         return Encoded(chunk_id, tuple(ids), positions, advance, media)
+
+    def _cached(self, cache: LRUCache[Encoded], encoded: Encoded) -> Encoded:
+        cache.put(encoded.chunk_id, encoded, _CHUNK_BYTES + _TOKEN_BYTES * encoded.tokens)
+        return encoded
 
     def _query_ids(self, query: str) -> list[int]:
         if self._closing is None:
