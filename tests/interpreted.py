@@ -1,14 +1,20 @@
-"""The Triton load kernel under Triton's interpreter, and vLLM engines that serve from resident copies of spans by it."""
+"""vLLM engines that serve from resident copies of spans, by the Triton load kernel under Triton's interpreter or in its place."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+
+from ctxwin.kv.kernels import CacheStrides, SpanSlice, api, choice
+from ctxwin.kv.kernels.cpu import CpuKernel
+from ctxwin.kv.layout import KVSpec
 
 PACKAGE = "ctxwin.kv.kernels"
 
@@ -35,20 +41,38 @@ def interpreted_kernel() -> Iterator[Any]:
         forget()
 
 
+class CopiesKernel(CpuKernel):
+    """Torch operators in the place of `TritonKernel`: they read resident copies and write paged caches as well, faster than the
+    interpreter."""
+
+    def __init__(self, parts: Sequence[SpanSlice], spec: KVSpec, **options: Any) -> None:
+        copied = [
+            replace(part, span=replace(part.span, k=part.resident.k, v=part.resident.v)) if part.resident else part
+            for part in parts
+        ]
+        super().__init__(copied, spec, **options)
+
+    def store(self, first: int, caches: Sequence[torch.Tensor], strides: CacheStrides, slots: torch.Tensor) -> None:
+        size = strides.block_size
+        for i, cache in enumerate(caches, first):
+            for rows, (begin, *steps) in zip(self.layer(i), (strides.k, strides.v), strict=True):
+                placed = cache.as_strided((len(cache), size, *rows.shape[1:]), steps, cache.storage_offset() + begin)
+                placed[slots // size, slots % size] = rows
+
+
 @contextlib.contextmanager
-def resident_copies(open_engine: Callable[[], Any], max_bytes: int = 1 << 28) -> Iterator[Any]:
+def resident_copies(open_engine: Callable[[], Any], max_bytes: int = 1 << 28, interpret: bool = True) -> Iterator[Any]:
     """Open vLLM in this process as on a GPU: it keeps copies of spans, loads from them by the kernel of one, schedules ahead and
     writes its store behind answers.
 
-    It is closed in the end, and must have served from copies.
+    ``interpret``: whether that is Triton's, else `CopiesKernel`. It counts the ``copies_served``, at least one, and is closed in
+    the end.
     """
     from vllm.platforms.cpu import CpuPlatform
 
-    from ctxwin.kv.kernels.choice import KERNEL
     from ctxwin_vllm import engine as engines
     from ctxwin_vllm.resident import RESIDENT_BYTES, ResidentSpans
 
-    served = 0
     attach, repository, configure = ResidentSpans.attach, engines.SpanRepository, CpuPlatform.check_and_update_config
 
     def behind(*args: Any, **options: Any) -> Any:
@@ -60,23 +84,28 @@ def resident_copies(open_engine: Callable[[], Any], max_bytes: int = 1 << 28) ->
         config.scheduler_config.async_scheduling = ahead
 
     def attached(self: ResidentSpans, parts: Any) -> Any:
-        nonlocal served
         made = attach(self, parts)
-        served += sum(part.resident is not None for part in made)
+        engine.copies_served += sum(part.resident is not None for part in made)
         return made
 
-    with interpreted_kernel(), pytest.MonkeyPatch.context() as patch:
-        patch.setenv(KERNEL, "triton")
+    with contextlib.ExitStack() as kernel, pytest.MonkeyPatch.context() as patch:
+        if interpret:
+            kernel.enter_context(interpreted_kernel())
+        else:
+            load_class = choice.load_class
+            patch.setattr(api, "load_class", lambda name: CopiesKernel if name == "triton" else load_class(name))
+        patch.setenv(choice.KERNEL, "triton")
         patch.setenv(RESIDENT_BYTES, str(max_bytes))
         patch.setattr(ResidentSpans, "attach", attached)
         patch.setattr(engines, "SpanRepository", behind)
         patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(configured))
         engine = open_engine()
+        engine.copies_served = 0
         try:
             yield engine
             assert engine._core.driver.config.scheduler_config.async_scheduling
             paged = engine._core.transport.paged
             assert paged.kernel == "triton" and paged.direct, "the kernel writes the paged cache"
-            assert served and 0 < paged.resident.nbytes <= max_bytes
+            assert engine.copies_served and 0 < paged.resident.nbytes <= max_bytes
         finally:
             engine.close()

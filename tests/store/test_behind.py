@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import random
+import signal
 import threading
+import time
+import traceback
 from collections import Counter
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ctxwin.kv.layout import SpanKV
+from ctxwin.store.disk import DiskStore
 from ctxwin.store.memory import MemoryStore
 from ctxwin.store.spans import SpanRepository
 from store.wrapped import FaultStore
@@ -164,3 +173,75 @@ def test_what_cannot_be_stored_is_refused_at_once() -> None:
     with pytest.raises(TypeError, match="JSON"):
         repo.put_span("span/a", span(1), {"token_ids": IDS, "set": {1}})
     assert not repo.contains("span/a")
+
+
+def write_until_killed(folder: Path, out: int, seed: int) -> None:
+    """Put, delete and flush spans, and write to ``out`` what is begun and what is done."""
+    own, repo = random.Random(seed), SpanRepository(DiskStore(folder), "engine", behind=True)
+
+    def say(*event: str | int) -> None:
+        os.write(out, json.dumps(event).encode() + b"\n")
+
+    while True:
+        for _ in range(own.randrange(12)):
+            key, number = f"span/{own.randrange(8)}", own.randrange(1000)
+            if own.random() < 0.15:
+                say("deleting", key)
+                repo.delete(key)
+                say("deleted", key)
+            else:
+                say("put", key, number)
+                repo.put_span(key, long_span(number), {"token_ids": [*range(long_span(number).tokens)]})
+        say("flushing")
+        repo.flush()
+        say("flushed")
+
+
+def long_span(number: int) -> SpanKV:
+    """Return a span of up to 60 KB that no other number has."""
+    tokens = 1 + number * 7 % 120
+    k = torch.randn(2, tokens, 2, 16, generator=torch.Generator().manual_seed(number))
+    return SpanKV(k, k + 0.5, torch.arange(tokens).repeat(3, 1), 0)
+
+
+@pytest.mark.parametrize("kills", [10, pytest.param(400, marks=[pytest.mark.slow, pytest.mark.guard])])
+def test_what_a_killed_process_had_flushed_is_there(tmp_path: Path, kills: int) -> None:
+    """Whenever it is killed, also within a flush; of what it had not, all or nothing."""
+    own, inside = random.Random(kills), 0
+    stored: dict[str, set[int | None]] = {f"span/{i}": {None} for i in range(8)}
+    for seed in range(kills):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                write_until_killed(tmp_path, writer, seed)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(7)  # only a failure ends it by itself
+        os.close(writer)
+        with os.fdopen(reader, "rb") as pipe:
+            events = [json.loads(pipe.readline())]
+            time.sleep(own.uniform(0, 0.06))
+            os.kill(child, signal.SIGKILL)
+            assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), f"writer {seed} failed"
+            events += map(json.loads, pipe)
+        inside += events[-1] == ["flushing"]
+        newest: dict[str, int | None] = {}
+        for event, *named in events:
+            if event in ("put", "deleting"):
+                newest[named[0]] = named[1] if event == "put" else None
+                stored[named[0]] |= {newest[named[0]]}
+            elif event != "flushing":
+                done = newest if event == "flushed" else named
+                stored |= {key: {newest[key]} for key in done}
+        with closing(DiskStore(tmp_path)) as store:
+            repo = SpanRepository(store, "engine")
+            for key, numbers in stored.items():
+                found = repo.get_span(key)
+                same = [n for n in numbers - {None} if found and torch.equal(found[0].k, long_span(n).k)]
+                assert same if found else None in numbers, (seed, key, numbers)
+                assert found is None or torch.equal(found[0].v, found[0].k + 0.5)
+                stored[key] = {same[0] if found else None}
+            assert store.stats().corrupt == 0
+    assert inside

