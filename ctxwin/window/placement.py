@@ -140,9 +140,11 @@ def rebind(engine: Engine, state: State, patch_name: str) -> State:
     arrivals = Numbers({p.id: p.arrival for p in (*state.placed, *state.evicted)})
 
     def bound(entry: Placed, encode: bool) -> Placed:
-        entry = entry.replace(chunk_id=contents[entry.id])
+        if entry.chunk_id != contents[entry.id]:
+            entry = entry.replace(chunk_id=contents[entry.id])
         if same:
-            return entry.replace(kv=_proven(state, entry, contents, arrivals, patch_name))
+            kv = _proven(state, entry, contents, arrivals, patch_name)
+            return entry if kv is entry.kv else entry.replace(kv=kv)
         entry = entry.replace(kv=None, seen=False, unseen=(), media=())
         if not encode:
             return entry
@@ -188,7 +190,8 @@ def _proven(
     if (known := known[known >= 0]).size:
         absorbed = interval_union(absorbed, (int(known.min()), int(known.max())))
     depth = 0 if exact else min(max(kv.depth, 1), _DEEPEST)
-    return kv.model_copy(update={"exact": exact, "depth": depth, "absorbed": absorbed})
+    changes = {"exact": exact, "depth": depth, "absorbed": absorbed}
+    return kv if changes.items() <= vars(kv).items() else kv.model_copy(update=changes)
 
 
 def forget(engine: Engine, state: State, entry: Placed, others: Iterable[Placed] = ()) -> None:

@@ -20,8 +20,10 @@ from PIL import Image
 
 from ctxwin import Chunk, Fidelity, Window, open_store
 from ctxwin.errors import ChunkUnavailable
+from ctxwin.hashing import digest
 from ctxwin.window.state import Conditioning
-from langchain_ctxwin.langgraph import WindowContext, load, merge_windows, open_window, reference, save
+from langchain_ctxwin.langgraph import WindowContext, load, merge_windows, open_window, save
+from langchain_ctxwin.langgraph import reference as references
 from store.wrappers import WrapperStore
 from window.fake import FakeEngine
 
@@ -109,6 +111,81 @@ def test_any_window_comes_back(picture: Picture, operations: list[tuple[str, int
                 assert same.snapshot() == state
 
 
+def long_window(engine: Any) -> Window:
+    """Return a window of 80 chunks, half of them evicted, all conditioned."""
+    window = Window(engine, "hd", fidelity=Fidelity("patched", rank=2))
+    for first in range(0, 80, 20):
+        window.extend([Chunk.text(f"{i}") for i in range(first, first + 20)])
+        window.ask("q", 2)
+    window.slide(40)
+    return window
+
+
+def test_entries_do_not_list_their_antecedents(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lists them does, once; and whoever reads them back knows their names."""
+    with long_window(engine) as window:
+        reference, state = save(window), window.snapshot()
+    repo, names = engine.repo, set(engine.store.list("entry/"))
+    assert len(names) == 80
+    for key in names:
+        assert repo.get_json(key, bound=False)["kv"].keys().isdisjoint({"antecedents"})
+    listed = [
+        repo.get_json(key, bound=False) for key in ("manifest/" + reference["manifest"], *engine.store.list("page/"))
+    ]
+    assert all(len(each["runs"]) >= 1 == len(each["orders"]) for each in listed)
+    other = FakeEngine(engine.store)
+    with load(other, reference) as same:
+        assert same.snapshot() == state
+        made: list[str] = []
+        monkeypatch.setattr(references, "digest", lambda kind, *parts: made.append(kind) or digest(kind, *parts))
+        assert save(same) == reference and set(made) == {"page", "manifest"}
+
+
+def test_entries_that_list_their_antecedents_are_read(engine: Any) -> None:
+    """As those of earlier versions do, whose names are the same."""
+    with long_window(engine) as window:
+        reference, state = save(window), window.snapshot()
+    repo = engine.repo
+    _, record, pages = references.manifest_of(repo, state)
+    names = [*record["placed"], *(name for page in pages.values() for name in page)]
+    for name, entry in zip(names, (*state.placed, *state.evicted), strict=True):
+        repo.put_json(f"entry/{name}", entry.model_dump(mode="json", exclude_defaults=True), bound=False)
+    for name, page in pages.items():
+        repo.put_json(f"page/{name}", page, bound=False)
+    repo.put_json(f"manifest/{reference['manifest']}", record, bound=False)
+    with load(FakeEngine(engine.store), reference) as same:
+        assert same.snapshot() == state and save(same) == reference
+    for key in engine.store.list("page/"):
+        listed = {"names": repo.get_json(key, bound=False), "runs": [[0, 9, 3, 0]], "orders": "?"}
+        repo.put_json(key, listed | {"runs": listed["runs"] * len(listed["names"])}, bound=False)
+    for key in [*engine.store.list("entry/")]:
+        entry = repo.get_json(key, bound=False)
+        del entry["kv"]["antecedents"]
+        repo.put_json(key, entry, bound=False)
+    with load(FakeEngine(engine.store), reference) as same:
+        assert [p.replace(kv=None) for p in state.evicted] == [*same.snapshot().evicted]
+        assert [p.replace(kv=None) for p in state.placed] == [*same.snapshot().placed], (
+            "no KV is taken without antecedents"
+        )
+
+
+def test_steps_of_new_processes_share_an_order(engine: Any) -> None:
+    store, reference = engine.store, None
+    for step in range(30):
+        each = FakeEngine(store)
+        with load(each, reference) if reference else Window(each, "hd") as window:
+            window.append(Chunk.text(f"{step}"))
+            window.ask("q", 2)
+            window.slide(max(0, len(window.ids) - 8))
+            reference = save(window)
+    assert reference is not None
+    listed = [engine.repo.get_json(key, bound=False) for key in store.list("page/")]
+    assert max(len(each["names"]) for each in listed) > 8 and max(len(each["orders"]) for each in listed) <= 3
+    with load(FakeEngine(store), reference) as window:
+        window.check()
+        assert len(window.evicted) == 22
+
+
 class Weighing(WrapperStore):
     """Counts the bytes that are put beside KV, embeddings and sources."""
 
@@ -193,11 +270,11 @@ def test_checkpoints_of_a_graph_stay_small(engine: Any, tmp_path: Path, picture:
 
 def test_a_page_ends_by_content() -> None:
     names = [f"{i * 2654435761 % 2**32:064x}" for i in range(1000)]
-    pages = reference._split_pages(names)
+    pages = references._split_pages(names)
     assert [n for page in pages for n in page] == names and max(map(len, pages)) <= 128
     assert 10 < len(pages) < 100
     for changed in (names[1:], [*names, "f" * 64], names[:500] + names[501:]):
-        fresh = [page for page in reference._split_pages(changed) if page not in pages]
+        fresh = [page for page in references._split_pages(changed) if page not in pages]
         assert len(fresh) <= 2
 
 

@@ -7,8 +7,9 @@ ones can no longer be recalled. A picture with a path survives a lost store; one
 
 The store is content-addressed. An *entry* is one placed or evicted chunk, written once and never changed. A *page* lists
 entries; the digests in it decide where it ends, so that a step rewrites only the last page. A *manifest* lists the entries
-in the window, the pages of evicted ones, and the other fields of the state. A step writes a few KB, independent of the
-session's length. Nothing is leased: what the store drops is rebuilt or counted as lost.
+in the window, the pages of evicted ones, and the other fields of the state. What lists entries also has their antecedents, as
+runs of orders that they share (`ctxwin.window.antecedents`); entries of earlier versions have lists of their own. A step writes
+a few KB, independent of the session's length. Nothing is leased: what the store drops is rebuilt or counted as lost.
 
 A reference consists of dict, list, str, int and float: safe for every checkpoint serializer, also with
 ``LANGGRAPH_STRICT_MSGPACK=true``.
@@ -30,6 +31,7 @@ from pydantic import ValidationError
 from ctxwin.hashing import digest
 from ctxwin.store.lru import LRUCache
 from ctxwin.validation import describe
+from ctxwin.window.antecedents import Antecedents, pack, unpack
 from ctxwin.window.state import Placed, State
 from ctxwin.window.window import Window
 
@@ -226,9 +228,14 @@ def _name(entry: Placed) -> str:
     """Return the digest of an entry, cached by the object's id; the cache holds the object, so the id stays unique."""
     cached = _names.get(str(id(entry)))
     if cached is None:
-        cached = entry, digest("entry", _json(entry))
-        _names.put(str(id(entry)), cached, 1)
+        record = entry.model_dump(mode="json", exclude_defaults=True)
+        cached = _keep_name(entry, digest("entry", record))
     return cached[1]
+
+
+def _keep_name(entry: Placed, name: str) -> tuple[Placed, str]:
+    _names.put(str(id(entry)), (entry, name), 1)
+    return entry, name
 
 
 def manifest_of(repo: SpanRepository, state: State) -> tuple[str, dict[str, Any], dict[str, list[str]]]:
@@ -260,6 +267,11 @@ def write_manifest(repo: SpanRepository, state: State) -> str:
     if repo.contains(f"manifest/{manifest}"):
         return manifest
     fresh = {name: page for name, page in pages.items() if not repo.contains(f"page/{name}")}
+    chunks, at = state.evicted, 0
+    for name, page in pages.items():
+        if name in fresh:
+            repo.put_json(f"page/{name}", {"names": page, **_pack(chunks[at : at + len(page)])}, bound=False)
+        at += len(page)
     evicted = [name for page in pages.values() for name in page]
     # Old evicted entries are checked in turn: that marks them as used, and those the store has dropped are written again.
     first = state.version * _REFRESHED
@@ -268,9 +280,7 @@ def write_manifest(repo: SpanRepository, state: State) -> str:
     for name, entry in zip((*record["placed"], *evicted), (*state.placed, *state.evicted), strict=True):
         if name in unsure and not repo.contains(f"entry/{name}"):
             repo.put_json(f"entry/{name}", _json(entry), bound=False)
-    for name, page in fresh.items():
-        repo.put_json(f"page/{name}", page, bound=False)
-    repo.put_json(f"manifest/{manifest}", record, bound=False)
+    repo.put_json(f"manifest/{manifest}", record | _pack(state.placed), bound=False)
     return manifest
 
 
@@ -283,12 +293,14 @@ def read_manifest(repo: SpanRepository, name: str) -> tuple[State, list[int], in
     record = repo.get_json(f"manifest/{name}", bound=False)
     if record is None:
         return None
-    entries = [_entry(repo, name) for name in record["placed"]]
+    entries = _read_entries(repo, record["placed"], record)
     evicted: list[Placed] = []
     lost = 0
     for page, length in record["evicted"]:
-        listed = repo.get_json(f"page/{page}", bound=False)
-        readable = [p for entry in listed or () if (p := _entry(repo, entry)) is not None]
+        listed = repo.get_json(f"page/{page}", bound=False) or {"names": []}
+        if isinstance(listed, list):  # of a version that listed antecedents in entries
+            listed = {"names": listed}
+        readable = [p for p in _read_entries(repo, listed["names"], listed) if p is not None]
         evicted += readable
         lost += length - len(readable)
     try:
@@ -308,14 +320,38 @@ def forget(repo: SpanRepository, placement: str) -> None:
             repo.delete(f"entry/{name}")
 
 
-def _entry(repo: SpanRepository, name: str) -> Placed | None:
+def _read_entries(repo: SpanRepository, names: Sequence[str], listed: Mapping[str, Any]) -> list[Placed | None]:
+    """Return the entries of these names, with antecedents as they are ``listed``; None for those that are gone."""
     cache = _entry_cache(repo)
-    entry = cache.get(name)
-    if entry is None and (record := repo.get_json(f"entry/{name}", bound=False)) is not None:
-        with suppress(ValidationError):  # of a version that wrote other fields: a miss
-            entry = Placed.model_validate(record)
-            cache.put(name, entry, 1)
-    return entry
+    entries = [cache.get(name) for name in names]
+    fronts: list[Any] = [None] * len(names)
+    with suppress(ValueError):  # malformed: KV without antecedents is no KV
+        if None in entries and len(listed.get("runs", ())) == len(names):
+            runs = [{"kv": {"antecedents": run}} for run in listed["runs"]]
+            fronts = [kv["kv"]["antecedents"] for kv in unpack({"orders": listed["orders"], "placed": runs})["placed"]]
+    for i, (name, front) in enumerate(zip(names, fronts, strict=True)):
+        if entries[i] is None and (record := repo.get_json(f"entry/{name}", bound=False)) is not None:
+            if "antecedents" not in (record.get("kv") or {"antecedents": ()}):
+                record["kv"] = None if front is None else record["kv"] | {"antecedents": front}
+            with suppress(ValidationError):  # of a version that wrote other fields: a miss
+                entries[i] = entry = Placed.model_validate(record)
+                cache.put(name, entry, 1)
+                _keep_name(entry, name)
+    return entries
+
+
+def _pack(entries: Sequence[Placed]) -> dict[str, Any]:
+    """Return the antecedents of ``entries`` as runs of orders."""
+    fronts: list[Antecedents | None] = []
+    last: Antecedents | None = None
+    for entry in entries:
+        front = entry.kv.antecedents if entry.kv else None
+        if front and last and front.order is not last.order:  # as those of entries that were restored
+            front = last.order.run(last.version, list(front)) or front
+        fronts.append(front)
+        last = front or last
+    data = pack({"placed": [{"kv": {"antecedents": []}} for _ in fronts]}, {"placed": fronts})
+    return {"runs": [chunk["kv"]["antecedents"] for chunk in data["placed"]], "orders": data.get("orders", [])}
 
 
 def _head(state: State) -> dict[str, Any]:
@@ -324,7 +360,9 @@ def _head(state: State) -> dict[str, Any]:
 
 
 def _json(entry: Placed) -> dict[str, Any]:
-    return entry.model_dump(mode="json", exclude_defaults=True)
+    """Return an entry without its antecedents, which are part of what lists it."""
+    bare = entry if entry.kv is None else entry.replace(kv=entry.kv.without_antecedents())
+    return bare.model_dump(mode="json", exclude_defaults=True, exclude={"kv": {"antecedents"}})
 
 
 def _split_pages(names: Sequence[str]) -> list[list[str]]:
