@@ -124,10 +124,6 @@ def _cut(patch: Patch, rank: int) -> Patch:
     return replace(patch, rank=rank, left=left_factor, right=right_factor, meta={**patch.meta, "cut_from": patch.rank})
 
 
-DEPTHS = ("deep", "25-100", "75-100")
-"""Ranges of layers that the probe tries, as `parse_depth` reads them."""
-
-
 def parse_depth(word: str) -> Layers | None:
     """Return the layers of ``deep``, or of ``FIRST-LAST`` in percents of the depth; None for anything else."""
     if word == "deep":

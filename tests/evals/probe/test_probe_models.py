@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from ctxwin.fidelity import Fidelity
+from ctxwin.kv.patch import select_layers
 from ctxwin.tiny import checkpoint_dir
-from ctxwin_evals.probe import probe
+from ctxwin_evals.patching import parse_depth
+from ctxwin_evals.probe import probe, structure
 from ctxwin_evals.probe.generated import Scenes, World
-from ctxwin_evals.probe.probe import Probe, Sizes, as_profile
+from ctxwin_evals.probe.probe import Probe, Sizes, as_profile, name_range
 from ctxwin_evals.probe.report import html
 from ctxwin_evals.probe.verdict import Limits
 
@@ -75,6 +80,52 @@ def test_the_bundled_model_binds_and_a_patch_of_its_deep_layers_is_safe() -> Non
     assert once["removal"]["kl"] < once["kl_window"], "a removal patch takes away what a survivor knows of what left"
     profile = as_profile(result, str(checkpoint_dir()))
     assert profile.fidelity == fidelity and profile.n == blind["n"]
+
+
+def between_idle_layers(folder: Path, front: int, behind: int) -> Path:
+    """The bundled model with layers in front and behind whose KV is like the others', and which add nothing."""
+    shutil.copytree(checkpoint_dir(), folder)
+    config = json.loads((folder / "config.json").read_text())
+    text, tensors = config["text_config"], load_file(folder / "model.safetensors")
+    order = [0] * front + list(range(text["num_hidden_layers"])) + [2] * behind
+    result = {name: tensor for name, tensor in tensors.items() if ".layers." not in name}
+    for number, source in enumerate(order):
+        start, idle = f"model.layers.{source}.", not front <= number < front + text["num_hidden_layers"]
+        for name, tensor in tensors.items():
+            if name.startswith(start):
+                nothing = idle and name.endswith(("o_proj.weight", "down_proj.weight"))
+                result[f"model.layers.{number}.{name.removeprefix(start)}"] = tensor * (0 if nothing else 1)
+    text |= {"num_hidden_layers": len(order), "layer_types": ["full_attention"] * len(order)}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(result, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_a_model_that_conditions_in_middle_layers_gets_patches_of_these(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "RANKS", (4,))
+    monkeypatch.setattr(probe, "LADDER", (4,))
+    with opened(between_idle_layers(tmp_path / "model", 2, 2)) as engine:
+        made = Probe(engine, [World()], Limits(flips=0.25), SMALL, seconds=3600)
+        groups = [made.measurer.group(made.source.items(2)[:1])]
+        lost = structure.shape(groups, engine.spec.kv)["relative_norm"]
+        ranges = made._ranges("cross")
+        made._prove("cross", ["cross"], made._compression("cross", ranges)["curve"])
+    assert lost[-1] > 0.5 * max(lost), "what is lost in the last layers would mislead, which nothing reads"
+    assert made.served is not None and not isinstance(made.served.layers, str)
+    assert set(select_layers(made.served.layers, 8)) <= {2, 3, 4, 5}
+    assert len(ranges) == 2 and ranges[0].endswith("-100") and not ranges[1].endswith("-100")
+
+
+@pytest.mark.parametrize("layers", [4, 24, 28, 80, 100])
+def test_a_range_in_percents_is_the_layers_that_it_was_made_of(layers: int) -> None:
+    for first in range(layers):
+        for end in range(first + 1, layers + 1):
+            depth = parse_depth(name_range(first, end, layers))
+            assert depth is not None
+            chosen = select_layers(depth, layers)
+            assert chosen == tuple(range(first, end)) or (end == first + 1 and chosen == (first, end))
 
 
 @pytest.mark.slow

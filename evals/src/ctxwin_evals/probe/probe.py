@@ -22,7 +22,7 @@ from ctxwin_evals.decoder import Decoder, Reader
 from ctxwin_evals.group import Group
 from ctxwin_evals.items import Item
 from ctxwin_evals.measure import BATCH, Measurer, by_shape
-from ctxwin_evals.patching import DEPTHS, Patcher, fitted, parse_variant
+from ctxwin_evals.patching import Patcher, fitted, parse_variant
 from ctxwin_evals.probe import structure, verdict
 from ctxwin_evals.probe.contexts import PLACED, Kind, Source
 from ctxwin_evals.probe.cost import SIZES, costs
@@ -38,9 +38,12 @@ FORMAT = 2
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 LADDER = (2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64)
 """Ranks that may end up in a profile."""
-SERVED = ("joint", *DEPTHS, "quantized", *(f"quantized+{depth}" for depth in DEPTHS))
-"""The ways to compress that windows serve and a profile may name, as `ctxwin_evals.patching.parse_variant` reads them."""
-WAYS = (*SERVED, "per_layer", "per_layer+deep", "balanced", "output", "shared", "shared+deep")
+SERVED = ("joint", "quantized")
+"""The layouts that windows serve and a profile may name, each of all layers and of those that `Probe._ranges` finds."""
+OTHERS = ("per_layer", "per_layer+deep", "balanced", "output", "shared", "shared+deep")
+"""Ways to compress that are compared with them, as `ctxwin_evals.patching.parse_variant` reads them."""
+ENDS = 7
+"""Most ends of a range of layers that are compared at once."""
 TURNED = (0, 1, PLACED - 1)
 """How many of the preceding chunks are replaced between an eviction and the recall."""
 _PROVED = 0.85
@@ -159,7 +162,8 @@ class Probe:
         groups = (self.measurer.group(batch) for batch in self._batches("what the loss looks like", items, 0.5))
         result["deficit"] = structure.shape(groups, self.decoder.spec)
         if judgement.evidence is not None:
-            result |= self._compression(judgement.evidence)
+            ranges = self._ranges(judgement.evidence) if judgement.finding == "binds" else []
+            result |= self._compression(judgement.evidence, ranges)
             if judgement.finding == "binds":
                 reads = [c.kind for c in competences if c.reads]
                 result["proving"] = self._prove(judgement.evidence, reads, result["curve"])
@@ -271,9 +275,36 @@ class Probe:
                 break
         return samples, judgement
 
-    def _compression(self, evidence: Kind) -> dict[str, Any]:
+    def _ranges(self, evidence: Kind) -> list[str]:
+        """Two ranges of layers that restore enough: the shortest up to the last layer, and of this its shortest beginning.
+
+        By answers on the choosing split under uncompressed deficits: what a layer loses matters only where it is read. Cost: four
+        rounds of `ENDS` arms for up to 64 layers, each beside blind reuse and a re-prefill.
+        """
+        layers, items = self.decoder.spec.layers, _of_kind(self.source.items(self.sizes.choosing), (evidence,))
+
+        def most(count: int, keep: Callable[[int], tuple[int, int]]) -> int:
+            """The largest number of layers below ``count`` that can be left out."""
+            low, high = 0, count
+            while high - low > 1:
+                tried = sorted({low + max(1, (high - low) * i // (ENDS + 1)) for i in range(1, ENDS + 1)})
+                arms = {n: parse_arm(spelling("full", name_range(*keep(n), layers))) for n in tried}
+                samples = self._samples("which layers patches need", items, [BLIND, *arms.values()], 0.55, base=BLIND)
+                figures = [summary(of_arm(samples, arm.name), self.source) for arm in arms.values()]
+                good = [row is not None and verdict.enough(row, self.limits) for row in figures]
+                failed = [*good, False].index(False)
+                low, high = [low, *tried][failed], [*tried, high][failed]
+            return low
+
+        first = most(layers, lambda n: (n, layers))
+        last = layers - most(layers - first, lambda n: (first, layers - n))
+        ranges = dict.fromkeys(name_range(first, end, layers) for end in (layers, last))
+        return [name for name in ranges if name != "0-100"]
+
+    def _compression(self, evidence: Kind, ranges: Sequence[str] = ()) -> dict[str, Any]:
         """Every way to compress at every rank on the choosing split: bytes at equal fidelity, and the functional rank."""
-        ways = [way for way in WAYS if self._allows(way)] if self.sizes.layouts else SERVED
+        served = ["+".join([layout, *depth]) for layout in SERVED for depth in ((), *((r,) for r in ranges))]
+        ways = served + [way for way in OTHERS if self.sizes.layouts and self._allows(way)]
         arms = {(way, rank): parse_arm(spelling(rank, way)) for way in ways for rank in RANKS}
         self.measurer.patcher.floor = RANKS[-1]
         items = _of_kind(self.source.items(self.sizes.choosing), (evidence,))
@@ -463,7 +494,13 @@ def recalled(item: Item, turned: int) -> Item:
     return replace(item, before=item.placed, placed=(*front, last), asked=last)
 
 
-def spelling(rank: int, way: str) -> str:
+def name_range(first: int, end: int, layers: int) -> str:
+    """The layers from ``first`` up to ``end``, of ``layers``, as `ctxwin_evals.patching.parse_depth` reads them."""
+    begin = -(-100 * first // layers)
+    return f"{begin}-{max(begin + 1, 100 * end // layers)}"
+
+
+def spelling(rank: int | str, way: str) -> str:
     """The arm of a rank and a way to compress."""
     return f"patched:{rank}@{way}"
 

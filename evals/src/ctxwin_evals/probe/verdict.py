@@ -265,25 +265,29 @@ def cheapest(curve: Sequence[Mapping[str, Any]], limits: Limits) -> dict[str, Ma
     """By way to compress: the smallest share of bytes that restores enough and changes few enough answers."""
     by_way: dict[str, Mapping[str, Any] | None] = dict.fromkeys(row["way"] for row in curve)
     for row in sorted(curve, key=lambda row: row["share"]):
-        enough = (row["eta"] is None or row["eta"] >= limits.eta) and row["flips"] <= limits.flips
-        if enough and by_way[row["way"]] is None:
+        if enough(row, limits) and by_way[row["way"]] is None:
             by_way[row["way"]] = row
     return by_way
 
 
+def enough(row: Mapping[str, Any], limits: Limits) -> bool:
+    """Return True if an arm restores enough and changes few enough answers, by its means."""
+    return bool((row["eta"] is None or row["eta"] >= limits.eta) and row["flips"] <= limits.flips)
+
+
 def candidates(
-    curve: Sequence[Mapping[str, Any]], limits: Limits, ways: Collection[str], last: tuple[str, int]
+    curve: Sequence[Mapping[str, Any]], limits: Limits, layouts: Collection[str], last: tuple[str, int]
 ) -> list[tuple[str, int]]:
     """The ways to be proved, `TRIES` of them at most, each with the rank that was enough on the contexts that choose.
 
-    The first is the cheapest in bytes of ``ways``. What it leaves out or rounds may be needed elsewhere, so the second is the
-    next that leaves out no layer, ``last`` where no other is enough.
+    The first is the cheapest in bytes of ``layouts``, whatever its layers. What it leaves out or rounds may be needed elsewhere,
+    so the second is the next that leaves out no layer, ``last`` where no other is enough.
     """
-    by_way = cheapest([row for row in curve if row["way"] in ways], limits)
-    enough = sorted(filter(None, by_way.values()), key=lambda row: row["share"])
-    found = dict.fromkeys([*((str(row["way"]), int(row["rank"])) for row in enough), last])
-    first, *others = found
-    whole = [way for way in others if (variant := parse_variant(way[0])) is not None and variant[1] == "all"]
+    kinds = {way: parse_variant(way) or ("", "all", "none") for way in (*(row["way"] for row in curve), last[0])}
+    served = [row for row in curve if kinds[row["way"]][0] in layouts and kinds[row["way"]][2] == "none"]
+    some = sorted(filter(None, cheapest(served, limits).values()), key=lambda row: row["share"])
+    first, *others = dict.fromkeys([*((str(row["way"]), int(row["rank"])) for row in some), last])
+    whole = [way for way in others if kinds[way[0]][1] == "all"]
     return [first, *(way for way in whole if way[0] != first[0])][:TRIES]
 
 
