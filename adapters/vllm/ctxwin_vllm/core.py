@@ -181,6 +181,7 @@ class Core:
                 transport.states = PagedStates(layers, groups, self.kv.maps)
             if outputs:
                 transport.outputs = StageOutputs(worker_runner(cast("StepDriver", driver).llm), transport.paged)
+            driver.between_steps = transport.read_ended
         elif isinstance(transport, SharedMemoryTransport):
             transport.alive = lambda: driver.dead is None
             transport.step = lambda: driver.rpc("ctxwin_step")

@@ -74,6 +74,7 @@ class Driver(ABC):
         renderer: its renderer.
         local: whether its model runs in this process.
         on_reset: called once vLLM's prefix cache is empty.
+        between_steps: called before the next step in this process, once the last one's outputs are on their way.
     """
 
     config: Any
@@ -85,6 +86,7 @@ class Driver(ABC):
         self._waited = -math.inf  # when a foreground request was last observed
         self._counting = threading.Lock()
         self.on_reset: Callable[[], None] = lambda: None
+        self.between_steps: Callable[[], object] = lambda: None
 
     @property
     @abstractmethod
@@ -292,6 +294,7 @@ class StepDriver(Driver):
                         self._engine.step()
                     for task in tasks:
                         task()
+                    self.between_steps()  # of requests that a task has aborted
                     if not self._tickets:
                         continue
                     with _no_compilation(self.config):
@@ -306,6 +309,7 @@ class StepDriver(Driver):
                 if output.finished:
                     self._forget(ticket)
                 ticket.outputs.put(output)
+            self.between_steps()
 
     def _watch(self) -> None:
         """Wake vLLM's thread where its engine process was killed."""
@@ -333,6 +337,7 @@ class StepDriver(Driver):
         for task in tasks:  # a request that is added now gets its answer below
             with contextlib.suppress(Exception):
                 task()
+        self.between_steps()
         waiting = {ticket.request: ticket for ticket in list(self._tickets.values())}
         self._tickets.clear()
         # A vLLM that another program runs goes on, and must not return outputs of our requests.

@@ -18,6 +18,7 @@ from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from ctxwin.errors import UnsupportedModel
@@ -126,9 +127,8 @@ class PagedKV:
 
     def slots(self, blocks: Sequence[int], begin: int, end: int) -> torch.Tensor:
         """Return the slot of each token ``[begin, end)`` of a request that owns ``blocks``: int64 ``[end - begin]``."""
-        tokens = torch.arange(begin, end)
-        owned = torch.tensor(blocks, dtype=torch.int64)
-        return owned[tokens // self.block_size] * self.block_size + tokens % self.block_size
+        block, offset = np.divmod(np.arange(begin, end), self.block_size)
+        return torch.from_numpy(np.array(blocks, dtype=np.int64)[block] * self.block_size + offset)
 
     def write(self, plan: LoadPlan, slots: torch.Tensor) -> int:
         """Write spans layer by layer, so that each layer's work stays in the CPU's cache; return the bytes written.
@@ -166,7 +166,7 @@ class PagedKV:
         if self._keeps_spans and self.kernel == "triton":
             parts = self._resident_spans(heads or slice(None)).attach(parts)
         make = partial(LoadPlan, parts, kv, dtype=self.dtype, device=self.device, heads=heads, kernel=self.kernel)
-        return load_thread.alone(make) if self._alone else make()
+        return load_thread.alone(make) if self._alone and not self.direct else make()
 
     def keep(self, span: SpanKV, k: torch.Tensor, v: torch.Tensor) -> None:
         """Keep what was `read` of all layers and heads of ``span`` on the device, for later loads, where spans are kept there."""
@@ -189,7 +189,7 @@ class PagedKV:
         """
         if not 0 <= begin < end or end > len(blocks) * self.block_size:
             raise ValueError(f"tokens [{begin}, {end}) must be non-empty and lie in {len(blocks)} blocks")
-        slots = self.slots(blocks, begin, end).to(self.device)
+        slots = self._places(self.slots(blocks, begin, end).to(self.device))
         rows = to_rows(
             self.kv,
             (  # layer by layer, so that what is copied twice stays in the CPU's cache
@@ -201,10 +201,16 @@ class PagedKV:
             torch.cuda.current_stream(self.device).synchronize()
         return rows
 
-    def _read_slots(self, cache: torch.Tensor, shape: Shape, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the numbers in slots of a layer's cache: new ``k [slots, H, k_dim]`` and ``v``."""
+    def _places(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the block of each slot, and its place there."""
+        return slots // self.block_size, slots % self.block_size
+
+    def _read_slots(
+        self, cache: torch.Tensor, shape: Shape, places: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the numbers in slots, given by `_places`, of a layer's cache: new ``k [slots, H, k_dim]`` and ``v``."""
         size, (heads, k_dim, v_dim) = self.block_size, shape
-        blocks, strides = slots // size, self._strides_of(cache, shape)
+        (blocks, offsets), strides = places, self._strides_of(cache, shape)
         if strides is not None:
             k, v = (
                 cache.as_strided((len(cache), size, heads, dim), steps, cache.storage_offset() + first)
@@ -215,7 +221,7 @@ class PagedKV:
             numbers = cache[index].reshape(len(index), -1)[:, self._gathers[shape]]
             keys, values = torch.split(numbers, [size * heads * k_dim, size * heads * v_dim], dim=1)
             k, v = keys.view(-1, size, heads, k_dim), values.view(-1, size, heads, v_dim)
-        return k[blocks, slots % size], v[blocks, slots % size]
+        return k[blocks, offsets], v[blocks, offsets]
 
     def _dequantise(self, layer: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the numbers of a cache in the model's dtype; those of an unquantised one unchanged."""
@@ -275,7 +281,7 @@ class PagedKV:
             part = slots[at : at + step]
             _update(layer, k[part], v[part], scratch, part.to(scratch.device))
         every = torch.arange(2 * size, device=self.device)
-        got_k, got_v = self._dequantise(layer, *self._read_slots(scratch, shape, every))
+        got_k, got_v = self._dequantise(layer, *self._read_slots(scratch, shape, self._places(every)))
         if not (torch.equal(got_k, k) and torch.equal(got_v, v)):
             raise UnsupportedModel(
                 f"attention backend {type(layer.impl).__name__} does not return the KV that was written into its cache"
@@ -321,7 +327,7 @@ class PagedKV:
             strides = self._strides_of(scratch, self.shapes[0])
             assert strides is not None
             plan.store(i, [scratch], strides, slots.to(self.device))
-            return self._read_slots(scratch, self.shapes[0], slots.to(self.device))
+            return self._read_slots(scratch, self.shapes[0], self._places(slots.to(self.device)))
 
         return SimpleNamespace(layer=layer)
 

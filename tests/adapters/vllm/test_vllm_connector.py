@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from itertools import accumulate
 from types import SimpleNamespace
@@ -201,18 +202,40 @@ class TestReservedTransfers:
         transfer = Transfer(captures=dict(captures), expected_hit=8)
         scheduler.endpoint.add(transfer, handle)
         assert self.saves(scheduler) == [({}, True)]
+        scheduler.endpoint.read_ended()
         assert list(transfer.captured) == [name for name, (_, end) in captures.items() if end == 12]
 
-    def test_are_read_at_once_within_one_process(self, scheduler: Any) -> None:
+    def test_are_read_behind_the_step_within_one_process(self, scheduler: Any) -> None:
         scheduler.endpoint.paged, scheduler.endpoint.in_memory = mock.Mock(), True
         for added in (True, False):
             handle, request = self.begun(scheduler)
-            transfer = Transfer(captures={"0": (8, 12)}, expected_hit=8)
+            transfer, order = Transfer(captures={"0": (8, 12)}, expected_hit=8), list[str]()
             if added:
                 scheduler.endpoint.add(transfer, handle)
             assert scheduler.request_finished(request, [0, 1, 2]) == (False, None)
-            scheduler.endpoint.collect(handle, transfer, True)
+            assert not transfer.captured, "the tokens of the step come first"
+
+            def collect(handle: str = handle, transfer: Transfer = transfer, order: list[str] = order) -> None:
+                scheduler.endpoint.collect(handle, transfer, True)
+                order.append("collected")
+
+            waiting = threading.Thread(target=collect)
+            waiting.start()
+            waiting.join(0 if added else None)
+            order.append("read")
+            scheduler.endpoint.read_ended()
+            waiting.join(30)
+            assert order == (["read", "collected"] if added else ["collected", "read"])
             assert (list(transfer.captured), transfer.error is None) == ((["0"], True) if added else ([], False))
+
+    def test_that_cannot_be_read_fail_their_request_alone(self, scheduler: Any) -> None:
+        scheduler.endpoint.paged = mock.Mock(read=mock.Mock(side_effect=[OSError("gone"), ("k", "v")]))
+        transfers = [Transfer(captures={"0": (0, 8)}) for _ in range(2)]
+        for blocks, transfer in enumerate(transfers):
+            handle = scheduler.endpoint.add(transfer)
+            scheduler.endpoint.read_now(SaveSpec("", handle, "a", (blocks,), {"0": (0, 8)}), transfer)
+        scheduler.endpoint.read_ended()
+        assert [(list(t.captured), str(t.error)) for t in transfers] == [([], "gone"), (["0"], "None")]
 
     def test_release_their_blocks_where_it_is_never_added(
         self, scheduler: Any, monkeypatch: pytest.MonkeyPatch

@@ -93,6 +93,24 @@ def test_engines_of_one_process_never_step_at_once() -> None:
     assert most == 1
 
 
+def test_what_is_done_between_steps_follows_the_tokens_of_the_last_one() -> None:
+    """KV of a request that has ended is read back there: no token waits for it, and no step overwrites it meanwhile."""
+    steps, done = list[int](), threading.Event()
+
+    def step(llm: ScriptedLLM) -> list[Any]:
+        steps.append(len(llm.requests))
+        return ended(llm)
+
+    driver = StepDriver(ScriptedLLM(step), lambda _: None)
+    driver.between_steps = lambda: bool(steps) and done.wait(30)
+    assert driver.submit({}, None, 0).outputs.get(timeout=30).finished
+    second = driver.submit({}, None, 0)
+    assert steps == [1] and second.outputs.empty()
+    done.set()
+    assert second.outputs.get(timeout=30).finished and steps == [1, 1]
+    driver.close()
+
+
 def test_closing_takes_back_what_is_in_flight() -> None:
     """A ``vllm.LLM`` that was only attached serves on; its owner's next call would meet answers that are not his."""
     llm = ScriptedLLM(lambda _: [])

@@ -44,6 +44,7 @@ class LocalTransport(Transport, Endpoint):
         self.source = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._capturing = threading.Lock()
         self._transfers: dict[str, Transfer] = {}  # each operation on it is atomic
+        self._ended: dict[str, tuple[SaveSpec, threading.Event]] = {}  # what `read_ended` has still to read
         _open[self.source] = self
 
     def add(self, transfer: Transfer, handle: str = "") -> str:
@@ -52,7 +53,9 @@ class LocalTransport(Transport, Endpoint):
         return handle
 
     def collect(self, handle: str, transfer: Transfer, finished: bool) -> None:
-        """Check that a reserved transfer was read; the connector reports into ``transfer`` itself."""
+        """Wait until a transfer was read; the connector reports into ``transfer`` itself."""
+        if finished and (ended := self._ended.get(handle)) is not None:
+            ended[1].wait()
         if finished and is_reserved(handle) and transfer.captures.keys() - transfer.captured:
             transfer.error = transfer.error or RuntimeError("the request ended before its transfer was added")
 
@@ -111,26 +114,38 @@ class LocalTransport(Transport, Endpoint):
             transfer.loaded_tokens = load.end - load.begin
 
     def read_now(self, save: SaveSpec, meta: RequestMeta) -> bool:
-        transfer = self._transfers.get(save.handle)
-        if transfer is None or transfer.error is not None:
-            return True
-        try:
-            assert self.paged is not None
-            for name, (begin, end) in save.ranges.items():
-                transfer.captured[name] = self.paged.read(save.blocks, begin, end)
-                if self.draft_model is not None:
-                    transfer.drafted[name] = self.draft_model.paged.read(save.blocks, begin, end)
-                if self.states is not None and end == save.computed:
-                    transfer.states[name] = self.states.read(save.states)
-                slots = self.paged.slots(save.blocks, begin, end)
-                if self.outputs is not None:
-                    transfer.outputs[name] = self.outputs.read(slots)
-                if self.queries is not None and name == transfer.queries_of:
-                    transfer.queries = self.queries.read(slots)
-        except Exception as error:
-            transfer.error = error
-            _log.warning("reading spans back from the paged cache failed: %s", error)
+        self._ended[save.handle] = save, threading.Event()
         return True
+
+    def read_ended(self) -> None:
+        """Read the captures of requests that have ended; called between steps, behind the tokens of the last one and before
+        their blocks are given to others."""
+        for handle, (save, read) in list(self._ended.items()):
+            transfer = self._transfers.get(handle)
+            try:
+                if transfer is not None and transfer.error is None:
+                    self._read(save, transfer)
+            except Exception as error:
+                assert transfer is not None
+                transfer.error = error
+                _log.warning("reading spans back from the paged cache failed: %s", error)
+            finally:
+                del self._ended[handle]
+                read.set()
+
+    def _read(self, save: SaveSpec, transfer: Transfer) -> None:
+        assert self.paged is not None
+        for name, (begin, end) in save.ranges.items():
+            transfer.captured[name] = self.paged.read(save.blocks, begin, end)
+            if self.draft_model is not None:
+                transfer.drafted[name] = self.draft_model.paged.read(save.blocks, begin, end)
+            if self.states is not None and end == save.computed:
+                transfer.states[name] = self.states.read(save.states)
+            slots = self.paged.slots(save.blocks, begin, end)
+            if self.outputs is not None:
+                transfer.outputs[name] = self.outputs.read(slots)
+            if self.queries is not None and name == transfer.queries_of:
+                transfer.queries = self.queries.read(slots)
 
 
 def find(source: str) -> LocalTransport:
