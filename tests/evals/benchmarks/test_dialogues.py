@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import zipfile
 from collections.abc import Iterator
@@ -104,6 +105,25 @@ def test_prompts_are_the_dialogues_own(engine: Engine, tmp_path: Path) -> None:
         assert "".join(shown.split()) == "".join(
             rendered(engine, wanted[item.doc_id]).replace("<|image_pad|>", "").split()
         )
+
+
+@pytest.mark.parametrize("root", [".", "evaluation/SparklesEval"])
+def test_sparkleseval_lies_as_its_authors_give_it(tmp_path: Path, root: str) -> None:
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    wanted = benchmark("sparkles", write(plain)).items()
+    tagged = json.loads(re.sub(r"(IMAGE#\d+)", r"\1<Img><ImageHere></Img>", json.dumps(SPARKLES)))
+    for said in tagged[0]["dialogue"][1::2]:
+        said["content"] = said["content"].replace("<Img><ImageHere></Img>", "")  # answers have no pictures
+    folder = tmp_path / "given" / root
+    (folder / "annotations").mkdir(parents=True)
+    (folder / "annotations/sparkles_evaluation_sparkleseval_annotations.json").write_text(json.dumps(tagged))
+    (plain / "images").rename(folder / "images")
+    found = benchmark("sparkles", DataOptions(data=str(tmp_path / "given"))).items()
+    assert [(item.query, item.target, item.digest) for item in found] == [
+        (item.query, item.target, item.digest) for item in wanted
+    ]
+    assert len(found) == 2 and len(found[1].load()) == found[1].count
 
 
 def test_references_are_scored_by_rouge_l_and_exported_for_a_judge(tmp_path: Path) -> None:

@@ -29,6 +29,9 @@ NAMES = {
 }
 PLACEHOLDER = "<ImageHere>"
 _NAMED = re.compile(r"IMAGE#(\w+)")
+_TAG = f"<Img>{PLACEHOLDER}</Img>"
+"""What SparklesEval's own prompts have behind a picture's name, in place of the picture."""
+_OFFICIAL = "annotations/sparkles_evaluation_sparkleseval_annotations.json"
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,8 @@ class Dialogues(DataTask):
 
     splits = ("test",)
     answer_tokens = 512
-    file: str
-    pictures: str
+    layouts: tuple[tuple[str, str], ...]
+    """Annotations and the folder of pictures, as they may lie."""
 
     def __init__(self, name: str, options: DataOptions) -> None:
         super().__init__(name, NAMES[name], options)
@@ -81,17 +84,18 @@ class Dialogues(DataTask):
         """Name and turns of a row; ValueError naming ``where``."""
 
     def patterns(self) -> list[str]:
-        return [self.file, f"{self.pictures}/**", f"{self.pictures}.zip"]
+        return [name for file, pictures in self.layouts for name in (file, f"{pictures}/**", f"{pictures}.zip")]
 
     def rows(self, root: Path) -> Iterator[tuple[str, Any]]:
-        path = self.annotations(root / self.file)
+        file, pictures = next((one for one in self.layouts if (root / one[0]).is_file()), self.layouts[0])
+        path = self.annotations(root / file)
         rows = read_json(path)
         if not isinstance(rows, list):
             raise ValueError(f"{path} must be a list of dialogues, got {type(rows).__name__}")
         for number, row in enumerate(rows):
             where = f"{path} dialogue {number}"
             try:
-                name, turns = self.dialogue(row, root / self.pictures, where)
+                name, turns = self.dialogue(row, root / pictures, where)
             except ValueError as error:
                 yield where, error
                 continue
@@ -134,7 +138,7 @@ class Dialogues(DataTask):
 class MMDU(Dialogues):
     """``benchmark.json`` and its pictures; each ``<ImageHere>`` takes the next of ``image``."""
 
-    file, pictures = "benchmark.json", "mmdu_pics"
+    layouts = (("benchmark.json", "mmdu_pics"),)
 
     def dialogue(self, row: Any, folder: Path, where: str) -> tuple[str, list[Turn]]:
         read = checked(_MMDU, row, where)
@@ -153,9 +157,13 @@ class MMDU(Dialogues):
 
 
 class Sparkles(Dialogues):
-    """``sparkleseval.json`` and ``images/ID.jpg``; a picture stands after the first mention of its ``IMAGE#ID``."""
+    """Its official folder, that of all of Sparkles, or a file; a picture stands after the first mention of its ``IMAGE#ID``."""
 
-    file, pictures = "sparkleseval.json", "images"
+    layouts = (
+        ("sparkleseval.json", "images"),
+        (_OFFICIAL, "images"),
+        (f"evaluation/SparklesEval/{_OFFICIAL}", "evaluation/SparklesEval/images"),
+    )
 
     def dialogue(self, row: Any, folder: Path, where: str) -> tuple[str, list[Turn]]:
         read = checked(_Sparkles, row, where)
@@ -164,16 +172,16 @@ class Sparkles(Dialogues):
         turns = []
         for user, assistant in _pairs(messages, speakers, where):
             image_ids = [str(image.image_id) for image in user.images]
-            texts, names, at = [], [], 0
-            for match in _NAMED.finditer(user.content):
+            texts, names, at, content = [], [], 0, user.content.replace(_TAG, "")
+            for match in _NAMED.finditer(content):
                 if match[1] in image_ids and match[1] not in names:
-                    texts.append(user.content[at : match.end()])
+                    texts.append(content[at : match.end()])
                     names.append(match[1])
                     at = match.end()
             if missing := [name for name in image_ids if name not in names]:
                 raise ValueError(f"{where}: the text must name every picture as IMAGE#ID, got none for {missing}")
             paths = [inside(folder, f"{name}.jpg", where) for name in names]
-            turns.append(_turn([*texts, user.content[at:]], paths, assistant.content, self.options.text_words))
+            turns.append(_turn([*texts, content[at:]], paths, assistant.content, self.options.text_words))
         return str(read.evaluation_id), turns
 
 
