@@ -97,15 +97,18 @@ class DiskStore(SealedStore):
         self.read_only = self.path.is_dir() and not os.access(self.path, os.W_OK)
         self._scratch = tempfile.TemporaryDirectory(prefix="ctxwin-index-") if self.read_only else None
         if not self.read_only:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            for folder in (self.path, self.path / BLOBS, self.path / TEMP):
-                folder.mkdir(mode=0o700, exist_ok=True)
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             with contextlib.suppress(OSError):  # another user's folder, shared on purpose
                 self.path.chmod(0o700)
+            self._make_folders()
         self._cache = self._index.build(Path(self._scratch.name)) if self._scratch else self._index.open()
         remove_old((self.path / TEMP).glob("*.tmp"), 3600.0)
         if self._guarded(0, lambda: sum(1 for _ in walk(self.path)) - self._total("count")) > 0:
             self._collect(_ORPHAN_AGE_S)
+
+    def _make_folders(self) -> None:
+        for folder in (self.path / BLOBS, self.path / TEMP):
+            folder.mkdir(mode=0o700, exist_ok=True)
 
     def _row(self, key: str) -> Row | None:
         self._check_open()
@@ -216,6 +219,11 @@ class DiskStore(SealedStore):
     def _check_writable(self) -> Literal[False]:
         if self.read_only:
             raise OSError(errno.EROFS, "its folder is read only")
+        with self._lock:
+            if not self._index.stands(self._cache):  # a row in it would be lost
+                self._make_folders()
+                self._cache.close()
+                self._cache, self._oldest = self._index.open_or_rebuild(), None
         return False
 
     def _note_put(self, key: str, row: Row, size: int) -> None:

@@ -163,7 +163,14 @@ class IndexFolder:
             with contextlib.suppress(OSError):
                 (self.path / (_FILE + tail)).chmod(0o600)
         self.write_reserve()
+        cache.opened = (self.path / _FILE).stat()
         return cache
+
+    def stands(self, cache: Any) -> bool:
+        """Return True if ``cache`` is the file in the folder, False once that was deleted or another process made it again."""
+        with contextlib.suppress(OSError):
+            return os.path.samestat(cache.opened, (self.path / _FILE).stat())
+        return False
 
     def write_reserve(self) -> None:
         """Make the reserve file, unless it is there or the disk is full."""

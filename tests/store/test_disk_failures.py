@@ -106,6 +106,28 @@ class TestFailures:
         assert store.get("span/a") is None
         assert store.put("span/b", b"value") is False
         assert store.failures >= 1
+        (tmp_path / "store").mkdir()  # somebody makes it again, or mounts it
+        assert store.put("span/b", b"value") and store.get("span/b") == b"value" and store.stats().items == 1
+        with contextlib.closing(DiskStore(tmp_path / "store")) as other:
+            assert [*other.list()] == ["span/b"]
+
+    @pytest.mark.parametrize("how", ["folder", "index"])
+    def test_nothing_is_put_into_an_index_that_another_process_replaced(self, tmp_path: Path, how: str) -> None:
+        import shutil
+
+        folder = tmp_path / "store"
+        store = DiskStore(folder)
+        assert store.put("span/a", b"one")
+        if how == "folder":
+            shutil.rmtree(folder)
+        with contextlib.closing(DiskStore(folder)) as other:
+            if how == "index":
+                other._repair(damaged=True)
+            assert other.put("span/b", b"two")
+            assert store.put("span/c", b"three") and store.delete("span/c") and store.put("span/d", b"four")
+            there = ["span/b", "span/d"] if how == "folder" else ["span/a", "span/b", "span/d"]
+            assert [*store.list()] == [*other.list()] == there and other.get("span/d") == b"four"
+        store.close()
 
     def test_a_folder_that_is_read_only_is_read(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
