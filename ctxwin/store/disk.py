@@ -208,6 +208,8 @@ class DiskStore(SealedStore):
     def delete(self, key: str) -> bool:
         """Remove ``key``, leased or not; return False where there was none. Works on a full disk too."""
         row = self._row(check_key(key))
+        if row is None and self.ttl is not None:  # an expired record leaves as well: clocks are set back
+            self._guarded(0, self._cache.expire)
         if row is None or self._guarded(True, self._check_writable, "delete", key):
             return False
         with self._lock:

@@ -411,6 +411,16 @@ class TestUpkeep:
         DiskStore(tmp_path)
         assert [p.name for p in (tmp_path / "tmp").iterdir()] == ["new.tmp"]
 
+    def test_a_deleted_record_does_not_come_back_with_the_clock(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store, now = DiskStore(tmp_path, ttl=60), time.time
+        assert store.put("span/a", b"value")
+        monkeypatch.setattr(time, "time", lambda: now() + 3600)
+        assert store.get("span/a") is None and store.delete("span/a") is False
+        monkeypatch.setattr(time, "time", now)
+        assert store.get("span/a") is None and not blobs(tmp_path)
+
     def test_expired_values_free_their_files(self, tmp_path: Path) -> None:
         store = DiskStore(tmp_path, ttl=0.05)
         store.put("span/a", b"value")
