@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from openai import APIError
@@ -22,6 +23,7 @@ from ctxwin_client import RemoteWindow
 from ctxwin_client.errors import Quarantined
 from ctxwin_server.process.supervisor import DIED
 from system import running
+from waiting import wait_until
 
 
 def test_it_ends_cleanly_and_keeps_snapshots(server: Process) -> None:
@@ -63,6 +65,54 @@ def test_a_vllm_that_dies_is_an_exit_status(tmp_path: Path) -> None:
         os.kill(engine, signal.SIGKILL)
         assert server.process.wait(120) == DIED
         assert "Traceback" not in server.log.read_text().splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_chats_that_vllm_begins_at_once_are_preempted_and_lose_their_vllm(tmp_path: Path) -> None:
+    """Their windows are updated while they run; every answer is the one without a window."""
+    few = ("--max-model-len", "512", "--block-size", "32", "--num-gpu-blocks-override", "25")
+    with running_server(tmp_path, *few, restarts=1) as server, ThreadPoolExecutor(4) as pool:
+
+        def ask(messages: list[Any], windows: str, **options: Any) -> Any:
+            extra = {"ignore_eos": True, "ctxwin": {"windows": windows, "fidelity": {"mode": "exact"}}}
+            asked = {"model": "tiny", "temperature": 0, "max_tokens": 60, **options}
+            return server.client().chat.completions.create(messages=messages, extra_body=extra, **asked)
+
+        def converse(j: int) -> list[Any]:
+            messages: list[Any] = [
+                {"role": "system", "content": f"You watch door {j}, and tell what has changed there."}
+            ]
+            for turn in range(4):
+                messages.append({"role": "user", "content": f"Step {turn}: a light is on. What is there?"})
+                answer = ask(messages, "auto").choices[0].message.content
+                messages.append({"role": "assistant", "content": answer})
+            return messages
+
+        def assert_right(messages: list[Any]) -> None:
+            for i in range(2, len(messages), 2):
+                assert ask(messages[:i], "off").choices[0].message.content == messages[i]["content"]
+
+        talks = [*pool.map(converse, range(4))]
+        assert server.metrics()['vllm:num_preemptions_total{engine="0",model_name="tiny"}'] > 0
+        for messages in talks:
+            assert_right(messages)
+        turn = [*talks[0], {"role": "user", "content": "And now?"}]
+        stream = iter(ask(turn, "auto", stream=True, max_tokens=200))
+        next(stream)
+        (engine,) = [
+            pid for pid in descendants(server.process.pid) if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        os.kill(engine, signal.SIGKILL)
+        with pytest.raises(APIError):
+            for _ in stream:
+                pass
+        assert wait_until(lambda: "starting again" in server.log.read_text(), 60)
+        server.wait()
+        for _ in range(2):  # what the dead one had read back, and nothing else, is served
+            turn.append({"role": "assistant", "content": ask(turn, "auto").choices[0].message.content})
+            turn.append({"role": "user", "content": "And now?"})
+        assert_right(turn[:-1])
+        assert not server.metrics().get('ctxwin_chats_total{behind="failed",tenant=""}')
 
 
 FAULT = """
