@@ -19,7 +19,13 @@ def _integer(value: int) -> bytes:
 
 
 def _feed(h: Any, value: Any) -> None:
-    if value is None:
+    if isinstance(value, str):  # most parts are digests
+        try:
+            raw = value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"text must be Unicode, got half of a surrogate pair, {value[error.start]!r}") from None
+        h.update(b"s" + struct.pack(">Q", len(raw)) + raw)
+    elif value is None:
         h.update(b"N")
     elif isinstance(value, bool):
         h.update(b"T" if value else b"F")
@@ -27,12 +33,6 @@ def _feed(h: Any, value: Any) -> None:
         h.update(_integer(int(value)))  # equal numbers share a cached encoding, members of an enumeration as well
     elif isinstance(value, float):
         h.update(b"f" + struct.pack(">d", value))
-    elif isinstance(value, str):
-        try:
-            raw = value.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"text must be Unicode, got half of a surrogate pair, {value[error.start]!r}") from None
-        h.update(b"s" + struct.pack(">Q", len(raw)) + raw)
     elif isinstance(value, bytes | bytearray | memoryview):
         view = memoryview(value).cast("B")
         h.update(b"b" + struct.pack(">Q", len(view)))

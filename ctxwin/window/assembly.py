@@ -24,7 +24,7 @@ from ctxwin.errors import ChunkUnavailable
 from ctxwin.fidelity import Fidelity
 from ctxwin.profiles import compress_deficit, served_basis
 from ctxwin.window.answer import Plan
-from ctxwin.window.changes import Memo
+from ctxwin.window.changes import Memo, with_fields
 from ctxwin.window.choice import Choice
 from ctxwin.window.continuation import Continuation
 from ctxwin.window.forecast import salt_of, with_forecast
@@ -144,23 +144,22 @@ class Assembly:
         while True:
             choices, has, prices = self._choose(state, fidelity)
             _, ms = steps_of(state, choices, system_prompt_key(state), has, prices)
-            fetched = self._fetch_layout(state, choices, work, ahead)
+            fetched = self._fetch_layout(state, choices, work, ahead, has, Reads(costs, prices.tier))
             if fetched is not None:
                 own_ms = 1e3 * (costs.clock() - began) - (work.priced_ms - priced)
                 costs.learn(costs.library, (1, len(choices)), own_ms)
-                return replace(fetched, ms=ms)
+                return with_fields(fetched, ms=ms)
 
     def _fetch_layout(
-        self, state: State, choices: Sequence[Choice], work: Work, ahead: dict[str, SpanKV]
+        self, state: State, choices: Sequence[Choice], work: Work, ahead: dict[str, SpanKV], has: Has, reads: Reads
     ) -> Layout | None:
         """Return the layout with its KV; None if some of it turned out to be missing.
 
         ``ahead``: spans computed while reads went on, by key; they serve the next round, too.
         """
-        reads = Reads(self.engine.costs, self.repo.tier)
         ends = [*accumulate([c.entry.tokens for c in choices], initial=state.system_prompt_tokens)][1:]
         cached = 0
-        if self.cached_tokens is not None and self.has(system_prompt_key(state)):
+        if self.cached_tokens is not None and has(system_prompt_key(state)):
             computed = (end - c.entry.tokens for c, end in zip(choices, ends, strict=True) if c.compute)
             cached = self.cached_tokens(min(computed, default=state.tokens))
         newest, start = self.newest, state.system_prompt_advance
@@ -175,7 +174,7 @@ class Assembly:
                 reads.begin(source.span, choice.slots, self._span_read(source, encoded, choice.entry.chunk_id))
                 if (key := choice.conditioning.patch) is not None:
                     reads.begin(key, encoded.tokens, partial(self.repo.get_patch, key, found=True))
-        system_prompt = self.system_prompt(state, work, reads, cached)
+        system_prompt = self.system_prompt(state, work, reads, cached, has)
         segments, counts = [system_prompt, *standing], [*newest.loaded.counts[: len(standing) + 1]]
         contents = dict.fromkeys(newest.loaded.contents[: counts[-1]])  # in order, each once
         early: dict[int, SpanKV] = {}
@@ -201,7 +200,7 @@ class Assembly:
                     return None
                 for record in (patch.meta if patch else {}, {} if conditioning.exact else stored[1]):
                     contents.update(dict.fromkeys(record.get("absorbed", ())))
-                segment = replace(
+                segment = with_fields(
                     segment, span=stored[0], approximate=not choice.in_place, patch=patch,
                     patch_key=conditioning.patch or "", merged=conditioning.slots is not None,
                 )  # fmt: skip
@@ -238,14 +237,17 @@ class Assembly:
             )
         return encoded
 
-    def system_prompt(self, state: State, work: Work, reads: Reads | None = None, cached: int = 0) -> Segment:
+    def system_prompt(
+        self, state: State, work: Work, reads: Reads | None = None, cached: int = 0, has: Has | None = None
+    ) -> Segment:
         encoded, key = self.engine.encode_system_prompt(state.system_prompt), system_prompt_key(state)
         stored = None
         if encoded.tokens <= cached:
             return Segment(encoded, 0, span_key=key, cached=True)
-        if self.has(key):
+        if (has or self.has)(key):
             reads = reads or Reads(self.engine.costs, self.repo.tier)
-            stored = self._read(key, encoded.tokens, work, partial(self.repo.get_span, key, encoded.token_ids), reads)
+            read = partial(self.repo.get_span, key, encoded.token_ids, found=True)
+            stored = self._read(key, encoded.tokens, work, read, reads)
         span = None if stored is None else stored[0]
         return Segment(encoded, 0, span=span, capture=span is None, span_key=key)
 

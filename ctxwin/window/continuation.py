@@ -46,7 +46,7 @@ class LoadedFront:
         for choice, segment in zip(layout.choices[known:], layout.segments[known + 1 :], strict=True):
             if choice.compute or choice.partial_base is not None or segment.span is None:
                 break
-            bare, span = replace(segment, span=None, patch=None), weakref.ref(segment.span)
+            bare, span = with_fields(segment, span=None, patch=None), weakref.ref(segment.span)
             patch = _no_patch if segment.patch is None else weakref.ref(segment.patch)
             chunks.append(LoadedChunk(choice.front, choice.conditioning, bare, span, patch))
         return LoadedFront(chunks, layout.counts, layout.contents)

@@ -138,7 +138,7 @@ def choose(
             front = next_front or front.extended_by(entry, choice.conditioning)
         else:
             if front.antecedents.run != ids.run:  # what is made anew is named by the newest order
-                front = replace(front, antecedents=ids.through(placed[i - 1].id, i) if i else none)
+                front = with_fields(front, antecedents=ids.through(placed[i - 1].id, i) if i else none)
             stored: dict[str, bool] = {}
             look = partial(_look_up, has, stored)
             admissible = _admissible(state, entry, front, survival, differences, allowed, look, memo)

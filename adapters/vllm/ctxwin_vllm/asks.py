@@ -106,15 +106,10 @@ class AskRunner:
         if not ask.salt and any(segment.merged for segment in layout):
             raise ValueError("salt must name a namespace of the layout's own, since merged KV is not exact, got ''")
         generation = Generation()
-        # Without spans everything is computed in place, which is exact, so it belongs to (and may use) the exact namespace.
-        bare = without_spans(layout)
-        if self._kv.recurrent:  # states before the last segment are read back only where spans are loaded
-            last = len(bare) - 1 if not ask.tail else -1
-            bare = [replace(segment, capture=segment.capture and i == last) for i, segment in enumerate(bare)]
-        tries = [*[(layout, ask)] * (3 if ask.salt else 2), (bare, replace(ask, salt=""))]
-        if self._kv.maps and not ask.tail:  # a chunk that is computed with its predecessors has no map of its own
-            tries.pop()
-        for remaining, (segments, request) in zip(range(len(tries) - 1, -1, -1), tries, strict=True):
+        # A chunk that is computed with its predecessors has no map of its own.
+        without = not self._kv.maps or bool(ask.tail)
+        for remaining in range((2 if ask.salt else 1) + without, -1, -1):
+            segments, request = self._without_spans(layout, ask) if without and not remaining else (layout, ask)
             try:
                 with engine_errors():
                     outcome = self._attempt(generation, segments, base, request)
@@ -132,6 +127,14 @@ class AskRunner:
                 self.count_retry()
         self.count(generation, tally)
         return generation, outcome
+
+    def _without_spans(self, layout: Sequence[Segment], ask: Ask) -> tuple[Sequence[Segment], Ask]:
+        """Return a layout that is computed in place: that is exact, and belongs to (and may use) the exact namespace."""
+        bare = without_spans(layout)
+        if self._kv.recurrent:  # states before the last segment are read back only where spans are loaded
+            last = len(bare) - 1 if not ask.tail else -1
+            bare = [replace(segment, capture=segment.capture and i == last) for i, segment in enumerate(bare)]
+        return bare, replace(ask, salt="")
 
     def count_retry(self) -> None:
         """Add a request that was submitted again to the engine's counters."""
@@ -340,7 +343,7 @@ class AskRunner:
         offsets = [0, *itertools.accumulate(segment.tokens for segment in segments)]
         cached = sum(1 for _ in itertools.takewhile(lambda segment: segment.cached, segments))
         leading = itertools.takewhile(lambda segment: segment.span is not None, segments[cached:])
-        loads = tuple(replace(segment, start=segment.start - base) for segment in leading if segment.tokens)
+        loads = tuple(replace(s, start=s.start - base) if base else s for s in leading if s.tokens)
         captures: dict[str, tuple[int, int | None]] = {
             str(i): (offsets[i], offsets[i + 1]) for i in capture if segments[i].encoded.tokens
         }
