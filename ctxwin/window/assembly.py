@@ -124,6 +124,10 @@ class Assembly:
         prices = Prices(self.engine.costs, Memo(self.repo.tier, tiers).__getitem__)
         return self.newest.holding(were, stored), Memo(self.has, stored).__getitem__, prices
 
+    def choose(self, state: State, fidelity: Fidelity) -> Sequence[Choice]:
+        """Return the choices for ``state``."""
+        return self._choose(state, fidelity)[0]
+
     def _choose(self, state: State, fidelity: Fidelity) -> tuple[Sequence[Choice], Has, Prices]:
         """Return the choices for ``state``, and what they were made with."""
         previous, has, prices = self.look_up()

@@ -229,7 +229,6 @@ def _admissible(
     memo: Mapping[str, ServedMemo],
 ) -> Iterator[Choice]:
     """Yield all admissible choices for a chunk, in order; a forward comes last."""
-    _, base = canonical_key(state, entry.chunk_id)
     if not entry.conditioned or fidelity.mode == "blind":
         conditioning = _canonical(state, entry, front, has)
         yield Choice(entry, "canonical", front, conditioning, form_canonical=not has(conditioning.span))
@@ -262,7 +261,7 @@ def _admissible(
             absorbed = interval_union(here.absorbed, previous.absorbed)
             here = here.model_copy(update={"base": previous.span, "absorbed": absorbed})
         yield from _own_kv(entry, front, here, reusable, gaps, edited, fidelity, has)
-        yield from _patches(state, entry, front, here, base, fidelity, has)
+        yield from _patches(state, entry, front, here, canonical_key(state, entry.chunk_id)[1], fidelity, has)
         earlier = memo.get(front.contents_with(entry))
         keys = [earlier.conditioning.span, earlier.conditioning.patch] if earlier else []
         allowed = earlier and fidelity.allows(earlier.lane) and (earlier.lane != "survivor" or fidelity.keeps_survivors)

@@ -176,6 +176,7 @@ class Core:
                 layers, draft_layers = split(layers, self.kv.layers)
                 transport.draft_model = DraftModelKV(draft_layers, self.draft_model, self.block, alone=True)
             transport.paged = PagedKV(layers, self.kv, self.block, alone=True)
+            transport.step = cast("StepDriver", driver).step
             if self.kv.recurrent:
                 groups = layer_groups(cast("StepDriver", driver).llm)
                 transport.states = PagedStates(layers, groups, self.kv.maps)

@@ -246,6 +246,10 @@ class StepDriver(Driver):
         self._post(run)
         return future.result()
 
+    def step(self) -> None:
+        """Have vLLM take a step for its connector, where no request is in flight; else return between two steps."""
+        self.call(lambda: None if self._tickets else self._engine.step())
+
     def _rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         results: list[Any] = self.call(lambda: self.llm.collective_rpc(method, args=args))
         return results

@@ -5,7 +5,7 @@ import secrets
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -153,16 +153,20 @@ class Inputs:
         if self.model is None:
             raise EngineFailed("the engine is closed; open a new one")
         count = len(token_ids)
-        if not self._uses_mrope:
+        if not self._uses_mrope or (not media and self._counts_text):
             return np.tile(np.arange(count, dtype=np.int64), (3, 1)), count
-        if not count:
-            return np.zeros((3, 0), dtype=np.int64), 0
         features = [self._feature(span, None) for span in media]
         positions, delta = self.model.get_mrope_input_positions(list(token_ids), features)
         rows = np.asarray(positions, dtype=np.int64)
         if rows.shape != (3, count):
             raise UnsupportedModel(f"the model must give positions [3, {count}], got {list(rows.shape)}")
         return rows, count + int(delta)
+
+    @cached_property
+    def _counts_text(self) -> bool:
+        """True if the model gives text the positions 0, 1, 2, ... in all rows, as M-RoPE has it: it is asked once."""
+        positions, delta = self.model.get_mrope_input_positions([0] * 8, [])
+        return not int(delta) and bool((np.asarray(positions) == np.arange(8)).all())
 
     def end_at(self, segments: Sequence[Segment], end: int, uncut: bool) -> tuple[list[Segment], Encoded | None]:
         """Return the segments before ``end``, and the tokens that must follow them where ``end`` cuts a medium.

@@ -14,7 +14,7 @@ from ctxwin_vllm.core import Core
 from ctxwin_vllm.inputs import join
 from ctxwin_vllm.transport import Transfer
 
-_EMBEDDED_BYTES = 64 << 20
+_EMBEDDED_BYTES, _CUT_BYTES = 64 << 20, 16 << 20
 
 
 class PromptBuilder(Protocol):
@@ -43,6 +43,7 @@ class EnginePrompts:
     def __init__(self, core: Core, tenant: str, identity: str, encoder: Encoder) -> None:
         self.core, self.tenant, self._identity, self.encoder = core, tenant, identity, encoder
         self._embeddings: LRUCache[torch.Tensor] = LRUCache(_EMBEDDED_BYTES)  # of the media of recent requests
+        self.cut_prompts: LRUCache[Any] = LRUCache(_CUT_BYTES)  # of chats, see `rendered.CutPrompt`
 
     def namespace(self, segments: Sequence[Segment], salt: str) -> CacheNamespace:
         """See `PromptBuilder`."""

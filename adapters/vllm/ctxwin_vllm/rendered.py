@@ -1,9 +1,5 @@
 """Prompts that vLLM's own server has rendered, served with spans: the ids, the pictures and the sampling stay vLLM's.
 
-`split` cuts a prompt into the segments of a window. A picture with its two marks is one segment. Text between pictures is cut
-after the header of every turn, so that a turn's end and the next header belong to the preceding text. A cut depends on nearby
-tokens alone, so the unchanged part of a conversation is cut the same way every time.
-
 `RenderedRequest` answers for one such prompt. Its requests carry the pictures as vLLM's renderer gave them, under the names by
 which vLLM itself caches them: a load that fails leaves a request that vLLM can compute.
 """
@@ -11,18 +7,20 @@ which vLLM itself caches them: a load that fails leaves a request that vLLM can 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import threading
 from array import array
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
 from ctxwin.engines.cost import CostModel, Stopwatch, Workload
+from ctxwin.engines.encoding.segmentation import SEEN, split
 from ctxwin.engines.results import Generation
 from ctxwin.engines.sampling import Sampling
 from ctxwin.engines.segments import Encoded, MediaSpan, Segment
@@ -41,14 +39,12 @@ if TYPE_CHECKING:
 
     from ctxwin_vllm.transport import Transfer
 
-HEADER = 16
-"""Most tokens between the mark of a turn and the end of its header."""
-LONG = 256
-"""Tokens of a text from which on it is also cut after a line."""
 MOST_SEGMENTS = 512
 STEP_MS = 4.0
 """Milliseconds of the step in which vLLM's processes load KV in the background, apart from the load itself."""
 _PICTURE_BYTES = 512
+_TOKEN_BYTES = 64
+"""Of a `CutPrompt`, by estimate: an id and its three positions."""
 
 
 class NotAWindow(ValueError):
@@ -199,49 +195,12 @@ class Pictures:
         return picture
 
 
-def split(
-    prompt: RenderedPrompt, special: frozenset[int], wraps: frozenset[int], line: Callable[[int], bool]
-) -> list[int]:
-    """Return where the segments of a prompt begin, with its length as the last entry.
+class CutPrompt(NamedTuple):
+    """How a prompt was cut: for its next one, which begins with it. ``pictures``: offset and content of each."""
 
-    Args:
-        special: ids that no text is made of.
-        wraps: the ids among them that open or close a picture.
-        line: whether an id's text ends a line.
-    """
-    ids, end = prompt.ids, len(prompt.ids)
-    cuts, begin = {0, end}, 0
-    texts: list[tuple[int, int]] = []  # between the pictures: most of a prompt is pictures
-    for medium in prompt.media:
-        first, stop = medium.offset, medium.offset + medium.tokens
-        first -= first > 0 and ids[first - 1] in wraps
-        stop += stop < end and ids[stop] in wraps
-        cuts |= {first, stop}
-        texts.append((begin, first))
-        begin = stop
-    texts.append((begin, end))
-    for begin, stop in texts:
-        cuts.update(_text_begin(ids, i, special, line) for i in range(begin, stop) if ids[i] in special)
-    starts: list[int] = []
-    pictures = {stop for _, stop in texts[:-1]}
-    for begin, stop in itertools.pairwise(sorted(cuts)):
-        starts.append(begin)
-        if begin not in pictures and stop - begin > LONG:
-            for i in range(begin + LONG - 1, stop - 1):
-                if i + 1 - starts[-1] >= LONG and line(ids[i]):
-                    starts.append(i + 1)
-    return [*starts, end]
-
-
-def _text_begin(ids: Sequence[int], at: int, special: frozenset[int], line: Callable[[int], bool]) -> int:
-    """Return where the text after the mark at ``at`` begins; 0 where another mark comes first."""
-    stop = min(len(ids), at + 1 + HEADER)
-    for i in range(at + 1, stop):
-        if ids[i] in special:
-            return 0
-        if line(ids[i]):
-            return i + 1 if i + 1 < len(ids) and ids[i + 1] not in special else 0
-    return min(at + 1, len(ids) - 1)
+    cuts: Sequence[int]
+    segments: list[tuple[Chunk, Encoded]]
+    pictures: list[tuple[int, str]]
 
 
 @dataclass
@@ -308,16 +267,20 @@ class RenderedRequest(Engine):
         self._media = {medium.name: medium for medium in prompt.media}
         tokens, media = engine.encoder.tokens, engine.encoder.checkpoint.media
         wraps = frozenset(() if media is None else (i for i in (media.start, media.end) if i is not None))
-        cuts = split(prompt, tokens.special, wraps, tokens.ends_line)
+        self._block_names = prompt.block_names(engine)
+        known, segments = self._known()
+        cuts = split(prompt.ids, prompt.spans, tokens.special, wraps, tokens.ends_line, known)
         if not 3 <= len(cuts) <= MOST_SEGMENTS + 1:
             raise NotAWindow(f"a window behind a chat has 2 to {MOST_SEGMENTS} segments, got {len(cuts) - 1}")
-        self._encoded: dict[str, Encoded] = {}
-        first, *between, last = self._segments(cuts)
-        self.system_prompt, self._first = first
-        self.query_chunk, self.query = last
+        segments += self._segments(cuts, len(segments))
+        self._encoded = {encoded.chunk_id: encoded for _, encoded in segments}
+        (self.system_prompt, self._first), *between, (self.query_chunk, self.query) = segments
         self.chunks = [chunk for chunk, _ in between]
         prefixes = engine.core.prefixes
-        self._block_names = prompt.block_names(engine)
+        if self._block_names:
+            pictures = [(m.offset, m.picture.content()) for m in prompt.media]
+            cut = CutPrompt(cuts, segments, pictures)
+            engine.prompts.cut_prompts.put(self._block_names[-1].hex(), cut, _TOKEN_BYTES * len(prompt.ids))
         # vLLM computes a prompt's last token, and with it its block.
         self._hit = min(prefixes.hit(self._block_names), (len(prompt.ids) - 1) // prefixes.block * prefixes.block)
 
@@ -442,24 +405,33 @@ class RenderedRequest(Engine):
         client_salt = self._rendered.salt
         return self._engine.prompts.salted(digest(namespace.salt, client_salt)) if namespace.salt else client_salt
 
-    def _segments(self, cuts: Sequence[int]) -> list[tuple[Chunk, Encoded]]:
+    def _known(self) -> tuple[Sequence[int], list[tuple[Chunk, Encoded]]]:
+        """Return the first cuts and segments, as far as the newest prompt that ends in one of the same blocks had them."""
+        cached = self._engine.prompts.cut_prompts
+        for i in range(len(self._block_names), 0, -1):
+            if (cut := cached.get(self._block_names[i - 1].hex())) is not None:
+                count = bisect_right(cut.cuts, i * self._engine.core.block - SEEN) - 1
+                pictures = [(m.offset, m.picture.content()) for m in self._rendered.media if m.offset < cut.cuts[count]]
+                if count > 0 and cut.pictures[: len(pictures)] == pictures:  # a name does not say what a picture shows
+                    return cut.cuts[: count + 1], cut.segments[:count]
+                break
+        return (0,), []
+
+    def _segments(self, cuts: Sequence[int], known: int) -> Iterator[tuple[Chunk, Encoded]]:
+        """Yield the segments behind the first ones, which are ``known``."""
         prompt, spans = self._rendered, self._rendered.spans
-        positions, end = self._engine.core.inputs.positions(prompt.ids, spans)
-        self._positions = positions
-        starts = [*positions[:, cuts[:-1]].min(axis=0).tolist(), end]
-        segments, ahead = [], deque(spans)
-        for i, (begin, stop) in enumerate(itertools.pairwise(cuts)):
+        self._positions, end = self._engine.core.inputs.positions(prompt.ids, spans)
+        starts = [*self._positions[:, cuts[known:-1]].min(axis=0).tolist(), end]
+        ahead = deque(span for span in spans if span.offset >= cuts[known])
+        for (begin, stop), (start, next_start) in zip(pairwise(cuts[known:]), pairwise(starts), strict=True):
             ids, media = prompt.ids[begin:stop], list[MediaSpan]()
             while ahead and ahead[0].offset < stop:
                 media.append(replace(ahead[0], offset=ahead[0].offset - begin))
                 ahead.popleft()
             pictures = tuple((self._media[span.key].picture.content(), span.grid_thw) for span in media)
             chunk = _segment_chunk(self._engine.tenant, array("I", ids).tobytes(), pictures)
-            local = positions[:, begin:stop] - starts[i]
-            encoded = Encoded(chunk.id, ids, local, starts[i + 1] - starts[i], tuple(media))
-            self._encoded[chunk.id] = encoded
-            segments.append((chunk, encoded))
-        return segments
+            local = self._positions[:, begin:stop] - start
+            yield chunk, Encoded(chunk.id, ids, local, next_start - start, tuple(media))
 
 
 @lru_cache(maxsize=1024)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator
+from bisect import bisect_right
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctxwin.engines.cost import CostModel, attended
+from ctxwin.engines.encoding.segmentation import HEADER, LONG, SEEN, split
 from ctxwin.engines.results import Generation
 from ctxwin.engines.segments import Encoded, Segment
-from ctxwin_vllm.rendered import HEADER, LONG, NotAWindow, Pictures, SubmittedRequest, split
+from ctxwin_vllm.rendered import NotAWindow, Pictures, SubmittedRequest
 from ctxwin_vllm.transport import Transfer
 
 OPEN, CLOSE, LINE, START, PAD, END = 90, 91, 10, 92, 93, 94
@@ -63,8 +65,13 @@ def prompt_of(ids: list[int], **fields: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def cut(ids: list[int], known: Sequence[int] = (0,)) -> list[int]:
+    prompt, wraps = Pictures().read(prompt_of(ids)), frozenset((START, END))
+    return split(prompt.ids, prompt.spans, SPECIAL, wraps, lambda token: token == LINE, known)
+
+
 def segments(ids: list[int]) -> list[list[int]]:
-    cuts = split(Pictures().read(prompt_of(ids)), SPECIAL, frozenset((START, END)), lambda token: token == LINE)
+    cuts = cut(ids)
     assert cuts[0] == 0 and cuts[-1] == len(ids) and cuts == sorted(set(cuts))
     return [ids[a:b] for a, b in itertools.pairwise(cuts)]
 
@@ -112,6 +119,25 @@ def test_what_stays_is_cut_as_before(turns: list[tuple[int, int, bool]], data: s
     whole = [tuple(part) for part in segments(rendered(everything))]
     for part in segments(rendered(kept))[:-1]:
         assert tuple(part) in whole
+
+
+@given(
+    shared=st.lists(st.sampled_from((OPEN, CLOSE, LINE, START, PAD, END, 1, 2)), max_size=120),
+    rests=st.tuples(*[st.lists(st.sampled_from((OPEN, CLOSE, LINE, START, PAD, END, 1)), max_size=60)] * 2),
+    block=st.integers(1, 8),
+)
+def test_a_prompt_is_cut_alike_from_where_an_earlier_one_was(
+    shared: list[int], rests: tuple[list[int], list[int]], block: int
+) -> None:
+    """However near its end, or in which picture, the earlier one stops."""
+
+    shared = [token for token in shared for _ in range(40 if token == 2 else 1)]  # texts that are cut behind lines
+    earlier, ids = ([*shared, *rest, 1] for rest in rests)
+    known = cut(earlier)
+    same = min(i != PAD for i in (*earlier[len(shared) :][:1], *ids[len(shared) :][:1]))
+    end = len(shared) // block * block if same else 0  # else a picture goes on
+    count = bisect_right(known, end - SEEN) - 1
+    assert cut(ids, known[: max(0, count) + 1]) == cut(ids)
 
 
 def test_what_no_window_can_hold_says_why() -> None:

@@ -205,28 +205,39 @@ class TestReservedTransfers:
         scheduler.endpoint.read_ended()
         assert list(transfer.captured) == [name for name, (_, end) in captures.items() if end == 12]
 
-    def test_are_read_behind_the_step_within_one_process(self, scheduler: Any) -> None:
-        scheduler.endpoint.paged, scheduler.endpoint.in_memory = mock.Mock(), True
-        for added in (True, False):
-            handle, request = self.begun(scheduler)
-            transfer, order = Transfer(captures={"0": (8, 12)}, expected_hit=8), list[str]()
-            if added:
-                scheduler.endpoint.add(transfer, handle)
-            assert scheduler.request_finished(request, [0, 1, 2]) == (False, None)
-            assert not transfer.captured, "the tokens of the step come first"
+    @pytest.mark.parametrize("added", [True, False])
+    def test_are_read_behind_the_step_within_one_process_or_behind_one_that_finds_their_transfer(
+        self, scheduler: Any, added: bool
+    ) -> None:
+        endpoint, (handle, request) = scheduler.endpoint, self.begun(scheduler)
+        endpoint.paged, endpoint.in_memory, steps = mock.Mock(), True, list[Any]()
+        endpoint.step = lambda: steps.append(scheduler.build_connector_meta(None).saves)
+        transfer, order = Transfer(captures={"0": (8, 12)}, expected_hit=8), list[str]()
+        if added:
+            endpoint.add(transfer, handle)
+        assert scheduler.request_finished(request, [0, 1, 2]) == (not added, None)
+        assert not transfer.captured, "the tokens of the step come first"
+        endpoint.add(transfer, handle)
 
-            def collect(handle: str = handle, transfer: Transfer = transfer, order: list[str] = order) -> None:
-                scheduler.endpoint.collect(handle, transfer, True)
-                order.append("collected")
+        def collect() -> None:
+            endpoint.collect(handle, transfer, True)
+            order.append("collected")
 
-            waiting = threading.Thread(target=collect)
-            waiting.start()
-            waiting.join(0 if added else None)
-            order.append("read")
-            scheduler.endpoint.read_ended()
-            waiting.join(30)
-            assert order == (["read", "collected"] if added else ["collected", "read"])
-            assert (list(transfer.captured), transfer.error is None) == ((["0"], True) if added else ([], False))
+        waiting = threading.Thread(target=collect)
+        waiting.start()
+        while not endpoint._ended:
+            waiting.join(0.01)
+        order.append("read")
+        endpoint.read_ended()
+        waiting.join(30)
+        assert order == ["read", "collected"] and list(transfer.captured) == ["0"] and transfer.error is None
+        assert [save.last for saves in steps for save in saves] == [True] * (not added)
+        assert not scheduler.has_pending_block_frees()
+
+    def test_that_no_step_finds_fail(self, scheduler: Any) -> None:
+        transfer, scheduler.endpoint.step = Transfer(captures={"0": (8, 12)}), lambda: None
+        scheduler.endpoint.collect(scheduler.endpoint.add(transfer, new_handle(reserved=True)), transfer, True)
+        assert "before its transfer was added" in str(transfer.error)
 
     def test_that_cannot_be_read_fail_their_request_alone(self, scheduler: Any) -> None:
         scheduler.endpoint.paged = mock.Mock(read=mock.Mock(side_effect=[OSError("gone"), ("k", "v")]))

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from itertools import compress, count
+from operator import attrgetter, ne
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.engines.segments import Segment
@@ -31,7 +33,6 @@ from ctxwin.window.layout import Layout, Work
 from ctxwin.window.placement import initial_state, placement
 from ctxwin.window.state import FORMAT, Placed, State
 from ctxwin.window.sync import sync_steps
-from ctxwin_chats.prediction import common_prefix
 from ctxwin_chats.records import Record, Records
 from ctxwin_chats.shared_records import SavedRecords
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 KEPT, SERVED = 256, 1024
 """For each conversation: evicted segments that may come back, and segments whose way of being served is remembered."""
+_CHUNK_ID = attrgetter("chunk_id")
 _log = logging.getLogger("ctxwin.serve")
 
 
@@ -196,7 +198,7 @@ class Conversations(Records[Conversation]):
     def _write_back(self, turn: Turn, captured: dict[int, SpanKV]) -> State:
         assembly = Assembly(turn.engine, memo=turn.conversation.memo)
         state = assembly.write_back(turn.state, turn.layout, captured, turn.fidelity)
-        turn.conversation.newest.choices = assembly.newest.choices
+        turn.conversation.newest.choices = assembly.choose(state, turn.fidelity)  # for the next request
         while len(assembly.memo) > SERVED:
             assembly.memo.popitem(last=False)
         span = captured.get(len(turn.layout.segments))
@@ -232,9 +234,10 @@ class Conversations(Records[Conversation]):
         with self._update_lock:
             conversation = self._continued(engine, opened, name, patient)
             state, edits = conversation.state, Counter[str]()
-            steps = sync_steps(
-                state, engine.chunks, partial(placement, engine, seed=conversation.seed), State.find_evicted, move=False
-            )
+            place = partial(placement, engine, seed=conversation.seed)
+            # Exact KV is found by its provenance; any other counts as moved: `without_transient`.
+            returning = _without_kv if fidelity.mode == "exact" else State.find_evicted
+            steps = sync_steps(state, engine.chunks, place, returning, move=False)
             for new, edit, ids in steps:
                 state = new
                 edits[edit.op] += len(ids)
@@ -249,19 +252,16 @@ class Conversations(Records[Conversation]):
         A new one where none shares anything.
         """
         ids, key = [chunk.id for chunk in engine.chunks], digest("conversation", name, opened.system_prompt_key)
-        best, best_score, shared = None, (0, 0), 0
-        for candidate in reversed(self.find(key)):  # among equals the most recently used wins
-            placed = candidate.state.placed
-            if shared and (len(placed) < shared or any(placed[i].chunk_id != ids[i] for i in (0, shared - 1))):
-                continue  # it shares a shorter prefix
-            score, count = _common(placed, ids)
-            if score > best_score:
-                best, best_score, shared = candidate, score, count
+        found = [(_shared_prefix(candidate.state.placed, ids), candidate) for candidate in reversed(self.find(key))]
+        longest, best, most = max((shared for shared, _ in found), default=0), None, 0
+        for shared, candidate in found:  # among equals the most recently used wins
+            if shared == longest and (tokens := _shared_tokens(candidate.state.placed, ids)) > most:
+                best, most = candidate, tokens
         if best is None:
             return Conversation(key=key, name=name, size=0, state=opened, seed=_new_seed(opened.system_prompt_key))
         if patient and best.write_backs:
             raise WriteBackPending([*best.write_backs])
-        if 2 * best_score[1] >= sum(entry.tokens for entry in best.state.placed):
+        if 2 * most >= sum(entry.tokens for entry in best.state.placed):
             return best
         return Conversation(key=key, name=name, size=0, state=best.state, seed=_new_seed(best.seed))
 
@@ -273,14 +273,23 @@ def resolved_fidelity(fidelity: Fidelity, model: str, second: int) -> Fidelity:
     return fidelity.model_copy(update={"recompute": None, "merge": None})
 
 
+def _without_kv(state: State, placement: str) -> Placed:
+    """Return an evicted placement as one without KV."""
+    return state.find_evicted(placement).replace(kv=None)
+
+
 def _new_seed(base: str) -> str:
     return digest("seed", base, time.monotonic_ns())
 
 
-def _common(entries: Sequence[Placed], ids: Sequence[str]) -> tuple[tuple[int, int], int]:
-    """Return the tokens of the prefix that entries share with chunks and of all shared chunks, and the prefix's length."""
-    placed = [entry.chunk_id for entry in entries]
-    prefix = common_prefix(placed, ids)
-    tokens, shared = {entry.chunk_id: entry.tokens for entry in entries}, Counter(placed) & Counter(ids)
-    all_tokens = sum(tokens[chunk] * count for chunk, count in shared.items())
-    return (sum(entry.tokens for entry in entries[:prefix]), all_tokens), prefix
+def _shared_prefix(entries: Sequence[Placed], ids: Sequence[str]) -> int:
+    """Return how many first entries are the chunks of ``ids``. Cost: of what they share."""
+    differ = map(ne, map(_CHUNK_ID, entries), ids)
+    return next(compress(count(), differ), min(len(entries), len(ids)))
+
+
+def _shared_tokens(entries: Sequence[Placed], ids: Sequence[str]) -> int:
+    """Return the tokens of entries that are among chunks, however often each is there."""
+    tokens = {entry.chunk_id: entry.tokens for entry in entries}
+    shared = Counter(map(_CHUNK_ID, entries)) & Counter(ids)
+    return sum(tokens[chunk] * number for chunk, number in shared.items())

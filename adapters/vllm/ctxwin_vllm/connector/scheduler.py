@@ -182,10 +182,11 @@ class SchedulerHalf:
         # Asynchronous scheduling counts tokens of a step that is still running.
         computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
         save = SaveSpec(self.source, handle, request.request_id, tuple(block_ids), {}, states, computed)
-        if is_reserved(handle) and not self.endpoint.in_memory:  # no file is read on the way to the answer
-            self._reserved += [(time.monotonic(), save)] if block_ids else []
-            return bool(block_ids)
-        meta = self.endpoint.request_meta(handle)
+        # No file is read on the way to the answer.
+        meta = self.endpoint.request_meta(handle) if self.endpoint.in_memory or not is_reserved(handle) else None
+        if meta is None and is_reserved(handle) and block_ids:
+            self._reserved.append((time.monotonic(), save))
+            return True
         return meta is not None and self._plan_saves(save, meta)
 
     def _find_reserved(self) -> None:

@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ctxwin.kv.kernels import SpanSlice
@@ -24,6 +24,8 @@ from ctxwin_vllm.transport.base import (
     overlaps,
 )
 
+_STEPS = 4
+"""Steps of vLLM within which a reserved transfer is looked for: the next one, or one behind steps that run already."""
 _log = logging.getLogger("ctxwin.engines")
 _open: dict[str, LocalTransport] = {}
 
@@ -34,7 +36,10 @@ class LocalTransport(Transport, Endpoint):
     Attributes:
         paged: access to the engine's cache, as `states`, `draft_model` and `outputs`; the engine sets them once vLLM is up.
         queries: the queries of what is computed, within `capturing_queries`.
+        step: has vLLM take a step; set by the engine, too.
     """
+
+    step: Callable[[], object]
 
     queries: Queries | None = None
     in_memory = True
@@ -53,11 +58,15 @@ class LocalTransport(Transport, Endpoint):
         return handle
 
     def collect(self, handle: str, transfer: Transfer, finished: bool) -> None:
-        """Wait until a transfer was read; the connector reports into ``transfer`` itself."""
+        """Wait until a transfer was read, also one that was added behind the answer; the connector reports into it itself."""
+        for _ in range(_STEPS if finished and is_reserved(handle) else 0):
+            if handle in self._ended or not transfer.captures.keys() - transfer.captured:
+                break
+            self.step()
         if finished and (ended := self._ended.get(handle)) is not None:
             ended[1].wait()
         if finished and is_reserved(handle) and transfer.captures.keys() - transfer.captured:
-            transfer.error = transfer.error or RuntimeError("the request ended before its transfer was added")
+            transfer.error = transfer.error or RuntimeError("the request ended long before its transfer was added")
 
     def remove(self, handle: str) -> None:
         self._transfers.pop(handle, None)
