@@ -34,7 +34,7 @@ APT_INSTALL = apt-get install -y --no-install-recommends
 # A vLLM newer than the newest CPU build, and what is tested on it: whatever touches vLLM, in a few minutes.
 NEXT_VLLM := 0.33.0
 NEXT := .vllm-next
-NEXT_TESTS ?= tests/adapters/vllm/test_vllm_versions.py tests/adapters/vllm/test_vllm.py tests/adapters/vllm/test_vllm_requests.py \
+NEXT_TESTS ?= tests/adapters/vllm/test_vllm_versions.py tests/adapters/vllm/test_vllm_layouts.py tests/adapters/vllm/test_vllm.py tests/adapters/vllm/test_vllm_requests.py \
 	tests/window/test_on_engines.py tests/window/test_across_engines.py tests/adapters/server/vllm/test_vllm_chats.py
 
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)

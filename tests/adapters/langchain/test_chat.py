@@ -1,7 +1,5 @@
 """`ChatCtxwin` against a forward over the whole prompt, and against what LangChain expects of a chat model."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import gc
