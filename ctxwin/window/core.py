@@ -108,7 +108,7 @@ class WindowCore:
         self._forked_from: tuple[weakref.ref[WindowCore], int] | None = None
         self._history: OrderedDict[int, tuple[State, int | None]] = OrderedDict()
         self._unshared: dict[int, int] = {}  # placements of a kept version that the next one does not have
-        self._before: int | None = None  # the version that `undo` goes back to; of older ones it is beside them
+        self._undo_version: int | None = None  # the version that `undo` goes back to; of older ones it is beside them
         self._pending: list[Event] = []  # sent when the writer is done
         self._writer = threading.Lock()
         self._stopping: Callable[[int], bool] = lambda writer: False
@@ -177,17 +177,7 @@ class WindowCore:
         if op != "adopt":
             state = edits.merge_versions(self.state, state)
         if remember and state.version != self.state.version:
-            old, lists = (
-                self.state,
-                [changed(self.state.placed, state.placed), changed(self.state.evicted, state.evicted)],
-            )
-            left, came = ({id(p) for pair in lists for p in pair[i]} for i in (0, 1))
-            self._history[old.version] = old, self._before
-            self._unshared[old.version] = len(left - came)
-            self._before = old.version
-            over = sum(self._unshared.values()) - _UNSHARED
-            while len(self._history) > _HISTORY or (over > 0 and len(self._history) > _FEWEST):
-                over -= self._unshared.pop(self._history.popitem(last=False)[0])
+            self._keep_version(state)
         is_new, self.state = state.version != self.state.version, state
         self.lease()
         if is_new:
@@ -195,6 +185,18 @@ class WindowCore:
         if op is not None:
             self.announce(self.event(op, ids, **details))
         self.announce_applied(applied)
+
+    def _keep_version(self, state: State) -> None:
+        """Keep the current version beside ``state``, which follows it, for `at` and `undo`; drop the oldest beyond the limits."""
+        old = self.state
+        changes = [changed(old.placed, state.placed), changed(old.evicted, state.evicted)]
+        only_old, only_new = ({id(p) for pair in changes for p in pair[i]} for i in (0, 1))
+        self._history[old.version] = old, self._undo_version
+        self._unshared[old.version] = len(only_old - only_new)
+        self._undo_version = old.version
+        over = sum(self._unshared.values()) - _UNSHARED
+        while len(self._history) > _HISTORY or (over > 0 and len(self._history) > _FEWEST):
+            over -= self._unshared.pop(self._history.popitem(last=False)[0])
 
     def announce_applied(self, applied: Sequence[edits.Applied]) -> None:
         """Announce the lazy edits that `edits.apply_pending` applied."""
@@ -391,12 +393,12 @@ class WindowCore:
     def undo(self) -> None:
         """Go back to the version before the last edit that is not undone yet; see `Window.undo`."""
         with self.writing() as state:
-            if self._before is None or self._before not in self._history:
+            if self._undo_version is None or self._undo_version not in self._history:
                 raise UnknownVersion(f"an edit before version {state.version} must be kept to be undone, got none")
-            old, previous = self._history[self._before]
+            old, previous = self._history[self._undo_version]
             arrivals = state.arrivals  # ids of edits that were taken back are not given again
             self.commit(old.replace(version=state.version + 1, arrivals=arrivals), "undo")
-            self._before = previous
+            self._undo_version = previous
 
     def forget(self, state: State, entry: Placed) -> None:
         """Commit ``state``, which carries nothing of ``entry``, and delete its stored KV and media; see `placement.forget`.
@@ -426,7 +428,7 @@ class WindowCore:
             if old and (*(p.id for p in old.placed), placement_id) == tuple(p.id for p in state.placed):
                 del self._history[old.version], self._unshared[old.version]
                 self.commit(old, "forget", [placement_id], remember=False)
-                self._before = previous
+                self._undo_version = previous
 
     def lease(self) -> None:
         """Lease the KV that the current state needs, and release the rest."""
