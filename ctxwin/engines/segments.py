@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ctxwin.errors import UnsupportedModel
 from ctxwin.kv.states import has_maps
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from ctxwin.kv.layout import SpanKV
     from ctxwin.kv.patch import Patch
 
@@ -75,6 +75,12 @@ class Encoded:
     positions: np.ndarray = field(compare=False)  # follows from the ids and the media
     advance: int
     media: tuple[MediaSpan, ...] = ()
+
+    @classmethod
+    def of_ids(cls, ids: Sequence[int]) -> Encoded:
+        """Tokens of a text alone, each a position behind the one before it."""
+        places = np.tile(np.arange(len(ids), dtype=np.int64), (3, 1))
+        return cls("", tuple(map(int, ids)), places, len(ids))
 
     @property
     def tokens(self) -> int:

@@ -15,7 +15,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import cast
 
-import numpy as np
 import torch
 
 from ctxwin.engines.results import Generation
@@ -107,7 +106,7 @@ class BudgetedAnswer:
             piece = replace(sampling, max_tokens=count, logprobs=0, seed=seed)
             if guard is not None:
                 guard.earlier = list(answer.token_ids)
-            words = _words([int(answer.token_ids[-1])])
+            words = Encoded.of_ids(answer.token_ids[-1:])
             outcome = self._request(Ask(words, piece, "", True, guard, background))
             answer.token_ids += continued(outcome.token_ids, done)
             answer.finished = outcome.finished
@@ -125,7 +124,12 @@ class BudgetedAnswer:
         def ask(query: Encoded, scored: Sequence[int]) -> Ask:
             forced = Forced(len(scored), best, stopped)
             return Ask(
-                query, only, self._salt, background=True, answer=_words(scored) if scored else None, forced=forced
+                query,
+                only,
+                self._salt,
+                background=True,
+                answer=Encoded.of_ids(scored) if scored else None,
+                forced=forced,
             )
 
         outcome = self._serve_prompt(ask(self._query, ids[:1]))
@@ -134,7 +138,7 @@ class BudgetedAnswer:
             if stopped():
                 raise AnswerStopped("the engine is wanted for other work")
             rows.pop()  # of KV that is dropped by now
-            words = _words(ids[begin : begin + 1])
+            words = Encoded.of_ids(ids[begin : begin + 1])
             rows += self._request(replace(ask(words, ids[begin + 1 : begin + every + 1]), capture_query=True)).forced
             self._hold_piece(schedule, len(ids[begin : begin + every]))
         return rows
@@ -221,11 +225,6 @@ class BudgetedAnswer:
 
 def _span(k: torch.Tensor, v: torch.Tensor) -> SpanKV:
     return SpanKV(k, v, torch.arange(k.shape[1]).expand(3, -1), 0)
-
-
-def _words(ids: Sequence[int]) -> Encoded:
-    places = np.tile(np.arange(len(ids), dtype=np.int64), (3, 1))
-    return Encoded("", tuple(ids), places, len(ids))
 
 
 def _unshared() -> str:

@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
 import torch
 
 from ctxwin.engines.base import BEST, WHOLE, EngineSpec
@@ -268,8 +267,7 @@ class VLLMEngine(EncodingEngine):
         if any((segment.span is None or segment.recompute) and segment.tokens for segment in segments):
             asks.append(Ask(None, only, salt, background=True, forced=Forced(0, 1, stopped)))
         for query, ids in answers:
-            places = np.tile(np.arange(len(ids), dtype=np.int64), (3, 1))
-            answer = Encoded("", tuple(int(i) for i in ids), places, len(ids)) if len(ids) else None
+            answer = Encoded.of_ids(ids) if len(ids) else None
             forced = Forced(len(ids), best, stopped)
             asks.append(Ask(query, only, salt, background=True, answer=answer, forced=forced))
         scores = []

@@ -78,14 +78,9 @@ def _rules(config: Any) -> Iterator[tuple[str, str, object, bool, str]]:
         yield name, "unset", repr(setting), setting is None, reason
     quantised = getattr(model, "quantization", None)
     in_checkpoint = not quantised or bool(getattr(model.hf_config, "quantization_config", None))
-    reason = "KV of a model that is quantised while it loads would be stored under the name of the full one; save the "
-    yield (
-        "quantization",
-        "the checkpoint's own",
-        repr(quantised),
-        in_checkpoint,
-        reason + "quantised checkpoint and open that",
-    )
+    reason = "KV of a model that is quantised while it loads would be stored under the name of the full one"
+    reason += "; save the quantised checkpoint and open that"
+    yield "quantization", "the checkpoint's own", repr(quantised), in_checkpoint, reason
     coder = getattr(model, "is_encoder_decoder", False)
     reason = "cross-attention KV is no prefix"
     yield "the model", "a decoder", "an encoder with a decoder", not coder, reason
@@ -113,13 +108,8 @@ def _rules(config: Any) -> Iterator[tuple[str, str, object, bool, str]]:
     yield "the drafter's revision", "unset", repr(revision), revision is None, reason
     whole = bool(getattr(model, "is_mm_prefix_lm", False)) and _on_a_processor()
     reason = "vLLM's attention on a processor lets no token see those behind it; open it as hf:MODEL, or on a GPU"
-    yield (
-        "the model",
-        "causal in its pictures",
-        "one whose tokens of a picture see those behind them",
-        not whole,
-        reason,
-    )
+    sees = "one whose tokens of a picture see those behind them"
+    yield "the model", "causal in its pictures", sees, not whole, reason
     ranks = config.parallel_config.tensor_parallel_size
     uneven = bool(getattr(getattr(model, "hf_text_config", None), "is_heterogeneous", False))
     reason = "the heads of such layers are not split among ranks yet; serve from replicas"
@@ -131,13 +121,8 @@ def _rules(config: Any) -> Iterator[tuple[str, str, object, bool, str]]:
     yield "speculative_config", "unset in a pipeline", repr(method), draft_model is None or stages == 1, reason
     adapters = (getattr(transfer, "kv_connector_extra_config", None) or {}).get("lora", False)
     fits = config.lora_config is None or adapters
-    yield (
-        "enable_lora",
-        "False",
-        "True",
-        fits,
-        "an adapter makes KV that is another model's; open it as VLLMEngine(lora=...)",
-    )
+    reason = "an adapter makes KV that is another model's; open it as VLLMEngine(lora=...)"
+    yield "enable_lora", "False", "True", fits, reason
 
 
 def _hybrid_rules(config: Any) -> Iterator[tuple[str, str, object, bool, str]]:
@@ -151,15 +136,9 @@ def _hybrid_rules(config: Any) -> Iterator[tuple[str, str, object, bool, str]]:
     stages = config.parallel_config.pipeline_parallel_size
     reason = "recurrent states are not split among stages yet; serve from replicas, or on transformers"
     yield "pipeline_parallel_size", "1 for a model with recurrent layers", stages, stages == 1, reason
-    draft_model = getattr(config.speculative_config, "method", None)
+    draft = getattr(config.speculative_config, "method", None)
     reason = "a state cannot take back the tokens of a draft that was not accepted"
-    yield (
-        "speculative_config",
-        "unset for a model with recurrent layers",
-        repr(draft_model),
-        draft_model is None,
-        reason,
-    )
+    yield "speculative_config", "unset for a model with recurrent layers", repr(draft), draft is None, reason
     ahead = bool(config.scheduler_config.async_scheduling)
     reason = "a state would be a step ahead of the tokens that it is read back with"
     yield "async_scheduling", "False for a model with recurrent layers", ahead, not ahead, reason

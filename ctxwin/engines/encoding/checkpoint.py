@@ -1,7 +1,5 @@
 """A model's files: config, tokenizer, processors, prompt template, and the identity under which its KV is stored."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -402,10 +402,8 @@ class HFEngine(EncodingEngine):
 
 def _tail(layout: Sequence[Segment], query: Encoded, answer_ids: Sequence[int]) -> list[Segment]:
     """Return a query and its answer as segments, to be computed in one forward."""
-    start, count = _end(layout), len(answer_ids)
-    places = np.tile(np.arange(count, dtype=np.int64), (3, 1))
-    answer = Encoded("", tuple(int(i) for i in answer_ids), places, count)
-    return [Segment(query, start), *([Segment(answer, start + query.advance)] if count else [])]
+    start, answer = _end(layout), Encoded.of_ids(answer_ids)
+    return [Segment(query, start), *([Segment(answer, start + query.advance)] if len(answer_ids) else [])]
 
 
 def _concat(tail: Sequence[Segment]) -> Encoded:

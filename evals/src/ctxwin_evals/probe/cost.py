@@ -43,8 +43,7 @@ def costs(
 def _one(engine: Engine, lead: Segment, size: int, options: dict[str, Any]) -> dict[str, Any]:
     spec, start = engine.spec.kv, lead.encoded.advance
     rng = np.random.default_rng((0x636F7374, size))
-    places = np.tile(np.arange(size, dtype=np.int64), (3, 1))
-    front, chunk = (Encoded("", words(engine, size, rng), places, size) for _ in range(2))
+    front, chunk = (Encoded.of_ids(words(engine, size, rng)) for _ in range(2))
     preceding = [lead, Segment(front, start, span=engine.prefill([lead], front, start, salt=unshared_salt()))]
     at = start + size
 
