@@ -14,8 +14,6 @@ the bounded quantity, with the stated error and at all n together, is the averag
 units. Nothing follows for future units unless they are like those; `Change` watches for that.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar

@@ -3,8 +3,6 @@
 Nothing heavy is imported here: `ctxwin --help` loads neither torch nor vLLM.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated

@@ -5,8 +5,6 @@ swallow it or turn it into another error, and cleaning up may take forever. The 
 is ended by force if it does not end in time.
 """
 
-from __future__ import annotations
-
 import _thread
 import os
 import signal

@@ -13,8 +13,6 @@ antecedents only; both engines keep all of their KV (on vLLM by its own setting)
 (Cohere 2) do not pass.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal, cast

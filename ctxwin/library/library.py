@@ -5,8 +5,6 @@ references that an administrator adds, replaces and removes while windows run: i
 `grant`. Both are this class; they differ only in the store.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import re

@@ -4,8 +4,6 @@ Each record stands as a store seals it (`codec.Seal`), one behind another; a las
 length is compared with the bytes at hand before they are read, so an archive takes no more memory than its largest record.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path

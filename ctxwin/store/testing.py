@@ -7,8 +7,6 @@ Without ``max_bytes`` there is room for everything::
             return MyStore(path, max_bytes=max_bytes or 1 << 30, ttl=ttl)
 """
 
-from __future__ import annotations
-
 import tempfile
 import threading
 import time

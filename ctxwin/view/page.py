@@ -1,7 +1,5 @@
 """`render`: a trace as one self-contained HTML page. Nothing is fetched; the page holds its data as JSON."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -5,8 +5,6 @@ the keys and values that each attention layer receives for its cache. Without at
 position alone, so each layer of every rank is checked on its own. No block, request or statistic of vLLM is touched.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType

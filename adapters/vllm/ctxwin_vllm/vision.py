@@ -1,7 +1,5 @@
 """The vision tower in the process of the model: this one, or vLLM's worker through its worker extension."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable
 from pathlib import Path

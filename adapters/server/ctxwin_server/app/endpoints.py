@@ -3,8 +3,6 @@
 To tenants only the endpoints, fields and headers listed here are served: those that a newer vLLM adds need a review first.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import Any

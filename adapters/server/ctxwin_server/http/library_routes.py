@@ -1,7 +1,5 @@
 """``/v1/libraries``: files as OpenAI's ``/v1/files`` and vector stores have them, where their shapes fit."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -7,8 +7,6 @@ The child has a process group of its own, so that Ctrl-C reaches it once, throug
 reads its standard input, whose other end only the parent holds: when the parent ends for any reason, so does the child.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """Multipart bodies, within a server's limits."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any

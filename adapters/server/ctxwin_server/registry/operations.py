@@ -1,7 +1,5 @@
 """Operations on a window by id: one function each, whose parameters are the fields of its body."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass

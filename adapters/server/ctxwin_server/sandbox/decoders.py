@@ -8,8 +8,6 @@ and its answer are what `ctxwin_server.sandbox.helper.pack` makes of a head and 
 - ``video``: a file to (width, height, reason), by its header; a malformed one may crash the process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys

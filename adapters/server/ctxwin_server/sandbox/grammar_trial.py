@@ -5,8 +5,6 @@ a file with the tokens of answers in xgrammar's serialisation. A request is one 
 (``[kind, text]``); its answer is the processor time (``<d``), a verdict (``B``) and a text that explains it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ A request is its size (``<Q``) and its bytes; an answer a status byte and a size
 of a helper stand in a folder of its parent's (`Scratch`), so that a killed one leaves none.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import itertools
