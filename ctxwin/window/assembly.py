@@ -466,7 +466,7 @@ class Assembly:
                     return patched_conditioning(conditioning, "patched", base, key)
         self.put_chunk(layout, index, span, conditioning)
         if conditioning.exact and fidelity.allows("orbit") and fidelity.mode == "patched":
-            observe_order(self, state, index, span, fidelity)
+            observe_order(self, state, index, span, fidelity, conditioning.span)
         return conditioning.model_copy(update={"base": None})
 
     def form(

@@ -46,15 +46,20 @@ class OrbitPlan(TypedDict):
     patches: int
 
 
-def observe_order(provider: SpanProvider, state: State, index: int, conditioned: SpanKV, fidelity: Fidelity) -> bool:
+def observe_order(
+    provider: SpanProvider, state: State, index: int, conditioned: SpanKV, fidelity: Fidelity, key: str = ""
+) -> bool:
     """Add the order in which the chunk at ``index`` was just conditioned to the mean over the observed orders of this set.
 
     Its prefix must be exact. Nothing happens if its canonical is not stored or the order was observed before.
     The mean is kept as a patch that is never served; after 2, 4, 8, ... orders it becomes one that is (`orbit_keys`).
     Beyond 64 no order counts. Cost: an SVD, no forward. Returns whether the order was new.
+
+    ``key``: of ``conditioned`` in the store. With it a set's first order, mostly its only one, is noted for now: it joins the
+    mean with the second one if its KV is still stored then.
     """
     from ctxwin.kv.deficit import deficit
-    from ctxwin.kv.orbit import update_mean
+    from ctxwin.kv.orbit import mixture, update_mean
 
     repo = provider.engine.repo
     *front, entry = state.placed[: index + 1]
@@ -69,17 +74,28 @@ def observe_order(provider: SpanProvider, state: State, index: int, conditioned:
     orders = [] if mean is None else mean.meta["met"]
     if base is None or order in orders or len(orders) >= OBSERVED_ORDERS[0]:
         return False
+    lost = None
+    if key and not orders:
+        note = f"chunk/{mean_key.removeprefix('orbit/')}"
+        noted = repo.get_json(note)
+        earlier, stored = noted if isinstance(noted, list) and len(noted) == 2 else ("", "")
+        if earlier == order:
+            return False
+        first = repo.get_span(f"span/{stored}", token_ids=encoded.token_ids, exact=True) if earlier else None
+        if first is None:
+            return repo.put_json(note, [order, key.removeprefix("span/")])
+        orders, both = [earlier], (first[0], conditioned)
+        lost = mixture([deficit(span, base[0], spec.kv) for span in both], [0.5, 0.5])
     provider.know_basis(fidelity)
-    patch = compress_deficit(
-        update_mean(mean, len(orders), deficit(conditioned, base[0], spec.kv)), spec.model, spec.kv, fidelity
-    )
+    lost = lost or update_mean(mean, len(orders), deficit(conditioned, base[0], spec.kv))
+    patch = compress_deficit(lost, spec.model, spec.kv, fidelity)
     absorbed = [content_name(content) for content in contents]
     patch.meta.update(orders=len(orders) + 1, met=[*orders, order], chunk=entry.chunk_id, absorbed=absorbed)
     repo.put_patch(mean_key, patch, serves=False)
     if len(orders) + 1 in OBSERVED_ORDERS:
-        key = key_of(f"{fidelity.patch_name},met={len(orders) + 1}")
-        provider.missing.discard(key)
-        repo.put_patch(key, patch)
+        served = key_of(f"{fidelity.patch_name},met={len(orders) + 1}")
+        provider.missing.discard(served)
+        repo.put_patch(served, patch)
     return True
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -17,7 +18,9 @@ from hypothesis import strategies as st
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.store.memory import MemoryStore
 from ctxwin.store.spans import SpanRepository
+from ctxwin.window import orbits
 from ctxwin.window.core import demand_of
+from ctxwin.window.lanes import canonical_key
 from ctxwin.window.maintenance import Maintenance
 from ctxwin.window.state import Conditioning
 from ctxwin.window.storage_policy import Demand, context_of, likely_form
@@ -275,6 +278,52 @@ def test_an_orbit_patch_is_the_mean_over_the_orders_met() -> None:
     assert any(
         not torch.allclose(a, b, atol=0.05) for a, b in zip(alone.delta(1) or (), mean.delta(1) or (), strict=True)
     )
+
+
+def test_behind_an_answer_a_first_order_is_only_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most sets are met in one order, whose mean would never serve. The second one makes the mean of both."""
+    formed, compress = list[int](), orbits.compress_deficit
+
+    def counted(*arguments: Any) -> Any:
+        formed.append(1)
+        return compress(*arguments)
+
+    monkeypatch.setattr(orbits, "compress_deficit", counted)
+    engine = FakeEngine()
+    with opened(engine, rank=64, orbit=True, survivors="refresh") as window:
+        for placement in window.ids:  # their canonicals
+            with window.fork() as branch:
+                branch.toggle(placement, conditioned=False)
+                branch.ask("q")
+        ids, front = window.ids, Chunk.text("d" * 20)
+        window.insert(0, front)
+        for _ in range(2):
+            window.ask("q")
+        assert not formed and not list(engine.store.list("orbit/"))
+        window.reorder([window.ids[0], ids[1], ids[0], ids[2]])
+        window.ask("q")
+        assert len(formed) == 1 and engine.repo.counters.patches == 1
+        assert [engine.repo.record_of(k)["orders"] for k in engine.store.list("orbit/")] == [2, 2]
+
+
+def test_a_first_order_whose_kv_has_left_is_met_anew() -> None:
+    engine = FakeEngine()
+    with opened(engine, rank=64, orbit=True, survivors="refresh") as window:
+        with window.fork() as branch:
+            branch.toggle(window.ids[2], conditioned=False)
+            branch.ask("q")
+        ids = window.ids
+        for order in ((1, 0, 2), (0, 1, 2), (1, 0, 2)):
+            for key in set(engine.store.list("span/")) - canonicals(window):
+                engine.store.delete(key)
+            window.reorder([ids[i] for i in order])
+            window.ask("q")
+            assert not list(engine.store.list("orbit/"))
+
+
+def canonicals(window: Window) -> set[str]:
+    state = window.snapshot()
+    return {canonical_key(state, p.chunk_id)[1] for p in state.placed}
 
 
 def served(window: Window) -> list[str]:
