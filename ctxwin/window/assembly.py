@@ -100,7 +100,7 @@ class Assembly:
         """Return the plan of an ask of ``state``. Reads no KV. The tokens of ``query``, if given, are included."""
         # An ask that returns outputs, as all do here by default, needs its tokens whole.
         merging = fidelity.merges_prompt and state.conditioned and not self.engine.spec.outputs
-        choices, has, prices = self._choose(state, fidelity)
+        choices, has, prices = self.choose(state, fidelity)
         plan = plan_of(state, choices, self.engine.spec.kv, system_prompt_key(state), has, prices, self.newest.planned)
         self.newest.planned = choices, plan.entries
         plan = computed_plan(state, plan, self.engine.spec.kv, prices) if merging else plan
@@ -124,12 +124,8 @@ class Assembly:
         prices = Prices(self.engine.costs, Memo(self.repo.tier, tiers).__getitem__)
         return self.newest.holding(were, stored), Memo(self.has, stored).__getitem__, prices
 
-    def choose(self, state: State, fidelity: Fidelity) -> Sequence[Choice]:
-        """Return the choices for ``state``."""
-        return self._choose(state, fidelity)[0]
-
-    def _choose(self, state: State, fidelity: Fidelity) -> tuple[Sequence[Choice], Has, Prices]:
-        """Return the choices for ``state``, and what they were made with."""
+    def choose(self, state: State, fidelity: Fidelity) -> tuple[Sequence[Choice], Has, Prices]:
+        """Return the choices for ``state``, and the predicate of stored keys and the prices that they were made with."""
         previous, has, prices = self.look_up()
         self.newest.choices = choose(state, fidelity, has, prices, self.memo, self.engine, previous)
         return self.newest.choices, has, prices
@@ -146,7 +142,7 @@ class Assembly:
         ahead: dict[str, SpanKV] = {}
         # Each round either succeeds or learns of at least one missing key, so it ends.
         while True:
-            choices, has, prices = self._choose(state, fidelity)
+            choices, has, prices = self.choose(state, fidelity)
             _, ms = steps_of(state, choices, system_prompt_key(state), has, prices)
             fetched = self._fetch_layout(state, choices, work, ahead, has, Reads(costs, prices.tier))
             if fetched is not None:
