@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import secrets
+import shutil
 import sqlite3
 import tempfile
 from collections.abc import Callable
@@ -126,6 +127,8 @@ class IndexFolder:
             os.fchmod(lock.fileno(), 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX)
             index = self.path / _FILE
+            for abandoned in (self.path / TEMP).glob("tmp*"):  # by a process that was killed while it built one
+                shutil.rmtree(abandoned, ignore_errors=True)
             try:
                 if index.exists() and not damaged:
                     check_index(index)

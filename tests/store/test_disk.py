@@ -408,6 +408,8 @@ class TestUpkeep:
         for name, age in (("old.tmp", 7200), ("new.tmp", 0)):
             (tmp_path / "tmp" / name).write_bytes(b"x")
             os.utime(tmp_path / "tmp" / name, (time.time() - age,) * 2)
+        (tmp_path / "tmp" / "tmp1").mkdir()  # an index that a killed process has not finished
+        (tmp_path / "tmp" / "tmp1" / "cache.db").touch()
         DiskStore(tmp_path)
         assert [p.name for p in (tmp_path / "tmp").iterdir()] == ["new.tmp"]
 
