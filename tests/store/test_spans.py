@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,8 +16,9 @@ from ctxwin.kv.deficit import deficit
 from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
 from ctxwin.kv.patch import Patch, form_patch
 from ctxwin.kv.pooling import fit_basis, project
-from ctxwin.store import codec, open_store
+from ctxwin.store import codec, open_store, span_codec
 from ctxwin.store.memory import MemoryStore
+from ctxwin.store.span_codec import all_finite
 from ctxwin.store.spans import SpanRepository
 from ctxwin.store.tiered import TieredStore
 from store.wrapped import FaultStore, LoggingStore
@@ -249,6 +251,23 @@ def test_a_span_is_held_against_what_is_asked_for() -> None:
         assert repo.get_span("a", **{name: other}) is None
     assert repo.counters.mismatched == 6
     assert repo.get_span("a") is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn])
+def test_one_number_that_is_not_finite_is_found_wherever_it_stands(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By this thread alone: torch's others would spin beside vLLM."""
+    monkeypatch.setattr(torch.Tensor, "aminmax", None)
+    limits, size = torch.finfo(dtype), 2 * span_codec._AT_ONCE + 3
+    numbers = torch.zeros(size, dtype=torch.float64)
+    numbers[:4] = torch.tensor([limits.max, limits.min, limits.tiny, -0.0], dtype=torch.float64)
+    assert all_finite(numbers.to(dtype)) and all_finite(numbers[:0].to(dtype))
+    bad = [torch.nan] if dtype is torch.float8_e4m3fn else [torch.nan, torch.inf, -torch.inf]
+    for at, number in itertools.product((0, size // 2, size - 1), bad):
+        broken = numbers.clone()
+        broken[at] = number
+        assert not all_finite(broken.to(dtype).view(1, -1))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -22,6 +22,7 @@ from ctxwin.kv.kernels.staging import to_host
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.relocate import relocate
 from ctxwin.kv.states import has_maps
+from ctxwin.store.span_codec import all_finite
 from ctxwin_vllm.cache_namespace import CacheNamespace
 from ctxwin_vllm.compact_prompt import compact_prompt
 from ctxwin_vllm.draft_model import unrotated_rows
@@ -369,7 +370,7 @@ class AskRunner:
             raise EngineFailed(f"the KV of segment {name} was not captured; vLLM ended the request early")
         k, v = transfer.captured[name]
         states = transfer.states.get(name, {})
-        if not all(bool(bound.isfinite()) for x in (k, v, *states.values()) if x.numel() for bound in x.aminmax()):
+        if not all(map(all_finite, (k, v, *states.values()))):
             raise EngineFailed(f"{self._core.model} gave KV that is not finite (NaN), so its answers mean nothing")
         extra = int(k.shape[1]) - encoded.tokens
         generated = np.tile(np.arange(encoded.advance, encoded.advance + extra, dtype=np.int64), (3, 1))
