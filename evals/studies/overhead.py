@@ -4,7 +4,7 @@ Growing chats of one client at a time, with a picture a turn and without. Every 
 anew, so that what else happens on the machine meets all of them; the added time is the difference of one turn's two times.
 Between two servers all rest, until vLLM's processes have stopped waiting actively.
 ``off`` is a server whose chats have no windows, ``exact`` one whose chats all have one in exact mode, as of a model without a
-profile.
+profile. With ``--in-process`` there is no server: exact windows are updated ``before`` requests, or ``behind`` their answers.
 """
 
 import contextlib
@@ -20,9 +20,15 @@ from random import Random
 from typing import Annotated, Any
 
 import typer
+from vllm import SamplingParams
 
+from ctxwin.fidelity import Fidelity
 from ctxwin.tiny import checkpoint_dir
 from ctxwin_evals.console import Json, errors, new_table, show
+from ctxwin_server.chat.conversations import Conversations, Turn
+from ctxwin_vllm.engine import VLLMEngine
+from ctxwin_vllm.rendered import Pictures, RenderedRequest
+from ctxwin_vllm.transport import PARAM
 
 from .chats import SYSTEM, median_interval, screens
 from .servers import running_module
@@ -66,13 +72,11 @@ class Server:
         self.seconds.append(time.perf_counter() - began)
         if response.status != 200:
             raise RuntimeError(f"a chat must be answered, got {response.status}: {answer[:500]!r}")
-        result: dict[str, Any] = json.loads(answer)
-        return result
+        return dict(json.loads(answer))
 
     def processor_seconds(self) -> dict[str, float]:
         """Return the processor time of the server's processes by kind: its API and vLLM's engine."""
-        times, parents = dict[int, float](), dict[int, int]()
-        names = dict[int, str]()
+        times, parents, names = dict[int, float](), dict[int, int](), dict[int, str]()
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
                 name, _, rest = stat.read_text().rpartition(")")
@@ -108,6 +112,37 @@ def running(arguments: list[str] | None, more: list[str]) -> Iterator[Server]:
         yield Server(url.removeprefix("http://"), process)
 
 
+class InProcess(Server):
+    """vLLM in this process: alone, or with windows that are updated ``before`` requests or ``behind`` answers."""
+
+    def __init__(self, arm: str, engine: VLLMEngine) -> None:
+        super().__init__(arm, os.getpid())
+        self._engine, self._conversations = engine, Conversations(64, 3600.0)
+
+    def ask(self, body: dict[str, Any]) -> dict[str, Any]:
+        """See `Server`; the time is without the chat template's."""
+
+        def prepare(handle: str) -> Turn:
+            return self._conversations.prepare(RenderedRequest(self._engine, prompt, handle), "", Fidelity("exact"))
+
+        arm, driver = self.address, self._engine.core.driver
+        template = driver.renderer.get_tokenizer().apply_chat_template
+        ids = template(body["messages"], add_generation_prompt=True, return_dict=False)
+        began = time.perf_counter()
+        prompt = Pictures().read({"type": "token", "prompt_token_ids": ids, "cache_salt": arm})
+        handle = prompt.reserve(self._engine) if arm == "behind" else ""
+        turn = None if handle or arm == "vllm" else prepare("")
+        options = {"kv_transfer_params": {PARAM: turn.submitted.handle if turn else handle}}
+        parameters = SamplingParams(max_tokens=body["max_tokens"], temperature=0, ignore_eos=True, extra_args=options)
+        ticket = driver.submit(dict(prompt.engine_input), parameters, 0)
+        while not (output := ticket.outputs.get(timeout=60)).finished:
+            pass
+        self.seconds.append(time.perf_counter() - began)
+        if arm != "vllm":
+            self._conversations.finish(turn or prepare(handle), finished=True)
+        return {"choices": [{"message": {"content": output.outputs[0].text}}]}
+
+
 def chat(server: Server, rng: Random, turns: int, pictures: list[str], tokens: int) -> None:
     """A chat of so many turns, with ``pictures`` where there are any."""
     server.connect()  # idle connections are closed
@@ -129,7 +164,7 @@ def chat(server: Server, rng: Random, turns: int, pictures: list[str], tokens: i
 def measure(servers: dict[str, Server], chats: int, turns: int, seed: int, scale: int) -> Iterator[dict[str, Any]]:
     """Yield a row for every kind of chat and server."""
     frames = screens(seed, scale)
-    for kind, pictures in (("text", []), ("pictures", frames)):
+    for kind, pictures in (("text", []), ("pictures", frames))[: 2 - isinstance(servers["vllm"], InProcess)]:
         for tokens in (1, 16):
             used = {name: {"api": 0.0, "engine": 0.0} for name in servers}
             for i in range(-1, chats):
@@ -162,12 +197,17 @@ def main(
     scale: Annotated[int, typer.Option(min=1, help="How much larger the pictures are than a frame of 224 pixels.")] = 1,
     only: Annotated[str, typer.Option(help="Servers beside vLLM, comma-separated.")] = "off,exact",
     server: Annotated[str, typer.Option(help="More arguments of each server, in one string.")] = "",
+    in_process: Annotated[bool, typer.Option(help="Measure chats of text on vLLM in this process.")] = False,
     as_json: Json = False,
 ) -> None:
     """Measure the time and the processor time that a server adds to plain chats."""
     with errors(), contextlib.ExitStack() as stack:
-        names = ["vllm", *only.split(",")]
-        servers = {name: stack.enter_context(running(SERVERS[name], shlex.split(server))) for name in names}
+        names = ["vllm", *("before,behind" if in_process else only).split(",")]
+        engine = stack.enter_context(VLLMEngine(checkpoint_dir(), dtype="float32")) if in_process else None
+        servers: dict[str, Server] = {
+            n: InProcess(n, engine) if engine else stack.enter_context(running(SERVERS[n], shlex.split(server)))
+            for n in names
+        }
         rows = list(measure(servers, chats, turns, seed, scale))
     table = new_table("", "chat|tokens|server|n|p50 ms|added ms|API ms|engine ms", left=(0, 2))
     for row in rows:

@@ -15,6 +15,7 @@ from openai import AsyncOpenAI, OpenAI
 from ctxwin.chunk import Chunk
 from ctxwin.errors import ReadOnlyWindow
 from ctxwin.fidelity import Fidelity
+from ctxwin.validation import as_list
 from ctxwin.window import serialization
 from ctxwin.window.answer import Answer, Disposability, Plan, PlanEntry
 from ctxwin.window.ask import AskOptions
@@ -192,7 +193,7 @@ class RemoteWindow:
 
     def extend(self, chunks: Sequence[Chunk]) -> list[str]:
         """Place chunks in order, in one request. Returns their placement ids."""
-        return list(self._place("extend", "chunks", list(chunks))["placements"])
+        return list(self._place("extend", "chunks", as_list("chunks", chunks, "a Chunk"))["placements"])
 
     def insert(self, index: int, chunk: Chunk, *, lazy: bool = False) -> str:
         """Place a chunk at ``index``, ``lazy`` once the prefix breaks. Returns the placement id."""

@@ -178,6 +178,8 @@ def test_a_low_water_mark_is_the_windows(client: OpenAI, engine: Engine, mark: f
 
 def test_lazy_edits_wait_for_the_next_slide(window: RemoteWindow) -> None:
     first, second, third = window.extend(CHUNKS[:3])
+    with pytest.raises(TypeError, match="chunks must be a list, got int; pass a list, with a Chunk for each"):
+        window.extend(5)  # type: ignore[arg-type]
     window.evict(second, lazy=True)
     window.toggle(third, conditioned=False, lazy=True)
     late = window.insert(0, CHUNKS[3], lazy=True)
