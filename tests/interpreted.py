@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +16,63 @@ import torch
 
 from ctxwin.kv.kernels import CacheStrides, SpanSlice, api, choice
 from ctxwin.kv.kernels.cpu import CpuKernel
+from ctxwin.kv.kernels.load_stream import LoadStream
 from ctxwin.kv.layout import KVSpec
 
 PACKAGE = "ctxwin.kv.kernels"
+
+
+class LateLoads(LoadStream):
+    """A stream on a processor that writes as late as it may: as a layer is waited for, or in the background some steps later."""
+
+    def __init__(self, device: Any) -> None:
+        super().__init__(device)
+        self._queued: list[tuple[Callable[[], object], set[str]]] = []
+        self._later: list[Callable[[], object]] = []
+        self.awaited = 0
+
+    def queue(self, write: Callable[[], object], layers: Any) -> None:
+        if self._background:
+            self._later.append(write)
+        else:
+            self._queued.append((write, set(layers)))
+            self._written |= dict.fromkeys(layers, super().event())
+            self._missed.update(layers)
+
+    def wait(self, layer: str) -> None:
+        super().wait(layer)
+        while any(layer in layers for _, layers in self._queued):
+            self.awaited += 1
+            self._queued.pop(0)[0]()
+
+    def wait_all(self) -> None:
+        for write, _ in self._queued:
+            write()
+        self._queued.clear()
+
+    def finish(self) -> bool:
+        self.wait_all()
+        return super().finish()
+
+    def event(self, *, loads: bool = False) -> Any:
+        if not loads or (not self._later and not self._queued):
+            return super().event(loads=loads)
+        writes, self._later, asked = self._later, [], itertools.count(1)
+
+        def write_all() -> None:
+            while writes:
+                writes.pop(0)()
+
+        def synchronize() -> None:
+            write_all()
+            self.wait_all()
+
+        def query() -> bool:
+            if written := next(asked) >= 3:
+                write_all()
+            return written
+
+        return SimpleNamespace(query=query, synchronize=synchronize)
 
 
 @contextlib.contextmanager
@@ -62,8 +118,8 @@ class CopiesKernel(CpuKernel):
 
 @contextlib.contextmanager
 def resident_copies(open_engine: Callable[[], Any], max_bytes: int = 1 << 28, interpret: bool = True) -> Iterator[Any]:
-    """Open vLLM in this process as on a GPU: it keeps copies of spans, loads from them by the kernel of one, schedules ahead and
-    writes its store behind answers.
+    """Open vLLM in this process as on a GPU: it keeps copies of spans, loads from them by the kernel of one, late, schedules
+    ahead and writes its store behind answers.
 
     ``interpret``: whether that is Triton's, else `CopiesKernel`. It counts the ``copies_served``, at least one, and is closed in
     the end.
@@ -71,6 +127,7 @@ def resident_copies(open_engine: Callable[[], Any], max_bytes: int = 1 << 28, in
     from vllm.platforms.cpu import CpuPlatform
 
     from ctxwin_vllm import engine as engines
+    from ctxwin_vllm.paged import STREAMS
     from ctxwin_vllm.resident import RESIDENT_BYTES, ResidentSpans
 
     attach, repository, configure = ResidentSpans.attach, engines.SpanRepository, CpuPlatform.check_and_update_config
@@ -98,6 +155,7 @@ def resident_copies(open_engine: Callable[[], Any], max_bytes: int = 1 << 28, in
         patch.setenv(RESIDENT_BYTES, str(max_bytes))
         patch.setattr(ResidentSpans, "attach", attached)
         patch.setattr(engines, "SpanRepository", behind)
+        patch.setitem(STREAMS, torch.device("cpu"), loads := LateLoads(torch.device("cpu")))
         patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(configured))
         engine = open_engine()
         engine.copies_served = 0
@@ -106,6 +164,7 @@ def resident_copies(open_engine: Callable[[], Any], max_bytes: int = 1 << 28, in
             assert engine._core.driver.config.scheduler_config.async_scheduling
             paged = engine._core.transport.paged
             assert paged.kernel == "triton" and paged.direct, "the kernel writes the paged cache"
+            assert paged.loads is loads and loads.awaited
             assert engine.copies_served and 0 < paged.resident.nbytes <= max_bytes
         finally:
             engine.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +11,13 @@ import pytest
 import torch
 from kernel_cases import canonical, stack
 from operator_oracle import worst
-from triton_cases import BF16, F32, FAMILIES, exact, patch_of
+from triton_cases import BF16, F32, FAMILIES, PACKAGE, exact, patch_of
 
 from ctxwin.kv.kernels import CacheStrides, LoadPlan, SpanSlice, choice
 from ctxwin.kv.layout import KVSpec
+from ctxwin_vllm.paged import STREAMS
 from ctxwin_vllm.resident import RESIDENT_BYTES
+from interpreted import LateLoads
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned", "kernel")
@@ -162,6 +165,27 @@ class TestPagedKV:
         monkeypatch.setenv(RESIDENT_BYTES, "4 GB")
         with pytest.raises(ValueError, match="CTXWIN_RESIDENT_BYTES must be a number of bytes, got '4 GB'"):
             self.paged(self.Backend(), spec).plan([SpanSlice(spans[0], 0)], spec, None)
+
+    @pytest.mark.parametrize("staged_bytes", [0, 1 << 20], ids=["a launch a layer", "one launch"])
+    def test_a_layer_is_written_by_what_is_waited_for(self, staged_bytes, monkeypatch):
+        """By its own launch alone, where layers take several."""
+        monkeypatch.setattr(sys.modules[f"{PACKAGE}.triton_kernel"], "STAGED_BYTES", staged_bytes)
+        monkeypatch.setitem(STREAMS, torch.device("cpu"), loads := LateLoads(torch.device("cpu")))
+        spec = FAMILIES["gqa"]
+        paged = self.paged(self.Backend(), spec)
+        span = canonical(spec, 7, 0, F32)
+        want = exact([SpanSlice(span, 33)], spec)
+
+        def written() -> list[bool]:
+            k, v = paged.read([1], 0, 7)
+            return [worst(k[i], want[0][i]) < 1e-6 and worst(v[i], want[1][i]) < 1e-6 for i in range(2)]
+
+        with loads.begin(background=False):
+            paged.write(LoadPlan([SpanSlice(span, 33)], spec, dtype=F32, kernel="triton"), paged.slots([1], 0, 7))
+        assert written() == [False, False]
+        loads.wait("model.layers.0.attn")
+        assert written() == [True, bool(staged_bytes)]
+        assert not loads.finish() and written() == [True, True]
 
     def test_a_write_that_misses_its_slots_is_not_used(self, kernel, monkeypatch, caplog):
         right = kernel.store

@@ -24,6 +24,7 @@ import torch
 from ctxwin.errors import UnsupportedModel
 from ctxwin.kv.kernels import CacheStrides, Kernel, LoadPlan, SpanSlice, choose
 from ctxwin.kv.kernels.choice import report, trial
+from ctxwin.kv.kernels.load_stream import LoadStream
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.rows import from_rows, layer_kinds, to_rows
 from ctxwin_vllm import load_thread
@@ -36,6 +37,8 @@ FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": 
 """Quantised caches that spans follow, by vLLM's ``kv_cache_dtype``: one scale a layer for keys and one for values, from
 the checkpoint. A span holds the dequantised numbers in the model's dtype, so KV that is loaded where it was computed is equal to
 the bit; keys that move are rotated in that dtype and rounded once more."""
+
+STREAMS: dict[torch.device, LoadStream] = {}  # which all engines of a process share: they step in turn
 
 
 class PagedKV:
@@ -56,6 +59,7 @@ class PagedKV:
         sharing_layers: layers that read the cache of another layer.
         shapes: shape of each layer's KV.
         kernel: the load kernel.
+        loads: the order of loads and forwards on the cache's device.
         resident: copies of spans in the device's memory, by the bound `resident_bytes`; None until the first load or read-back
             that could keep one.
 
@@ -81,7 +85,8 @@ class PagedKV:
         self.sharing_layers = [
             layer for layer in layers.values() if getattr(layer, "kv_sharing_target_layer_name", None)
         ]
-        self.layers = _attention_layers(layers, kv.recurrent)
+        indexed = _attention_layers(layers, kv.recurrent)
+        self._names, self.layers = [name for name, _ in indexed], [layer for _, layer in indexed]
         self.block_size = block_size
         kinds = layer_kinds(kv) if kv.in_rows else []
         shape = (kv.heads, kv.k_dim, kv.v_dim)
@@ -97,6 +102,7 @@ class PagedKV:
         self._fp8 = FP8.get(self.layers[0].kv_cache_dtype)
         self._base = _BASE if self._fp8 is None else 8  # 0..7 are exact in E5M2, too
         self.device: torch.device = self.layers[0].kv_cache.device
+        self.loads = STREAMS.setdefault(self.device, LoadStream(self.device))
         self._gathers: dict[Shape, torch.Tensor] = {}
         self._found_strides: dict[Any, CacheStrides | None] = {}
         for layer, shape in zip(self.layers, self.shapes, strict=True):
@@ -148,12 +154,16 @@ class PagedKV:
             caches = [layer.kv_cache for layer in self.layers]
             for strides, alike in groupby(range(len(caches)), self._strides.__getitem__):
                 numbers = list(alike)
-                plan.store(self._first + numbers[0], [caches[i] for i in numbers], strides, slots)
+                for at in range(0, len(numbers), plan.launched):
+                    some = numbers[at : at + plan.launched]
+                    write = partial(plan.store, self._first + some[0], [caches[i] for i in some], strides, slots)
+                    self.loads.queue(write, [self._names[i] for i in some])
             return plan.nbytes
         cached = range(self._first, end)
         rows = load_thread.layers_of(plan) if self._alone else (plan.layer(i) for i in cached)
-        for layer, (k, v) in zip(self.layers, from_rows(self.kv, lambda _: next(rows)), strict=True):
-            _update(layer, k, v, layer.kv_cache, slots)
+        pairs = from_rows(self.kv, lambda _: next(rows))
+        for name, layer, (k, v) in zip(self._names, self.layers, pairs, strict=True):
+            self.loads.queue(partial(_update, layer, k, v, layer.kv_cache, slots), [name])
         return plan.nbytes
 
     def clear(self, block: int) -> None:
@@ -171,6 +181,10 @@ class PagedKV:
     def keep(self, span: SpanKV, k: torch.Tensor, v: torch.Tensor) -> None:
         """Keep what was `read` of all layers and heads of ``span`` on the device, for later loads, where spans are kept there."""
         if self._keeps_spans and self.kernel == "triton":
+            for x in (k, v) if self.device.type == "cuda" else ():
+                x.record_stream(
+                    self.loads.stream
+                )  # their memory stays, once they are dropped, until loads have read them
             self._resident_spans(slice(None)).keep(span, k, v)
 
     def _resident_spans(self, heads: slice) -> ResidentSpans:
@@ -184,22 +198,19 @@ class PagedKV:
         """Return KV of the tokens ``[begin, end)`` of a request that owns ``blocks``.
 
         Returns:
-            ``(k, v)``, each ``[layers, end - begin, heads, dim]``, new tensors on the cache's device, complete: other
-            threads may read them on streams of their own. Cost: two copies of the numbers, on a GPU waited for.
+            ``(k, v)``, each ``[layers, end - begin, heads, dim]``, new tensors on the cache's device, where another stream
+            must wait for this one (`LoadStream.event`). Cost: two copies of the numbers.
         """
         if not 0 <= begin < end or end > len(blocks) * self.block_size:
             raise ValueError(f"tokens [{begin}, {end}) must be non-empty and lie in {len(blocks)} blocks")
         slots = self._places(self.slots(blocks, begin, end).to(self.device))
-        rows = to_rows(
+        return to_rows(
             self.kv,
             (  # layer by layer, so that what is copied twice stays in the CPU's cache
                 self._dequantise(layer, *self._read_slots(layer.kv_cache, shape, slots))
                 for layer, shape in zip(self.layers, self.shapes, strict=True)
             ),
         )
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-        return rows
 
     def _places(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the block of each slot, and its place there."""
@@ -339,8 +350,8 @@ def _update(layer: Any, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, s
         layer.impl.do_kv_cache_update(layer, k, v, cache, slots)
 
 
-def _attention_layers(layers: Mapping[str, Any], hybrid: bool) -> list[Any]:
-    """Return the decoder attention layers that have a cache, by index; a hybrid's other layers have states."""
+def _attention_layers(layers: Mapping[str, Any], hybrid: bool) -> list[tuple[str, Any]]:
+    """Return name and decoder attention layer, of those that have a cache, by index; a hybrid's other layers have states."""
     indexed = []
     for name, layer in layers.items():
         cache = getattr(layer, "kv_cache", None)
@@ -358,5 +369,5 @@ def _attention_layers(layers: Mapping[str, Any], hybrid: bool) -> list[Any]:
         numbers = [int(part) for part in name.split(".") if part.isdigit()]
         if len(numbers) != 1:
             raise UnsupportedModel(f"an attention layer's name must hold its index once, got {name!r}")
-        indexed.append((numbers[0], layer))
-    return [layer for _, layer in sorted(indexed, key=lambda item: item[0])]
+        indexed.append((numbers[0], name, layer))
+    return [(name, layer) for _, name, layer in sorted(indexed, key=lambda item: item[0])]

@@ -4,14 +4,12 @@
 command line, environment, the model's own config). It is called where the connector is made, so it also covers a vLLM that
 another program has started.
 
-**Compiled modes need no refusal**, piecewise or full CUDA graphs included. A graph replay skips the Python between kernels,
-and with it the hooks that vLLM calls around each attention layer; a connector that loads layer by layer would compute on
-stale blocks then (hence vLLM's ``requires_piecewise_for_cudagraph``). This connector does nothing in those hooks:
+**Compiled modes need no refusal**, piecewise or full CUDA graphs included. The replay of a graph of the whole model skips the
+hooks that vLLM calls around each attention layer (hence its ``requires_piecewise_for_cudagraph``). Such a forward, and any other
+that may skip them, waits for whole loads before it begins (`connector.worker`):
 
-- A synchronous load is complete in stream order when the forward begins. Both model runners call ``start_load_kv`` before
-  the model (``GPUModelRunner.execute_model`` enters ``maybe_get_kv_connector_output`` before ``_model_forward``; runner V2
-  calls ``pre_forward`` before ``run_fullgraph``), on the stream on which the graph is replayed. Graphs are captured on the
-  addresses of the paged cache, to which loads write.
+- Both model runners call ``start_load_kv`` before the model, on the stream on which a graph is replayed. Graphs are captured on
+  the addresses of the paged cache, to which loads write.
 - A background load fills blocks of a request that takes part in no step until the load is reported as done.
 - Captures are read when a request has ended, after its last token was sampled from the forward that they come from.
 - Rows that pad a batch up to a captured size have no slot: they write nothing into anybody's blocks.

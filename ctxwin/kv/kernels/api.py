@@ -38,7 +38,7 @@ class LoadPlan:
     Attributes:
         kernel: the implementation.
         tokens: tokens of all parts.
-        layers: layers of the model.
+        layers: layers of the model; launched: those that `store` writes at once.
         nbytes: bytes that are served, over all layers.
 
     Raises:
@@ -79,6 +79,7 @@ class LoadPlan:
         self._kernel: _Kernel = load_class(self.kernel)(
             tuple(parts), spec, dtype=dtype, device=device, heads=(first, last)
         )
+        self.launched = int(getattr(self._kernel, "launched", self.layers))
 
     def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """``(k [T, H, k_dim], v [T, H, v_dim])`` of layer ``i``, contiguous.

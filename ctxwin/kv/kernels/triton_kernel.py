@@ -84,7 +84,7 @@ class TritonKernel:
         staged = [(at, *shape) for shape in self._shapes]
         # `layer` gives so many at once, `store` writes so many.
         self._many = self._at_once(tokens * self._width * compute.itemsize)
-        self._launched = self._at_once((at * self._width + size) * compute.itemsize)
+        self.launched = self._at_once((at * self._width + size) * compute.itemsize)
         self._dtype = dtype
         self._outs: list[tuple[torch.Tensor, torch.Tensor]] = []  # two: one may be read while the next one is computed
         self._served = range(0)  # layers that the first of them holds
@@ -92,11 +92,11 @@ class TritonKernel:
         factors = _common([part.patch.dtype for part in parts if part.patch is not None], compute)
         self._staging = Staging(
             [
-                Field((self._launched, fused.TARGETS), torch.int64),
-                Field((self._launched, *self._table.shape), torch.int64),
-                Field((self._launched, *staged[0]), stored),
-                Field((self._launched, *staged[1]), stored),
-                Field((self._launched, max(size, 1)), factors),
+                Field((self.launched, fused.TARGETS), torch.int64),
+                Field((self.launched, *self._table.shape), torch.int64),
+                Field((self.launched, *staged[0]), stored),
+                Field((self.launched, *staged[1]), stored),
+                Field((self.launched, max(size, 1)), factors),
             ],
             device,
         )
@@ -142,16 +142,16 @@ class TritonKernel:
             k, v = self._outs[0]
             strides = CacheStrides.of_rows(k.shape[1:], v.shape[1:])
             targets = list(zip(k, v, strict=True))[: self._layers - i]
-            for at in range(0, len(targets), self._launched):
-                self._launch(i + at, targets[at : at + self._launched], strides, None)
+            for at in range(0, len(targets), self.launched):
+                self._launch(i + at, targets[at : at + self.launched], strides, None)
             self._served = range(i, min(i + self._many, self._layers))
         k, v = self._outs[0]
         return k[i - self._served.start], v[i - self._served.start]
 
     def store(self, first: int, caches: Sequence[torch.Tensor], strides: CacheStrides, slots: torch.Tensor) -> None:
         """Writes layers ``first`` and following into slots of their paged caches; arguments as `LoadPlan.store`."""
-        for at in range(0, len(caches), self._launched):
-            targets = [(cache, cache) for cache in caches[at : at + self._launched]]
+        for at in range(0, len(caches), self.launched):
+            targets = [(cache, cache) for cache in caches[at : at + self.launched]]
             self._launch(first + at, targets, strides, slots)
 
     def _launch(

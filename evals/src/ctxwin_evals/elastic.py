@@ -15,9 +15,9 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from ctxwin.kv.importance import Attended, AttendedByHead, AttendedMost
 from ctxwin.kv.merge import RECENT, bucket_means, bucket_of, budget_slots, most_important
 from ctxwin_evals.decoder import Held, Memory, Watch
+from ctxwin_evals.importance import Attended, AttendedByHead, AttendedMost
 
 
 def merged(memory: Memory, anchors: Tensor) -> Memory:

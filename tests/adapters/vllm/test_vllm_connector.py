@@ -25,8 +25,9 @@ from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
 from ctxwin_vllm.connector import CtxwinConnector
 from ctxwin_vllm.connector.scheduler import BACKLOG, STEPS, Step
 from ctxwin_vllm.connector.worker import WorkerHalf
-from ctxwin_vllm.transport import PARAM, LocalTransport, SaveSpec, Transfer
+from ctxwin_vllm.transport import PARAM, LoadSpec, LocalTransport, SaveSpec, Transfer
 from ctxwin_vllm.transport.base import new_handle
+from interpreted import LateLoads
 
 KV = KVSpec("m", "gqa", 1, 1, 4, 4, RopeSpec(inv_freq=(1.0, 0.1), rotary_dim=4, pairing="half"), "float32")
 
@@ -38,6 +39,7 @@ def scheduler() -> Iterator[Any]:
         cache_config=SimpleNamespace(block_size=4),
         model_config=SimpleNamespace(hf_config=SimpleNamespace()),
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config={PARAM: LocalTransport(KV).source}),
+        speculative_config=None,
     )
     with mock.patch("ctxwin_vllm.connector.check_config"):
         groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["0"], kv_cache_spec=None)])
@@ -68,8 +70,8 @@ class TestBlocksOfAFailedLoad:
 
     def test_leave_the_prefix_cache(self, scheduler: Any) -> None:
         request = self.planned(scheduler, "r", [5, 6, 7], private_from=0)
-        scheduler.request_finished(
-            request, [5, 6, 7, 8]
+        scheduler.request_finished_all_groups(
+            request, ([5, 6, 7, 8],)
         )  # aborted a step later, with one more block computed from them
         scheduler.update_connector_output(SimpleNamespace(invalid_block_ids={5, 6}))
         scheduler._pool.evict_blocks.assert_called_once_with({5, 6, 7, 8})
@@ -107,7 +109,7 @@ class TestReadingBack:
         request = SimpleNamespace(
             request_id=name, kv_transfer_params={PARAM: handle}, num_computed_tokens=sum(lengths), status=None
         )
-        kept, _ = scheduler.request_finished(request, list(range(-(-sum(lengths) // 4))))
+        kept, _ = scheduler.request_finished_all_groups(request, (list(range(-(-sum(lengths) // 4))),))
         assert kept
         return ranges
 
@@ -151,6 +153,90 @@ class TestReadingBack:
         assert endpoint.save.call_count == 3
 
 
+class TestLoadsOnAStream:
+    """Loads that are written as late as a stream of their own may."""
+
+    @pytest.fixture
+    def loads(self, monkeypatch: pytest.MonkeyPatch) -> LateLoads:
+        made = LateLoads(torch.device("cpu"))
+        monkeypatch.setattr("ctxwin_vllm.connector.worker.STREAMS", {"cpu": made})
+        return made
+
+    @pytest.fixture
+    def worker(self, loads: LateLoads, monkeypatch: pytest.MonkeyPatch) -> WorkerHalf:
+        """One whose endpoint writes two layers, each by a launch of its own."""
+        endpoint = mock.Mock(draft_model=None, outputs=None, written=[])
+
+        def load(spec: LoadSpec) -> None:
+            with loads.begin(background=spec.background):
+                for layer in ("a", "b"):
+                    loads.queue(lambda layer=layer: endpoint.written.append(layer), [layer])
+
+        endpoint.load = load
+        monkeypatch.setattr("ctxwin_vllm.connector.worker.connect", lambda source: endpoint)
+        return WorkerHalf(endpoint, block_size=4)
+
+    @staticmethod
+    def start(worker: WorkerHalf, mode: str = "NONE", metadata: object = "", background: bool = False) -> list[str]:
+        """Begin a step with one load; return the layers that are written so far, a list that grows."""
+        worker._work = Step("source", loads=[LoadSpec("source", "handle", "r", (5, 6), 0, 6, background)])
+        context = SimpleNamespace(cudagraph_runtime_mode=SimpleNamespace(name=mode), attn_metadata=metadata)
+        worker.start_load_kv(context)
+        return worker.endpoint.written  # type: ignore[attr-defined, no-any-return]
+
+    def test_a_layer_waits_for_its_own_load(self, worker: WorkerHalf) -> None:
+        written = self.start(worker)
+        assert written == []
+        worker.wait_for_layer_load("a")
+        assert written == ["a"]
+        worker.wait_for_layer_load("b")
+        worker.wait_for_layer_load("other")
+        worker.wait_for_save()
+        assert written == ["a", "b"] and not worker.get_block_ids_with_load_errors()
+
+    @pytest.mark.parametrize(("mode", "metadata"), [("FULL", ""), ("NONE", None)])
+    def test_a_forward_without_hooks_waits_for_the_whole_load(
+        self, worker: WorkerHalf, mode: str, metadata: object
+    ) -> None:
+        assert self.start(worker, mode, metadata) == ["a", "b"]
+        worker.wait_for_save()
+        assert not worker.get_block_ids_with_load_errors()
+
+    def test_a_layer_that_nothing_waited_for_is_a_failed_load(self, worker: WorkerHalf) -> None:
+        """Once: later forwards wait for whole loads."""
+        self.start(worker)
+        worker.wait_for_layer_load("a")
+        worker.wait_for_save()
+        assert worker.get_block_ids_with_load_errors() == {5, 6} and worker.endpoint.fail.call_count == 1  # type: ignore[attr-defined]
+        assert self.start(worker)[2:] == ["a", "b"]
+        worker.wait_for_save()
+        assert not worker.get_block_ids_with_load_errors()
+
+    def test_a_background_load_is_received_once_it_is_written(self, worker: WorkerHalf) -> None:
+        written = self.start(worker, background=True)
+        worker._work = Step("another engine's")
+        assert worker.get_finished(set()) == (None, None)
+        for step in range(3):
+            worker._work = Step("source")
+            for layer in ("a", "b"):
+                worker.wait_for_layer_load(layer)
+            worker.wait_for_save()
+            assert worker.get_finished(set()) == (None, {"r"} if step == 2 else None)
+            assert written == (["a", "b"] if step == 2 else [])
+        assert worker.get_finished(set()) == (None, None)
+
+    def test_nothing_of_a_failed_load_is_written_later(self, worker: WorkerHalf, loads: LateLoads) -> None:
+        plain = worker.endpoint.load
+
+        def fail(spec: LoadSpec) -> None:
+            plain(spec)
+            raise OSError("no such page")
+
+        worker.endpoint.load = fail  # type: ignore[method-assign]
+        written = self.start(worker, background=True)
+        assert written == ["a", "b"] and worker.get_block_ids_with_load_errors() == {5, 6}
+
+
 class TestReservedTransfers:
     """Requests that run before what they capture is known: their blocks are kept until it is, or for a bounded time."""
 
@@ -185,7 +271,7 @@ class TestReservedTransfers:
         monkeypatch.setattr(scheduler.endpoint, "read_now", lambda save, meta: False)
         handle, request = self.begun(scheduler)
         with mock.patch.object(scheduler.endpoint, "request_meta") as look:
-            assert scheduler.request_finished(request, [0, 1, 2]) == (True, None) and not look.called
+            assert scheduler.request_finished_all_groups(request, ([0, 1, 2],)) == (True, None) and not look.called
         for _ in range(late):
             assert self.saves(scheduler) == [] and scheduler.has_pending_block_frees()
         scheduler.endpoint.add(Transfer(captures={"0": (8, 12)}, expected_hit=8), handle)
@@ -198,7 +284,7 @@ class TestReservedTransfers:
         """Nothing was to be read, or it was read at once, or it was not computed."""
         scheduler.endpoint.paged = mock.Mock()
         handle, request = self.begun(scheduler)
-        scheduler.request_finished(request, [0, 1, 2])
+        scheduler.request_finished_all_groups(request, ([0, 1, 2],))
         transfer = Transfer(captures=dict(captures), expected_hit=8)
         scheduler.endpoint.add(transfer, handle)
         assert self.saves(scheduler) == [({}, True)]
@@ -215,7 +301,7 @@ class TestReservedTransfers:
         transfer, order = Transfer(captures={"0": (8, 12)}, expected_hit=8), list[str]()
         if added:
             endpoint.add(transfer, handle)
-        assert scheduler.request_finished(request, [0, 1, 2]) == (not added, None)
+        assert scheduler.request_finished_all_groups(request, ([0, 1, 2],)) == (not added, None)
         assert not transfer.captured, "the tokens of the step come first"
         endpoint.add(transfer, handle)
 
@@ -252,7 +338,7 @@ class TestReservedTransfers:
         self, scheduler: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         _, request = self.begun(scheduler)
-        scheduler.request_finished(request, [0, 1, 2])
+        scheduler.request_finished_all_groups(request, ([0, 1, 2],))
         assert self.saves(scheduler) == []
         monkeypatch.setattr("ctxwin_vllm.connector.scheduler.RESERVED_S", 0)
         assert self.saves(scheduler) == [({}, True)] and not scheduler.has_pending_block_frees()
@@ -263,6 +349,9 @@ class TestReservedTransfers:
 
     def test_without_blocks_or_with_an_error_keep_none(self, scheduler: Any) -> None:
         _, request = self.begun(scheduler)
-        assert scheduler.request_finished(request, []) == (False, None)
+        assert scheduler.request_finished_all_groups(request, ([],)) == (False, None)
         request.status = RequestStatus.FINISHED_ERROR
-        assert scheduler.request_finished(request, [0]) == (False, None) and not scheduler.has_pending_block_frees()
+        assert (
+            scheduler.request_finished_all_groups(request, ([0],)) == (False, None)
+            and not scheduler.has_pending_block_frees()
+        )

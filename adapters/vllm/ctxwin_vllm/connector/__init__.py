@@ -8,7 +8,7 @@ that needs it. Exact KV lies in blocks that plain requests share, so it is loade
 of an asynchronous load only once they are written, whereas a plain request in the same step could hit those of a synchronous
 one, and would fail with it. With ``kv_load_failure_policy="fail"`` vLLM drops the step's token, evicts the blocks and ends
 that request alone, and the engine asks again. ``recompute`` would keep the blocks before the failed one, which may be
-approximate.
+approximate. On a GPU both are written by a stream of their own (`ctxwin.kv.kernels.load_stream`).
 
 **Reading back** happens when a request has ended: every forward is complete then, tokens of earlier steps, of chunked prefill and
 of vLLM's own prefix cache are all there, and the time to the first token is unaffected. In the engine's own process the blocks
@@ -83,7 +83,8 @@ class CtxwinConnector(SchedulerHalf, WorkerHalf, KVConnectorBase_V1, SupportsHMA
         if hasattr(text_backbone(vllm_config.model_config.hf_config), "audio_config"):
             internals.pair_sound(get_model_cls(vllm_config.model_config))
         SchedulerHalf.__init__(self, endpoint, source, block_size, holds_kv[0])
-        WorkerHalf.__init__(self, endpoint, block_size)
+        # With drafts vLLM asks for failed loads before it reports the forward's end.
+        WorkerHalf.__init__(self, endpoint, block_size, whole=vllm_config.speculative_config is not None)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.v1.request import RequestStatus
 
-from ctxwin_vllm.transport import PARAM, CaptureSpec, Endpoint, LoadSpec, RequestMeta, SaveSpec, is_handle, is_reserved
+from ctxwin_vllm.transport import base
+from ctxwin_vllm.transport.base import PARAM, CaptureSpec, Endpoint, LoadSpec, RequestMeta, SaveSpec
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -45,14 +46,12 @@ class _Unproven:
 
 @dataclass
 class Step(KVConnectorMetadata):  # type: ignore[misc]  # mypy sees vLLM as untyped
-    """Loads, saves and captures of the workers in one step."""
+    """Loads, saves and captures of the workers in one step of the engine whose transport is ``source``."""
 
+    source: str = ""
     captures: list[CaptureSpec] = field(default_factory=list)
     loads: list[LoadSpec] = field(default_factory=list)
     saves: list[SaveSpec] = field(default_factory=list)
-
-
-_IDLE = Step()  # shared by the many steps with nothing to do; never written to
 
 
 class SchedulerHalf:
@@ -60,12 +59,10 @@ class SchedulerHalf:
 
     def __init__(self, endpoint: Endpoint, source: str, block_size: int, attention: int = 0) -> None:
         self.endpoint = endpoint
-        self._attention = (
-            attention  # the group of layers whose blocks hold KV; the other groups of a hybrid hold states
-        )
+        self._attention = attention  # the group of layers with KV; the other groups of a hybrid hold states
         self.source = source
         self.block_size = block_size
-        self._step = Step()
+        self._step, self._idle = Step(source), Step(source)  # the latter of all steps with nothing to do
         self._saves: deque[SaveSpec] = deque()  # reads of requests that have ended, in pieces of `SAVE_BYTES`
         self._capturing: dict[str, tuple[int, ...]] = {}  # blocks of the states of requests whose chunk is captured
         # local hit, handle and metadata of requests that may load
@@ -83,7 +80,7 @@ class SchedulerHalf:
         leave KV and embeddings of placeholder media under the names of real ones.
         """
         handle = _handle(request)
-        if is_reserved(handle):
+        if base.is_reserved(handle):
             return 0, False
         meta = self.endpoint.request_meta(handle) if handle else None
         if meta is None:  # the caller may have given up on this request; it is about to be aborted and must not load
@@ -127,10 +124,10 @@ class SchedulerHalf:
         if self._reserved:
             self._find_reserved()
         if not (self._step.loads or self._saves or self._step.captures):
-            return _IDLE
+            return self._idle
         count = min(len(self._saves), 1 + len(self._saves) // BACKLOG)
         self._step.saves.extend(self._saves.popleft() for _ in range(count))
-        step, self._step = self._step, Step()
+        step, self._step = self._step, Step(self.source)
         return step
 
     def has_pending_block_frees(self) -> bool:
@@ -153,10 +150,6 @@ class SchedulerHalf:
         for load in self._unproven:
             if not load.blocks.isdisjoint(failed):
                 self._pool.evict_blocks(load.blocks)
-
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished_all_groups`, of a model that has one group."""
-        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, groups: tuple[list[int], ...]
@@ -183,8 +176,8 @@ class SchedulerHalf:
         computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
         save = SaveSpec(self.source, handle, request.request_id, tuple(block_ids), {}, states, computed)
         # No file is read on the way to the answer.
-        meta = self.endpoint.request_meta(handle) if self.endpoint.in_memory or not is_reserved(handle) else None
-        if meta is None and is_reserved(handle) and block_ids:
+        meta = self.endpoint.request_meta(handle) if self.endpoint.in_memory or not base.is_reserved(handle) else None
+        if meta is None and base.is_reserved(handle) and block_ids:
             self._reserved.append((time.monotonic(), save))
             return True
         return meta is not None and self._plan_saves(save, meta)
@@ -226,7 +219,7 @@ class SchedulerHalf:
 def _handle(request: Request) -> str:
     """Return the handle of a request; "" for one without."""
     handle = (request.kv_transfer_params or {}).get(PARAM)
-    return handle if is_handle(handle) else ""
+    return handle if base.is_handle(handle) else ""
 
 
 def _pieces(save: SaveSpec, tokens: int) -> list[SaveSpec]:

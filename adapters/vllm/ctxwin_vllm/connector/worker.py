@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from ctxwin_vllm.connector.scheduler import Step
-from ctxwin_vllm.transport import Endpoint, LoadSpec, connect
+from ctxwin_vllm.paged import STREAMS
+from ctxwin_vllm.transport import LoadSpec, connect
+from ctxwin_vllm.transport.base import Endpoint
 
 if TYPE_CHECKING:
     import torch
@@ -21,12 +23,13 @@ _log = logging.getLogger("ctxwin.engines")
 class WorkerHalf:
     """Methods that a vLLM worker calls; names and arguments are vLLM's."""
 
-    def __init__(self, endpoint: Endpoint, block_size: int) -> None:
+    def __init__(self, endpoint: Endpoint, block_size: int, whole: bool = False) -> None:
         self.endpoint = endpoint
         self.block_size = block_size
         self._failed_blocks: set[int] = set()
         self._failed: set[str] = set()  # requests of a hybrid, for which vLLM takes no block ids
-        self._received: set[str] = set()
+        self._receiving: dict[tuple[str, str], list[Any]] = {}  # events behind background loads
+        self._whole = whole  # whether a forward waits for all of its loads before it begins
         self._sent: set[str] = set()
         self._work = Step()
 
@@ -35,6 +38,8 @@ class WorkerHalf:
         super().bind_connector_metadata(connector_metadata)  # type: ignore[misc]  # of the connector's base
         assert isinstance(connector_metadata, Step)
         self._work = connector_metadata
+        for stream in STREAMS.values() if connector_metadata.loads else ():
+            stream.before_forward = stream.event()
         for capture in connector_metadata.captures:
             connect(capture.source).capture(capture)
 
@@ -48,30 +53,48 @@ class WorkerHalf:
                 self._sent.add(save.request)
         for load in step.loads:
             self._load(load)
+        if self._whole or not _awaits_layers(forward_context):
+            _finish()
 
     def _load(self, load: LoadSpec) -> None:
         # vLLM keeps one worker-side connector per process for all engines; the load names its engine's transport.
         try:
-            connect(load.source).load(load)
+            endpoint = connect(load.source)
+            endpoint.load(load)
+            if endpoint.draft_model is not None or endpoint.outputs is not None:  # what no layer's attention waits for
+                _finish()
         except Exception as error:
-            with contextlib.suppress(RuntimeError):  # reported before vLLM ends the request, if the engine still exists
-                connect(load.source).fail(load.handle, error)
-            size = self.block_size
-            if load.states:
-                self._failed.add(load.request)
-            else:
-                self._failed_blocks.update(load.blocks[load.begin // size : -(-load.end // size)])
-            _log.warning("loading tokens [%d, %d) into the paged cache failed: %s", load.begin, load.end, error)
+            for stream in STREAMS.values():
+                stream.event(
+                    loads=True
+                ).synchronize()  # whoever gets its blocks next must find nothing of it on the way
+            self._fail(load, error)
         if load.background:
-            self._received.add(load.request)
+            self._receiving[load.source, load.request] = [stream.event(loads=True) for stream in STREAMS.values()]
+
+    def _fail(self, load: LoadSpec, error: Exception) -> None:
+        with contextlib.suppress(RuntimeError):  # reported before vLLM ends the request, if the engine still exists
+            connect(load.source).fail(load.handle, error)
+        size = self.block_size
+        if load.states:
+            self._failed.add(load.request)
+        else:
+            self._failed_blocks.update(load.blocks[load.begin // size : -(-load.end // size)])
+        _log.warning("loading tokens [%d, %d) into the paged cache failed: %s", load.begin, load.end, error)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose blocks may be freed, and those whose background load has ended or failed."""
-        if not (self._sent or self._received):
+        if not (self._sent or self._receiving):
             return None, None
-        sent, received = self._sent, self._received
-        self._sent, self._received = set(), set()
-        return sent or None, received or None
+        sent, self._sent = self._sent, set()
+        keys = [
+            key
+            for key, events in self._receiving.items()
+            if key[0] == self._work.source and all(event.query() for event in events)
+        ]
+        for key in keys:
+            del self._receiving[key]
+        return sent or None, {request for _, request in keys} or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the same as `get_finished`, with the requests whose load has failed."""
@@ -85,10 +108,27 @@ class WorkerHalf:
         return failed
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: loads are complete when the forward begins."""
+        """Let a layer's attention wait for the loads of that layer."""
+        for stream in STREAMS.values():
+            stream.wait(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Do nothing: spans are read back whole."""
 
     def wait_for_save(self) -> None:
-        """Do nothing: no save is pending."""
+        """Let what follows wait for the step's loads; those that its forward did not wait for have failed."""
+        if not _finish():
+            self._whole = True
+            for load in self._work.loads:
+                if not load.background:
+                    self._fail(load, RuntimeError("its forward did not wait for it; later ones wait for whole loads"))
+
+
+def _awaits_layers(context: Any) -> bool:
+    """Return True if the forward calls `WorkerHalf.wait_for_layer_load`, as a recorded graph of the whole model does not."""
+    mode = getattr(getattr(context, "cudagraph_runtime_mode", None), "name", "")
+    return getattr(context, "attn_metadata", None) is not None and mode in ("NONE", "PIECEWISE")
+
+
+def _finish() -> bool:
+    return all([stream.finish() for stream in STREAMS.values()])

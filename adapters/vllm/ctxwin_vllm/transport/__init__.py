@@ -1,36 +1,19 @@
 """How KV gets from an engine to the connector and back: within a process, or to others through shared memory."""
 
-from ctxwin_vllm.transport.base import (
-    PARAM,
-    CaptureSpec,
-    Endpoint,
-    LoadSpec,
-    RequestMeta,
-    SaveSpec,
-    Transfer,
-    Transport,
-    is_handle,
-    is_reserved,
-)
-from ctxwin_vllm.transport.endpoint import SharedMemoryEndpoint, open_endpoint
+from ctxwin_vllm.transport.base import PARAM, Endpoint, LoadSpec, RequestMeta, SaveSpec, Transfer, Transport
+from ctxwin_vllm.transport.endpoint import open_endpoint
 from ctxwin_vllm.transport.local import LocalTransport, find
 from ctxwin_vllm.transport.shared_memory import SharedMemoryTransport
 
 __all__ = [
     "PARAM",
-    "CaptureSpec",
-    "Endpoint",
     "LoadSpec",
     "LocalTransport",
     "RequestMeta",
     "SaveSpec",
-    "SharedMemoryEndpoint",
     "SharedMemoryTransport",
     "Transfer",
     "Transport",
-    "connect",
-    "is_handle",
-    "is_reserved",
 ]
 
 

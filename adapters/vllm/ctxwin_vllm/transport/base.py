@@ -112,6 +112,7 @@ class Transfer(RequestMeta):
         drafted: the draft model's ``(k, v)`` of each capture, as `captured`, where it keeps KV.
         queries_of: the capture whose queries are read as well; "" for none.
         queries: those queries, ``[tokens, layers, heads, dim]``.
+        reads: an event behind the reads of the captures on the device; None where they are done.
         error: why a load or a capture failed; the request's answer must then be discarded.
     """
 
@@ -128,6 +129,7 @@ class Transfer(RequestMeta):
     drafted: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     queries_of: str = ""
     queries: torch.Tensor | None = None
+    reads: Any = None
     error: BaseException | None = None
 
     def __post_init__(self) -> None:
@@ -280,21 +282,21 @@ class Endpoint(ABC):
         """Write a load into the paged cache. Any failure raises."""
         if self.paged is None:
             raise RuntimeError("the engine is not up yet")
-        parts = self.parts(load.handle, load.begin, load.end)
-        # States first: a missing one raises before anything is written.
-        nbytes = 0
-        if self.states is not None:
-            self.states.write(load.states, self.states.states_after(parts))
-            nbytes = state_bytes(since_exact(parts))
-        if self.states is not None and load.end % self.paged.block_size:
-            # The pages of a hybrid also hold states: the rest of the last block, read as KV, could be NaN.
-            self.paged.clear(load.blocks[load.end // self.paged.block_size])
-        if self.draft_model is not None:
-            draft = self.draft_model
-            write(draft.paged, draft.slices(parts), draft.kv, load, draft.heads)
-        if self.outputs is not None:
-            self.outputs.write(parts, self.paged.slots(load.blocks, load.begin, load.end))
-        self.finish_load(load, nbytes + write(self.paged, parts, self.kv, load, self.heads))
+        with self.paged.loads.begin(background=load.background):
+            parts = self.parts(load.handle, load.begin, load.end)
+            # States first: a missing one raises before anything is written.
+            nbytes = 0
+            if self.states is not None:
+                self.states.write(load.states, self.states.states_after(parts))
+                nbytes = state_bytes(since_exact(parts))
+            if self.states is not None and load.end % self.paged.block_size:
+                # The pages of a hybrid also hold states: the rest of the last block, read as KV, could be NaN.
+                self.paged.clear(load.blocks[load.end // self.paged.block_size])
+            if (draft := self.draft_model) is not None:
+                write(draft.paged, draft.slices(parts), draft.kv, load, draft.heads)
+            if self.outputs is not None:
+                self.outputs.write(parts, self.paged.slots(load.blocks, load.begin, load.end))
+            self.finish_load(load, nbytes + write(self.paged, parts, self.kv, load, self.heads))
 
     def capture(self, capture: CaptureSpec) -> None:
         """Capture the map of a chunk; `read_now` or `save` reads it with the states."""

@@ -65,6 +65,8 @@ class LocalTransport(Transport, Endpoint):
             self.step()
         if finished and (ended := self._ended.get(handle)) is not None:
             ended[1].wait()
+        if transfer.reads is not None:
+            transfer.reads.synchronize()
         if finished and is_reserved(handle) and transfer.captures.keys() - transfer.captured:
             transfer.error = transfer.error or RuntimeError("the request ended long before its transfer was added")
 
@@ -155,6 +157,7 @@ class LocalTransport(Transport, Endpoint):
                 transfer.outputs[name] = self.outputs.read(slots)
             if self.queries is not None and name == transfer.queries_of:
                 transfer.queries = self.queries.read(slots)
+        transfer.reads = self.paged.loads.event()
 
 
 def find(source: str) -> LocalTransport:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ctxwin.errors import UnsupportedModel
-from ctxwin.kv.importance import Attended, AttendedByHead
 from ctxwin.kv.merge import merge, merged_slots
 from ctxwin_evals.arms.base import SHARE, Arm, Served, SharedArm
 from ctxwin_evals.decoder import Memory, concatenated
 from ctxwin_evals.elastic import H2O, Elastic, ElasticByHead, ElasticMost, ElasticShared, Local, Policy, Window
 from ctxwin_evals.group import Group
+from ctxwin_evals.importance import Attended, AttendedByHead
 
 WEIGHTS_AT_ONCE = 1 << 26
 """Attention weights of a layer that are held at once, at most."""

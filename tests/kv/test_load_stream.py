@@ -1,0 +1,93 @@
+"""Streams and events of a GPU, played: what waits for what."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ctxwin.kv.kernels import load_stream
+from ctxwin.kv.kernels.load_stream import LoadStream
+
+
+class Played:
+    """``torch.cuda`` with two streams that list what they are told; an event is the last thing told before it."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, list[str]] = {"forward": [], "load": []}
+        self.current = "forward"
+        played = self
+
+        class Event:
+            def record(self, stream: Any) -> None:
+                self.behind = (played.told[stream.name] or ["nothing"])[-1]
+
+            def query(self) -> bool:
+                return self.behind == "written"
+
+        self.Event = Event
+
+    def Stream(self, device: Any) -> Any:  # noqa: N802  # torch's name
+        return self._stream("load")
+
+    def _stream(self, name: str) -> Any:
+        return SimpleNamespace(name=name, wait_event=lambda event: self.told[name].append(f"wait for {event.behind}"))
+
+    def current_stream(self, device: Any) -> Any:
+        return self._stream(self.current)
+
+    @contextmanager
+    def stream(self, stream: Any) -> Any:
+        before, self.current = self.current, stream.name
+        yield
+        self.current = before
+
+    def tell(self, work: str) -> Any:
+        return lambda: self.told[self.current].append(work)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Played:
+    played = Played()
+    monkeypatch.setattr(load_stream, "torch", SimpleNamespace(cuda=played, cpu=None))
+    return played
+
+
+def test_a_load_begins_behind_what_used_its_blocks_and_each_layer_behind_its_own_write(gpu: Played) -> None:
+    loads = LoadStream(torch.device("cuda", 0))
+    gpu.tell("read back")()
+    loads.before_forward = loads.event()
+    gpu.tell("forward")()
+    with loads.begin(background=False):
+        loads.queue(gpu.tell("a"), ["a"])
+        loads.queue(gpu.tell("b"), ["b"])
+    assert gpu.told["load"] == ["wait for read back", "a", "b"], "not behind the step's own forward"
+    loads.wait("other")
+    loads.wait("a")
+    assert gpu.told["forward"][2:] == ["wait for a"]
+    assert not loads.finish() and gpu.told["forward"][3:] == ["wait for a", "wait for b"]
+    assert loads.finish() and len(gpu.told["forward"]) == 5
+
+
+def test_no_forward_waits_for_a_background_load(gpu: Played) -> None:
+    loads = LoadStream(torch.device("cuda", 0))
+    with loads.begin(background=True):
+        loads.queue(gpu.tell("a"), ["a"])
+    done = loads.event(loads=True)
+    loads.wait("a")
+    assert loads.finish() and gpu.told["forward"] == [] and not done.query()
+
+
+def test_on_a_processor_everything_is_done_as_it_is_queued() -> None:
+    loads, written = LoadStream(torch.device("cpu")), []
+    loads.before_forward = loads.event()
+    with loads.begin(background=False):
+        loads.queue(lambda: written.append("a"), ["a"])
+    assert written == ["a"] and loads.event(loads=True).query()
+    loads.event().synchronize()
+    loads.event(loads=True).synchronize()
+    loads.wait("a")
+    assert loads.finish()
