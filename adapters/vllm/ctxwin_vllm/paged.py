@@ -181,10 +181,9 @@ class PagedKV:
     def keep(self, span: SpanKV, k: torch.Tensor, v: torch.Tensor) -> None:
         """Keep what was `read` of all layers and heads of ``span`` on the device, for later loads, where spans are kept there."""
         if self._keeps_spans and self.kernel == "triton":
+            # Once they are dropped, their memory stays until loads have read them.
             for x in (k, v) if self.device.type == "cuda" else ():
-                x.record_stream(
-                    self.loads.stream
-                )  # their memory stays, once they are dropped, until loads have read them
+                x.record_stream(self.loads.stream)
             self._resident_spans(slice(None)).keep(span, k, v)
 
     def _resident_spans(self, heads: slice) -> ResidentSpans:
