@@ -1,9 +1,9 @@
 """Measure the cost of a load: ``python tools/measure_kernels.py``.
 
-Copy, rotate, and rotate with a joint patch and with a quantized one of its bytes, each by the reference and by the fast
-kernels, construction included, on random KV; and unpack the quantized one, as reading it from a store does. All are run once
-per round, one after the other, so that a busy machine affects all of them; read the median over the rounds, the least shows
-what the machine can do.
+Copy (of the same bytes, by one call of torch's), serve as stored, rotate, and rotate with a joint patch and with a quantized
+one of its bytes, each by the reference and by the fast kernels, construction included, on random KV, into a paged cache where
+the kernel writes one; and unpack the quantized one, as reading it from a store does. All are run once per round, one after the
+other, so that a busy machine affects all of them; read the median over the rounds, the least shows what the machine can do.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import get_args
 
@@ -22,6 +23,7 @@ import torch
 from ctxwin.kv.kernels.api import LoadPlan
 from ctxwin.kv.kernels.choice import Kernel
 from ctxwin.kv.kernels.parts import SpanSlice
+from ctxwin.kv.kernels.strides import CacheStrides
 from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
 from ctxwin.kv.patch import Patch
 from ctxwin.kv.quantize import quantize
@@ -31,7 +33,8 @@ from ctxwin.kv.quantize import quantize
 class Setting:
     """One load: ``tokens`` in all, split over ``parts``, from the processor's memory to ``device``; the rest as in `KVSpec`.
 
-    ``frame`` is the position of stored spans: engines form them after a system prompt.
+    ``frame`` is the position of stored spans: engines form them after a system prompt. ``cache``: whether a block's keys lie
+    token by token or dimension by dimension. ``values``: dimensions of a value, if not those of a key.
     """
 
     tokens: int = 2048
@@ -43,6 +46,8 @@ class Setting:
     frame: int = 32
     dtype: str = "bfloat16"
     pairing: str = "half"
+    cache: str = "rows"
+    values: int = 0
     rounds: int = 15
     device: str = "cpu"
 
@@ -50,7 +55,7 @@ class Setting:
         """The layout; plain RoPE over the whole head."""
         freqs = tuple(10000.0 ** (-2 * i / self.dim) for i in range(self.dim // 2))
         rope = RopeSpec(inv_freq=freqs, rotary_dim=self.dim, pairing=self.pairing)  # type: ignore[arg-type]
-        return KVSpec("measured", "gqa", self.layers, self.heads, self.dim, self.dim, rope, self.dtype)
+        return KVSpec("measured", "gqa", self.layers, self.heads, self.dim, self.values or self.dim, rope, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -65,8 +70,7 @@ class Row:
 
 
 def measure(setting: Setting) -> list[Row]:
-    """Rows for copy, rotate and patch; the copy reads and writes every byte once, layer by layer. Triton's kernel is among
-    them on a GPU.
+    """Rows for copy, rotate and patch; the copy reads and writes every byte once. Triton's kernel is among them on a GPU.
 
     Raises:
         ValueError: no tokens, layers, heads, parts or rounds, or more parts than tokens. Cost: ``rounds`` loads of each
@@ -77,13 +81,19 @@ def measure(setting: Setting) -> list[Row]:
     spec, dtype, device = setting.spec(), getattr(torch, setting.dtype), torch.device(setting.device)
     plain = _parts(setting, spec, dtype)
     patched = {name: _parts(setting, spec, dtype, form) for name, form in (("rank", _joint), ("quantized", _quantized))}
-    moves: dict[tuple[str, str], Callable[[], None]] = {("copy", ""): lambda: _copy(plain, device)}
+    still = [replace(part, start=setting.frame) for part in plain]
+    source = torch.zeros(spec.span_bytes(setting.tokens, dtype.itemsize), dtype=torch.uint8)
+    target = torch.ones_like(source, device=device)
+    moves: dict[tuple[str, str], Callable[[], object]] = {("copy", ""): lambda: target.copy_(source)}
+    caches, strides = _caches(setting, spec, dtype, device)
+    load = partial(_load, spec=spec, caches=caches, strides=strides)
     for kernel in get_args(Kernel):
         if kernel == ("triton" if device.type == "cpu" else "llvm"):
             continue
-        moves["rotate", kernel] = _load(plain, spec, dtype, device, kernel)
+        moves["as stored", kernel] = load(still, kernel=kernel)
+        moves["rotate", kernel] = load(plain, kernel=kernel)
         for name, parts in patched.items():
-            moves[f"rotate, {name} {setting.rank}", kernel] = _load(parts, spec, dtype, device, kernel)
+            moves[f"rotate, {name} {setting.rank}", kernel] = load(parts, kernel=kernel)
     moves["unpack", ""] = lambda: _unpack([part.patch for part in patched["quantized"]])
     times: dict[tuple[str, str], list[float]] = {name: [] for name in moves}
     for warm in [True, *[False] * setting.rounds]:
@@ -145,34 +155,42 @@ def _unpack(patches: Sequence[Patch | None]) -> None:
         Patch.from_tensors(patch.tensors(), patch.describe())
 
 
+def _caches(
+    setting: Setting, spec: KVSpec, dtype: torch.dtype, device: torch.device
+) -> tuple[list[torch.Tensor], CacheStrides]:
+    """A cache of blocks of 128 tokens for each layer, a block's keys before its values, head by head."""
+    size, heads, k, v = 128, spec.heads, spec.k_dim, spec.v_dim
+    step = size * heads * (k + v)
+    caches = [torch.zeros(-(-setting.tokens // size), step, dtype=dtype, device=device) for _ in range(spec.layers)]
+    token, number = (k, 1) if setting.cache == "rows" else (1, size)
+    return caches, CacheStrides(size, (0, step, token, size * k, number), (size * heads * k, step, v, size * v, 1))
+
+
 def _load(
-    parts: Sequence[SpanSlice], spec: KVSpec, dtype: torch.dtype, device: torch.device, kernel: Kernel
+    parts: Sequence[SpanSlice], spec: KVSpec, caches: Sequence[torch.Tensor], strides: CacheStrides, kernel: Kernel
 ) -> Callable[[], None]:
+    slots = torch.arange(sum(part.tokens for part in parts), device=caches[0].device)
+
     def load() -> None:
-        plan = LoadPlan(parts, spec, dtype=dtype, device=device, kernel=kernel)
-        for i in range(plan.layers):
-            plan.layer(i)
+        plan = LoadPlan(parts, spec, dtype=caches[0].dtype, device=caches[0].device, kernel=kernel)
+        if plan.stores:
+            plan.store(0, caches, strides, slots)
+        else:
+            for i in range(plan.layers):
+                plan.layer(i)
 
     return load
-
-
-def _copy(parts: Sequence[SpanSlice], device: torch.device) -> None:
-    tokens = sum(part.tokens for part in parts)
-    k = torch.empty(tokens, *parts[0].span.k.shape[2:], dtype=parts[0].span.k.dtype, device=device)
-    v = torch.empty(tokens, *parts[0].span.v.shape[2:], dtype=parts[0].span.v.dtype, device=device)
-    for i in range(len(parts[0].span.k)):
-        at = 0
-        for part in parts:
-            k[at : at + part.tokens].copy_(part.span.k[i])
-            v[at : at + part.tokens].copy_(part.span.v[i])
-            at += part.tokens
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the rows as a table or, with ``--json``, as ``{"setting": ..., "threads": ..., "rows": [...]}``."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in vars(Setting()).items():
-        choices = {"dtype": ["bfloat16", "float16", "float32"], "pairing": ["half", "interleaved"]}.get(name)
+        choices = {
+            "dtype": ["bfloat16", "float16", "float32"],
+            "pairing": ["half", "interleaved"],
+            "cache": ["rows", "columns"],
+        }.get(name)
         parser.add_argument(
             f"--{name}", type=type(default), default=default, choices=choices, help=f"default {default}"
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from operator_oracle import make_spec, placed, plain_rope, random_positions, ran
 
 from ctxwin.kv import rope
 from ctxwin.kv.kernels import LoadPlan, SpanSlice
-from ctxwin.kv.kernels.cpu import rounds_once
 from ctxwin.kv.layout import KVSpec, LayerKind
 from ctxwin.kv.relocate import relocate
 from ctxwin.kv.rope import angles, rotation_table
@@ -199,22 +197,6 @@ def test_rounds_once_in_frames_behind_a_header(far, family, dtype, layout):
         assert float((away - unit * exact_values.abs()).max()) < 1e-5 * float(exact_values.abs().max())
 
 
-def test_sums_of_sixteen_bits_are_rounded_once_or_not_used():
-    assert not rounds_once(F32, "cpu") and not rounds_once(BF16, "cuda")
-
-    def twice(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        return total + left @ right
-
-    rounds_once.cache_clear()
-    with mock.patch.object(torch, "addmm", twice):
-        assert not rounds_once(BF16, "cpu")
-        part = three_parts(FAMILIES["gqa"], BF16, "joint")[:1]
-        without = stack(LoadPlan(part, FAMILIES["gqa"], dtype=BF16, kernel="cpu"))
-    rounds_once.cache_clear()
-    for got, want in zip(stack(LoadPlan(part, FAMILIES["gqa"], dtype=BF16, kernel="cpu")), without, strict=True):
-        assert float((got.double() - want.double()).abs().max()) < 2**-8 * float(want.abs().max())
-
-
 @pytest.mark.parametrize("family", ["gqa", "mla"])
 @pytest.mark.parametrize("frame", [0, 50])
 @pytest.mark.parametrize("served", [F32, BF16])
@@ -385,13 +367,13 @@ def test_refuses_what_does_not_fit():
 
 def test_measuring_command(capsys):
     main(["--tokens", "64", "--layers", "2", "--rank", "4", "--parts", "3", "--rounds", "2", "--json"])
-    shown, moves = json.loads(capsys.readouterr().out), ("rotate", "rotate, rank 4", "rotate, quantized 4")
+    shown, moves = json.loads(capsys.readouterr().out), ("as stored", "rotate", "rotate, rank 4", "rotate, quantized 4")
     assert [(row["what"], row["kernel"]) for row in shown["rows"]] == [
         ("copy", ""), *((what, kernel) for kernel in ("cpu", "llvm", "reference") for what in moves), ("unpack", "")
     ]  # fmt: skip
     assert all(0 < row["least_ms"] <= row["median_ms"] for row in shown["rows"])
     assert shown["setting"]["parts"] == 3 and shown["rows"][0]["megabytes"] == pytest.approx(64 * 2 * 256 * 2 / 1e6)
-    main(["--tokens", "64", "--layers", "2", "--rounds", "1", "--pairing", "interleaved"])
+    main(["--tokens", "64", "--layers", "2", "--rounds", "1", "--pairing", "interleaved", "--cache", "columns"])
     assert "rotate, rank 32" in capsys.readouterr().out
     with pytest.raises(ValueError, match="tokens >= parts"):
         main(["--tokens", "2", "--parts", "3"])

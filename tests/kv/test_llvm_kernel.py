@@ -68,7 +68,7 @@ def loads(draw, spec: KVSpec, dtype: torch.dtype, size: int) -> tuple[list[SpanS
         frame = draw(st.sampled_from([0, 0, 17, 4000]))
         patch = None
         if draw(st.booleans()):
-            layers, rank = draw(st.sampled_from(["all", (0,)])), draw(st.integers(1, min(tokens, 5)))
+            layers, rank = draw(st.sampled_from(["all", (0,)])), draw(st.integers(1, tokens))
             layout, precision = draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from([dtype, dtype, BF16]))
             patch = patch_of(spec, origin, layout, seed, dtype=precision, layers=layers, rank=rank)
         span = relocate(origin, spec, frame)
@@ -134,10 +134,25 @@ def test_what_stays_is_the_same_to_the_bit(dtype):
 
 @pytest.mark.parametrize("transposed", [True, False])
 def test_long_parts_are_written_a_few_tiles_of_all_layers_at_a_time(transposed, monkeypatch):
-    monkeypatch.setattr(llvm_kernel, "TILES_AT_ONCE", 2)
+    monkeypatch.setattr(llvm_kernel, "TOKENS_AT_ONCE", 64)
     span = canonical(WIDE, 150, 0, F32)
     parts = [SpanSlice(span, 500, patch_of(WIDE, span, "joint", 1, dtype=F32), 3), SpanSlice(span, 77, None, 0, 33)]
     assert_stored(parts, WIDE, F32, 16, transposed, torch.arange(180) + 5)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize(("size", "transposed", "past"), [(32, True, 1), (32, False, 1), (20, True, 0)])
+def test_large_loads_are_written_past_the_cache_in_whole_lines(size, transposed, past, dtype, monkeypatch):
+    monkeypatch.setattr(llvm_kernel, "PAST_BYTES", 0)
+    calls = []
+    run = llvm_kernel._run
+    monkeypatch.setattr(llvm_kernel, "_run", lambda tasks: (calls.extend(task[1][5] for task in tasks), run(tasks)))
+    span = canonical(WIDE, 90, 0)
+    span = replace(relocate(span, WIDE, 31), k=relocate(span, WIDE, 31).k.to(dtype), v=span.v.to(dtype))
+    joint = patch_of(WIDE, canonical(WIDE, 90, 0), "joint", 1, dtype=dtype, rank=33)
+    parts = [SpanSlice(span, 500, joint, 1), SpanSlice(span, 77, None, 2), SpanSlice(span, 31, None, 3, 40)]
+    assert_stored(parts, WIDE, dtype, size, transposed, torch.arange(3, 3 + 89 + 88 + 37))
+    assert set(calls) == {past}
 
 
 @pytest.mark.parametrize("absent", [["avx512bf16"], ["avx512bf16", "avx512f"]])

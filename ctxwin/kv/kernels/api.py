@@ -1,7 +1,5 @@
 """Loading spans: patch, rotate and line up what an engine is about to write into its cache, one layer at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

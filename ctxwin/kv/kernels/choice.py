@@ -1,7 +1,5 @@
 """Choice of the load kernel of a device: Triton's on a GPU, LLVM's on a CPU, once a trial has shown it correct; else torch's."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os

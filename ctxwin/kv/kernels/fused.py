@@ -8,8 +8,6 @@ bfloat16 is spelled out, because the interpreter's conversion truncates. And onl
 Triton is imported.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

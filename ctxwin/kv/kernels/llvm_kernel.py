@@ -5,13 +5,12 @@ place of its paged slot where the cache's layout is known (`CacheStrides`). Rows
 at a time, so that a thread without a core of its own delays nobody.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, groupby
-from operator import itemgetter
+from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,15 +18,29 @@ import torch
 from ctxwin.kv.kernels import simd
 from ctxwin.kv.kernels.parts import SpanSlice
 from ctxwin.kv.kernels.strides import CacheStrides
+from ctxwin.kv.kernels.vectors import LINE
 from ctxwin.kv.layout import KVSpec
+from ctxwin.kv.patch import Patch
 from ctxwin.kv.rope import Shift, rotation_table
 
 TASKS = 4
-"""Shares in which each thread takes the layers of neighbouring parts."""
-TILES_AT_ONCE = 16
-"""Tiles that are written in all layers before those that follow, so that their tables stay in the processor's cache."""
+"""Shares in which each of several threads takes the rows of a table."""
+TOKENS_AT_ONCE = 512
+"""Tokens of a part that are written in all layers before those that follow, so that their tables stay in the processor's
+cache."""
+PAST_BYTES = 4 << 20
+"""Bytes from which on a load is written past the cache: more would be out of it before they are read."""
 _AT = {name: i for i, name in enumerate(simd.FIELDS)}
-_Task = tuple[Callable[..., None], tuple[int, ...]]
+_Task = tuple[Callable[..., None], tuple[int, ...], Any]  # with memory that it works in
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows ``[runs of tiles, layers, FIELDS]``, each run's part, and what they hold addresses of."""
+
+    table: np.ndarray
+    part: np.ndarray
+    used: tuple[np.ndarray, ...]
 
 
 class LlvmKernel:
@@ -50,16 +63,19 @@ class LlvmKernel:
         self._spec, self._dtype, self._heads = spec, dtype, heads
         self._tokens = [part.tokens for part in parts]
         self._shapes = [(sum(self._tokens), heads[1] - heads[0], dim) for dim in (spec.k_dim, spec.v_dim)]
+        self._layout = (
+            heads[1] - heads[0],
+            spec.k_dim,
+            spec.v_dim,
+            spec.rope.rotary_dim // 2,
+            spec.rope.pairing != "half",
+        )
+        self._width = (heads[1] - heads[0]) * (spec.k_dim + spec.v_dim)
         self._kind_of = {layer: at for at, kind in enumerate(spec.alike) for layer in kind.layers}
         self._used: list[torch.Tensor] = []  # what the tables hold addresses of
-        self._factors: list[str] = []
-        if any(part.patch is not None or part.start != part.span.start for part in parts):
-            self._turns = self._rotations([part.shift(frame=False) for part in parts])
-        if any(part.patch is not None for part in parts):
-            self._frames = self._rotations([(part.shift(frame=True)[0], 0, part.start) for part in parts])
-        begins = accumulate(self._tokens, initial=0)
-        self._tables = [self._table(part, first) for part, first in zip(parts, begins, strict=False)]
-        self._stored = [_name(part.span.k.dtype) for part in parts]
+        self._kinds: list[tuple[str, str]] = []  # dtypes of each part's KV and factors
+        self._tables = self._build_tables(parts)
+        self._rows: _Rows | None = None  # of `layer`
         self._outs: list[tuple[torch.Tensor, torch.Tensor]] = []  # two: one may be read while the next one is computed
 
     def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,7 +86,9 @@ class LlvmKernel:
         self._outs.reverse()
         k, v = self._outs[0]
         strides = CacheStrides.of_rows(k.shape, v.shape)
-        self._write(i, [k.data_ptr()], [v.data_ptr()], strides, np.arange(len(k)))
+        if self._rows is None:
+            self._rows = self._prepare(strides, np.arange(len(k)))
+        self._write(i, [k.data_ptr()], [v.data_ptr()], strides, self._rows)
         return k, v
 
     def store(self, first: int, caches: Sequence[torch.Tensor], strides: CacheStrides, slots: torch.Tensor) -> None:
@@ -82,96 +100,103 @@ class LlvmKernel:
             raise ValueError(f"strides must have the numbers of a key or its tokens side by side, got {strides}")
         size = self._dtype.itemsize
         keys, values = ([c.data_ptr() + size * side[0] for c in caches] for side in (strides.k, strides.v))
-        self._write(first, keys, values, strides, slots.numpy())
+        self._write(first, keys, values, strides, self._prepare(strides, slots.numpy()))
 
-    def _write(
-        self, first: int, keys: Sequence[int], values: Sequence[int], strides: CacheStrides, slots: np.ndarray
-    ) -> None:
-        transposed = strides.k[4] != 1
+    def _prepare(self, strides: CacheStrides, slots: np.ndarray) -> _Rows:
+        """The table of all layers, but for where a layer's cache lies."""
+        tile = simd.tile_of(_name(self._dtype))
         block, offset = np.divmod(slots, strides.block_size)
         places = [block * side[1] + offset * side[2] for side in (strides.k, strides.v)]
-        steps = strides.k[3], strides.v[3], strides.k[4]
-        tables: list[np.ndarray] = []
-        buffers: list[np.ndarray] = []
-        at = 0
-        for table, tokens in zip(self._tables, self._tokens, strict=True):
-            mine = slice(at, at + tokens)
-            begins = np.arange(0, tokens, simd.TILE)
-            if transposed:
-                breaks = np.diff(slots[mine], prepend=-2) != 1
-                begins = np.flatnonzero(breaks | (offset[mine] % simd.TILE == 0))
-            tiles = np.stack([begins, np.diff(begins, append=tokens)], axis=1)
-            rows = table[first : first + len(keys)].copy()
-            rows[:, _AT["out_k"]], rows[:, _AT["out_v"]] = keys, values
-            for name, place in zip(("k_at", "v_at"), places, strict=True):
-                rows[:, _AT[name]] = place[mine].ctypes.data
-            buffers.append(tiles)
-            begins = np.arange(0, len(tiles), TILES_AT_ONCE)[:, None]
-            rows = np.tile(rows, (len(begins), 1, 1))
-            rows[:, :, _AT["tiles"]] = tiles.ctypes.data + tiles.strides[0] * begins
-            rows[:, :, _AT["count"]] = np.minimum(TILES_AT_ONCE, len(tiles) - begins)
-            tables.append(rows.reshape(-1, len(_AT)))
-            at = mine.stop
+        begins = np.cumsum([0, *self._tokens[:-1]])
+        part = np.repeat(np.arange(len(begins)), self._tokens)
+        number = np.arange(len(slots)) - begins[part]
+        if strides.k[4] == 1:
+            starts = np.flatnonzero(number % tile == 0)
+        else:  # tokens that lie side by side
+            starts = np.flatnonzero((np.diff(slots, prepend=-2) != 1) | (offset % tile == 0) | (number == 0))
+        tiles = np.stack([number[starts], np.diff(starts, append=len(slots))], axis=1)
+        part = part[starts]
+        number = np.arange(len(part)) - np.searchsorted(part, part)
+        firsts = np.flatnonzero(number % max(1, TOKENS_AT_ONCE // tile) == 0)
+        part = part[firsts]
+        rows = self._tables[part]
+        rows[:, :, _AT["tiles"]] = (tiles.ctypes.data + tiles.strides[0] * firsts)[:, None]
+        rows[:, :, _AT["count"]] = np.diff(firsts, append=len(tiles))[:, None]
+        for name, place in zip(("k_at", "v_at"), places, strict=True):
+            rows[:, :, _AT[name]] = (place.ctypes.data + place.itemsize * begins[part])[:, None]
+        return _Rows(rows, part, (tiles, *places))
+
+    def _write(
+        self, first: int, keys: Sequence[int], values: Sequence[int], strides: CacheStrides, prepared: _Rows
+    ) -> None:
+        table = prepared.table[:, first : first + len(keys)].copy()
+        table[:, :, _AT["out_k"]], table[:, :, _AT["out_v"]] = keys, values
+        size = self._dtype.itemsize
+        steps = [size * step for side in (strides.k, strides.v) for step in side[1:] if step != 1]
+        past = all(at % LINE == 0 for at in (*keys, *values, *steps))
+        past = past and len(keys) * sum(self._tokens) * self._width * size >= PAST_BYTES
+        shares = TASKS * torch.get_num_threads() if torch.get_num_threads() > 1 else 1
         tasks: list[_Task] = []
-        for (stored, factors), run in groupby(zip(self._stored, self._factors, tables, strict=True), itemgetter(0, 1)):
-            function = simd.compile_layout(self._layout(stored, factors, transposed))
-            rows = np.concatenate([table for _, _, table in run])
-            buffers.append(rows)
-            size = -(-len(rows) // (TASKS * torch.get_num_threads()))
-            for row in range(0, len(rows), size):
-                few = rows[row : row + size]
-                tasks.append((function, (few.ctypes.data, len(few), *steps)))
+        for kind, run in groupby(zip(prepared.part, table, strict=True), lambda row: self._kinds[row[0]]):
+            rows = np.concatenate([row for _, row in run])
+            function = simd.compile_layout(simd.Layout(*self._layout, *kind, _name(self._dtype), strides.k[4] != 1))
+            packed = 4 * (int(rows[:, _AT["rank"]].max()) + 1) * self._width
+            for few in np.array_split(rows, min(shares, len(rows))):
+                panel = np.empty(packed + LINE, dtype=np.uint8)
+                line = -(-panel.ctypes.data // LINE) * LINE
+                steps = [strides.k[3], strides.v[3], strides.k[4]]
+                tasks.append((function, (few.ctypes.data, len(few), *steps, past, line), (few, panel)))
         _run(tasks)
 
-    def _layout(self, stored: str, factors: str, transposed: bool) -> simd.Layout:
-        spec, rope = self._spec, self._spec.rope
-        count = self._heads[1] - self._heads[0]
-        pairs = rope.rotary_dim // 2, rope.pairing == "interleaved"
-        return simd.Layout(count, spec.k_dim, spec.v_dim, *pairs, stored, factors, _name(self._dtype), transposed)
+    def _build_tables(self, parts: Sequence[SpanSlice]) -> np.ndarray:
+        """The rows of all parts, ``[parts, layers, FIELDS]``, but for their tiles and where they are written."""
+        spec, layers = self._spec, np.arange(self._spec.layers)
+        fields, steps = ([dict.fromkeys(_AT, 0) for _ in parts] for _ in range(2))
+        for part, at, step in zip(parts, fields, steps, strict=True):
+            for name, side in (("k", part.span.k), ("v", part.span.v)):
+                x = self._keep(side)
+                layer, token, head, _ = x.stride()
+                at[name] = x.data_ptr() + x.itemsize * (part.begin * token + self._heads[0] * head)
+                at[f"{name}_token"], at[f"{name}_head"], step[name] = token, head, x.itemsize * layer
+            at["mode"] = simd.MODES.index("copy" if part.start == part.span.start else "turn")
+        first, each = (np.array([list(row.values()) for row in rows]) for rows in (fields, steps))
+        tables: np.ndarray = first[:, None] + each[:, None] * layers[:, None]
+        patches = [part.patch if part.patch and (part.patch.dense or part.patch.rank) else None for part in parts]
+        angles = 4 * spec.rope.rotary_dim * np.cumsum([0, *self._tokens[:-1]])[:, None]  # bytes before those of a part
+        if any(patches) or bool(first[:, _AT["mode"]].any()):
+            tables[:, :, _AT["turn"]] = self._rotations([part.shift(frame=False) for part in parts]) + angles
+        framed = [bool(patch) and part.span.start != 0 for patch, part in zip(patches, parts, strict=True)]
+        if any(framed):
+            turned = self._rotations([part.shift(frame=True) for part in parts]) + angles
+            tables[framed, :, _AT["frame"]] = turned[framed]
+        for part, patch, table in zip(parts, patches, tables, strict=True):
+            dtypes = {self._dtype} if patch is None else {self._dtype, patch.dtype, patch.factors_dtype}
+            dtype = torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
+            self._kinds.append((_name(part.span.k.dtype), _name(dtype)))
+            if patch is not None:
+                self._add_patch(table, patch, part.begin, dtype)
+        return tables
 
-    def _table(self, part: SpanSlice, begin: int) -> np.ndarray:
-        """The rows of a part from token ``begin`` on, ``[layers, FIELDS]``, but for where they are written."""
-        spec, first = self._spec, self._heads[0]
-        begin *= 4 * spec.rope.rotary_dim  # bytes of the angles of a token
-        table = np.zeros((spec.layers, len(_AT)), dtype=np.int64)
-        for name, side in (("k", part.span.k), ("v", part.span.v)):
-            x = self._keep(side)[:, part.begin :, first:]
-            layer, token, head, _ = x.stride()
-            table[:, _AT[name]] = x.data_ptr() + x.itemsize * layer * np.arange(spec.layers)
-            table[:, _AT[f"{name}_token"]], table[:, _AT[f"{name}_head"]] = token, head
-        if part.start != part.span.start:
-            table[:, _AT["mode"]] = simd.MODES.index("turn")
-            table[:, _AT["turn"]] = self._turns + begin
-        self._factors.append("bfloat16" if self._dtype is torch.bfloat16 else "float32")
-        patch = part.patch
-        if patch is None or not (patch.dense or patch.rank):
-            return table
-        if self._factors[-1] != _name(patch.dtype) or self._factors[-1] != _name(patch.factors_dtype):
-            self._factors[-1] = "float32"
-        table[:, _AT["turn"]], table[:, _AT["frame"]] = self._turns + begin, self._frames + begin
-        dtype = getattr(torch, self._factors[-1])
-        layers, covered = np.array(patch.layers, dtype=np.int64), np.arange(len(patch.layers))
-        left_factor = self._keep(patch.left, dtype)
-        left_factor = left_factor[..., part.begin :, :]
-        right, at = left_factor, covered  # the delta itself
-        mode: simd.Mode = "dense"
+    def _add_patch(self, table: np.ndarray, patch: Patch, begin: int, dtype: torch.dtype) -> None:
+        """Enter a patch into its part's rows ``[layers, FIELDS]``, from token ``begin`` on."""
+        spec, covered = self._spec, np.arange(len(patch.layers))
+        left = self._keep(patch.left, dtype)[..., begin:, :]
+        right, at = left, covered  # the delta itself
+        rank: int | list[int] = 0
         if not patch.dense:
-            mode = "product"
-            if patch.basis is not None:
-                at = np.array([patch.basis.layers.index(layer) for layer in patch.layers])
             basis = patch.right if patch.basis is None else patch.basis.right
             assert basis is not None
             right = self._keep(basis, dtype)
-            step = left_factor.stride(0) if left_factor.ndim > 2 else 0
-            table[layers, _AT["left"]] = left_factor.data_ptr() + left_factor.itemsize * step * covered
-            table[layers, _AT["left_token"]] = left_factor.stride(-2)
-            table[layers, _AT["rank"]] = right.shape[1] if patch.quantized is None else patch.quantized.ranks
-        table[layers, _AT["mode"]] = simd.MODES.index(mode)
-        table[layers, _AT["right_row"]] = right.stride(1)
-        columns = first * spec.k_dim, spec.heads * spec.k_dim + first * spec.v_dim
-        for name, column in zip(("right_k", "right_v"), columns, strict=True):
-            table[layers, _AT[name]] = right.data_ptr() + right.itemsize * (right.stride(0) * at + column)
-        return table
+            rank = right.shape[1] if patch.quantized is None else patch.quantized.ranks
+            if patch.basis is not None:
+                at = np.array([patch.basis.layers.index(layer) for layer in patch.layers])
+        left_step = left.itemsize * left.stride(0) if left.ndim > 2 else 0
+        columns = self._heads[0] * spec.k_dim, spec.heads * spec.k_dim + self._heads[0] * spec.v_dim
+        rights = [right.data_ptr() + right.itemsize * (right.stride(0) * at + column) for column in columns]
+        mode = simd.MODES.index("dense" if patch.dense else "product")
+        fields = (mode, left.data_ptr() + left_step * covered, left.stride(-2), *rights, right.stride(1), rank)
+        for field, values in enumerate(fields, _AT["mode"]):
+            table[patch.layers, field] = values
 
     def _rotations(self, shifts: Sequence[Shift]) -> np.ndarray:
         """Addresses of the tables of all parts, of each layer."""
@@ -188,7 +213,9 @@ class LlvmKernel:
 
 def fits(parts: Sequence[SpanSlice], spec: KVSpec, dtype: torch.dtype, device: torch.device) -> bool:
     """Return True if the kernel takes parts of a layout: on the CPU, in 16 or 32 bits, with layers that turn alike."""
-    tensors = [x for part in parts for x in (part.span.k, part.span.v, *_factors_of(part))]
+    patches = [part.patch for part in parts if part.patch is not None]
+    factors = [x for patch in patches for x in (patch.left, patch.right, patch.basis.right if patch.basis else None)]
+    tensors = [x for part in parts for x in (part.span.k, part.span.v)] + [x for x in factors if x is not None]
     dtypes = {dtype, *(part.span.k.dtype for part in parts)}
     return (
         device.type == "cpu"
@@ -200,13 +227,6 @@ def fits(parts: Sequence[SpanSlice], spec: KVSpec, dtype: torch.dtype, device: t
     )
 
 
-def _factors_of(part: SpanSlice) -> Iterator[torch.Tensor]:
-    patch = part.patch
-    if patch is not None:
-        right = patch.basis.right if patch.basis is not None else patch.right
-        yield from (patch.left,) if right is None else (patch.left, right)
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -216,7 +236,7 @@ def _run(tasks: Sequence[_Task]) -> None:
     waiting = iter(tasks)  # the next task of a list is taken by one thread only
 
     def work() -> None:
-        for function, arguments in waiting:
+        for function, arguments, _ in waiting:
             function(*arguments)
 
     helpers = min(torch.get_num_threads(), len(tasks)) - 1

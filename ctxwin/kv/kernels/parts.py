@@ -3,8 +3,6 @@
 The reference says it in the operator's own words: slow, whole spans at once, the oracle of the tests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 

@@ -7,9 +7,12 @@ is released during a call.
 
 Arithmetic is float32, and each number is rounded once. Products of bfloat16 factors take the processor's own dot products,
 where it has them: two products, which are exact, are added to a float32 sum.
-"""
 
-from __future__ import annotations
+What bounds a load is memory, and of a patch's product arithmetic. So tokens are read in the order in which they are stored,
+which processors fetch ahead, and large loads are written past the cache, where a line need not be read before it is written.
+A product takes many tokens of one head instead, so that the factor's columns stay in the nearest cache, and fetches the next
+ones itself.
+"""
 
 import ctypes
 import math
@@ -17,30 +20,30 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 from typing import Any, Literal
 
 import llvmlite.binding as llvm
 from llvmlite import ir
 
+from ctxwin.kv.kernels.vectors import BFLOAT, F32, I16, I32, LINE, TYPES, VectorBuilder, alternate, integer, size_of
+
+Side = Literal["k", "v"]
+SIDES: tuple[Side, ...] = ("k", "v")
 Mode = Literal["copy", "turn", "product", "dense"]
 MODES: tuple[Mode, ...] = ("copy", "turn", "product", "dense")
 """What a part's keys and values go through: nothing; keys turn; a patch's product, or its delta, is added as well."""
-TILE = 16
-"""Tokens that are written together; of one block, where a block's keys lie dimension by dimension."""
 FIELDS = (
-    *("mode", "tiles", "count", "k", "k_token", "k_head", "v", "v_token", "v_head"),
-    *("left", "left_token", "right_k", "right_v", "right_row", "rank", "turn", "frame"),
+    *("tiles", "count", "k", "k_token", "k_head", "v", "v_token", "v_head", "turn", "frame"),
     *("out_k", "out_v", "k_at", "v_at"),
+    *("mode", "left", "left_token", "right_k", "right_v", "right_row", "rank"),
 )
-"""A row of the table, one for each part and layer; int64. Addresses: ``tiles [count, 2]`` (first token, tokens), ``k`` and ``v``
-of the first token and head, ``left [T, rank]``, ``right_k`` and ``right_v`` (columns of the first head; dense: of the first
-token's delta), ``turn`` and ``frame`` ``[T, 2, half]`` (cosine and sine; of what stored keys and what a patch adds turn by),
-``out_k`` and ``out_v``, and ``k_at`` and ``v_at [T]``, where each token is written from there. The others count numbers."""
-
-_I64, _I32, _I16, _F32 = ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.FloatType()
+"""A row of the table, one for some tiles of a part and layer; int64. Addresses: ``tiles [count, 2]`` (first token, tokens), ``k``
+and ``v`` of the first token and head, ``turn`` and ``frame`` ``[T, 2, half]`` (cosine and sine; of what stored keys and, unless
+it is 0, what a patch adds turn by), ``out_k`` and ``out_v``, ``k_at`` and ``v_at [T]``, where each token is written from there,
+``left [T, rank]``, ``right_k`` and ``right_v`` (columns of the first head; dense: of the first token's delta). The others count
+numbers."""
+_SQUARE = 16  # dimensions, and numbers of 32 bits, that are transposed at once
 _FLAGS = ("contract",)
-_TYPES = {"bfloat16": _I16, "float16": ir.HalfType(), "float32": _F32}
 
 
 @dataclass(frozen=True)
@@ -65,21 +68,32 @@ class Layout:
     transposed: bool
 
 
+def tile_of(dtype: str) -> int:
+    """Return how many tokens are served at once: where keys are written dimension by dimension, those of a cache line."""
+    return LINE // size_of(dtype)
+
+
 def supports(dtype: str) -> bool:
     """Return True if the processor converts ``dtype`` itself; see `Layout`."""
     if dtype == "float16":
         return bool(_features().get("f16c")) or llvm.get_process_triple().startswith(("aarch64", "arm64"))
-    return dtype in _TYPES
+    return dtype in TYPES
 
 
 @lru_cache(maxsize=64)
-def compile_layout(layout: Layout) -> Callable[[int, int, int, int, int], None]:
-    """Return the kernel of a layout: ``(table, rows, k_head, v_head, k_step)``.
+def compile_layout(layout: Layout) -> Callable[..., None]:
+    """Return the kernel of a layout: ``(table, rows, k_head, v_head, k_step, past, panel)``.
 
-    ``table`` is the address of rows of `FIELDS`; the strides are those of what is written to, in numbers. Cost: a
-    fraction of a second, once.
+    ``table`` is the address of rows of `FIELDS`; the strides are those of what is written to, in numbers. ``past`` is 1 to
+    write past the cache, which everything must lie at lines of. ``panel`` is the address of a line
+    and more, in which a right factor of one direction more than the rows' most is packed, 4 bytes a number.
+    Cost: a fraction of a second, once.
     """
-    machine = _machine()
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    llvm.initialize_native_asmparser()
+    target, cpu = llvm.Target.from_triple(llvm.get_process_triple()), llvm.get_host_cpu_name()
+    machine = target.create_target_machine(cpu, _features().flatten(), opt=3, jit=True, codemodel="jitdefault")
     module = llvm.parse_assembly(str(_Emitter(layout).module))
     module.verify()
     options = llvm.create_pipeline_tuning_options(speed_level=3)
@@ -87,18 +101,9 @@ def compile_layout(layout: Layout) -> Callable[[int, int, int, int, int], None]:
     passes.getModulePassManager().run(module, passes)
     engine = llvm.create_mcjit_compiler(module, machine)
     engine.finalize_object()
-    function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(engine.get_function_address("load"))
+    function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 7)(engine.get_function_address("load"))
     function.engine = engine  # type: ignore[attr-defined]  # the code lives as long as its engine
     return function
-
-
-def _machine() -> Any:
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    target = llvm.Target.from_triple(llvm.get_process_triple())
-    return target.create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=_features().flatten(), opt=3, jit=True, codemodel="jitdefault"
-    )
 
 
 @lru_cache(maxsize=1)
@@ -106,366 +111,371 @@ def _features() -> Any:
     return llvm.get_host_cpu_features()
 
 
-class _Bfloat(ir.Type):
-    """LLVM's bfloat, which llvmlite does not name."""
+@dataclass(frozen=True)
+class _Token:
+    """A token's number in its part, and the addresses of its stored head and of where that is written."""
 
-    def _to_string(self) -> str:
-        return "bfloat"
-
-
-_BFLOAT = _Bfloat()
+    number: Any
+    source: Any
+    out: Any
 
 
 @dataclass(frozen=True)
-class _Row:
-    """The fields of a part and layer, and of the tokens of a group their numbers in the part."""
+class _Columns:
+    """Vectors of a head that are served at once.
 
-    fields: dict[str, Any]
-    tokens: list[Any]
+    Attributes:
+        at: how many of the head's numbers came before.
+        starts: where each vector begins.
+        lanes: numbers of a vector.
+        pairs: numbers of the pairs that a turning vector begins with: the first halves of ``starts``, then the second ones,
+            belong to them.
+    """
+
+    at: Any
+    starts: list[Any]
+    lanes: int
+    pairs: Sequence[Any] = ()
 
 
-class _Emitter:
+class _Emitter(VectorBuilder):
     """The module of a layout."""
 
     def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        wide = bool(_features().get("avx512f"))
-        self.lanes, self.group = (16, 8) if wide else (8, 4)
-        self.bfloats = wide and bool(_features().get("avx512bf16"))
-        self.module = ir.Module("load")
-        self.module.triple = llvm.get_process_triple()
-        signature = ir.FunctionType(ir.VoidType(), [_I64] * 5)
-        self.parts = [self._part(mode) for mode in MODES]
-        entry = ir.Function(self.module, signature, "load")
-        self.b = ir.IRBuilder(entry.append_basic_block())
-        table, rows, *strides = entry.args
-        with self._loop(rows) as row:
-            fields = self.b.add(table, self.b.mul(row, _int(8 * len(FIELDS))))
-            mode = self.b.load(self._pointer(fields, _I64))
-            for number, part in enumerate(self.parts):
-                with self.b.if_then(self.b.icmp_signed("==", mode, _int(number))):
-                    self.b.call(part, [fields, *strides])
-        self.b.ret_void()
-
-    def _part(self, mode: Mode) -> Any:
-        """Return the function that serves one part of one layer."""
-        layout, group = self.layout, self.group
-        function = ir.Function(self.module, ir.FunctionType(ir.VoidType(), [_I64] * 4), mode)
-        function.linkage = "internal"
-        b = self.b = ir.IRBuilder(function.append_basic_block())
-        table, k_head, v_head, k_step = function.args
-        dtype = _TYPES[layout.dtype]
-        scratch = b.ptrtoint(b.alloca(ir.ArrayType(dtype, TILE * layout.k_dim)), _I64)
-        f = {name: b.load(self._pointer(b.add(table, _int(8 * i)), _I64)) for i, name in enumerate(FIELDS)}
-        with self._loop(f["count"]) as tile:
-            at = b.add(f["tiles"], b.mul(tile, _int(16)))
-            first, count = b.load(self._pointer(at, _I64)), b.load(self._pointer(b.add(at, _int(8)), _I64))
-            last = b.sub(count, _int(1))
-            with self._loop(_int(layout.heads)) as head:
-                target = self._step(f["out_k"], b.mul(head, k_head), layout.dtype)
-                with self._loop(count, group) as begin:
-                    numbers = [b.add(begin, _int(i)) for i in range(group)]
-                    numbers = [b.select(b.icmp_signed("<", i, last), i, last) for i in numbers]
-                    row = _Row(f, [b.add(first, i) for i in numbers])
-                    if layout.transposed:
-                        outs = [self._step(scratch, b.mul(i, _int(layout.k_dim)), layout.dtype) for i in numbers]
-                    else:
-                        outs = self._places(target, f["k_at"], row)
-                    self._keys(mode, row, head, outs)
-                    out_v = self._step(f["out_v"], b.mul(head, v_head), layout.dtype)
-                    self._values(mode, row, head, self._places(out_v, f["v_at"], row))
-                if layout.transposed:
-                    at = b.load(self._pointer(b.add(f["k_at"], b.mul(first, _int(8))), _I64))
-                    self._transpose(scratch, self._step(target, at, layout.dtype), k_step, count)
+        super().__init__(_features())
+        self.layout, self.tile = layout, tile_of(layout.dtype)
+        self.lanes = self.sums = 16 if self.wide else 8
+        # Two directions at once; of all columns alike, as they are packed.
+        numbers = math.gcd(layout.half, layout.k_dim, layout.v_dim)
+        self.dots = self.bfloats and layout.factor_dtype == "bfloat16" and numbers % self.lanes == 0
+        self.row = -(-layout.k_dim // LINE) * LINE  # of the scratch, whole lines
+        transpose = self._transpose() if layout.transposed else None
+        parts = [self._part(mode, transpose) for mode in MODES]
+        b, (table, rows, *rest) = self.function("load", 7, "external")
+        with self.loop(rows) as row:
+            fields = b.add(table, b.mul(row, integer(8 * len(FIELDS))))
+            mode = self.word(fields, integer(FIELDS.index("mode")))
+            for number, part in enumerate(parts):
+                with b.if_then(b.icmp_signed("==", mode, integer(number))):
+                    b.call(part, [fields, *rest])
+        b.fence("seq_cst")  # stores past the cache are in no order of their own
         b.ret_void()
-        return function
 
-    def _places(self, base: Any, at: Any, row: _Row) -> list[Any]:
-        """Where the tokens of a group are written."""
-        b = self.b
-        offsets = [b.load(self._pointer(b.add(at, b.mul(i, _int(8))), _I64)) for i in row.tokens]
-        return [self._step(base, offset, self.layout.dtype) for offset in offsets]
+    def _part(self, mode: Mode, transpose: Any) -> Any:
+        """Return the function that serves some tiles of one part and layer."""
+        b, (table, k_head, v_head, k_step, past, self.panel) = self.function(mode, 6)
+        self.past = b.icmp_signed("!=", past, integer(0))
+        self.f = {name: self.word(table, integer(i)) for i, name in enumerate(FIELDS)}
+        self.f |= {"k_out": k_head, "v_out": v_head}
+        if transpose is not None:
+            self.scratch = self.allocate(self.layout.heads * self.tile * self.row * size_of(self.layout.dtype))
+        if mode == "product":
+            self._pack()
+        with self.loop(b.mul(self.f["count"], integer(2)), 2) as tile:
+            first, count = self.word(self.f["tiles"], tile), self.word(self.f["tiles"], b.add(tile, integer(1)))
+            for side in SIDES:
+                if mode == "product":
+                    with self._heads() as head:
+                        self._serve(mode, side, head, first, integer(0), count)
+                else:
+                    with self.loop(count) as i, self._heads() as head:
+                        self._serve(mode, side, head, first, i, integer(1))
+                if self._in_columns(side):
+                    with self._heads() as head:
+                        rows = self._scratch_row(head, integer(0))
+                        b.call(transpose, [rows, self._out("k", first, head), k_step, count, past])
+        b.ret_void()
+        return b.function
 
-    def _keys(self, mode: Mode, row: _Row, head: Any, outs: list[Any]) -> None:
-        b, layout = self.b, self.layout
-        sources = self._sources(row, head, "k")
-        right = self._right(mode, row, head, "right_k", layout.k_dim)
-        half = layout.half
-        if mode == "copy":
-            self._pass(mode, row, sources, right, outs, 0, layout.k_dim)
-            return
-        lanes = math.gcd(half, self.lanes)
-        with self._loop(_int(half), lanes) as pair:
-            first = b.mul(pair, _int(2)) if layout.interleaved else pair
-            columns = [first, b.add(first, _int(lanes if layout.interleaved else half))]
-            additions = self._added(mode, row, right, columns, lanes)
-            for i, (source, out) in enumerate(zip(sources, outs, strict=True)):
-                x, y = self._split([self._read(source, c, layout.source_dtype, lanes) for c in columns], lanes)
-                kx, ky = self._turn(x, y, row.fields["turn"], row.tokens[i], pair, lanes)
-                if additions:
-                    dx, dy = self._split(additions[i], lanes)
-                    dx, dy = self._turn(dx, dy, row.fields["frame"], row.tokens[i], pair, lanes)
-                    kx, ky = b.fadd(kx, dx, flags=_FLAGS), b.fadd(ky, dy, flags=_FLAGS)
-                for column, value in zip(columns, self._join(kx, ky, lanes), strict=True):
-                    self._write(out, column, value, lanes)
-        self._pass(mode, row, sources, right, outs, 2 * half, layout.k_dim)
+    def _heads(self) -> Any:
+        return self.loop(integer(self.layout.heads))
 
-    def _values(self, mode: Mode, row: _Row, head: Any, outs: list[Any]) -> None:
-        sources = self._sources(row, head, "v")
-        right = self._right(mode, row, head, "right_v", self.layout.v_dim)
-        self._pass(mode, row, sources, right, outs, 0, self.layout.v_dim)
+    def _in_columns(self, side: Side) -> bool:
+        return side == "k" and self.layout.transposed
 
-    def _pass(
-        self, mode: Mode, row: _Row, sources: list[Any], right: Any, outs: list[Any], begin: int, end: int
-    ) -> None:
-        """Numbers that do not turn."""
-        if begin == end:
-            return
-        b, layout = self.b, self.layout
-        lanes = math.gcd(end - begin, self.lanes)
-        many = 2 if (end - begin) % (2 * lanes) == 0 else 1
-        with self._loop(_int(end - begin), lanes * many) as at:
-            columns = [b.add(at, _int(begin + lanes * i)) for i in range(many)]
-            additions = self._added(mode, row, right, columns, lanes)
-            for i, (source, out) in enumerate(zip(sources, outs, strict=True)):
-                for c, column in enumerate(columns):
-                    if not additions and layout.source_dtype == layout.dtype:
-                        value = self._load(source, column, layout.source_dtype, lanes)
-                        self._store(out, column, value, layout.dtype)
-                        continue
-                    value = self._read(source, column, layout.source_dtype, lanes)
-                    if additions:
-                        value = b.fadd(value, additions[i][c], flags=_FLAGS)
-                    self._write(out, column, value, lanes)
+    def _dim(self, side: Side) -> int:
+        return self.layout.k_dim if side == "k" else self.layout.v_dim
 
-    def _sources(self, row: _Row, head: Any, side: str) -> list[Any]:
-        b, f = self.b, row.fields
-        offsets = [b.add(b.mul(i, f[f"{side}_token"]), b.mul(head, f[f"{side}_head"])) for i in row.tokens]
-        places = [self._step(f[side], offset, self.layout.source_dtype) for offset in offsets]
-        # The next tile's numbers are fetched meanwhile; a hint at what lies behind a span does nothing.
-        ahead, byte = (
-            self._step(_int(0), b.mul(f[f"{side}_token"], _int(TILE)), self.layout.source_dtype),
-            ir.IntType(8),
-        )
-        fetch = self._declare("llvm.prefetch.p0", ir.VoidType(), [ir.PointerType(byte), _I32, _I32, _I32])
-        size = (self.layout.k_dim if side == "k" else self.layout.v_dim) * _size(self.layout.source_dtype)
-        for place, line in product(places, range(0, size, 64)):
-            address = self._pointer(b.add(b.add(place, ahead), _int(line)), byte)
-            b.call(fetch, [address, _i32(0), _i32(3), _i32(1)])
-        return places
-
-    def _right(self, mode: Mode, row: _Row, head: Any, name: str, dim: int) -> Any:
-        if mode in ("copy", "turn"):
-            return None
-        return self._step(row.fields[name], self.b.mul(head, _int(dim)), self.layout.factor_dtype)
-
-    def _added(self, mode: Mode, row: _Row, right: Any, columns: list[Any], lanes: int) -> list[list[Any]]:
-        """What a patch adds to some columns of each token of a group; nothing where there is no patch."""
-        b, f, factors = self.b, row.fields, self.layout.factor_dtype
-        if mode == "dense":
-            rows = [self._step(right, b.mul(i, f["right_row"]), factors) for i in row.tokens]
-            return [[self._read(at, c, factors, lanes) for c in columns] for at in rows]
-        if mode != "product":
-            return []
-        lefts = [self._step(f["left"], b.mul(i, f["left_token"]), factors) for i in row.tokens]
-        zero = ir.Constant(ir.VectorType(_F32, lanes), [0.0] * lanes)
-        sums = [zero] * (len(lefts) * len(columns))
-        if self.bfloats and factors == "bfloat16" and lanes == 16:
-            pairs = b.and_(f["rank"], _int(-2))
-            sums = self._sum(sums, pairs, 2, lambda j, s: self._dot(s, lefts, right, f["right_row"], columns, j, True))
-            odd = b.sub(f["rank"], pairs)
-            sums = self._sum(
-                sums, odd, 1, lambda _, s: self._dot(s, lefts, right, f["right_row"], columns, pairs, False)
-            )
-        else:
-            sums = self._sum(sums, f["rank"], 1, lambda j, s: self._products(s, lefts, right, f, columns, j, lanes))
-        return [sums[i : i + len(columns)] for i in range(0, len(sums), len(columns))]
-
-    def _products(
-        self, sums: list[Any], lefts: list[Any], right: Any, f: dict[str, Any], columns: list[Any], j: Any, lanes: int
-    ) -> list[Any]:
-        """Sums with one direction's products added."""
-        b, factors = self.b, self.layout.factor_dtype
-        rows = self._step(right, b.mul(j, f["right_row"]), factors)
-        vectors = [self._read(rows, c, factors, lanes) for c in columns]
-        new = []
-        for i, left_row in enumerate(lefts):
-            number = self._splat(b.extract_element(self._read(left_row, j, factors, 1), _i32(0)), lanes)
-            for c, vector in enumerate(vectors):
-                product = b.fmul(number, vector, flags=_FLAGS)
-                new.append(b.fadd(sums[i * len(columns) + c], product, flags=_FLAGS))
-        return new
-
-    def _dot(
-        self, sums: list[Any], lefts: list[Any], right: Any, row: Any, columns: list[Any], j: Any, both: bool
-    ) -> list[Any]:
-        """Sums with two directions' products added, or the last one's, by the processor's dot products."""
-        b, lanes = self.b, 16
-        wide, bfloats = ir.VectorType(_F32, lanes), ir.VectorType(_BFLOAT, 2 * lanes)
-        dot = self._declare("llvm.x86.avx512bf16.dpbf16ps.512", wide, [wide, bfloats, bfloats])
-        at = self._step(right, b.mul(j, row), "bfloat16")
-        zip_ = ir.Constant(ir.VectorType(_I32, 2 * lanes), [i // 2 + i % 2 * lanes for i in range(2 * lanes)])
-        vectors = []
-        for c in columns:
-            first = self._load(at, c, "bfloat16", lanes)
-            zero = ir.Constant(ir.VectorType(_I16, lanes), [0] * lanes)
-            second = self._load(self._step(at, row, "bfloat16"), c, "bfloat16", lanes) if both else zero
-            vectors.append(b.bitcast(b.shuffle_vector(first, second, zip_), bfloats))
-        new = []
-        for i, left_row in enumerate(lefts):
-            place = self._step(left_row, j, "bfloat16")
-            number = b.load(self._pointer(place, _I32 if both else _I16), align=2)
-            number = number if both else b.zext(number, _I32)
-            pair = b.bitcast(self._splat(number, lanes), bfloats)
-            new += [b.call(dot, [sums[i * len(columns) + c], pair, vector]) for c, vector in enumerate(vectors)]
-        return new
-
-    def _sum(self, sums: list[Any], count: Any, step: int, add: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
-        """Return sums that ``add`` has added to for each direction from 0 to ``count``, ``step`` at a time."""
-        values = list(sums)
-        with self._loop(count, step, values) as j:
-            values[:] = add(j, list(values))
-        return values
-
-    def _turn(self, x: Any, y: Any, table: Any, token: Any, pair: Any, lanes: int) -> tuple[Any, Any]:
-        b, half = self.b, self.layout.half
-        at = self._step(table, b.add(b.mul(token, _int(2 * half)), pair), "float32")
-        cos, sin = self._load(at, _int(0), "float32", lanes), self._load(at, _int(half), "float32", lanes)
-        xc, yc = b.fmul(x, cos, flags=_FLAGS), b.fmul(y, cos, flags=_FLAGS)
-        xs, ys = b.fmul(x, sin, flags=_FLAGS), b.fmul(y, sin, flags=_FLAGS)
-        return b.fsub(xc, ys, flags=_FLAGS), b.fadd(yc, xs, flags=_FLAGS)
-
-    def _split(self, pair: Sequence[Any], lanes: int) -> tuple[Any, Any]:
-        """Return the first numbers of pairs, and the second ones, of two vectors as they lie in a key."""
-        a, c = pair
-        if not self.layout.interleaved:
-            return a, c
-        return tuple(self.b.shuffle_vector(a, c, _lanes(range(i, 2 * lanes, 2))) for i in (0, 1))
-
-    def _join(self, x: Any, y: Any, lanes: int) -> tuple[Any, Any]:
-        """Undo `_split`."""
-        if not self.layout.interleaved:
-            return x, y
-        order = [i // 2 + i % 2 * lanes for i in range(2 * lanes)]
-        return tuple(self.b.shuffle_vector(x, y, _lanes(part)) for part in (order[:lanes], order[lanes:]))
-
-    def _transpose(self, scratch: Any, out: Any, k_step: Any, count: Any) -> None:
-        """Write the rows of ``scratch`` so that a dimension's tokens lie side by side."""
-        b, layout = self.b, self.layout
-        with b.if_else(b.icmp_signed("==", count, _int(TILE))) as (whole, part):
-            with whole:
-                lanes = math.gcd(layout.k_dim, TILE)
-                with self._loop(_int(layout.k_dim), lanes) as column:
-                    rows = [
-                        self._load(scratch, b.add(column, _int(i * layout.k_dim)), layout.dtype, lanes)
-                        for i in range(TILE)
-                    ]
-                    if lanes < TILE:
-                        order = _lanes([min(i, lanes - 1) for i in range(TILE)])
-                        rows = [b.shuffle_vector(row, row, order) for row in rows]
-                    zipped = [i // 2 + i % 2 * TILE for i in range(2 * TILE)]
-                    low, high = _lanes(zipped[:TILE]), _lanes(zipped[TILE:])
-                    for _ in range(TILE.bit_length() - 1):
-                        pairs = zip(rows[: TILE // 2], rows[TILE // 2 :], strict=True)
-                        rows = [b.shuffle_vector(x, y, side) for x, y in pairs for side in (low, high)]
-                    for i in range(lanes):
-                        place = b.mul(b.add(column, _int(i)), k_step)
-                        self._store(out, place, rows[i], layout.dtype)
-            with part, self._loop(_int(layout.k_dim)) as column, self._loop(count) as token:
-                at = b.add(b.mul(token, _int(layout.k_dim)), column)
-                number = self._load(scratch, at, layout.dtype, 1)
-                self._store(out, b.add(b.mul(column, k_step), token), number, layout.dtype)
-
-    def _read(self, base: Any, at: Any, dtype: str, lanes: int) -> Any:
-        """Numbers as float32."""
-        b, raw = self.b, self._load(base, at, dtype, lanes)
-        if dtype == "bfloat16":
-            wide = b.zext(raw, ir.VectorType(_I32, lanes))
-            return b.bitcast(b.shl(wide, _all(16, lanes)), ir.VectorType(_F32, lanes))
-        return b.fpext(raw, ir.VectorType(_F32, lanes)) if dtype == "float16" else raw
-
-    def _write(self, base: Any, at: Any, value: Any, lanes: int) -> None:
-        """Float32 numbers, rounded to nearest, ties to even."""
-        b, dtype = self.b, self.layout.dtype
-        if dtype == "bfloat16" and self.bfloats and lanes == 16:
-            bfloats = ir.VectorType(_BFLOAT, lanes)
-            convert = self._declare("llvm.x86.avx512bf16.cvtneps2bf16.512", bfloats, [value.type])
-            value = b.bitcast(b.call(convert, [value]), ir.VectorType(_I16, lanes))
-        elif dtype == "bfloat16":
-            bits = b.bitcast(value, ir.VectorType(_I32, lanes))
-            odd = b.and_(b.lshr(bits, _all(16, lanes)), _all(1, lanes))
-            rounded = b.lshr(b.add(b.add(bits, _all(0x7FFF, lanes)), odd), _all(16, lanes))
-            rounded = b.select(b.fcmp_unordered("uno", value, value), _all(0x7FC0, lanes), rounded)
-            value = b.trunc(rounded, ir.VectorType(_I16, lanes))
-        elif dtype == "float16":
-            value = b.fptrunc(value, ir.VectorType(ir.HalfType(), lanes))
-        self._store(base, at, value, dtype)
-
-    def _declare(self, name: str, result: Any, arguments: list[Any]) -> Any:
-        """Return an instruction of the processor as a function."""
-        signature = ir.FunctionType(result, arguments)
-        return self.module.globals.get(name) or ir.Function(self.module, signature, name)
-
-    def _load(self, base: Any, at: Any, dtype: str, lanes: int) -> Any:
-        place = self._pointer(self._step(base, at, dtype), ir.VectorType(_TYPES[dtype], lanes))
-        return self.b.load(place, align=_size(dtype))
-
-    def _store(self, base: Any, at: Any, value: Any, dtype: str) -> None:
-        place = self._pointer(self._step(base, at, dtype), value.type)
-        self.b.store(value, place, align=_size(dtype))
-
-    def _step(self, base: Any, count: Any, dtype: str) -> Any:
-        return self.b.add(base, self.b.mul(count, _int(_size(dtype))))
-
-    def _pointer(self, address: Any, kind: Any) -> Any:
-        return self.b.inttoptr(address, ir.PointerType(kind))
-
-    def _splat(self, number: Any, lanes: int) -> Any:
-        b = self.b
-        vector = b.insert_element(ir.Constant(ir.VectorType(number.type, lanes), ir.Undefined), number, _i32(0))
-        return b.shuffle_vector(vector, vector, _lanes([0] * lanes))
+    def _serve(self, mode: Mode, side: Side, head: Any, first: Any, begin: Any, count: Any) -> None:
+        """Write a head's numbers of a tile's tokens from ``begin`` on, to the scratch where they are transposed from there."""
+        turning = 2 * self.layout.half if side == "k" and mode != "copy" else 0
+        if turning:
+            with self._pairs() as columns, self._tokens(mode, side, head, first, begin, count, columns) as tokens:
+                self._turn(mode, head, tokens, columns)
+        if turning < self._dim(side):
+            plain = mode in ("copy", "turn") and self.layout.source_dtype == self.layout.dtype
+            lanes = LINE // size_of(self.layout.dtype) if plain else self.lanes
+            with (
+                self._rest(side, turning, lanes) as columns,
+                self._tokens(mode, side, head, first, begin, count, columns) as tokens,
+            ):
+                self._pass(mode, side, head, tokens, columns)
 
     @contextmanager
-    def _loop(self, end: Any, step: int = 1, values: list[Any] | None = None) -> Iterator[Any]:
-        """Count from 0 up to ``end``; ``values`` are carried on: the body replaces them in the list."""
-        values = [] if values is None else values
+    def _pairs(self) -> Iterator[_Columns]:
+        """Count through the pairs that turn."""
+        b, half = self.b, self.layout.half
+        lanes = math.gcd(half, self.lanes)
+        many = 2 if not self.layout.interleaved and half % (2 * lanes) == 0 else 1
+        with self.loop(integer(half), lanes * many) as begin:
+            at, pairs = b.mul(begin, integer(2)), [b.add(begin, integer(lanes * i)) for i in range(many)]
+            firsts, away = ([at], lanes) if self.layout.interleaved else (pairs, half)
+            yield _Columns(at, firsts + [b.add(x, integer(away)) for x in firsts], lanes, pairs)
+
+    @contextmanager
+    def _rest(self, side: Side, begin: int, lanes: int) -> Iterator[_Columns]:
+        """Count through the dimensions from ``begin`` on."""
+        length = self._dim(side) - begin
+        lanes = math.gcd(length, lanes)
+        many = next(many for many in (4, 2, 1) if length % (many * lanes) == 0)
+        with self.loop(integer(length), lanes * many) as at:
+            starts = [self.b.add(at, integer(begin + lanes * i)) for i in range(many)]
+            yield _Columns(starts[0], starts, lanes)
+
+    @contextmanager
+    def _tokens(
+        self, mode: Mode, side: Side, head: Any, first: Any, begin: Any, count: Any, columns: _Columns
+    ) -> Iterator[list[_Token]]:
+        """Count through tokens, as many at once as a product's sums have registers for; the last one again at the end."""
+        b, layout, row = self.b, self.layout, self.f[f"{side}_token"]
+        many = self.sums // len(columns.starts) if mode == "product" else 1
+        last = b.sub(count, integer(1))
+        with self.loop(count, many) as at:
+            tokens = []
+            for i in range(many):
+                number = b.add(at, integer(i))
+                number = b.add(begin, b.select(b.icmp_signed("<", number, last), number, last) if i else at)
+                token = b.add(first, number)
+                offset = b.add(b.mul(token, row), b.mul(head, self.f[f"{side}_head"]))
+                source = self.address(self.f[side], offset, layout.source_dtype)
+                ahead = b.add(columns.at, b.mul(row, integer(self.tile)))  # the same columns of the next tile
+                size = len(columns.starts) * columns.lanes * size_of(layout.source_dtype)
+                self.prefetch(self.address(source, ahead, layout.source_dtype), size)
+                out = self._scratch_row(head, number) if self._in_columns(side) else self._out(side, token, head)
+                tokens.append(_Token(token, source, out))
+            yield tokens
+
+    def _scratch_row(self, head: Any, number: Any) -> Any:
+        """Address of a head of a tile's token in the scratch."""
+        row = self.b.add(self.b.mul(head, integer(self.tile)), number)
+        return self.address(self.scratch, self.b.mul(row, integer(self.row)), self.layout.dtype)
+
+    def _out(self, side: Side, token: Any, head: Any) -> Any:
+        """Address that a token's head is written to."""
+        offset = self.b.add(self.word(self.f[f"{side}_at"], token), self.b.mul(head, self.f[f"{side}_out"]))
+        return self.address(self.f[f"out_{side}"], offset, self.layout.dtype)
+
+    def _turn(self, mode: Mode, head: Any, tokens: list[_Token], columns: _Columns) -> None:
+        """Numbers that turn, with what is added to them; that turns to the frame of stored keys first."""
+        b, layout = self.b, self.layout
+        many, lines = len(columns.pairs), []
+        added = [self._split(vectors) for vectors in self._added(mode, "k", head, tokens, columns)]
+        if added:
+
+            def to_frame() -> list[Any]:
+                pairs = zip(added, tokens, strict=True)
+                return [x for vectors, token in pairs for x in self._rotate(vectors, "frame", token, columns)]
+
+            flat = [x for vectors in added for x in vectors]
+            flat = self.where(b.icmp_signed("!=", self.f["frame"], integer(0)), flat, to_frame)
+            added = [flat[i : i + 2 * many] for i in range(0, len(flat), 2 * many)]
+        for i, token in enumerate(tokens):
+            stored = [self.read(token.source, at, layout.source_dtype, columns.lanes) for at in columns.starts]
+            numbers = self._sum(self._split(stored), added[i] if added else ())
+            turned = self._rotate(numbers, "turn", token, columns)
+            if layout.interleaved:
+                lines += self._lines(token, columns.at, turned, alternate(columns.lanes))
+            else:
+                lines += self._lines(token, columns.starts[0], turned[:many])
+                lines += self._lines(token, columns.starts[many], turned[many:])
+        self._write("k", lines)
+
+    def _pass(self, mode: Mode, side: Side, head: Any, tokens: list[_Token], columns: _Columns) -> None:
+        """Numbers that do not turn; to the bit where nothing is added and the dtype is served."""
+        layout, lines = self.layout, []
+        added = self._added(mode, side, head, tokens, columns)
+        raw = not added and layout.source_dtype == layout.dtype
+        for i, token in enumerate(tokens):
+            read = self.load if raw else self.read
+            numbers = [read(token.source, at, layout.source_dtype, columns.lanes) for at in columns.starts]
+            if raw:
+                lines += [(token.out, at, value) for at, value in zip(columns.starts, numbers, strict=True)]
+            else:
+                lines += self._lines(token, columns.at, self._sum(numbers, added[i] if added else ()))
+        self._write(side, lines)
+
+    def _sum(self, numbers: Sequence[Any], added: Sequence[Any]) -> Sequence[Any]:
+        return [self.b.fadd(x, dx, flags=_FLAGS) for x, dx in zip(numbers, added, strict=True)] if added else numbers
+
+    def _lines(
+        self, token: _Token, at: Any, values: Sequence[Any], order: Sequence[int] = ()
+    ) -> list[tuple[Any, Any, Any]]:
+        """Where neighbouring vectors of float32 numbers are written, rounded; two as one where that makes a line or an
+        ``order`` of their numbers is given."""
+        lanes = values[0].type.count
+        rounded = [self.round(value, self.layout.dtype) for value in values]
+        if len(rounded) > 1 and (order or size_of(self.layout.dtype) == 2):
+            both = zip(rounded[::2], rounded[1::2], strict=True)
+            rounded = [self.shuffle(x, y, order or range(2 * lanes)) for x, y in both]
+        step = rounded[0].type.count
+        return [(token.out, self.b.add(at, integer(step * i)), value) for i, value in enumerate(rounded)]
+
+    def _write(self, side: Side, lines: Sequence[tuple[Any, Any, Any]]) -> None:
+        aligned = self._dim(side) * size_of(self.layout.dtype) % LINE == 0 and not self._in_columns(side)
+        self.store_all(lines, self.layout.dtype, aligned)
+
+    def _rotate(self, numbers: Sequence[Any], table: str, token: _Token, columns: _Columns) -> list[Any]:
+        """The first numbers of pairs, then the second ones, turned by a token's angles."""
+        b, half, many = self.b, self.layout.half, len(columns.pairs)
+        firsts, seconds = [], []
+        for x, y, pair in zip(numbers[:many], numbers[many:], columns.pairs, strict=True):
+            at = self.address(self.f[table], b.add(b.mul(token.number, integer(2 * half)), pair), "float32")
+            cos, sin = (self.load(at, integer(i), "float32", columns.lanes) for i in (0, half))
+            xc, yc = b.fmul(x, cos, flags=_FLAGS), b.fmul(y, cos, flags=_FLAGS)
+            xs, ys = b.fmul(x, sin, flags=_FLAGS), b.fmul(y, sin, flags=_FLAGS)
+            firsts.append(b.fsub(xc, ys, flags=_FLAGS))
+            seconds.append(b.fadd(yc, xs, flags=_FLAGS))
+        return firsts + seconds
+
+    def _split(self, vectors: Sequence[Any]) -> list[Any]:
+        """The first numbers of pairs, then the second ones, of vectors as they lie in a key."""
+        if not self.layout.interleaved:
+            return list(vectors)
+        x, y = vectors
+        return [self.shuffle(x, y, range(i, 2 * x.type.count, 2)) for i in (0, 1)]
+
+    def _added(self, mode: Mode, side: Side, head: Any, tokens: list[_Token], columns: _Columns) -> list[list[Any]]:
+        """What a patch adds to each token's vectors; nothing where there is no patch."""
+        b, f, factors, lanes = self.b, self.f, self.layout.factor_dtype, columns.lanes
+        if mode == "dense":
+            base = self._right(side, head)
+            rows = [self.address(base, b.mul(token.number, f["right_row"]), factors) for token in tokens]
+            return [[self.read(row, at, factors, lanes) for at in columns.starts] for row in rows]
+        if mode != "product":
+            return []
+        lefts = [self.address(f["left"], b.mul(token.number, f["left_token"]), factors) for token in tokens]
+        many, wide, panel = len(columns.starts), ir.VectorType(F32, lanes), self._panel(side, head, columns)
+        kind = ir.VectorType(BFLOAT, 2 * lanes) if self.dots else wide
+
+        def add(j: Any, alone: bool, sums: list[Any]) -> list[Any]:
+            vectors = [b.load(self._packed(panel, j, i, columns, kind), align=4) for i in range(many)]
+            numbers = [self._factor(left, j, lanes, alone) for left in lefts]
+            products = [(number, vector) for number in numbers for vector in vectors]
+            return [self._add_product(total, *both) for total, both in zip(sums, products, strict=True)]
+
+        zero = ir.Constant(wide, [0.0] * lanes)
+        sums = self._directions([zero] * (len(lefts) * many), add)
+        return [sums[i : i + many] for i in range(0, len(sums), many)]
+
+    def _factor(self, left: Any, j: Any, lanes: int, alone: bool) -> Any:
+        """A token's factor of direction ``j``, or of two directions, in all lanes."""
+        b, factors = self.b, self.layout.factor_dtype
+        if not self.dots:
+            return self.splat(b.extract_element(self.read(left, j, factors, 1), ir.Constant(I32, 0)), lanes)
+        pair = b.load(self.pointer(self.address(left, j, factors), I16 if alone else I32), align=2)
+        pair = b.zext(pair, I32) if alone else pair
+        return b.bitcast(self.splat(pair, lanes), ir.VectorType(BFLOAT, 2 * lanes))
+
+    def _add_product(self, total: Any, number: Any, vector: Any) -> Any:
+        if not self.dots:
+            return self.b.fadd(total, self.b.fmul(number, vector, flags=_FLAGS), flags=_FLAGS)
+        dot = self.declare("llvm.x86.avx512bf16.dpbf16ps.512", total.type, [total.type, vector.type, vector.type])
+        return self.b.call(dot, [total, number, vector])
+
+    def _directions(self, values: list[Any], body: Callable[[Any, bool, list[Any]], list[Any]]) -> list[Any]:
+        """Emit ``body`` for the directions of a product, for dot products two at once and an odd last one alone; return what
+        becomes of ``values``."""
+        b, rank = self.b, self.f["rank"]
+        step = 2 if self.dots else 1
+        whole = b.and_(rank, integer(-step))
+        with self.loop(whole, step, values) as j:
+            values[:] = body(j, False, list(values))
+        if self.dots:
+            with self.loop(b.sub(rank, whole), 1, values):
+                values[:] = body(whole, True, list(values))
+        return values
+
+    def _pack(self) -> None:
+        """Put the right factor's directions side by side for each of its columns, in the order in which products read them.
+
+        As stored, rows of all columns lie one behind the other, and those that are a power of two apart share a few lines
+        of the cache; dot products take two directions number by number.
+        """
+        for side in SIDES:
+            turning = 2 * self.layout.half if side == "k" else 0
+            with self._heads() as head:
+                if turning:
+                    with self._pairs() as columns:
+                        self._pack_columns(side, head, columns)
+                if turning < self._dim(side):
+                    with self._rest(side, turning, self.lanes) as columns:
+                        self._pack_columns(side, head, columns)
+
+    def _pack_columns(self, side: Side, head: Any, columns: _Columns) -> None:
+        b, factors, step, lanes = self.b, self.layout.factor_dtype, self.f["right_row"], columns.lanes
+        base, panel = self._right(side, head), self._panel(side, head, columns)
+
+        def pack(j: Any, alone: bool, _: list[Any]) -> list[Any]:
+            row = self.address(base, b.mul(j, step), factors)
+            for i, at in enumerate(columns.starts):
+                if self.dots:
+                    zero = ir.Constant(ir.VectorType(I16, lanes), [0] * lanes)
+                    second = zero if alone else self.load(self.address(row, step, factors), at, factors, lanes)
+                    vector = self.shuffle(self.load(row, at, factors, lanes), second, alternate(lanes))
+                else:
+                    vector = self.read(row, at, factors, lanes)
+                b.store(vector, self._packed(panel, j, i, columns, vector.type), align=4)
+            return []
+
+        self._directions([], pack)
+
+    def _right(self, side: Side, head: Any) -> Any:
+        """Address of a head's first column of a right factor, or of a delta."""
+        columns = self.b.mul(head, integer(self._dim(side)))
+        return self.address(self.f[f"right_{side}"], columns, self.layout.factor_dtype)
+
+    def _panel(self, side: Side, head: Any, columns: _Columns) -> Any:
+        """Address of what is packed of some columns."""
+        b, before = self.b, 0 if side == "k" else self.layout.heads * self.layout.k_dim
+        column = b.add(b.add(b.mul(head, integer(self._dim(side))), columns.at), integer(before))
+        rank = b.and_(b.add(self.f["rank"], integer(1)), integer(-2))
+        return b.add(self.panel, b.mul(b.mul(column, rank), integer(2 if self.dots else 4)))
+
+    def _packed(self, panel: Any, j: Any, i: int, columns: _Columns, kind: Any) -> Any:
+        """Pointer to a vector of direction ``j``, or of two: four bytes for each lane."""
         b = self.b
-        entry = b.block
-        head, body, after = (b.append_basic_block() for _ in range(3))
-        b.branch(head)
-        b.position_at_end(head)
-        i = b.phi(_I64)
-        i.add_incoming(_int(0), entry)
-        phis = [b.phi(value.type) for value in values]
-        for phi, value in zip(phis, values, strict=True):
-            phi.add_incoming(value, entry)
-        values[:] = phis
-        b.cbranch(b.icmp_signed("<", i, end), body, after)
-        b.position_at_end(body)
-        yield i
-        for phi, value in zip(phis, values, strict=True):
-            phi.add_incoming(value, b.block)
-        values[:] = phis
-        i.add_incoming(b.add(i, _int(step)), b.block)
-        b.branch(head)
-        b.position_at_end(after)
+        number = b.add(b.mul(b.ashr(j, integer(1)) if self.dots else j, integer(len(columns.starts))), integer(i))
+        return self.pointer(b.add(panel, b.mul(number, integer(4 * columns.lanes))), kind)
 
+    def _transpose(self) -> Any:
+        """Return the function that writes a tile's rows so that a dimension's tokens lie side by side."""
+        dtype, dim = self.layout.dtype, self.layout.k_dim
+        b, (scratch, out, k_step, count, past) = self.function("transpose", 5)
+        b.function.attributes.add("noinline")
+        self.past = b.icmp_signed("!=", past, integer(0))
+        with b.if_else(b.icmp_signed("==", count, integer(self.tile))) as (whole, part):
+            with whole, self.loop(integer(dim), math.gcd(dim, _SQUARE)) as first:
+                places = []
+                for i, column in enumerate(self._square(scratch, first)):
+                    places.append((out, b.mul(b.add(first, integer(i)), k_step), column))
+                self.store_all(places, dtype, True)
+            with part, self.loop(count) as token, self.loop(integer(dim)) as at:
+                number = self.load(scratch, b.add(b.mul(token, integer(self.row)), at), dtype, 1)
+                self.store(out, b.add(b.mul(at, k_step), token), number, dtype)
+        b.ret_void()
+        return b.function
 
-def _int(value: int) -> Any:
-    return ir.Constant(_I64, value)
-
-
-def _i32(value: int) -> Any:
-    return ir.Constant(_I32, value)
-
-
-def _all(value: int, lanes: int) -> Any:
-    return ir.Constant(ir.VectorType(_I32, lanes), [value] * lanes)
-
-
-def _lanes(order: Sequence[int]) -> Any:
-    return ir.Constant(ir.VectorType(_I32, len(order)), list(order))
-
-
-def _size(dtype: str) -> int:
-    return 4 if dtype == "float32" else 2
+    def _square(self, scratch: Any, first: Any) -> list[Any]:
+        """The columns of a tile's rows from dimension ``first`` on; pairs of 16-bit tokens move as numbers of 32 bits."""
+        b, dtype = self.b, self.layout.dtype
+        lanes, order = math.gcd(self.layout.k_dim, _SQUARE), alternate(_SQUARE)
+        rows = [self.load(scratch, b.add(first, integer(i * self.row)), dtype, lanes) for i in range(self.tile)]
+        if lanes < _SQUARE:
+            rows = [self.shuffle(row, row, [min(i, lanes - 1) for i in range(_SQUARE)]) for row in rows]
+        if self.tile > _SQUARE:
+            rows = [self.shuffle(x, y, order) for x, y in zip(rows[::2], rows[1::2], strict=True)]
+        rows = [b.bitcast(row, ir.VectorType(I32, _SQUARE)) for row in rows]
+        for _ in range(_SQUARE.bit_length() - 1):
+            pairs = zip(rows[: _SQUARE // 2], rows[_SQUARE // 2 :], strict=True)
+            rows = [self.shuffle(x, y, half) for x, y in pairs for half in (order[:_SQUARE], order[_SQUARE:])]
+        return rows[:lanes]

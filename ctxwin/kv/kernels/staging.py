@@ -4,8 +4,6 @@ Spans lie in pageable memory, part by part. Copied to a GPU as they are, every t
 which the processor waits. So a layer is put together in page-locked memory and crosses at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
