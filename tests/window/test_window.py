@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import pickle
 import re
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -283,6 +286,46 @@ def test_a_window_is_neither_copied_nor_pickled(window: Window) -> None:
     for take in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"a window must be forked or saved, .* take fork\(\) or snapshot\(\)"):
             take(window)
+
+
+def test_forks_of_a_window_that_slides_meanwhile_answer_for_themselves() -> None:
+    """Taken in other threads, at any moment of its edits and asks."""
+    stop, interval, setting = threading.Event(), sys.getswitchinterval(), ("hd", 400, Fidelity("exact"))
+    with FakeEngine() as engine, Window(engine, *setting) as window, ThreadPoolExecutor(3) as pool:
+        window.extend([Chunk.text(f"t={i}") for i in range(6)])
+
+        def slide() -> int:
+            for i in itertools.count(6):
+                window.append(Chunk.text(f"t={i}"))
+                window.slide(len(window.ids) - 5)
+                if i % 5 == 0:
+                    window.ask("q", 2)
+                if stop.is_set():
+                    break
+            return i
+
+        def fork(seed: int) -> list[tuple[list[Chunk], str]]:
+            found = []
+            for i in range(20):
+                with window.fork() as branch:
+                    branch.append(Chunk.text(f"{seed} {i}"))
+                    branch.check()
+                    found.append(([branch.chunk(name) for name in branch.ids], branch.ask("q", 3).text))
+            return found
+
+        sys.setswitchinterval(1e-6)
+        try:
+            sliding = pool.submit(slide)
+            found = [*itertools.chain(*pool.map(fork, range(2)))]
+        finally:
+            stop.set()
+            sys.setswitchinterval(interval)
+        assert sliding.result(60) > 6
+    assert engine.store.stats().leased == 0
+    for chunks, text in found:
+        with FakeEngine() as alone, Window(alone, *setting) as fresh:
+            fresh.extend(chunks)
+            assert fresh.ask("q", 3).text == text
 
 
 def test_a_fork_behind_another_header_sees_nothing_again(engine: FakeEngine, window: Window) -> None:

