@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +17,9 @@ from ctxwin.kv.patch import select_layers
 from ctxwin.tiny import checkpoint_dir
 from ctxwin_evals.patching import parse_depth
 from ctxwin_evals.probe import probe, structure
+from ctxwin_evals.probe.depth import ENDS, name_range, shortest_ranges
 from ctxwin_evals.probe.generated import Scenes, World
-from ctxwin_evals.probe.probe import Probe, Sizes, as_profile, name_range
+from ctxwin_evals.probe.probe import Probe, Sizes, as_profile
 from ctxwin_evals.probe.report import html
 from ctxwin_evals.probe.verdict import Limits
 
@@ -118,14 +121,32 @@ def test_a_model_that_conditions_in_middle_layers_gets_patches_of_these(
     assert len(ranges) == 2 and ranges[0].endswith("-100") and not ranges[1].endswith("-100")
 
 
+@pytest.mark.parametrize("layers", [2, 4, 24, 28, 64])
+def test_the_shortest_ranges_are_found_in_four_rounds(layers: int) -> None:
+    for first, end in combinations(range(layers + 1), 2):
+        needed, rounds = set(range(first, end)), list[int]()
+
+        def enough(ranges: Sequence[str], needed: set[int] = needed, rounds: list[int] = rounds) -> list[bool]:
+            rounds.append(len(ranges))
+            return [needed <= covered(name) for name in ranges]
+
+        def covered(name: str) -> set[int]:
+            return {*select_layers(parse_depth(name) or (), layers)}
+
+        wanted = dict.fromkeys(name_range(first, last, layers) for last in (layers, end))
+        found = shortest_ranges(layers, enough)
+        # Percents are finer than layers, so a range may have two names.
+        assert [covered(name) for name in found] == [covered(name) for name in wanted if name != "0-100"]
+        assert len(rounds) <= 4 and max(rounds) <= ENDS
+
+
 @pytest.mark.parametrize("layers", [4, 24, 28, 80, 100])
 def test_a_range_in_percents_is_the_layers_that_it_was_made_of(layers: int) -> None:
-    for first in range(layers):
-        for end in range(first + 1, layers + 1):
-            depth = parse_depth(name_range(first, end, layers))
-            assert depth is not None
-            chosen = select_layers(depth, layers)
-            assert chosen == tuple(range(first, end)) or (end == first + 1 and chosen == (first, end))
+    for first, end in combinations(range(layers + 1), 2):
+        depth = parse_depth(name_range(first, end, layers))
+        assert depth is not None
+        chosen = select_layers(depth, layers)
+        assert chosen == tuple(range(first, end)) or (end == first + 1 and chosen == (first, end))
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from ctxwin_evals.patching import Patcher, fitted, parse_variant
 from ctxwin_evals.probe import structure, verdict
 from ctxwin_evals.probe.contexts import PLACED, Kind, Source
 from ctxwin_evals.probe.cost import SIZES, costs
+from ctxwin_evals.probe.depth import shortest_ranges
 from ctxwin_evals.probe.reading import Competence, competence, readings
 from ctxwin_evals.probe.verdict import Judgement, Limits, Setting, Summary, summary
 from ctxwin_evals.run import model_name
@@ -39,11 +40,9 @@ RANKS = (1, 2, 4, 8, 16, 32, 64)
 LADDER = (2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64)
 """Ranks that may end up in a profile."""
 SERVED = ("joint", "quantized")
-"""The layouts that windows serve and a profile may name, each of all layers and of those that `Probe._ranges` finds."""
+"""The layouts that windows serve and a profile may name, each of all layers and of those that `shortest_ranges` finds."""
 OTHERS = ("per_layer", "per_layer+deep", "balanced", "output", "shared", "shared+deep")
 """Ways to compress that are compared with them, as `ctxwin_evals.patching.parse_variant` reads them."""
-ENDS = 7
-"""Most ends of a range of layers that are compared at once."""
 TURNED = (0, 1, PLACED - 1)
 """How many of the preceding chunks are replaced between an eviction and the recall."""
 _PROVED = 0.85
@@ -276,30 +275,16 @@ class Probe:
         return samples, judgement
 
     def _ranges(self, evidence: Kind) -> list[str]:
-        """Two ranges of layers that restore enough: the shortest up to the last layer, and of this its shortest beginning.
+        """Return `depth.shortest_ranges` by answers on the choosing split, under uncompressed deficits of these layers."""
+        items = _of_kind(self.source.items(self.sizes.choosing), (evidence,))
 
-        By answers on the choosing split under uncompressed deficits: what a layer loses matters only where it is read. Cost: four
-        rounds of `ENDS` arms for up to 64 layers, each beside blind reuse and a re-prefill.
-        """
-        layers, items = self.decoder.spec.layers, _of_kind(self.source.items(self.sizes.choosing), (evidence,))
+        def enough(ranges: Sequence[str]) -> list[bool]:
+            arms = [parse_arm(spelling("full", name)) for name in ranges]
+            samples = self._samples("which layers patches need", items, [BLIND, *arms], 0.55, base=BLIND)
+            figures = [summary(of_arm(samples, arm.name), self.source) for arm in arms]
+            return [row is not None and verdict.enough(row, self.limits) for row in figures]
 
-        def most(count: int, keep: Callable[[int], tuple[int, int]]) -> int:
-            """The largest number of layers below ``count`` that can be left out."""
-            low, high = 0, count
-            while high - low > 1:
-                tried = sorted({low + max(1, (high - low) * i // (ENDS + 1)) for i in range(1, ENDS + 1)})
-                arms = {n: parse_arm(spelling("full", name_range(*keep(n), layers))) for n in tried}
-                samples = self._samples("which layers patches need", items, [BLIND, *arms.values()], 0.55, base=BLIND)
-                figures = [summary(of_arm(samples, arm.name), self.source) for arm in arms.values()]
-                good = [row is not None and verdict.enough(row, self.limits) for row in figures]
-                failed = [*good, False].index(False)
-                low, high = [low, *tried][failed], [*tried, high][failed]
-            return low
-
-        first = most(layers, lambda n: (n, layers))
-        last = layers - most(layers - first, lambda n: (first, layers - n))
-        ranges = dict.fromkeys(name_range(first, end, layers) for end in (layers, last))
-        return [name for name in ranges if name != "0-100"]
+        return shortest_ranges(self.decoder.spec.layers, enough)
 
     def _compression(self, evidence: Kind, ranges: Sequence[str] = ()) -> dict[str, Any]:
         """Every way to compress at every rank on the choosing split: bytes at equal fidelity, and the functional rank."""
@@ -492,12 +477,6 @@ def recalled(item: Item, turned: int) -> Item:
     last = len(item.placed) - 1
     front = tuple(last + 1 + i if i < turned else i for i in range(last))
     return replace(item, before=item.placed, placed=(*front, last), asked=last)
-
-
-def name_range(first: int, end: int, layers: int) -> str:
-    """The layers from ``first`` up to ``end``, of ``layers``, as `ctxwin_evals.patching.parse_depth` reads them."""
-    begin = -(-100 * first // layers)
-    return f"{begin}-{max(begin + 1, 100 * end // layers)}"
 
 
 def spelling(rank: int | str, way: str) -> str:
