@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+DEPTHS = ("deep", "25-100", "75-100")
+"""Ranges that every probe tries: a longer one may take a smaller rank, and leaves out less."""
 ENDS = 7
 """Most ends of a range that are compared in a round."""
 

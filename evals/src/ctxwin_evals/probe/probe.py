@@ -26,7 +26,7 @@ from ctxwin_evals.patching import Patcher, fitted, parse_variant
 from ctxwin_evals.probe import structure, verdict
 from ctxwin_evals.probe.contexts import PLACED, Kind, Source
 from ctxwin_evals.probe.cost import SIZES, costs
-from ctxwin_evals.probe.depth import shortest_ranges
+from ctxwin_evals.probe.depth import DEPTHS, shortest_ranges
 from ctxwin_evals.probe.reading import Competence, competence, readings
 from ctxwin_evals.probe.verdict import Judgement, Limits, Setting, Summary, summary
 from ctxwin_evals.run import model_name
@@ -40,7 +40,7 @@ RANKS = (1, 2, 4, 8, 16, 32, 64)
 LADDER = (2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64)
 """Ranks that may end up in a profile."""
 SERVED = ("joint", "quantized")
-"""The layouts that windows serve and a profile may name, each of all layers and of those that `shortest_ranges` finds."""
+"""The layouts that windows serve and a profile may name, each of all layers, of `DEPTHS`, and of those that are searched."""
 OTHERS = ("per_layer", "per_layer+deep", "balanced", "output", "shared", "shared+deep")
 """Ways to compress that are compared with them, as `ctxwin_evals.patching.parse_variant` reads them."""
 TURNED = (0, 1, PLACED - 1)
@@ -288,7 +288,8 @@ class Probe:
 
     def _compression(self, evidence: Kind, ranges: Sequence[str] = ()) -> dict[str, Any]:
         """Every way to compress at every rank on the choosing split: bytes at equal fidelity, and the functional rank."""
-        served = ["+".join([layout, *depth]) for layout in SERVED for depth in ((), *((r,) for r in ranges))]
+        depths = dict.fromkeys((*DEPTHS, *ranges))
+        served = [way for layout in SERVED for way in (layout, *(f"{layout}+{depth}" for depth in depths))]
         ways = served + [way for way in OTHERS if self.sizes.layouts and self._allows(way)]
         arms = {(way, rank): parse_arm(spelling(rank, way)) for way in ways for rank in RANKS}
         self.measurer.patcher.floor = RANKS[-1]
