@@ -1,11 +1,9 @@
 """`Options`: how an engine's windows earn trust."""
 
-from __future__ import annotations
-
 import math
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from ctxwin.audit.harm import CAP
 
@@ -62,7 +60,7 @@ class Options:
                 raise ValueError(f"{name} must be an int >= 1, got {getattr(self, name)!r}")
 
     @classmethod
-    def from_environment(cls) -> Options:
+    def from_environment(cls) -> Self:
         """Return the options with what ``CTXWIN_AUDIT_SHARE`` and ``CTXWIN_AUDIT_RATE`` set. Raises ValueError."""
         options: dict[str, Any] = {}
         for name, variable in (("share", "CTXWIN_AUDIT_SHARE"), ("rate", "CTXWIN_AUDIT_RATE")):

@@ -1,7 +1,5 @@
 """`Record`: the file of a ledger, with its evidence and decisions."""
 
-from __future__ import annotations
-
 import logging
 import math
 from pathlib import Path
@@ -211,7 +209,7 @@ class Record(BaseModel):
     decisions: tuple[Decision, ...] = ()
 
     @classmethod
-    def read(cls, path: Path) -> Record:
+    def read(cls, path: Path) -> Self:
         """Read a record from its file.
 
         Unreadable entries are omitted with a warning. Raises ValueError if nothing can be read.
@@ -225,7 +223,7 @@ class Record(BaseModel):
         readable = {name: e for name, entry in ways.items() if (e := _entry(Evidence, entry, f"{path}: way {name}"))}
         lines = [_entry(Decision, line, f"{path}: decision {i}") for i, line in enumerate(decisions)]
         fields = {**data, "ways": readable, "decisions": [line for line in lines if line is not None]}
-        return cast("Record", validate(cls.model_validate, fields, ""))
+        return cast("Self", validate(cls.model_validate, fields, ""))
 
 
 def _entry(kind: type[Model], data: object, where: str) -> Model | None:

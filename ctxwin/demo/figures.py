@@ -1,13 +1,11 @@
 """The output of the demo: a line for each ask while it runs, the final tables, and `timeline.png`."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -60,7 +58,7 @@ class Rows:
         self._task = self._bar.add_task(title, total=None)
         self._began = self._last_report = time.monotonic()
 
-    def __enter__(self) -> Rows:
+    def __enter__(self) -> Self:
         self._bar.start()
         return self
 

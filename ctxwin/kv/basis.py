@@ -4,12 +4,10 @@ Kamera, section 4: "a fixed per-layer basis pooled over (A, B) pairs recovers a 
 item's own SVD".
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 
@@ -65,7 +63,7 @@ class SharedBasis:
         return {**plain, "layers": list(self.layers), "meta": dict(self.meta)}
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> SharedBasis:
+    def from_tensors(cls, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> Self:
         """The basis that `tensors` and `describe` came from; ValueError where its digest differs."""
         plain = {name: meta[name] for name in ("identity", "layout", "heads", "k_dim", "v_dim")}
         basis = cls(**plain, layers=tuple(meta["layers"]), right=tensors["right"], meta=dict(meta["meta"]))

@@ -1,8 +1,7 @@
 """Truncated singular value decomposition, and the weights that a truncation may be measured with."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -33,7 +32,7 @@ class Weight:
     v: torch.Tensor | None = None
 
     @classmethod
-    def balanced(cls, span: SpanKV) -> Weight:
+    def balanced(cls, span: SpanKV) -> Self:
         """Scales that count K and V alike in every layer: one over the RMS of ``span`` per layer and channel group."""
         return cls(k=_inverse_rms(span.k), v=_inverse_rms(span.v))
 

@@ -6,8 +6,6 @@ of its own, yet turns as all of its tokens do: where a chunk moves, all of them 
 is linear. So merged KV is relocated like any other.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ deficit is taken in the canonical frame, the factors are added there, and every 
 formed at one position is right at every position.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -157,7 +155,7 @@ class Patch:
     @classmethod
     def from_tensors(
         cls, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any], basis: SharedBasis | None = None
-    ) -> Patch:
+    ) -> Self:
         """Rebuild a patch from its `tensors` and `describe`.
 
         Args:

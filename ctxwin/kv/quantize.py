@@ -5,11 +5,10 @@ the errors of a uniform quantizer: a Lagrangian weighs the energy that a directi
 natural text that restores more than factors in bfloat16 of four times the bytes (`evals/results/released.md`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 import torch
@@ -50,7 +49,7 @@ class QuantizedFactors:
         return {name: getattr(self, name) for name in _NAMES}
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> QuantizedFactors:
+    def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> Self:
         """Rebuild it from its tensors. Raises ValueError where one is missing."""
         if missing := [name for name in _NAMES if name not in tensors]:
             raise ValueError(f"tensors must hold {', '.join(_NAMES)}, got none named {', '.join(missing)}")

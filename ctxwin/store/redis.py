@@ -12,8 +12,6 @@ hold a blank, which no key may. All names share a hash tag, so that they stay in
 machines' clocks may differ.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import threading

@@ -1,11 +1,9 @@
 """`Choice`: the lane that serves one placed chunk, and what its KV is then conditioned on."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from ctxwin.engines.segments import partial_ranges
 from ctxwin.fidelity import Fidelity, Lane
@@ -57,7 +55,7 @@ class Choice:
     ms: float = 0.0
     premises: Premises | None = field(default=None, repr=False, compare=False)
 
-    def of_entry(self, entry: Placed) -> Choice:
+    def of_entry(self, entry: Placed) -> Self:
         """Return this choice of the placement as it stands behind an answer; only exact KV is chosen whatever it has itself."""
         goes_on = self.lane == "resident" and self.conditioning.exact
         return replace(self, entry=entry, premises=self.premises if goes_on else None)

@@ -1,7 +1,5 @@
 """The invariants of a window state."""
 
-from __future__ import annotations
-
 from ctxwin.window.answer import Plan
 from ctxwin.window.state import State
 

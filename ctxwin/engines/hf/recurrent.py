@@ -1,7 +1,5 @@
 """Recurrent layers on transformers: reading and setting their states, and capturing a chunk's map (`ctxwin.kv.states`)."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

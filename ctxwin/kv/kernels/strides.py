@@ -1,9 +1,8 @@
 """Where the numbers of a token slot lie in a paged cache, for a kernel that writes them itself."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -26,14 +25,14 @@ class CacheStrides:
     v: Strides
 
     @classmethod
-    def of_rows(cls, k: Sequence[int], v: Sequence[int]) -> CacheStrides:
+    def of_rows(cls, k: Sequence[int], v: Sequence[int]) -> Self:
         """Contiguous ``[T, H, D]`` tensors of the shapes ``k`` and ``v``: blocks of one token."""
         return cls(1, (0, k[1] * k[2], 0, k[2], 1), (0, v[1] * v[2], 0, v[2], 1))
 
     @classmethod
     def find(
         cls, cache: torch.Tensor, places: torch.Tensor, size: int, heads: int, dims: tuple[int, int]
-    ) -> CacheStrides | None:
+    ) -> Self | None:
         """The layout of ``cache``, or None where it is another kind (tiles, or keys interleaved in groups).
 
         Args:

@@ -10,10 +10,7 @@ class Attended:
     This is the layer-wise sum of section 3.3, ``I_n^i = 1/K sum_j sum_m A_mn^ij``. `watch` takes the weights of passes.
 
     Args:
-        sums: float32 ``[L, B, S]`` to start from; copied.
-
-    Attributes:
-        sums: float32 ``[L, B, S]``.
+        sums: float32 ``[L, B, S]`` to start from; copied. The attribute of this name holds what was added since.
     """
 
     def __init__(self, sums: Tensor) -> None:

@@ -5,8 +5,6 @@ A re-prefill is one request without spans; what an arm serves is loaded from spa
 `Engine.forced_logprobs`, whose best tokens are compared and all others taken as one.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,7 +25,7 @@ from ctxwin_evals.measure import Measurer, Said
 class Fresh(Sequence["SpanKV"]):
     """Chunks of item ``b`` prefilled in an order: computed by the request that asks, and as spans only where one is taken."""
 
-    group: ServedGroup
+    group: "ServedGroup"
     b: int
     order: tuple[int, ...]
 

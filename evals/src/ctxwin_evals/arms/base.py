@@ -1,7 +1,5 @@
 """Base classes of arms. An arm is a dataclass that turns a group of items into the KV that precedes a question."""
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -86,7 +84,7 @@ class Arm(ABC):
         """The only turnover that it was requested for; None where it runs at any."""
         return None
 
-    def on(self, setting: Setting) -> Arm:
+    def on(self, setting: Setting) -> Self:
         """This arm for tasks of a setting; itself where all of its settings are served alike."""
         return self
 

@@ -1,8 +1,7 @@
 """Arms that treat layers differently: which layers reuse, which compute, and for how many tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
+from typing import Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -85,7 +84,7 @@ class ShallowReuse(
 
     setting: Setting = "window"
 
-    def on(self, setting: Setting) -> ShallowReuse:
+    def on(self, setting: Setting) -> Self:
         return replace(self, setting=setting)
 
     def serve(self, group: Group) -> list[Served | None]:

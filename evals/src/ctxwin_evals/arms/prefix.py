@@ -1,10 +1,9 @@
 """Arms of prefix caching: exact KV of the placed chunks, computed after the longest cached prefix."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import Self
 
 from ctxwin.baselines.policies import POLICIES, Policy, PrefixUser
 from ctxwin.kv.layout import SpanKV
@@ -43,7 +42,7 @@ class Prefix(
     habit: Policy
     setting: Setting = "slide"
 
-    def on(self, setting: Setting) -> Prefix:
+    def on(self, setting: Setting) -> Self:
         return replace(self, setting=setting)
 
     def serve(self, group: Group) -> list[Served | None]:

@@ -31,7 +31,8 @@ PLACEHOLDER = "<ImageHere>"
 _NAMED = re.compile(r"IMAGE#(\w+)")
 _TAG = f"<Img>{PLACEHOLDER}</Img>"
 """What SparklesEval's own prompts have behind a picture's name, in place of the picture."""
-_OFFICIAL = "annotations/sparkles_evaluation_sparkleseval_annotations.json"
+_WHOLE = "evaluation/SparklesEval/"
+_FILE = "annotations/sparkles_evaluation_sparkleseval_annotations.json"
 
 
 @dataclass(frozen=True)
@@ -159,11 +160,7 @@ class MMDU(Dialogues):
 class Sparkles(Dialogues):
     """Its official folder, that of all of Sparkles, or a file; a picture stands after the first mention of its ``IMAGE#ID``."""
 
-    layouts = (
-        ("sparkleseval.json", "images"),
-        (_OFFICIAL, "images"),
-        (f"evaluation/SparklesEval/{_OFFICIAL}", "evaluation/SparklesEval/images"),
-    )
+    layouts = (("sparkleseval.json", "images"), (_FILE, "images"), (f"{_WHOLE}{_FILE}", f"{_WHOLE}images"))
 
     def dialogue(self, row: Any, folder: Path, where: str) -> tuple[str, list[Turn]]:
         read = checked(_Sparkles, row, where)

@@ -1,7 +1,5 @@
 """Contexts without a user's data: the bundled world's frames, and plain coloured shapes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
@@ -17,6 +15,8 @@ from ctxwin_evals.tasks.tiny import SPACE, render_frames
 
 _BOUND: tuple[Kind, ...] = ("multi_hop", "order", "graded", "graded_order")
 _DRAWS = 200
+Thing = tuple[str, str]
+"""(colour, shape)."""
 
 
 class World(Source):
@@ -108,8 +108,6 @@ class Scenes(Source):
         ]
 
 
-Thing = tuple[str, str]
-"""(colour, shape)."""
 COLORS = {
     "red": (214, 40, 40),
     "green": (42, 157, 60),

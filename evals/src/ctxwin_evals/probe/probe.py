@@ -1,7 +1,5 @@
 """The probe: stages in order, each within its share of the time, and what they found as one JSON-able object."""
 
-from __future__ import annotations
-
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """From measurements to a verdict: by intervals, and `keep exact` wherever they leave a doubt."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
