@@ -18,7 +18,6 @@ import os
 import re
 import socket
 import sys
-import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterator
@@ -372,14 +371,14 @@ def test_a_process_that_waits_for_another_sleeps(monkeypatch: pytest.MonkeyPatch
     queues = [broadcast.MessageQueue.create_from_handle(writer.export_handle(), rank) for rank in range(readers)]
     with ThreadPoolExecutor(readers + 1) as pool:
         assert all(f.result() is None for f in [pool.submit(q.wait_until_ready) for q in (writer, *queues)])
-        timers = [threading.Timer(0.05 * (number + 1), writer.enqueue, (number,)) for number in range(4)]
         begin = time.monotonic()
-        for timer in timers:
-            timer.start()
-        read = [pool.submit(lambda queue=queue: [queue.dequeue(timeout=60) for _ in timers]) for queue in queues]
+        read = [pool.submit(lambda queue=queue: [queue.dequeue(timeout=60) for _ in range(4)]) for queue in queues]
+        for number in range(4):
+            time.sleep(0.05)
+            writer.enqueue(number)
         assert [each.result() for each in read] == [[0, 1, 2, 3]] * readers
     seconds = time.monotonic() - begin
-    most = 3 * len(timers) + seconds / internals._LOOK_S if platform == "linux" else seconds / internals.PAUSE_S
+    most = 3 * 4 + seconds / internals._LOOK_S if platform == "linux" else seconds / internals.PAUSE_S
     assert 0 < len(looks) <= readers * most
 
 

@@ -24,6 +24,7 @@ from ctxwin_server.chat.conversations import Conversations
 
 chats = pytest.importorskip("ctxwin_server.vllm.chats", reason="vLLM is not installed", exc_type=ImportError)
 transport = pytest.importorskip("ctxwin_vllm.transport", reason="vLLM is not installed", exc_type=ImportError)
+base = pytest.importorskip("ctxwin_vllm.transport.base", reason="vLLM is not installed", exc_type=ImportError)
 pytestmark = pytest.mark.vllm
 
 HANDLE = "0" * 32
@@ -131,7 +132,7 @@ def seam(monkeypatch: pytest.MonkeyPatch) -> Seam:
     made = Seam([])
 
     def prompt_engine(engine: Any, rendered: Any, handle: str) -> Any:
-        assert transport.is_reserved(handle) if made.continues else handle == ""
+        assert base.is_reserved(handle) if made.continues else handle == ""
         assert rendered.block_names(engine) == [b""]
         made.prompts.append(FakePrompt(made.store, ["sys", "aa", "why?"]))
         made.prompts[-1].fail = made.fail  # type: ignore[attr-defined]
@@ -230,9 +231,7 @@ def test_vllm_begins_while_the_window_of_a_chat_that_it_holds_is_updated(
     seam.script = [[output("a", cached=2), output("b", "stop", 2)]]
     asked = RequestOptions(name="s")
     assert asyncio.run(seam.ask(asked)) == ["a", "b"] and seam.counted == ["window"]
-    assert seam.calls[0][0] is PROMPT and transport.is_reserved(
-        seam.calls[0][1].extra_args["kv_transfer_params"]["ctxwin"]
-    )
+    assert seam.calls[0][0] is PROMPT and base.is_reserved(seam.calls[0][1].extra_args["kv_transfer_params"]["ctxwin"])
     assert seam.prompts[0].taken == [True] and asked.usage["computed_tokens"] == 1 and len(seam.hashed) == 1
     assert seam.prompts[0].submitted.transfer.local_tokens == 2  # type: ignore[attr-defined]
 
