@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ABORT_S = 30.0
 """How long a request whose transfer is gone waits for its abort. Then it is served without spans: a server's client may have
 invented its handle."""
-RESERVED_S = 1.0
+RESERVED_S = 0.5
 """How long blocks are kept for a reserved transfer behind the answer. Then its KV is computed again."""
 SAVE_BYTES = 16 << 20
 """KV that is read back in one step: a request that comes meanwhile waits for that much only, or for one chunk that is larger."""
