@@ -92,9 +92,7 @@ def pack_samples(samples: np.ndarray, rate: int) -> bytes:
 
 def _validate_rate(rate: Any, frames: int) -> int:
     if not isinstance(rate, int) or not RATES[0] <= rate <= RATES[1]:
-        raise BadMedia(
-            f"the sampling rate must be a whole number from {RATES[0]:,} to {RATES[1]:,} a second, got {rate}"
-        )
+        raise BadMedia(f"the sampling rate must be an integer from {RATES[0]:,} to {RATES[1]:,} a second, got {rate}")
     if frames < 1:
         raise BadMedia("audio must hold at least one sample, got none")
     return rate
@@ -107,9 +105,7 @@ def _range(start: float | None, end: float | None, rate: int, frames: int, chann
         raise BadMedia(f"an audio range must be 0 <= start < end, got start={start} end={end}")
     first, last = round(begin * rate), frames if end is None else round(end * rate)
     if first >= frames or last > frames:
-        raise BadMedia(
-            f"the sound ends after {frames / rate:.3f} s, got start={start} end={end}; pass a range inside of it"
-        )
+        raise BadMedia(f"the sound ends at {frames / rate:.3f} s, got start={start} end={end}; pass a range inside it")
     if (last - first) * channels > MAX_SAMPLES:
         raise BadMedia(
             f"audio must have at most {MAX_SAMPLES:,} samples in all channels, got {(last - first) * channels:,}; pass a "

@@ -50,9 +50,7 @@ def check_writable(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise ValueError(
-            f"{folder} must be a folder that can be written, got: {error.strerror}; choose another"
-        ) from error
+        raise ValueError(f"{folder} must be a writable folder, got: {error.strerror}; choose another") from error
 
 
 def sync_folder(folder: Path) -> None:

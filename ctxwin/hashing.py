@@ -50,9 +50,7 @@ def _feed(h: Any, value: Any) -> None:
             for item in value:
                 _feed(h, item)
     else:
-        raise TypeError(
-            f"identity must be built from None, bool, int, float, str, bytes, list or dict, got {type(value)}"
-        )
+        raise TypeError(f"identity must be of None, bool, int, float, str, bytes, list or dict, got {type(value)}")
 
 
 def digest(*parts: Any) -> str:

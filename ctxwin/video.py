@@ -352,9 +352,7 @@ def _decode(file: _File, container: Any, stream: Any) -> Iterator[Any]:
                 if error.errno == errno.ENOSYS or isinstance(error, PatchWelcomeError):
                     raise file.no_decoder(stream.codec_context.name) from None
                 if isinstance(error, MemoryError):
-                    raise BadMedia(
-                        f"a video must be decodable in the available memory, got {file.name}; shrink it"
-                    ) from None
+                    raise BadMedia(f"a video must fit the available memory, got {file.name}; shrink it") from None
                 continue
             yield from frames
 

@@ -359,9 +359,7 @@ class Auditor:
                 layout = replay.build_layout(state, fidelity, visible=visible)
                 tokens_before = replay.work.tokens
                 segments = replay.fill(layout)
-                computed = (
-                    replay.work.tokens - tokens_before + sum(choice.recomputed_tokens for choice in layout.choices)
-                )
+                computed = replay.work.tokens - tokens_before + sum(c.recomputed_tokens for c in layout.choices)
                 conditionings = {c.entry.id: c.conditioning if c.updates_entry else c.entry.kv for c in layout.choices}
                 shadows[name] = {placement: kv for placement, kv in conditionings.items() if kv is not None}
                 key = ledger.record.binding, name

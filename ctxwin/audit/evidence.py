@@ -158,9 +158,7 @@ class Ledger:
     def promoted(self) -> str | None:
         """Return the promoted strategy that computed least; None for exact."""
         promoted = {name: e for name, e in self.record.ways.items() if e.promoted and name in STRATEGIES}
-        return min(
-            promoted, key=lambda name: promoted[name].computed / max(1, promoted[name].exact_computed), default=None
-        )
+        return min(promoted, key=lambda n: promoted[n].computed / max(1, promoted[n].exact_computed), default=None)
 
     def candidates(self) -> list[str]:
         """Return the strategies to try now."""
@@ -329,9 +327,7 @@ class Ledger:
         return Evidence(attempt=old.attempt + 1, since=_now(), pause=pause, past=past)
 
     def _decision(self, strategy: str, what: Verb, evidence: Evidence) -> Decision:
-        counts = (
-            {name: getattr(evidence, name) for name in ("served", "audited", "harmed")} if what == "demoted" else {}
-        )
+        fields = ("served", "audited", "harmed") if what == "demoted" else ()
         error = error_of(strategy, evidence.attempt, self._level)
         return Decision(
             date=_now(),
@@ -347,7 +343,7 @@ class Ledger:
             excess_upper=CAP * evidence.text.upper(error),
             floor=self._record.floor.nats(remembers=STRATEGIES[strategy].lane == "survivor"),
             tokens=evidence.tokens,
-            **counts,
+            **{name: getattr(evidence, name) for name in fields},
         )
 
     @contextlib.contextmanager
@@ -384,9 +380,7 @@ class Ledger:
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
-            log.warning(
-                "%s is not used (%s); evidence starts from zero", self._path, " ".join(str(error).split())[:200]
-            )
+            log.warning("%s is not used (%s); evidence starts at zero", self._path, " ".join(str(error).split())[:200])
             return
         self._record, self._stamp = record, stamp
 

@@ -286,15 +286,13 @@ class Replay:
         """Return segments with the KV they lack, each computed by a forward of its own after the preceding ones; nothing is
         stored."""
         filled: list[Segment] = []
+        prefill = partial(self.engine.prefill, background=True, tally=self.work)
         for segment in segments:
             if segment.span is not None:
                 filled.append(segment)
                 continue
             self._check()
-            salt = self._new_namespace()
-            span = self.engine.prefill(
-                filled, segment.encoded, segment.start, salt=salt, background=True, tally=self.work
-            )
+            span = prefill(filled, segment.encoded, segment.start, salt=self._new_namespace())
             filled.append(replace(segment, span=span))
         return tuple(filled)
 
@@ -323,9 +321,7 @@ class Replay:
             raise AnswerStopped("the engine is needed for other work")
         if generation.fallbacks:
             raise EngineFailed("spans could not be loaded, so that what they serve could not be asked")
-        return Exchange(
-            query, tuple(int(i) for i in generation.token_ids), len(generation.token_ids) < limit, max_tokens
-        )
+        return Exchange(query, tuple(map(int, generation.token_ids)), len(generation.token_ids) < limit, max_tokens)
 
     def _new_namespace(self) -> str:
         """Return a prefix-cache namespace of one request: layouts without marks must not share any."""
@@ -424,35 +420,32 @@ class References:
         value = self.value_of("placed")
         return divergence.nats, None if value is None else divergence.changed and self.value_of(name) != value
 
-    def compare(
-        self, rows: Rows, reference: Reference, floor: Floor, served_value: Callable[[], Value | None]
-    ) -> Finding:
+    def compare(self, rows: Rows, reference: Reference, floor: Floor, get_value: Callable[[], Value | None]) -> Finding:
         """Compare an answer with the references.
 
         Args:
             rows: of its layout, along the exchange.
             reference: which of them decide; ``window`` for KV that remembers nothing.
-            served_value: returns its value.
+            get_value: returns its value.
         """
         window = self.divergence(rows)
         assert window is not None
         stream = self.divergence(rows, "stream") if reference in ("stream", "nearer") else None
         strict = judge(window, stream, reference)
-        harm = self._lost(strict.changed, reference, served_value) if self.exchange.greedy else None
+        harm = self._lost(strict.changed, reference, get_value) if self.exchange.greedy else None
         if harm is None:
             harm = Harm("text", strict.nats - floor.nats(remembers=reference == "stricter"))
         return Finding(window, stream, strict, harm)
 
-    def _lost(self, changed: bool, reference: Reference, served_value: Callable[[], Value | None]) -> Harm | None:
+    def _lost(self, changed: bool, reference: Reference, get_value: Callable[[], Value | None]) -> Harm | None:
         """Return the harm to the value; None if the reference's answer has none."""
         if not changed:
-            return None if (self.value_of("placed") if self.own else served_value()) is None else Harm("scored", 0.0)
-        first, *others = {"stream": ("stream",), "window": ("placed", "cut")}.get(
-            reference, ("placed", "cut", "stream")
-        )
+            return None if (self.value_of("placed") if self.own else get_value()) is None else Harm("scored", 0.0)
+        whole = {"stream": ("stream",), "window": ("placed", "cut")}
+        first, *others = whole.get(reference, ("placed", "cut", "stream"))
         if (value := self.value_of(first)) is None:
             return None
-        if served_value() == value:
+        if get_value() == value:
             return Harm("scored", 0.0)
         agree = all(self.value_of(name) == value for name in others)
         return Harm("scored", float(agree), undecided=not agree)

@@ -75,14 +75,9 @@ class WindowAudit(Auditing):
     def _rate(self, strategy: str, served: ServedAnswer, form: Kind) -> float:
         """Return the share of such answers to audit: by the number of answers of this strategy, shape and kind; 1 if
         suspected."""
-        lanes = frozenset(choice.lane for choice in served.layout.choices)
-        shape = (
-            lanes,
-            len(served.layout.choices).bit_length(),
-            len(served.query).bit_length(),
-            served.temperature == 0,
-            form,
-        )
+        choices = served.layout.choices
+        sizes = len(choices).bit_length(), len(served.query).bit_length()
+        shape = (frozenset(choice.lane for choice in choices), *sizes, served.temperature == 0, form)
         kind = self._ledger.record.binding, strategy, self._ledger.since(strategy), shape
         rate = self._auditor.sampler.rate(kind, self._auditor.options.rate)
         return 1.0 if rate and self._ledger.is_suspected(strategy) else rate

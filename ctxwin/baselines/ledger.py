@@ -76,9 +76,7 @@ class Ledger:
         Raises ValueError for a window of another engine: its work would not be seen.
         """
         if window.engine is not self._engine:
-            raise ValueError(
-                "window must run on the ledger's engine, got one on another; make a ledger for each engine"
-            )
+            raise ValueError("window must run on the ledger's engine, got one on another; make one for each engine")
         self._reserve_tokens_of[window.id] = self._reserve_tokens if reserve_tokens is None else reserve_tokens
         window.observe(self)
         with self._lock:
@@ -203,12 +201,8 @@ class Ledger:
             # A prefix cache keeps what was generated, too.
             exchange = self._engine.encode_exchange(event.query, answer.token_ids)
             self._caches[policy].hold(Prompt.of([*parts, exchange]))
-            shown = sum(part.tokens for part in (*parts, query))
-            row |= {
-                f"computed_tokens_{policy}": computed,
-                f"vision_encodes_{policy}": encodes,
-                f"prompt_tokens_{policy}": shown,
-            }
+            row |= {f"computed_tokens_{policy}": computed, f"vision_encodes_{policy}": encodes}
+            row[f"prompt_tokens_{policy}"] = sum(part.tokens for part in (*parts, query))
             if policy != "naive":
                 self._arrive(user, state, event.ids, at_end=True)
         if self._reference:
@@ -260,9 +254,8 @@ class Ledger:
         lines.write(f"chunks' tokens by lane: {', '.join(f'{lane} {tokens:,}' for lane, tokens in by_lane)}\n")
         lines.write(f"patches: {', '.join(f'{count:,} {what}' for what, count in s['patches'].items())}\n")
         if s["known"]:
-            reprefill = (
-                "" if s["right_reprefill"] is None else f"; a re-prefill of the same chunks: {s['right_reprefill']}"
-            )
+            right = s["right_reprefill"]
+            reprefill = "" if right is None else f"; a re-prefill of the same chunks: {right}"
             lines.write(f"right: {s['right']} of {s['known']}{reprefill}\n")
         elif s["compared"]:
             lines.write(f"the same answer as a re-prefill: {s['agree']} of {s['compared']}\n")
@@ -305,8 +298,6 @@ def summarise(
         "compared": len(compared),
         "agree": sum(row["answer"] == row["answer_reprefill"] for row in compared),
         **sums,
-        **{
-            f"share_of_{p}": sums["computed_tokens"] / tokens if tokens else None for p, tokens in policy_tokens.items()
-        },
+        **{f"share_of_{p}": sums["computed_tokens"] / n if n else None for p, n in policy_tokens.items()},
         "tokens_by_lane": lanes,
     }

@@ -43,9 +43,8 @@ class Reference:
         front = [Segment(self._system_prompt, 0, span=self._head, span_key="system_prompt")]
         for frame in frames:
             if frame.chunk_id not in self._alone:
-                self._alone[frame.chunk_id] = self._engine.prefill(
-                    front, frame, self._system_prompt.advance, salt=_fresh()
-                )
+                start = self._system_prompt.advance
+                self._alone[frame.chunk_id] = self._engine.prefill(front, frame, start, salt=_fresh())
         spans = [self._head, *(self._alone[frame.chunk_id] for frame in frames)]
         return self._engine.generate(self._layout(frames, spans), query, sampling, salt=_fresh())
 

@@ -18,9 +18,7 @@ EARNING = "0,1,2,3,4,5,6,7"
 def demo(
     video: Annotated[Path | None, Argument(help="A video; default: a rendered clip of the bundled world.")] = None,
     engine: Annotated[str | None, Option(metavar="vllm|hf", help="Default: vLLM where it works, else hf.")] = None,
-    model: Annotated[
-        str, Option(help="A model (folder, Hub name); one for text reads a log. 'tiny' is bundled.")
-    ] = "tiny",
+    model: Annotated[str, Option(help="A folder or Hub name; a text model reads a log; 'tiny' is bundled.")] = "tiny",
     out: Annotated[Path, Option(help="Folder for the results.")] = Path("demo-output"),
     seed: Annotated[int, Option(help="Seed of the clip, the moves and the questions.")] = 0,
     seeds: Annotated[str, Option(metavar="N,N,...", help="Several runs, pooled; instead of --seed.")] = "",

@@ -16,9 +16,7 @@ MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "broken": "[red]broken
 def doctor(
     model: Annotated[
         str,
-        typer.Argument(
-            help="A model folder or Hub name: say what would be served how; or the URL of a server: check it."
-        ),
+        typer.Argument(help="A model folder or Hub name: say what is served how; or the URL of a server: check it."),
     ] = "",
     as_json: Annotated[bool, Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
@@ -67,9 +65,8 @@ def _assess(name: str, as_json: bool) -> None:
     elif not is_served:
         console.print(f"[red]{support.standing}[/] {escape(support.model)}: {escape(support.reason)}")
     else:
-        served = (
-            f"[green]would be served[/] {escape(support.model)} ({support.kind}) on {' and '.join(support.engines)}"
-        )
+        engines = " and ".join(support.engines)
+        served = f"[green]would be served[/] {escape(support.model)} ({support.kind}) on {engines}"
         states = f", and {support.state_bytes / 1e6:.1f} MB of states each" if support.state_bytes else ""
         small, large = (tokens * support.token_bytes / 1e6 for tokens in (256, 1024))
         lines = [served, f"KV: {escape(support.layout)}; {support.token_bytes:,} bytes a token"]

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Keep files that windows draw from, in a store.")
 
 Name = Annotated[str, Argument(metavar="LIBRARY", help="Name of the library.")]
-Replace = Annotated[
-    bool, Option("--replace", help="Replace files of the same names; windows that opened it keep the old.")
-]
+Replace = Annotated[bool, Option("--replace", help="Replace files of the same names; open windows keep the old.")]
 
 
 @app.command("ls")

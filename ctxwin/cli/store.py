@@ -80,13 +80,10 @@ def verify(url: Url, tenant: Tenant = "", as_json: AsJson = False) -> None:
     with closing(open_existing(url, tenant)) as store:
         good, corrupt = store.verify()
         foreign = store.stats().foreign
-    lines = [
-        f"{good:,} good, {corrupt:,} corrupt{' (deleted; they are computed again when needed)' if corrupt else ''}"
-    ]
+    deleted = " (deleted; they are computed again when needed)" if corrupt else ""
+    lines = [f"{good:,} good, {corrupt:,} corrupt{deleted}"]
     if foreign:
-        hint = (
-            "they stay; set CTXWIN_STORE_KEY to the key that they were sealed with, or use the ctxwin that wrote them"
-        )
+        hint = "they stay; set CTXWIN_STORE_KEY to the key they were sealed with, or use the ctxwin that wrote them"
         lines.append(f"{foreign:,} of another store key or version could not be checked ({hint})")
     show(as_json, {"good": good, "corrupt": corrupt, "foreign": foreign}, *lines)
     if corrupt or foreign:
@@ -139,10 +136,9 @@ def import_(
                 stored += 1
             else:
                 refused += 1
-    line = f"stored {stored:,} items, {present:,} were there, {refused:,} were refused: the store is full"
-    show(
-        as_json, {"stored": stored, "there": present, "refused": refused}, line if refused else line.rpartition(",")[0]
-    )
+    line = f"stored {stored:,} items, {present:,} were there"
+    line += f", {refused:,} were refused: the store is full" if refused else ""
+    show(as_json, {"stored": stored, "there": present, "refused": refused}, line)
     if refused:
         raise typer.Exit(1)
 

@@ -48,12 +48,8 @@ class Rows:
 
     def __init__(self, console: Console, title: str) -> None:
         self._console = console
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-        )
+        title_column = TextColumn("{task.description}", markup=False)
+        columns = title_column, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._task = self._bar.add_task(title, total=None)
         self._began = self._last_report = time.monotonic()
@@ -159,10 +155,8 @@ def timeline(path: Path, steps: Sequence[Step], *, dark: bool = False) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    with (
-        style.context("dark_background" if dark else "default"),
-        rc_context({"font.size": 15, "axes.facecolor": "none"}),
-    ):
+    settings = {"font.size": 15, "axes.facecolor": "none"}
+    with style.context("dark_background" if dark else "default"), rc_context(settings):
         figure = Figure(figsize=(8, 8.5), layout="constrained", facecolor="#0d1117" if dark else "white")
         FigureCanvasAgg(figure)
         upper, lower = figure.subplots(2, 1, sharex=True)

@@ -181,13 +181,8 @@ def summarise(steps: Sequence[Step]) -> dict[str, Any]:
         **{name: sum(values) for name, values in first.items()},
         "ttft_median_s": statistics.median(first["ttft_s"]) if steps else None,
         "ttft_reprefill_median_s": statistics.median(first["ttft_reprefill_s"]) if steps else None,
-        **{
-            f"by_{key}": {value: _group([s for s in steps if s[key] == value]) for value in names}
-            for key, names in (
-                ("kind", sorted({s["kind"] for s in steps})),
-                ("op", dict.fromkeys(s["op"] for s in steps)),
-            )
-        },
+        "by_kind": {k: _group([s for s in steps if s["kind"] == k]) for k in sorted({s["kind"] for s in steps})},
+        "by_op": {k: _group([s for s in steps if s["op"] == k]) for k in dict.fromkeys(s["op"] for s in steps)},
     }
 
 

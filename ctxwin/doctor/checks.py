@@ -260,12 +260,10 @@ def _run(code: str, hooked: bool = True) -> tuple[bool, str] | None:
     if not hooked:
         unhook = f"sys.meta_path[:] = [f for f in sys.meta_path if getattr(f, '__module__', '') != {HOOK!r}]"
         code = f"import sys; {unhook}\n{code}"
-    environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    env = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
     command = [sys.executable, "-c", code]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, env=environment, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, env=env, check=False)
     except subprocess.TimeoutExpired:
         return None
     if done.returncode < 0:

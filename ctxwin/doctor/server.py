@@ -23,9 +23,8 @@ def examine(url: str, key: str = "") -> list[Finding]:
         raise ValueError(f"a server's address must begin with http:// or https://, got {url!r}")
     url = url.rstrip("/").removesuffix("/v1")
     status, text = _get(url + "/health")
-    findings = [
-        _finding("health", status == 200, f"{url}/health: {text or status}", "start the server, or mend the address")
-    ]
+    remedy = "start the server, or mend the address"
+    findings = [_finding("health", status == 200, f"{url}/health: {text or status}", remedy)]
     if status != 200:
         return findings
     status, text = _get(url + _READY)
@@ -42,36 +41,26 @@ def examine(url: str, key: str = "") -> list[Finding]:
 
 
 def _about_findings(about: dict[str, Any], closed: bool) -> list[Finding]:
-    store, promoted = about["store"], about["promoted"]
-    lanes = f"{about['fidelity']}: {', '.join(about['lanes'])}" + (
-        f"; promoted: {', '.join(promoted)}" if promoted else ""
-    )
+    store, promoted, metrics = about["store"], about["promoted"], about["metrics_open"]
+    lanes = f"{about['fidelity']}: {', '.join(about['lanes'])}"
+    lanes += f"; promoted: {', '.join(promoted)}" if promoted else ""
     usage = f"{store['items']} values, {store['bytes']} bytes of {store['limit'] or 'no limit'}"
-    tenants = (
-        "on; this key is " + (about["tenant"] or "the server's own") if about["tenants"] else "off: clients share all"
-    )
+    whose = about["tenant"] or "the server's own"
+    tenants = f"on; this key is {whose}" if about["tenants"] else "off: clients share all"
     model = f"{', '.join(about['models'])}, {about['max_tokens']} tokens{', sees' * about['vision']}"
     version = f"ctxwin {about['version']} on {about['vllm'] or about['engine']}"
     untried = "audits promote lanes while it serves, or measure with `ctxwin eval probe`"
     refused = "401 without a key" if closed else "nothing: whoever reaches the port is served"
+    same = f"this is {__version__}: use one on both sides"
     return [
-        _finding(
-            "version", about["version"] == __version__, version, f"this is {__version__}: use one on both sides", "note"
-        ),
+        _finding("version", about["version"] == __version__, version, same, "note"),
         Finding("model", "ok", model),
         _finding("lanes", about["fidelity"] != "exact" or bool(promoted), lanes, untried, "note"),
-        _finding(
-            "store",
-            not store["fault"],
-            store["fault"] or usage,
-            "all is computed again meanwhile: see --store and the log",
-        ),
+        _finding("store", not store["fault"], store["fault"] or usage, "all is computed anew: see --store and the log"),
         Finding("windows", "ok", f"behind plain chats: {about['windows'] or 'never'}"),
         _finding("tenants", about["tenants"], tenants, "give --tenants FILE to keep clients apart", "note"),
         _finding("refused", closed, refused, "give --api-key or --tenants", "note"),
-        _finding(
-            "metrics", not about["metrics_open"], f"open: {about['metrics_open']}", "give --metrics-key-file", "note"
-        ),
+        _finding("metrics", not metrics, f"open: {metrics}", "give --metrics-key-file", "note"),
     ]
 
 

@@ -251,9 +251,7 @@ class Engine(ABC):
     def check_hold(self, sampling: Sampling) -> None:
         """Raise UnsupportedModel where it cannot answer with less than all of the KV, as `Sampling.hold` and its kin say."""
         if sampling.hold < 1:
-            raise UnsupportedModel(
-                f"the {self.spec.name} engine keeps every token: hold must be 1, got {sampling.hold}"
-            )
+            raise UnsupportedModel(f"the {self.spec.name} engine keeps all tokens: hold must be 1, got {sampling.hold}")
 
     @property
     def busy(self) -> bool:

@@ -104,9 +104,8 @@ class Encoded:
 
         Only the last part has an ``advance``.
         """
-        media = tuple(
-            replace(m, offset=m.offset - begin) for m in self.media if m.offset < end and begin < m.offset + m.tokens
-        )
+        inside = (m for m in self.media if m.offset < end and begin < m.offset + m.tokens)
+        media = tuple(replace(m, offset=m.offset - begin) for m in inside)
         advance = self.advance if end == self.tokens else 0
         return Encoded(self.chunk_id, self.token_ids[begin:end], self.positions[:, begin:end], advance, media)
 
@@ -199,9 +198,7 @@ class Segment:
             )
         whole = [m for m in self.encoded.media if m.whole]
         if any(m.offset < at < m.offset + m.tokens for m in whole for at in cuts):
-            raise ValueError(
-                f"recompute must not cut a picture whose tokens see those behind them, got {self.recompute}"
-            )
+            raise ValueError(f"recompute must not cut a picture whose tokens see later ones, got {self.recompute}")
         parts = []
         for i, (begin, end) in enumerate(itertools.pairwise(cuts)):
             if begin < end:
@@ -289,9 +286,7 @@ def check_states(model: str, segments: Sequence[Segment], patches: bool = False)
                 "after exactly the same tokens; use Fidelity('exact')"
             )
         if segment.span is not None and segment.span.tokens and not segment.span.states:
-            raise ValueError(
-                f"the span of chunk {segment.encoded.chunk_id[:12]} must hold the states after it, got none"
-            )
+            raise ValueError(f"the span of chunk {segment.encoded.chunk_id[:12]} must hold states after it, got none")
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,7 @@ _UNTURNED = _names("afmoe cohere2 cohere2_moe exaone4 exaone_moe")
 """Have no positions in their full attention layers wherever others slide."""
 # Models that turn neighbouring dimensions (2i, 2i + 1) and leave them where they are. DeepSeek-V3 and its kin also pair
 # neighbours, but transformers caches their keys de-interleaved (half), vLLM as they were (interleaved).
-_INTERLEAVED = _names(
-    "cohere cohere2 cohere2_moe deepseek_v2 ernie4_5 ernie4_5_moe glm glm4 glm4v_text glm_ocr_text helium"
-)
+_PAIRED = _names("cohere cohere2 cohere2_moe deepseek_v2 ernie4_5 ernie4_5_moe glm glm4 glm4v_text glm_ocr_text helium")
 _CYCLING_MROPE = ("qwen3_vl", "qwen3_omni", "qwen3_5")
 _BLOCKED_MROPE = ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "glm4v", "glm_ocr", "paddleocr_vl")
 # Sections that the modelling code falls back to where the config names none.
@@ -99,6 +97,9 @@ def check_supported(config: Any) -> None:
     unrotated = unrotated or (kind in _UNTURNED and sliding_window(config) is not None)
     sizes = {name: has(f"num_{name}") for name in ("hidden_layers", "attention_heads")}
     empty = [f"{name} = {size}" for name, size in sizes.items() if isinstance(size, int) and size < 1]
+    indexed = has("index_topk") or has("index_topk_blocks")
+    uneven = kind in _UNEVEN or (has("is_heterogeneous") and kind not in _IN_ROWS)
+    reusing, fed = (kind not in _SHARING and has(x) for x in ("num_kv_shared_layers", "hidden_size_per_layer_input"))
     rules = (
         (empty, ", ".join(empty), "it must have at least one of each"),
         (kind in _ALIBI or has("alibi") or has("use_alibi"), "ALiBi", "its bias is in the attention, not in the key"),
@@ -106,29 +107,13 @@ def check_supported(config: Any) -> None:
         (kind in _RECURRENT, "linear attention or state space layers", "their state is no KV of tokens"),
         (crossed, "cross attention layers", "their KV does not belong to tokens of the window"),
         (both_ways, "bidirectional attention", "a chunk's KV depends on what follows it"),
-        (
-            has("index_topk") or has("index_topk_blocks"),
-            "a sparse attention indexer",
-            "its own key cache would have to move too",
-        ),
+        (indexed, "a sparse attention indexer", "its own key cache would have to move too"),
         (states, "".join(states[:1]), "they keep no KV for every token of the window"),
         (others, f"{', '.join(others)} layers", "only full attention is known to move"),
         (unrotated, "layers without rotary positions", "all layers must turn"),
-        (
-            kind in _UNEVEN or (has("is_heterogeneous") and kind not in _IN_ROWS),
-            "layers of different shapes",
-            "their KV must have one",
-        ),
-        (
-            has("num_kv_shared_layers") and kind not in _SHARING,
-            "layers that reuse the KV of others",
-            "they have no cache",
-        ),
-        (
-            has("hidden_size_per_layer_input") and kind not in _SHARING,
-            "inputs to every layer",
-            "a chunk's embeddings are what the first one is fed",
-        ),
+        (uneven, "layers of different shapes", "their KV must have one"),
+        (reusing, "layers that reuse the KV of others", "they have no cache"),
+        (fed, "inputs to every layer", "a chunk's embeddings are what the first one is fed"),
     )
     for refused, prop, why in rules:
         if refused:
@@ -184,10 +169,8 @@ def rope_spec_from_config(config: Any, engine: Engine = "hf", layer_type: str | 
         raise _refusal(kind, "LongRoPE scaling", "its frequencies switch at a length of the sequence")
     if scaling == "default":
         dim = int(view.head_dim * parameters.get("partial_rotary_factor", 1.0))
-        inv_freq, magnitude = (
-            1.0 / (parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)),
-            1.0,
-        )
+        inv_freq = 1.0 / (parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim))
+        magnitude = 1.0
     elif scaling in _COMPOSING:
         inv_freq, magnitude = ROPE_INIT_FUNCTIONS[scaling](cast(Any, view), torch.device("cpu"))
     else:
@@ -355,7 +338,7 @@ def _sections(parameters: dict[str, Any], kind: str) -> tuple[tuple[int, ...] | 
 
 def _pairing(text: Any, kind: str, engine: Engine) -> Literal["half", "interleaved"]:
     # DeepSeek-VL2-tiny says deepseek_v2 as well, but has the attention of DeepSeek's first model.
-    if kind in _INTERLEAVED and getattr(text, "kv_lora_rank", 0) is not None:
+    if kind in _PAIRED and getattr(text, "kv_lora_rank", 0) is not None:
         return "interleaved"
     neighbours = getattr(text, "kv_lora_rank", None) and getattr(text, "rope_interleave", True)
     return "interleaved" if neighbours and engine == "vllm" else "half"

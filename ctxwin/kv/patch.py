@@ -147,9 +147,8 @@ class Patch:
         """Return everything but the tensors, JSON-able; the ``meta`` of `from_tensors`."""
         plain = {name: getattr(self, name) for name in _PLAIN}
         named = None if self.basis is None else self.basis.id
-        shape = (
-            {} if self.quantized is None else {"tokens": self.tokens, "dtype": str(self.dtype).removeprefix("torch.")}
-        )
+        dtype = str(self.dtype).removeprefix("torch.")
+        shape = {} if self.quantized is None else {"tokens": self.tokens, "dtype": dtype}
         return {**plain, **shape, "layers": list(self.layers), "basis": named, "meta": dict(self.meta)}
 
     @classmethod

@@ -70,9 +70,7 @@ class QuantizedFactors:
                 groups = -(-length // GROUP)
                 used = -(-count * length * bits // 8)
                 if used > len(codes) or count * groups > len(scales):
-                    raise ValueError(
-                        "codes and scales must be as many as bits ask for, got fewer; form the patch again"
-                    )
+                    raise ValueError("codes and scales must be as many as bits say, got fewer; form the patch again")
                 steps = scales[: count * groups].float().view(count, groups).repeat_interleave(GROUP, 1)[:, :length]
                 numbers = torch.from_numpy(_unpack(codes[:used], bits, count * length)).view(count, length)
                 side[at] = ((numbers.float() - (2 ** (bits - 1) - 0.5)) * steps).to(dtype)

@@ -45,9 +45,8 @@ def passages_of(name: str, data: bytes, caption: str = "") -> list[Passage]:
     if ending == ".pdf":
         return [Passage(chunk=page, text=f"{caption} {written}".strip()) for page, written in _pages(name, data)]
     if ending in TEXTS:
-        return [
-            Passage(chunk=Chunk.text(part, label=name), text=f"{caption} {part}".strip()) for part in _texts(name, data)
-        ]
+        texts = _texts(name, data)
+        return [Passage(chunk=Chunk.text(text, label=name), text=f"{caption} {text}".strip()) for text in texts]
     suffixes = sorted(PICTURES | TEXTS | VIDEOS | {".pdf"})
     raise BadMedia(f"a file's name must end with one of {' '.join(suffixes)}, got {name!r}; convert it, or add a Chunk")
 

@@ -70,9 +70,7 @@ class Library:
         if isinstance(store, str):
             raise TypeError(f"store must be an open store, got {store!r}; pass open_store({store!r})")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise ValueError(
-                f"a library's name must be 1 to 100 letters, digits, '_', '.' or '-', got {str(name)[:120]!r}"
-            )
+            raise ValueError(f"a library's name must be 1 to 100 letters, digits, '_', '.' or '-', got {name!r:.120}")
         _check_ttl(ttl)
         self.store, self.name, self.ttl = store, name, ttl
         self.retriever: Retriever = retriever or BM25()
@@ -187,9 +185,7 @@ class Library:
             if key.startswith("entry/"):
                 entry = get(self.repo, key, Entry)
                 if entry is None:
-                    raise BadMedia(
-                        f"the archive {str(path)!r} must be undamaged, got a file that is not what its key says"
-                    )
+                    raise BadMedia(f"the archive {str(path)!r} must be whole, got a file that is not what its key says")
                 entries.append(entry)
         self._add([(entry, self.clock()) for entry in entries], replace)
         return tuple(entry.name for entry in entries)
@@ -294,9 +290,7 @@ class Library:
         corpus = self.corpus(rows)
         for row in rows:
             self.trace(row, engine)
-        return prepare(
-            self.repo, (corpus.chunk_with_pixels(passage) for _, passage in corpus.passages), engine, stopped
-        )
+        return prepare(self.repo, (corpus.chunk_with_pixels(p) for _, p in corpus.passages), engine, stopped)
 
     def grant(self, tenant: str) -> None:
         """Allow a tenant to read it."""
@@ -315,13 +309,11 @@ class Library:
     def used(self, names: Sequence[str]) -> None:
         """Renew the expiry of used files that are past half of their ttl."""
         now = self.clock()
-        head, rows = self._head.read(Head(name=self.name)), {r.name: r for r in self.view().rows}
-        later = {
-            n: now + r.ttl for n in names if (r := rows.get(n)) and r.ttl and head.expires.get(n, now) - now < r.ttl / 2
-        }
-        if later:
+        expires, rows = self._head.read(Head(name=self.name)).expires, {r.name: r for r in self.view().rows}
+        new = {n: now + r.ttl for n in names if (r := rows.get(n)) and r.ttl and expires.get(n, now) - now < r.ttl / 2}
+        if new:
             try:
-                self._head.update(Head(name=self.name), lambda h: h.model_copy(update={"expires": h.expires | later}))
+                self._head.update(Head(name=self.name), lambda h: h.model_copy(update={"expires": h.expires | new}))
             except StoreFull as error:
                 _log.warning("files of library %s are used, and expire nevertheless: %s", self.name, error)
 

@@ -50,14 +50,10 @@ class Corpus:
         for part in passage.chunk.media:
             raw = self.repo.get_source(part.content)
             if raw is None:
-                raise ChunkUnavailable(
-                    f"the pixels of {passage.chunk.label!r} have left the library's store; add it again"
-                )
+                raise ChunkUnavailable(f"the pixels of {passage.chunk.label!r} left the library's store; add it again")
             pixels[part.content] = part.unpack(raw)
             if part.digest(pixels[part.content]) != part.content:
-                raise ChunkUnavailable(
-                    f"the pixels of {passage.chunk.label!r} in the library's store are others; add it again"
-                )
+                raise ChunkUnavailable(f"the pixels of {passage.chunk.label!r} changed in the library's store; add it")
         return passage.chunk.holding(pixels)
 
 
@@ -90,9 +86,8 @@ class BM25:
 
         def build() -> Any:
             index = bm25s.BM25()
-            index.index(
-                [_words(f"{name} {passage.text}") or [""] for name, passage in corpus.passages], show_progress=False
-            )
+            words = [_words(f"{name} {passage.text}") or [""] for name, passage in corpus.passages]
+            index.index(words, show_progress=False)
             return index
 
         scores = np.asarray(self._indices.get_or_build(corpus.name, build).get_scores(words), dtype=np.float64)
@@ -130,10 +125,8 @@ class Vectors:
                 f"{query_vector.shape[1]}; give the new one another name"
             )
         scores, neighbours = index.search(query_vector, min(k, len(corpus.passages)))
-        ranked = [
-            (int(i), float(s)) for i, s in zip(neighbours[0], scores[0], strict=True) if i >= 0 and s >= self.least
-        ]
-        return sorted(ranked, key=lambda one: (-one[1], one[0]))
+        ranked = ((int(i), float(s)) for i, s in zip(neighbours[0], scores[0], strict=True) if i >= 0)
+        return sorted((one for one in ranked if one[1] >= self.least), key=lambda one: (-one[1], one[0]))
 
     def _built(self, corpus: Corpus, faiss: Any) -> Any:
         import torch

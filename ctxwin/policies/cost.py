@@ -54,10 +54,7 @@ class ByCost:
         """Index where evicted chunks come back, next to each other, the oldest first; None: as `Placement` says."""
         lanes = _Lanes(window.engine, window.snapshot())
         end = len(lanes.state.placed)
-        chronological, (at_front, at_end) = (
-            lanes.returning(backs, None),
-            (lanes.returning(backs, at) for at in (0, end)),
-        )
+        chronological, at_front, at_end = (lanes.returning(backs, at) for at in (None, 0, end))
         forward = sum(lanes.prices.model.forward_ms(back.tokens, 0) for back in backs)
         if chronological - min(at_front, at_end) <= _CLEARLY * forward:
             return None

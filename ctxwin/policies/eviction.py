@@ -87,9 +87,7 @@ class ByDisposability:
                 try:
                     leaves = self._is_disposable(branch, placement)
                 except BudgetExceeded as error:
-                    _log.warning(
-                        "chunk %s leaves untested, the queries do not fit behind the window: %s", placement, error
-                    )
+                    _log.warning("chunk %s leaves untested: its queries exceed the window (%s)", placement, error)
                     leaves = True
                 if leaves:
                     branch.evict(placement)

@@ -93,9 +93,7 @@ def check_address(url: str) -> None:
         remote = kind in ("redis", "rediss", "mooncake") and rest.startswith("//")
         ours = remote or (kind == "disk" and rest) or (kind == "memory" and colon and not rest)
         if not ours and not (rest and entry_points(group=_GROUP, name=kind)):
-            raise ValueError(
-                f"a store must be {_SUPPORTED}, or of a kind that an installed distribution adds, got {name!r}"
-            )
+            raise ValueError(f"a store must be {_SUPPORTED}, or of a kind that a distribution adds, got {name!r}")
 
 
 def archive_secret(key: str | bytes) -> bytes:
@@ -123,9 +121,7 @@ def _secret(key: str | bytes | None, tenant: str) -> bytes | None:
 def _key_bytes(key: str | bytes) -> bytes:
     raw = key.encode() if isinstance(key, str) else key
     if len(raw) < 16:
-        raise ValueError(
-            f"a store's key must have at least 16 bytes, got {len(raw)}; make one with openssl rand -hex 32"
-        )
+        raise ValueError(f"a store key must have at least 16 bytes, got {len(raw)}; make one with openssl rand -hex 32")
     return raw
 
 

@@ -95,9 +95,7 @@ def _records(file: BinaryIO, seal: Seal, largest: int) -> Iterator[tuple[str, by
         remaining -= prefix.total
         if key == _END:
             if remaining or value != str(count).encode():
-                raise StoreCorrupt(
-                    f"its last record counts {value[:20]!r} records, got {count} and {remaining} bytes behind it"
-                )
+                raise StoreCorrupt(f"its last record counts {value[:20]!r}, got {count} and {remaining} bytes after it")
             return
         count += 1
         yield key, value

@@ -47,9 +47,7 @@ def check_limits(max_bytes: int, ttl: float | None) -> None:
 
 def store_full(what: str) -> StoreFull:
     """Return the error for a store that refuses ``what``."""
-    return StoreFull(
-        f"the store must take {what}, and is full or read only; make room there, raise its limit, or use a copy"
-    )
+    return StoreFull(f"the store must take {what}, and is full or read only; make room, raise its limit, or use a copy")
 
 
 @dataclass(frozen=True)

@@ -179,9 +179,7 @@ class Seal:
         if hashed.digest() != tail[-SUM_BYTES:]:
             raise StoreCorrupt("its checksum does not match its content")
         if not hmac.compare_digest(expected, code):
-            sealed = (
-                "without a key" if not code else "with another key" if expected else "with a key, and none is given"
-            )
+            sealed = "without a key" if not code else "with another key" if expected else "with a key, and none given"
             raise ForeignRecordError(f"it was sealed {sealed}")
         header = parse_header(head, prefix)
         if header != {"key": key}:
@@ -257,9 +255,8 @@ def encode_tensors(
     for entry in table:
         tensor, begin = tensors[entry["name"]].detach(), len(head) + entry["offset"]
         if tensor.numel():
-            frame[begin : begin + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape).copy_(
-                tensor
-            )
+            body = frame[begin : begin + tensor.numel() * tensor.element_size()]
+            body.view(tensor.dtype).view(tensor.shape).copy_(tensor)
     if checked:
         checksum = hashlib.sha256(memoryview(blob)[:-SUM_BYTES]).digest()
         frame[-SUM_BYTES:] = torch.frombuffer(bytearray(checksum), dtype=torch.uint8)
@@ -302,9 +299,7 @@ def _tensors_head(
         tensor = tensors[name]
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in DTYPES or tensor.layout != torch.strided:
-            raise TypeError(
-                f"tensor {name!r} must be dense with a dtype of {DTYPES}, got {tensor.dtype} {tensor.layout}"
-            )
+            raise TypeError(f"tensor {name!r} must be dense and of {DTYPES}, got {tensor.dtype} {tensor.layout}")
         offset = _aligned(offset)
         table.append({"name": name, "dtype": dtype, "shape": list(tensor.shape), "offset": offset})
         offset += tensor.numel() * tensor.element_size()

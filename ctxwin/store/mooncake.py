@@ -83,9 +83,7 @@ class MooncakeStore(SealedStore):
                 from mooncake.store import MooncakeDistributedStore
             except ImportError as error:
                 if "libibverbs" in str(error):
-                    raise OSError(
-                        f"mooncake needs libibverbs.so.1 (Debian's libibverbs1); install it: {error}"
-                    ) from None
+                    raise OSError(f"mooncake needs libibverbs.so.1: install Debian's libibverbs1 ({error})") from None
                 raise
         self._client: Any = MooncakeDistributedStore()
         segment = int(_SHARE * max_bytes) + _BUFFER_BYTES

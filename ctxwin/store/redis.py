@@ -161,9 +161,8 @@ class RedisStore(SealedStore):
     def list(self, prefix: str = "") -> Iterator[str]:
         """Iterate over a sorted snapshot of the keys; empty where the server cannot be reached."""
         raw_keys = self._try("list", "its keys", lambda client: self._eval(client, scripts.LIST)) or []
-        return iter(
-            sorted(key for key in (raw.decode("ascii", "replace") for raw in raw_keys) if key.startswith(prefix))
-        )
+        keys = (raw.decode("ascii", "replace") for raw in raw_keys)
+        return iter(sorted(key for key in keys if key.startswith(prefix)))
 
     def put(self, key: str, value: bytes) -> bool:
         """Store ``value``; return False where it cannot fit beside all leased values, or the server refuses it.
@@ -258,9 +257,8 @@ class RedisStore(SealedStore):
 
     def claim(self, key: str) -> tuple[int, bytes] | None:
         """Take over a fenced record. Cost: a round trip with the value, as one script."""
-        reply = self._answer(
-            key, self._try("claim", check_key(key), lambda client: self._eval(client, scripts.CLAIM, key))
-        )
+        check_key(key)
+        reply = self._answer(key, self._try("claim", key, lambda client: self._eval(client, scripts.CLAIM, key)))
         value = None if reply == 0 else self._open(key, reply[1])
         return None if value is None else (int(reply[0]), value)
 
@@ -292,9 +290,8 @@ class RedisStore(SealedStore):
     def retire(self, key: str) -> bool:
         """Remove a fenced record; no former owner can restore it within the hour. Cost: a round trip."""
         arguments = (check_key(key), self._retired + key, _RETIRED_MS)
-        there = self._answer(
-            key, self._try("retire", key, lambda client: self._eval(client, scripts.RETIRE, *arguments))
-        )
+        reply = self._try("retire", key, lambda client: self._eval(client, scripts.RETIRE, *arguments))
+        there = self._answer(key, reply)
         self._unlease(key)
         return bool(there)
 

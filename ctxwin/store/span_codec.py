@@ -53,9 +53,7 @@ def _check_span(span: SpanKV, spec: KVSpec | None) -> None:
     if span.k.ndim != 4 or span.v.shape[:3] != span.k.shape[:3] or tuple(span.positions.shape) != (3, span.tokens):
         raise StoreCorrupt(f"a span's shapes must fit each other, got {span.k.shape}, {span.v.shape}")
     if span.positions.dtype != torch.int64 or not 0 <= span.start < _FARTHEST:
-        raise StoreCorrupt(
-            f"a span's positions must be int64 and its start >= 0, got {span.positions.dtype}, {span.start}"
-        )
+        raise StoreCorrupt(f"span positions must be int64, start >= 0, got {span.positions.dtype}, {span.start}")
     if span.tokens and not 0 <= int(span.positions.min()) <= int(span.positions.max()) < _FARTHEST:
         raise StoreCorrupt(f"a span's positions must be in [0, {_FARTHEST}), got {span.positions.aminmax()}")
     check_finite(span.k, span.v, *span.outputs.values(), *span.states.values())

@@ -13,6 +13,7 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import ClassVar
@@ -204,14 +205,8 @@ class StoreConformance:
     def test_owners_at_once_get_tokens_of_their_own(self, store: Store) -> None:
         """Of many who claim a record at once only one may write."""
         assert store.commit("window/a", b"start", 1)
-        claimed: list[int] = []
-        threads = [
-            threading.Thread(target=lambda: claimed.append((store.claim("window/a") or (0,))[0])) for _ in range(8)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(8) as pool:
+            claimed = [(one or (0,))[0] for one in pool.map(store.claim, ["window/a"] * 8)]
         assert len(set(claimed)) == 8
         for token in claimed:
             if token < max(claimed):

@@ -46,10 +46,8 @@ class ViewServer(ThreadingHTTPServer):
         try:
             super().__init__((host, port), _Handler)
         except OSError as error:
-            message = (
-                f"cannot serve at {host}:{port}: {error.strerror}; take another --port, or --port 0 for a free one"
-            )
-            raise OSError(message) from error
+            remedy = "take another --port, or --port 0 for a free one"
+            raise OSError(f"cannot serve at {host}:{port}: {error.strerror}; {remedy}") from error
 
     @property
     def url(self) -> str:
@@ -116,9 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.SERVICE_UNAVAILABLE, "the trace is gone\n")
             return
         if not self.server.followers.acquire(blocking=False):
-            self._send(
-                HTTPStatus.SERVICE_UNAVAILABLE, f"at most {_MAX_FOLLOWERS} pages are followed at once; close one\n"
-            )
+            self._send(HTTPStatus.SERVICE_UNAVAILABLE, f"{_MAX_FOLLOWERS} pages are followed already; close one\n")
             return
         try:
             self.send_response(HTTPStatus.OK)

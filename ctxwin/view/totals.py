@@ -22,9 +22,8 @@ def totals(recording: Recording) -> dict[str, Any]:
     with_truth = [ask for ask in asks if "truth" in ask]
     right_others: Counter[str] = Counter()
     for ask in with_truth:
-        right_others.update(
-            {name: answer.strip() == ask["truth"].strip() for name, answer in ask.get("answers", {}).items()}
-        )
+        truth = ask["truth"].strip()
+        right_others.update({name: answer.strip() == truth for name, answer in ask.get("answers", {}).items()})
     costs: dict[str, dict[str, float]] = {}
     for ask in asks:
         for name, tokens in ask.get("costs", {}).items():

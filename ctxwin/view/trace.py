@@ -121,9 +121,7 @@ class Trace:
         with self._lock:
             ask = self._asks.get(window.id) if window else self._last_ask
             if ask is None:
-                raise LookupError(
-                    "a note must follow an ask of a watched window, got none so far; watch() it, then ask"
-                )
+                raise LookupError("a note must follow an ask of a watched window, got none so far; watch() and ask")
             line = {"kind": "note", "of": ask, "costs": costs, "truth": _short(truth or ""), "text": _short(text)}
             line["answers"] = {name: _short(answer) for name, answer in (answers or {}).items()}
             line["idle_tokens"] = idle_tokens

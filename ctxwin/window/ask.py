@@ -167,9 +167,7 @@ def ask(
     """
     wants_outputs = core.engine.spec.outputs and question.outputs != ()
     if question.outputs and not wants_outputs:
-        raise ValueError(
-            f"outputs must be left out, got {list(question.outputs)}: the engine was opened without outputs=True"
-        )
+        raise ValueError(f"outputs must be left out, got {list(question.outputs)}; open the engine with outputs=True")
     with tracing.span("ask"), core.writing(edit=bool(question.remember), stopped=stopped) as state:
         begin = time.perf_counter()
         state, (strategy, fidelity) = core.audits.with_fallbacks(state), core.audits.in_force()
@@ -322,9 +320,7 @@ def _prefill_counts(core: WindowCore, prompt: _Prompt, generation: Generation) -
     return core.idle.served(prompt.state, prompt.layout, computed, behind)
 
 
-def _usage(
-    core: WindowCore, prompt: _Prompt, generation: Generation, prefill: tuple[int, int], total_s: float
-) -> Usage:
+def _usage(core: WindowCore, prompt: _Prompt, generation: Generation, ahead: tuple[int, int], total_s: float) -> Usage:
     state, layout, work = prompt.state, prompt.layout, prompt.work
     computed = layout.segments[0].span is None or work.system_prompt
     lanes = {"computed" if computed else "resident": state.system_prompt_tokens}
@@ -346,8 +342,8 @@ def _usage(
         total_s=total_s,
         planned_s=prompt.planned_ms / 1e3,
         exact=_exact(layout) and prompt.sampling.hold == 1,
-        prefilled_tokens=prefill[0],
-        missed_tokens=prefill[1],
+        prefilled_tokens=ahead[0],
+        missed_tokens=ahead[1],
         low_water_saves=advice.saved if (advice := core.sliding_advice()) else 0,
     )
 

@@ -205,9 +205,8 @@ class Assembly:
                     patch_key=conditioning.patch or "", merged=conditioning.slots is not None,
                 )  # fmt: skip
                 if linked is not None:
-                    segment = replace(
-                        segment, recompute=partial_ranges(encoded.media_ranges, choice.recompute, encoded.tokens)
-                    )
+                    ranges = partial_ranges(encoded.media_ranges, choice.recompute, encoded.tokens)
+                    segment = replace(segment, recompute=ranges)
             elif not segment.cached and (conditioning.span in ahead or reads.left_ms > 2 * self.prices.request_ms):
                 # Reads go on meanwhile; a chunk before the loaded KV takes a request of its own anyway.
                 system_prompt = segments[0] = self.computed_system_prompt(state, system_prompt, work)
@@ -270,9 +269,8 @@ class Assembly:
         if conditioning.exact:
             expected["exact"] = True
         encoded = encoded.part(0, conditioning.slots) if conditioning.slots else encoded
-        return partial(
-            self.repo.get_span, conditioning.span, encoded.token_ids, positions=encoded.positions, **expected
-        )
+        expected["positions"] = encoded.positions
+        return partial(self.repo.get_span, conditioning.span, encoded.token_ids, **expected)
 
     def _stored(self, key: str, tokens: int, work: Work, read: Callable[[], T | None], reads: Reads) -> T | None:
         """Return the result of ``read`` for ``key``, which a layout needs; None if it is gone or late."""

@@ -70,10 +70,8 @@ class Auditing:
     @property
     def _forbidden(self) -> tuple[Lane, ...]:
         allowed = ("patched",) if self._engine.spec.state_patches else ()
-        return (
-            *self._requested.advanced.forbid,
-            *(lane for lane in KV_ONLY if self._recurrent and lane not in allowed),
-        )
+        refused = (lane for lane in KV_ONLY if self._recurrent and lane not in allowed)
+        return (*self._requested.advanced.forbid, *refused)
 
     @property
     def exact(self) -> frozenset[str]:

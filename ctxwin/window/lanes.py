@@ -143,9 +143,8 @@ def choose(
             look = partial(_look_up, has, stored)
             admissible = _admissible(state, entry, front, survival, differences, allowed, look, memo)
             linked = i > 0 and choices[-1].partial_base is not None
-            choice, is_first = _cheapest(
-                admissible, prices, offset, 0.0 if joins else request_ms, 0.0 if linked else request_ms
-            )
+            request, lone = (0.0 if free else request_ms for free in (joins, linked))
+            choice, is_first = _cheapest(admissible, prices, offset, request, lone)
             conditioning = choice.conditioning
             if not (choice.compute or choice.form_canonical or choice.partial_base):
                 if old is not None and old.front is front and old.conditioning == conditioning:

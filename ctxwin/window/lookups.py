@@ -118,9 +118,7 @@ class LookUps:
         if question.libraries:
             turn = template_of(window.engine).tool_turn()
             if not is_plain_text(window.engine, turn.tail):
-                raise UnsupportedModel(
-                    "the chat template ends tool results with special tokens, which a query cannot hold"
-                )
+                raise UnsupportedModel("the chat template ends tool results with special tokens, which no query holds")
             after, goes_on = turn.opening, len(earlier) < MOST
         part_question = replace(
             question,

@@ -189,14 +189,11 @@ class Maintenance:
             if if_short and not demand.short:
                 return 0
             dropped: dict[str, int] = {}
-            entries = state.placed
+            entries, evicted = state.placed, state.evicted
             if patches:
                 entries = tuple(_compress(self.core, state, p, demand if if_short else None, dropped) for p in entries)
-            evicted = (
-                tuple(_cheapest_form(self.core, state, p, dropped) for p in state.evicted)
-                if if_short
-                else state.evicted
-            )
+            if if_short:
+                evicted = tuple(_cheapest_form(self.core, state, p, dropped) for p in evicted)
             new = state.edited(placed=entries, evicted=evicted)
             if dropped:
                 self.core.commit(new, "compress")

@@ -47,9 +47,8 @@ def merge_placed(
     elif segment.patch is not None:
         span = apply_patch(span, segment.patch, assembly.engine.spec.kv, segment.start)
     span = relocate(span, assembly.engine.spec.kv, segment.start)
-    return _merge(
-        assembly, entry, conditioning, segment.encoded, span, attended.sums, share, layout.absorbed(index), dropped
-    )
+    absorbed = layout.absorbed(index)
+    return _merge(assembly, entry, conditioning, segment.encoded, span, attended.sums, share, absorbed, dropped)
 
 
 def merge_evicted(assembly: Assembly, state: State, evicted: Placed, share: float, dropped: dict[str, int]) -> Placed:
@@ -98,12 +97,5 @@ def _merge(
         return entry  # the store refused it
     replaced = conditioning.patch or conditioning.span
     dropped[replaced] = 0 if conditioning.patch is not None else span.nbytes
-    changes = {
-        "exact": False,
-        "depth": 1 + conditioning.depth,
-        "lane": "merged",
-        "span": key,
-        "patch": None,
-        "base": None,
-    }
-    return entry.replace(kv=conditioning.model_copy(update={**changes, "slots": slots}), seen=True)
+    changes = {"exact": False, "depth": 1 + conditioning.depth, "lane": "merged", "span": key, "slots": slots}
+    return entry.replace(kv=conditioning.model_copy(update={**changes, "patch": None, "base": None}), seen=True)

@@ -115,9 +115,8 @@ def plan(provider: SpanProvider, state: State, k: int, orders: Sequence[Sequence
     entries, patched, leads = _extent(provider, state, k, orders)
     keys = [canonical_key(state, p.chunk_id)[1] for p in entries]
     known = {keys[i] for i in leads}
-    missing = {
-        keys[i]: entries[i].tokens for i in patched if (i >= k or keys[i] not in known) and not provider.has(keys[i])
-    }
+    unformed = (i for i in patched if i >= k or keys[i] not in known)
+    missing = {keys[i]: entries[i].tokens for i in unformed if not provider.has(keys[i])}
     own = state.system_prompt_tokens * (not provider.has(system_prompt_key(state)))
     tokens = len(orders) * sum(p.tokens for p in entries) + sum(missing.values()) + own
     within = k * (2 ** (k - 1) - 1) if k <= MAX_COVERED else 0

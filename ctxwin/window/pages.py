@@ -56,11 +56,8 @@ class EvictedPages:
         """Return the key of the page that holds just what stands at ``at``."""
         key = self._keys.get(id(evicted[at]))
         page = () if key is None else self._pages[key]
-        return (
-            key
-            if page and all(map(is_, page, evicted[at : at + len(page)])) and at + len(page) <= len(evicted)
-            else None
-        )
+        same = page and at + len(page) <= len(evicted) and all(map(is_, page, evicted[at : at + len(page)]))
+        return key if same else None
 
     def _end(self, evicted: Sequence[Placed], at: int) -> int:
         """Return where a new page from ``at`` ends: it takes whole pages behind it only."""
@@ -88,9 +85,7 @@ class EvictedPages:
             for key in keys:
                 value = self._store.read(key) if key.startswith(self._prefix) else None
                 if value is None or key != self._prefix + digest(value):
-                    _log.warning(
-                        "a page of evicted chunks is gone from the store: they cannot be recalled (%s)", key[:80]
-                    )
+                    _log.warning("a page of evicted chunks left the store: they cannot be recalled (%s)", key[:80])
                     continue
                 self._add(key, parse(json.loads(value)).evicted)
         except BaseException:

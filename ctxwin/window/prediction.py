@@ -43,10 +43,8 @@ Rule = Callable[["SlidePredictor", State, int], list[Placed]]
 def _by_budget(turns: SlidePredictor, state: State, expected: int) -> list[Placed]:
     """The window makes room by its own eviction for as much as arrived in the last turns."""
     try:
-        reserved, tail = turns.reserved + expected, edits.free_tail(state)
-        return edits.leaving_for_budget(
-            state, turns.ranked(state), reserved, mark=turns.mark, tail=tail, exact=turns.exact
-        )
+        reserved, tail, ranked = turns.reserved + expected, edits.free_tail(state), turns.ranked(state)
+        return edits.leaving_for_budget(state, ranked, reserved, mark=turns.mark, tail=tail, exact=turns.exact)
     except BudgetExceeded:
         return []
 

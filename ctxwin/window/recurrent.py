@@ -22,9 +22,8 @@ def states_after(front: States, segments: Iterable[Segment]) -> States:
         assert segment.span is not None
         states = segment.span.states
         if segment.approximate:
-            states = compose_states(
-                front, states if segment.patch is None else recondition_states(states, segment.patch.states)
-            )
+            patched = states if segment.patch is None else recondition_states(states, segment.patch.states)
+            states = compose_states(front, patched)
         front = states
     return front
 

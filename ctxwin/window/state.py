@@ -181,9 +181,7 @@ class State(BaseModel):
         if not isinstance(data, dict):
             raise ValueError(f"a snapshot must be a State, its dict or its JSON, got {type(data).__name__}")
         if data.get("format", FORMAT) not in (1, FORMAT):  # before its fields, which may be others
-            raise ValueError(
-                f"snapshot format must be 1 or 2, got {data['format']!r}; use the ctxwin version that wrote it"
-            )
+            raise ValueError(f"snapshot format must be 1 or 2, got {data['format']!r}; use the ctxwin that wrote it")
         data = data | {"format": FORMAT}
         return unpack(data) if "ids" in data or "orders" in data else data
 

@@ -47,13 +47,8 @@ class Survival:
         if entry.kv is None or entry.kv.lane == "edited":
             return None  # it has none, or only behind another system prompt
         was, now, index = entry.kv.antecedents, self._now, front.length
-        if (
-            was.order is now.order
-            and was.whole
-            and now.whole
-            and was.end == now.begin + index
-            and was.begin <= now.begin
-        ):
+        whole = was.order is now.order and was.whole and now.whole
+        if whole and was.end == now.begin + index and was.begin <= now.begin:
             return (), Evicted(was, front, now.begin - was.begin)
         places = self._numbers.of(was)
         here = (places >= 0) & (places < index)

@@ -63,9 +63,7 @@ class ToolBranch:
             self.close()
             system_prompt = template_of(window.engine).system(window.core.state.system_prompt, json.loads(tools_json))
             if not is_plain_text(window.engine, system_prompt):
-                raise UnsupportedModel(
-                    "the chat template shows tools with special tokens, which system prompts cannot hold"
-                )
+                raise UnsupportedModel("the chat template has special tokens for tools, which no system prompt holds")
             self._branch, self._key = window.fork(system_prompt), tools_json
         sync(self._branch.core, [entry.chunk for entry in window.core.state.placed])
         for own_entry, entry in zip(self._branch.core.state.placed, window.core.state.placed, strict=True):

@@ -193,9 +193,7 @@ class Window(WindowReader):
         concerned at the next ask.
         """
         if forget and lazy:
-            raise ValueError(
-                "forget must be False with lazy=True, got True: what is to be forgotten must not be shown again"
-            )
+            raise ValueError("forget must be False with lazy=True, got True: what is forgotten must not be shown again")
         with self.core.writing() as state:
             if lazy:
                 self.core.commit(edits.add_pending(state, placement, "evict"))
@@ -342,10 +340,9 @@ class Window(WindowReader):
                     new = edits.recall(new, back, len(new.placed))[0] if back else edits.append(new, entry)
                 ids[here or new.placed[-1].id] = None
             new = new.edited(libraries={**state.libraries, library.name: view.version})
-            leaving = self._leaving(new, reserve_tokens, ids) if ids else []
-            self.core.commit(
-                edits.evict(new, leaving) if leaving else new, "append", list(ids), note=f"library {library.name}"
-            )
+            if ids and (leaving := self._leaving(new, reserve_tokens, ids)):
+                new = edits.evict(new, leaving)
+            self.core.commit(new, "append", list(ids), note=f"library {library.name}")
         return list(ids)
 
     def reorder(self, ids: Sequence[str]) -> None:
@@ -458,9 +455,7 @@ class Window(WindowReader):
     def remember(self, query: str, answer: str | Sequence[int]) -> str:
         """Append an exchange that was made elsewhere, as a chunk; return its placement id. Raises like `append`."""
         if not isinstance(query, str) or not query or not as_list("answer", answer, "a token id"):
-            raise ValueError(
-                f"query and answer must be text (or token ids) and not empty, got {query!r} and {answer!r}"
-            )
+            raise ValueError(f"query and answer must be text (or token ids) and not empty, got {query!r}, {answer!r}")
         ids = self.engine.encode(Chunk.text(answer)).token_ids if isinstance(answer, str) else tuple(answer)
         return self.append(exchange(self.engine, query, ids)[0])
 

@@ -123,9 +123,7 @@ def main(
     think: Annotated[float, typer.Option(min=0, help="Seconds between an answer and the next chunk.")] = 4.0,
     turns: Annotated[int, typer.Option(min=2, help="Turns of a way in a round; the first is not counted.")] = 6,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds over the ways.")] = 3,
-    odd: Annotated[
-        int, typer.Option(min=0, help="One in so many turns evicts another chunk than the oldest; 0: none.")
-    ] = 0,
+    odd: Annotated[int, typer.Option(min=0, help="One in so many turns evicts another than the oldest; 0: none.")] = 0,
     seed: Annotated[int, typer.Option(help="Of the chunks.")] = 7,
     only: Annotated[str, typer.Option(help="Which ways.")] = ",".join(WAYS),
     as_json: Json = False,

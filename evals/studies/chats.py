@@ -95,10 +95,8 @@ class Row:
         same, n = sum(a == b for a, b in zip(self.answers, reference.answers, strict=True)), len(self.answers)
         low, high = wilson(same, n)
         times: dict[str, Any] = {}
-        for name, mine, alone in (
-            ("turn", self.whole_s, reference.whole_s),
-            ("first", self.first_s, reference.first_s),
-        ):
+        pairs = {"turn": (self.whole_s, reference.whole_s), "first": (self.first_s, reference.first_s)}
+        for name, (mine, alone) in pairs.items():
             if self.whole_s:
                 ratios = [one / other for one, other in zip(mine, alone, strict=True)]
                 times[f"{name}_ms"] = [round(1e3 * t, 2) for t in median_interval(mine)]
@@ -392,12 +390,7 @@ def run(
         if "sliding" in agents:
             reference = sliding(client, name, "pictures", "off", frames, questions)
             rows_of_all.append(reference.described(reference))
-            for kind, way in [
-                ("pictures", "exact"),
-                ("pictures", "profile"),
-                ("chunks", "profile"),
-                ("window", "profile"),
-            ]:
+            for kind, way in [("pictures", "exact"), *((kind, "profile") for kind in ("pictures", "chunks", "window"))]:
                 rows_of_all.append(sliding(client, name, kind, way, frames, questions).described(reference))
         if "habits" in agents:
             for described in habits(client, name, turns, pictures, keep, think):

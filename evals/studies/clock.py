@@ -159,9 +159,8 @@ def greedy_answer(engine: HFEngine, segments: Sequence[Segment], query: Encoded)
 def measure(engine: HFEngine, rounded: HFEngine, item: Item, minute: int) -> Iterator[dict[str, Any]]:
     """Yield a row for each way and question: KL along the exact answer, and if the greedy answer is another, and right."""
     if item.original is None:
-        edited = {
-            name: edited_segments(engine, item.chunks, minute, turns=name == "turns") for name in ("tick", "turns")
-        }
+        turns = {"tick": False, "turns": True}
+        edited = {name: edited_segments(engine, item.chunks, minute, turns=all_) for name, all_ in turns.items()}
     else:
         edited = {"edited": replaced_segments(engine, item, minute)}
     reference = exact_segments(engine, item.chunks, minute)  # last, or edited chunks would find its KV
@@ -238,13 +237,8 @@ def main(
                 minute = CHUNKS + index % (10 - CHUNKS)
                 rows += [{"item": index, **row} for row in measure(engine, rounded, item, minute)]
                 advance(1)
-        result: dict[str, Any] = {
-            "model": Path(model).name,
-            "edit": edit,
-            "n": n,
-            "seed": seed,
-            "ways": summarise(rows),
-        }
+        result: dict[str, Any] = {"model": Path(model).name, "edit": edit, "n": n, "seed": seed}
+        result["ways"] = summarise(rows)
         write_result(output, f"{edit}-{result['model']}.json", result)
         show(result, as_json, _table(result["ways"]))
 

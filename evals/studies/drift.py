@@ -21,19 +21,8 @@ from ctxwin.fidelity import Fidelity
 from ctxwin.tiny.world import Frame, Question, answer, make_stream, render
 from ctxwin.window.answer import Answer
 from ctxwin.window.window import Window
-from ctxwin_evals.console import (
-    Device,
-    Dtype,
-    Json,
-    Model,
-    Threads,
-    errors,
-    new_table,
-    numbers,
-    open_model,
-    progress,
-    show,
-)
+from ctxwin_evals import console
+from ctxwin_evals.console import Device, Dtype, Json, Model, Threads
 from ctxwin_evals.decoder import Decoder, Memory, concatenated
 from ctxwin_evals.metrics import kl_divergence
 from ctxwin_evals.stats import bootstrap_mean, share_interval
@@ -121,10 +110,7 @@ def measure(
         "config": {**asdict(settings), "points": list(settings.points), "stream_frames": TRAINED_FRAMES},
         "note": note,
         "drift": {
-            name: {
-                str(point): _summary([a for a in rows if a.slides == point])
-                for point in sorted({a.slides for a in rows})
-            }
+            name: {str(n): _summary([a for a in rows if a.slides == n]) for n in sorted({a.slides for a in rows})}
             for name, rows in by_way.items()
         },
     }
@@ -285,17 +271,11 @@ def _mean(values: Sequence[float]) -> float | None:
 def drift_table(result: dict[str, Any]) -> Table:
     """The result for a terminal."""
     columns = "run|slides|n|accuracy|to window|to stream|to the nearer|agreed|agree"
-    table = new_table("KL of answers after slides (nats, mean)", columns)
+    table = console.new_table("KL of answers after slides (nats, mean)", columns)
     for name, by_slides in result["drift"].items():
         for slides, p in by_slides.items():
-            figures = (
-                p["accuracy"],
-                p["window"]["kl"],
-                p["stream"]["kl"],
-                p["nearer"],
-                p["agreed"],
-                p["references_agree"],
-            )
+            kls = p["window"]["kl"], p["stream"]["kl"]
+            figures = (p["accuracy"], *kls, p["nearer"], p["agreed"], p["references_agree"])
             table.add_row(name, slides, str(p["n"]), *("-" if x is None else f"{x:.4f}" for x in figures))
     return table
 
@@ -305,9 +285,7 @@ def main(
     window: Annotated[int, typer.Option(help="Frames in the window.", min=2)] = 4,
     slides: Annotated[str, typer.Option(help="After how many slides to measure.")] = "1,8,32,128",
     questions: Annotated[int, typer.Option(help="Questions a stream and point.", min=1)] = 6,
-    refresh_every: Annotated[
-        int, typer.Option(help="The refreshed run re-forms everything placed every so many slides.")
-    ] = 1,
+    refresh_every: Annotated[int, typer.Option(help="The refreshed run re-forms all placed every so many slides.")] = 1,
     seed: Seed = 0,
     model: Model = "tiny",
     system_prompt: Annotated[str, typer.Option(help="System prompt.")] = SYSTEM_PROMPT,
@@ -318,14 +296,14 @@ def main(
     as_json: Json = False,
 ) -> None:
     """Slide a window along a stream: how far its answers drift from a re-prefill, with and without refresh."""
-    with errors():
-        points = tuple(sorted(set(numbers(slides))))
+    with console.errors():
+        points = tuple(sorted(set(console.numbers(slides))))
         settings = DriftSettings(streams, window, points, questions, refresh_every, seed, system_prompt)
-        engine = open_model(model, dtype, device, threads)
-        with progress("streams", 2 * streams) as advance:
+        engine = console.open_model(model, dtype, device, threads)
+        with console.progress("streams", 2 * streams) as advance:
             result = measure(engine, settings, advance)
         write_result(output, "drift.json", result)
-        show(result, as_json, drift_table(result), result["note"])
+        console.show(result, as_json, drift_table(result), result["note"])
 
 
 if __name__ == "__main__":

@@ -102,9 +102,8 @@ def arms(engine: HFEngine, encoded: Sequence[Encoded], whole: Generation) -> Ite
         layout: list[Segment] = []
         for piece, stored_span in zip(cut, stored, strict=True):
             here: SpanKV | None = None if stored_span is None else relocate(stored_span, kv, at)
-            layout.append(
-                Segment(piece, at, here, approximate=bool(at) and stored_span is not None, span_key=str(len(layout)))
-            )
+            approximate = bool(at) and here is not None
+            layout.append(Segment(piece, at, here, approximate=approximate, span_key=str(len(layout))))
             at += piece.advance
         yield f"seam of {width} tokens", layout, 0
 
@@ -154,9 +153,8 @@ def measure(engine: HFEngine, task: WorldTask, n: int, done: Callable[[int], Non
         def note(
             name: str, got: Generation, want: Generation, share: float = 0.0, answer: str = question.answer
         ) -> None:
-            rows[name].append(
-                (got.text.strip() == answer, got.text == want.text, kl(want.logprobs, got.logprobs), share)
-            )
+            right, same = got.text.strip() == answer, got.text == want.text
+            rows[name].append((right, same, kl(want.logprobs, got.logprobs), share))
 
         note("re-prefill", whole, whole)
         for name, layout, share in arms(engine, encoded, whole):
@@ -191,12 +189,10 @@ def measure_eviction(engine: HFEngine, n: int, done: Callable[[int], None]) -> l
         item = make_item(SEED + i, "multi_hop", 2 + i % 3, conflict=0.8)
         decided = item.questions[0]
         evicted_frame = decided.antecedents[0]
-        told_question = next(
-            q for q in all_questions(item.frames) if q.frame == evicted_frame and q.text.startswith("color")
-        )
-        for way, (first, second) in answer_after_eviction(
-            engine, item.frames, evicted_frame, (told_question.text, decided.text)
-        ).items():
+        of_frame = (q for q in all_questions(item.frames) if q.frame == evicted_frame)
+        told_question = next(q for q in of_frame if q.text.startswith("color"))
+        texts = told_question.text, decided.text
+        for way, (first, second) in answer_after_eviction(engine, item.frames, evicted_frame, texts).items():
             rows[way].append((first == told_question.answer, second == decided.answer))
         done(1)
     table_rows = []
@@ -340,16 +336,13 @@ def tables(result: dict[str, Any]) -> list[Table]:
     """Return the measurements as tables."""
     rendered = [new_table("A hybrid's chunks", "way|right|as a re-prefill|KL|patches, of KV and maps", left=(0,))]
     for row in result["rows"]:
-        agreed = _share(row["agreed"], row["ci95"])
-        rendered[-1].add_row(
-            row["way"], f"{row['right']:.3f}", agreed, f"{row['kl']:.2g}", f"{100 * row['patches']:.1f} %"
-        )
+        agreed, patches = _share(row["agreed"], row["ci95"]), f"{100 * row['patches']:.1f} %"
+        rendered[-1].add_row(row["way"], f"{row['right']:.3f}", agreed, f"{row['kl']:.2g}", patches)
     if "evicted" in result:
         rendered.append(new_table("A chunk that has left", "way|answered what it said|what it decided", left=(0,)))
         for row in result["evicted"]:
-            rendered[-1].add_row(
-                row["way"], _share(row["said"], row["ci95"][0]), _share(row["decided"], row["ci95"][1])
-            )
+            said, decided = (_share(row[name], ci) for name, ci in zip(("said", "decided"), row["ci95"], strict=True))
+            rendered[-1].add_row(row["way"], said, decided)
     if "windows" in result:
         rendered.append(
             new_table("Windows of patched chunks", "rank|n|as before|tokens computed|patches, of KV, states and maps")

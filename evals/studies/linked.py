@@ -159,9 +159,8 @@ def main(
             cells = f"{row['first_token_ms']:.0f} ms | {row['ratio']:.2f} [{row['least']:.2f}, {row['most']:.2f}]"
             low, high = row["right_ci95"]
             cells += f" | {row['right']:.2f} [{low:.2f}, {high:.2f}]" if task else " | "
-            lines.append(
-                f"| {row['arm']} | {row['requests']:.0f} | {row['steps']:.0f} | {row['computed']:.0f} | {cells} |"
-            )
+            work = " | ".join(f"{row[name]:.0f}" for name in ("requests", "steps", "computed"))
+            lines.append(f"| {row['arm']} | {work} | {cells} |")
         show({"files": files, "size": size, "task": task, "rows": rows}, as_json, "\n".join(lines))
 
 

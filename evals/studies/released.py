@@ -212,9 +212,7 @@ def run(
         missing = [name for name in names if not samples.has(context.task, name, context.index)]
         for name in set(names) - {*missing}:
             if samples.rows[context.task, name, context.index].case != context.digest:
-                raise ValueError(
-                    f"{samples.folder} must hold rows of today's texts, got others; choose another --output"
-                )
+                raise ValueError(f"{samples.folder} must hold rows of today's texts, got others; name another --output")
         jobs += [(context, missing)] if missing else []
     advance(0)  # so that what follows at once is seen to be kept, and says nothing of the pace
     advance(len(contexts) - len(jobs))
@@ -265,9 +263,8 @@ def summarise(samples: Samples) -> dict[str, Any]:
     for task in sorted(by_set, reverse=True):
         arms = by_set[task]
         names = sorted(arms, key=lambda name: (known.get(name, len(known)), name))
-        result[task] = {
-            name: _figures(arms[name], arms.get(base_of(name)) if name != REPREFILL else None) for name in names
-        }
+        bases = {name: None if name == REPREFILL else arms.get(base_of(name)) for name in names}
+        result[task] = {name: _figures(arms[name], bases[name]) for name in names}
         exact = result[task][REPREFILL]
         exact["scored"] = task.startswith("text") or exact["right"] >= RIGHT
     return result
@@ -328,9 +325,7 @@ def main(
     ] = "text-6x64",
     arms: Annotated[str, typer.Option(help="main, more, or arms, separated by commas.")] = "main",
     n: Annotated[int, typer.Option(help="Contexts of each set.", min=1)] = 300,
-    minutes: Annotated[
-        float, typer.Option(help="End after so many minutes, with what is there; 0: no limit.", min=0)
-    ] = 0,
+    minutes: Annotated[float, typer.Option(help="End after so many minutes with what is there; 0: never.", min=0)] = 0,
     seed: Seed = 0,
     threads: Threads = 0,
     device: Device = "cpu",
@@ -358,12 +353,8 @@ def main(
                 whole = all(run(serve, samples, some, names, deadline, advance) for some in contexts)
             summary = summarise(samples)
         result = {"model": Path(model).name, "seed": seed, "complete": whole, "output": str(folder), "sets": summary}
-        show(
-            result,
-            as_json,
-            tables(summary),
-            "" if whole else f"Ended after {minutes:g} minutes; run it again to go on.",
-        )
+        note = "" if whole else f"Ended after {minutes:g} minutes; run it again to go on."
+        show(result, as_json, tables(summary), note)
 
 
 if __name__ == "__main__":

@@ -93,9 +93,7 @@ class Context:
         if history.startswith("slide"):
             slides = int(history.removeprefix("slide"))
             if not 1 <= slides <= first:
-                raise ValueError(
-                    f"{self.task} has {first} chunks of history, so it slides 1 to {first} times, got {slides}"
-                )
+                raise ValueError(f"{self.task} has {first} earlier chunks: it slides 1 to {first} times, got {slides}")
             before, meta = tuple(range(first - slides, count)), {"stream_window": self.placed}
         elif history == "recall":
             before = (*range(first - self.asked, first), placed[self.asked])
@@ -163,9 +161,8 @@ def comparison(rng: np.random.Generator, chunks: int, place: int) -> Fact:
     pieces = [("", f" The {thing} weighs {weight} kg.", "") for thing, weight in zip(objects, weights, strict=True)]
     heavier = place if weights[place] > weights[other] else other
     first, second = rng.permutation([place, other])
-    return Fact(
-        pieces, f"\nOf the {objects[first]} and the {objects[second]}, the heavier one is the", f" {objects[heavier]}"
-    )
+    question = f"\nOf the {objects[first]} and the {objects[second]}, the heavier one is the"
+    return Fact(pieces, question, f" {objects[heavier]}")
 
 
 FORMS: dict[str, Callable[[np.random.Generator, int, int], Fact]] = {
@@ -253,6 +250,5 @@ class Texts:
         drawn = history(rng, placed, PAST, 0, kinds=("single_hop",))
         question, pictures = drawn.question, tuple(render_frames(drawn.frames))
         query, target = self._engine.encode_query(question.text), self._engine.text_ids(f" {question.answer}")
-        return Context(
-            task, index, (), placed, query.token_ids, target[:1], question.frame, pictures, "You watch a camera."
-        )
+        system, ids = "You watch a camera.", query.token_ids
+        return Context(task, index, (), placed, ids, target[:1], question.frame, pictures, system)

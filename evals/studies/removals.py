@@ -103,9 +103,8 @@ class Reader:
         state = window.snapshot()
         begin = state.system_prompt_advance + sum(p.advance for p in state.placed)
         memory = self._decoder.memory([[self._header_span, *spans]])
-        return [
-            forced_logits(self._decoder, memory, [query], begin, [tokens])[0].log_softmax(-1) for query, tokens in reads
-        ]
+        logits = (forced_logits(self._decoder, memory, [query], begin, [tokens])[0] for query, tokens in reads)
+        return [rows.log_softmax(-1) for rows in logits]
 
     def reprefilled(self, window: Window) -> list[SpanKV]:
         """Return KV of the placed chunks from nothing, in place."""
@@ -212,9 +211,8 @@ def _table(summary: Sequence[dict[str, Any]], *, answers: bool) -> Any:
     table = new_table("Slides", head, left=(0,))
     for f in summary:
         low, high = f["kl_ci95"] or (0.0, 0.0)
-        shares = [
-            "{:.1%} [{:.1%}, {:.1%}]".format(f[key], *f[f"{key}_ci95"]) for key in ("changed", "right", "exact_right")
-        ]
+        keys = ("changed", "right", "exact_right")
+        shares = ["{:.1%} [{:.1%}, {:.1%}]".format(f[key], *f[f"{key}_ci95"]) for key in keys]
         table.add_row(
             f["way"], str(f["n"]), f"{f['kl']:.4f}", f"{low:.4f}, {high:.4f}", f"{f['flips']:.1%}",
             *(f"{f[key]:.0f}" for key in ("path", "used", "idle")), *[str(f["answers"]), *shares] * answers,
@@ -225,9 +223,7 @@ def _table(summary: Sequence[dict[str, Any]], *, answers: bool) -> Any:
 def main(
     model: Annotated[str, typer.Option(help="tiny, or the folder of a text model.")] = "tiny",
     texts: Annotated[str, typer.Option(help="Set of streams, text-PLACEDxTOKENS or frames-PLACED.")] = "text-6x64",
-    ways: Annotated[
-        str, typer.Option(help="Ways to serve survivors, comma-separated.")
-    ] = "keep,removal,removal:16,removal:32",
+    ways: Annotated[str, typer.Option(help="Ways to serve survivors.")] = "keep,removal,removal:16,removal:32",
     n: Annotated[int, typer.Option(help="Streams.", min=1)] = 4,
     seed: Seed = 0,
     threads: Threads = 0,

@@ -387,10 +387,8 @@ def measure(url: str, record_bytes: int, count: int = 2000) -> dict[str, Any]:
 
     from ctxwin.store import open_store
 
-    with (
-        closing(open_store(url, tenant=digest(url, time.time()))) as store,
-        closing(redis.Redis.from_url(url)) as client,
-    ):
+    tenant = digest(url, time.time())
+    with closing(open_store(url, tenant=tenant)) as store, closing(redis.Redis.from_url(url)) as client:
         figures: dict[str, Any] = {}
 
         @contextmanager

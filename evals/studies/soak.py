@@ -84,9 +84,8 @@ def mean_resident(pid: int, until: float, ended: threading.Event) -> dict[str, i
     while not ended.wait(max(0.0, min(_LOOK_S, until - time.monotonic()))) and time.monotonic() < until:
         looks.append(resident(pid))
     looks.append(resident(pid))
-    return {
-        name: sum(look.get(name, 0) for look in looks) // len(looks) for name in dict.fromkeys(itertools.chain(*looks))
-    }
+    names = dict.fromkeys(itertools.chain(*looks))
+    return {name: sum(look.get(name, 0) for look in looks) // len(looks) for name in names}
 
 
 def counters(url: str) -> dict[str, float]:
@@ -95,9 +94,8 @@ def counters(url: str) -> dict[str, float]:
         lines = [line for line in answer.read().decode().splitlines() if line and line[0] != "#"]
     values = dict(line.rsplit(" ", 1) for line in lines)
     prefixes = ("ctxwin_", "vllm:kv_cache_usage", "vllm:num_requests", "process_open_fds")
-    return {
-        n: float(v) for n, v in values.items() if n.startswith(prefixes) and "_bucket" not in n and "_created" not in n
-    }
+    names = [name for name in values if name.startswith(prefixes) and "_bucket" not in name and "_created" not in name]
+    return {name: float(values[name]) for name in names}
 
 
 def slope(minutes: list[float], values: list[float]) -> tuple[float, float, float]:
@@ -207,10 +205,8 @@ class Load:
 def _screen(turn: int, pixels: np.ndarray, on_messages: bool) -> list[dict[str, Any]]:
     data = png(pixels)
     if on_messages:
-        picture: dict[str, Any] = {
-            "type": "image",
-            "source": {"type": "base64", "media_type": "image/png", "data": data},
-        }
+        source = {"type": "base64", "media_type": "image/png", "data": data}
+        picture: dict[str, Any] = {"type": "image", "source": source}
     else:
         picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
     question = {"type": "text", "text": f"shape of {turn % 90 + 10}?"}
@@ -273,10 +269,8 @@ def main(
 
     def report(sample: Sample) -> None:
         each = ", ".join(f"{name.split()[0]} {size / 1e6:.0f}" for name, size in sample.processes.items())
-        requests = sum(sample.requests.values())
-        typer.echo(
-            f"{sample.minute:6.1f} min  {sample.total / 1e6:8.1f} MB  {requests:6d} requests  ({each})", err=True
-        )
+        counts = f"{sample.total / 1e6:8.1f} MB  {sum(sample.requests.values()):6d} requests"
+        typer.echo(f"{sample.minute:6.1f} min  {counts}  ({each})", err=True)
 
     with errors():
         result = measure(model, minutes, interval, agents, cameras, pause, seed, serve.split(), report)

@@ -104,8 +104,8 @@ def test_what_is_no_sound_is_refused(samples: np.ndarray, tmp_path: Path) -> Non
         (lambda: Chunk.audio(samples.reshape(2, -1), RATE), "float32 mono"),
         (lambda: Chunk.audio(samples[:0], RATE), "at least one sample"),
         (lambda: Chunk.audio(np.append(samples, np.float32("nan")), RATE), "must be finite"),
-        (lambda: Chunk.audio(samples, 3), "must be a whole number from 1,000 to 384,000"),
-        (lambda: Chunk.audio(samples, 16000.0), "whole number"),  # type: ignore[arg-type]
+        (lambda: Chunk.audio(samples, 3), "must be an integer from 1,000 to 384,000"),
+        (lambda: Chunk.audio(samples, 16000.0), "an integer"),  # type: ignore[arg-type]
         (lambda: Chunk.audio(samples, RATE, start=0.5, end=0.5), "0 <= start < end"),
         (lambda: Chunk.audio(samples, RATE, start=-1), "0 <= start < end"),
         (lambda: Chunk.audio(samples, RATE, start=0.1, end=0.10001), "at least one sample"),

@@ -69,7 +69,7 @@ def test_equal_integers_have_one_digest_in_any_order() -> None:
 def test_concatenation_is_no_identity() -> None:
     assert digest("ab", "c") != digest("a", "bc") != digest(["a", "bc"])
     assert digest(["a"], "b") != digest(["a", "b"])
-    with pytest.raises(TypeError, match="identity must be built from"):
+    with pytest.raises(TypeError, match="identity must be of"):
         digest(object())
 
 

@@ -111,7 +111,7 @@ def test_the_command_goes_on_where_it_was_stopped(server: Server, run: Path) -> 
     command = ["judge", str(run), "--model", "a-judge", "--url", server.url, "--json"]
     server.fail_after = 3
     stopped = CliRunner().invoke(app, command)
-    assert stopped.exit_code == 2 and "what it has said is kept" in stopped.output
+    assert stopped.exit_code == 2 and "answers are kept" in stopped.output
     assert len((run / FILE).read_text().splitlines()) == 3
     with (run / FILE).open("a") as file:
         file.write('{"judge": "a-ju')  # a writer that was killed

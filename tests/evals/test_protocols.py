@@ -210,7 +210,7 @@ def test_distractors_come_from_other_clusters_of_near_items() -> None:
         ("recall@2:tiny/multi_hop", "a share .* must be 0..1, got 'recall"),
         ("slide@1:tiny/multi_hop", "slide must be named without an amount"),
         ("excess@x:tiny/multi_hop", "a number of chunks .* must be 0, 1, 2.*, got 'excess@x'"),
-        ("slide:tiny/recall@1", "a protocol needs a task without a history"),
+        ("slide:tiny/recall@1", "a protocol needs a task without its own history"),
         ("slide:tiny/none", "a generated task must be one of"),
     ],
 )

@@ -112,7 +112,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_a_model_is_opened(
     for output in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/self/run")):
         refused = invoke(*command, "--output", str(output))
         assert refused.exit_code == 2 and not opened
-        assert f"{output} must be a folder that can be written, got: " in refused.stderr
+        assert f"{output} must be a writable folder, got: " in refused.stderr
 
 
 @pytest.mark.slow

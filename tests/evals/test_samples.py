@@ -61,7 +61,7 @@ def test_tuples_in_a_configuration_are_the_lists_they_become(tmp_path: Path) -> 
 
 def test_samples_of_another_format_are_refused(tmp_path: Path) -> None:
     open_samples(tmp_path, {**CONFIG, "format": 1}).close()
-    with pytest.raises(ValueError, match=f"must be of format {FORMAT}, got 1; run it again into another folder"):
+    with pytest.raises(ValueError, match=f"must be of format {FORMAT}, got 1; run it into another folder"):
         open_samples(tmp_path, CONFIG)
 
 

@@ -73,7 +73,7 @@ from window.fake import FakeEngine
         (
             lambda w: Window.restore(w.engine, {"format": 3, "panes": []}),
             ValueError,
-            "use the ctxwin version that wrote",
+            "use the ctxwin that wrote",
         ),
         (lambda w: Window.restore(w.engine, '{"format": 3, "panes": []}'), ValueError, "format must be 1 or 2, got 3"),
     ],

@@ -318,9 +318,8 @@ class AskRunner:
             (outcome,) = run(driver, transport, [(prompt, transfer)], *options)
         finally:
             parts = [*(segment.encoded for segment in segments), *ask.tail]
-            generation.computed_tokens += (
-                sum(part.tokens for part in parts) - transfer.local_tokens - transfer.planned_tokens
-            )
+            served = transfer.local_tokens + transfer.planned_tokens
+            generation.computed_tokens += sum(part.tokens for part in parts) - served
             generation.cached_tokens += max(0, transfer.local_tokens - computed)
             generation.forwards += 1
             generation.bytes_loaded += transfer.bytes_loaded

@@ -22,19 +22,10 @@ from ctxwin.hashing import digest
 from ctxwin.kv.config import kv_spec_from_config, with_maps
 from ctxwin.kv.layout import KVSpec
 from ctxwin.progress import step
-from ctxwin_vllm import requests
+from ctxwin_vllm import internals, requests
 from ctxwin_vllm.draft_model import DraftModelKV, draft_model_spec, split
 from ctxwin_vllm.drivers import Driver, LoopDriver, StepDriver
 from ctxwin_vllm.inputs import Inputs, join
-from ctxwin_vllm.internals import (
-    bare_model,
-    layer_groups,
-    pass_embeddings,
-    share_item_entry,
-    worker_draft_model,
-    worker_model,
-    worker_runner,
-)
 from ctxwin_vllm.lifecycle import folders, startup
 from ctxwin_vllm.lora import Adapter, options_for
 from ctxwin_vllm.paged import FP8, PagedKV
@@ -104,9 +95,7 @@ def engine_arguments(model: str | Path, options: dict[str, Any]) -> dict[str, An
         ValueError, UnsupportedModel: options that ctxwin cannot work with; the message says what to do.
     """
     if options.get("enable_lora"):
-        raise ValueError(
-            "enable_lora must not be set under ctxwin, got True: a server's plain requests would name adapters"
-        )
+        raise ValueError("enable_lora must not be set under ctxwin, got True: plain requests would name adapters")
     options = dict(options)
     free, outputs = bool(options.pop("position_free", False)), bool(options.pop("outputs", False))
     cache, remote_code = options.get("kv_cache_dtype"), bool(options.get("trust_remote_code"))
@@ -167,10 +156,10 @@ class Core:
         self._lock = threading.Lock()
         self.see: Vision = self._see_here
         if isinstance(transport, LocalTransport):
-            model_here = worker_model(cast("StepDriver", driver).llm)
+            model_here = internals.worker_model(cast("StepDriver", driver).llm)
             self.inputs = Inputs(config, driver.renderer, model_here)
             if self.inputs.takes_pixels_only or self.inputs.takes_audio:
-                pass_embeddings(model_here)
+                internals.pass_embeddings(model_here)
             layers = driver.config.compilation_config.static_forward_context
             if self.draft_model is not None:
                 layers, draft_layers = split(layers, self.kv.layers)
@@ -178,10 +167,12 @@ class Core:
             transport.paged = PagedKV(layers, self.kv, self.block, alone=True)
             transport.step = cast("StepDriver", driver).step
             if self.kv.recurrent:
-                groups = layer_groups(cast("StepDriver", driver).llm)
+                groups = internals.layer_groups(cast("StepDriver", driver).llm)
                 transport.states = PagedStates(layers, groups, self.kv.maps)
             if outputs:
-                transport.outputs = StageOutputs(worker_runner(cast("StepDriver", driver).llm), transport.paged)
+                transport.outputs = StageOutputs(
+                    internals.worker_runner(cast("StepDriver", driver).llm), transport.paged
+                )
             driver.between_steps = transport.read_ended
         elif isinstance(transport, SharedMemoryTransport):
             transport.alive = lambda: driver.dead is None
@@ -193,13 +184,13 @@ class Core:
             transport.draft_model = self.draft_model
             if outputs:
                 driver.rpc("ctxwin_outputs")
-            self.inputs = Inputs(config, driver.renderer, bare_model(config), files=True)
+            self.inputs = Inputs(config, driver.renderer, internals.bare_model(config), files=True)
             self.see = remote(driver.rpc, transport.path)
         whole = driver.config.scheduler_config.disable_chunked_mm_input or getattr(config, "is_mm_prefix_lm", False)
         self.uncut = bool(whole) or self.inputs.marked
         self.vision = self.inputs.multimodal and checkpoint.media is not None
         if self.inputs.multimodal:
-            share_item_entry(driver.engine, self.inputs.prefix)
+            internals.share_item_entry(driver.engine, self.inputs.prefix)
 
     @classmethod
     def start(
@@ -310,9 +301,7 @@ class Core:
         for i, segment in enumerate(layout):
             span, encoded = segment.span, segment.encoded
             if segment.start != at:
-                raise ValueError(
-                    f"segment {i} must start at position {at}, behind the one before it, got {segment.start}"
-                )
+                raise ValueError(f"segment {i} must start at position {at}, behind the last one, got {segment.start}")
             at += encoded.advance
             if span is None:
                 continue
@@ -322,7 +311,7 @@ class Core:
                 raise ValueError(f"the span of segment {i} must have {encoded.tokens} tokens, got {span.tokens}")
             if not np.array_equal(span.positions.numpy(), segment.places):
                 raise ValueError(
-                    f"the span of segment {i} must have the positions of its tokens; it is another chunk's"
+                    f"the span of segment {i} must have the positions of its tokens; it is of another chunk"
                 )
         parts = [*(segment.encoded for segment in layout), *tail]
         ids, media = join(parts)
@@ -352,7 +341,7 @@ class Core:
         if isinstance(driver, StepDriver) and isinstance(transport, LocalTransport):
             paged = transport.paged
             assert paged is not None
-            draft_model, draft_kv = worker_draft_model(driver.llm), transport.draft_model
+            draft_model, draft_kv = internals.worker_draft_model(driver.llm), transport.draft_model
             reasons = [driver.call(lambda: refusal(self.inputs.model, driver.config, paged, {}, draft_model, draft_kv))]
         else:
             reasons = driver.rpc("ctxwin_relocation")

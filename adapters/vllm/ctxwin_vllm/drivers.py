@@ -213,9 +213,8 @@ class StepDriver(Driver):
 
         def add() -> None:
             try:
-                request = self._engine.add_request(
-                    ticket.name, prompt, parameters, lora_request=lora, priority=priority
-                )
+                options = {"lora_request": lora, "priority": priority}
+                request = self._engine.add_request(ticket.name, prompt, parameters, **options)
             except Exception as error:
                 ticket.outputs.put(_ours(error))
             else:

@@ -139,9 +139,7 @@ class VLLMEngine(EncodingEngine):
         limit = self._core.driver.config.lora_config
         if adapter is not None and (limit is None or adapter.rank > limit.max_lora_rank):
             got = "an engine without any" if limit is None else f"{adapter.rank} over {limit.max_lora_rank}"
-            raise UnsupportedModel(
-                f"an adapter must fit those that vLLM was opened with, got {got}; open it with lora="
-            )
+            raise UnsupportedModel(f"an adapter must fit those vLLM was opened with, got {got}; open it with lora=")
         engine = type(self).__new__(type(self))
         engine._open(self._core, store, tenant, adapter)
         engine.auditing = self.auditing

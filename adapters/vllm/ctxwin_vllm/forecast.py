@@ -45,9 +45,8 @@ def _requests(prompts: EnginePrompts, call: Call, blocks: set[bytes]) -> Iterato
                 run_namespace = prompts.namespace(prefix, digest(call.salt, "rest", i))
             yield _computed_tokens(prompts, prefix, rest, run_namespace, blocks)
             segments[: i + 1] = [replace(s, span=call.placeholder) if s.span is None else s for s in segments[: i + 1]]
-    yield _computed_tokens(
-        prompts, segments, call.query, namespace, blocks, extra=call.query is None and call.has_query
-    )
+    extra = call.query is None and call.has_query
+    yield _computed_tokens(prompts, segments, call.query, namespace, blocks, extra=extra)
 
 
 def _computed_tokens(

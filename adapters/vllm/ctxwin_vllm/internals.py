@@ -253,10 +253,8 @@ def stage_inputs(runner: Any, tokens: int) -> dict[str, Any]:
     if getattr(runner, "intermediate_tensors", False) is None:
         options = {"batch_size": runner.max_num_tokens, "dtype": runner.model_config.dtype, "device": runner.device}
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(**options)
-    config = runner.model_config
-    intermediate = runner.model.make_empty_intermediate_tensors(
-        batch_size=tokens, dtype=config.dtype, device=runner.device
-    )
+    dtype, device = runner.model_config.dtype, runner.device
+    intermediate = runner.model.make_empty_intermediate_tensors(batch_size=tokens, dtype=dtype, device=device)
     for name, tensor in intermediate.tensors.items():
         noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name)))
         tensor.copy_(noise)

@@ -41,12 +41,10 @@ class Adapter:
             rank = int(config["r"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"lora must be a folder with PEFT's adapter_config.json, got {str(folder)!r}: {error}"
+                f"lora must be a folder with an adapter_config.json, got {str(folder)!r}: {error}"
             ) from error
         if config.get("peft_type", "LORA") != "LORA":
-            raise UnsupportedModel(
-                f"an adapter must be of type LORA, got {config['peft_type']!r}; merge it into the model"
-            )
+            raise UnsupportedModel(f"an adapter must be of type LORA, got {config['peft_type']!r}; merge it first")
         return cls(path, digest("lora", config, weights_digest(path)), rank)
 
     @property

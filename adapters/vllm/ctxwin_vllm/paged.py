@@ -82,9 +82,8 @@ class PagedKV:
         self._first = first
         self.resident: ResidentSpans | None = None
         self._keeps_spans = keeps_spans
-        self.sharing_layers = [
-            layer for layer in layers.values() if getattr(layer, "kv_sharing_target_layer_name", None)
-        ]
+        target = "kv_sharing_target_layer_name"
+        self.sharing_layers = [layer for layer in layers.values() if getattr(layer, target, None)]
         indexed = _attention_layers(layers, kv.recurrent)
         self._names, self.layers = [name for name, _ in indexed], [layer for _, layer in indexed]
         self.block_size = block_size
@@ -299,9 +298,8 @@ class PagedKV:
 
     def _find_strides(self) -> list[CacheStrides] | None:
         """Return each layer's packing as constant strides; None unless all have them and the load kernel writes by them."""
-        per_layer = [
-            self._strides_of(layer.kv_cache, shape) for layer, shape in zip(self.layers, self.shapes, strict=True)
-        ]
+        caches = (layer.kv_cache for layer in self.layers)
+        per_layer = [self._strides_of(cache, shape) for cache, shape in zip(caches, self.shapes, strict=True)]
         strides = [layer for layer in per_layer if layer is not None]
         if len(strides) < len(per_layer) or self.block_size < 8:
             return None
@@ -320,9 +318,8 @@ class PagedKV:
         key = shape, cache.shape[1:], cache.stride()
         if key not in self._found_strides:
             heads, *dims = shape
-            self._found_strides[key] = CacheStrides.find(
-                cache, self._gathers[shape], self.block_size, heads, (dims[0], dims[1])
-            )
+            gathers, block = self._gathers[shape], self.block_size
+            self._found_strides[key] = CacheStrides.find(cache, gathers, block, heads, (dims[0], dims[1]))
         return self._found_strides[key]
 
     def _scratch_kernel(self, parts: Sequence[SpanSlice], spec: KVSpec, **options: Any) -> Any:

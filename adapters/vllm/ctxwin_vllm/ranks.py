@@ -57,9 +57,8 @@ def gather(parts: Sequence[torch.Tensor], heads: int) -> torch.Tensor:
         head_range = own_heads(heads, rank, size)
         want = (layers, tokens, head_range.stop - head_range.start, dim)
         if tuple(part.shape) != want or part.dtype != parts[0].dtype:
-            raise ValueError(
-                f"rank {rank} of {size} must hold {parts[0].dtype} {want}, got {part.dtype} {tuple(part.shape)}"
-            )
+            got = f"{part.dtype} {tuple(part.shape)}"
+            raise ValueError(f"rank {rank} of {size} must hold {parts[0].dtype} {want}, got {got}")
         if head_range.start == until:  # else a copy of the previous head
             shares.append(part)
             until = head_range.stop

@@ -99,9 +99,8 @@ def _rules(config: Any) -> Iterator[tuple[str, str, object, bool, str]]:
     reason = "that drafters keep KV of tokens alone has been tried one token at a time only"
     parallel = bool(getattr(draft_model, "parallel_drafting", False))
     yield "parallel_drafting", "False", parallel, not parallel, reason
-    revision = (
-        getattr(getattr(draft_model, "draft_model_config", None), "revision", None) if method in METHODS else None
-    )
+    drafter = getattr(draft_model, "draft_model_config", None) if method in METHODS else None
+    revision = getattr(drafter, "revision", None)
     reason = "its KV is named by the weights that its model's name leads to; open a local folder of that revision"
     yield "the drafter's revision", "unset", repr(revision), revision is None, reason
     whole = bool(getattr(model, "is_mm_prefix_lm", False)) and _on_a_processor()

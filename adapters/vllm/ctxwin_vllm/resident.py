@@ -89,9 +89,8 @@ class ResidentSpans:
         if entry is not None:
             return entry.kv
         (first, last, _), layers = self._heads.indices(span.k.shape[2]), self._layers
-        nbytes = sum(
-            len(layers) * span.tokens * (last - first) * x.shape[3] * x.element_size() for x in (span.k, span.v)
-        )
+        rows = len(layers) * span.tokens * (last - first)
+        nbytes = rows * sum(x.shape[3] * x.element_size() for x in (span.k, span.v))
         if not nbytes or not self._has_room(nbytes, required):
             return None
         try:

@@ -42,7 +42,7 @@ class StageOutputs:
         except torch.OutOfMemoryError as error:
             size = self._count * width * config.dtype.itemsize >> 20
             raise EngineFailed(
-                f"outputs=True needs {size} MiB beside the paged cache; lower gpu_memory_utilization"
+                f"outputs=True needs {size} MiB beside the cache; lower gpu_memory_utilization"
             ) from error
         self._close = observe_forwards(runner, self._store)
 

@@ -209,9 +209,8 @@ def _hook_gpu(layers: Sequence[Any]) -> None:
         layer.enable_packed_recurrent_decode = False  # its fused kernel calls no rule that could be hooked
         layer.chunk_gated_delta_rule._forward_method = _hooked_layer(layer)
         module = sys.modules[type(layer).__module__]
-        _hook(
-            module, "fused_sigmoid_gating_delta_rule_update", _Rule("initial_state", "ssm_state_indices", _decode_gates)
-        )
+        rule = _Rule("initial_state", "ssm_state_indices", _decode_gates)
+        _hook(module, "fused_sigmoid_gating_delta_rule_update", rule)
 
 
 def _hooked_layer(layer: Any) -> Callable[..., Any]:

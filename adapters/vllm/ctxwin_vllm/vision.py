@@ -76,9 +76,8 @@ def see(model: Any, config: Any, pixels: torch.Tensor, grids: torch.Tensor, hear
         kwargs = {"pixel_values": inputs, "grid_thws" if config.model_type == "kimi_k25" else "image_grid_thw": grids}
     with torch.inference_mode():
         if family.listed:  # vLLM's own method reads the free memory of an accelerator
-            features = model.vision_tower(
-                inputs, patch_places(grids, inputs.shape[-2]).to(like.device)
-            ).last_hidden_state
+            places = patch_places(grids, inputs.shape[-2]).to(like.device)
+            features = model.vision_tower(inputs, places).last_hidden_state
             embeddings = model.embed_vision(inputs_embeds=features.to(like.dtype)[None])
         else:
             embeddings = model.embed_multimodal(**kwargs)
@@ -104,10 +103,9 @@ class WorkerExtension:
         """See `relocation.refusal`. Runs on all ranks in step, as the model's layers require; ranks differ in heads only."""
         endpoint = connect(self.vllm_config.kv_transfer_config.kv_connector_extra_config[PARAM])
         assert endpoint.paged is not None
-        inputs = stage_inputs(self.model_runner, TOKENS)
-        return refusal(
-            self.get_model(), self.vllm_config, endpoint.paged, inputs, draft_model_of(self), endpoint.draft_model
-        )
+        inputs, draft_model = stage_inputs(self.model_runner, TOKENS), draft_model_of(self)
+        model = self.get_model()
+        return refusal(model, self.vllm_config, endpoint.paged, inputs, draft_model, endpoint.draft_model)
 
     def ctxwin_outputs(self) -> None:
         """Keep stage outputs from now on; their rows are the same on all ranks of the last stage, whose first one keeps them."""

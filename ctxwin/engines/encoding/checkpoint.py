@@ -121,9 +121,8 @@ def read_config(source: str | Path) -> Any:
     except (OSError, ValueError, UnsupportedModel):
         raise
     except Exception as error:  # a broken config leads transformers' classes to any
-        raise ValueError(
-            f"a model's config.json must be whole, got {' '.join(str(error).split())} in {source}"
-        ) from error
+        fault = " ".join(str(error).split())
+        raise ValueError(f"a model's config.json must be whole, got {fault} in {source}") from error
 
 
 def open_checkpoint(name: str | Path, *, engine: Engine = "hf", remote_code: bool = False) -> Checkpoint:
@@ -160,10 +159,8 @@ def open_checkpoint(name: str | Path, *, engine: Engine = "hf", remote_code: boo
         with _named_files("a processor", path):
             processor = _load(AutoProcessor, path, remote_code)
         tokenizer = processor.tokenizer
-        # DeepSeek-VL2's has no parts.
-        image_processor = (
-            processor if config.model_type == "deepseek_vl_v2" else getattr(processor, "image_processor", None)
-        )
+        whole = config.model_type == "deepseek_vl_v2"  # its processor has no parts
+        image_processor = processor if whole else getattr(processor, "image_processor", None)
         video_processor = getattr(processor, "video_processor", None)
         source = getattr(processor, "chat_template", None) or tokenizer.chat_template
         media = _media_tokens(config, processor, family, family.video and video_processor is not None)
@@ -264,9 +261,7 @@ def _load(kind: Any, path: Path, remote_code: bool) -> Any:
         if "custom code" not in str(error):
             raise
         if not remote_code:
-            raise ValueError(
-                "it is code in the folder: if you trust it, open vllm: with trust_remote_code=True"
-            ) from error
+            raise ValueError("it is code in the folder; to trust it, open vllm: with trust_remote_code=True") from error
         return kind.from_pretrained(path, trust_remote_code=True)
 
 
@@ -295,13 +290,9 @@ def model_path(name: str | Path) -> Path | None:
     if path.is_dir():
         return path
     if path.exists():
-        raise ValueError(
-            f"a model must be a folder or a Hugging Face Hub name, got the file {str(name)!r}; name its folder"
-        )
+        raise ValueError(f"a model must be a folder or a name of the Hub, got the file {str(name)!r}; name its folder")
     if isinstance(name, Path) or not _HUB_NAME.fullmatch(name):
-        raise ValueError(
-            f"a model must be a folder or a Hugging Face Hub name, got {str(name)!r}, and no folder is there"
-        )
+        raise ValueError(f"a model must be a folder or a name of the Hub, got {str(name)!r}, and no folder is there")
     return None
 
 
@@ -341,16 +332,13 @@ def _media_tokens(config: Any, processor: Any, family: Family, video: bool) -> M
         return MediaTokens(None, None, find(str(processor.image_token), "image_token_id"), clip)
     sound = {}
     if family.sound:
-        audio = ("audio_token", "audio_bos_token", "audio_eos_token")
-        sound = dict(
-            zip(("audio", "audio_start", "audio_end"), (vocabulary[getattr(processor, n)] for n in audio), strict=True)
-        )
+        audio = {"audio": "audio_token", "audio_start": "audio_bos_token", "audio_end": "audio_eos_token"}
+        sound = {field: vocabulary[getattr(processor, name)] for field, name in audio.items()}
     # Qwen's and Kimi K2.5's names, InternVL's, GLM's; Kimi-VL's config names the placeholder alone.
+    starts = ("vision_start_token_id", "start_image_token_id", "image_start_token_id")
     return MediaTokens(
         **sound,
-        start=find(
-            "<|media_start|> <|vision_start|>", "vision_start_token_id", "start_image_token_id", "image_start_token_id"
-        ),
+        start=find("<|media_start|> <|vision_start|>", *starts),
         end=find("<|media_end|> <|vision_end|>", "vision_end_token_id", "end_image_token_id", "image_end_token_id"),
         image=find("<|image_pad|>", "image_token_id", "media_placeholder_token_id"),
         video=find("<|video_pad|>", "video_token_id") if video else None,

@@ -53,9 +53,7 @@ class Embeddings:
         # The grid goes first: embeddings without their grid would be useless, a grid alone is a miss.
         if self._repository.put_json(_grid_key(key), list(grid)) and self._repository.put_embedding(key, embeddings):
             return
-        _log.warning(
-            "the store refused vision embeddings %s; they are kept in memory only", key, extra={"kind": "refused"}
-        )
+        _log.warning("the store refused vision embeddings %s; they stay in memory only", key, extra={"kind": "refused"})
         self._refused.put(key, (embeddings, grid), embeddings.nbytes)
 
 

@@ -238,9 +238,7 @@ class Encoder:
         if not any(isinstance(p, TokensPart) for p in chunk.parts):
             visible = [p for p in chunk.parts if not (isinstance(p, MediaPart) and p.media != "image")]
             texts = [p.text for p in visible if isinstance(p, TextPart)]
-            blocks = [
-                {"type": "text", "text": p.text} if isinstance(p, TextPart) else {"type": "image"} for p in visible
-            ]
+            blocks = [{"type": "text", "text": p.text} if p.kind == "text" else {"type": "image"} for p in visible]
             template.check_message(chunk.role, "".join(texts) if len(texts) == len(visible) else blocks)
         return around
 
@@ -378,14 +376,13 @@ class Encoder:
         if len(sizes) != len(keys):
             ((steps, high, wide),) = sizes
             sizes = [(1, high, wide)] * steps
-        rows = (
-            [int(embeddings.shape[0])] if is_sound else [self._rows(grid, process is process_video) for grid in sizes]
-        )
-        if int(embeddings.shape[0]) != sum(rows):
-            raise UnsupportedModel(f"the vision tower must give {sum(rows)} embeddings, got {int(embeddings.shape[0])}")
+        count = int(embeddings.shape[0])
+        rows = [count] if is_sound else [self._rows(grid, process is process_video) for grid in sizes]
+        if count != sum(rows):
+            raise UnsupportedModel(f"the vision tower must give {sum(rows)} embeddings, got {count}")
         for key, rows_of_item, grid in zip(keys, embeddings.split(rows), sizes, strict=True):
             self.embeddings.put(key, rows_of_item.clone(), grid)
-        return {key: (count, grid) for key, count, grid in zip(keys, rows, sizes, strict=True)}
+        return {key: (tokens, grid) for key, tokens, grid in zip(keys, rows, sizes, strict=True)}
 
     def _stored_size(self, key: str) -> tuple[int, Grid]:
         stored = self.embeddings.get(key)

@@ -151,9 +151,8 @@ def picture_text(config: Any, processor: Any, grid: Grid) -> str:
     cell, side = _cell(config), int(getattr(config.vision_config, "image_size", 1))
     tile = np.empty((1, 3, side, side), dtype=np.uint8)  # LLaVA's processors read its shape
     processed = {"image_sizes": [(high * cell, wide * cell)], "rows": [[high]], "cols": [[wide]], "num_crops": [0]}
-    processed["num_soft_tokens_per_image"] = [
-        high * wide // int(getattr(config.vision_config, "pooling_kernel_size", 1)) ** 2
-    ]
+    pooled = int(getattr(config.vision_config, "pooling_kernel_size", 1)) ** 2
+    processed["num_soft_tokens_per_image"] = [high * wide // pooled]
     return str(processor.replace_image_token(processed | {"pixel_values": [tile], "batch_num_images": [_SEVERAL]}, 0))
 
 
@@ -303,9 +302,8 @@ def process_video(family: Family, processor: Any, frames: np.ndarray) -> tuple[t
     filled = np.concatenate([frames, np.repeat(frames[-1:], short, axis=0)]) if short else frames
     options: dict[str, Any] = {"videos": [torch.from_numpy(np.ascontiguousarray(filled)).permute(0, 3, 1, 2)]}
     options |= {"do_sample_frames": False, "return_tensors": "pt"}
-    processed = (
-        processor(text=processor.video_token, **options) if family.sound else processor.video_processor(**options)
-    )
+    options |= {"text": processor.video_token} if family.sound else {}
+    processed = (processor if family.sound else processor.video_processor)(**options)
     if "video_grid_thw" in processed:
         return processed["pixel_values_videos"], processed["video_grid_thw"]
     clip = processed["pixel_values_videos"][0]
@@ -326,11 +324,8 @@ def process_audio(processor: Any, samples: np.ndarray) -> tuple[torch.Tensor, to
 
     processed = processor(text=processor.audio_token, audio=[samples], return_tensors="pt")
     features = processed["input_features"][0][:, processed["feature_attention_mask"][0].bool()]
-    count, step, rate = (
-        features.shape[1],
-        processor.feature_extractor.hop_length,
-        processor.feature_extractor.sampling_rate,
-    )
+    extractor = processor.feature_extractor
+    count, step, rate = features.shape[1], extractor.hop_length, extractor.sampling_rate
     if (count + 1) * step < len(samples):
         raise BadMedia(
             f"the model hears at most {count * step / rate:g} s at once, got {len(samples) / rate:g} s; cut it by start and end"

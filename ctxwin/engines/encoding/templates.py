@@ -168,10 +168,9 @@ class Template:
         plain, with_tools = self._cut(messages, _USER), self._cut(messages, _USER, tools=list(tools))
         if with_tools is None or with_tools == plain:
             raise UnsupportedModel("the chat template takes no tools; use a model that was trained to call tools")
-        turn = with_tools[0][len(opening) : len(with_tools[0]) - len(closing)]
-        framed = (
-            with_tools[0].startswith(opening) and with_tools[0].endswith(closing) and with_tools[1] == self._closing
-        )
+        front, behind = with_tools
+        turn = front[len(opening) : len(front) - len(closing)]
+        framed = front.startswith(opening) and front.endswith(closing) and behind == self._closing
         if not framed or turn.count(_SYSTEM) != bool(text):
             raise UnsupportedModel("the chat template shows tools elsewhere than in the system turn, the system prompt")
         return turn.replace(_SYSTEM, text) if text else turn
@@ -268,9 +267,7 @@ class Template:
         plain = self._cut(base, _USER)
         once = self._cut([*base, {"role": role, "content": _ONE}, _user(_LATER)], _USER, _ONE, _LATER)
         if plain is None or once is None:
-            raise UnsupportedModel(
-                f"the chat template has no {role} turn behind a user turn that could be closed and reopened"
-            )
+            raise UnsupportedModel(f"the chat template has no {role} turn behind a user turn to close and reopen")
         if once[0] != plain[0]:
             raise UnsupportedModel(f"the chat template rewrites what comes before when a {role} turn follows")
         later_turns = [{"role": role, "content": _ONE}, _user(_LATER), {"role": role, "content": _TWO}, _user(_LAST)]

@@ -151,9 +151,8 @@ class HFEngine(EncodingEngine):
             generation.bytes_loaded = done.bytes_loaded
             for i, segment in enumerate(layout):
                 if segment.capture and (segment.span is None or segment.recompute):
-                    generation.captured[i] = self.decoder.span(
-                        done, done.slices[i], segment.encoded.positions, segment.start
-                    )
+                    at, positions = done.slices[i], segment.encoded.positions
+                    generation.captured[i] = self.decoder.span(done, at, positions, segment.start)
             schedule = self._schedule(done, sampling, sums)
             fed = self._decode_loop(done, query, start, sampling, generation, on_token, begun, schedule)
             if capture_query:  # positions relative to its start
@@ -188,9 +187,7 @@ class HFEngine(EncodingEngine):
         if self.decoder.window is not None:
             raise UnsupportedModel(f"{self.spec.model} has sliding layers, whose attention does not tell what to merge")
         if self.text_model.config._attn_implementation == "eager":
-            raise UnsupportedModel(
-                f"{self.spec.model} caps its attention or has sinks, so sums of it do not tell what to merge"
-            )
+            raise UnsupportedModel(f"{self.spec.model} caps attention or has sinks: its sums do not tell what to merge")
 
     def check_hold(self, sampling: Sampling) -> None:
         if sampling.hold < 1 and self.spec.kv.recurrent:

@@ -99,9 +99,7 @@ def _sound_positions(rule: Any, token_ids: Sequence[int], media: Sequence[MediaS
     sizes = {k: [m.grid_thw for m in media if m.modality == k] for k in ("image", "video", "audio")}
     sound = {m.sound for m in videos}
     if len(sound) > 1:
-        raise UnsupportedModel(
-            "a message must hold videos with their sound or without, got both; make them chunks apart"
-        )
+        raise UnsupportedModel("a message must hold videos with their sound or without, got both; make two chunks")
     ids = torch.tensor([[*token_ids, 0]])
     axes, _ = rule(
         ids,
@@ -152,9 +150,7 @@ def masks(
     near = near if window is None else near & (at[:, None] - torch.cat([slots, at]) < window)
     if model.config.get_text_config()._attn_implementation == "eager":
         low = torch.finfo(model.dtype).min
-        mask, near = (
-            torch.zeros(m.shape, dtype=model.dtype, device=m.device).masked_fill_(~m, low) for m in (mask, near)
-        )
+        mask, near = (torch.zeros_like(m, dtype=model.dtype).masked_fill_(~m, low) for m in (mask, near))
     if window is None and everywhere:
         return mask
     types = getattr(model.config.get_text_config(), "layer_types", None)
@@ -331,18 +327,8 @@ def use_eager_if_needed(decoder: Any, probe: Callable[[], object]) -> bool:
 
 
 _ATTENDING = "ctxwin_attending"
-_FUSED_OPTIONS = frozenset(
-    [
-        "dropout",
-        "scaling",
-        "is_causal",
-        "position_bias",
-        "sliding_window",
-        "position_ids",
-        "use_cache",
-        "logits_to_keep",
-    ]
-)
+_FUSED_OPTIONS = {"dropout", "scaling", "is_causal", "position_bias", "sliding_window"}
+_FUSED_OPTIONS |= {"position_ids", "use_cache", "logits_to_keep"}
 """Options of a layer's attention that fused attention honours, or that masks and positions already express."""
 
 
@@ -361,11 +347,8 @@ def stopping(decoder: Any, stopped: Callable[[], bool] | None) -> Iterator[None]
             raise AnswerStopped("the engine is wanted for other work")
 
     check()
-    hooks = (
-        [layer.register_forward_pre_hook(check) for layer in getattr(decoder, "layers", ())]
-        if stopped is not None
-        else []
-    )
+    layers = () if stopped is None else getattr(decoder, "layers", ())
+    hooks = [layer.register_forward_pre_hook(check) for layer in layers]
     try:
         yield
     finally:

@@ -62,10 +62,9 @@ def _capturing(plain: Callable[..., Any]) -> Callable[..., Any]:
             nothing = value.new_zeros(*value.shape[:-1], width)
             eye = torch.eye(width, device=key.device).expand(1, heads, -1, -1).contiguous()
             # With zero values the rule maps the identity to the product of its transitions.
-            _, through = plain(
-                query, key, nothing, *args, **{**options, "initial_state": eye, "output_final_state": True}
-            )
             initial = options.get("initial_state")
+            options |= {"initial_state": eye, "output_final_state": True}
+            _, through = plain(query, key, nothing, *args, **options)
             offset = output[1] if initial is None else output[1] - through.to(initial) @ initial
             calls.append((through[0].float(), offset[0].float()))
         return output

@@ -62,9 +62,7 @@ class LoadPlan:
             part.validate(spec)
         first, last, step = (heads or slice(None)).indices(spec.heads)
         if step != 1 or first >= last:
-            raise ValueError(
-                f"heads must be a slice of at least one of {spec.heads} KV heads without a step, got {heads}"
-            )
+            raise ValueError(f"heads must be a slice of some of {spec.heads} KV heads without a step, got {heads}")
         self.tokens = sum(part.tokens for part in parts)
         self.layers, self._dtype = spec.layers, dtype
         self.nbytes = self.layers * self.tokens * (last - first) * (spec.k_dim + spec.v_dim) * dtype.itemsize
@@ -74,9 +72,8 @@ class LoadPlan:
             from ctxwin.kv.kernels.llvm_kernel import fits
 
             self.kernel = "llvm" if fits(parts, spec, dtype, device) else "cpu"
-        self._kernel: _Kernel = load_class(self.kernel)(
-            tuple(parts), spec, dtype=dtype, device=device, heads=(first, last)
-        )
+        make = load_class(self.kernel)
+        self._kernel: _Kernel = make(tuple(parts), spec, dtype=dtype, device=device, heads=(first, last))
         self.launched = int(getattr(self._kernel, "launched", self.layers))
 
     def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -127,11 +127,9 @@ def samples(spec: KVSpec, dtype: torch.dtype, tokens: Sequence[int]) -> list[Spa
         v = torch.randn(spec.layers, count, spec.heads, spec.v_dim, generator=noise).to(dtype)
         positions = torch.randint(0, 50, (3, count), generator=noise)
         rank, dense = 21, i == 2
-        left_factor = torch.randn(*((1, count, width) if dense else (count, rank)), generator=noise)
+        left = torch.randn(*((1, count, width) if dense else (count, rank)), generator=noise).to(dtype)
         right = None if dense else torch.randn(1, rank, width, generator=noise).to(dtype)
-        patch = Patch.of(
-            spec, layout="joint", layers=(0,), rank=rank, left=left_factor.to(dtype), right=right, dense=dense
-        )
+        patch = Patch.of(spec, layout="joint", layers=(0,), rank=rank, left=left, right=right, dense=dense)
         start = (3000, 77, 0)[i % 3]
         parts.append(SpanSlice(SpanKV(k, v, positions, 0), start, None if i == 1 else patch, min(i, 1)))
     return parts

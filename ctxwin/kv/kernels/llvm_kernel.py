@@ -62,15 +62,10 @@ class LlvmKernel:
             )
         self._spec, self._dtype, self._heads = spec, dtype, heads
         self._tokens = [part.tokens for part in parts]
-        self._shapes = [(sum(self._tokens), heads[1] - heads[0], dim) for dim in (spec.k_dim, spec.v_dim)]
-        self._layout = (
-            heads[1] - heads[0],
-            spec.k_dim,
-            spec.v_dim,
-            spec.rope.rotary_dim // 2,
-            spec.rope.pairing != "half",
-        )
-        self._width = (heads[1] - heads[0]) * (spec.k_dim + spec.v_dim)
+        count, rope = heads[1] - heads[0], spec.rope
+        self._shapes = [(sum(self._tokens), count, dim) for dim in (spec.k_dim, spec.v_dim)]
+        self._layout = (count, spec.k_dim, spec.v_dim, rope.rotary_dim // 2, rope.pairing != "half")
+        self._width = count * (spec.k_dim + spec.v_dim)
         self._kind_of = {layer: at for at, kind in enumerate(spec.alike) for layer in kind.layers}
         self._used: list[torch.Tensor] = []  # what the tables hold addresses of
         self._kinds: list[tuple[str, str]] = []  # dtypes of each part's KV and factors

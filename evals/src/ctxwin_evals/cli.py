@@ -51,9 +51,7 @@ ALL_ARMS = "reprefill,blind,patched:1,patched:2,patched:4,patched:8,first_k:4,or
 
 @app.command()
 def run(
-    tasks: Annotated[
-        str, typer.Argument(help="Comma-separated tasks or suites; `ctxwin eval ls` lists them.")
-    ] = "tiny",
+    tasks: Annotated[str, typer.Argument(help="Tasks or suites, by commas; `ctxwin eval ls` lists them.")] = "tiny",
     arms: Annotated[str, typer.Option(help="Comma-separated; `ctxwin eval ls` lists them.")] = ALL_ARMS,
     n: Annotated[int, typer.Option(help="Items a task; 0: all of a data set.", min=0)] = 300,
     seed: Annotated[int, typer.Option(help="Seed of generated items.")] = 0,
@@ -66,15 +64,11 @@ def run(
     max_pixels: Annotated[int, typer.Option(help="Scale pictures down to this area; 0 leaves them.", min=0)] = 0,
     as_video: Annotated[bool, typer.Option(help="Frames as one native video instead of pictures.")] = False,
     subtitles: Annotated[bool, typer.Option(help="Video-MME with subtitles of the sampled frames.")] = False,
-    times: Annotated[
-        bool, typer.Option(help="Put the time in front of each frame shown as a picture; not official.")
-    ] = False,
+    times: Annotated[bool, typer.Option(help="Put the time before each frame shown as a picture; unofficial.")] = False,
     skip_missing: Annotated[bool, typer.Option(help="Leave out items whose media are missing.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Longest answer; 0 takes the benchmark's.", min=0)] = 0,
     model: Model = "tiny",
-    system_prompt: Annotated[
-        str, typer.Option(help="System prompt of items without their own.")
-    ] = "You watch a camera.",
+    system_prompt: Annotated[str, typer.Option(help="System prompt of items without one.")] = "You watch a camera.",
     layout: Annotated[str, typer.Option(help="Patch factors: joint, per_layer, quantized or shared.")] = "joint",
     layers: Annotated[str, typer.Option(help="Patched layers: all or deep.")] = "all",
     weight: Annotated[str, typer.Option(help="How truncation is measured: none, balanced or output.")] = "none",
@@ -193,9 +187,7 @@ def judge(
                 with progress("answers", total) as advance:
                     result = judged(samples, rater, by, advance)
             except OpenAIError as error:
-                raise ValueError(
-                    f"the judge must answer at {url}, got {error}; what it has said is kept, run again"
-                ) from error
+                raise ValueError(f"the judge must answer at {url}, got {error}; run again: answers are kept") from error
         main, rows = RULES[by][1], result["rows"]
         shown = main, "task", "arm", "n", "unrated", "ci95", "equal"
         others = [name for name in max(rows, key=len) if name not in shown]
@@ -247,9 +239,7 @@ def list_(as_json: Json = False) -> None:
     from ctxwin_evals.tasks.protocols import PROTOCOLS
 
     opened = [open_task(name) for name in task_names()]
-    tasks: dict[str, dict[str, Any]] = {
-        t.name: {"about": t.about, "setting": t.setting, "control": t.control} for t in opened
-    }
+    tasks = {t.name: {"about": t.about, "setting": t.setting, "control": t.control} for t in opened}
     arms: dict[str, dict[str, Any]] = {}
     for kind in ARMS.values():
         about = (kind.__doc__ or "").splitlines()[0]

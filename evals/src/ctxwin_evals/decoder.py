@@ -208,9 +208,7 @@ class Decoder(Reader):
         uneven = engine.spec.kv.in_rows or getattr(config, "hidden_size_per_layer_input", None)
         slides = engine.spec.kv.kinds or self.window is not None
         if uneven or (slides and (engine.spec.vision or getattr(config, "final_logit_softcapping", None))):
-            raise UnsupportedModel(
-                f"{engine.spec.model} has layers that do not all see and turn alike; measure it on vLLM"
-            )
+            raise UnsupportedModel(f"{engine.spec.model} has layers that do not see and turn alike; measure it on vLLM")
         super().__init__(engine)
         types = getattr(config, "layer_types", None) if slides else None
         self._types: list[str] = list(types or [_SLIDING if self.window is not None else ""] * self.layers)

@@ -54,9 +54,8 @@ class Reading:
         memory = self.held.grow(tokens.count)
         watch = None if self._keeper is None else self._keeper.watch
         with torch.inference_mode():
-            self._last = self.decoder.run(tokens, memory, torch.arange(first_slot, self.held.slots), watch=watch)[
-                :, -1:
-            ]
+            slots = torch.arange(first_slot, self.held.slots)
+            self._last = self.decoder.run(tokens, memory, slots, watch=watch)[:, -1:]
 
 
 @dataclass

@@ -60,9 +60,7 @@ class Item:
     def __post_init__(self) -> None:
         used = {*self.placed, *self.before}
         if not self.placed or min(used) < 0 or max(used) >= self.count:
-            raise ValueError(
-                f"placed and before must name chunks 0..{self.count - 1}, got {self.placed}, {self.before}"
-            )
+            raise ValueError(f"placed and before must be chunks 0..{self.count - 1}, got {self.placed}, {self.before}")
         if self.asked is not None and not 0 <= self.asked < len(self.placed):
             raise ValueError(f"asked must be a position in placed, got {self.asked} of {len(self.placed)}")
         if self.max_tokens < 1:

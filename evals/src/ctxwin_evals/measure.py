@@ -204,9 +204,8 @@ class Measurer:
                 answers[j].forced = row.numpy()
             return answers
         rows = forced_logits(self.decoder, memory, queries, begin, [one.token_ids for one in first], policy)
-        answers = [
-            replace(one, logits=row[0].numpy(), forced=row.numpy()) for one, row in zip(first, rows, strict=True)
-        ]
+        both = zip(first, (row.numpy() for row in rows), strict=True)
+        answers = [replace(one, logits=row[0], forced=row) for one, row in both]
         astray = [j for j, row in enumerate(rows) if row.argmax(-1).tolist() != first[j].token_ids]
         if astray:
             part, questions = memory.of(astray), [queries[j] for j in astray]

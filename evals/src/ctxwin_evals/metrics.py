@@ -14,17 +14,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import log_softmax
 
+from ctxwin_evals import stats
 from ctxwin_evals.items import Scored
 from ctxwin_evals.samples import Sample
-from ctxwin_evals.stats import (
-    Interval,
-    bootstrap_mean,
-    bootstrap_ratio,
-    difference_interval,
-    mcnemar,
-    mean,
-    share_interval,
-)
+from ctxwin_evals.stats import Interval, mean
 
 ETA_FLOOR = 0.01
 """Mean KL of the base in nats below which eta would divide noise by noise, and is None."""
@@ -198,7 +191,7 @@ def cell(outcomes: Sequence[Outcome]) -> Figures:
         "reference_accuracy": _share(outcomes, lambda o: o.reference.score)[0],
         "base_accuracy": _share(outcomes, lambda o: o.base.score)[0],
         "delta": mean(gains[0]) if gains[0] else None,
-        "delta_ci95": difference_interval(*gains) if gains[0] else None,
+        "delta_ci95": stats.difference_interval(*gains) if gains[0] else None,
     }
     if any(row.forced_kl is not None for row in rows):
         kls, base_kls = [row.answer_kl for row in rows], [row.base_answer_kl for row in rows]
@@ -208,30 +201,30 @@ def cell(outcomes: Sequence[Outcome]) -> Figures:
 
 def _divergence(prefix: str, kls: list[float], base_kls: list[float], clusters: list[str]) -> dict[str, Any]:
     """KL and eta with their intervals."""
-    figures = mean(kls), bootstrap_mean(kls, clusters), eta(kls, base_kls), eta_interval(kls, base_kls, clusters)
+    figures = mean(kls), stats.bootstrap_mean(kls, clusters), eta(kls, base_kls), eta_interval(kls, base_kls, clusters)
     return {prefix + name: value for name, value in zip(("kl", "kl_ci95", "eta", "eta_ci95"), figures, strict=True)}
 
 
 def eta_interval(kls: Sequence[float], base_kls: Sequence[float], clusters: Sequence[str]) -> Interval | None:
     """Bootstrap interval of `eta`; None where eta is."""
-    interval = None if eta(kls, base_kls) is None else bootstrap_ratio(kls, base_kls, clusters)
+    interval = None if eta(kls, base_kls) is None else stats.bootstrap_ratio(kls, base_kls, clusters)
     return None if interval is None else (1 - interval[1], 1 - interval[0])
 
 
-def measured(
-    outcomes: Iterable[Outcome], read: Callable[[Outcome], float | bool | None]
-) -> tuple[list[float], list[str]]:
+Read = Callable[[Outcome], float | bool | None]
+"""Returns a figure of an outcome; None where it has none."""
+
+
+def measured(outcomes: Iterable[Outcome], read: Read) -> tuple[list[float], list[str]]:
     """A figure of the outcomes that have it, and their clusters."""
     rows = [(float(value), o.row.cluster) for o in outcomes if (value := read(o)) is not None]
     return [value for value, _ in rows], [cluster for _, cluster in rows]
 
 
-def _share(
-    outcomes: Sequence[Outcome], read: Callable[[Outcome], float | bool | None]
-) -> tuple[float | None, Interval | None]:
+def _share(outcomes: Sequence[Outcome], read: Read) -> tuple[float | None, Interval | None]:
     """Mean and interval of a figure over the outcomes that have it."""
     values, clusters = measured(outcomes, read)
-    return (mean(values), share_interval(values, clusters)) if values else (None, None)
+    return (mean(values), stats.share_interval(values, clusters)) if values else (None, None)
 
 
 Outcomes = Mapping[int, Outcome]
@@ -305,9 +298,9 @@ def paired(first: Outcomes, second: Outcomes) -> Pair | None:
         **_difference([(a - b, c) for a, b, c in scored], [-kl for kl in kls], base_kls, clusters),
         "gained": None if graded else sum(a > b for a, b, _ in scored),
         "lost": None if graded else sum(b > a for a, b, _ in scored),
-        "mcnemar_p": mcnemar([a > 0 for a, _, _ in scored], [b > 0 for _, b, _ in scored]) if exact else None,
+        "mcnemar_p": stats.mcnemar([a > 0 for a, _, _ in scored], [b > 0 for _, b, _ in scored]) if exact else None,
         "kl": mean(kls),
-        "kl_ci95": bootstrap_mean(kls, clusters),
+        "kl_ci95": stats.bootstrap_mean(kls, clusters),
     }
 
 
@@ -318,10 +311,11 @@ def _difference(
     difference: Difference = {"accuracy": None, "accuracy_ci95": None, "eta": None, "eta_ci95": None}
     if scores:
         values, of = zip(*scores, strict=True)
-        difference["accuracy"], difference["accuracy_ci95"] = mean(values), difference_interval(values, of, drawn=True)
+        difference["accuracy"] = mean(values)
+        difference["accuracy_ci95"] = stats.difference_interval(values, of, drawn=True)
     if mean(base_kls) >= ETA_FLOOR:
         difference["eta"] = math.fsum(removed) / math.fsum(base_kls)
-        difference["eta_ci95"] = bootstrap_ratio(removed, base_kls, clusters)
+        difference["eta_ci95"] = stats.bootstrap_ratio(removed, base_kls, clusters)
     return difference
 
 

@@ -216,9 +216,8 @@ def _open_file(folder: Path, config: dict[str, Any]) -> Samples:
         return Samples(folder, config, created)
     samples = _read(folder, mend=True)
     if differs := list(_differences(samples.config, json.loads(json.dumps(config)))):
-        raise ValueError(
-            f"{folder} must hold samples of this configuration, got {'; '.join(differs)}; choose another --output"
-        )
+        got = "; ".join(differs)
+        raise ValueError(f"{folder} must hold samples of this configuration, got {got}; choose another --output")
     return samples
 
 
@@ -263,9 +262,7 @@ def _read(folder: Path, *, mend: bool) -> Samples:
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(config).__name__}")
     if config.get("format") != FORMAT:
-        raise ValueError(
-            f"{path} must be of format {FORMAT}, got {config.get('format')!r}; run it again into another folder"
-        )
+        raise ValueError(f"{path} must be of format {FORMAT}, got {config.get('format')!r}; run it into another folder")
     samples = Samples(folder, config, config.pop(_CREATED, ""))
     if not samples.path.exists():
         return samples
@@ -282,7 +279,7 @@ def _read(folder: Path, *, mend: bool) -> Samples:
                 sample: Sample = validate(Sample.model_validate, json.loads(line, parse_constant=_refuse), "")
             except ValueError as error:
                 raise ValueError(
-                    f"{samples.path} must hold one sample a line as JSON, got line {number}: {error}"
+                    f"{samples.path} must hold samples as JSON lines, got line {number}: {error}"
                 ) from error
             if sample.key in samples.rows:
                 raise ValueError(f"{samples.path} must hold each sample once, got {sample.key} again in line {number}")

@@ -94,9 +94,8 @@ class ServedMeasurer(Measurer):
             b, spans = rows[item.context or item.index], one.spans if fresh is None else None
             segments = group.segments(b, order, spans, one.recompute)
             references = None if first is None else [first[i] for i in indices]
-            for i, answer in zip(
-                indices, self._read_answers(segments, [items[i] for i in indices], references), strict=True
-            ):
+            answers = self._read_answers(segments, [items[i] for i in indices], references)
+            for i, answer in zip(indices, answers, strict=True):
                 out[i] = answer
         return out
 
@@ -113,9 +112,8 @@ class ServedMeasurer(Measurer):
         for i, (item, token_ids, rows) in enumerate(zip(items, ids, logprobs, strict=True)):
             along = rows if len(token_ids) < item.max_tokens else rows[:-1]  # one that was cut has no end
             reference = None if first is None else first[i]
-            if reference is not None and _greedy(along) != _greedy(
-                reference.forced if reference.forced is not None else ()
-            ):
+            forced = () if reference is None or reference.forced is None else reference.forced
+            if reference is not None and _greedy(along) != _greedy(forced):
                 token_ids = self._generate(segments, item)
             out.append(Said(rows[0], self.text(token_ids), token_ids, along))
         return out

@@ -254,7 +254,7 @@ class TestDeepseekVL2Tiny(TestDeepseekVL2):
 
 def test_code_of_a_model_runs_on_demand_only(tmp_path: Path) -> None:
     folder = models.write_kimi_vl(tmp_path / "model", **LATENT)
-    with pytest.raises(UnsupportedModel, match=r"code in the folder: if you trust it, .* trust_remote_code=True"):
+    with pytest.raises(UnsupportedModel, match=r"code in the folder; to trust it, .* trust_remote_code=True"):
         open_engine(f"vllm:{folder}")
     with pytest.raises(UnsupportedModel, match="transformers has no model 'kimi_vl'; open it as vllm:"):
         open_engine(f"hf:{folder}")

@@ -78,7 +78,7 @@ def test_in_a_recall_only_what_came_back_is_reused(bench: Bench) -> None:
 def test_a_recalled_item_must_say_what_came_back(bench: Bench) -> None:
     item = bench.mixed().items[0]
     assert isinstance(item, Item) and item.asked is None
-    with pytest.raises(ValueError, match="which chunk came back"):
+    with pytest.raises(ValueError, match="what came back"):
         parse_arm("layers:0.5").on("recall").serve(bench.mixed())
 
 

@@ -149,7 +149,7 @@ def test_a_run_asks_behind_what_each_user_places(bench: Bench, tmp_path: Path) -
 
 
 def test_a_recalled_item_must_say_what_came_back() -> None:
-    with pytest.raises(ValueError, match="which chunk came back"):
+    with pytest.raises(ValueError, match="what came back"):
         arm("naive", "recall").cached_orders(mixed((0,), (0, 1)))
 
 

@@ -144,7 +144,7 @@ def test_a_move_that_is_about_patches_must_be_served_by_one(hf: Any, monkeypatch
 
 
 def test_tokens_beyond_what_the_model_takes_are_refused(hf: Any) -> None:
-    with pytest.raises(ValueError, match="2048 that the model takes, got 1024"):
+    with pytest.raises(ValueError, match="2048 of the model, got 1024"):
         reuse.measure(hf, reuse.Settings(tokens=(64, 1024)))
 
 

@@ -248,7 +248,7 @@ def test_missing_videos(mme: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text.count("3 items left out") == 1  # a run asks for its items twice
     for path in (mme / "video").iterdir():
         path.unlink()
-    with pytest.raises(ValueError, match=r"got none \(6 without their media\)"):
+    with pytest.raises(ValueError, match=r"got none \(6 without media\)"):
         task.items()
 
 

@@ -71,9 +71,7 @@ PLAIN = {
         generates=True,
     ),
     "/v1/messages": Endpoint(
-        _fields(
-            _ANTHROPIC, "max_tokens metadata output_config stop_sequences stream temperature top_k top_p cache_salt",
-        ),
+        _fields(_ANTHROPIC, "cache_salt max_tokens metadata output_config stop_sequences stream temperature top_k top_p"),
         generates=True,
     ),
     "/tokenize": Endpoint(_fields(_TOKENIZED, _TEMPLATE), generates=False),
@@ -108,10 +106,8 @@ def check_stored(path: str, data: dict[str, Any], tenant: str | None) -> None:
     """Refuse ``previous_response_id`` where responses are not stored: NotAllowed for tenants, otherwise ValueError."""
     if path != "/v1/responses" or data.get("previous_response_id") is None or (stores_responses() and not tenant):
         return
-    kind, otherwise = (
-        (NotAllowed, "") if tenant else (ValueError, ", or start it with VLLM_ENABLE_RESPONSES_API_STORE=1")
-    )
-    raise kind(
+    otherwise = "" if tenant else ", or start it with VLLM_ENABLE_RESPONSES_API_STORE=1"
+    raise (NotAllowed if tenant else ValueError)(
         "previous_response_id must be left out: this server stores no responses. Send the whole history as input (what stood "
         f"there before is not computed again){otherwise}"
     )

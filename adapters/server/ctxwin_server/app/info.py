@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 def describe_server(service: Service, tenant_state: TenantState) -> dict[str, Any]:
     """Return versions, the model and how it is served, the store, and the tenant. Blocks: it writes to the store and reads it."""
-    engine, repo = tenant_state.engine, tenant_state.engine.repo
+    engine, store = tenant_state.engine, tenant_state.engine.repo.store
     fidelity = resolve(service.limits.fidelity, engine.spec.model)
     strategies = auditor_of(engine).ledger(engine).record.ways
-    stats = repo.store.stats()
+    stats = store.stats()
     return {
         "object": "ctxwin.about",
         "status": service.readiness(),
@@ -35,12 +35,7 @@ def describe_server(service: Service, tenant_state: TenantState) -> dict[str, An
         "profile": find_profile(engine.spec.model) is not None,
         "lanes": [lane for lane in LANES if fidelity.allows(lane)],
         "promoted": sorted(name for name, strategy in strategies.items() if strategy.promoted),
-        "store": {
-            "fault": store_fault(repo.store),
-            "items": stats.items,
-            "bytes": stats.bytes,
-            "limit": repo.store.limit(),
-        },
+        "store": {"fault": store_fault(store), "items": stats.items, "bytes": stats.bytes, "limit": store.limit()},
         "windows": service.windows,
         "tenant": tenant_state.tenant,
         "tenants": service.authentication.keys.tenants,

@@ -116,9 +116,8 @@ class Memory:
             give_back()
         if self.short != was_short:
             state = "no new work is taken" if self.short else "new work is taken again"
-            _log.warning(
-                "%d MiB of %d MiB of memory are used (--max-memory): %s", self.used >> 20, self.limit >> 20, state
-            )
+            used, limit = self.used >> 20, self.limit >> 20
+            _log.warning("%d MiB of %d MiB of memory are used (--max-memory): %s", used, limit, state)
 
     def start(self) -> None:
         """Start a thread that measures four times a second; the allocator keeps this process's heap compact from now on."""

@@ -26,17 +26,9 @@ from ctxwin_chats.options import EDIT_FIELDS, ROUTES, read_options
 from ctxwin_chats.prefill import Ahead
 from ctxwin_chats.typed_tools import describe_tools
 from ctxwin_client.errors import NotAllowed, TooLarge
+from ctxwin_server.app import endpoints
 from ctxwin_server.app.accounts import BodyReader, Malformed, encode_json, parse_json
-from ctxwin_server.app.endpoints import (
-    CHAT,
-    COUNT,
-    PLAIN,
-    allowed_headers,
-    check_endpoint,
-    check_stored,
-    is_ours,
-    names_chunks,
-)
+from ctxwin_server.app.endpoints import CHAT, COUNT, PLAIN, names_chunks
 from ctxwin_server.app.isolation import bind, check_options, check_scores, plain_salt
 from ctxwin_server.app.request_options import REQUEST_OPTIONS, RequestOptions
 from ctxwin_server.app.service import TENANT, Service
@@ -76,14 +68,14 @@ async def route(
     body = BodyReader(service.limits.max_upload_bytes, service.body_bytes, tenant or "", receive, quota)
     stack.callback(body.give_back)
     headers = Headers(scope=scope)
-    if is_ours(path):
+    if endpoints.is_ours(path):
         body.check_announced(headers.get("content-length", ""))
         return body.receive
     if tenant:
         if scope["type"] == "websocket":
             raise NotAllowed("no WebSocket is served to tenants")
-        check_endpoint(scope["method"], path)
-        scope["headers"] = allowed_headers(scope["headers"])
+        endpoints.check_endpoint(scope["method"], path)
+        scope["headers"] = endpoints.allowed_headers(scope["headers"])
     if tenant is None or scope.get("method") != "POST":
         return receive
     is_bound = bool(service.authentication.keys.tenants) and path in PLAIN
@@ -186,7 +178,7 @@ class PlainRequest:
         is_expanded = path == CHAT and names_chunks(data)
         if is_expanded:
             expand(data, tenant_state.uploads, tenant_state.max_text)
-        check_stored(path, data, self._tenant)
+        endpoints.check_stored(path, data, self._tenant)
         self._changed = is_expanded
         if path in (compaction.MESSAGES, COUNT):
             self._changed |= describe_tools(data)

@@ -69,9 +69,8 @@ def _content(chunk: Chunk, uploads: Uploads, room: _Room) -> Iterator[dict[str, 
                 url = "data:image/png;base64," + base64.b64encode(picture).decode()
                 yield {"type": "image_url", "image_url": {"url": url}}
         else:
-            content = (
-                "a message" if chunk.role else f"{part.media} media" if isinstance(part, MediaPart) else "token ids"
-            )
+            kind = f"{part.media} media" if isinstance(part, MediaPart) else "token ids"
+            content = "a message" if chunk.role else kind
             raise ValueError(
                 f"chunks of a chat must hold texts and pictures, got {content}; place it in a window (/v1/windows), or upload "
                 "its parts"

@@ -45,6 +45,7 @@ class NewFile(Body):
 
 _FORM = NewFile.model_json_schema()
 _FORM |= {"required": ["file"], "properties": {"file": {"type": "string", "format": "binary"}, **_FORM["properties"]}}
+_FORM_CONTENT = {"multipart/form-data": {"schema": _FORM}}
 
 
 class Search(Body):
@@ -99,9 +100,7 @@ async def list_files(library: str, context: CurrentRequest) -> Response:
     return await context.respond(work)
 
 
-@libraries.post(
-    _FILES, openapi_extra={"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}}
-)
+@libraries.post(_FILES, openapi_extra={"requestBody": {"required": True, "content": _FORM_CONTENT}})
 async def add_file(library: str, context: CurrentRequest) -> Response:
     """Add or replace a file. Its KV is computed when the engine is idle."""
     raw, kind = await context.request.body(), context.request.headers.get("content-type", "")

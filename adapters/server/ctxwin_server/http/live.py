@@ -92,9 +92,7 @@ class LiveSession:
                 elif isinstance(message, LiveAsk):
                     await self._service.grammars.check(self._tenant, {"json_schema": message.json_schema})
                     if message.id in self._answers or len(self._answers) >= _MOST_ANSWERS:
-                        raise TooManyRequests(
-                            f"a socket may await {_MOST_ANSWERS} answers, each under an id of its own"
-                        )
+                        raise TooManyRequests(f"a socket may await {_MOST_ANSWERS} answers, each under its own id")
                     self._answers[message.id] = None
                     work = partial(self._answer, [] if message.now else earlier, message)
                 elif running := self._answers.get(message.id):

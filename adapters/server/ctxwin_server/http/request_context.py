@@ -41,9 +41,8 @@ class RequestContext:
 
     async def json(self) -> Any:
         """Return the body, parsed within the server's limits, off the event loop."""
-        data = await self.run_briefly(
-            parse_json, self.service.limits, await self.request.body(), self.tenant_state.max_text
-        )
+        limits, body = self.service.limits, await self.request.body()
+        data = await self.run_briefly(parse_json, limits, body, self.tenant_state.max_text)
         await self.service.grammars.check(self.tenant, data)
         return data
 

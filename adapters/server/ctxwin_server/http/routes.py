@@ -153,10 +153,10 @@ async def ask(window_id: str, context: CurrentRequest) -> Response:
             question = body.question(context.tenant_state.libraries.find)
             context.tenant_state.context().check_room(window, body.most_placed)
             with context.running("ask", raw, window):
-                generate = (
-                    partial(stream_answer, window, question, put) if body.stream else partial(window.answer, question)
-                )
-                answer = generate(stopped=stopped)
+                if body.stream:
+                    answer = stream_answer(window, question, put, stopped=stopped)
+                else:
+                    answer = window.answer(question, stopped=stopped)
             if window.core.audits.due is answer:
                 audited_answers.append(answer)
             return encode_json(serialization.answer_to(answer, keep))
@@ -268,9 +268,8 @@ def _open_or_restore(context: RequestContext, body: OpenWindow) -> Window:
     others = body.model_fields_set - {"snapshot"}
     if others:
         raise ValueError(f"a window from a snapshot has everything in it, got {', '.join(sorted(others))} beside it")
-    return tenant_state.windows.restore(
-        validate(partial(read_snapshot, limits=tenant_state.uploads.limits), body.snapshot)
-    )
+    read = partial(read_snapshot, limits=tenant_state.uploads.limits)
+    return tenant_state.windows.restore(validate(read, body.snapshot))
 
 
 def _chunk_in(kind: str, limits: Limits, raw: bytes, max_text: int) -> tuple[Any, dict[str, bytes]]:

@@ -63,9 +63,7 @@ class Metrics:
         )
         self.patches = counter("patches_formed", "Low-rank patches formed and stored")
         self.audits = counter("audits", "Answers that were held against a re-prefill in the background")
-        self.audits_lost = counter(
-            "audits_lost", "Audited answers that lost the value that every exact reference gives"
-        )
+        self.audits_lost = counter("audits_lost", "Audited answers that lost the value every exact reference gives")
         self.audits_undecided = counter("audits_undecided", "Audited answers about whose value exact answers disagree")
         self.audit_texts = counter("audit_texts", "Audited answers without a value, which are held against the floor")
         self.audit_excess = counter("audit_excess_nats", "Nats a token beyond the floor, summed over these")
@@ -88,12 +86,8 @@ class Metrics:
         self.store_items = gauge("store_items", "Values held", "tier")
         self.open = gauge("windows_open", "Open windows")
         self.waiting = gauge("requests_waiting", "Requests to windows and chunks that wait for their turn")
-        self.chats = counter(
-            "chats", "Plain chats by what stood behind them: window, none, or a window that failed", "behind"
-        )
-        self.alone = counter(
-            "chats_alone", "Plain chats with windows that vLLM computed without one, by reason", "reason"
-        )
+        self.chats = counter("chats", "Plain chats by what is behind: window, none, or a window that failed", "behind")
+        self.alone = counter("chats_alone", "Plain chats with windows that vLLM computed alone, by reason", "reason")
         self.chat_records = counter(
             "chat_records",
             "Records of plain chats in the store: written, refused or failed there, taken_up by this server, fenced_off",
@@ -112,9 +106,7 @@ class Metrics:
             "result",
         )
         self.kept_pictures = counter("kept_pictures", "Dropped pictures that were still in a plain chat's prompt")
-        self.live_frames = counter(
-            "live_frames", "Frames pushed into live streams: placed, dropped or failed", "result"
-        )
+        self.live_frames = counter("live_frames", "Frames pushed to live streams: placed, dropped or failed", "result")
         self.memory = gauge("memory_bytes", "Memory of the server's processes")
         self.memory_limit = gauge("memory_limit_bytes", "Memory from which no new work is taken")
         self.memory_refused = counter("memory_refused", "Requests that were refused because memory was short")

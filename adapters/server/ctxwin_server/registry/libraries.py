@@ -66,9 +66,8 @@ class Libraries:
 
     def describe_all(self) -> list[dict[str, Any]]:
         """Describe every library that this tenant can read."""
-        descriptions = [
-            self.describe(self._open_library(self.engine.repo.store, n, is_own=True)) for n in self._own_names()
-        ]
+        own = (self._open_library(self.engine.repo.store, name, is_own=True) for name in self._own_names())
+        descriptions = [self.describe(library) for library in own]
         names = {description["id"] for description in descriptions}
         for name in granted(self.references, self.tenant) if self.references else ():
             if name not in names:

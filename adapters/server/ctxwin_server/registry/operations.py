@@ -179,9 +179,8 @@ def _insert(context: OperationContext, window: Window, index: COUNT, chunk: Chun
 
 _forward("evict", id=str, forget=(bool, False), lazy=(bool, False))
 _forward("slide", "evicted", count=(COUNT | None, None), reserve_tokens=(COUNT, 0), to=(Mark | None, None))
-_forward(
-    "recall", "index", id=str, at=(COUNT | Literal["chronological", "cheapest"] | None, None), repair=(bool, False)
-)
+_At = COUNT | Literal["chronological", "cheapest"] | None
+_forward("recall", "index", id=str, at=(_At, None), repair=(bool, False))
 
 
 @_operation()

@@ -41,17 +41,15 @@ def check_snapshot(engine: Engine, state: State, limits: Limits) -> State:
     Allowance(limits).check_chunks(len(state.placed) + len(state.evicted))
     max_text = limits.text(engine.spec.max_tokens)
     if len(state.system_prompt) > max_text:
-        raise TooLarge(
-            f"a system prompt must have at most {max_text} characters (--max-text), got {len(state.system_prompt)}"
-        )
+        got = len(state.system_prompt)
+        raise TooLarge(f"a system prompt must have at most {max_text} characters (--max-text), got {got}")
     for entry in (*state.placed, *state.evicted):
         _check_size(entry.chunk, limits, max_text)
     text = sum(len(p.text) for entry in state.placed for p in entry.chunk.parts if isinstance(p, TextPart))
     if text > max_text:
         raise TooLarge(f"the text of a window must have at most {max_text} characters (--max-text), got {text}")
-    state = state.replace(
-        placed=tuple(map(_without_paths, state.placed)), evicted=tuple(map(_without_paths, state.evicted))
-    )
+    placed, evicted = (tuple(map(_without_paths, entries)) for entries in (state.placed, state.evicted))
+    state = state.replace(placed=placed, evicted=evicted)
     _check_counts(engine, state)
     return state
 
@@ -80,9 +78,7 @@ def _without_paths(entry: Placed) -> Placed:
 def _check_counts(engine: Engine, state: State) -> None:
     entries = (*state.placed, *state.evicted)
     if len({p.id for p in entries}) < len(entries) or min(state.version, state.arrivals) < 0:
-        raise ValueError(
-            "a snapshot must hold every placement once, and no negative counts; send it as the window gave it"
-        )
+        raise ValueError("a snapshot must hold every placement once, no negative counts; send it as the window gave it")
     for p in entries:
         if p.chunk_id != p.chunk.id:
             raise ValueError(f"the snapshot's chunk {p.id} must have the content {p.chunk_id}, got {p.chunk.id}")

@@ -341,9 +341,7 @@ class WindowRegistry:
         try:
             record = json.loads(raw)
             # Trusted as much as the store; with a shared key, its seal shows that a server wrote them.
-            answers = {
-                str(name): (str(body_digest), str(answer)) for name, (body_digest, answer) in record["answers"].items()
-            }
+            answers = {str(name): (str(sent), str(answer)) for name, (sent, answer) in record["answers"].items()}
             data, keys = record["state"], [str(key) for key in record.get("pages", ())]
             signed = hmac.compare_digest(str(record["mac"]), _mac(window_id, [data, keys]))
             parse = State.model_validate if signed else partial(read_snapshot, limits=self._limits)

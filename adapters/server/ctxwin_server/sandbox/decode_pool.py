@@ -142,7 +142,6 @@ class VideoHeaders(ProcessPool):
             raise BadMedia(answer.decode("utf-8", "replace"))
         (width, height, reason), _ = unpack(answer)
         if min(width, height) <= 0:
-            raise BadMedia(
-                reason or f"a video must have a stream that this server can read, got {len(raw)} bytes without one"
-            )
+            unread = f"a video must have a stream that this server can read, got {len(raw)} bytes without one"
+            raise BadMedia(reason or unread)
         return width, height

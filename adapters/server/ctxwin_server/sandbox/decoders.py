@@ -59,9 +59,8 @@ def file(_: Sequence[str]) -> Answer:
         except (BadMedia, MissingExtra):
             raise
         except Exception as error:  # decoders raise anything on malformed files, MemoryError included
-            raise BadMedia(
-                f"a file must be readable, got {name[:255]!r}: {type(error).__name__}: {error}"[:500]
-            ) from None
+            fault = f"a file must be readable, got {name[:255]!r}: {type(error).__name__}: {error}"
+            raise BadMedia(fault[:500]) from None
 
     return answer
 

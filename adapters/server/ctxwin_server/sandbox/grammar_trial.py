@@ -103,10 +103,8 @@ def _compile(xgrammar: Any, compiler: Any, kind: str, text: str) -> Any:
     if "structures" not in tag:
         return compiler.compile_structural_tag(text)
     items = [
-        xgrammar.StructuralTagItem(
-            begin=structure["begin"], schema=json.dumps(structure["schema"]), end=structure["end"]
-        )
-        for structure in tag["structures"]
+        xgrammar.StructuralTagItem(begin=one["begin"], schema=json.dumps(one["schema"]), end=one["end"])
+        for one in tag["structures"]
     ]
     return compiler.compile_structural_tag(items, tag["triggers"])
 

@@ -223,10 +223,8 @@ def _tools(data: dict[str, Any]) -> Iterator[Constraint]:
         named = schema.get("$defs")
         if isinstance(named, dict):
             definitions |= named
-        call = {
-            "name": {"enum": [str(function.get("name"))]},
-            "parameters": {k: v for k, v in schema.items() if k != "$defs"},
-        }
+        parameters = {k: v for k, v in schema.items() if k != "$defs"}
+        call = {"name": {"enum": [str(function.get("name"))]}, "parameters": parameters}
         calls.append({"type": "object", "properties": call, "required": list(call)})
     if calls and (strict or isinstance(choice, dict) or choice in ("required", "any")):
         yield "json", json.dumps({"anyOf": calls, **({"$defs": definitions} if definitions else {})})

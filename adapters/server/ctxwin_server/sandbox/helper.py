@@ -198,9 +198,8 @@ class Helper:
             pass  # it has ended
         finally:
             timer.cancel()
-        raise OutOfBounds(
-            f"it took more than {seconds:g} s" if timed_out.is_set() else f"its process ended with {popen.wait()}"
-        )
+        late = f"it took more than {seconds:g} s" if timed_out.is_set() else ""
+        raise OutOfBounds(late or f"its process ended with {popen.wait()}")
 
     def _kill(self) -> None:
         popen, self._popen = self._popen, None

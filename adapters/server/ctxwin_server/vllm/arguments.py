@@ -73,9 +73,8 @@ def add_settings(parser: Any) -> Any:
             group.add_argument(flag, action="store_true", default=default, help=text)
         else:
             # vLLM logs what differs from a default, and a store's URL may hold a password.
-            group.add_argument(
-                flag, type=_Unlogged if kind is str else kind, default=default, help=text, metavar=metavar
-            )
+            kind = _Unlogged if kind is str else kind
+            group.add_argument(flag, type=kind, default=default, help=text, metavar=metavar)
     return parser
 
 
@@ -131,7 +130,7 @@ def _check_one_process(args: Namespace) -> None:
 
     if args.headless or args.grpc:
         raise UnsupportedModel(
-            "windows are served over HTTP with their engine on this machine; drop --headless and --grpc"
+            "windows are served over HTTP with their engine on one machine; drop --headless and --grpc"
         )
     if getattr(envs, "VLLM_USE_RUST_FRONTEND", False):
         raise UnsupportedModel("windows live in vLLM's Python server; unset VLLM_USE_RUST_FRONTEND")

@@ -71,7 +71,7 @@ class CtxwinConnector(SchedulerHalf, WorkerHalf, KVConnectorBase_V1, SupportsHMA
             inner = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
             if any(isinstance(each, SlidingWindowSpec) for each in inner):
                 raise UnsupportedModel(
-                    "of a model whose layers all slide vLLM drops what left the window; open it as hf:..."
+                    "vLLM drops what left the window of a model whose layers all slide; open it as hf:..."
                 )
         except UnsupportedModel as error:
             endpoint.refuse(error)

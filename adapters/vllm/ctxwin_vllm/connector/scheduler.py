@@ -109,9 +109,8 @@ class SchedulerHalf:
         if not num_external_tokens:
             return
         end, background = begin + num_external_tokens, self._background(meta, begin)
-        self._step.loads.append(
-            LoadSpec(self.source, handle, request.request_id, tuple(ids), begin, end, background, states)
-        )
+        load = LoadSpec(self.source, handle, request.request_id, tuple(ids), begin, end, background, states)
+        self._step.loads.append(load)
         if not background:
             first = begin // self.block_size
             self._unproven.append(_Unproven(self._steps, request.request_id, first, set(ids[first:])))

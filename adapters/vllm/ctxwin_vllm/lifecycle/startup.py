@@ -71,9 +71,7 @@ def start(
     if processes not in get_args(Processes):
         raise ValueError(f"processes must be one of {', '.join(get_args(Processes))}, got {processes!r}")
     if processes == "single" and ranks(options) != 1:
-        raise ValueError(
-            "tensor_parallel_size and pipeline_parallel_size need processes='multi' or 'async', got 'single'"
-        )
+        raise ValueError("tensor_parallel_size, pipeline_parallel_size need processes='multi' or 'async', got 'single'")
     versions.check(options.get("allow_untested_vllm"))
     with _lock, in_turn() if processes == "single" else contextlib.nullcontext(), _unnoticed(processes, options):
         from vllm import envs

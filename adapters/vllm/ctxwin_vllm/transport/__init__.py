@@ -5,16 +5,8 @@ from ctxwin_vllm.transport.endpoint import open_endpoint
 from ctxwin_vllm.transport.local import LocalTransport, find
 from ctxwin_vllm.transport.shared_memory import SharedMemoryTransport
 
-__all__ = [
-    "PARAM",
-    "LoadSpec",
-    "LocalTransport",
-    "RequestMeta",
-    "SaveSpec",
-    "SharedMemoryTransport",
-    "Transfer",
-    "Transport",
-]
+__all__ = ["PARAM", "LoadSpec", "LocalTransport", "RequestMeta", "SaveSpec", "SharedMemoryTransport"]
+__all__ += ["Transfer", "Transport"]
 
 
 def connect(source: str) -> Endpoint:

@@ -159,10 +159,8 @@ class EmbeddingCache:
             self.nbytes -= read.nbytes
             read.nbytes = 0
         else:
-            got = [*embeddings.shape]
-            _log.warning(
-                "the embeddings of %r must be %s of %s, got %s of %s", name, [*shape], dtype, got, embeddings.dtype
-            )
+            got = f"{[*embeddings.shape]} of {embeddings.dtype}"
+            _log.warning("the embeddings of %r must be %s of %s, got %s", name, [*shape], dtype, got)
         self.release(name, user)
         return False
 

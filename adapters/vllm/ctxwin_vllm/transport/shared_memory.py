@@ -52,17 +52,8 @@ from ctxwin.kv.layout import KVSpec, SpanKV, outputs_in, outputs_named
 from ctxwin.kv.patch import Patch
 from ctxwin.kv.states import named, since_exact, states_in
 from ctxwin.store import codec
-from ctxwin_vllm.lifecycle import watchdog
-from ctxwin_vllm.lifecycle.folders import (
-    LOCK,
-    PREFIX,
-    SEGMENTS,
-    read_json,
-    shared_memory,
-    sweep,
-    write_file,
-    write_json,
-)
+from ctxwin_vllm.lifecycle import folders, watchdog
+from ctxwin_vllm.lifecycle.folders import read_json, write_json
 from ctxwin_vllm.ranks import gather, gather_stages
 from ctxwin_vllm.transport import embeddings
 from ctxwin_vllm.transport.base import RequestMeta, Transfer, Transport, new_handle, state_bytes
@@ -101,11 +92,11 @@ class SharedMemoryTransport(Transport):
     """
 
     def __init__(self, kv: KVSpec, folder: str | Path | None = None, max_bytes: int | None = None) -> None:
-        root = Path(folder or shared_memory())
-        sweep(root)
+        root = Path(folder or folders.shared_memory())
+        folders.sweep(root)
         try:
-            self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=root))
-            lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            self.path = Path(tempfile.mkdtemp(prefix=f"{folders.PREFIX}{os.getpid()}-", dir=root))
+            lock = os.open(self.path / folders.LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX)
             free = shutil.disk_usage(self.path).free
         except OSError as error:
@@ -146,7 +137,7 @@ class SharedMemoryTransport(Transport):
 
     def remember_segments(self, names: set[str]) -> None:
         """Record the names of vLLM's shared memory, for the next `sweep` if all processes are killed at once."""
-        write_json(self.path / SEGMENTS, dict.fromkeys(names))
+        write_json(self.path / folders.SEGMENTS, dict.fromkeys(names))
 
     def add(self, transfer: Transfer, handle: str = "") -> str:
         """As `Transport.add`. Cost: one write of each span that no earlier transfer brought."""
@@ -244,7 +235,7 @@ class SharedMemoryTransport(Transport):
                     break
                 self._drop(old)
         check_room(self.path, len(blob))
-        write_file(self.path / name, blob)
+        folders.write_file(self.path / name, blob)
         with self._lock:
             self._bytes += len(blob) - self._files.pop(name, (0, 0))[0]
             self._files[name] = len(blob), sum_of(blob)
@@ -338,13 +329,8 @@ def encode_span(span: SpanKV) -> bytes:
     """Return a span as the store frames it; the bytes that it was read from where it is unchanged."""
     if span.blob is not None:
         return span.blob
-    tensors = {
-        "k": span.k,
-        "v": span.v,
-        "positions": span.positions,
-        **outputs_named(span.outputs),
-        **named(span.states),
-    }
+    tensors = {"k": span.k, "v": span.v, "positions": span.positions}
+    tensors |= outputs_named(span.outputs) | named(span.states)
     return codec.encode_tensors(tensors, {"start": span.start}, checked=False)
 
 

@@ -59,10 +59,8 @@ class Cacheblend(
             hidden = hidden.gather(1, stay[..., None].expand(-1, -1, hidden.shape[-1]))
             hidden = run(group.context.pick(at), memory, at + lead, layers=only, hidden=hidden)
         work, renewed = (tokens + sum(counts)) / layers, {"renewed": sum(counts) / layers / tokens}
-        return [
-            replace(one, extra=one.extra | renewed)
-            for one in (serving(group, row, work) for row in group.spans(memory))
-        ]
+        served = (serving(group, row, work) for row in group.spans(memory))
+        return [replace(one, extra=one.extra | renewed) for one in served]
 
 
 @dataclass(frozen=True)
@@ -176,10 +174,8 @@ def low_rank_keys(span: SpanKV, spec: KVSpec, rank: int | None, dtype: torch.dty
 
 def falling(share: float, steps: int) -> list[float]:
     """``steps`` shares in equal steps around ``share``, which is their mean: from 5/4 of it to 3/4, within 0..1."""
-    width = min(share / 4, 1 - share)
-    return (
-        (share + torch.linspace(width, -width, steps, dtype=torch.float64)).tolist() if steps > 1 else [share] * steps
-    )
+    width = min(share / 4, 1 - share) * (steps > 1)
+    return (share + torch.linspace(width, -width, steps, dtype=torch.float64)).tolist()
 
 
 def _squared_change(memory: Memory, layer: int, k: Tensor, v: Tensor) -> Tensor:

@@ -116,9 +116,7 @@ class Recalled(Arm, form="blind", source="Kamera, section 5, 'Recall' (blind)", 
 def came_back(item: Item) -> int:
     """The place of the chunk that was recalled."""
     if item.asked is None:
-        raise ValueError(
-            f"a recalled item must say which chunk came back, got none for item {item.index} of {item.task!r}"
-        )
+        raise ValueError(f"a recalled item must say what came back, got none for item {item.index} of {item.task!r}")
     return item.asked
 
 

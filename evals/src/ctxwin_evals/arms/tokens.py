@@ -42,12 +42,9 @@ class _Recomputing(Arm):
         chosen, rows = self.chosen(group), self.base(group)
         if group.embeds:
             return serve_rows(group, recompute(group, rows, chosen), chosen.sum(dim=1).tolist())
-        return [
-            replace(
-                serving(group, row, int(mask.sum())), recompute=[runs_of(mask[p.slot : p.end]) for p in group.places]
-            )
-            for row, mask in zip(rows, chosen, strict=True)
-        ]
+        runs = [[runs_of(mask[p.slot : p.end]) for p in group.places] for mask in chosen]
+        served = (serving(group, row, int(mask.sum())) for row, mask in zip(rows, chosen, strict=True))
+        return [replace(one, recompute=recompute) for one, recompute in zip(served, runs, strict=True)]
 
 
 class FirstK(CountedArm, _Recomputing, form="first_k:K", source="Kamera, section 4 and appendix C.3 (first-k carve)"):
@@ -257,6 +254,5 @@ def serving(
 
 def _squared_distance(a: SpanKV, b: SpanKV) -> Tensor:
     """Squared distance of two spans in one frame by token, float64 ``[T]``."""
-    return sum(
-        ((x.double() - y.double()).pow(2).sum(dim=(0, 2, 3)) for x, y in ((a.k, b.k), (a.v, b.v))), torch.zeros(())
-    )
+    parts = ((a.k, b.k), (a.v, b.v))
+    return sum(((x.double() - y.double()).pow(2).sum(dim=(0, 2, 3)) for x, y in parts), torch.zeros(()))

@@ -33,9 +33,7 @@ def reuse(
     peers: Annotated[str, typer.Option(help="vLLM with other connectors, too: offloading,lmcache.")] = "",
     model: Annotated[str, typer.Option(help=_MODEL)] = "",
     model_dir: Annotated[Path | None, typer.Option(help=_DIR)] = None,
-    ops: Annotated[
-        str, typer.Option(help="Edits, comma-separated.")
-    ] = "slide,steady,recall,fork,toggle,reorder,oldest,copy",
+    ops: Annotated[str, typer.Option(help="Edits to measure.")] = "slide,steady,recall,fork,toggle,reorder,oldest,copy",
     tokens: Annotated[str, typer.Option(help="Reused tokens, comma-separated.")] = "512,2048,4096",
     rank: Annotated[int, typer.Option(help="Rank of the stored patches: the bytes of joint factors.")] = 16,
     runs: Annotated[int, typer.Option(help="Repetitions of each figure.")] = 7,
@@ -99,9 +97,8 @@ def reuse_table(result: Mapping[str, Any]) -> Table:
     """One line a move and size; times are milliseconds to the first token, medians."""
     machine, model = result["meta"]["machine"], result["meta"]["model"]
     runs, others = result["meta"]["settings"]["runs"], list(result["rows"][0]["arms"])[2:]
-    title = (
-        f"ms to the first token behind an edit (tokens computed), {result['meta']['engine']}, medians of {runs} runs"
-    )
+    engine = result["meta"]["engine"]
+    title = f"ms to the first token behind an edit (tokens computed), {engine}, medians of {runs} runs"
     columns = ["op", "tokens", "ctxwin", "floor", *others, "over floor", "by CPU", "over cleverest"]
     table = new_table(title, "|".join(columns))
     for row in result["rows"]:

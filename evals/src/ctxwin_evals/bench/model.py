@@ -122,9 +122,8 @@ def write_model(folder: Path, sizes: Sizes, seed: int) -> None:
     config.text_config.rope_parameters["mrope_section"] = sections
     width, layers = sizes.vision_width, list(range(sizes.vision_depth))
     tower = {"depth": len(layers), "fullatt_block_indexes": layers, "num_heads": sizes.vision_heads}
-    config.vision_config.update(
-        tower | {"hidden_size": width, "intermediate_size": 4 * width, "out_hidden_size": sizes.hidden}
-    )
+    tower |= {"hidden_size": width, "intermediate_size": 4 * width, "out_hidden_size": sizes.hidden}
+    config.vision_config.update(tower)
     _random(library, config, seed).save_pretrained(folder)
     for part in (processor.image_processor, processor.video_processor):
         part.size = {"shortest_edge": edge, "longest_edge": edge * sizes.max_tokens}

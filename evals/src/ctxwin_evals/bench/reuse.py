@@ -65,9 +65,7 @@ class Settings:
         """Raise ValueError where the longest prompt does not fit the engine."""
         needed, room = 2 * max(self.tokens) + 64, engine.spec.max_tokens  # who appends holds twice the window
         if needed > room:
-            raise ValueError(
-                f"tokens must leave room in the {room} that the model takes, got {max(self.tokens)}: {needed}"
-            )
+            raise ValueError(f"tokens must leave room in the {room} of the model, got {max(self.tokens)}: {needed}")
 
 
 class Sample(NamedTuple):
@@ -246,11 +244,11 @@ def _served(event: Event) -> Row:
     """How the ask that was timed last was served."""
     assert event.answer is not None and event.lanes is not None
     placed, lanes = {p.id: p for p in event.state.placed}, Counter[str]()
+    chunks = []
     for placement, lane in event.lanes.items():
-        lanes[lane] += placed[placement].tokens
-    chunks = [
-        {"chunk": placed[i].chunk.label, "tokens": placed[i].tokens, "lane": lane} for i, lane in event.lanes.items()
-    ]
+        entry = placed[placement]
+        lanes[lane] += entry.tokens
+        chunks.append({"chunk": entry.chunk.label, "tokens": entry.tokens, "lane": lane})
     return {"bytes_loaded": event.answer.usage.bytes_loaded, "lanes": dict(lanes), "chunks": chunks}
 
 

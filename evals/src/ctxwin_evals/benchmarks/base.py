@@ -161,9 +161,7 @@ class DataTask(Task):
         if fresh:
             _log.warning("%s: %d rows left out, they cannot be read", self.name, len(odd))
         if not items:
-            raise ValueError(
-                f"{self.root} must hold items of {self.name}, got none ({len(skipped)} without their media)"
-            )
+            raise ValueError(f"{self.root} must hold items of {self.name}, got none ({len(skipped)} without media)")
         news, self.skipped = tuple(skipped) != self.skipped, tuple(skipped)
         if skipped and news:
             _log.warning("%s: %d items left out, their media are missing", self.name, len(skipped))

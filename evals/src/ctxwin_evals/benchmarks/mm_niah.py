@@ -103,9 +103,8 @@ def compose(row: Row, folder: Path, where: str, words: int) -> Prompt:
     paths = [inside(folder, name, where) for name in row.images]
     document, question = (row.context + "\n").split(PLACEHOLDER), row.question.split(PLACEHOLDER)
     cut = len(document) - 1
-    return Prompt(
-        interleave(document, paths[:cut], words) + interleave(question[:-1], paths[cut:], words), question[-1]
-    )
+    pieces = interleave(document, paths[:cut], words) + interleave(question[:-1], paths[cut:], words)
+    return Prompt(pieces, question[-1])
 
 
 class MMNiah(PromptTask):

@@ -131,9 +131,7 @@ def _chunks(
     with pq.ParquetFile(path) as file:
         pictures = file.read_row_group(group, columns=["image_list"])["image_list"][number].as_py()
     if len(pictures) != len(parts):
-        raise ValueError(
-            f"{where}: there must be a picture for every {PLACEHOLDER}, got {len(pictures)} for {len(parts)}"
-        )
+        raise ValueError(f"{where}: every {PLACEHOLDER} must have a picture, got {len(pictures)} for {len(parts)}")
     chunks: list[Chunk] = []
     for texts, picture in zip(parts, pictures, strict=True):
         chunks += [Chunk.text(text) for text in texts]

@@ -38,9 +38,8 @@ class Prompt:
 
     def chunks(self, max_pixels: int | None = None) -> list[Chunk]:
         """Decode the pictures. Raises BadMedia, naming the file."""
-        return [
-            Chunk.text(p) if isinstance(p, str) else Chunk.image(load_picture(p.path, max_pixels)) for p in self.pieces
-        ]
+        parts = (p if isinstance(p, str) else p.path for p in self.pieces)
+        return [Chunk.text(p) if isinstance(p, str) else Chunk.image(load_picture(p, max_pixels)) for p in parts]
 
 
 def interleave(texts: Sequence[str], pictures: Sequence[Path], words: int) -> tuple[Piece, ...]:

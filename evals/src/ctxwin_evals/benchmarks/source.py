@@ -23,9 +23,7 @@ def find_data(data: str, patterns: list[str]) -> Path:
     if not data.startswith(HUB):
         folder = Path(data).expanduser()
         if not folder.is_dir() or not any(folder.iterdir()):
-            raise ValueError(
-                f"data must be a folder in the data set's official layout, got {data!r}, which is none or empty"
-            )
+            raise ValueError(f"data must be a folder in the data set's official layout, got {data!r}, none or empty")
         unpack_all(folder)
         return folder
     repo = data.removeprefix(HUB)
@@ -121,9 +119,7 @@ def _holds(folder: Path, archive: Path) -> bool:
     """True if a folder holds every file of a zip, each of its size."""
     try:
         with zipfile.ZipFile(archive) as zipped:
-            files = [
-                (folder / Path(info.filename).name, info.file_size) for info in zipped.infolist() if not info.is_dir()
-            ]
+            files = [(folder / Path(f.filename).name, f.file_size) for f in zipped.infolist() if not f.is_dir()]
     except (zipfile.BadZipFile, OSError):
         return False
     return all(path.is_file() and path.stat().st_size == size for path, size in files)
@@ -163,7 +159,5 @@ def _content(archive: Path) -> Iterator[Path]:
             shutil.unpack_archive(archive, folder, **options)  # type: ignore[arg-type]
         except (shutil.ReadError, tarfile.TarError, zipfile.BadZipFile, EOFError, OSError) as error:
             kind = "zip" if archive.suffix == ".zip" else "tar"
-            raise ValueError(
-                f"{archive} must be a whole {kind} archive, got {error}; remove it to fetch it again"
-            ) from error
+            raise ValueError(f"{archive} must be a whole {kind} archive, got {error}; remove it to fetch it") from error
         yield Path(folder)

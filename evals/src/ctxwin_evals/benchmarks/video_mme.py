@@ -127,9 +127,8 @@ class VideoMME(VideoTask):
             scores = [row["score"] for row in some if row["score"] is not None]
             figures[f"accuracy{name}"] = sum(scores) / len(scores) if scores else 0.0
             if answered:
-                figures[f"lmms_eval{name}"] = sum(extract_lmms_eval(r["answer"]) == r["target"] for r in some) / len(
-                    some
-                )
+                right = sum(extract_lmms_eval(row["answer"]) == row["target"] for row in some)
+                figures[f"lmms_eval{name}"] = right / len(some)
         videos = {d: {row["meta"]["videoID"] for row in rows if row["meta"]["duration"] == d} for d in DURATIONS}
         return {
             **figures,

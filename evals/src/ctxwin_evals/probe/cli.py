@@ -30,9 +30,7 @@ _SMALL = 50_000_000
 """Parameters of a decoder whose threads would only wait for each other."""
 _OUTPUT = "Folder for report, result and profile; by default the report goes to probe-output and the profile beside the weights."
 _THREADS = "CPU threads; 0: one for a small model, else torch's default."
-_DTYPE = (
-    "The model's arithmetic; '' takes the checkpoint's own. By default float32 on hf, the checkpoint's own on vllm."
-)
+_DTYPE = "The model's arithmetic; '' is the checkpoint's own. By default float32 on hf, the checkpoint's own on vllm."
 _BUDGET = "Largest share of values of answers about texts that reuse may lose."
 _EXCESS = "Largest mean loss of text, in nats a token beyond what exact answers differ by."
 _QUESTIONS = "Your own questions, one per line; with --images or --texts."
@@ -85,9 +83,7 @@ def probe(
 
                 torch.set_num_threads(1)
             if images is not None and not opened.spec.vision:
-                raise ValueError(
-                    f"{opened.spec.model!r} reads text only; give it --texts DIR, or nothing, not --images"
-                )
+                raise ValueError(f"{opened.spec.model!r} reads only text; give it --texts DIR or nothing, not --images")
             sources: list[Source] = [World(), Scenes()]
             if images is not None:
                 sources = [Images(images, own_questions, max_tokens, max_pixels or None)]

@@ -98,10 +98,8 @@ class Source(Task):
             if slides <= len(stream.questions)
         ]
         first_order, order = tuple(range(count)), tuple(range(slides, count))
-        return [
-            replace(item, before=first_order, placed=order, meta={**item.meta, "stream_window": PLACED})
-            for item in items
-        ]
+        window = {"stream_window": PLACED}
+        return [replace(item, before=first_order, placed=order, meta={**item.meta, **window}) for item in items]
 
     def score(self, answer: str, target: Any, meta: Mapping[str, Any]) -> Scored:
         """The first word must be the truth, where one is known; answers agree where all their words do."""

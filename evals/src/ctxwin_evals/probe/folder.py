@@ -96,9 +96,8 @@ class Images(Source):
             first, last = (LETTERS[(slide + i) % len(LETTERS)] for i in (PLACED - 2, PLACED - 1))
             text = self.asked[slide % len(self.asked)] if self.asked else self._differ(first, last)
             questions.append(Question(text, "cross"))
-        return Context(
-            partial(self._load, chosen, ()), tuple(p.size for p in chosen), chosen[-1].name, tuple(questions)
-        )
+        load, sizes = partial(self._load, chosen, ()), tuple(p.size for p in chosen)
+        return Context(load, sizes, chosen[-1].name, tuple(questions))
 
     def _questions(self, rng: np.random.Generator) -> tuple[Question, ...]:
         """A question about two pieces, one about one piece, and one of the user's."""
@@ -117,9 +116,7 @@ class Images(Source):
 
     def _load(self, pieces: Sequence[Piece], strangers: Sequence[Piece]) -> list[Chunk]:
         chunks = [self.chunk(p, p.size, LETTERS[i % len(LETTERS)]) for i, p in enumerate(pieces)]
-        return chunks + [
-            self.chunk(s, p.size, LETTERS[i]) for i, (s, p) in enumerate(zip(strangers, pieces, strict=False))
-        ]
+        return chunks + [self.chunk(s, p.size, name) for s, p, name in zip(strangers, pieces, LETTERS, strict=False)]
 
     def chunk(self, piece: Piece, size: tuple[int, ...], letter: str) -> Chunk:
         from PIL import Image

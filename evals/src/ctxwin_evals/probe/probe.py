@@ -152,9 +152,8 @@ class Probe:
         result = self._about() | {"reading": {name: [asdict(c) for c in rows] for name, rows in reading.items()}}
         effect, judgement = self._effect(competences)
         arms = {name: self._by_kind(of_arm(effect, name)) for name in ("stepwise", "oracle", "blind")}
-        result["arms"] = {
-            k: {name: summaries[k] for name, summaries in arms.items() if summaries} for k in arms["blind"]
-        }
+        measured = {name: kinds for name, kinds in arms.items() if kinds}
+        result["arms"] = {k: {name: kinds[k] for name, kinds in measured.items()} for k in arms["blind"]}
         items = self.source.items(min(8, self.sizes.choosing))
         groups = (self.measurer.group(batch) for batch in self._batches("what the loss looks like", items, 0.5))
         result["deficit"] = structure.shape(groups, self.decoder.spec)
@@ -453,10 +452,9 @@ def as_profile(result: Mapping[str, Any], model: str) -> Profile:
     names = ("source", "engine", "served", "strategies", "floor", "owed", "trials")
     measured = {name: result[name] for name in names if name in result}
     measured |= {"limits": verdict["limits"], "reasons": verdict["reasons"], "blind": blind, "noise": noise}
+    figures = ("rank", "layers", "layout", "share", "safe")
     measured |= {
-        "settings": [
-            {k: s[k] for k in ("rank", "layers", "layout", "share", "safe")} for s in result.get("proving", [])
-        ],
+        "settings": [{k: s[k] for k in figures} for s in result.get("proving", [])],
         "functional_rank": result.get("functional_rank", {}),
         "survivors_by_slides": {str(s["slides"]): s[f"other_than_{s['stricter']}"] for s in survivors},
     }

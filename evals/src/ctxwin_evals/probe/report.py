@@ -52,9 +52,7 @@ def _texts(result: Mapping[str, Any]) -> Section:
         numbers = {title: number(r[name]) for title, name in figures.items()}
         strategy, safe = f"{r['strategy']}, {r['kind']}", "yes" if r["safe"] else "no"
         rows.append({"strategy, answers": strategy, "passages": count(r["units"]), **numbers, "safe": safe})
-    note = (
-        "Text loses nats a token beyond the floor, answers with a value lose it; 'needed' passages like these show it."
-    )
+    note = "Text loses nats a token beyond the floor, answers with a value lose it; 'needed' such passages show it."
     return Section("What reuse loses", result["floor"], tables=[tabulate("Strategies", rows, note=note)])
 
 
@@ -135,9 +133,8 @@ def _compression(result: Mapping[str, Any]) -> Section:
         cells: dict[str, Cell | str] = {"smallest that is enough": way, "n": count(ways[way][0]["n"])}
         if best:
             cells |= {"rank": count(best["rank"]), "bytes": share(best["share"]), "eta": number(best["eta"])}
-            cells |= _changed_answers(best) | {
-                "bytes of the basis, once": Cell(f"{best['basis_bytes']:,}", best["basis_bytes"])
-            }
+            basis_bytes = best["basis_bytes"]
+            cells |= _changed_answers(best) | {"bytes of the basis, once": Cell(f"{basis_bytes:,}", basis_bytes)}
         rows.append(cells)
     note = (
         "Enough by its means on these few contexts, which only chooses what is tried below; KL under a millionth is drawn at a "
@@ -188,12 +185,11 @@ def _moves(result: Mapping[str, Any]) -> Section:
         moves += [(f"recall, {r['replaced']:.0%} replaced, {name} patch", r[name]) for name in ("stale", "fresh")]
     rows: list[Row] = []
     for name, f in moves:
-        cells = (
-            {"n": count(f["n"]), "eta": number(f["eta"]), "KL a token": number(f["kl"])} | _changed_answers(f)
-            if f
-            else {}
-        )
-        rows.append({"move": name, **cells})
+        cells: dict[str, Cell | str] = {"move": name}
+        if f:
+            cells |= {"n": count(f["n"]), "eta": number(f["eta"]), "KL a token": number(f["kl"])}
+            cells |= _changed_answers(f)
+        rows.append(cells)
     note = "The stricter of both references decides whether survivors may be kept."
     tables = [tabulate("Survivors", lost, note=note), tabulate("Moves", rows)]
     return Section("What windows do", tables=tables, pictures=_drawn(figure))

@@ -71,9 +71,8 @@ def render(figure: Figure, kind: str) -> bytes:
     out, svg = io.BytesIO(), kind == "svg"
     unstamped = {"Date" if svg else "Software": None}
     with styled():
-        figure.savefig(
-            out, format=kind, dpi="figure" if svg else 144, metadata=unstamped, facecolor="none" if svg else "white"
-        )
+        looks: dict[str, Any] = {"dpi": "figure", "facecolor": "none"} if svg else {"dpi": 144, "facecolor": "white"}
+        figure.savefig(out, format=kind, metadata=unstamped, **looks)
     if not svg:
         return out.getvalue()
     scheme = f"svg{{--ink:{INK}}}@media(prefers-color-scheme:dark){{svg{{--ink:{_DARK_INK}}}}}"

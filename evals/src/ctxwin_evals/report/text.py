@@ -40,9 +40,7 @@ def caveats(runs: Sequence[Run]) -> list[str]:
         "Items come in clusters; intervals are cluster-robust, and McNemar's test, which takes items as independent, "
         "is left out there.": any(f["clusters"] < f["n"] for f in cells),
         "The patch that others are compared with was chosen on these items unless it was named, so its lead is a "
-        "little flattered. The many differences are not corrected for their number.": any(
-            run.result["paired"] for run in runs
-        ),
+        "little flattered. Differences are not corrected for their number.": any(run.result["paired"] for run in runs),
     }
     return [text for text, holds in applicable.items() if holds]
 

@@ -139,9 +139,8 @@ def recall(rng: np.random.Generator, frames: int, amount: float, turn: int) -> D
         order[position] = new
     pool = [*drawn, *fresh]
     now = [pool[i] for i in order]
-    questions = [
-        q for q in _questions(drawn, rng, "multi_hop") if q.frame == front and len(antecedents(now, q.mark)) == 1
-    ]
+    of_front = (q for q in _questions(drawn, rng, "multi_hop") if q.frame == front)
+    questions = [q for q in of_front if len(antecedents(now, q.mark)) == 1]
     return Drawn(pool, range(frames), order, _pick(questions, rng), {}) if questions else None
 
 

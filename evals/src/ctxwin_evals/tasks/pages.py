@@ -79,9 +79,8 @@ class TwoPages(GeneratedTask):
         """The first number must be the room's; an answer without one is wrong. ``decoy``: it is another room of the page."""
         match = re.search(r"\d+", answer)
         number = match.group() if match else ""
-        return Scored(
-            float(number == target), number, {"decoy": float(number != target and number in meta.get("decoys", ()))}
-        )
+        decoy = number != target and number in meta.get("decoys", ())
+        return Scored(float(number == target), number, {"decoy": float(decoy)})
 
     def config(self) -> dict[str, Any]:
         return super().config() | {"seed": self.seed, "page": [WIDTH, HEIGHT], "rows": ROWS}

@@ -52,9 +52,8 @@ class Protocol:
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Chunks before the edit and when the question comes: own ones as 0.., distractors after them."""
         then = self.edit(context[:target], others, rng, len(others))
-        first_order, order = (
-            ((*then, *context[target:]), context) if self.past else (context, (*then, *context[target:]))
-        )
+        edited = (*then, *context[target:])
+        first_order, order = (edited, context) if self.past else (context, edited)
         if self.setting == "slide":
             return first_order, order
         return first_order[
@@ -103,9 +102,7 @@ class ProtocolTask(Task):
         if name not in PROTOCOLS:
             raise ValueError(f"a protocol must be one of {', '.join(PROTOCOLS)}; got {spelling!r}")
         if base.setting != "window":
-            raise ValueError(
-                f"a protocol needs a task without a history of its own, got {base.name!r} ({base.setting})"
-            )
+            raise ValueError(f"a protocol needs a task without its own history, got {base.name!r} ({base.setting})")
         self.protocol = PROTOCOLS[name]
         self.amount = amount_in(spelling, self.protocol.amount)
         self.base, self.seed = base, seed
@@ -128,9 +125,7 @@ class ProtocolTask(Task):
                 if changed is not None:
                     items.append(changed)
         if not items:
-            raise ValueError(
-                f"{self.base.name} must have items with chunks in front of the asked one, got none for {self.name}"
-            )
+            raise ValueError(f"{self.base.name} must have items with earlier chunks, got none for {self.name}")
         return items
 
     def score(self, answer: str, target: Any, meta: Mapping[str, Any]) -> Scored:

@@ -117,6 +117,6 @@ def test_older_outputs_give_way_and_too_large_ones_are_refused(server: Server) -
 
 
 def test_a_server_without_outputs_says_so() -> None:
-    refused = pytest.raises(ValueError, match="opened without outputs=True")
+    refused = pytest.raises(ValueError, match="open the engine with outputs=True")
     with serving() as running, RemoteWindow(running.client(max_retries=0), HEADER) as window, refused:
         window.ask(QUESTION, max_tokens=2, outputs=[HIDDEN])
