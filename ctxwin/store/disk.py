@@ -27,23 +27,12 @@ from typing import Final, Literal, TypeVar
 import diskcache
 
 from ctxwin.errors import StoreCorrupt
+from ctxwin.store import records
 from ctxwin.store.base import StoreStats, check_key, check_value
 from ctxwin.store.codec import SUM_BYTES, ForeignRecordError
 from ctxwin.store.disk_index import IndexFolder, RefusedRowError, Written, is_damage
 from ctxwin.store.failure_log import failure_logger
-from ctxwin.store.records import (
-    BLOBS,
-    TEMP,
-    BlobFile,
-    Row,
-    describe_record,
-    is_record,
-    read_record,
-    remove_old,
-    remove_record,
-    walk,
-    write_record,
-)
+from ctxwin.store.records import BlobFile, Row, is_record, remove_old
 from ctxwin.store.sealed import SealedStore
 
 log = failure_logger(__name__)
@@ -102,12 +91,12 @@ class DiskStore(SealedStore):
                 self.path.chmod(0o700)
             self._make_folders()
         self._cache = self._index.build(Path(self._scratch.name)) if self._scratch else self._index.open()
-        remove_old((self.path / TEMP).glob("*.tmp"), 3600.0)
-        if self._guarded(0, lambda: sum(1 for _ in walk(self.path)) - self._total("count")) > 0:
+        remove_old((self.path / records.TEMP).glob("*.tmp"), 3600.0)
+        if self._guarded(0, lambda: sum(1 for _ in records.walk(self.path)) - self._total("count")) > 0:
             self._collect(_ORPHAN_AGE_S)
 
     def _make_folders(self) -> None:
-        for folder in (self.path / BLOBS, self.path / TEMP):
+        for folder in (self.path / records.BLOBS, self.path / records.TEMP):
             folder.mkdir(mode=0o700, exist_ok=True)
 
     def _row(self, key: str) -> Row | None:
@@ -127,7 +116,7 @@ class DiskStore(SealedStore):
             if row is None:
                 return None
             try:
-                head, value, tail = read_record(self.path / row.file)
+                head, value, tail = records.read_record(self.path / row.file)
                 self._seal.check(key, head, value, tail)
                 if tail[-SUM_BYTES:].hex() != row.sum:
                     raise StoreCorrupt("it is not the record that the index names")
@@ -191,11 +180,11 @@ class DiskStore(SealedStore):
                 self._check_writable()
                 if not self._make_room(total, key, row):
                     return False
-                written = write_record(self.path, head, value, tail)
+                written = records.write_record(self.path, head, value, tail)
                 try:
                     self._cache.set(key, Written(written, total), expire=self.ttl)
                 except BaseException:
-                    remove_record(self.path, written.file)
+                    records.remove_record(self.path, written.file)
                     raise
                 self._note_put(key, written, total)
                 self._make_room(total, key, None, written=True)
@@ -267,7 +256,7 @@ class DiskStore(SealedStore):
                 return True
             self._passed = {name: blob for name, blob in self._passed.items() if self._tally.holds(name)}
             known = set(self._passed.values())
-            self._oldest = sorted(blob for blob in walk(self.path) if blob not in known)  # a heap
+            self._oldest = sorted(blob for blob in records.walk(self.path) if blob not in known)  # a heap
             # Rows of missing files still count, and a forged row may claim any size.
             failures = self.failures
             if not self._evict(spare, key, partly=True) and self.failures == failures:
@@ -287,7 +276,7 @@ class DiskStore(SealedStore):
                 if (used := path.lstat().st_mtime_ns) != blob.used:
                     heapq.heappush(heap, blob._replace(used=used))
                     continue
-                key, _ = describe_record(path)
+                key, _ = records.describe_record(path)
             except (OSError, StoreCorrupt):
                 continue
             row = self._row(key)
@@ -302,7 +291,7 @@ class DiskStore(SealedStore):
             if (excess > 0 and not partly) or self.failures > failures:
                 heapq.heappush(heap, blob)
             elif self._drop_row(key, row):  # before its file: a full disk may refuse this, and nothing leaves then
-                remove_record(self.path, row.file)
+                records.remove_record(self.path, row.file)
                 self._tally.count("evictions")
         return self._total("size") <= spare
 
@@ -359,14 +348,14 @@ class DiskStore(SealedStore):
         """
         self._check_open()
         self._guarded(None, self._cache.expire)
-        removed = [remove_old((self.path / TEMP).glob("*.tmp"), min_age), self._collect(min_age)]
+        removed = [remove_old((self.path / records.TEMP).glob("*.tmp"), min_age), self._collect(min_age)]
         if not self.read_only:
             self._index.write_reserve()
         return sum(files for files, _ in removed), sum(size for _, size in removed)
 
     def _collect(self, min_age: float) -> tuple[int, int]:
         # Files first, rows second: a file whose row appears in between is seen as used.
-        files = [self.path / blob.file for blob in walk(self.path)] + [*self.path.glob("*.damaged-*")]
+        files = [self.path / blob.file for blob in records.walk(self.path)] + [*self.path.glob("*.damaged-*")]
 
         def rows() -> set[str] | None:
             indexed = [self._row(key) for key in self._cache.iterkeys() if key is not None]
@@ -407,7 +396,7 @@ class DiskStore(SealedStore):
 
     def _remove(self, key: str, row: Row | None) -> bool:
         if row is not None:
-            remove_record(self.path, row.file)
+            records.remove_record(self.path, row.file)
         return self._drop_row(key, row)
 
     def _drop_row(self, key: str, row: Row | None) -> bool:

@@ -85,7 +85,7 @@ def test_the_command(
     said = json.loads(done.stdout)
     made = decode_basis(file.read_bytes())
     assert (said["id"], said["rank"], said["followed"]) == (made.id, 3, False) and made.rank == 3
-    monkeypatch.setattr("ctxwin_evals.cli.open_model", lambda *_: pytest.fail("worked in vain"))
+    monkeypatch.setattr("ctxwin_evals.console.open_model", lambda *_: pytest.fail("worked in vain"))
     for place, words in ((file, "must be a new file"), (file / "in", "must be a writable folder")):
         refused = invoke(model_dir, "--images", pictures, "--output", place)
         assert refused.exit_code == 2 and words in refused.stderr

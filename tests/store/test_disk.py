@@ -101,7 +101,7 @@ class TestProcesses:
         assert list(store.list()) == ["span/b", "span/c", "span/new"]
 
     def test_puts_beside_many_leases_cost_as_beside_few(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        import ctxwin.store.disk as disk
+        import ctxwin.store.records as records
 
         def cost(leased: int) -> tuple[int, int]:
             store = DiskStore(tmp_path / str(leased))
@@ -112,8 +112,8 @@ class TestProcesses:
                 "span/large", b"x" * 5000
             )
             counts = Counter[str]()
-            for name, spied in (("walk", disk.walk), ("describe_record", disk.describe_record)):
-                monkeypatch.setattr(disk, name, lambda *a, n=name, f=spied: counts.update([n]) or f(*a))
+            for name, spied in (("walk", records.walk), ("describe_record", records.describe_record)):
+                monkeypatch.setattr(records, name, lambda *a, n=name, f=spied: counts.update([n]) or f(*a))
             monkeypatch.setattr(store, "_size", lambda row: counts.update(["size"]) or DiskStore._size(store, row))
             for i in range(20):
                 store.release("span/5")

@@ -15,21 +15,10 @@ from typing import TYPE_CHECKING, Any
 from ctxwin.audio import resample
 from ctxwin.chunk import Chunk, MediaPart, TextPart, TokensPart
 from ctxwin.engines.base import Engine
+from ctxwin.engines.encoding import families
 from ctxwin.engines.encoding.checkpoint import Checkpoint
 from ctxwin.engines.encoding.embeddings import Embeddings
-from ctxwin.engines.encoding.families import (
-    Family,
-    Grid,
-    both_ways,
-    frames_per_group,
-    interleaved,
-    picture_text,
-    process_audio,
-    process_images,
-    process_video,
-    stamps,
-    video_tokens,
-)
+from ctxwin.engines.encoding.families import Family, Grid, interleaved, process_video
 from ctxwin.engines.encoding.tokens import Tokens
 from ctxwin.engines.results import EngineCounters
 from ctxwin.engines.segments import Encoded, MediaSpan
@@ -264,7 +253,7 @@ class Encoder:
             ids += [*self.tokens.content(stamp), *self._mark(tokens.start)] if marked else lead
             token_ids = self._picture_ids(grid) if family.marks and not native else [pad] * rows
             words = tuple(i for i, token in enumerate(token_ids) if token != pad)
-            kind, whole = "video" if native else "image", bool(both_ways(checkpoint.config))
+            kind, whole = "video" if native else "image", bool(families.both_ways(checkpoint.config))
             media.append(MediaSpan(kind, key, len(ids), len(token_ids), grid, seconds, words, whole))
             ids += token_ids
             ids += self._mark(tokens.end) if marked else tail
@@ -303,7 +292,7 @@ class Encoder:
             processor, rate = self.checkpoint.processor, part.rate
             assert rate is not None
             samples = resample(self._pixels(chunk, part), rate, int(processor.feature_extractor.sampling_rate))
-            return (key, *self._run(part, [key], process_audio, processor, samples)[key])
+            return (key, *self._run(part, [key], families.process_audio, processor, samples)[key])
         return (key, *self._stored_size(key))
 
     @staticmethod
@@ -312,14 +301,14 @@ class Encoder:
 
     def _picture_ids(self, grid: Grid) -> list[int]:
         """Return all tokens of a picture of a family with marks."""
-        return self.tokens.template(picture_text(self.checkpoint.config, self.checkpoint.processor, grid))
+        return self.tokens.template(families.picture_text(self.checkpoint.config, self.checkpoint.processor, grid))
 
     def _rows(self, grid: Grid, video: bool) -> int:
         """Return how many embeddings a picture or a video has."""
         checkpoint = self.checkpoint
         if checkpoint.family is not None and checkpoint.family.marks and checkpoint.media is not None:
             if video:
-                return video_tokens(checkpoint.processor, grid)
+                return families.video_tokens(checkpoint.processor, grid)
             return self._picture_ids(grid).count(checkpoint.media.image)
         t, h, w = grid
         return t * h * w // checkpoint.patches_per_token
@@ -339,13 +328,13 @@ class Encoder:
                 batch = missing[at : at + once]
                 pictures = [Image.fromarray(frames_array[i]) for i in batch]
                 arguments = family, checkpoint.config, checkpoint.image_processor, pictures, frames
-                fresh |= self._run(part, [keys[i] for i in batch], process_images, *arguments)
+                fresh |= self._run(part, [keys[i] for i in batch], families.process_images, *arguments)
         return [(key, *(fresh.get(key) or self._stored_size(key)), None, "") for key in keys]
 
     def _video(self, chunk: Chunk, part: MediaPart, family: Family) -> list[_Item]:
         """Return a video as native tokens: one item, or one per temporal group where the family stamps them."""
         processor = self.checkpoint.video_processor
-        patch = frames_per_group(processor)
+        patch = families.frames_per_group(processor)
         fps = part.fps or 2.0
         marks = self._video_keys(part, family)
         keys = [key for key, _ in marks]
@@ -400,7 +389,7 @@ class Encoder:
         fps = part.fps or 2.0
         if not family.stamps:
             return [(self._key(part, "video", fps), "")]
-        marks = stamps(part.shape[0], fps, frames_per_group(self.checkpoint.video_processor))
+        marks = families.stamps(part.shape[0], fps, families.frames_per_group(self.checkpoint.video_processor))
         return [(self._key(part, "video", [fps, i]), mark) for i, mark in enumerate(marks)]
 
     def _sound_key(self, part: MediaPart) -> str:

@@ -9,29 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ctxwin_evals.console import (
-    Config,
-    Device,
-    Dtype,
-    Engine,
-    EngineOptions,
-    Json,
-    MaxPixels,
-    Model,
-    ModelArgument,
-    OwnDtype,
-    Threads,
-    errors,
-    is_on_vllm,
-    new_table,
-    numbers,
-    open_model,
-    open_model_on,
-    print_json,
-    progress,
-    show,
-    terminal,
-)
+from ctxwin_evals import console
+from ctxwin_evals.console import Config, Dtype, Engine, Json, Model, ModelArgument, OwnDtype, Threads, progress
 from ctxwin_evals.probe.cli import probe
 
 if TYPE_CHECKING:
@@ -74,9 +53,9 @@ def run(
     weight: Annotated[str, typer.Option(help="How truncation is measured: none, balanced or output.")] = "none",
     patch_dtype: Annotated[str, typer.Option(help="Stored factors: bfloat16, float16 or float32.")] = "bfloat16",
     engine: Engine = "hf",
-    engine_options: EngineOptions = "{}",
+    engine_options: console.EngineOptions = "{}",
     dtype: Dtype = "float32",
-    device: Device = "cpu",
+    device: console.Device = "cpu",
     output: Annotated[Path | None, typer.Option(help="Folder of the run; one that exists is continued.")] = None,
     config: Config = None,
     threads: Threads = 0,
@@ -88,7 +67,7 @@ def run(
 
     An interrupted run is continued by the same command: samples that its folder holds are not computed again.
     """
-    with errors():
+    with console.errors():
         from ctxwin.files import check_writable
         from ctxwin.hashing import digest
         from ctxwin_evals.arms import parse_arms
@@ -109,7 +88,7 @@ def run(
         if not n and any(task.endless for task in opened):
             raise ValueError("n must be >= 1 for generated tasks, got 0")
         chosen = parse_arms(arms)
-        if is_on_vllm(model, engine):
+        if console.is_on_vllm(model, engine):
             chosen = [arm for arm in chosen if arms != ALL_ARMS or not arm.inside]
             check_served(chosen)
         opened += [open_task(name, options) for name in companions(chosen, opened)]
@@ -118,7 +97,7 @@ def run(
         total = sum(len(job.arms) * (n if job.task.endless else len(job.task.items(n or None))) for job in jobs)
         settings = Settings(system_prompt, layout, layers, weight, patch_dtype)  # type: ignore[arg-type]
         check_writable(output or Path("eval-output"))  # before a model is opened
-        with open_model_on(engine, engine_options, model, dtype, device, threads) as served:
+        with console.open_model_on(engine, engine_options, model, dtype, device, threads) as served:
             # One folder a configuration, so that the same command continues its run and no other.
             described = settings.config(served) | {t.name: t.config() for t in opened}
             folder = output or Path("eval-output") / digest("run", described)[:12]
@@ -144,7 +123,7 @@ def score(
     as_json: Json = False,
 ) -> None:
     """Score the samples of a run again, without a model; its lm-eval files are written anew."""
-    with errors():
+    with console.errors():
         from ctxwin_evals.arms import parse_arms
         from ctxwin_evals.results import write_lm_eval
         from ctxwin_evals.samples import read_samples
@@ -170,7 +149,7 @@ def judge(
 
     The key is OPENAI_API_KEY. The judge does not see the arm. Its replies are kept, so that the same command goes on.
     """
-    with errors():
+    with console.errors():
         import os
 
         from ctxwin.extras import optional_imports
@@ -192,13 +171,13 @@ def judge(
         shown = main, "task", "arm", "n", "unrated", "ci95", "equal"
         others = [name for name in max(rows, key=len) if name not in shown]
         columns = ["task", "arm", "n", main, "95 %", *others, "unrated", "as re-prefill"]
-        table = new_table(f"judged by {model}", "|".join(columns), left=(0, 1))
+        table = console.new_table(f"judged by {model}", "|".join(columns), left=(0, 1))
         for row in rows:
             means = ["-" if row.get(name) is None else f"{row[name]:.2f}" for name in (main, *others)]
             span = "-" if row["ci95"] is None else "[{:.2f}, {:.2f}]".format(*row["ci95"])
             counts = str(row["unrated"]), f"{row['equal']:.1%}"
             table.add_row(row["task"], row["arm"], str(row["n"]), means[0], span, *means[1:], *counts)
-        show(result, as_json, table)
+        console.show(result, as_json, table)
 
 
 @app.command()
@@ -208,11 +187,11 @@ def report(
     output: Annotated[Path | None, typer.Option(help="Folder of the report; the first run's by default.")] = None,
 ) -> None:
     """Write report.html (one file that needs nothing else), report.md and figures of one run or several."""
-    with errors():
+    with console.errors():
         from ctxwin_evals.report import write_report
 
         path = write_report(folders, output, against=against or None)
-        terminal().print(f"wrote {path}", soft_wrap=True)
+        console.terminal().print(f"wrote {path}", soft_wrap=True)
 
 
 @app.command()
@@ -223,12 +202,12 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a run's answers as the data sets' own scoring scripts read them: a file for each task of a data set."""
-    with errors():
+    with console.errors():
         from ctxwin_evals.results import export_run
 
         files = export_run(folder, arm, output or folder)
         texts = {task: str(path) for task, path in files.items()}
-        show({"files": texts}, as_json, *(f"{task}: {path}" for task, path in texts.items()))
+        console.show({"files": texts}, as_json, *(f"{task}: {path}" for task, path in texts.items()))
 
 
 @app.command("ls")
@@ -246,17 +225,17 @@ def list_(as_json: Json = False) -> None:
         arms[kind.form] = {"about": about, "source": kind.source, "settings": list(kind.settings)}
     if as_json:
         listed = {"tasks": tasks, "suites": {k: list(v) for k, v in SUITES.items()}, "protocols": list(PROTOCOLS)}
-        print_json({**listed, "arms": arms, "forms": ARM_FORMS})
+        console.print_json({**listed, "arms": arms, "forms": ARM_FORMS})
         return
     for title, entries in (("tasks", tasks), ("arms", arms)):
         columns = ["name", *next(iter(entries.values()))]
-        table = new_table(title, "|".join(columns), left=range(len(columns)))
+        table = console.new_table(title, "|".join(columns), left=range(len(columns)))
         for name, entry in entries.items():
             table.add_row(name, *(", ".join(v) if isinstance(v, list) else str(v) for v in entry.values()))
-        terminal().print(table)
-    terminal().print("suites: " + "; ".join(f"{name} = {', '.join(of)}" for name, of in SUITES.items()))
-    terminal().print(f"protocols on any task's items, as recall@0.5:video-mme: {', '.join(PROTOCOLS)}")
-    terminal().print(ARM_FORMS)
+        console.terminal().print(table)
+    console.terminal().print("suites: " + "; ".join(f"{name} = {', '.join(of)}" for name, of in SUITES.items()))
+    console.terminal().print(f"protocols on any task's items, as recall@0.5:video-mme: {', '.join(PROTOCOLS)}")
+    console.terminal().print(ARM_FORMS)
 
 
 def plainly(result: Result) -> dict[str, Any]:
@@ -286,15 +265,15 @@ def basis(
     rank: Annotated[int, typer.Option(help="Directions to keep; patches may use fewer.", min=1)] = 64,
     layers: Annotated[str, typer.Option(help="Layers that patches cover: deep or all.")] = "deep",
     seed: Annotated[int, typer.Option(help="Seed of the contexts.", min=0)] = 0,
-    max_pixels: MaxPixels = 0,
+    max_pixels: console.MaxPixels = 0,
     output: Annotated[Path | None, typer.Option(help="File to write; by default the one that windows find.")] = None,
     dtype: OwnDtype = "float32",
-    device: Device = "cpu",
+    device: console.Device = "cpu",
     threads: Threads = 0,
     as_json: Json = False,
 ) -> None:
     """Fit the directions that all patches of a model share, for Fidelity("patched", advanced={"layout": "shared"})."""
-    with errors():
+    with console.errors():
         from ctxwin.files import check_writable
         from ctxwin.profiles import BASIS_NAME, find_basis, write_basis
         from ctxwin_evals.shared_basis import contexts_for, fit
@@ -305,7 +284,7 @@ def basis(
             if output.exists():
                 raise ValueError(f"output must be a new file, got {str(output)!r}, which exists; choose another")
             check_writable(output.parent)  # before minutes of fitting
-        with open_model(model, dtype, device, threads) as engine, progress("contexts", contexts) as advance:
+        with console.open_model(model, dtype, device, threads) as engine, progress("contexts", contexts) as advance:
             name = engine.spec.model
             items = contexts_for(engine, contexts, seed, images, max_pixels or None)
             shared_basis = fit(engine, items, rank, layers, advance)  # type: ignore[arg-type]
@@ -316,7 +295,7 @@ def basis(
         in_use = own_basis is not None and own_basis.id == shared_basis.id
         about = {"id": shared_basis.id, "rank": shared_basis.rank, "layers": layers_kept, "bytes": fitted.nbytes}
         about |= {"deficits": count, "share": share, "date": shared_basis.date, "file": str(path), "followed": in_use}
-        show(
+        console.show(
             about,
             as_json,
             f"{shared_basis.rank} directions over layers {layers_kept}, {fitted.nbytes:,} bytes once for the model",
@@ -330,17 +309,17 @@ def _frames(text: str) -> tuple[int, ...]:
     low, dash, high = text.partition("-")
     if dash and low.strip().isdigit() and high.strip().isdigit():
         return tuple(range(int(low), int(high) + 1))
-    return tuple(numbers(text))
+    return tuple(console.numbers(text))
 
 
 def _show(result: Result, as_json: bool) -> None:
     if as_json:
-        print_json(plainly(result))
+        console.print_json(plainly(result))
         return
     from ctxwin_evals.report import rich_tables
 
     for table in rich_tables(result):
-        terminal().print(table)
+        console.terminal().print(table)
     if result["basis_bytes"]:
-        terminal().print(f"shared basis: {result['basis_bytes']:,} bytes, once for the model")
-    terminal().print(f"samples and results: {result['output']}")
+        console.terminal().print(f"shared basis: {result['basis_bytes']:,} bytes, once for the model")
+    console.terminal().print(f"samples and results: {result['output']}")

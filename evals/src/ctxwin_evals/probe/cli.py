@@ -6,20 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ctxwin_evals.console import (
-    Config,
-    Device,
-    Engine,
-    EngineOptions,
-    Json,
-    MaxPixels,
-    ModelArgument,
-    errors,
-    open_model_on,
-    print_json,
-    say,
-    stages,
-)
+from ctxwin_evals import console
+from ctxwin_evals.console import Config, Device, Engine, EngineOptions, Json, MaxPixels, ModelArgument, say
 from ctxwin_evals.probe import FOLDER
 
 if TYPE_CHECKING:
@@ -62,7 +50,7 @@ def probe(
     Writes probe.html and probe.json, and a profile that `Fidelity("auto")` follows from then on: patched or blind where
     that was shown to be safe, exact everywhere else. The same command continues an interrupted probe of texts.
     """
-    with errors():
+    with console.errors():
         from ctxwin.audit import Options
         from ctxwin.files import check_writable
         from ctxwin_evals.probe.folder import Images
@@ -76,7 +64,7 @@ def probe(
         limits, options = Limits(flips=flips), Options(budget, excess_budget)
         own_questions = _check_questions(images, texts, questions)
         check_writable(output or Path(FOLDER))  # before minutes of measuring
-        with open_model_on(engine, engine_options, model, dtype, device, threads) as opened:
+        with console.open_model_on(engine, engine_options, model, dtype, device, threads) as opened:
             text_model: Any = getattr(opened, "text_model", None)
             if not threads and text_model is not None and sum(p.numel() for p in text_model.parameters()) < _SMALL:
                 import torch
@@ -87,7 +75,7 @@ def probe(
             sources: list[Source] = [World(), Scenes()]
             if images is not None:
                 sources = [Images(images, own_questions, max_tokens, max_pixels or None)]
-            with stages() as advance:
+            with console.stages() as advance:
                 if texts is not None or not opened.spec.vision:
                     limited = max_tokens, options, 60 * minutes, advance
                     result = probe_texts(opened, texts, own_questions, *limited, output)
@@ -95,7 +83,7 @@ def probe(
                     result = Probe(opened, sources, limits, seconds=60 * minutes, progress=advance).run()
         result["files"] = write(result, opened.spec.model, output, profile)
         if as_json:
-            print_json(result)
+            console.print_json(result)
         else:
             show(result, opened.spec.model)
 
