@@ -109,8 +109,8 @@ def test_what_is_no_sound_is_refused(samples: np.ndarray, tmp_path: Path) -> Non
         (lambda: Chunk.audio(samples, RATE, start=0.5, end=0.5), "0 <= start < end"),
         (lambda: Chunk.audio(samples, RATE, start=-1), "0 <= start < end"),
         (lambda: Chunk.audio(samples, RATE, start=0.1, end=0.10001), "at least one sample"),
-        (lambda: Chunk.audio(held, end=1.5), "ends after 1.000 s"),
-        (lambda: Chunk.audio(held, start=1.0), "ends after 1.000 s"),
+        (lambda: Chunk.audio(held, end=1.5), "ends at 1.000 s"),
+        (lambda: Chunk.audio(held, start=1.0), "ends at 1.000 s"),
         (lambda: Chunk.audio(b""), "must not be empty"),
         (lambda: Chunk.audio(tmp_path / "none.wav"), "must be a readable file"),
         (lambda: Chunk.audio(held[:20]), "must be decodable, got audio in memory"),
@@ -164,7 +164,7 @@ def test_other_formats_by_soundfile(samples: np.ndarray) -> None:
     assert Chunk.audio(buffer.getvalue(), start=0.5).id == Chunk.audio(samples[RATE // 2 :], RATE).id
     with pytest.raises(BadMedia, match="must be decodable"):
         Chunk.audio(buffer.getvalue()[:30])
-    with pytest.raises(BadMedia, match=r"ends after 1\.000 s"):
+    with pytest.raises(BadMedia, match=r"ends at 1\.000 s"):
         Chunk.audio(buffer.getvalue(), end=2.0)
 
 

@@ -29,7 +29,7 @@ SEEING = ("qwen3_5", "qwen3_5_moe")
 
 def refused(test: Callable[..., None], *given: object) -> None:
     """What the suite holds of approximations: a state is of all that stood in front, and of nothing else."""
-    with pytest.raises((UnsupportedModel, ValueError), match=r"recurrent layers|must hold the states after it"):
+    with pytest.raises((UnsupportedModel, ValueError), match=r"recurrent layers|must hold states after it"):
         test(*given)
 
 
@@ -74,7 +74,7 @@ class OnTransformers(WholeEngineConformance):
         alone = engine.prefill([], encoded[1], 0)
         bare = replace(alone, states={})
         layout = with_spans(laid(encoded[:2]), {1: bare})
-        with pytest.raises(ValueError, match="must hold the states after it"):
+        with pytest.raises(ValueError, match="must hold states after it"):
             engine.forced_logprobs(layout, [(query, [5])])
 
 

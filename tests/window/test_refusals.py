@@ -34,7 +34,7 @@ from window.fake import FakeEngine
         ),
         (lambda w: w.extend(5), TypeError, "chunks must be a list, got int; pass a list, with a Chunk for each"),
         (lambda w: w.remember("q", 5), TypeError, "answer must be a list, got int; pass a list, with a token id"),
-        (lambda w: w.remember(5, "a"), ValueError, "query and answer must be text .* got 5 and 'a'"),
+        (lambda w: w.remember(5, "a"), ValueError, "query and answer must be text .* got 5, 'a'"),
         (lambda w: w.insert(9, Chunk.text("x")), ValueError, "index must be an int in -3..3, got 9"),
         (lambda w: w.slide(4), ValueError, "at most the 3 unpinned"),
         (lambda w: w.slide(-1), ValueError, "int >= 0"),
