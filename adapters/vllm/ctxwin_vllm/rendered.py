@@ -32,7 +32,6 @@ from ctxwin_vllm.asks import Ask
 from ctxwin_vllm.cache_namespace import CacheNamespace, namespace_of
 from ctxwin_vllm.engine import VLLMEngine
 from ctxwin_vllm.requests import LoadError
-from ctxwin_vllm.transport.base import new_handle
 
 if TYPE_CHECKING:
     import torch
@@ -134,7 +133,7 @@ class RenderedPrompt:
         nothing is to be loaded; else ""."""
         if engine.spec.kv.recurrent or not engine.core.prefixes.continues(self.block_names(engine)):
             return ""
-        return new_handle(reserved=True)
+        return engine.core.transport.reserve()
 
     def prefix(self, tokens: int) -> dict[str, Any]:
         """Return the engine input of its first tokens; a picture that they end in is part of it as a whole."""

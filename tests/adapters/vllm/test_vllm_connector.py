@@ -26,7 +26,7 @@ from ctxwin_vllm.connector import CtxwinConnector
 from ctxwin_vllm.connector.scheduler import BACKLOG, STEPS, Step
 from ctxwin_vllm.connector.worker import WorkerHalf
 from ctxwin_vllm.transport import PARAM, LoadSpec, LocalTransport, SaveSpec, Transfer
-from ctxwin_vllm.transport.base import new_handle
+from ctxwin_vllm.transport.shared_memory import STEPS as GIVEN_UP_BEHIND
 from interpreted import LateLoads
 
 KV = KVSpec("m", "gqa", 1, 1, 4, 4, RopeSpec(inv_freq=(1.0, 0.1), rotary_dim=4, pairing="half"), "float32")
@@ -44,7 +44,7 @@ def scheduler() -> Iterator[Any]:
     with mock.patch("ctxwin_vllm.connector.check_config"):
         groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["0"], kv_cache_spec=None)])
         made: Any = CtxwinConnector(config, KVConnectorRole.SCHEDULER, groups)
-    made.bind_gpu_block_pool(mock.Mock())
+    made.bind_gpu_block_pool(mock.Mock(get_num_free_blocks=mock.Mock(return_value=100)))
     yield made
     made.endpoint.close()
 
@@ -142,6 +142,11 @@ class TestReadingBack:
         read = [save for step in self.steps(scheduler) for save in step]
         assert sum(save.last for save in read) <= 60 * 3 and read[-1].last
 
+    def test_the_last_of_thousands_is_read_before_its_engine_gives_it_up(self, scheduler: Any) -> None:
+        for i in range(2000):
+            self.end(scheduler, str(i), 8, 8)
+        assert len(scheduler._saves) == 4000 and len(self.steps(scheduler)) < GIVEN_UP_BEHIND
+
     def test_blocks_are_kept_until_the_worker_has_read_the_last_piece(self, monkeypatch: pytest.MonkeyPatch) -> None:
         endpoint = mock.Mock()
         monkeypatch.setattr("ctxwin_vllm.connector.worker.connect", lambda source: endpoint)
@@ -238,7 +243,7 @@ class TestLoadsOnAStream:
 
 
 class TestReservedTransfers:
-    """Requests that run before what they capture is known: their blocks are kept until it is, or for a bounded time."""
+    """Requests that run before what they capture is known: their blocks are kept until it is, or others need them."""
 
     @pytest.fixture(autouse=True)
     def elsewhere(self, scheduler: Any) -> None:
@@ -247,7 +252,7 @@ class TestReservedTransfers:
 
     def begun(self, scheduler: Any) -> tuple[str, Any]:
         """A request of 12 tokens, of which vLLM's own cache holds 8."""
-        handle = new_handle(reserved=True)
+        handle = scheduler.endpoint.reserve()
         request = SimpleNamespace(
             request_id="r",
             kv_transfer_params={PARAM: handle},
@@ -264,7 +269,7 @@ class TestReservedTransfers:
     def saves(self, scheduler: Any) -> list[tuple[dict[str, tuple[int, int]], bool]]:
         return [(save.ranges, save.last) for save in scheduler.build_connector_meta(None).saves]
 
-    @pytest.mark.parametrize("late", [0, 3])
+    @pytest.mark.parametrize("late", [0, 3, 10_000])
     def test_capture_what_is_added_while_they_run_or_right_after(
         self, scheduler: Any, late: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -303,7 +308,8 @@ class TestReservedTransfers:
             endpoint.add(transfer, handle)
         assert scheduler.request_finished_all_groups(request, ([0, 1, 2],)) == (not added, None)
         assert not transfer.captured, "the tokens of the step come first"
-        endpoint.add(transfer, handle)
+        if not added:
+            endpoint.add(transfer, handle)
 
         def collect() -> None:
             endpoint.collect(handle, transfer, True)
@@ -322,7 +328,7 @@ class TestReservedTransfers:
 
     def test_that_no_step_finds_fail(self, scheduler: Any) -> None:
         transfer, scheduler.endpoint.step = Transfer(captures={"0": (8, 12)}), lambda: None
-        scheduler.endpoint.collect(scheduler.endpoint.add(transfer, new_handle(reserved=True)), transfer, True)
+        scheduler.endpoint.collect(scheduler.endpoint.add(transfer, scheduler.endpoint.reserve()), transfer, True)
         assert "before its transfer was added" in str(transfer.error)
 
     def test_that_cannot_be_read_fail_their_request_alone(self, scheduler: Any) -> None:
@@ -334,13 +340,34 @@ class TestReservedTransfers:
         scheduler.endpoint.read_ended()
         assert [(list(t.captured), str(t.error)) for t in transfers] == [([], "gone"), (["0"], "None")]
 
-    def test_release_their_blocks_where_it_is_never_added(
-        self, scheduler: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_that_others_need_are_released(self, scheduler: Any) -> None:
+        handle, request = self.begun(scheduler)
+        scheduler.request_finished_all_groups(request, ([0, 1, 2],))
+        assert self.saves(scheduler) == [] and scheduler.has_pending_block_frees()
+        scheduler._pool.get_num_free_blocks.return_value = 2  # fewer than are kept
+        assert self.saves(scheduler) == [({}, True)] and not scheduler.has_pending_block_frees()
+        scheduler.endpoint.add(Transfer(captures={"0": (8, 12)}, expected_hit=8), handle)
+        assert self.saves(scheduler) == [], "its blocks are others'"
+
+    def test_that_are_added_between_two_looks_are_read(self, scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(scheduler.endpoint, "read_now", lambda save, meta: False)
         _, request = self.begun(scheduler)
         scheduler.request_finished_all_groups(request, ([0, 1, 2],))
+        look = scheduler.endpoint.request_meta
+
+        def add_behind(handle: str) -> Any:
+            meta = look(handle)
+            scheduler.endpoint.add(Transfer(captures={"0": (8, 12)}, expected_hit=8), handle)
+            return meta
+
+        monkeypatch.setattr(scheduler.endpoint, "request_meta", add_behind)
+        assert self.saves(scheduler) == [] and self.saves(scheduler) == [({"0": (8, 12)}, True)]
+
+    def test_release_their_blocks_where_it_is_never_added(self, scheduler: Any) -> None:
+        handle, request = self.begun(scheduler)
+        scheduler.request_finished_all_groups(request, ([0, 1, 2],))
         assert self.saves(scheduler) == []
-        monkeypatch.setattr("ctxwin_vllm.connector.scheduler.RESERVED_S", 0)
+        scheduler.endpoint.remove(handle)
         assert self.saves(scheduler) == [({}, True)] and not scheduler.has_pending_block_frees()
         worker = WorkerHalf(mock.Mock(), block_size=4)
         worker._work = Step(saves=[SaveSpec("gone", "handle", "r", (0, 1), {})])

@@ -280,15 +280,19 @@ def test_a_job_is_read_once(tmp_path: Path) -> None:
 
 def test_a_reserved_transfer_has_no_file_until_it_is_added(tmp_path: Path) -> None:
     transport = SharedMemoryTransport(KV, folder=tmp_path)
-    endpoint, handle = SharedMemoryEndpoint(transport.source), new_handle(reserved=True)
+    endpoint, handle = SharedMemoryEndpoint(transport.source), transport.reserve()
     assert endpoint.request_meta(handle) is None and is_reserved(handle) and not is_reserved(new_handle())
     endpoint.fail(handle, RuntimeError("of a client that has left"))
-    assert not list(transport.path.glob(f"*{handle}*"))
-    assert transport.add(Transfer(captures={"0": (0, 4)}), handle) == handle and len(transport) == 1
+    assert endpoint.awaits(handle) and len(list(transport.path.glob(f"*{handle}*"))) == 1
+    transfer = Transfer(captures={"0": (0, 4)})
+    assert transport.add(transfer, handle) == handle and len(transport) == 1 and transfer.error is None
     meta = endpoint.request_meta(handle)
     assert meta is not None and meta.captures == {"0": (0, 4)}
+    assert not endpoint.awaits(handle)
     transport.remove(handle)
     assert endpoint.request_meta(handle) is None and not list(transport.path.glob(f"*{handle}*"))
+    transport.remove(never_added := transport.reserve())
+    assert not endpoint.awaits(never_added) and not list(transport.path.glob(f"*{never_added}*"))
     transport.close()
 
 

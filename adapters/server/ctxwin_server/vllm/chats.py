@@ -178,7 +178,9 @@ class ChatClient:
         finally:
             turn = preparing.result() if preparing.done() and not preparing.cancelled() else None
             preparing.cancel()
-            if turn is not None and not ended:
+            if turn is None and reserved:
+                engine.core.transport.remove(reserved)
+            elif turn is not None and not ended:
                 self._finish(request, state, turn, finished=False)
         _log.warning("loading KV for request %s failed; the prompt is computed instead", request_id)
         self._service.metrics.fallback(request.tenant)

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 ABORT_S = 30.0
 """How long a request whose transfer is gone waits for its abort. Then it is served without spans: a server's client may have
 invented its handle."""
-RESERVED_S = 0.5
-"""How long blocks are kept for a reserved transfer behind the answer. Then its KV is computed again."""
 SAVE_BYTES = 16 << 20
 """KV that is read back in one step: a request that comes meanwhile waits for that much only, or for one chunk that is larger."""
 BACKLOG = 8
@@ -67,7 +65,7 @@ class SchedulerHalf:
         self._capturing: dict[str, tuple[int, ...]] = {}  # blocks of the states of requests whose chunk is captured
         # local hit, handle and metadata of requests that may load
         self._planned: dict[str, tuple[int, str, RequestMeta]] = {}
-        self._reserved: list[tuple[float, SaveSpec]] = []  # ended requests whose transfer is looked for, and since when
+        self._reserved: list[SaveSpec] = []  # ended requests whose transfer is looked for
         self._orphans: dict[str, float] = {}  # requests whose transfer is gone, and since when
         self._pool: BlockPool | None = None
         self._steps = 0
@@ -177,18 +175,19 @@ class SchedulerHalf:
         # No file is read on the way to the answer.
         meta = self.endpoint.request_meta(handle) if self.endpoint.in_memory or not base.is_reserved(handle) else None
         if meta is None and base.is_reserved(handle) and block_ids:
-            self._reserved.append((time.monotonic(), save))
+            self._reserved.append(save)
             return True
         return meta is not None and self._plan_saves(save, meta)
 
     def _find_reserved(self) -> None:
-        """Read back requests whose transfer was added; release the blocks of the others, in time."""
-        now, waiting = time.monotonic(), self._reserved
-        self._reserved = []
-        for since, save in waiting:
+        """Read back requests whose transfer was added; release blocks for which none comes, or that others need."""
+        waiting, self._reserved = self._reserved, []
+        for save in waiting:
+            awaited = self.endpoint.awaits(save.handle)  # before the look for its transfer, which comes first
             meta = self.endpoint.request_meta(save.handle)
-            if meta is None and now - since < RESERVED_S:
-                self._reserved.append((since, save))
+            short = self._pool is not None and self._pool.get_num_free_blocks() < len(save.blocks)
+            if meta is None and awaited and not short:
+                self._reserved.append(save)
             elif meta is None or not self._plan_saves(save, meta):
                 self._saves.append(save)  # reads nothing
 

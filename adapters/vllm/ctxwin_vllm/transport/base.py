@@ -33,10 +33,7 @@ _HANDLE = re.compile(_RESERVED + "?[0-9a-f]{32}")
 
 
 def new_handle(*, reserved: bool = False) -> str:
-    """A name for one transfer that no client of a server can guess.
-
-    One that is ``reserved`` loads nothing, and is added while its request runs: vLLM's scheduler looks for it behind the answer.
-    """
+    """A name for one transfer that no client of a server can guess; ``reserved``: see `Transport.reserve`."""
     return _RESERVED * reserved + secrets.token_hex(16)
 
 
@@ -202,6 +199,11 @@ class Transport(ABC):
     source: str
 
     @abstractmethod
+    def reserve(self) -> str:
+        """Return the handle of a transfer that loads nothing, and is added or removed while its request runs: vLLM's scheduler
+        looks for it behind the answer, and keeps the blocks until then. Raises OSError where there is no room for it."""
+
+    @abstractmethod
     def add(self, transfer: Transfer, handle: str = "") -> str:
         """Submit a transfer and return its handle, which is new or was reserved. Raises OSError where there is no room for it."""
 
@@ -248,6 +250,10 @@ class Endpoint(ABC):
         """Return a request's metadata; None for a handle that is not (or no longer) known."""
 
     @abstractmethod
+    def awaits(self, handle: str) -> bool:
+        """Return True while a reserved transfer is neither added nor removed."""
+
+    @abstractmethod
     def report_hit(self, handle: str, local: int, planned: int) -> None:
         """Report how many tokens the scheduler found in its own cache, and how many it expects to be loaded."""
 
@@ -265,14 +271,8 @@ class Endpoint(ABC):
     def open_cache(  # noqa: B027  # see `LocalTransport.paged`
         self, layers: Mapping[str, Any], block_size: int, groups: Sequence[Sequence[str]], speculative: Any = None
     ) -> None:
-        """Learn the packing of the worker's cache. Raises UnsupportedModel.
-
-        Args:
-            layers: by name, as in ``compilation_config.static_forward_context``.
-            block_size: tokens in a block of KV.
-            groups: the names of the layers that share a block table, each.
-            speculative: vLLM's ``SpeculativeConfig``, or None.
-        """
+        """Learn the packing of the worker's cache: layers by name, as in ``compilation_config.static_forward_context``, in
+        ``groups`` that share a block table each, and vLLM's ``SpeculativeConfig``. Raises UnsupportedModel."""
 
     @abstractmethod
     def parts(self, handle: str, begin: int, end: int) -> list[SpanSlice]:

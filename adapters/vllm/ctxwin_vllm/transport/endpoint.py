@@ -44,11 +44,7 @@ _log = logging.getLogger("ctxwin.engines")
 
 
 class _FileCache(LRUCache[V]):
-    """What was read of files that the engine removes.
-
-    Args:
-        exists: whether the file of a key is still there.
-    """
+    """What was read of files that the engine removes, which ``exists`` tells of a key."""
 
     def __init__(self, max_bytes: int, exists: Callable[[str], bool]) -> None:
         super().__init__(max_bytes)
@@ -92,6 +88,9 @@ class SharedMemoryEndpoint(Endpoint):
             meta = _META.validate_python(raw["job"])
             self._requests.put(handle, meta, 1)
         return meta
+
+    def awaits(self, handle: str) -> bool:
+        return os.access(f"{self.path}/reserved-{handle}", os.F_OK)
 
     def report_hit(self, handle: str, local: int, planned: int) -> None:
         self._try_report(handle, f"seen-{handle}.json", {"local": local, "planned": planned})

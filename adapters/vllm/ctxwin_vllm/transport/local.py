@@ -49,12 +49,18 @@ class LocalTransport(Transport, Endpoint):
         self.source = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._capturing = threading.Lock()
         self._transfers: dict[str, Transfer] = {}  # each operation on it is atomic
+        self._awaited: set[str] = set()  # reserved transfers that are not added yet
         self._ended: dict[str, tuple[SaveSpec, threading.Event]] = {}  # what `read_ended` has still to read
         _open[self.source] = self
+
+    def reserve(self) -> str:
+        self._awaited.add(handle := new_handle(reserved=True))
+        return handle
 
     def add(self, transfer: Transfer, handle: str = "") -> str:
         handle = handle or new_handle()
         self._transfers[handle] = transfer
+        self._awaited.discard(handle)
         return handle
 
     def collect(self, handle: str, transfer: Transfer, finished: bool) -> None:
@@ -72,6 +78,7 @@ class LocalTransport(Transport, Endpoint):
 
     def remove(self, handle: str) -> None:
         self._transfers.pop(handle, None)
+        self._awaited.discard(handle)
 
     def __len__(self) -> int:
         return len(self._transfers)
@@ -94,6 +101,9 @@ class LocalTransport(Transport, Endpoint):
 
     def request_meta(self, handle: str) -> RequestMeta | None:
         return self._transfers.get(handle)
+
+    def awaits(self, handle: str) -> bool:
+        return handle in self._awaited
 
     def report_hit(self, handle: str, local: int, planned: int) -> None:
         transfer = self._transfers.get(handle)

@@ -12,6 +12,7 @@ its stored bytes; instructions are JSON, with a sum of each file that they name.
 | ``basis-<digest>-<n>``  | engine     | a shared basis, once for all its patches                      |
 | ``embed/``              | engine     | vision embeddings for the encoder cache (`embeddings`)        |
 | ``job-<handle>.json``   | engine     | one `Transfer`: its `RequestMeta`, and where each span goes   |
+| ``reserved-<handle>``   | engine     | nothing; there until a reserved transfer is added             |
 | ``seen-<handle>.json``  | scheduler  | tokens it found in its own prefix cache, tokens it wants      |
 | ``out-<handle>-<name>.<rank>`` | worker | a capture, the KV heads of one rank, with a sum            |
 | ``error-<handle>.json`` | worker     | why a load or a capture failed                                |
@@ -56,7 +57,7 @@ from ctxwin_vllm.lifecycle import folders, watchdog
 from ctxwin_vllm.lifecycle.folders import read_json, write_json
 from ctxwin_vllm.ranks import gather, gather_stages
 from ctxwin_vllm.transport import embeddings
-from ctxwin_vllm.transport.base import RequestMeta, Transfer, Transport, new_handle, state_bytes
+from ctxwin_vllm.transport.base import RequestMeta, Transfer, Transport, is_reserved, new_handle, state_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -65,9 +66,9 @@ MAX_BYTES = 2 << 30
 """Spans and patches kept in a folder by default, or half of its file system's free space where that is less."""
 RESERVE_BYTES = 64 << 20
 """Left free for others, or a sixteenth of the file system where that is less."""
-STEPS = 8
-"""Steps of vLLM after the end of a request within which its workers return or report its captures; more than vLLM has in flight
-at once. A capture that is missing by then never comes."""
+STEPS = 64
+"""Steps of vLLM after the end of a request within which its workers return or report its captures, behind thousands of others'
+(`scheduler.BACKLOG`). A capture that is missing by then never comes."""
 _LOOK_S = 0.25
 """How long to poll for a capture, which exists after one step, before calling the workers to count their steps."""
 DRAFTED = ("drafter.k", "drafter.v")
@@ -139,6 +140,11 @@ class SharedMemoryTransport(Transport):
         """Record the names of vLLM's shared memory, for the next `sweep` if all processes are killed at once."""
         write_json(self.path / folders.SEGMENTS, dict.fromkeys(names))
 
+    def reserve(self) -> str:
+        handle = new_handle(reserved=True)
+        (self.path / f"reserved-{handle}").touch()
+        return handle
+
     def add(self, transfer: Transfer, handle: str = "") -> str:
         """As `Transport.add`. Cost: one write of each span that no earlier transfer brought."""
         handle = handle or new_handle()
@@ -165,6 +171,8 @@ class SharedMemoryTransport(Transport):
             raise
         with self._lock:
             self._transfers[handle] = names, tuple(transfer.captures)
+        if is_reserved(handle):  # the scheduler looks for this file first, so that it finds the one above
+            (self.path / f"reserved-{handle}").unlink(missing_ok=True)
         return handle
 
     def collect(self, handle: str, transfer: Transfer, finished: bool) -> None:
@@ -196,7 +204,7 @@ class SharedMemoryTransport(Transport):
         with self._lock:
             names, captures = self._transfers.pop(handle, ([], ()))
         self._unlease(names, handle)
-        paths = [f"job-{handle}.json", f"seen-{handle}.json", f"error-{handle}.json"]
+        paths = [f"reserved-{handle}", f"job-{handle}.json", f"seen-{handle}.json", f"error-{handle}.json"]
         paths += [f"out-{handle}-{name}.{rank}" for name in captures for rank in range(self.ranks)]
         for name in paths:
             (self.path / name).unlink(missing_ok=True)

@@ -68,7 +68,8 @@ class Seam:
         engine = chats.VLLMEngine.__new__(chats.VLLMEngine)
         engine.costs, engine.spec = CostModel(), SimpleNamespace(model="tiny", kv=SimpleNamespace(recurrent=False))
         prefixes = SimpleNamespace(continues=lambda names: self.continues)
-        engine._core = SimpleNamespace(caches=True, prefixes=prefixes)
+        self.transport = transport.local.LocalTransport(SimpleNamespace())
+        engine._core = SimpleNamespace(caches=True, prefixes=prefixes, transport=self.transport)
         engine.prompts = SimpleNamespace(salted_names=lambda *_: self.hashed.append("") or [b""])
         shared = SharedConversations(self.store, self.conversations.saved(), 4, 60.0)
         tenant_state = SimpleNamespace(engine=engine, conversations=self.conversations, shared=shared)
@@ -242,6 +243,7 @@ def test_a_window_that_cannot_be_updated_behind_a_request_leaves_it_alone(seam: 
     asked = RequestOptions(name="s")
     assert asyncio.run(seam.ask(asked)) == ["a", "b"] and len(seam.calls) == 1
     assert seam.counted == ["failed: its window failed"] and not asked.usage
+    assert not seam.transport._awaited, "vLLM keeps its blocks no longer"
 
 
 def test_kv_that_is_lost_behind_a_request_is_counted_and_computed_again(
@@ -275,4 +277,4 @@ def test_a_client_that_leaves_while_the_window_is_updated_takes_its_request_alon
     seam.script = [[output("a"), output("b", "stop")]]
 
     asyncio.run(seam.leave(inside))
-    assert seam.closed == len(seam.calls) == 1 and seam.prompts[0].taken == [False]
+    assert seam.closed == len(seam.calls) == 1 and seam.prompts[0].taken == [False] and not seam.transport._awaited

@@ -109,9 +109,7 @@ def check_counters(server: Process, figures: Figures) -> None:
     """Nothing fell back to vLLM for a fault of ours, and windows stood behind nearly all answers."""
     counters = server.metrics()
     assert not counters.get('ctxwin_chats_total{behind="failed",tenant=""}')
-    # A transfer that comes later than its blocks are kept, on a busy machine, is computed again.
-    answers = sum(count for name, count in counters.items() if name.startswith("ctxwin_chats_total"))
-    assert counters.get('ctxwin_fallbacks_total{tenant=""}', 0) <= 1 + answers // 100
+    assert not counters.get('ctxwin_fallbacks_total{tenant=""}')
     for way in ("exact", "profile"):
         assert figures.windows[f"{way}: auto"] >= WINDOWS * figures.answers[way], figures.windows
 
