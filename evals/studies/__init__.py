@@ -4,7 +4,7 @@
 |------------------------------------|-----------------------------------------------------------------------------------------|
 | ``python -m evals.studies.drift``       | how far answers drift from a re-prefill as a window slides, with and without refresh |
 | ``python -m evals.studies.chats``       | agents that resend their history in every chat request, with and without windows     |
-| ``python -m evals.studies.beside``      | short chats of others beside two agents, one's next prompt computed ahead           |
+| ``python -m evals.studies.beside``      | short chats beside agents, and plain traffic beside windows and on a full cache      |
 | ``python -m evals.studies.overhead``    | what a server adds to plain chats, with and without windows, beside vLLM's own       |
 | ``python -m evals.studies.hybrid``      | answers of a trained hybrid from states composed of its chunks' maps                 |
 | ``python -m evals.studies.soak``        | memory of a server over half an hour of plain chats and windows                      |
@@ -12,7 +12,6 @@
 | ``python -m evals.studies.fleet``       | edits and answers of a fleet whose replicas are killed, replaced and routed to       |
 | ``python -m evals.studies.released``    | text, facts and pictures on released models, served in every way, beside the floor   |
 | ``python -m evals.studies.linked``      | files linked in one step: requests, steps, time and answers                          |
-| ``python -m evals.studies.ahead``       | the first token behind a slide that was predicted and computed ahead                 |
 | ``python -m evals.studies.trust``       | asks until a model without a profile is served approximately, audits included        |
 | ``python -m evals.studies.promotions`` | how often promotions err on simulated streams, and how long they take               |
 

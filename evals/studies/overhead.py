@@ -63,16 +63,21 @@ class Server:
         self._connection = http.client.HTTPConnection(self.address, timeout=60)
 
     def ask(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to a chat; its time is noted."""
-        raw = json.dumps(body).encode()
+        """Return the answer to a chat, or to a completion where there is a ``prompt``; its time is noted."""
+        raw, path = json.dumps(body).encode(), "/v1/completions" if "prompt" in body else "/v1/chat/completions"
         began = time.perf_counter()
-        self._connection.request("POST", "/v1/chat/completions", raw, {"content-type": "application/json"})
+        self._connection.request("POST", path, raw, {"content-type": "application/json"})
         response = self._connection.getresponse()
         answer = response.read()
         self.seconds.append(time.perf_counter() - began)
         if response.status != 200:
-            raise RuntimeError(f"a chat must be answered, got {response.status}: {answer[:500]!r}")
+            raise RuntimeError(f"a request must be answered, got {response.status}: {answer[:500]!r}")
         return dict(json.loads(answer))
+
+    def complete(self, prompt: str) -> float:
+        """Return the seconds of a plain completion of four tokens."""
+        self.ask({"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True})
+        return self.seconds.pop()
 
     def processor_seconds(self) -> dict[str, float]:
         """Return the processor time of the server's processes by kind: its API and vLLM's engine."""
