@@ -16,11 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from langchain_core.messages import AIMessageChunk, BaseMessage, HumanMessage
+from langchain_core.messages import AIMessageChunk, BaseMessage, HumanMessage, RemoveMessage
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
+from langgraph.checkpoint.serde.types import _DeltaSnapshot
 from langgraph.checkpoint.sqlite import SqliteSaver
 from langgraph.graph import END, START, StateGraph
+from langgraph.graph.message import REMOVE_ALL_MESSAGES
 from langgraph.runtime import Runtime
 
 from ctxwin import Chunk
@@ -121,6 +123,54 @@ def test_checkpoints_grow_with_the_turns(engine: Chatty, saver: Any) -> None:
     assert end[0] == middle[0] <= 10 * 4, "a message, what it becomes, and its answer, and again as the run's input"
     assert end[1] <= 1.05 * middle[1]
     assert written[59][1] <= 2.3 * written[29][1], "with the whole list, which one turn of 50 writes"
+
+
+@pytest.mark.parametrize("saver", [InMemorySaver, SqliteSaver])
+def test_snapshots_of_a_long_thread_grow_with_its_length(saver: Any) -> None:
+    """In 2,000 steps the lists that checkpoints hold have five times the messages of the thread, not 21,000."""
+
+    class Serializer(JsonPlusSerializer):
+        def dumps_typed(self, obj: Any) -> tuple[str, bytes]:
+            value = obj.get("channel_values", {}).get("messages") if isinstance(obj, dict) else obj
+            if isinstance(value, _DeltaSnapshot):
+                snapshots.append(len(value.value))
+            return super().dumps_typed(obj)
+
+    def step(state: Any) -> Any:
+        return {"messages": [HumanMessage(str(len(state["messages"])))]}
+
+    snapshots: list[int] = []
+    graph = StateGraph(DeltaWindowState)
+    graph.add_node("step", step)
+    graph.add_edge(START, "step")
+    graph.add_conditional_edges("step", lambda state: "step" if len(state["messages"]) % 500 else END)
+    with contextlib.closing(sqlite3.connect(":memory:", check_same_thread=False)) as connection:
+        checkpointer = saver(serde=Serializer()) if saver is InMemorySaver else saver(connection, serde=Serializer())
+        app = graph.compile(checkpointer=checkpointer)
+        for _ in range(4):
+            app.invoke({"messages": []}, {**CONFIG, "recursion_limit": 600})
+        state = app.get_state(CONFIG).values
+    assert [m.content for m in state["messages"]] == [str(i) for i in range(2000)]
+    assert len(snapshots) >= 8 and sum(snapshots) <= 5 * 2000
+
+
+@pytest.mark.parametrize("schema", [WindowState, DeltaWindowState])
+def test_all_messages_can_be_removed(engine: Chatty, schema: Any) -> None:
+    """Also where they come back from the writes of earlier checkpoints, and those behind the removal in its list stay."""
+    app = graph_of(node(keep_media=False), state=schema)
+    for i in (1, 2):
+        app.invoke({"messages": [shown(i, f"q{i}?")]}, CONFIG, context=WindowContext(engine))
+    removal = RemoveMessage(REMOVE_ALL_MESSAGES)
+    state = app.invoke(
+        {"messages": [shown(3, "lost"), removal, shown(4, "q4?")]}, CONFIG, context=WindowContext(engine)
+    )
+    turns = [(4, "q4?", state["messages"][-1].text)]
+    assert [m.type for m in state["messages"]] == ["human", "ai"] and placed(engine, state) == content(turns)
+    state = app.invoke({"messages": [shown(5, "q5?")]}, CONFIG, context=WindowContext(engine))
+    assert [m.text for m in state["messages"][::2]] == ["q4?", "q5?"]
+    assert placed(engine, state) == content([*turns, (5, "q5?", state["messages"][-1].text)])
+    app.update_state(CONFIG, {"messages": [removal]})
+    assert app.get_state(CONFIG).values["messages"] == []
 
 
 def test_a_thread_goes_on_with_deltas(engine: Chatty) -> None:

@@ -16,10 +16,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, HumanMessage, convert_to_messages
+from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, HumanMessage, RemoveMessage, convert_to_messages
 from langchain_core.runnables import Runnable, RunnableConfig
 from langgraph.channels.delta import DeltaChannel
-from langgraph.graph.message import _messages_delta_reducer, add_messages
+from langgraph.graph.message import REMOVE_ALL_MESSAGES, _messages_delta_reducer, add_messages
 from langgraph.runtime import Runtime, get_runtime
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -46,17 +46,55 @@ class WindowState(TypedDict, total=False):
     window: Annotated[dict[str, Any], merge_windows]
 
 
-class DeltaWindowState(TypedDict, total=False):
-    """A `WindowState` for long threads: a checkpoint holds new messages, and all of them once in 100 updates.
+class DeltaMessages(DeltaChannel[list[AnyMessage]]):  # type: ignore[misc]
+    """A `DeltaChannel` of messages whose snapshots are further apart the more there are; ``REMOVE_ALL_MESSAGES`` clears it.
 
-    The messages are in LangGraph's `DeltaChannel`, which is in beta: its form on disk may change, and its reducer ignores
-    ``REMOVE_ALL_MESSAGES``. A thread that began with a `WindowState` can go on with it.
+    A checkpoint holds all messages after as many updates as a quarter of their number, at least 100: the snapshots of a thread
+    that grows are together at most five times its size, where a fixed number makes them grow with its square.
     """
 
-    messages: Annotated[list[AnyMessage], DeltaChannel(_messages_delta_reducer)]
+    value: list[AnyMessage]
+
+    @property
+    def snapshot_frequency(self) -> int:
+        """The number of updates from one snapshot to the next."""
+        return max(_SNAPSHOT, len(self.value) // 4) if self.is_available() else _SNAPSHOT
+
+    @snapshot_frequency.setter
+    def snapshot_frequency(self, _: int) -> None:
+        pass  # LangGraph's constructor and `copy` set a fixed one
+
+    def update(self, values: Sequence[Any]) -> bool:
+        """Apply the writes of a step."""
+        return bool(super().update(self._clear(values)))
+
+    def replay_writes(self, writes: Sequence[Any]) -> None:
+        """Apply the writes of the checkpoints since a snapshot."""
+        super().replay_writes([("", self.key, value) for value in self._clear([value for *_, value in writes])])
+
+    def _clear(self, values: Sequence[Any]) -> Sequence[Any]:
+        """Return the writes behind the last message that removes all; if there is one, remove all messages."""
+        for i in reversed(range(len(values))):
+            messages = values[i] if isinstance(values[i], list) else [values[i]]
+            for k in reversed(range(len(messages))):
+                if isinstance(messages[k], RemoveMessage) and messages[k].id == REMOVE_ALL_MESSAGES:
+                    self.value = []
+                    return [messages[k + 1 :], *values[i + 1 :]]
+        return values
+
+
+class DeltaWindowState(TypedDict, total=False):
+    """A `WindowState` for long threads: a checkpoint holds new messages, and all of them when a quarter has changed.
+
+    The messages are in LangGraph's `DeltaChannel`, which is in beta: its form on disk may change, and it ignores a
+    `RemoveMessage` of an unknown id. A thread that began with a `WindowState` can go on with it.
+    """
+
+    messages: Annotated[list[AnyMessage], DeltaMessages(_messages_delta_reducer)]
     window: Annotated[dict[str, Any], merge_windows]
 
 
+_SNAPSHOT = 100  # updates of a short list from one snapshot to the next
 _NOTES: dict[str, Any] = {
     "messages": 0,  # number of messages read
     "digest": "",  # of those messages
