@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 import tarfile
 import zipfile
@@ -10,6 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from benchmark_data import write_milebench, write_mm_niah, write_video_mme
 from ctxwin_evals.benchmarks import DataOptions, benchmark, source
@@ -94,6 +96,31 @@ def test_milebench(hub: Hub) -> None:
     for name in names:
         (item,) = benchmark(f"milebench/{name}", DataOptions(data="hub:owner/mile")).items()
         assert item.load()
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_sparkleseval(hub: Hub, zipped: bool) -> None:
+    """Of all of Sparkles its evaluation is asked for, with pictures beside one another or in an archive."""
+    folder, pictures = hub.files / "evaluation" / "SparklesEval", ("1.jpg", "2.jpg")
+    shown = [{"image_id": 1}, {"image_id": 2}]
+    said = [{"content": "IMAGE#1 or IMAGE#2?", "images": shown}, {"content": "Both."}]
+    (folder / "annotations").mkdir(parents=True)
+    text = json.dumps([{"evaluation_id": 3, "dialogue": said}])
+    (folder / "annotations" / "sparkles_evaluation_sparkleseval_annotations.json").write_text(text)
+    (folder / "images").mkdir()
+    for name in pictures:
+        Image.new("RGB", (56, 56)).save(folder / "images" / name)
+    (hub.files / "models").mkdir()
+    (hub.files / "models" / "sparkleschat_7b.pth").write_bytes(b"15 GB")
+    if zipped:
+        with zipfile.ZipFile(folder / "images.zip", "w") as made:
+            for name in pictures:
+                made.write(folder / "images" / name, f"images/{name}")
+        shutil.rmtree(folder / "images")
+    for _ in range(2):  # the second time everything is there
+        (item,) = benchmark("sparkles", DataOptions(data="hub:owner/Sparkles")).items()
+        assert item.target == "Both." and len(item.load()) == item.count
+    assert not (hub.target / "models").exists()
 
 
 def test_damaged_archives_are_named(hub: Hub) -> None:

@@ -52,9 +52,9 @@ def unpack_all(root: Path) -> None:
 
     ``mm_niah_*/images.tar.gz`` gives ``mm_niah_*/images``; ``MileBench_part*.tar.gz`` give the sets' folders, which hold a
     JSON file of their own name; ``videos_chunked_*.zip`` and ``subtitle.zip`` give ``video`` and ``subtitle``, and
-    ``mmdu_pics.zip`` gives ``mmdu_pics``. An archive that does not hold what it should raises ValueError. What an unpacking
-    that was ended left behind is removed, and it begins again with the archive that it had not finished; two processes take
-    turns.
+    ``mmdu_pics.zip`` and ``images.zip`` a folder of their name. An archive that does not hold what it should raises
+    ValueError. What an unpacking that was ended left behind is removed, and it begins again with the archive that it had not
+    finished; two processes take turns.
     """
     archives = [path for pattern in _ARCHIVES for path in root.glob(pattern) if not _is_unpacked(path)]
     if not archives:
@@ -68,7 +68,7 @@ def unpack_all(root: Path) -> None:
         ) from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for leftover in (*root.glob(".unpacking-*/"), *root.glob("mm_niah_*/.unpacking-*/")):
+        for leftover in [*root.rglob(".unpacking-*/")]:
             shutil.rmtree(leftover)
         for pattern, folder in _ARCHIVES.items():
             for archive in sorted(root.glob(pattern)):
@@ -83,6 +83,8 @@ _ARCHIVES = {
     "videos_chunked_*.zip": "video",
     "subtitle.zip": "subtitle",
     "mmdu_pics.zip": "mmdu_pics",
+    "images.zip": "images",
+    "evaluation/SparklesEval/images.zip": "images",
 }
 """Folders that archives are unpacked to; those of MileBench name their own."""
 
@@ -95,7 +97,7 @@ def _is_unpacked(archive: Path) -> bool:
 
 def _unpack(archive: Path, folder: str) -> None:
     root, done = archive.parent, archive.with_name(archive.name + ".unpacked")
-    if folder == "images":
+    if archive.name == "images.tar.gz":
         with _content(archive) as content:
             source = next((p for p in sorted(content.rglob("images")) if p.is_dir()), content)
             if not any(source.iterdir()):
