@@ -18,7 +18,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
@@ -283,36 +283,44 @@ class StepDriver(Driver):
             self._wake.notify()
 
     def _run(self) -> None:
-        while True:
-            with self._wake:
-                while not (self._tasks or self._tickets or self._closing or internals.steps_ahead(self._engine)):
-                    self._wake.wait()
-                if self._closing:
-                    return
-                tasks, self._tasks = self._tasks, deque()
-            try:
-                with in_turn() if self.local else contextlib.nullcontext():
-                    # Steps that vLLM ran ahead of the last answer's end keep its blocks.
-                    while not self._tickets and internals.steps_ahead(self._engine):
-                        self._engine.step()
-                    for task in tasks:
-                        task()
-                    self.between_steps()  # of requests that a task has aborted
-                    if not self._tickets:
+        try:
+            while self._wait_for_work():
+                for output in self._step():
+                    ticket = self._tickets.get(output.request_id)
+                    if ticket is None:
                         continue
-                    with _no_compilation(self.config):
-                        outputs = self._engine.step()
-            except Exception as error:
-                self._end(error)
-                return
-            for output in outputs:
-                ticket = self._tickets.get(output.request_id)
-                if ticket is None:
-                    continue
-                if output.finished:
-                    self._forget(ticket)
-                ticket.outputs.put(output)
-            self.between_steps()
+                    if output.finished:
+                        self._forget(ticket)
+                    ticket.outputs.put(output)
+                self.between_steps()
+        except Exception as error:
+            self._end(error)
+
+    def _wait_for_work(self) -> bool:
+        """Return once there is any; False where the driver closes."""
+        with self._wake:
+            while not (self._tasks or self._tickets or self._closing or internals.steps_ahead(self._engine)):
+                self._wake.wait()
+            return not self._closing
+
+    def _step(self) -> Sequence[Any]:
+        """Run the tasks, then a step if there are requests; return its outputs."""
+        with in_turn() if self.local else contextlib.nullcontext():
+            # Steps that vLLM ran ahead of the last answer's end keep its blocks.
+            while not self._tickets and internals.steps_ahead(self._engine):
+                self._engine.step()
+            while (task := self._next_task()) is not None:  # one by one: a fault leaves the others to `_end`
+                task()
+            self.between_steps()  # of requests that a task has aborted
+            if not self._tickets:
+                return ()
+            with _no_compilation(self.config):
+                outputs: Sequence[Any] = self._engine.step()
+                return outputs
+
+    def _next_task(self) -> Callable[[], None] | None:
+        with self._wake:
+            return self._tasks.popleft() if self._tasks else None
 
     def _watch(self) -> None:
         """Wake vLLM's thread where its engine process was killed."""

