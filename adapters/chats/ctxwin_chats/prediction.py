@@ -14,6 +14,8 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress, count
+from operator import ne
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainSerializer
@@ -290,9 +292,7 @@ def _leaves(parts: Sequence[Part]) -> list[str]:
     return [leaf.digest for part in parts for leaf in part.leaves()]
 
 
-def common_prefix(one: Sequence[object], other: Sequence[object]) -> int:
-    """Return the length of the longest prefix that two sequences share."""
-    for index, (mine, theirs) in enumerate(zip(one, other, strict=False)):
-        if mine != theirs:
-            return index
-    return min(len(one), len(other))
+def common_prefix(one: Sequence[Any], other: Sequence[object], key: Callable[[Any], object] | None = None) -> int:
+    """Return the length of the longest prefix that two sequences share; ``key``: of the first one's items."""
+    differ = map(ne, one if key is None else map(key, one), other)
+    return next(compress(count(), differ), min(len(one), len(other)))

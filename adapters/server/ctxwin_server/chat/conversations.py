@@ -17,8 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from itertools import compress, count
-from operator import attrgetter, ne
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.engines.segments import Segment
@@ -33,6 +32,7 @@ from ctxwin.window.layout import Layout, Work
 from ctxwin.window.placement import initial_state, placement
 from ctxwin.window.state import FORMAT, Placed, State
 from ctxwin.window.sync import sync_steps
+from ctxwin_chats.prediction import common_prefix
 from ctxwin_chats.records import Record, Records
 from ctxwin_chats.shared_records import SavedRecords
 
@@ -252,7 +252,7 @@ class Conversations(Records[Conversation]):
         A new one where none shares anything.
         """
         ids, key = [chunk.id for chunk in engine.chunks], digest("conversation", name, opened.system_prompt_key)
-        found = [(_shared_prefix(candidate.state.placed, ids), candidate) for candidate in reversed(self.find(key))]
+        found = [(common_prefix(c.state.placed, ids, _CHUNK_ID), c) for c in reversed(self.find(key))]
         longest, best, most = max((shared for shared, _ in found), default=0), None, 0
         for shared, candidate in found:  # among equals the most recently used wins
             if shared == longest and (tokens := _shared_tokens(candidate.state.placed, ids)) > most:
@@ -280,12 +280,6 @@ def _without_kv(state: State, placement: str) -> Placed:
 
 def _new_seed(base: str) -> str:
     return digest("seed", base, time.monotonic_ns())
-
-
-def _shared_prefix(entries: Sequence[Placed], ids: Sequence[str]) -> int:
-    """Return how many first entries are the chunks of ``ids``. Cost: of what they share."""
-    differ = map(ne, map(_CHUNK_ID, entries), ids)
-    return next(compress(count(), differ), min(len(entries), len(ids)))
 
 
 def _shared_tokens(entries: Sequence[Placed], ids: Sequence[str]) -> int:
