@@ -26,7 +26,7 @@ from ctxwin.window import edits, placement
 from ctxwin.window.answer import Plan
 from ctxwin.window.assembly import Assembly
 from ctxwin.window.auditing import Auditing, open_audits
-from ctxwin.window.changes import changed
+from ctxwin.window.changes import changed, moved_on
 from ctxwin.window.events import EDITS, Event, Observer, Op
 from ctxwin.window.idle import IdlePrefill, prefiller_of
 from ctxwin.window.invariants import check_state
@@ -189,7 +189,8 @@ class WindowCore:
     def _keep_version(self, state: State) -> None:
         """Keep the current version beside ``state``, which follows it, for `at` and `undo`; drop the oldest beyond the limits."""
         old = self.state
-        changes = [changed(old.placed, state.placed), changed(old.evicted, state.evicted)]
+        evicted = moved_on(old.evicted, state.evicted) or changed(old.evicted, state.evicted)
+        changes = [changed(old.placed, state.placed), evicted]
         only_old, only_new = ({id(p) for pair in changes for p in pair[i]} for i in (0, 1))
         self._history[old.version] = old, self._undo_version
         self._unshared[old.version] = len(only_old - only_new)

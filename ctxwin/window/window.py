@@ -244,8 +244,9 @@ class Window(WindowReader):
     def recall(
         self, placement: str, at: int | Literal["chronological", "cheapest"] | None = None, *, repair: bool = False
     ) -> int:
-        """Bring an evicted chunk back; return its index. It may take the window over its budget: `slide` then spares what
-        was just recalled, and `look_back` recalls and makes room in one step.
+        """Bring an evicted chunk back, one of the newest 4,096 (fewer behind `maintenance.forget_beyond`); return its index. It
+        may take the window over its budget: `slide` then spares what was just recalled, and `look_back` recalls and makes
+        room in one step.
 
         Args:
             at: index to place it at; ``"chronological"``: before the first chunk that arrived later; ``"cheapest"``: there, at

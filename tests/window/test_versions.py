@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.errors import UnknownChunk, UnknownVersion
+from ctxwin.window import edits
 from ctxwin.window.events import Event
 from window.fake import FakeEngine
+from window.growth import lines
 
 
 def test_undo_is_told(window: Window) -> None:
@@ -109,3 +113,20 @@ def test_kept_versions_take_bounded_memory_in_a_stream() -> None:
         newest = window.ids
         window.undo()
         assert window.ids != newest
+
+
+def test_slides_of_a_long_stream_look_at_what_leaves_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also once the oldest evicted chunks are let go, so that none of them stands where it stood."""
+    monkeypatch.setattr(edits, "MAX_EVICTED", 200)
+    with Window(FakeEngine(), "h") as window:
+        window.extend([Chunk.text(f"{i}") for i in range(4)])
+        work = []
+        for i in range(240):
+            window.append(Chunk.text(f"{i}"))
+            work.append(lines(lambda: window.slide(1)))
+            if i in (100, 230):  # one comes back from the middle, and stays
+                window.recall(window.evicted[50])
+        assert max(work[205:230]) <= work[105] + 2, (work[105], work[205:230])
+        held = [{id(p) for p in (*s.placed, *s.evicted)} for s, _ in window.core._history.values()]
+        held.append({id(p) for p in (*window.snapshot().placed, *window.snapshot().evicted)})
+        assert [len(old - new) for old, new in pairwise(held)] == [*window.core._unshared.values()]
