@@ -464,11 +464,5 @@ def compress_deficit(deficit: Deficit, model: str, spec: KVSpec, fidelity: Fidel
             return compress(deficit, spec, rank=0, layers=fidelity.layers)
         patch = project(deficit, part.basis, spec, weight=part.weight)
         return replace(patch, states=factors(deficit.states, fidelity.patch_rank, fidelity.bytes_share, patch.dtype))
-    return compress(
-        deficit,
-        spec,
-        rank=fidelity.patch_rank,
-        bytes_share=fidelity.bytes_share,
-        layers=fidelity.layers,
-        layout=fidelity.advanced.layout,
-    )
+    rank, share, layout = fidelity.patch_rank, fidelity.bytes_share, fidelity.advanced.layout
+    return compress(deficit, spec, rank=rank, bytes_share=share, layers=fidelity.layers, layout=layout)

@@ -307,14 +307,8 @@ class Replay:
         self._check()
         bare = [replace(s, approximate=False, capture=False) for s in segments]
         limit = max_tokens if at_most is None else min(max_tokens, at_most)
-        generation = self.engine.generate(
-            bare,
-            self.engine.encode_query(query),
-            Sampling(limit),
-            salt=self._new_namespace(),
-            on_token=collect,
-            background=True,
-        )
+        encoded, salt = self.engine.encode_query(query), self._new_namespace()
+        generation = self.engine.generate(bare, encoded, Sampling(limit), salt=salt, on_token=collect, background=True)
         self.work.tokens += generation.computed_tokens
         self.work.forwards += generation.forwards
         if not generation.finished or self.stopped():

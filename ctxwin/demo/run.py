@@ -188,12 +188,8 @@ def summarise(steps: Sequence[Step]) -> dict[str, Any]:
 
 def _group(steps: Sequence[Step]) -> dict[str, Any]:
     with_truth = [step for step in steps if step["truth"] is not None]
-    accuracies = {
-        f"accuracy{other}": sum(s[f"answer{other}"] == s["truth"] for s in with_truth) / len(with_truth)
-        if with_truth
-        else None
-        for other in ("", "_reprefill", "_blind")
-    }
+    right = {who: [s[f"answer{who}"] == s["truth"] for s in with_truth] for who in ("", "_reprefill", "_blind")}
+    accuracies = {f"accuracy{who}": sum(them) / len(them) if them else None for who, them in right.items()}
     costs = {name: sum(step[name] for step in steps) for name in (*NAMES, *ENCODES.values())}
     return {"asks": len(steps), **accuracies, "kl_mean": _mean(steps, "kl"), **costs}
 

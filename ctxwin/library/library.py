@@ -140,13 +140,8 @@ class Library:
         self, name: str, passages: Sequence[Passage], size: int, *, ttl: float | None = None, replace: bool = False
     ) -> Entry:
         """Add a file that is already cut into passages, ``size`` bytes large; see `add`."""
-        entry = Entry(
-            name=name,
-            passages=tuple(p.model_copy(update={"chunk": self._store_pixels(p.chunk)}) for p in passages),
-            bytes=size,
-            added=self.clock(),
-            ttl=ttl or self.expires_after,
-        )
+        stored = tuple(p.model_copy(update={"chunk": self._store_pixels(p.chunk)}) for p in passages)
+        entry = Entry(name=name, passages=stored, bytes=size, added=self.clock(), ttl=ttl or self.expires_after)
         self._add([(entry, entry.added)], replace)
         return entry
 

@@ -87,15 +87,8 @@ class MooncakeStore(SealedStore):
                 raise
         self._client: Any = MooncakeDistributedStore()
         segment = int(_SHARE * max_bytes) + _BUFFER_BYTES
-        answer = self._client.setup(
-            options["host"],
-            options["metadata"],
-            segment,
-            _BUFFER_BYTES,
-            options["protocol"],
-            options["devices"],
-            master,
-        )
+        host, metadata, protocol, devices = (options[name] for name in ("host", "metadata", "protocol", "devices"))
+        answer = self._client.setup(host, metadata, segment, _BUFFER_BYTES, protocol, devices, master)
         if answer != 0:
             raise OSError(
                 f"the store {self.name} cannot be reached (Mooncake's error {answer}); start mooncake_master there, or check "

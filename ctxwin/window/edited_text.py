@@ -66,11 +66,8 @@ class Differences:
             difference = change.applied_to(difference)
         if difference is None or not 0 < difference.tokens <= self._most:
             return None
-        return EditedText(
-            difference,
-            tuple(placement for placement in added if placement not in removed),
-            tuple(placement for placement in removed if placement not in added),
-        )
+        only_added, only_removed = (tuple(p for p in a if p not in b) for a, b in ((added, removed), (removed, added)))
+        return EditedText(difference, only_added, only_removed)
 
     def _changed(self, was: Antecedents, index: int) -> tuple[int, tuple[str, ...], tuple[str, ...]] | None:
         """Return where antecedents and the first ``index`` placed ids begin to differ, and what differs up to their common end;

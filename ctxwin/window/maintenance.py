@@ -36,11 +36,8 @@ class Maintenance:
         """Mark a chunk as just read: others leave before it (`ctxwin.policies.LeastRecentlyRead`). Raises UnknownChunk."""
         with self.core.writing() as state:
             reads = state.placed[state.index(placement)].reads + 1
-            self.core.commit(
-                edits.update_entry(state, placement, read=state.version + 1, reads=reads, tail=False),
-                "touch",
-                [placement],
-            )
+            new = edits.update_entry(state, placement, read=state.version + 1, reads=reads, tail=False)
+            self.core.commit(new, "touch", [placement])
 
     def forget_beyond(self, most: int) -> None:
         """Forget the oldest evicted chunks beyond ``most``, so that an endless stream stays bounded. KV that others use stays.

@@ -77,14 +77,8 @@ def with_system_prompt(engine: Engine, state: State, system_prompt: str) -> Stat
         return entry.replace(kv=kv.model_copy(update=changes), unseen=())
 
     entries, evicted = (tuple(map(behind, chunks)) for chunks in (state.placed, state.evicted))
-    return new.replace(
-        low_water=state.low_water,
-        prefill=state.prefill,
-        version=state.version,
-        arrivals=state.arrivals,
-        placed=entries,
-        evicted=evicted,
-    )
+    kept = {name: getattr(state, name) for name in ("low_water", "prefill", "version", "arrivals")}
+    return new.replace(**kept, placed=entries, evicted=evicted)
 
 
 def placement(engine: Engine, state: State, chunk: Chunk, seed: str) -> Placed:

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import httpx
 from openai import APIError, AsyncOpenAI, AsyncStream, OpenAI, Stream
 
-from ctxwin.chunk import Chunk, MediaPart, TextPart
+from ctxwin.chunk import Chunk, Part, TextPart, TokensPart
 from ctxwin.errors import ChunkUnavailable, EngineFailed, UnsupportedModel
 from ctxwin.media import png
 from ctxwin.store.lru import LRUCache
@@ -156,19 +156,16 @@ def reference(chunk: Chunk) -> dict[str, Any]:
 
 def _chunk_to_json(chunk: Chunk, files: Files) -> dict[str, Any]:
     """Return the chunk as JSON in the form of `ctxwin_server.protocol.schemas`; adds its pixels to ``files``."""
-    content: list[dict[str, Any]] = []
-    for part in chunk.parts:
-        if isinstance(part, TextPart):
-            content.append({"type": "text", "text": part.text})
-        elif isinstance(part, MediaPart):
-            content.append(_medium(chunk, part, files))
-        else:
-            content.append({"type": "tokens", "ids": list(part.ids)})
+    content = [_part_to_json(chunk, part, files) for part in chunk.parts]
     turn = {"type": "parts"} if chunk.role is None else {"type": "message", "role": chunk.role}
     return {**turn, "content": content, **{name: getattr(chunk, name) for name in ("as_frames", "id", *_METADATA)}}
 
 
-def _medium(chunk: Chunk, part: MediaPart, files: Files) -> dict[str, Any]:
+def _part_to_json(chunk: Chunk, part: Part, files: Files) -> dict[str, Any]:
+    if isinstance(part, TextPart):
+        return {"type": "text", "text": part.text}
+    if isinstance(part, TokensPart):
+        return {"type": "tokens", "ids": list(part.ids)}
     frames = chunk.pixels(part)
     if frames is None:
         raise ChunkUnavailable(f"the pixels of chunk {chunk.id} must be in memory or its file; create it again")

@@ -77,12 +77,7 @@ def engine_errors() -> Iterator[None]:
 
 
 class AskRunner:
-    """Runs the asks of one engine on vLLM.
-
-    Args:
-        prompts: builds the prompts of asks that have no builder.
-        lora: the adapter that they are computed with, vLLM's LoRARequest.
-    """
+    """Runs the asks of one engine on vLLM; ``lora``: the adapter that they are computed with, vLLM's LoRARequest."""
 
     def __init__(self, prompts: EnginePrompts, kv: KVSpec, counters: EngineCounters, lora: Any = None) -> None:
         self._core, self._prompts, self._kv = prompts.core, prompts, kv
@@ -344,9 +339,8 @@ class AskRunner:
         cached = sum(1 for _ in itertools.takewhile(lambda segment: segment.cached, segments))
         leading = itertools.takewhile(lambda segment: segment.span is not None, segments[cached:])
         loads = tuple(replace(s, start=s.start - base) if base else s for s in leading if s.tokens)
-        captures: dict[str, tuple[int, int | None]] = {
-            str(i): (offsets[i], offsets[i + 1]) for i in capture if segments[i].encoded.tokens
-        }
+        captures: dict[str, tuple[int, int | None]]
+        captures = {str(i): (offsets[i], offsets[i + 1]) for i in capture if segments[i].encoded.tokens}
         if ask.capture_query:
             captures[_QUERY] = (offsets[len(segments)], None)
         if ask.capture_all:

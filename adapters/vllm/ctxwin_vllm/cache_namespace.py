@@ -32,12 +32,9 @@ class CacheNamespace:
 
 
 def namespace_of(segments: Sequence[Segment], salt: str, block: int) -> CacheNamespace:
-    """Return the namespace of a layout.
+    """Return the namespace of a layout, in which segments that are `Segment.approximate` are separated.
 
-    Args:
-        segments: in prompt order; those that are `Segment.approximate` are separated.
-        salt: salt that separates all of the layout; "" where it is exact.
-        block: tokens of a block of vLLM's cache.
+    ``salt`` separates all of it, "" where it is exact; ``block``: tokens of a block of vLLM's cache.
     """
     total = sum(segment.encoded.tokens for segment in segments)
     if not salt:

@@ -284,11 +284,7 @@ class Core:
         Positions within a prompt are vLLM's, so the segments must stand where vLLM puts them. Only the whole prompt may
         be shifted: attention sees differences of positions.
 
-        Args:
-            layout: as of `Engine.generate`.
-            tail: the query, where there is one.
-            sampling: how to decode.
-            rendered: vLLM's positions of just these tokens, where they are known.
+        ``tail`` is the query, where there is one; ``rendered``: vLLM's positions of just these tokens, where they are known.
 
         Raises:
             ValueError, EngineFailed, UnsupportedModel: a request that vLLM would answer wrongly, or that would end it.
@@ -331,7 +327,7 @@ class Core:
             )
         if not np.array_equal(positions, self.inputs.positions(ids, media)[0] if rendered is None else rendered):
             raise UnsupportedModel(
-                f"{self.model} places a chunk by what stands before it; its KV cannot be put together from chunks"
+                f"{self.model} places a chunk by what precedes it; no KV of chunks fits another place"
             )
         return base
 

@@ -41,12 +41,8 @@ class DecodedImages(MediaConnector):  # type: ignore[misc]  # mypy sees vLLM as 
         try:
             return await super().load_from_url_async(url, media_io, fetch_timeout=fetch_timeout)
         except (aiohttp.ClientError, OSError, RuntimeError) as error:
-            where = (
-                ""
-                if url[:5].lower() == "data:"
-                else f"media must be readable at {url[:200]!r}, got {type(error).__name__}: "
-            )
-            raise ValueError(f"{where}{error}") from error
+            got = f"media must be readable at {url[:200]!r}, got {type(error).__name__}: {error}"
+            raise ValueError(str(error) if url[:5].lower() == "data:" else got) from error
 
 
 def _digest(text: str) -> str:

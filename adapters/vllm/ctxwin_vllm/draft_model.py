@@ -35,9 +35,7 @@ METHODS = ("draft_model", "eagle", "eagle3", "mtp")
 def draft_model_spec(speculative: Any, kv: KVSpec) -> KVSpec | None:
     """Return the layout of a draft model's KV; None where there is no draft model, or one without KV.
 
-    Args:
-        speculative: vLLM's ``SpeculativeConfig``, or None.
-        kv: layout of the model that it drafts for.
+    ``speculative`` is vLLM's ``SpeculativeConfig``, ``kv`` the layout of the model that it drafts for.
 
     Raises:
         UnsupportedModel: keys that cannot be turned, or weights without an identity. Cost: reading the drafter's weights once
@@ -77,14 +75,9 @@ def unrotated_rows(kv: KVSpec, k: torch.Tensor, v: torch.Tensor, positions: torc
 
 
 class DraftModelKV:
-    """A draft model's KV in the paged cache of one worker.
+    """A draft model's KV in the paged cache of one worker, the ``rank`` of a tensor-parallel group of ``size``.
 
-    Args:
-        layers: of the drafter, by name.
-        kv: its layout (all heads).
-        block_size: tokens in a block.
-        rank, size: of the tensor-parallel group.
-        alone: as of `PagedKV`.
+    ``layers`` are the drafter's, by name, ``kv`` its layout (all heads), ``alone`` as of `PagedKV`.
 
     Raises UnsupportedModel where its cache is not laid out as its config says.
     """

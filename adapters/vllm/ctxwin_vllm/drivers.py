@@ -54,11 +54,7 @@ def in_turn() -> Iterator[None]:
 
 
 class Ticket:
-    """One request in flight.
-
-    Attributes:
-        outputs: vLLM's ``RequestOutput`` as they come, or the exception that ended the request.
-    """
+    """One request in flight, with vLLM's ``RequestOutput`` as they come, or the exception that ended it."""
 
     def __init__(self) -> None:
         self.name = f"ctxwin-{next(_serial)}"
@@ -71,7 +67,6 @@ class Driver(ABC):
 
     Attributes:
         config: its ``VllmConfig``.
-        renderer: its renderer.
         local: whether its model runs in this process.
         on_reset: called once vLLM's prefix cache is empty.
         between_steps: called before the next step in this process, once the last one's outputs are on their way.
@@ -174,11 +169,7 @@ class StepDriver(Driver):
     """Drives a ``vllm.LLM`` with one thread, which alone touches it; engines in this process step in turn.
 
     A multi-process LLM returns nothing between two outputs, so a request that arrives while only long prefills run waits for
-    the next token; `LoopDriver` has no such wait.
-
-    Args:
-        llm: started with the connector.
-        stop: shuts it down.
+    the next token; `LoopDriver` has no such wait. ``llm`` was started with the connector, ``stop`` shuts it down.
     """
 
     def __init__(self, llm: Any, stop: Callable[[Any], None]) -> None:

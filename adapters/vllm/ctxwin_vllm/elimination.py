@@ -54,9 +54,8 @@ def check_hold(core: Core, sampling: Sampling) -> None:
         if applies:
             raise UnsupportedModel(f"{reason}: hold must be 1 with {core.model} on vLLM, got {sampling.hold}")
     transport = core.transport
-    if sampling.merge_prompt and (
-        not isinstance(transport, LocalTransport) or transport.paged is None or core.kv.family == "mla"
-    ):
+    shown = isinstance(transport, LocalTransport) and transport.paged is not None and core.kv.family != "mla"
+    if sampling.merge_prompt and not shown:
         raise UnsupportedModel(
             "a prompt is merged by its attention, which vLLM shows in one process (processes='single') and for GQA or MHA "
             "only: merge_prompt must be False, got True; or open the model as hf:MODEL"
@@ -64,15 +63,7 @@ def check_hold(core: Core, sampling: Sampling) -> None:
 
 
 class BudgetedAnswer:
-    """One answer at work, and the KV that it keeps.
-
-    Args:
-        sampling: with a ``hold`` below 1.
-        salt: as of `Engine.generate`.
-
-    Attributes:
-        generation: what its requests captured and cost.
-    """
+    """One answer at work, with a ``hold`` below 1, and the KV that it keeps; ``generation``: what its requests cost."""
 
     def __init__(
         self, core: Core, asks: AskRunner, layout: Sequence[Segment], query: Encoded, sampling: Sampling, salt: str
@@ -122,15 +113,8 @@ class BudgetedAnswer:
         ids = [int(token) for token in answer]
 
         def ask(query: Encoded, scored: Sequence[int]) -> Ask:
-            forced = Forced(len(scored), best, stopped)
-            return Ask(
-                query,
-                only,
-                self._salt,
-                background=True,
-                answer=Encoded.of_ids(scored) if scored else None,
-                forced=forced,
-            )
+            forced, answer = Forced(len(scored), best, stopped), Encoded.of_ids(scored) if scored else None
+            return Ask(query, only, self._salt, background=True, answer=answer, forced=forced)
 
         outcome = self._serve_prompt(ask(self._query, ids[:1]))
         rows, schedule = outcome.forced, self._hold_prompt(outcome, 0, len(ids[:1]))

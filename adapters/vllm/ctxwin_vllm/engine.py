@@ -155,10 +155,9 @@ class VLLMEngine(EncodingEngine):
             self.store: Store = open_store("memory:", tenant=tenant) if store is None else store
             self.repo = SpanRepository(self.store, kv.identity, spec=kv, behind=core.on_gpu)
             self.counters = EngineCounters()
-            vision = core.see if core.vision else None
-            self.encoder = Encoder(
-                core.checkpoint, kv.identity, self.repo, vision, core.inputs.positions, self.counters, core.longest
-            )
+            vision, positions = core.see if core.vision else None, core.inputs.positions
+            shared = (self.repo, vision, positions, self.counters, core.longest)
+            self.encoder = Encoder(core.checkpoint, kv.identity, *shared)
             self.prompts = EnginePrompts(core, tenant, kv.identity, self.encoder)
             lora = None if adapter is None else adapter.request
             self.asks = AskRunner(self.prompts, kv, self.counters, lora)

@@ -72,8 +72,6 @@ def _computed_tokens(
         end = medium.offset + medium.tokens
         if end <= loadable and (loaded is None or end <= loaded or not prompts.has_embeddings(medium.key)):
             placeholder_tokens = max(placeholder_tokens, end)
-    meta = RequestMeta(
-        covered=covered, placeholder_tokens=placeholder_tokens, private_from=namespace.private_from, min_load=min_load
-    )
+    meta = RequestMeta(covered, placeholder_tokens, private_from=namespace.private_from, min_load=min_load)
     blocks.update(names)
     return total - hit - meta.tokens_to_load(hit, total) - extra

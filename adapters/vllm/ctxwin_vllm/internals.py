@@ -375,10 +375,7 @@ _EMBEDDINGS = "ctxwin_embeddings"
 def embeddings_item(modality: str, embeddings: torch.Tensor | None, **fields: torch.Tensor) -> Any:
     """Return one media item that consists of its embeddings ``[tokens, width]``, for a model prepared by `pass_embeddings`.
 
-    Args:
-        modality: modality of the item.
-        embeddings: None only where they come through the encoder cache.
-        fields: fields that determine the positions of its tokens, ``[1, ...]`` each.
+    They are None only where they come through the encoder cache. ``fields`` determine its positions, ``[1, ...]`` each.
     """
     from transformers import BatchFeature
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
@@ -390,13 +387,10 @@ def embeddings_item(modality: str, embeddings: torch.Tensor | None, **fields: to
 
 
 def share_item_entry(llm: Any, prefix: str) -> None:
-    """Make all media whose names begin with ``prefix`` share one entry of the engine's cache of processed media.
+    """Make all media whose names begin with ``prefix`` share one entry of an ``LLMEngine``'s or ``AsyncLLM``'s cache of media.
 
     Such media always come with their data, so a cached one is never looked up. They hold next to nothing, and that cache counts
     the bytes of tensors alone, so it would keep every one of them: some 2 KB of objects for each that it counts as 24 bytes.
-
-    Args:
-        llm: an ``LLMEngine`` or ``AsyncLLM``.
     """
     processor = llm.input_processor
 

@@ -23,11 +23,7 @@ _MOST_PENDING = 4096
 
 
 class ReceivedMedia(BaseMultiModalProcessorCache):  # type: ignore[misc]  # mypy sees vLLM as untyped
-    """The sender's side of vLLM's cache. vLLM calls it from the one thread that processes media.
-
-    Args:
-        gib: room of the engine's side.
-    """
+    """The sender's side of vLLM's cache, with room of ``gib`` in the engine. vLLM calls it from one thread."""
 
     def __init__(self, gib: float) -> None:
         self._received = MultiModalCache.get_lru_cache(gib * _SHARE, MultiModalProcessorCacheItemMetadata)

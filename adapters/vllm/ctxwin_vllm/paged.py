@@ -126,9 +126,8 @@ class PagedKV:
                 f"{layer.kv_cache_dtype!r} ({cache.dtype})"
             )
         if cache[0].numel() != self.block_size * per_token:
-            raise UnsupportedModel(
-                f"a cache block must hold {self.block_size} tokens of {per_token} numbers, got {tuple(cache.shape)}"
-            )
+            tokens, got = self.block_size, tuple(cache.shape)
+            raise UnsupportedModel(f"a cache block must hold {tokens} tokens of {per_token} numbers, got {got}")
 
     def slots(self, blocks: Sequence[int], begin: int, end: int) -> torch.Tensor:
         """Return the slot of each token ``[begin, end)`` of a request that owns ``blocks``: int64 ``[end - begin]``."""
@@ -292,8 +291,9 @@ class PagedKV:
         every = torch.arange(2 * size, device=self.device)
         got_k, got_v = self._dequantise(layer, *self._read_slots(scratch, shape, self._places(every)))
         if not (torch.equal(got_k, k) and torch.equal(got_v, v)):
+            backend = type(layer.impl).__name__
             raise UnsupportedModel(
-                f"attention backend {type(layer.impl).__name__} does not return the KV that was written into its cache"
+                f"attention backend {backend} does not return the KV that was written into its cache"
             )
 
     def _find_strides(self) -> list[CacheStrides] | None:
@@ -359,9 +359,8 @@ def _attention_layers(layers: Mapping[str, Any], hybrid: bool) -> list[tuple[str
             continue  # see `paged_states`
         if not isinstance(cache, torch.Tensor) or not hasattr(getattr(layer, "impl", None), "do_kv_cache_update"):
             # A recurrent state, a sparse indexer's keys: they would not move with the KV.
-            raise UnsupportedModel(
-                f"all of a model's caches must be attention KV, got {type(layer).__name__} at {name!r}; it would not move"
-            )
+            got = f"{type(layer).__name__} at {name!r}"
+            raise UnsupportedModel(f"all of a model's caches must be attention KV, got {got}; it would not move")
         numbers = [int(part) for part in name.split(".") if part.isdigit()]
         if len(numbers) != 1:
             raise UnsupportedModel(f"an attention layer's name must hold its index once, got {name!r}")

@@ -21,12 +21,7 @@ if TYPE_CHECKING:
 
 
 class PrefixRecord:
-    """Names of blocks in vLLM's prefix cache. Thread-safe.
-
-    Args:
-        block: tokens of a block.
-        capacity: number of blocks that vLLM has; the least recently used go first, as there.
-    """
+    """Names of as many blocks as vLLM's prefix cache has; the least recently used go first, as there. Thread-safe."""
 
     def __init__(self, block: int, capacity: int) -> None:
         self.block, self._capacity = block, capacity

@@ -32,12 +32,9 @@ class PromptBuilder(Protocol):
 
 
 class EnginePrompts:
-    """The `PromptBuilder` of an engine: prompts of chunks, for one tenant.
+    """The `PromptBuilder` of an engine: prompts of chunks, for one tenant, whose blocks are separate.
 
-    Args:
-        tenant: separates its blocks from other tenants'.
-        identity: identity of the model, with its adapter.
-        encoder: has the vision embeddings of media.
+    ``identity`` is that of the model with its adapter; ``encoder`` has the vision embeddings of media.
     """
 
     def __init__(self, core: Core, tenant: str, identity: str, encoder: Encoder) -> None:

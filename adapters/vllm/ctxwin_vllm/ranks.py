@@ -13,13 +13,8 @@ import torch
 def own_heads(heads: int, rank: int, size: int) -> slice:
     """Return the KV heads that vLLM keeps on one rank: an equal share, or one head on several ranks where there are fewer.
 
-    Args:
-        heads: KV heads of the model. Latent attention (MLA) has one, which every rank holds whole.
-        rank: within the tensor-parallel group.
-        size: ranks of the group.
-
-    Raises:
-        ValueError: neither of ``heads`` and ``size`` divides the other, which vLLM refuses as well.
+    Latent attention (MLA) has one, which every rank holds whole. Raises ValueError where neither of ``heads`` and the
+    group's ``size`` divides the other, which vLLM refuses as well.
     """
     if heads < 1 or size < 1:
         raise ValueError(f"heads and ranks must be at least 1, got {heads} heads and {size} ranks")

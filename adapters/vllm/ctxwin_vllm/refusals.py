@@ -38,10 +38,7 @@ BARE_DRAFTERS = ("ngram",)
 
 
 def check_config(config: Any) -> None:
-    """Refuse a configuration under which the connector would load or read back wrong KV, or would not be asked.
-
-    Args:
-        config: a ``vllm.config.VllmConfig``.
+    """Refuse a ``VllmConfig`` under which the connector would load or read back wrong KV, or would not be asked.
 
     Raises:
         UnsupportedModel: names the option, why it cannot be served, and what to do. Cost: a few attributes.

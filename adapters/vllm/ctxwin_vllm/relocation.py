@@ -7,6 +7,7 @@ position alone, so each layer of every rank is checked on its own. No block, req
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -50,12 +51,9 @@ def refusal(
     try:
         check_relocation(paged.kv, lambda start: _compute(model, config, paged, start, inputs), far)
         if draft_kv is not None:
-            draft_paged = draft_kv.paged
-            check_relocation(
-                draft_paged.kv,
-                lambda start: _compute(draft_model.model, config, draft_paged, start, inputs, draft_model),
-                far,
-            )
+            options: dict[str, Any] = {"inputs": inputs, "draft_model": draft_model}
+            drafted = partial(_compute, draft_model.model, config, draft_kv.paged, **options)
+            check_relocation(draft_kv.paged.kv, drafted, far)
     except UnsupportedModel as error:
         return str(error)
     except Exception as error:  # models may fail in any way on tokens that belong to no request

@@ -51,11 +51,7 @@ class NotAWindow(ValueError):
 
 
 class Picture:
-    """A picture as vLLM's renderer prepared it. Thread-safe.
-
-    Attributes:
-        grid: its patch grid.
-    """
+    """A picture as vLLM's renderer prepared it, and its patch grid. Thread-safe."""
 
     def __init__(self, item: Mapping[str, Any]) -> None:
         grid = item.get("image_grid_thw")

@@ -78,10 +78,6 @@ class StreamGuard:
 
     A request that was preempted and whose load then fails is served again from the beginning. Tokens that the caller has
     received cannot be taken back, so the new answer has to begin with them.
-
-    Args:
-        on_token: see `Engine.generate`.
-        decode: text of ids.
     """
 
     def __init__(self, on_token: Callable[[int, str], bool], decode: Callable[[list[int]], str]) -> None:
@@ -114,9 +110,7 @@ class StreamGuard:
             raise self._changed()
 
     def _changed(self) -> EngineFailed:
-        return EngineFailed(
-            "KV of the answer was lost while it was streamed, and computed anew the answer is another one; ask again"
-        )
+        return EngineFailed("KV of the answer was lost while it was streamed, and anew it is another one; ask again")
 
 
 def continued(ids: Sequence[int], count: int) -> list[int]:

@@ -143,13 +143,7 @@ def _run_captured(
 ) -> Any:
     """Call a rule and extend the captures of its sequences; see `_Rule`.
 
-    Args:
-        call: runs the rule.
-        kwargs: its arguments.
-        states: states of all blocks.
-        blocks: the block of each sequence.
-        initial: the state before a sequence's tokens, by its index.
-        gates: as of `_Rule`.
+    ``states`` are those of all blocks, ``blocks`` each sequence's; ``initial`` returns the state before its tokens.
     """
     transitions = _open.get(states.data_ptr())
     pending = {} if transitions is None else transitions.pending(states.data_ptr(), blocks)

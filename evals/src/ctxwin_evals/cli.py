@@ -16,12 +16,8 @@ from ctxwin_evals.probe.cli import probe
 if TYPE_CHECKING:
     from ctxwin_evals.score import Result
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    help="How close reuse stays to a full re-prefill.",
-)
+_ABOUT = "How close reuse stays to a full re-prefill."
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, help=_ABOUT)
 app.command("probe")(probe)
 
 _RULES = "vlmevalkit, qwen-vl-utils, linspace, hf-qwen2-vl, lmms-eval"

@@ -222,11 +222,8 @@ class Decoder(Reader):
         inputs = [self.engine.inputs([row]) for row in rows]
         positions = torch.from_numpy(np.array(rows[0].positions)).to(self._device) + start
         deep = [m.deep for m in inputs if m.deep is not None]
-        return Tokens(
-            torch.stack([m.embeds for m in inputs]),
-            positions[:, None].expand(3, len(rows), -1),
-            torch.stack(deep, 1) if deep else None,
-        )
+        embeds, positions = torch.stack([m.embeds for m in inputs]), positions[:, None].expand(3, len(rows), -1)
+        return Tokens(embeds, positions, torch.stack(deep, 1) if deep else None)
 
     def memory(self, rows: Sequence[Sequence[SpanKV]]) -> Memory:
         """A batch whose items are sequences of spans, each standing where it was rotated to."""
@@ -271,14 +268,11 @@ class Decoder(Reader):
         if mask is not None:
             mask = mask if mask.ndim == 3 else mask[None].expand(batch, -1, -1)
         chosen = layers if layers is not None else range(self.layers)
-        out = []
+        out, first = [], tokens.embeds if hidden is None else hidden
         for begin in range(0, count, AT_ONCE):
             part = slice(begin, begin + AT_ONCE)
-            block = Tokens(
-                tokens.embeds[:, part] if hidden is None else hidden[:, part],
-                tokens.positions[:, :, part],
-                None if tokens.deep is None else tokens.deep[:, :, part],
-            )
+            deep = None if tokens.deep is None else tokens.deep[:, :, part]
+            block = Tokens(first[:, part], tokens.positions[:, :, part], deep)
             visible = None if mask is None else mask[:, part]
             out.append(self._block(block, memory, at[:, part], visible, chosen, watch))
         return torch.cat(out, 1) if len(out) > 1 else out[0]

@@ -284,11 +284,8 @@ def paired(first: Outcomes, second: Outcomes) -> Pair | None:
         return None
     clusters = [a.row.cluster for a, _ in pairs]
     kls = [a.row.kl - b.row.kl for a, b in pairs]
-    scored = [
-        (mine, theirs, a.row.cluster)
-        for a, b in pairs
-        if (mine := a.answer.score) is not None and (theirs := b.answer.score) is not None
-    ]
+    all_scores = ((a.answer.score, b.answer.score, a.row.cluster) for a, b in pairs)
+    scored = [(mine, theirs, of) for mine, theirs, of in all_scores if mine is not None and theirs is not None]
     graded = not scored or any(score not in (0, 1) for a, b, _ in scored for score in (a, b))
     exact = not graded and len({c for _, _, c in scored}) == len(scored)
     base_kls = [a.row.base_kl for a, _ in pairs]

@@ -115,12 +115,8 @@ def shape(answer: dict[str, Any], status: int, method: str, path: str) -> dict[s
         shaped_error = error
     else:
         detail = error if isinstance(error, str) else answer.get("detail")
-        shaped_error = {
-            "message": _message(detail, status, method, path),
-            "type": "invalid_request_error",
-            "param": None,
-            "code": None,
-        }
+        shaped_error = {"message": _message(detail, status, method, path), "type": "invalid_request_error"}
+        shaped_error |= {"param": None, "code": None}
         if status in (404, 405):
             shaped_error |= {"type": "not_found_error", "code": "not_found" if status == 404 else "method_not_allowed"}
     if path == MESSAGES or path.startswith(MESSAGES + "/"):

@@ -221,9 +221,8 @@ class Conversations(Records[Conversation]):
             newer = learnt.get(entry.id)
             return entry if newer is None or entry.kv is not None else entry.replace(kv=newer.kv, seen=newer.seen)
 
-        turn.conversation.state = current.replace(
-            placed=tuple(map(update, current.placed)), evicted=tuple(map(update, current.evicted))
-        )
+        placed, evicted = (tuple(map(update, entries)) for entries in (current.placed, current.evicted))
+        turn.conversation.state = current.replace(placed=placed, evicted=evicted)
 
     def _update(
         self, engine: RenderedRequest, name: str, fidelity: Fidelity, shelf: str, patient: bool

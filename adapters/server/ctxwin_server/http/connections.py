@@ -253,10 +253,7 @@ def bound_connections(app: Starlette) -> None:
     if server is None:
         return  # requests come from elsewhere than a socket
     config, ours = server.config, ConnectionLimits()
-    configured = getattr(config, "h11_max_incomplete_event_size", None), getattr(config, "h11_max_header_count", None)
-    config.http_protocol_class = bounded_protocol(
-        ConnectionLimits(
-            header_bytes=min(ours.header_bytes, configured[0] or ours.header_bytes),
-            headers=min(ours.headers, configured[1] or ours.headers),
-        )
-    )
+    size = getattr(config, "h11_max_incomplete_event_size", None) or ours.header_bytes
+    count = getattr(config, "h11_max_header_count", None) or ours.headers
+    lower = ConnectionLimits(header_bytes=min(ours.header_bytes, size), headers=min(ours.headers, count))
+    config.http_protocol_class = bounded_protocol(lower)

@@ -241,12 +241,9 @@ def _operate(name: str, operation: Operation) -> Callable[[str, RequestContext],
 
 
 for _name, _operation in OPERATIONS.items():
-    router.post(
-        f"{WINDOWS}/{{window_id}}/{_name}",
-        name=f"{_name}_window",
-        description=_operation.text,
-        openapi_extra=openapi_body(_operation.body.model_json_schema()),
-    )(_operate(_name, _operation))
+    _path, _body = f"{WINDOWS}/{{window_id}}/{_name}", openapi_body(_operation.body.model_json_schema())
+    _route = router.post(_path, name=f"{_name}_window", description=_operation.text, openapi_extra=_body)
+    _route(_operate(_name, _operation))
 
 
 @router.post(WINDOWS + "/{window_id}/{operation}", include_in_schema=False)

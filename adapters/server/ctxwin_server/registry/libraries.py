@@ -140,13 +140,8 @@ class Libraries:
         library = self._open.get((is_own, name))
         if library is None:
             limits = self.limits
-            library = Library(
-                store,
-                name,
-                max_bytes=limits.max_library_bytes,
-                max_files=limits.max_library_files,
-                max_passages=limits.max_chunks,
-            )
+            size, files, passages = limits.max_library_bytes, limits.max_library_files, limits.max_chunks
+            library = Library(store, name, max_bytes=size, max_files=files, max_passages=passages)
             if not is_own or library.exists:  # names that do not exist are not cached
                 self._open[is_own, name] = library
         return library

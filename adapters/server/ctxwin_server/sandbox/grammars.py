@@ -71,11 +71,8 @@ class Grammars:
             return
         constraints = list(dict.fromkeys(constraints_in(data)))
         if len(constraints) > _MOST_CONSTRAINTS or sum(len(text) for _, text in constraints) > _MOST_TEXT:
-            what = (
-                _NAMES[constraints[0][0]]
-                if len(constraints) == 1
-                else f"schemas and grammars of a request, {_MOST_CONSTRAINTS} of them,"
-            )
+            several = f"schemas and grammars of a request, {_MOST_CONSTRAINTS} of them,"
+            what = _NAMES[constraints[0][0]] if len(constraints) == 1 else several
             raise GrammarRefused(
                 f"the {what} must have at most {_MOST_TEXT} characters; leave out what the answer does not need"
             )

@@ -238,12 +238,8 @@ class ChatClient:
         if output.num_cached_tokens is None:
             return
         output.num_cached_tokens = cached = max(0, output.num_cached_tokens - turn.ahead)
-        request.usage.update(
-            computed_tokens=len(output.prompt_token_ids or ()) - cached,
-            lanes=turn.lanes,
-            edits=dict(turn.edits),
-            exact=turn.layout.salt == "",
-        )
+        computed, exact = len(output.prompt_token_ids or ()) - cached, turn.layout.salt == ""
+        request.usage.update(computed_tokens=computed, lanes=turn.lanes, edits=dict(turn.edits), exact=exact)
 
     def _finish(self, request: RequestOptions, state: TenantState, turn: Turn, *, finished: bool) -> None:
         """Write back the request's KV in a worker thread behind the answer, but do not wait for a client that reads slowly."""

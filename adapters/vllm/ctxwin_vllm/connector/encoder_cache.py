@@ -45,11 +45,7 @@ _log = logging.getLogger("ctxwin.engines")
 
 @dataclass(frozen=True)
 class Content:
-    """Embeddings in transfer to a worker.
-
-    Attributes:
-        data: their bytes, which vLLM passes to another process without a further copy.
-    """
+    """Embeddings in transfer to a worker; ``data`` are bytes that vLLM passes to its process without a further copy."""
 
     data: np.ndarray[Any, np.dtype[np.uint8]] = field(repr=False)
     shape: tuple[int, ...]
@@ -143,9 +139,7 @@ class Scheduler:
     """Scheduler's side: which embeddings of a folder can be loaded, and when.
 
     Args:
-        files: the folder.
-        width: width of the embeddings.
-        dtype: dtype of the embeddings.
+        files: the folder, of embeddings of this width and dtype.
         step: most tokens that vLLM schedules at once.
         audio_width: width of audio embeddings, which have no deepstack part; None is ``width``.
 

@@ -87,11 +87,8 @@ class WorkerHalf:
         if not (self._sent or self._receiving):
             return None, None
         sent, self._sent = self._sent, set()
-        keys = [
-            key
-            for key, events in self._receiving.items()
-            if key[0] == self._work.source and all(event.query() for event in events)
-        ]
+        own = (item for item in self._receiving.items() if item[0][0] == self._work.source)
+        keys = [key for key, events in own if all(event.query() for event in events)]
         for key in keys:
             del self._receiving[key]
         return sent or None, {request for _, request in keys} or None

@@ -12,17 +12,8 @@ from contextlib import contextmanager
 from ctxwin.kv.kernels import SpanSlice
 from ctxwin.kv.layout import KVSpec
 from ctxwin_vllm.stage_outputs import Queries
-from ctxwin_vllm.transport.base import (
-    Endpoint,
-    LoadSpec,
-    RequestMeta,
-    SaveSpec,
-    Transfer,
-    Transport,
-    is_reserved,
-    new_handle,
-    overlaps,
-)
+from ctxwin_vllm.transport import base
+from ctxwin_vllm.transport.base import Endpoint, LoadSpec, RequestMeta, SaveSpec, Transfer, Transport
 
 _STEPS = 4
 """Steps of vLLM within which a reserved transfer is looked for: the next one, or one behind steps that run already."""
@@ -58,14 +49,14 @@ class LocalTransport(Transport, Endpoint):
         return handle
 
     def add(self, transfer: Transfer, handle: str = "") -> str:
-        handle = handle or new_handle()
+        handle = handle or base.new_handle()
         self._transfers[handle] = transfer
         self._awaited.discard(handle)
         return handle
 
     def collect(self, handle: str, transfer: Transfer, finished: bool) -> None:
         """Wait until a transfer was read, also one that was added behind the answer; the connector reports into it itself."""
-        for _ in range(_STEPS if finished and is_reserved(handle) else 0):
+        for _ in range(_STEPS if finished and base.is_reserved(handle) else 0):
             if handle in self._ended or not transfer.captures.keys() - transfer.captured:
                 break
             self.step()
@@ -73,7 +64,7 @@ class LocalTransport(Transport, Endpoint):
             ended[1].wait()
         if transfer.reads is not None:
             transfer.reads.synchronize()
-        if finished and is_reserved(handle) and transfer.captures.keys() - transfer.captured:
+        if finished and base.is_reserved(handle) and transfer.captures.keys() - transfer.captured:
             transfer.error = transfer.error or RuntimeError("the request ended long before its transfer was added")
 
     def remove(self, handle: str) -> None:
@@ -122,7 +113,7 @@ class LocalTransport(Transport, Endpoint):
             raise LookupError("the transfer was removed")
         slices = []
         ahead = transfer.expected_hit
-        for i, first, last in overlaps((s.tokens for s in transfer.loads), begin - ahead, end - ahead):
+        for i, first, last in base.overlaps((s.tokens for s in transfer.loads), begin - ahead, end - ahead):
             segment = transfer.loads[i]
             assert segment.span is not None
             slices.append(SpanSlice(segment.span, segment.start, segment.patch, first, last, segment.approximate))

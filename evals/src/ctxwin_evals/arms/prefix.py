@@ -88,7 +88,8 @@ class Prefix(
         item, chunks, places = group.items[b], group.chunks[b], group.layout(order)
         earlier, fresh = self.cached_orders(item), order[self._cached_chunks(item, order) :]
         encoded_frames = {frame for one in earlier for frame in one}
-        computed = sum(chunks[frame].tokens for frame in fresh)
+        computed, entered = sum(chunks[i].tokens for i in fresh), sum(len(chunks[i].media) for i in fresh)
+        total = group.context_tokens
         return Served(
             row,
             over=sum(group.spec.span_bytes(p.tokens) for p in places),
@@ -96,11 +97,7 @@ class Prefix(
             forwards=int(computed > 0),
             encodes=sum(len(chunks[frame].media) for frame in fresh if frame not in encoded_frames),
             begin=places[-1].start + chunks[order[-1]].advance,
-            extra={
-                "recomputed": computed / group.context_tokens,
-                "entered": float(sum(len(chunks[frame].media) for frame in fresh)),
-                "context": places[-1].end / group.context_tokens,
-            },
+            extra={"recomputed": computed / total, "entered": float(entered), "context": places[-1].end / total},
         )
 
 

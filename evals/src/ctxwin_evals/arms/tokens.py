@@ -168,12 +168,8 @@ def highest(scores: Tensor, count: int) -> Tensor:
 
 def changes(group: Group) -> Tensor:
     """How far each placed token's KV is off: squared difference of exact and blind over all layers, float64 ``[B, T]``."""
-    return torch.stack(
-        [
-            torch.cat([_squared_distance(e, c) for e, c in zip(exact, blind, strict=True)])
-            for exact, blind in zip(group.exact, group.blind, strict=True)
-        ]
-    )
+    pairs = (zip(exact, blind, strict=True) for exact, blind in zip(group.exact, group.blind, strict=True))
+    return torch.stack([torch.cat([_squared_distance(e, b) for e, b in row]) for row in pairs])
 
 
 def attended(group: Group) -> Tensor:
@@ -242,14 +238,9 @@ def serving(
 
     ``stored`` are bytes kept beside the KV of the places ``over`` (all by default).
     """
-    return Served(
-        row,
-        stored,
-        group.kv_bytes(over),
-        computed=math.ceil(work - 1e-9),
-        forwards=forwards if work else 0,
-        extra={"recomputed": work / group.context_tokens},
-    )
+    computed, extra = math.ceil(work - 1e-9), {"recomputed": work / group.context_tokens}
+    forwards = forwards if work else 0
+    return Served(row, stored, group.kv_bytes(over), computed=computed, forwards=forwards, extra=extra)
 
 
 def _squared_distance(a: SpanKV, b: SpanKV) -> Tensor:

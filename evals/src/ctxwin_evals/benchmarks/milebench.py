@@ -111,6 +111,7 @@ class MileBench(PromptTask):
         Missing.check(paths := prompt.pictures, where, name)
         texts, max_pixels = [p if isinstance(p, str) else None for p in prompt.pieces], self.options.max_pixels
         media = [[n, p.stat().st_size] for n, p in zip(task.images_path, paths, strict=True)]
+        counted: dict[str, Any] = {"num_images": len(paths), "image_quantity_level": quantity(len(paths))}
         return self.item_of(
             prompt,
             load=partial(prompt.chunks, max_pixels),
@@ -118,13 +119,7 @@ class MileBench(PromptTask):
             doc_id=name,
             cluster=f"{self.set}/{name}",
             digest=digest("milebench", texts, prompt.query, media, response, max_pixels),
-            meta={
-                "sample_id": sample.sample_id,
-                "num_images": len(paths),
-                "image_quantity_level": quantity(len(paths)),
-                "images": task.images_path,
-                "split": self.split,
-            },
+            meta=counted | {"sample_id": sample.sample_id, "images": task.images_path, "split": self.split},
         )
 
     def score(self, answer: str, target: Any, meta: Mapping[str, Any]) -> Scored:

@@ -17,16 +17,8 @@ from pydantic import BaseModel, Field
 
 from ctxwin.chunk import Chunk
 from ctxwin.hashing import digest
-from ctxwin_evals.benchmarks.base import (
-    DataOptions,
-    Missing,
-    PromptTask,
-    checked,
-    inside,
-    json_lines,
-    read_line_at,
-    read_lines,
-)
+from ctxwin_evals.benchmarks import base
+from ctxwin_evals.benchmarks.base import DataOptions, Missing, PromptTask, checked, inside
 from ctxwin_evals.benchmarks.prompt import Picture, Piece, Prompt, interleave
 from ctxwin_evals.benchmarks.vqa import holds_word, normalise
 from ctxwin_evals.items import Item, Scored
@@ -122,9 +114,9 @@ class MMNiah(PromptTask):
         return [f"{folder}/annotations/{self.kind}.jsonl", f"{folder}/images.tar.gz", f"{folder}/images/**"]
 
     def rows(self, root: Path) -> Iterator[tuple[str, Any]]:
-        base = root if root.name == f"mm_niah_{self.split}" else root / f"mm_niah_{self.split}"
-        path = self.annotations(base / "annotations" / f"{self.kind}.jsonl")
-        return ((where, (path, offset, line)) for where, offset, line in read_lines(path))
+        folder = root if root.name == f"mm_niah_{self.split}" else root / f"mm_niah_{self.split}"
+        path = self.annotations(folder / "annotations" / f"{self.kind}.jsonl")
+        return ((where, (path, offset, line)) for where, offset, line in base.read_lines(path))
 
     def parse(self, row: Any, where: str) -> Item:
         path, offset, line = row
@@ -136,12 +128,13 @@ class MMNiah(PromptTask):
 
         def load() -> list[Chunk]:
             # Read again: the documents of a whole data set are not kept in memory.
-            current = parse_row(read_line_at(path, offset), str(path), counting)
+            current = parse_row(base.read_line_at(path, offset), str(path), counting)
             if _digest(current) != row_digest:
                 raise ValueError(f"{path} must stay as it is while its items are used, got another row {name}")
             return compose(current, folder, str(path), options.text_words).chunks(options.max_pixels)
 
         needles, sizes = needle_pieces(row, prompt.pieces, folder), [p.stat().st_size for p in prompt.pictures]
+        kept = {k: row.meta[k] for k in _KEPT if k in row.meta}
         return self.item_of(
             prompt,
             load=load,
@@ -150,12 +143,7 @@ class MMNiah(PromptTask):
             cluster=document_of(row),
             digest=digest("mm-niah", row_digest, sizes, options.max_pixels, options.text_words),
             asked=needles[0] if len(needles) == 1 else None,
-            meta={
-                **{k: row.meta[k] for k in _KEPT if k in row.meta},
-                "question": row.question,
-                "needle_chunks": needles,
-                "split": self.split,
-            },
+            meta=kept | {"question": row.question, "needle_chunks": needles, "split": self.split},
         )
 
     def score(self, answer: str, target: Any, meta: Mapping[str, Any]) -> Scored:
@@ -193,7 +181,7 @@ class MMNiah(PromptTask):
             named = {"question_id": int(row["doc_id"]), "question": meta["question"], "answer": row["target"]}
             where = {key: meta[key] for key in ("context_length", "placed_depth")}
             lines.append({**named, "response": row["answer"].strip(), **where})
-        return json_lines(lines)
+        return base.json_lines(lines)
 
     def export_path(self, title: str, split: str) -> Path:
         """Task and split end the name; the official script takes every file of its folder for one of these."""

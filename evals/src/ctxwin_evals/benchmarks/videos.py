@@ -46,13 +46,9 @@ class VideoTask(DataTask):
         form = {"form": "video" if o.as_video else "images", "frames": frames, "frame_rule": o.frame_rule}
         about: dict[str, Any] = {**meta, **form, "max_pixels": o.max_pixels}
         settings = frames, o.frame_rule, o.max_pixels, o.as_video, o.times
-        return self.item(
-            (1 if o.as_video else frames) + more,
-            load=partial(self._chunks, video, about),
-            digest=digest(self.name, list(content), video.stat().st_size, *settings),
-            meta=about,
-            **rest,
-        )
+        name = digest(self.name, list(content), video.stat().st_size, *settings)
+        count, load = (1 if o.as_video else frames) + more, partial(self._chunks, video, about)
+        return self.item(count, load=load, digest=name, meta=about, **rest)
 
     def chunks_after(self, video: Path, sampled: Sampled, meta: Mapping[str, Any]) -> list[Chunk]:
         """Chunks between the frames and the question; none by default."""

@@ -92,11 +92,8 @@ class Source(Task):
     def slid(self, streams: Sequence[Context], slides: int) -> list[Item]:
         """Windows of `PLACED` chunks after so many slides along streams that are long enough."""
         count = PLACED + slides
-        items = [
-            self._item(stream, stream.questions[slides - 1], index, f"stream-{index}-{slides}", count)
-            for index, stream in enumerate(streams)
-            if slides <= len(stream.questions)
-        ]
+        long = [(i, stream) for i, stream in enumerate(streams) if slides <= len(stream.questions)]
+        items = [self._item(s, s.questions[slides - 1], i, f"stream-{i}-{slides}", count) for i, s in long]
         first_order, order = tuple(range(count)), tuple(range(slides, count))
         window = {"stream_window": PLACED}
         return [replace(item, before=first_order, placed=order, meta={**item.meta, **window}) for item in items]

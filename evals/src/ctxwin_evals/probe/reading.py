@@ -134,10 +134,7 @@ def addressing(rows: Sequence[Reading]) -> np.ndarray:
     """
     moved = np.sqrt(np.array([r.moved for r in rows], dtype=np.float64))
     moved = moved - moved.mean(0)
-    return np.array(
-        [
-            (min if r.right is None else np.mean)([row[i] for i in r.needs])
-            - np.mean([row[i] for i in range(len(row)) if i not in r.needs])
-            for r, row in zip(rows, moved, strict=True)
-        ]
-    )
+    needed = [(min if r.right is None else np.mean)(row[list(r.needs)]) for r, row in zip(rows, moved, strict=True)]
+    others = [np.delete(row, list(r.needs)).mean() for r, row in zip(rows, moved, strict=True)]
+    gaps: np.ndarray = np.array(needed) - np.array(others)
+    return gaps

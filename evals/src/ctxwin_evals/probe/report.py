@@ -113,11 +113,10 @@ def _shape(result: Mapping[str, Any]) -> Section:
         f"{deficit['energy_rank_joint']:.1f} directions for 90 % of the energy",
         f"relocation: first-layer keys moved and computed in place differ by {deficit['relocation_error']:.1e} of the largest",
     ]
-    facts += [
-        f"functional rank ({way}): {rank['rank']} {rank['ci95']}, where the divergence reaches its plateau"
-        for way, rank in result.get("functional_rank", {}).items()
-        if rank is not None
-    ]
+    for way, rank in result.get("functional_rank", {}).items():
+        if rank is not None:
+            found = f"{rank['rank']} {rank['ci95']}, where the divergence reaches its plateau"
+            facts.append(f"functional rank ({way}): {found}")
     return Section("The shape of the loss", pictures=_drawn(norms, ranks), facts=facts)
 
 
