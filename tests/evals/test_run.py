@@ -10,11 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from ctxwin.tiny import checkpoint_dir
-from ctxwin_evals import cli
+from ctxwin_evals import console
 from ctxwin_evals.arms import parse_arms
 from ctxwin_evals.cli import app
 from ctxwin_evals.measure import BATCH, Measurer
-from ctxwin_evals.probe import cli as probe_cli
 from ctxwin_evals.run import BLOCK, Runner, Settings, batches, plan_jobs
 from ctxwin_evals.tasks import TaskOptions, open_task
 from ctxwin_evals.tasks.tiny import TinyOptions
@@ -107,8 +106,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_a_model_is_opened(
 ) -> None:
     (tmp_path / "file").write_text("")
     opened: list[Any] = []
-    for module in (cli, probe_cli):
-        monkeypatch.setattr(module, "open_model_on", lambda *args: opened.append(args))
+    monkeypatch.setattr(console, "open_model_on", lambda *args: opened.append(args))
     for output in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/self/run")):
         refused = invoke(*command, "--output", str(output))
         assert refused.exit_code == 2 and not opened

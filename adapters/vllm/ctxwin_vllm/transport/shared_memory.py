@@ -54,7 +54,7 @@ from ctxwin.kv.patch import Patch
 from ctxwin.kv.states import named, since_exact, states_in
 from ctxwin.store import codec
 from ctxwin_vllm.lifecycle import folders, watchdog
-from ctxwin_vllm.lifecycle.folders import read_json, write_json
+from ctxwin_vllm.lifecycle.folders import read_json, write_file, write_json
 from ctxwin_vllm.ranks import gather, gather_stages
 from ctxwin_vllm.transport import embeddings
 from ctxwin_vllm.transport.base import RequestMeta, Transfer, Transport, is_reserved, new_handle, state_bytes
@@ -243,7 +243,7 @@ class SharedMemoryTransport(Transport):
                     break
                 self._drop(old)
         check_room(self.path, len(blob))
-        folders.write_file(self.path / name, blob)
+        write_file(self.path / name, blob)
         with self._lock:
             self._bytes += len(blob) - self._files.pop(name, (0, 0))[0]
             self._files[name] = len(blob), sum_of(blob)

@@ -71,7 +71,7 @@ def probe(
 
                 torch.set_num_threads(1)
             if images is not None and not opened.spec.vision:
-                raise ValueError(f"{opened.spec.model!r} reads only text; give it --texts DIR or nothing, not --images")
+                raise ValueError(f"{opened.spec.model!r} reads text only; give it --texts DIR or nothing, not --images")
             sources: list[Source] = [World(), Scenes()]
             if images is not None:
                 sources = [Images(images, own_questions, max_tokens, max_pixels or None)]
