@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load
 
 from core.folders import model_in
-from ctxwin import Fidelity
+from ctxwin import Fidelity, Window, open_engine
 from ctxwin.engines.encoding.checkpoint import weights_digest
 from ctxwin.kv.basis import SharedBasis
 from ctxwin.kv.layout import KVSpec, RopeSpec
@@ -28,6 +28,7 @@ from ctxwin.profiles import (
     write_basis,
 )
 from ctxwin.tiny import checkpoint_dir
+from window import on_engines
 
 SPEC = KVSpec(
     identity="engine", family="gqa", layers=4, heads=2, k_dim=4, v_dim=4, dtype="bfloat16",
@@ -147,3 +148,14 @@ def test_the_bundled_model_has_a_basis() -> None:
     shipped = require_basis(checkpoint_dir())
     assert (shipped.rank, shipped.basis.layers) == (64, (2, 3)) and shipped.weight is not None
     assert shipped.basis.meta["weighted"] and shipped.basis.nbytes == 32768
+
+
+def test_an_orbit_over_the_models_basis() -> None:
+    shared = on_engines.SHARED.model_copy(update={"orbit": True})
+    with open_engine("tiny:hf", dtype="float32") as engine, Window(engine, "header", fidelity=shared) as window:
+        window.extend([on_engines.chunk(i) for i in range(3)])
+        window.ask(on_engines.QUESTIONS[0], max_tokens=2)
+        window.maintenance.prepare_orbit(window.ids[:2])
+        patches = [engine.repo.get_patch(key) for key in engine.store.list("orbit/")]
+        shapes = sorted((p.layout, p.rank, p.meta["orders"]) for p in patches if p is not None)
+        assert shapes == [("shared", 48, 1), ("shared", 48, 1), ("shared", 48, 2)]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import re
+from pathlib import Path
 
 import pytest
 
 import ctxwin
-from ctxwin import Window, errors
+from ctxwin import Window, errors, open_store
+from ctxwin.store.tiered import TieredStore
 from window.fake import FakeEngine
 
 ERRORS = sorted(name for name, value in vars(errors).items() if isinstance(value, type))
@@ -46,3 +49,18 @@ def test_a_window_is_checked_by_either_name_and_unknown_names_stay_unknown() -> 
         window.maintenance.check()
         with pytest.raises(AttributeError, match=r"^'Window' object has no attribute 'mergee'$"):
             getattr(window, "mergee")  # noqa: B009
+
+
+def test_engines_and_stores_say_what_they_are(tmp_path: Path) -> None:
+    store = open_store("memory:", max_bytes=5000)
+    store.put("span/a", bytes(1200))
+    assert repr(store) == "<MemoryStore 1 entries, 1,200 of 5,000 bytes>"
+    assert repr(FakeEngine(store)) == f"<FakeEngine fake-model, 4,096 tokens, {store!r}>"
+    disk = open_store(f"disk:{tmp_path}", max_bytes=5000)
+    assert re.fullmatch(rf"<DiskStore {tmp_path}/\w+ 0 entries, 0 of 5,000 bytes>", repr(disk))
+    tiers = TieredStore([store, disk])
+    assert repr(tiers) == f"<TieredStore {store!r}, {disk!r}>"
+    for one in (disk, store):
+        one.close()
+        assert repr(one).endswith(" closed>")
+    assert repr(FakeEngine.__new__(FakeEngine)).startswith("<window.fake.FakeEngine object at ")

@@ -33,12 +33,11 @@ on_resident_copies = pytest.mark.parametrize("engine", [*ENGINES, RESIDENT], ind
 
 @pytest.fixture(scope="module", params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    if request.param == "resident":
+    resident = request.param == "resident"
+    start = partial(open_engine, "tiny", engine="vllm" if resident else request.param, dtype="float32")
+    if resident:
         pytest.importorskip("triton")
-        with resident_copies(partial(open_engine, "tiny", engine="vllm", dtype="float32")) as opened:
-            yield opened
-        return
-    with open_engine("tiny", engine=request.param, dtype="float32") as opened:
+    with resident_copies(start) if resident else start() as opened:
         yield opened
 
 
@@ -244,9 +243,7 @@ def test_removal_patches_formed_ahead_serve_a_slide_close_to_a_re_prefill(engine
                 answers = [ask(window, question) for question in QUESTIONS]
                 assert prefiller_of(engine).drain(60)
             exact = [reprefill(engine, window, question) for question in QUESTIONS]
-            lost[survivors] = sum(
-                kl(one, answer.first_token_logprobs) for one, answer in zip(exact, answers, strict=True)
-            )
+            lost[survivors] = sum(kl(a, b.first_token_logprobs) for a, b in zip(exact, answers, strict=True))
             usage, counts = answers[0].usage, window.maintenance.prefill_counts
             assert usage.computed_tokens <= tokens[5] + query + 32 and usage.reused_tokens["computed"] == tokens[5]
             assert counts is not None and counts.predictions == (2 if survivors == "removal" else 0)
@@ -330,19 +327,6 @@ def test_patches_over_the_models_basis_answer_like_a_re_prefill(engine: Engine, 
                 other.extend(chunks)
                 assert other.fidelity.advanced.basis != window.fidelity.advanced.basis
                 assert "patched" not in other.plan().tokens_by_lane
-
-
-def test_an_orbit_over_the_models_basis(own: Path) -> None:
-    with (
-        open_engine("tiny:hf", dtype="float32") as engine,
-        Window(engine, HEADER, fidelity=SHARED.model_copy(update={"orbit": True})) as window,
-    ):
-        window.extend([chunk(i) for i in range(3)])
-        ask(window, QUESTIONS[0])
-        window.maintenance.prepare_orbit(window.ids[:2])
-        patches = [engine.repo.get_patch(key) for key in engine.store.list("orbit/")]
-        shapes = sorted((p.layout, p.rank, p.meta["orders"]) for p in patches if p is not None)
-        assert shapes == [("shared", 48, 1), ("shared", 48, 1), ("shared", 48, 2)]
 
 
 def test_remembering_captures_what_a_prefill_would_compute(engine: Engine) -> None:
@@ -465,11 +449,10 @@ def test_an_exact_window_with_a_mark_costs_what_trimming_by_hand_does(engine: En
 
 
 def test_merged_chunks_on_both_engines(engine: Engine) -> None:
-    def own(i: int) -> Chunk:  # whole KV that other tests have left would be served in its place
-        return Chunk.image(world.render(FRAMES[i]), text=f"merged {i}")
-
+    # Whole KV that other tests have left would be served in the place of the same chunks'.
+    own = [Chunk.image(world.render(frame), text=f"merged {i}") for i, frame in enumerate(FRAMES[:5])]
     with Window(engine, HEADER, fidelity=Fidelity("patched", merge=0.5)) as window:
-        window.extend([own(i) for i in range(4)])
+        window.extend(own[:4])
         whole = ask(window, QUESTIONS[0])
         tokens = [entry.tokens for entry in window.chunks]
         assert [window.maintenance.merge(i) for i in window.ids[1:3]] == [-(-t // 2) for t in tokens[1:3]]
@@ -477,7 +460,7 @@ def test_merged_chunks_on_both_engines(engine: Engine) -> None:
         half = ask(window, QUESTIONS[0])
         assert half.usage.computed_tokens == engine.encode_query(QUESTIONS[0]).tokens and not half.usage.fallbacks
         assert not half.usage.exact and not close(half.first_token_logprobs, whole.first_token_logprobs, 1e-5)
-        window.append(own(4))
+        window.append(own[4])
         window.slide(1)
         assert [e.lane for e in window.chunks] == ["merged", "merged", "survivor", "computed"]
         moved = ask(window, QUESTIONS[1])
@@ -508,9 +491,7 @@ def test_a_prompt_is_merged_for_its_answer_and_the_window_stays_whole(engine: En
         query = engine.encode_query(QUESTIONS[0])
         held = Sampling(12, hold=0.3, hold_every=4, merge_prompt=True)
         layout = [Segment(engine.encode_system_prompt(HEADER), 0)]
-        for entry in window.chunks:
-            encoded = engine.encode(chunk(len(layout) - 1))
-            layout.append(Segment(encoded, entry.start))
+        layout += [Segment(engine.encode(chunk(i)), entry.start) for i, entry in enumerate(window.chunks)]
         assert merged.token_ids == tuple(engine.generate(layout, query, held).token_ids)
         with Window(engine, HEADER, fidelity=Fidelity("exact")) as whole:
             whole.extend([chunk(i) for i in range(3)])

@@ -6,21 +6,18 @@ import asyncio
 import copy
 import itertools
 import pickle
-import re
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ctxwin import Chunk, Fidelity, Window, open_store
+from ctxwin import Chunk, Fidelity, Window
 from ctxwin.errors import AnswerStopped, ReadOnlyWindow, UnknownChunk, WindowBusy
-from ctxwin.store.tiered import TieredStore
 from ctxwin.window.ask import Question
 from window.fake import FakeEngine
 
@@ -265,21 +262,6 @@ def test_a_fork_shares_everything_and_its_edits_stay_its_own(engine: FakeEngine,
     assert window.ids == late.ids
     with pytest.raises(ValueError, match="must be a fork of this window"):
         window.adopt(Window(engine, "hd"))
-
-
-def test_engines_and_stores_say_what_they_are(tmp_path: Path) -> None:
-    store = open_store("memory:", max_bytes=5000)
-    store.put("span/a", bytes(1200))
-    assert repr(store) == "<MemoryStore 1 entries, 1,200 of 5,000 bytes>"
-    assert repr(FakeEngine(store)) == f"<FakeEngine fake-model, 4,096 tokens, {store!r}>"
-    disk = open_store(f"disk:{tmp_path}", max_bytes=5000)
-    assert re.fullmatch(rf"<DiskStore {tmp_path}/\w+ 0 entries, 0 of 5,000 bytes>", repr(disk))
-    tiers = TieredStore([store, disk])
-    assert repr(tiers) == f"<TieredStore {store!r}, {disk!r}>"
-    for one in (disk, store):
-        one.close()
-        assert repr(one).endswith(" closed>")
-    assert repr(FakeEngine.__new__(FakeEngine)).startswith("<window.fake.FakeEngine object at ")
 
 
 def test_a_window_is_neither_copied_nor_pickled(window: Window) -> None:
