@@ -8,7 +8,7 @@ import inspect
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, cast
 
 from openai import AsyncOpenAI, OpenAI
 
@@ -80,17 +80,9 @@ class RemoteMaintenance:
         return counts and PrefillCounts(**counts)
 
 
-class _Summary(Generic[T]):
-    """An attribute of `RemoteWindow` that is read from the window's summary. Cost: a request."""
-
-    def __init__(self, read: Callable[[Any], T]) -> None:
-        self._read = read
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, window: RemoteWindow | None, owner: type) -> T:
-        return cast("T", self) if window is None else self._read(window._get("summary")[self._name])
+def _summary(name: str, read: Callable[[Any], T]) -> T:
+    """Return a property that is read from the window's summary. Cost: a request."""
+    return cast("T", property(lambda window: read(window._get("summary")[name])))
 
 
 class RemoteWindow:
@@ -154,11 +146,9 @@ class RemoteWindow:
         data = state.model_dump(mode="json") if isinstance(state, State) else state
         return cls.__new__(cls)._set_up(client, async_client, transport.post(client, "/windows", {"snapshot": data}))
 
-    tokens = _Summary(int)
-    bytes = _Summary(int)
-    version = _Summary(int)
-    ids = _Summary[tuple[str, ...]](tuple)
-    evicted = _Summary[tuple[str, ...]](tuple)
+    tokens, bytes, version = (_summary(name, int) for name in ("tokens", "bytes", "version"))
+    ids: tuple[str, ...] = _summary("ids", tuple)
+    evicted: tuple[str, ...] = _summary("evicted", tuple)
 
     @property
     def pending(self) -> tuple[str, ...]:

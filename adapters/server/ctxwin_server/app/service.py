@@ -250,11 +250,9 @@ class Service:
             pending_requests, answered = self._stores_asked
             now = time.monotonic()
             if now - pending_requests > _STORES_S:
-                tenant_state = self._tenant_states.get("")
-                stores = [
-                    self._references,
-                    *([tenant_state.engine.repo.store, tenant_state.windows.records] if tenant_state else []),
-                ]
+                stores = [self._references]
+                if (tenant_state := self._tenant_states.get("")) is not None:
+                    stores += [tenant_state.engine.repo.store, tenant_state.windows.records]
                 answered = all(store.reachable() for store in dict.fromkeys(stores) if store is not None)
                 self._stores_asked = now, answered
             return answered

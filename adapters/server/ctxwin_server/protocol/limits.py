@@ -88,10 +88,9 @@ class Allowance:
         """Count ``frames`` frames of ``pixels`` pixels together."""
         self._frames += frames
         self._pixels += pixels
-        for unit, amount, most in (
-            ("frames", self._frames, self._limits.max_frames),
-            ("pixels", self._pixels, self._limits.max_pixels),
-        ):
+        limits = self._limits
+        frames_and_pixels = {"frames": (self._frames, limits.max_frames), "pixels": (self._pixels, limits.max_pixels)}
+        for unit, (amount, most) in frames_and_pixels.items():
             if amount > most:
                 raise TooLarge(
                     f"the media of a request must have at most {most} {unit} together (--max-{unit}), got {amount} or more; "
