@@ -45,7 +45,7 @@ class LocalTransport(Transport, Endpoint):
         _open[self.source] = self
 
     def reserve(self) -> str:
-        self._awaited.add(handle := new_handle(reserved=True))
+        self._awaited.add(handle := base.new_handle(reserved=True))
         return handle
 
     def add(self, transfer: Transfer, handle: str = "") -> str:
