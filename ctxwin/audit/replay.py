@@ -11,7 +11,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from ctxwin.audit.harm import Floor, Harm, Value, value_of
@@ -22,10 +22,9 @@ from ctxwin.errors import AnswerStopped, ChunkUnavailable, EngineFailed
 from ctxwin.fidelity import Fidelity, Reference
 from ctxwin.hashing import digest
 from ctxwin.window.assembly import Assembly
-from ctxwin.window.choice import Choice
-from ctxwin.window.lanes import Has, ServedMemo, canonical_key
+from ctxwin.window.continuation import Chosen
+from ctxwin.window.lanes import ServedMemo, canonical_key
 from ctxwin.window.layout import Layout, Work
-from ctxwin.window.prices import Prices
 from ctxwin.window.state import Conditioning, Placed, State, provenance_of, span_key
 
 if TYPE_CHECKING:
@@ -156,9 +155,6 @@ class _FilteredAssembly(Assembly):
     def has(self, key: str) -> bool:
         return (self.visible is None or self.visible(key)) and super().has(key)
 
-    def look_up(self) -> tuple[Sequence[Choice], Has, Prices]:
-        return (), cache(self.has), self.prices
-
 
 @dataclass
 class Replay:
@@ -202,6 +198,7 @@ class Replay:
         """
         self._check()
         misses, self._assembly.visible = self.work.misses, visible
+        self._assembly.newest.chosen = Chosen()  # made on what was visible then
         layout = self._assembly.build_layout(state, fidelity, self.work)
         if self.work.misses > misses or (keys is not None and keys_of(layout) != list(keys)):
             raise Stale("the KV of the answer is no longer stored")

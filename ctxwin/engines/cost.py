@@ -25,7 +25,7 @@ import numpy as np
 
 _KEPT, _SIZES, _NOTED = 6, 40, 4096
 _ALL_UNTIL, _EVERY, _ROUNDS, _TIERS = 32, 8, 10, 8
-_PAUSE_S = 0.1
+_PAUSE_S, _SAME = 0.1, 0.03
 
 
 class Fit:
@@ -36,7 +36,8 @@ class Fit:
 
     The six newest calls of each of forty sizes are kept. Weighted least squares with weights by the last residuals finds the
     least sum of relative absolute errors; a weak pull to the prior decides what the calls leave open. Cost of `refit`:
-    below a millisecond, due after each of the first 32 calls and every eighth later; rates change at no other time.
+    below a millisecond, due after each of the first 32 calls and every eighth later; rates change at no other time, and then
+    where they price a kept call otherwise by 3 %: with each change all that is placed is priced anew.
     """
 
     def __init__(self, prior: Sequence[float]) -> None:
@@ -76,7 +77,9 @@ class Fit:
             square = shares.T @ weighted + np.eye(len(rates)) * pull / scale**2
             rates = _not_negative(square, weighted.sum(0) + pull / scale)
             weights = 1 / np.maximum(np.abs(1 - shares @ rates), 0.02)
-        self.rates = tuple((rates * self._prior).tolist())
+        before, now = shares @ (self.rates / self._prior), shares @ rates
+        if (np.abs(now - before) > _SAME * before).any():
+            self.rates = tuple((rates * self._prior).tolist())
 
 
 def _not_negative(square: np.ndarray, target: np.ndarray) -> np.ndarray:
@@ -158,6 +161,11 @@ class CostModel:
     def forward_ms(self, tokens: int, offset: int) -> float:
         """A forward over ``tokens`` tokens behind ``offset`` others, in a request that runs anyway."""
         return self.engine(0, tokens, attended(tokens, offset), 0, 0, 0)
+
+    @property
+    def load_rates(self) -> Sequence[object]:
+        """What the prices of loads follow from: while it is the same, so are they."""
+        return self.engine.rates, [(name, fit.rates) for name, fit in list(self.tiers.items())]
 
     @property
     def request_ms(self) -> float:

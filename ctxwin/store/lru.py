@@ -3,6 +3,7 @@
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
+from itertools import compress
 from typing import Generic, TypeVar
 
 V = TypeVar("V")
@@ -57,12 +58,12 @@ class LRUCache(Generic[V]):
         with self._lock:
             return [(key, value) for key, (value, _) in self._entries.items()]
 
-    def get_all(self, keys: Collection[str]) -> dict[str, V]:
-        """Return the values of those of ``keys`` that are present, which counts as a use."""
+    def get_all(self, keys: Collection[str]) -> list[V | None]:
+        """Return the value of each of ``keys`` that is present, which counts as a use, and None for others."""
         with self._lock:
-            present = [*filter(self._entries.__contains__, keys)]
-            deque(map(self._entries.move_to_end, present), maxlen=0)  # all of them, in C
-            return {key: self._entries[key][0] for key in present}
+            entries = [*map(self._entries.get, keys)]
+            deque(map(self._entries.move_to_end, compress(keys, entries)), maxlen=0)  # all of them, in C
+        return [entry and entry[0] for entry in entries]
 
     def look_up(self, keys: Collection[str]) -> set[str]:
         """Return those of ``keys`` that are present."""

@@ -17,6 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
@@ -175,13 +176,14 @@ class SpanRepository(LeaseCounts):
         self._release_abandoned()
         return self._writer.put(key, (span, self._meta(key, "span", header)), span.nbytes)
 
-    def at_hand(self, keys: Collection[str]) -> dict[str, Any]:
-        """Return the records of those of ``keys`` that are decoded in memory, unchecked. All were just found to be stored."""
-        records = {key: entry[0] for key, (entry, _) in self._live.get_all(keys).items()}
+    def at_hand(self, keys: Sequence[str]) -> list[Entry[Any] | None]:
+        """Return each of ``keys`` as it is decoded in memory, unchecked, and None for others. All were just found to be stored.
+        What is added to the metadata of one is there as long as it is."""
+        entries = [cached and cached[0] for cached in self._live.get_all(keys)]
         with self._lock:
-            for prefix, count in Counter(map(itemgetter(slice(5)), records)).items():
+            for prefix, count in Counter(map(itemgetter(slice(5)), compress(keys, entries))).items():
                 self.counters.hits[prefix.rstrip("/")] += count
-        return records
+        return entries
 
     def _write_span(self, key: str, entry: Entry[SpanKV]) -> bool:
         return self._put_blob(key, encode_span(*entry))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -189,7 +190,7 @@ def ask(
         if stopped():
             raise AnswerStopped("the answer was stopped before its end")
         prefill = _prefill_counts(core, prompt, generation)
-        outputs = _outputs(layout, generation, question.outputs) if wants_outputs and _exact(layout) else None
+        outputs = _outputs(layout, generation, question.outputs) if wants_outputs and layout.exact else None
         core.commit(new_state)
         core.prefill_ahead(answered=True)
         usage = _usage(core, prompt, generation, prefill, total_s)
@@ -197,28 +198,15 @@ def ask(
         _trace(core, usage)
         answer = Answer(text, ids, usage, generation.logprobs, remembered=remembered, outputs=outputs)
         ended_by_model = not ended and len(ids) < prompt.sampling.max_tokens and generation.finished
-        core.audits.submit(
-            ServedAnswer(
-                core.id,
-                core.parent,
-                state,
-                answered_state,
-                layout,
-                strategy,
-                fidelity,
-                question.query,
-                prompt.sampling.max_tokens,
-                prompt.sampling.temperature,
-                core.assembly.memo,
-            ),
-            answer,
-            audited=audited,
-            ended=ended_by_model,
-        )
-        lanes = {c.entry.id: c.lane for c in layout.choices}
-        ids_of_event = (remembered,) if remembered else ()
-        event = core.event("ask", ids_of_event, query=question.query, answer=answer, lanes=lanes, ended=ended_by_model)
-        core.announce(event)
+        served = ServedAnswer(
+            core.id, core.parent, state, answered_state, layout, strategy, fidelity, question.query,
+            prompt.sampling.max_tokens, prompt.sampling.temperature, core.assembly.memo,
+        )  # fmt: skip
+        core.audits.submit(served, answer, audited=audited, ended=ended_by_model)
+        if core.observers:
+            new, lanes = (remembered,) if remembered else (), {c.entry.id: c.lane for c in layout.choices}
+            details = {"query": question.query, "answer": answer, "lanes": lanes, "ended": ended_by_model}
+            core.announce(core.event("ask", new, **details))
         core.engine.costs.settle_later()
     return answer
 
@@ -239,7 +227,7 @@ def _lay_out(core: WindowCore, question: Question, state: State, fidelity: Fidel
     layout_s = time.perf_counter() - begin
     captures_query = bool(question.remember) or wants_outputs
     if not captures_query:
-        merged = any(choice.conditioning.slots for choice in layout.choices)
+        merged = fidelity.merge is not None and any(segment.merged for segment in layout.segments)
         decoded = fidelity if state.conditioned else fidelity.with_advanced(merge_prompt=False)
         sampling = sampling_under(decoded, sampling, merged)
     planned_ms = layout.ms + costs.forward_ms(query.tokens, state.tokens)
@@ -323,45 +311,25 @@ def _prefill_counts(core: WindowCore, prompt: _Prompt, generation: Generation) -
 def _usage(core: WindowCore, prompt: _Prompt, generation: Generation, ahead: tuple[int, int], total_s: float) -> Usage:
     state, layout, work = prompt.state, prompt.layout, prompt.work
     computed = layout.segments[0].span is None or work.system_prompt
-    lanes = {"computed" if computed else "resident": state.system_prompt_tokens}
-    for choice in layout.choices:
-        lanes[choice.lane] = lanes.get(choice.lane, 0) + choice.entry.tokens
+    lanes = Counter[str]({"computed" if computed else "resident": state.system_prompt_tokens})
+    lanes.update(layout.lanes)
     return Usage(
-        engine=core.engine.spec.name,
-        prompt_tokens=state.tokens + prompt.query.tokens,
-        computed_tokens=generation.computed_tokens + work.tokens,
-        reused_tokens=lanes,
-        forwards=generation.forwards + work.forwards,
-        vision_encodes=core.vision_encodes,
-        bytes_loaded=generation.bytes_loaded,
-        cached_tokens=generation.cached_tokens,
-        answer_tokens=len(generation.token_ids),
-        misses=work.misses,
-        fallbacks=generation.fallbacks,
-        ttft_s=prompt.layout_s + generation.ttft_s,
-        total_s=total_s,
-        planned_s=prompt.planned_ms / 1e3,
-        exact=_exact(layout) and prompt.sampling.hold == 1,
-        prefilled_tokens=ahead[0],
-        missed_tokens=ahead[1],
+        core.engine.spec.name, layout.tokens + prompt.query.tokens, generation.computed_tokens + work.tokens, dict(lanes),
+        forwards=generation.forwards + work.forwards, vision_encodes=core.vision_encodes,
+        bytes_loaded=generation.bytes_loaded, cached_tokens=generation.cached_tokens,
+        answer_tokens=len(generation.token_ids), misses=work.misses, fallbacks=generation.fallbacks,
+        ttft_s=prompt.layout_s + generation.ttft_s, total_s=total_s, planned_s=prompt.planned_ms / 1e3,
+        exact=layout.exact and prompt.sampling.hold == 1, prefilled_tokens=ahead[0], missed_tokens=ahead[1],
         low_water_saves=advice.saved if (advice := core.sliding_advice()) else 0,
-    )
-
-
-def _exact(layout: Layout) -> bool:
-    return all(choice.conditioning.exact for choice in layout.choices)
+    )  # fmt: skip
 
 
 def _trace(core: WindowCore, usage: Usage) -> None:
     tracing.note(
-        window=core.id,
-        engine=usage.engine,
-        prompt_tokens=usage.prompt_tokens,
-        computed_tokens=usage.computed_tokens,
-        forwards=usage.forwards,
-        bytes_loaded=usage.bytes_loaded,
+        window=core.id, engine=usage.engine, prompt_tokens=usage.prompt_tokens, computed_tokens=usage.computed_tokens,
+        forwards=usage.forwards, bytes_loaded=usage.bytes_loaded,
         **{f"lane.{lane}": tokens for lane, tokens in usage.reused_tokens.items()},
-    )
+    )  # fmt: skip
 
 
 def _outputs(layout: Layout, generation: Generation, names: Collection[str] | None) -> dict[str, torch.Tensor] | None:

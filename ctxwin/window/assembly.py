@@ -8,11 +8,11 @@ the store becomes a recomputation and never a wrong answer.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import accumulate
+from itertools import starmap
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ctxwin import tracing
@@ -24,9 +24,9 @@ from ctxwin.errors import ChunkUnavailable
 from ctxwin.fidelity import Fidelity
 from ctxwin.profiles import compress_deficit, served_basis
 from ctxwin.window.answer import Plan
-from ctxwin.window.changes import Memo, with_fields
-from ctxwin.window.choice import Choice
-from ctxwin.window.continuation import Continuation
+from ctxwin.window.changes import Memo, common_front, with_fields
+from ctxwin.window.choice import SAVES_MS, Choice
+from ctxwin.window.continuation import Chosen, Continuation
 from ctxwin.window.forecast import salt_of, with_forecast
 from ctxwin.window.lanes import (
     Has,
@@ -100,9 +100,10 @@ class Assembly:
         """Return the plan of an ask of ``state``. Reads no KV. The tokens of ``query``, if given, are included."""
         # An ask that returns outputs, as all do here by default, needs its tokens whole.
         merging = fidelity.merges_prompt and state.conditioned and not self.engine.spec.outputs
-        choices, has, prices = self.choose(state, fidelity)
-        plan = plan_of(state, choices, self.engine.spec.kv, system_prompt_key(state), has, prices, self.newest.planned)
-        self.newest.planned = choices, plan.entries
+        chosen, has, prices = self.choose(state, fidelity)
+        choices = chosen.choices
+        plan = plan_of(state, chosen, self.engine.spec.kv, system_prompt_key(state), has, prices, self.newest.planned)
+        self.newest.planned = choices, plan.entries, chosen.ms
         plan = computed_plan(state, plan, self.engine.spec.kv, prices) if merging else plan
         if (encoded_query := None if query is None else self.engine.encode_query(query)) is not None:
             (*preceding, answer), more = plan.steps, encoded_query.tokens
@@ -115,20 +116,24 @@ class Assembly:
         """Prices of serving a chunk on this engine."""
         return Prices(self.engine.costs, self.repo.tier)
 
-    def look_up(self) -> tuple[Sequence[Choice], Has, Prices]:
-        """Look up all keys that the newest choices were made on; return the choices that still hold, a predicate of stored keys,
-        with one answer for each though a store may lose it, and prices by where they lie."""
-        were = self.newest.stored()
-        tiers = self.repo.tiers(were.keys() - self.missing)
-        stored = dict.fromkeys(were, False) | dict.fromkeys(tiers, True)
-        prices = Prices(self.engine.costs, Memo(self.repo.tier, tiers).__getitem__)
-        return self.newest.holding(were, stored), Memo(self.has, stored).__getitem__, prices
-
-    def choose(self, state: State, fidelity: Fidelity) -> tuple[Sequence[Choice], Has, Prices]:
-        """Return the choices for ``state``, and the predicate of stored keys and the prices that they were made with."""
-        previous, has, prices = self.look_up()
-        self.newest.choices = choose(state, fidelity, has, prices, self.memo, self.engine, previous)
-        return self.newest.choices, has, prices
+    def choose(self, state: State, fidelity: Fidelity) -> tuple[Chosen, Has, Prices]:
+        """Return the choices for ``state``, a predicate of stored keys, with one answer for each though a store may lose it, and
+        prices by where they lie. All keys that the newest choices were made on are looked up at once."""
+        chosen, rates = self.newest.chosen, self.engine.costs.load_rates
+        keys = chosen.tiers.keys()
+        tiers = dict.fromkeys(keys, "") | self.repo.tiers(keys - self.missing if self.missing else keys)
+        has = Memo(lambda key: bool(tiers[key]) if key in tiers else self.has(key)).__getitem__
+        prices = Prices(self.engine.costs, Memo(lambda key: tiers.get(key) or self.repo.tier(key)).__getitem__)
+        previous, standing = chosen.on(tiers)
+        ms = chosen.ms if rates == chosen.rates else [*starmap(cache(prices.of_load), chosen.loads)]
+        if ms is not chosen.ms and max(ms, default=0.0) >= SAVES_MS:  # another lane may be cheaper
+            standing = 0
+        kept = max(0, min(standing, common_front(chosen.placed, state.placed), len(state.placed) - 1))
+        tokens = chosen.ends[kept - 1] if kept else 0
+        choices = choose(state, fidelity, has, prices, self.memo, self.engine, previous, kept, tokens)
+        kept = min(kept, common_front(chosen.choices, choices))
+        chosen = self.newest.chosen = chosen.followed_by(choices, state, tiers, rates, ms, kept, prices.tier)
+        return chosen, has, prices
 
     def build_layout(self, state: State, fidelity: Fidelity, work: Work) -> Layout:
         """Choose lanes, fetch their KV and form missing canonicals. Repeats without the keys that turn out to be missing."""
@@ -142,28 +147,27 @@ class Assembly:
         ahead: dict[str, SpanKV] = {}
         # Each round either succeeds or learns of at least one missing key, so it ends.
         while True:
-            choices, has, prices = self.choose(state, fidelity)
-            _, ms = steps_of(state, choices, system_prompt_key(state), has, prices)
-            fetched = self._fetch_layout(state, choices, work, ahead, has, Reads(costs, prices.tier))
+            chosen, has, prices = self.choose(state, fidelity)
+            _, ms = steps_of(state, chosen, system_prompt_key(state), has, prices)
+            fetched = self._fetch_layout(state, chosen, work, ahead, has, Reads(costs, prices.tier))
             if fetched is not None:
                 own_ms = 1e3 * (costs.clock() - began) - (work.priced_ms - priced)
-                costs.learn(costs.library, (1, len(choices)), own_ms)
+                costs.learn(costs.library, (1, len(chosen.choices)), own_ms)
                 return with_fields(fetched, ms=ms)
 
     def _fetch_layout(
-        self, state: State, choices: Sequence[Choice], work: Work, ahead: dict[str, SpanKV], has: Has, reads: Reads
+        self, state: State, chosen: Chosen, work: Work, ahead: dict[str, SpanKV], has: Has, reads: Reads
     ) -> Layout | None:
         """Return the layout with its KV; None if some of it turned out to be missing.
 
         ``ahead``: spans computed while reads went on, by key; they serve the next round, too.
         """
-        ends = [*accumulate([c.entry.tokens for c in choices], initial=state.system_prompt_tokens)][1:]
-        cached = 0
+        choices, ends, cached = chosen.choices, chosen.ends, 0
         if self.cached_tokens is not None and has(system_prompt_key(state)):
             computed = (end - c.entry.tokens for c, end in zip(choices, ends, strict=True) if c.compute)
             cached = self.cached_tokens(min(computed, default=state.tokens))
         newest, start = self.newest, state.system_prompt_advance
-        standing = newest.segments(self.engine, choices, ends, cached, work)
+        standing, loads = newest.segments(self.engine, choices, ends, cached, work)
         if standing:
             start = standing[-1].start + standing[-1].encoded.advance
         encodeds = [self._encoded(choice.entry) for choice in choices[len(standing) :]]
@@ -222,7 +226,10 @@ class Assembly:
             segments.append(segment)
             start += encoded.advance
         salt = salt_of(segments)
-        layout = Layout(tuple(choices), tuple(segments), salt, tuple(contents), tuple(counts), ahead=early)
+        layout = Layout(
+            tuple(choices), tuple(segments), salt, tuple(contents), tuple(counts), state.tokens, chosen.lanes,
+            standing=len(standing), loads=loads, ahead=early,
+        )  # fmt: skip
         newest.loaded = newest.loaded.followed_by(layout, len(standing))
         return layout
 
@@ -335,14 +342,16 @@ class Assembly:
 
             options |= {"salt": layout.salt, "on_token": on_token}
             call = partial(self.engine.generate, layout.segments, query, sampling, **options)
-            with tracing.span("run", tokens=sum(s.encoded.tokens for s in layout.segments) + query.tokens):
-                generation = self._with_embeddings([choice.entry for choice in layout.choices], call)
+            with tracing.span("run", tokens=layout.tokens + query.tokens):
+                generation = self._with_embeddings((choice.entry for choice in layout.choices), call)
         if generation.fallbacks:
             return generation
         generation.captured.update(layout.ahead)
         segments = without_spans(layout.segments) if sampling.merge_prompt else layout.segments
         if watch.alone:
-            amounts = workload([*segments, Segment(query, 0)], generation.forwards).amounts
+            known = layout.standing if segments is layout.segments and segments[0].available else 0
+            others = (*segments[:1], *segments[known + 1 :], Segment(query, 0))
+            amounts = workload(others, generation.forwards, layout.loads if known else None).amounts
             costs.learn(costs.engine, amounts, watch.first or watch.ms)
         self.repo.note_served([segment.patch_key for segment in segments if segment.patch is not None])
         return generation
@@ -375,7 +384,7 @@ class Assembly:
             try:
                 return call()
             except ChunkUnavailable:
-                for p in entries:
+                for p in (entries := list(entries)):
                     self.engine.encode(p.chunk)
         return call()
 
@@ -384,12 +393,14 @@ class Assembly:
 
         The version stays: the placed chunks are the same, only the knowledge about their KV changes.
         """
-        captured = {**layout.ahead, **captured}
+        captured, chosen = {**layout.ahead, **captured}, self.newest.chosen
         if 0 in captured:
             self.put(layout.segments[0].span_key, captured[0], layout.segments[0].encoded, provenance="system_prompt")
-        entries, memorable = [], []
+        same = common_front(chosen.choices, layout.choices)
+        written = min(chosen.written, same)
+        entries, memorable = list(state.placed[:written]), list(layout.choices[:written])
         demand = cache(self.demand)  # asked of every open window: once an answer at most
-        for i, choice in enumerate(layout.choices, start=1):
+        for i, choice in enumerate(layout.choices[written:], start=written + 1):
             p = choice.entry
             if choice.conditioning is p.kv and p.seen and not (p.unseen or choice.compute or choice.partial_base):
                 pass
@@ -412,25 +423,38 @@ class Assembly:
                     p = p.replace(kv=choice.conditioning, seen=True, unseen=())
             entries.append(p)
             memorable.append(choice)
-        self.remember(memorable, fidelity)
-        pairs = zip(layout.choices, entries, strict=True)
-        self.newest.choices = [c if c.entry is p else c.of_entry(p) for c, p in pairs]
-        return state.replace(placed=tuple(entries))
+        known = max(0, written - 1)  # the next one's place told where the last one was remembered
+        places, memos = self.newest.remembered
+        self.newest.remembered = self.remember(memorable, fidelity, places[:known], memos[:known])
+        pairs = zip(layout.choices[written:], entries[written:], strict=True)
+        choices = [*layout.choices[:written], *(c if c.entry is p else c.of_entry(p) for c, p in pairs)]
+        placed = tuple(entries)
+        self.newest.chosen = chosen.written_back(choices, placed, same)
+        return state.replace(placed=placed)
 
-    def remember(self, choices: Iterable[Choice], fidelity: Fidelity) -> None:
-        """Remember how chunks were served, for the window's last `MAX_MEMO` chunks."""
+    def remember(
+        self, served: Sequence[Choice], fidelity: Fidelity, places: Sequence[str] = (), memos: Sequence[ServedMemo] = ()
+    ) -> tuple[list[str], list[ServedMemo]]:
+        """Remember how chunks were served, for the window's last `MAX_MEMO` chunks; return where, and the memos. Those of the
+        first chunks are known."""
         if fidelity.mode != "patched":
-            return  # exact KV is found by its provenance, and a canonical by its content
-        served = list(choices)
+            return [], []  # exact KV is found by its provenance, and a canonical by its content
+        known = common_front(memos, [*map(self.memo.get, places)])
+        places, memos = list(places[:known]), list(memos[:known])
+        deque(map(self.memo.move_to_end, places), maxlen=0)
+        served = served[known:]
         for choice, following in zip(served, [*(c.front for c in served[1:]), None], strict=False):
             adjacent = following is not None and following.length == choice.front.length + 1
             place = following.contents if following and adjacent else choice.front.contents_with(choice.entry)
-            known = self.memo.get(place)
-            if choice.compute or known is None or known.conditioning is not choice.conditioning:
-                self.memo[place] = ServedMemo.of(choice)
+            memo = self.memo.get(place)
+            if choice.compute or memo is None or memo.conditioning is not choice.conditioning:
+                memo = self.memo[place] = ServedMemo.of(choice)
             self.memo.move_to_end(place)
+            places.append(place)
+            memos.append(memo)
         while len(self.memo) > MAX_MEMO:
             self.memo.popitem(last=False)
+        return places, memos
 
     def _store(
         self,

@@ -81,7 +81,7 @@ class Auditing:
     def with_fallbacks(self, state: State) -> State:
         """Return ``state`` with ``exact_only`` set on the chunks that fell back to exact."""
         exact = self._exact
-        if not any(p.id in exact and not p.exact_only for p in state.placed):
+        if not exact or not any(p.id in exact and not p.exact_only for p in state.placed):
             return state
         return state.replace(placed=tuple(p.replace(exact_only=True) if p.id in exact else p for p in state.placed))
 

@@ -1,6 +1,6 @@
 """What differs between two lists of the same objects, compared by identity and in C; and copies of values with changes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress, count, repeat
 from operator import is_, is_not
 from typing import Any, TypeVar
@@ -11,8 +11,8 @@ T = TypeVar("T")
 class Memo(dict[str, T]):
     """Results of ``find`` by key, each found once."""
 
-    def __init__(self, find: Callable[[str], T], known: Mapping[str, T]) -> None:
-        super().__init__(known)
+    def __init__(self, find: Callable[[str], T]) -> None:
+        super().__init__()
         self._find = find
 
     def __missing__(self, key: str) -> T:

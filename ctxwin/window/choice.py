@@ -9,9 +9,13 @@ from ctxwin.engines.segments import partial_ranges
 from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.window.state import Conditioning, Placed, Prefix, provenance_of, span_key
 
+SAVES_MS = 5.0
+"""Least saving in milliseconds for which a lane replaces an earlier one of the order."""
+
 
 class Premises(NamedTuple):
     """What the first admissible choice was made on, beside the chunk and its prefix: while it is the same, so is the choice.
+    Choices with the same object are one, but for its price and what an answer wrote back to its placement.
 
     Attributes:
         stored: whether each key that was looked up is stored.
@@ -59,6 +63,22 @@ class Choice:
         """Return this choice of the placement as it stands behind an answer; only exact KV is chosen whatever it has itself."""
         goes_on = self.lane == "resident" and self.conditioning.exact
         return replace(self, entry=entry, premises=self.premises if goes_on else None)
+
+    def stands(self, fidelity: Fidelity | None) -> bool:
+        """Return True if it goes on behind others at its price, as long as all that it was made on is the same."""
+        made = self.premises
+        goes_on = made is not None and made.fidelity is fidelity and not self.reused
+        return goes_on and (not (made and made.joins) or self.ms < SAVES_MS)
+
+    @property
+    def ends_exact(self) -> bool:
+        """True if all up to it is exact."""
+        return self.front.exact and self.conditioning.exact
+
+    @property
+    def next_front(self) -> Prefix:
+        """The prefix of the next place."""
+        return self.front.extended_by(self.entry, self.conditioning)
 
     @property
     def parts(self) -> list[tuple[int, bool]]:

@@ -4,39 +4,46 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import accumulate, islice
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
+from ctxwin.engines.cost import Workload
 from ctxwin.engines.segments import Segment
+from ctxwin.fidelity import Lane
 from ctxwin.window.answer import PlanEntry
-from ctxwin.window.changes import with_fields
+from ctxwin.window.changes import common_front, with_fields
 from ctxwin.window.choice import Choice
 from ctxwin.window.layout import Layout, Work
-from ctxwin.window.state import Conditioning, Prefix, State
+from ctxwin.window.state import Conditioning, Placed, Prefix, State
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
     from ctxwin.kv.layout import SpanKV
     from ctxwin.kv.patch import Patch
+    from ctxwin.window.lanes import ServedMemo
 
 
 class LoadedChunk(NamedTuple):
-    """How a chunk was loaded: its segment without KV, and the KV that was checked to be its own, while that is in memory."""
+    """How a chunk was loaded: its segment without KV, and the KV that was checked to be its own, while that is in memory.
+    ``patch`` is the span where it has none."""
 
     front: Prefix
     conditioning: Conditioning
     segment: Segment
     span: weakref.ref[SpanKV]
-    patch: Callable[[], Patch | None]
+    patch: weakref.ref[SpanKV] | weakref.ref[Patch]
 
 
 @dataclass(frozen=True)
 class LoadedFront:
-    """The first chunks of a layout that were loaded as they are stored; ``counts`` and ``contents`` are the layout's."""
+    """The first chunks of a layout that were loaded as they are stored; the rest is the layout's."""
 
     chunks: Sequence[LoadedChunk] = ()
+    choices: Sequence[Choice] = ()
     counts: Sequence[int] = (0,)
     contents: Sequence[str] = ()
 
@@ -47,13 +54,96 @@ class LoadedFront:
             if choice.compute or choice.partial_base is not None or segment.span is None:
                 break
             bare, span = with_fields(segment, span=None, patch=None), weakref.ref(segment.span)
-            patch = _no_patch if segment.patch is None else weakref.ref(segment.patch)
+            patch = span if segment.patch is None else weakref.ref(segment.patch)
             chunks.append(LoadedChunk(choice.front, choice.conditioning, bare, span, patch))
-        return LoadedFront(chunks, layout.counts, layout.contents)
+        return LoadedFront(chunks, layout.choices[: len(chunks)], layout.counts, layout.contents)
 
 
-def _no_patch() -> None:
-    """Return None, as the reference to the patch of a chunk without one."""
+@dataclass(frozen=True)
+class Chosen:
+    """Choices, and what they were made on.
+
+    Attributes:
+        placed: the chunks; ends: prompt tokens up to the end of each.
+        tiers: where each key lay that was looked up, "" for none; there may be further keys.
+        rates: the prices of loads (`CostModel.load_rates`).
+        ms: the price of each; that of a choice itself is the one that it was made at, or later.
+        standing: how many first choices stand (`Choice.stands`), of one fidelity; loads: what `Prices.of_load` takes of each.
+        lanes: tokens by lane.
+        written: of how many first choices an answer wrote back what there was, so that another one writes nothing.
+    """
+
+    choices: Sequence[Choice] = ()
+    placed: Sequence[Placed] = ()
+    ends: Sequence[int] = ()
+    tiers: Mapping[str, str] = field(default_factory=dict)
+    rates: Sequence[object] = ()
+    ms: Sequence[float] = ()
+    standing: int = 0
+    loads: Sequence[tuple[int, str, str]] = ()
+    lanes: Mapping[Lane, int] = field(default_factory=Counter)
+    written: int = 0
+
+    def on(self, tiers: Mapping[str, str]) -> tuple[Sequence[Choice], int]:
+        """Return the choices for a store where the keys lie so, and how many of the first ones stand at the same prices. Those
+        must be made anew that were made on keys which are or are not stored now."""
+        if tiers == self.tiers:
+            return self.choices, self.standing
+        moved = {key for key, tier in tiers.items() if tier != self.tiers[key]}
+        gone = {key for key in moved if not (tiers[key] and self.tiers[key])}
+        choices, standing = list(self.choices), self.standing
+        for i, choice in enumerate(choices):
+            if choice.premises and not moved.isdisjoint(choice.premises.stored):
+                standing = min(standing, i)
+                if not gone.isdisjoint(choice.premises.stored):
+                    choices[i] = with_fields(choice, premises=None)
+        return choices, standing
+
+    def followed_by(
+        self,
+        choices: Sequence[Choice],
+        state: State,
+        tiers: Mapping[str, str] = MappingProxyType({}),
+        rates: Sequence[object] = (),
+        ms: Sequence[float] = (),
+        kept: int = 0,
+        tier: Callable[[str], str] = str,
+    ) -> Chosen:
+        """Return those made next, at ``rates``, the first ``kept`` of which are these at prices ``ms``.
+
+        ``tiers``: of all keys that these were made on; ``tier`` gives that of another stored key.
+        """
+        before, made = ([c.premises for c in both[kept:]] for both in (self.choices, choices))
+        same = new = kept + common_front(before, made)
+        if any(before[same - kept :]):  # what others need of their keys is told by these
+            new, tiers = 0, {}
+        known = (c.premises.stored for c in choices[new:] if c.premises)
+        keys = {key: tier(key) if at else "" for stored in known for key, at in stored.items()}
+        first = choices[0].premises.fidelity if choices and choices[0].premises else None
+        standing = next((i for i, c in enumerate(choices[kept:], kept) if not c.stands(first)), len(choices))
+        offset = self.ends[kept - 1] if kept else state.system_prompt_tokens
+        rest = accumulate([p.tokens for p in state.placed[kept:]], initial=offset)
+        kvs = [(c.slots, c.conditioning.span, c.conditioning.patch) for c in choices[kept:standing]]
+        loads = [(slots, tier(span), tier(patch) if patch else "") for slots, span, patch in kvs]
+        lanes = Counter(self.lanes if kept else ())
+        for sign, different in ((-1, self.choices[kept:]), (1, choices[kept:])) if kept else ((1, choices),):
+            for choice in different:
+                lanes[choice.lane] += sign * choice.entry.tokens
+        return Chosen(
+            choices, state.placed, [*self.ends[:kept], *islice(rest, 1, None)], {**tiers, **keys} if keys else tiers, rates,
+            [*ms[:kept], *(c.ms for c in choices[kept:])], standing,
+            [*self.loads[:kept], *loads], +lanes, min(self.written, same),
+        )  # fmt: skip
+
+    def written_back(self, choices: Sequence[Choice], placed: Sequence[Placed], same: int) -> Chosen:
+        """Return these behind an answer: ``choices`` of the placements that it wrote back; the first ``same`` were these."""
+        rest = range(min(self.written, same), len(choices))
+        written = next((i for i in rest if choices[i].premises is None), len(choices))
+        if same == len(self.choices) == len(choices):
+            standing = min(self.standing, written)
+            return replace(self, choices=choices, placed=placed, standing=standing, written=written)
+        keys = {key: "?" if at else "" for c in choices if c.premises for key, at in c.premises.stored.items()}
+        return Chosen(choices, placed, tiers=keys, written=written)
 
 
 @dataclass
@@ -61,64 +151,63 @@ class Continuation:
     """See the module. Its values are replaced and never changed, as a plan may be made beside an ask.
 
     Attributes:
-        choices: the newest ones.
-        planned: choices with the entries of their plan.
+        chosen: the newest choices.
+        planned: choices with the entries of their plan, and prices of these.
         loaded: what the newest layout loaded first.
+        remembered: where the last answer remembered its chunks, and how they were served.
         broken_at: index of the first chunk that the last answer computed anew behind other chunks; see `without_transient`.
     """
 
-    choices: Sequence[Choice] = ()
-    planned: tuple[Sequence[Choice], Sequence[PlanEntry]] = ((), ())
+    chosen: Chosen = field(default_factory=Chosen)
+    planned: tuple[Sequence[Choice], Sequence[PlanEntry], Sequence[float]] = ((), (), ())
     loaded: LoadedFront = field(default_factory=LoadedFront)
+    remembered: tuple[Sequence[str], Sequence[ServedMemo]] = ((), ())
     broken_at: int | None = None
-
-    def stored(self) -> dict[str, bool]:
-        """Return whether keys were stored as far as the newest choices were made on it."""
-        stored: dict[str, bool] = {}
-        deque(map(stored.update, [choice.premises.stored for choice in self.choices if choice.premises]), maxlen=0)
-        return stored
-
-    def holding(self, were: Mapping[str, bool], stored: Mapping[str, bool]) -> Sequence[Choice]:
-        """Return the newest choices; those must be made anew that were made on keys which are or are not ``stored`` now."""
-        if were == stored:
-            return self.choices
-        changed = {key for key, known in were.items() if stored[key] != known}
-        return [
-            with_fields(c, premises=None) if c.premises and not changed.isdisjoint(c.premises.stored) else c
-            for c in self.choices
-        ]
 
     def segments(
         self, engine: Engine, choices: Sequence[Choice], ends: Sequence[int], cached: int, work: Work
-    ) -> list[Segment]:
-        """Return the segments of the first chunks that the newest layout loaded just so and whose KV is still in memory.
+    ) -> tuple[list[Segment], Workload]:
+        """Return the segments of the first chunks that the newest layout loaded just so and whose KV is still in memory, and what
+        loads of these take.
 
         Args:
             ends: prompt tokens up to the end of each chunk; an engine's prefix cache holds the first ``cached`` tokens.
         """
         costs, began, chunks = engine.costs, engine.costs.clock(), self.loaded.chunks
-        known = [choice.conditioning for choice in choices[: len(chunks)]]
-        patches = [kv.patch for kv in known if kv.patch is not None]
-        records: Mapping[Any, Any] = engine.repo.at_hand([kv.span for kv in known] + patches)
+        same = common_front(self.loaded.choices, choices)
+        patches = [chunk.conditioning.patch for chunk in chunks if chunk.conditioning.patch is not None]
+        stored = engine.repo.at_hand([chunk.conditioning.span for chunk in chunks] + patches)
+        patch_of = dict(zip(patches, stored[len(chunks) :], strict=True))
         segments: list[Segment] = []
-        for choice, chunk, end in zip(choices, chunks, ends, strict=False):
-            kv = choice.conditioning
-            if choice.front is not chunk.front or kv is not chunk.conditioning:
+        for i, (choice, chunk, end, entry) in enumerate(zip(choices, chunks, ends, stored, strict=False)):
+            kv, bare = chunk.conditioning, chunk.segment
+            if i >= same and (choice.front is not chunk.front or choice.conditioning is not kv):
                 break
             if end <= cached:
-                segments.append(with_fields(chunk.segment, cached=True))
+                segments.append(with_fields(bare, cached=True))
                 continue
-            span, patch = records.get(kv.span), records.get(kv.patch)
-            if span is None or span is not chunk.span() or patch is not chunk.patch():
+            if entry is None:
                 break
-            segments.append(with_fields(chunk.segment, span=span, patch=patch))
-        first = bisect_right(ends, cached, hi=len(segments))
+            whole = entry[1].get("segment")  # kept beside its KV, and as long as that
+            if whole is None or whole[0] is not bare:
+                if entry[0] is not chunk.span():
+                    break
+                whole = entry[1]["segment"] = bare, with_fields(bare, span=entry[0])
+            segment = whole[1]
+            if kv.patch is not None:
+                patch = patch_of[kv.patch]
+                if patch is None or patch[0] is not chunk.patch():
+                    break
+                segment = with_fields(segment, patch=patch[0])
+            segments.append(segment)
+        loads, first = Workload(), bisect_right(ends, cached, hi=len(segments))
         if spans := len(segments) - first:
-            patched = [segment.tokens for segment in segments[first:] if segment.patch is not None]
-            tokens, ms = ends[len(segments) - 1] - ends[first] + segments[first].tokens, 1e3 * (costs.clock() - began)
-            costs.fetched("at hand", tokens + sum(patched), ms, spans + len(patched))
+            patched = [segment.tokens for segment in segments[first:] if segment.patch is not None] if patches else []
+            loads.loaded, loads.spans = ends[len(segments) - 1] - ends[first] + segments[first].tokens, spans
+            loads.patched, ms = sum(patched), 1e3 * (costs.clock() - began)
+            costs.fetched("at hand", loads.loaded + loads.patched, ms, spans + len(patched))
             work.priced_ms += ms
-        return segments
+        return segments, loads
 
     def without_transient(self, layout: Layout, state: State, engine: Engine) -> Layout:
         """Return the layout of an exact window's answer without captures of KV that the next edit makes useless.

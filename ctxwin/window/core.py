@@ -247,7 +247,7 @@ class WindowCore:
         self.engine.costs.settle()  # the ask that follows goes by the same prices
         plan = self.assembly.plan(self.audits.with_fallbacks(self.state), self.fidelity, query)
         ahead = self.idle.pending_tokens if self.idle is not None else 0
-        reorder = reorder_advice(self.state, {entry.id: entry.compute for entry in plan.entries})
+        reorder = reorder_advice(self.state, {entry.id: entry.compute for entry in plan.entries if entry.compute})
         return replace(plan, sliding=self.sliding_advice(), prefilled_tokens=ahead, reorder=reorder)
 
     def mark_of(self, state: State, reserved: int = 0) -> int | None:

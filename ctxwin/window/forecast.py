@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import compress, count
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from ctxwin.engines.segments import Call, Segment, partial_ranges
@@ -26,7 +28,7 @@ def salt_of(segments: Sequence[Segment]) -> str:
     exactly that gives, so the engine's own chain of block hashes tells it apart. An append or a fork therefore stays in
     its space, and an edit undone comes back to it.
     """
-    last = max((i for i, segment in enumerate(segments) if segment.approximate), default=0)
+    last = max(compress(count(), map(attrgetter("approximate"), segments)), default=0)
     return digest("salt", "\n".join([segment.key for segment in segments[: last + 1]])) if last else ""
 
 

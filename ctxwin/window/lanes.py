@@ -17,15 +17,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
-from itertools import chain, repeat
+from itertools import chain, compress, count, repeat
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from ctxwin.engines.segments import gap_runs
 from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.window.answer import Plan, PlanEntry, PlanRequest
 from ctxwin.window.antecedents import Antecedents
-from ctxwin.window.changes import with_fields
-from ctxwin.window.choice import Choice, Premises
+from ctxwin.window.changes import common_front, with_fields
+from ctxwin.window.choice import SAVES_MS, Choice, Premises
+from ctxwin.window.continuation import Chosen
 from ctxwin.window.edited_text import Differences, EditedText
 from ctxwin.window.layout import computed_choices
 from ctxwin.window.prices import Prices
@@ -98,6 +100,8 @@ def choose(
     memo: Mapping[str, ServedMemo] | None = None,
     engine: Engine | None = None,
     previous: Sequence[Choice] = (),
+    kept: int = 0,
+    tokens: int = 0,
 ) -> list[Choice]:
     """Return the lane of every placed chunk, front to back. ``fidelity`` must be resolved.
 
@@ -108,6 +112,8 @@ def choose(
         engine: gives the tokens of edited chunks; without it no chunk is served in lane ``edited``.
         previous: choices of the window before, in any version, without the premises of those that the store does not bear out
             now. One of them goes on as long as nothing else that it was made on has changed.
+        kept: how many first ones of these stand (`Choice.stands`) of the same chunks as now, of one fidelity and at the same
+            prices, with as many ``tokens`` up to their end: they go on without a look, and another chunk follows.
 
     O(n) in placed chunks, as long as they were not conditioned in n different orders.
     """
@@ -119,13 +125,17 @@ def choose(
     if engine is not None and fidelity.allows("edited"):
         differences = Differences(state, engine, fidelity.edited_tokens or 0)
     # A chunk that must be exact needs an exact prefix.
-    last = max((i for i, entry in enumerate(placed) if entry.exact_only), default=-1)
+    last = max(compress(count(), map(attrgetter("exact_only"), placed)), default=-1)
     request_ms, of_load = prices.request_ms, cache(prices.of_load)
     none, choices = front.antecedents, list[Choice]()
-    if previous and previous[0].front.gives_kv_of(front):
-        front = previous[0].front
-    olds = (chain(part, repeat(None)) for part in (previous, previous[1:]))
-    for i, (entry, old, next_old) in enumerate(zip(placed, *olds, strict=False)):
+    made, same = previous[0].premises if previous else None, bool(previous) and previous[0].front.gives_kv_of(front)
+    if same and kept and last < 0 and made is not None and made.fidelity is fidelity:
+        choices, offset = list(previous[:kept]), tokens
+        front = previous[kept].front if kept < len(previous) else choices[-1].next_front
+    else:
+        kept, front = 0, previous[0].front if same else front
+    olds = (chain(part, repeat(None)) for part in (previous[kept:], previous[kept + 1 :]))
+    for i, (entry, old, next_old) in enumerate(zip(placed[kept:], *olds, strict=False), kept):
         # A forward right after another, or right before the query, shares its request; gaps are computed at once.
         joins = entry is placed[-1] or (i > 0 and choices[-1].compute)
         allowed = _EXACTLY if i <= last else fidelity
@@ -171,8 +181,8 @@ def _look_up(has: Has, stored: dict[str, bool], key: str) -> bool:
     return answer
 
 
-SAVES_MS, SAVES_SHARE = 5.0, 0.25
-"""Least saving for which a lane replaces an earlier one of the order: milliseconds, and share of the cost."""
+SAVES_SHARE = 0.25
+"""Least share of the cost, beside `SAVES_MS`, for which a lane replaces an earlier one of the order."""
 
 
 def _unchanged(
@@ -193,7 +203,7 @@ def _unchanged(
     ms = of_load(kv.slots or tokens, prices.tier(kv.span), prices.tier(kv.patch) if kv.patch else "")
     if ms >= SAVES_MS and (ms, joins) != (old.ms, premises.joins):  # another lane may be cheaper; of exact KV a forward
         least = prices.model.forward_ms(tokens, offset) if kv.exact else 0.0
-        return with_fields(old, ms=ms) if ms - least < SAVES_MS else None
+        return with_fields(old, ms=ms, premises=premises._replace(joins=joins)) if ms - least < SAVES_MS else None
     return old if ms == old.ms else with_fields(old, ms=ms)
 
 
@@ -386,31 +396,28 @@ def patched_conditioning(here: Conditioning, lane: Lane, base: str, patch: str) 
 
 def plan_of(
     state: State,
-    choices: Sequence[Choice],
+    chosen: Chosen,
     kv: KVSpec,
     system_prompt: str,
     has: Has,
     prices: Prices,
-    previous: tuple[Sequence[Choice], Sequence[PlanEntry]] = ((), ()),
+    previous: tuple[Sequence[Choice], Sequence[PlanEntry], Sequence[float]] = ((), (), ()),
 ) -> Plan:
-    """Return the plan of ``choices`` on a model with this KV layout; other arguments as in `steps_of`.
+    """Return the plan of ``chosen`` on a model with this KV layout; other arguments as in `steps_of`.
 
-    ``previous``: choices of the window before with the entries of their plan, which hold for the first ones that are still there.
+    ``previous``: choices of the window before with the entries of their plan, which hold for the first ones that are still
+    there, and their prices.
     """
     token_bytes = kv.span_bytes(1, 4 if kv.dtype == "float32" else 2)
-    entries: list[PlanEntry] = []
+    choices, entries = chosen.choices, list[PlanEntry]()
     offset, start = state.system_prompt_tokens, state.system_prompt_advance
-    for old, known, choice in zip(*previous, choices, strict=False):
-        if old is not choice:
-            same = old.evicted_antecedents is choice.evicted_antecedents  # to compare them would be to list them
-            if not same or old.conditioning is not choice.conditioning or with_fields(old, ms=choice.ms) != choice:
-                break
-            known = with_fields(known, ms=choice.ms)
-        entries.append(known)
-    offset += sum(entry.tokens for entry in entries)
-    start += sum(choice.entry.advance for choice in choices[: len(entries)])
+    if kept := common_front(previous[0], choices):
+        known, ms = previous[1][:kept], chosen.ms[:kept]
+        same = ms == previous[2][:kept]
+        entries += known if same else [with_fields(entry, ms=price) for entry, price in zip(known, ms, strict=True)]
+        offset, start = entries[-1].offset + entries[-1].tokens, entries[-1].start + choices[kept - 1].entry.advance
     canonicals: set[str] = set()  # placed twice, one is formed once
-    for choice in choices[len(entries) :]:
+    for choice, price in zip(choices[kept:], chosen.ms[kept:], strict=True):
         p = choice.entry
         compute = p.tokens if choice.compute else choice.recomputed_tokens
         if choice.form_canonical and p.chunk_id not in canonicals:
@@ -418,54 +425,42 @@ def plan_of(
             compute = p.tokens
         entries.append(
             PlanEntry(
-                id=p.id,
-                chunk_id=p.chunk_id,
-                lane=choice.lane,
-                tokens=p.tokens,
-                offset=offset,
-                start=start,
-                compute=compute,
+                p.id, p.chunk_id, choice.lane, p.tokens, offset, start, compute,
                 bytes=0 if choice.compute else choice.slots * token_bytes + kv.state_bytes,
-                exact=choice.conditioning.exact,
-                depth=choice.conditioning.depth,
-                ms=choice.ms,
-                conditioned=p.conditioned,
-                pinned=p.pinned,
-                unseen=choice.not_attended,
-                missing=choice.evicted_antecedents,
-                repeated=choice.reused,
+                exact=choice.conditioning.exact, depth=choice.conditioning.depth, ms=price, conditioned=p.conditioned,
+                pinned=p.pinned, unseen=choice.not_attended, missing=choice.evicted_antecedents, repeated=choice.reused,
                 fallen=p.exact_only,
             )
-        )
+        )  # fmt: skip
         offset, start = offset + p.tokens, start + p.advance
-    salted = not all(e.exact for e in entries)
-    steps, ms = steps_of(state, choices, system_prompt, has, prices)
-    return Plan(state.system_prompt_tokens, has(system_prompt), tuple(entries), salted, steps, ms)
+    salted = bool(choices) and not choices[-1].ends_exact
+    steps, total = steps_of(state, chosen, system_prompt, has, prices)
+    return Plan(state.system_prompt_tokens, has(system_prompt), tuple(entries), salted, steps, total)
 
 
 def computed_plan(state: State, plan: Plan, kv: KVSpec, prices: Prices) -> Plan:
     """Return the plan of an ask whose last request computes and merges everything, whatever is formed in front of it."""
     forming = [step for step in plan.steps if step.purpose in ("system_prompt", "canonical")]
     choices, key = computed_choices(state, prices), system_prompt_key(state)
-    whole = plan_of(state, choices, kv, key, lambda _: False, prices)
+    whole = plan_of(state, Chosen().followed_by(choices, state), kv, key, lambda _: False, prices)
     return replace(whole, steps=(*forming, *whole.steps), merges_prompt=True)
 
 
 def steps_of(
-    state: State, choices: Sequence[Choice], system_prompt: str, has: Has, prices: Prices
+    state: State, chosen: Chosen, system_prompt: str, has: Has, prices: Prices
 ) -> tuple[tuple[PlanRequest, ...], float]:
-    """Return the engine's requests for ``choices``, and milliseconds up to the first token without the query's tokens.
+    """Return the engine's requests for ``chosen``, and milliseconds up to the first token without the query's tokens.
 
     ``system_prompt`` is the key of its KV, stored or not.
     """
     resident, tokens = has(system_prompt), state.system_prompt_tokens
-    canonicals = {c.entry.chunk_id: c.entry.tokens for c in choices if c.form_canonical}
-    steps = _steps(tokens, resident, choices, list(canonicals.values()))
-    return steps, prices.of_ask(choices, len(steps), tokens, resident, system_prompt)
+    canonicals = {c.entry.chunk_id: c.entry.tokens for c in chosen.choices[chosen.standing :] if c.form_canonical}
+    steps = _steps(tokens, resident, chosen, list(canonicals.values()))
+    return steps, prices.of_ask(chosen.ms, len(steps), tokens, resident, system_prompt)
 
 
 def _steps(
-    system_prompt: int, system_prompt_resident: bool, choices: Sequence[Choice], canonicals: Sequence[int]
+    system_prompt: int, system_prompt_resident: bool, chosen: Chosen, canonicals: Sequence[int]
 ) -> tuple[PlanRequest, ...]:
     """Return the engine's requests in order: canonicals after the system prompt, one for each run of computed chunks that is
     followed by loaded ones, with all gaps that are computed at once as one, then the answer."""
@@ -475,8 +470,10 @@ def _steps(
         system_prompt_resident = True
     steps += [PlanRequest("canonical", system_prompt + tokens, tokens) for tokens in canonicals]
     layout = [(system_prompt, None if system_prompt_resident else False)]
-    loaded = next((i for i, c in enumerate(choices) if c.compute or c.partial_base is not None), len(choices))
-    layout.append((sum(c.entry.tokens for c in choices[:loaded]), None))
+    choices, known = chosen.choices, chosen.standing
+    rest = (i for i, c in enumerate(choices[known:], known) if c.compute or c.partial_base is not None)
+    loaded = next(rest, len(choices))
+    layout.append((chosen.ends[loaded - 1] - system_prompt if loaded else 0, None))
     layout += [
         (tokens, c.partial_base is not None if compute else None)
         for c in choices[loaded:]

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from ctxwin.engines.cost import Workload
 from ctxwin.engines.results import Tally
 from ctxwin.engines.segments import Segment
+from ctxwin.fidelity import Lane
 from ctxwin.window.choice import Choice
 from ctxwin.window.prices import Prices
 from ctxwin.window.state import ANYTHING, Prefix, State, content_name
@@ -35,6 +37,8 @@ class Layout:
     """A layout ready for an engine: system prompt first, then one segment per placed chunk.
 
     Attributes:
+        tokens: of all segments; ``lanes``: those of chunks by lane.
+        standing: how many first chunks were taken over from the layout before; ``loads``: what loads of these take.
         ms: milliseconds up to the first token as planned, without the query's tokens.
         ahead: KV of chunks that were computed early, by index into the segments, as an answer would capture it.
     """
@@ -44,8 +48,17 @@ class Layout:
     salt: str
     contents: tuple[str, ...]
     counts: tuple[int, ...]
+    tokens: int
+    lanes: Mapping[Lane, int]
+    standing: int = 0
+    loads: Workload | None = None
     ms: float = 0.0
     ahead: Mapping[int, SpanKV] = field(default_factory=dict)
+
+    @property
+    def exact(self) -> bool:
+        """True if all chunks are served exactly."""
+        return not self.choices or self.choices[-1].ends_exact
 
     def absorbed(self, index: int) -> Sequence[str]:
         """Return the names of the contents that KV absorbs when computed at chunk ``index`` (or after the last one)."""
@@ -54,10 +67,7 @@ class Layout:
 
     def end(self, state: State) -> Prefix:
         """Return the prefix of a chunk that is appended."""
-        if not self.choices:
-            return Prefix.of(state)
-        last = self.choices[-1]
-        return last.front.extended_by(last.entry, last.conditioning)
+        return self.choices[-1].next_front if self.choices else Prefix.of(state)
 
     def as_computed(self, state: State) -> Layout:
         """Return this layout as served when the engine could load nothing: all of it computed in place, and exact."""
@@ -65,7 +75,8 @@ class Layout:
         none = {"span": None, "patch": None, "patch_key": "", "approximate": False, "recompute": (), "merged": False}
         bare = (replace(segment, **none) for segment in self.segments)  # type: ignore[arg-type]
         names = tuple(dict.fromkeys(content_name(c.entry.chunk_id) for c in choices))
-        return Layout(tuple(choices), tuple(bare), "", names, tuple(range(len(choices) + 1)))
+        lanes: dict[Lane, int] = {"computed": sum(self.lanes.values())} if choices else {}
+        return Layout(tuple(choices), tuple(bare), "", names, tuple(range(len(choices) + 1)), self.tokens, lanes)
 
 
 def computed_choices(state: State, prices: Prices) -> list[Choice]:

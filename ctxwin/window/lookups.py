@@ -178,16 +178,13 @@ class LookUps:
         """Return the parts as one answer; look-ups are listed beside its text and are no part of it."""
         last = Reader(self._syntax).read(parts[-1].text, last=True)
         return replace(
-            parts[-1],
-            text="".join(map(self._text, parts)),
+            parts[-1], text="".join(map(self._text, parts)),
             token_ids=tuple(token for part in parts for token in part.token_ids),
-            usage=total_usage([part.usage for part in parts]),
-            first_token_logprobs=parts[0].first_token_logprobs,
+            usage=total_usage([part.usage for part in parts]), first_token_logprobs=parts[0].first_token_logprobs,
             tool_calls=tuple(piece for piece in last if isinstance(piece, ToolCall)),
-            broken_calls=tuple(piece for piece in last if isinstance(piece, BrokenCall)),
-            looked_up=tuple(done),
+            broken_calls=tuple(piece for piece in last if isinstance(piece, BrokenCall)), looked_up=tuple(done),
             remembered=None,
-        )
+        )  # fmt: skip
 
     def _text(self, part: Answer) -> str:
         return "".join(piece for piece in Reader(self._syntax).read(part.text, last=True) if isinstance(piece, str))

@@ -52,13 +52,9 @@ def initial_state(engine: Engine, system_prompt: str, budget: int, fidelity: Fid
             budget=budget,
         )
     return State(
-        engine=_identity(engine),
-        system_prompt=system_prompt,
-        system_prompt_tokens=encoded.tokens,
-        system_prompt_advance=encoded.advance,
-        budget=budget,
-        fidelity=fidelity,
-    )
+        engine=_identity(engine), system_prompt=system_prompt, system_prompt_tokens=encoded.tokens,
+        system_prompt_advance=encoded.advance, budget=budget, fidelity=fidelity,
+    )  # fmt: skip
 
 
 def with_system_prompt(engine: Engine, state: State, system_prompt: str) -> State:
@@ -94,16 +90,10 @@ def placement(engine: Engine, state: State, chunk: Chunk, seed: str) -> Placed:
         )
     keep_source(engine, chunk)
     return Placed(
-        id=f"{state.arrivals}-{digest('placement', seed, state.arrivals, chunk.id)[:6]}",
-        chunk=chunk.light(),
-        chunk_id=chunk.id,
-        tokens=encoded.tokens,
-        advance=encoded.advance,
-        media=encoded.media_ranges,
-        arrival=state.arrivals,
-        read=state.version + 1,
-        pinned=chunk.pin,
-    )
+        id=f"{state.arrivals}-{digest('placement', seed, state.arrivals, chunk.id)[:6]}", chunk=chunk.light(),
+        chunk_id=chunk.id, tokens=encoded.tokens, advance=encoded.advance, media=encoded.media_ranges,
+        arrival=state.arrivals, read=state.version + 1, pinned=chunk.pin,
+    )  # fmt: skip
 
 
 def keep_source(engine: Engine, chunk: Chunk) -> None:

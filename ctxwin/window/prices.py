@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ctxwin.engines.cost import CostModel, Workload
@@ -49,15 +49,16 @@ class Prices:
         ms = self.model.load_ms(tokens, bool(patch_tier)) + self.model.fetch_ms(tier, tokens)
         return ms + (self.model.fetch_ms(patch_tier, tokens) if patch_tier else 0.0)
 
-    def of_ask(self, choices: Sequence[Choice], requests: int, system_prompt: int, resident: bool, key: str) -> float:
+    def of_ask(self, chunks: Sequence[float], requests: int, system_prompt: int, resident: bool, key: str) -> float:
         """Return the cost of an ask up to its first token, without the query's own tokens.
 
         Args:
+            chunks: the price of each.
             requests: how many it takes.
             system_prompt: tokens; ``resident``: whether its KV is held, under ``key``.
         """
         model = self.model
-        ms = model.library(1, len(choices)) + requests * self.request_ms + sum(c.ms for c in choices)
+        ms = model.library(1, len(chunks)) + requests * self.request_ms + sum(chunks)
         if not system_prompt:
             return ms
         if not resident:
@@ -65,15 +66,18 @@ class Prices:
         return ms + model.load_ms(system_prompt, False) + model.fetch_ms(self.tier(key), system_prompt)
 
 
-def workload(segments: Iterable[Segment], requests: int) -> Workload:
-    """Return an engine's work for a layout: loads of segments with KV, forwards over the others in so many requests."""
-    work, offset = Workload(requests), 0
+def workload(segments: Iterable[Segment], requests: int, loads: Workload | None = None) -> Workload:
+    """Return an engine's work for a layout: loads of segments with KV, forwards over the others in so many requests; and
+    ``loads``, of others that stand in front of all that is computed."""
+    work = replace(loads or Workload(), requests=requests)
+    offset = work.loaded
     for segment in segments:
         for part in segment.parts() if segment.recompute else (segment,):
-            tokens = part.tokens
-            if not part.available:
+            tokens = len(part.encoded.token_ids)
+            if part.cached or part.span is not None:
+                if tokens and not part.cached:
+                    work.load(tokens, part.patch is not None)
+            else:
                 work.compute(tokens, offset)
-            elif tokens and not part.cached:
-                work.load(tokens, part.patch is not None)
             offset += tokens
     return work

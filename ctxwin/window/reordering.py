@@ -30,13 +30,15 @@ class ReorderAdvice:
 
 
 def reorder_advice(state: State, computed: Mapping[str, int]) -> ReorderAdvice | None:
-    """Return the advice for an ask that computes so many tokens of placements. O(n).
+    """Return the advice for an ask that computes so many tokens of some placements. O(n).
 
-    None where chunks stand as their KV was computed, or nothing is computed.
+    None where chunks stand as their KV was computed, or nothing is computed that was before.
     """
     repair = sum(computed.values())
+    if not any(p.seen for p in reversed(state.placed) if p.id in computed):
+        return None
     conditioned = [p for p in state.placed if p.kv is not None and p.kv.antecedents.length]
-    if not repair or not conditioned:
+    if not conditioned:
         return None
     last = max(conditioned, key=lambda p: p.kv.antecedents.length if p.kv else 0)
     assert last.kv is not None

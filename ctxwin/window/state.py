@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -194,7 +195,8 @@ class State(BaseModel):
     @property
     def tokens(self) -> int:
         """Tokens of the system prompt and of the placed chunks."""
-        return self.system_prompt_tokens + sum(p.tokens for p in self.placed)
+        tokens: int = sum(map(attrgetter("tokens"), self.placed))
+        return self.system_prompt_tokens + tokens
 
     @property
     def conditioned(self) -> bool:
@@ -360,15 +362,9 @@ class Prefix:
         """Return the conditioning of a chunk that is computed here."""
         provenance = provenance_of(self.chain, chunk_id)
         return Conditioning(
-            provenance=provenance,
-            antecedents=self.antecedents,
-            exact=self.exact,
-            depth=self.depth,
-            lane=lane,
-            span=span_key(provenance, self.approximations),
-            absorbed=self.absorbed,
-            difference=self.difference,
-        )
+            provenance=provenance, antecedents=self.antecedents, exact=self.exact, depth=self.depth, lane=lane,
+            span=span_key(provenance, self.approximations), absorbed=self.absorbed, difference=self.difference,
+        )  # fmt: skip
 
 
 def interval_union(a: tuple[int, int] | None, b: tuple[int, int] | None) -> tuple[int, int] | None:

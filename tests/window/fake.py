@@ -31,6 +31,8 @@ from ctxwin.store.base import Store
 from ctxwin.store.spans import SpanRepository
 from ctxwin.window.answer import PlanEntry
 from ctxwin.window.assembly import Assembly
+from ctxwin.window.continuation import Continuation
+from ctxwin.window.layout import Work
 from ctxwin.window.window import Window
 
 LAYERS, DIM = 2, 4
@@ -84,6 +86,21 @@ def planned_anew(window: Window) -> tuple[list[PlanEntry], list[PlanEntry]]:
     plans = goes_on.plan(state, fidelity), apart.plan(state, fidelity)
     first, second = ([replace(entry, ms=0.0) for entry in plan.entries] for plan in plans)
     return first, second
+
+
+def laid_out_anew(window: Window) -> tuple[list[object], list[object]]:
+    """A window's layout and what it would write back of it, and those of one that takes over nothing of those before."""
+    core, both = window.core, []
+    state, fidelity = core.audits.with_fallbacks(core.state), core.fidelity
+    for newest in (replace(core.assembly.newest), Continuation()):
+        assembly = Assembly(core.engine, memo=core.assembly.memo.copy(), newest=newest)
+        layout = assembly.build_layout(state, fidelity, Work())
+        kv = [(s.span and s.span.k.numpy().tobytes(), s.patch and s.patch.left.tolist()) for s in layout.segments]
+        segments = [replace(segment, span=None, patch=None) for segment in layout.segments]
+        numbers = layout.contents, layout.counts, layout.salt, layout.tokens, layout.exact
+        after = assembly.write_back(state, layout, {}, fidelity)
+        both.append([kv, segments, numbers, after, list(assembly.memo.items())])
+    return both[0], both[1]
 
 
 class FakeEngine(Engine):

@@ -8,6 +8,7 @@ must place the same chunks, never call an approximation exact, and answer like t
 from __future__ import annotations
 
 import math
+import operator
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from ctxwin import Chunk, Fidelity, Window, open_store
 from ctxwin.errors import BudgetExceeded
 from ctxwin.policies import ByPriority, Eviction, LeastRecentlyRead, OldestFirst
 from twins import machines
-from window.fake import DIM, LAYERS, FakeEngine, own_rows, planned_anew
+from window.fake import DIM, LAYERS, FakeEngine, laid_out_anew, own_rows, planned_anew
 
 HEADER = "h"
 BUDGET = 48
@@ -285,6 +286,8 @@ class Programs(RuleBasedStateMachine):
             window.check()
             goes_on, anew = planned_anew(window)
             assert goes_on == anew, "what stands from the plan before"
+            if not any(e.lane == "canonical" and e.compute for e in goes_on):  # it would be formed
+                assert operator.eq(*laid_out_anew(window)), "what stands from the ask before"
             assert [self.names[i] for i in window.ids] == self.placed
             assert [self.names[i] for i in window.evicted] == self.evicted
             assert window.tokens == 2 + sum(len(self.texts[a]) for a in self.placed)
