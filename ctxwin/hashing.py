@@ -55,6 +55,7 @@ def _feed(h: Any, value: Any) -> None:
 
 def digest(*parts: Any) -> str:
     """Return the hexadecimal SHA-256 of ``parts``; raises TypeError for a type without a canonical form."""
-    h = hashlib.sha256()
-    _feed(h, list(parts))
+    h = hashlib.sha256(b"l" + struct.pack(">Q", len(parts)))  # as a list is fed
+    for part in parts:
+        _feed(h, part)
     return h.hexdigest()

@@ -17,20 +17,24 @@ import sys
 import time
 import tracemalloc
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
 
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.engines.base import Engine, EngineSpec
-from ctxwin.engines.results import EngineCounters
-from ctxwin.engines.segments import Encoded
+from ctxwin.engines.results import EngineCounters, Generation
+from ctxwin.engines.sampling import Sampling
+from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.errors import StaleOwner
 from ctxwin.hashing import digest
-from ctxwin.kv.layout import KVSpec, RopeSpec
+from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
 from ctxwin.store.memory import MemoryStore
 from ctxwin.store.spans import SpanRepository
 from ctxwin.window.state import State
@@ -427,6 +431,42 @@ def _quantiles(values: Sequence[float]) -> list[float]:
     return [round(float(np.quantile(values, q)), 2) for q in (0.5, 0.99, 1)] if values else []
 
 
+class WindowEngine(SimulatedEngine):
+    """Its KV is one number a token."""
+
+    def __init__(self) -> None:
+        super().__init__("simulated", SpanRepository(MemoryStore(), "simulated"))
+        self.spec = replace(self.spec, max_tokens=1 << 30)
+
+    def generate(self, layout: Sequence[Segment], query: Encoded, sampling: Sampling, **_: Any) -> Generation:
+        captured = {}
+        for i, segment in enumerate(layout):
+            if segment.capture:
+                zeros, places = torch.zeros(1, segment.tokens, 1, 1), torch.from_numpy(segment.places.copy())
+                captured[i] = SpanKV(zeros, zeros, places, segment.start)
+        return Generation([1], "1", captured=captured, forwards=1)
+
+
+def unmoved(chunks: int, mode: str = "patched", calls: int = 15) -> dict[str, dict[str, float]]:
+    """Return the processor time of this thread, in microseconds for each of so many chunks that did not move: the least and the
+    median of some calls."""
+    took: dict[str, list[float]] = {}
+
+    def timed(name: str, call: Callable[[], object]) -> None:
+        began = time.thread_time()
+        call()
+        took.setdefault(name, []).append(1e6 * (time.thread_time() - began) / (len(window.ids) - 1))
+
+    with Window(WindowEngine(), "You watch a camera.", 1 << 30, fidelity=Fidelity(mode)) as window:
+        window.extend([Chunk.text(f"chunk {i}") for i in range(chunks)])
+        for i in range(chunks, chunks + calls + 40):
+            window.append(Chunk.text(f"chunk {i}"))
+            timed("plan behind an append", window.plan)
+            timed("ask behind an append", partial(window.ask, "q", 1))
+            timed("plan behind an ask", window.plan)
+    return {name: {"least": min(us[40:]), "median": median(us[40:])} for name, us in took.items()}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -438,7 +478,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--redis", default="", help="measure what each call costs on this server, too")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--unmoved", type=int, nargs="*", help="measure windows of so many chunks instead")
     options = parser.parse_args(arguments)
+    if options.unmoved:
+        return print_json({chunks: unmoved(chunks) for chunks in options.unmoved})
     result = simulate(options.replicas, options.windows, options.asks, options.seconds, options.seed, options.open)
     if options.redis:
         result["redis"] = measure(options.redis, result["record_bytes"])

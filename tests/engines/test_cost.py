@@ -83,6 +83,20 @@ def test_it_follows_a_machine_that_changes() -> None:
     assert fit(1, 500) == pytest.approx(3 * 105, rel=0.05)
 
 
+def test_rates_stay_as_long_as_they_price_each_call_alike() -> None:
+    fit = Fit((1.0, 1.0))
+    fit.observe((1, 100), 50.0)
+    fit.refit()
+    rates = fit.rates
+    fit.observe((1, 100), 51.0)
+    fit.refit()
+    assert fit.rates is rates
+    for _ in range(6):
+        fit.observe((1, 100), 54.0)
+    fit.refit()
+    assert fit(1, 100) == pytest.approx(54.0, rel=0.01)
+
+
 def test_what_took_no_time_teaches_nothing() -> None:
     fit = Fit((1.0, 1.0))
     assert not fit.observe((1, 5), 0.0)

@@ -53,6 +53,15 @@ def test_neither_a_decision_nor_a_window_costs_more_in_a_larger_fleet(monkeypatc
     assert large["decision"]["bytes_a_replica"] < 1.5 * small["decision"]["bytes_a_replica"]
 
 
+def test_what_did_not_move_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    scale.main(["--unmoved", "8", "16"])
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == ["8", "16"]
+    for took in found.values():
+        assert list(took) == ["plan behind an append", "ask behind an append", "plan behind an ask"]
+        assert all(0 < each["least"] <= each["median"] for each in took.values())
+
+
 def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     scale.main(["--replicas", "8", "--windows", "50", "--asks", "50", "--seconds", "2", "--json"])
     assert json.loads(capsys.readouterr().out)["answered"] == 100

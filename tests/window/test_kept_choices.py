@@ -82,8 +82,8 @@ def test_what_is_no_exact_kv_goes_on_in_few_steps_as_well(lane: str) -> None:
     assert [e.lane for e in window.plan().entries].count(lane) > n / 2
     window.append(Chunk.tokens([7]))
     window.plan()
-    assert lines(lambda: assembly.plan(window.snapshot(), fidelity)) / n <= 60
-    assert lines(partial(lay_out, window)) / n <= 120
+    assert lines(lambda: assembly.plan(window.snapshot(), fidelity)) / n <= 25
+    assert lines(partial(lay_out, window)) / n <= 60
     assert len(assembly.newest.loaded.chunks) == n
     goes_on, anew = planned_anew(window)
     assert goes_on == anew
