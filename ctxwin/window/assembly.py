@@ -228,7 +228,7 @@ class Assembly:
         salt = salt_of(segments)
         layout = Layout(
             tuple(choices), tuple(segments), salt, tuple(contents), tuple(counts), state.tokens, chosen.lanes,
-            standing=len(standing), loads=loads, ahead=early,
+            standing=0 if cached else len(standing), loads=loads, ahead=early,
         )  # fmt: skip
         newest.loaded = newest.loaded.followed_by(layout, len(standing))
         return layout
