@@ -31,8 +31,9 @@ from ctxwin.audit.strategies import STRATEGIES
 from ctxwin.errors import AnswerStopped, UnsupportedModel
 from ctxwin.hashing import digest
 from ctxwin.store.lru import LRUCache
+from ctxwin.window.choice import ServedMemo
 from ctxwin.window.idle import Allowance
-from ctxwin.window.lanes import ServedMemo, choose
+from ctxwin.window.lanes import choose
 from ctxwin.window.state import Conditioning, State
 
 if TYPE_CHECKING:

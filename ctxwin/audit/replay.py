@@ -22,8 +22,9 @@ from ctxwin.errors import AnswerStopped, ChunkUnavailable, EngineFailed
 from ctxwin.fidelity import Fidelity, Reference
 from ctxwin.hashing import digest
 from ctxwin.window.assembly import Assembly
+from ctxwin.window.choice import ServedMemo
 from ctxwin.window.continuation import Chosen
-from ctxwin.window.lanes import ServedMemo, canonical_key
+from ctxwin.window.lanes import canonical_key
 from ctxwin.window.layout import Layout, Work
 from ctxwin.window.state import Conditioning, Placed, State, provenance_of, span_key
 

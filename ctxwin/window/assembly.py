@@ -8,7 +8,7 @@ the store becomes a recomputation and never a wrong answer.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -25,12 +25,11 @@ from ctxwin.fidelity import Fidelity
 from ctxwin.profiles import compress_deficit, served_basis
 from ctxwin.window.answer import Plan
 from ctxwin.window.changes import Memo, common_front, with_fields
-from ctxwin.window.choice import SAVES_MS, Choice
-from ctxwin.window.continuation import Chosen, Continuation
+from ctxwin.window.choice import SAVES_MS, ServedMemo
+from ctxwin.window.continuation import Chosen, Continuation, remember
 from ctxwin.window.forecast import salt_of, with_forecast
 from ctxwin.window.lanes import (
     Has,
-    ServedMemo,
     canonical_key,
     choose,
     computed_plan,
@@ -54,8 +53,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 log = logging.getLogger("ctxwin")
-MAX_MEMO = 8192
-"""Most chunks whose serving a window remembers."""
 
 
 @dataclass
@@ -64,7 +61,7 @@ class Assembly:
 
     Attributes:
         missing: keys that could not be read.
-        memo: how chunks were served, by the contents that preceded them; see `lanes.ServedMemo`. A restart forgets it.
+        memo: how chunks were served, by the contents that preceded them; see `ServedMemo`. A restart forgets it.
         newest: what the next plan or layout takes over as far as it has not changed.
         salt: keeps what it prefills out of the exact prefix cache; "" does not.
         cached_tokens: of an exact layout with KV for its first tokens, how many of these need no spans; see `Segment.cached`.
@@ -425,36 +422,12 @@ class Assembly:
             memorable.append(choice)
         known = max(0, written - 1)  # the next one's place told where the last one was remembered
         places, memos = self.newest.remembered
-        self.newest.remembered = self.remember(memorable, fidelity, places[:known], memos[:known])
+        self.newest.remembered = remember(self.memo, memorable, fidelity, places[:known], memos[:known])
         pairs = zip(layout.choices[written:], entries[written:], strict=True)
         choices = [*layout.choices[:written], *(c if c.entry is p else c.of_entry(p) for c, p in pairs)]
         placed = tuple(entries)
         self.newest.chosen = chosen.written_back(choices, placed, same)
         return state.replace(placed=placed)
-
-    def remember(
-        self, served: Sequence[Choice], fidelity: Fidelity, places: Sequence[str] = (), memos: Sequence[ServedMemo] = ()
-    ) -> tuple[list[str], list[ServedMemo]]:
-        """Remember how chunks were served, for the window's last `MAX_MEMO` chunks; return where, and the memos. Those of the
-        first chunks are known."""
-        if fidelity.mode != "patched":
-            return [], []  # exact KV is found by its provenance, and a canonical by its content
-        known = common_front(memos, [*map(self.memo.get, places)])
-        places, memos = list(places[:known]), list(memos[:known])
-        deque(map(self.memo.move_to_end, places), maxlen=0)
-        served = served[known:]
-        for choice, following in zip(served, [*(c.front for c in served[1:]), None], strict=False):
-            adjacent = following is not None and following.length == choice.front.length + 1
-            place = following.contents if following and adjacent else choice.front.contents_with(choice.entry)
-            memo = self.memo.get(place)
-            if choice.compute or memo is None or memo.conditioning is not choice.conditioning:
-                memo = self.memo[place] = ServedMemo.of(choice)
-            self.memo.move_to_end(place)
-            places.append(place)
-            memos.append(memo)
-        while len(self.memo) > MAX_MEMO:
-            self.memo.popitem(last=False)
-        return places, memos
 
     def _store(
         self,

@@ -110,3 +110,19 @@ class Choice:
         """True if a forward here, after the prefix as it is served, gives exactly this KV."""
         here = span_key(provenance_of(self.front.chain, self.entry.chunk_id), self.front.approximations)
         return self.compute or (self.conditioning.patch is None and self.conditioning.span == here)
+
+
+@dataclass(frozen=True)
+class ServedMemo:
+    """Record of how a chunk was served, to be reused after the same contents (`Prefix.contents_with`)."""
+
+    lane: Lane
+    conditioning: Conditioning
+    not_attended: Sequence[str]
+    evicted_antecedents: Sequence[str]
+
+    @classmethod
+    def of(cls, choice: Choice) -> Self:
+        """Return the memo of ``choice``."""
+        lane: Lane = "resident" if choice.compute else choice.lane
+        return cls(lane, choice.conditioning, choice.not_attended, choice.evicted_antecedents)

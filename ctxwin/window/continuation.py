@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ctxwin.engines.cost import Workload
 from ctxwin.engines.segments import Segment
-from ctxwin.fidelity import Lane
+from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.window.answer import PlanEntry
 from ctxwin.window.changes import common_front, with_fields
-from ctxwin.window.choice import Choice
+from ctxwin.window.choice import Choice, ServedMemo
 from ctxwin.window.layout import Layout, Work
 from ctxwin.window.state import Conditioning, Placed, Prefix, State
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
     from ctxwin.kv.layout import SpanKV
     from ctxwin.kv.patch import Patch
-    from ctxwin.window.lanes import ServedMemo
 
 
 class LoadedChunk(NamedTuple):
@@ -229,3 +228,36 @@ class Continuation:
         first = 1 + max(previous, self.broken_at)
         rest = (replace(segment, capture=False) for segment in layout.segments[first:])
         return replace(layout, segments=(*layout.segments[:first], *rest))
+
+
+MAX_MEMO = 8192
+"""Most chunks whose serving a window remembers."""
+
+
+def remember(
+    memo: OrderedDict[str, ServedMemo],
+    served: Sequence[Choice],
+    fidelity: Fidelity,
+    places: Sequence[str] = (),
+    memos: Sequence[ServedMemo] = (),
+) -> tuple[list[str], list[ServedMemo]]:
+    """Remember how chunks were served, for the window's last `MAX_MEMO` chunks; return where, and the memos. Those of the
+    first chunks are known."""
+    if fidelity.mode != "patched":
+        return [], []  # exact KV is found by its provenance, and a canonical by its content
+    known = common_front(memos, [*map(memo.get, places)])
+    places, memos = list(places[:known]), list(memos[:known])
+    deque(map(memo.move_to_end, places), maxlen=0)
+    served = served[known:]
+    for choice, following in zip(served, [*(c.front for c in served[1:]), None], strict=False):
+        adjacent = following is not None and following.length == choice.front.length + 1
+        place = following.contents if following and adjacent else choice.front.contents_with(choice.entry)
+        known_memo = memo.get(place)
+        if choice.compute or known_memo is None or known_memo.conditioning is not choice.conditioning:
+            known_memo = memo[place] = ServedMemo.of(choice)
+        memo.move_to_end(place)
+        places.append(place)
+        memos.append(known_memo)
+    while len(memo) > MAX_MEMO:
+        memo.popitem(last=False)
+    return places, memos

@@ -15,7 +15,7 @@ decides. For each chunk, front to back, the cheapest admissible lane is taken:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, lru_cache, partial
 from itertools import chain, compress, count, repeat
 from operator import attrgetter
@@ -26,7 +26,7 @@ from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.window.answer import Plan, PlanEntry, PlanRequest
 from ctxwin.window.antecedents import Antecedents
 from ctxwin.window.changes import common_front, with_fields
-from ctxwin.window.choice import SAVES_MS, Choice, Premises
+from ctxwin.window.choice import SAVES_MS, Choice, Premises, ServedMemo
 from ctxwin.window.continuation import Chosen
 from ctxwin.window.edited_text import Differences, EditedText
 from ctxwin.window.layout import computed_choices
@@ -74,22 +74,6 @@ def canonical_key(state: State, chunk_id: str) -> tuple[str, str]:
 def neutral_key(state: State, chunk_id: str) -> str:
     """Span key of a chunk behind the empty system prompt, in which nothing of any tenant is: see `ctxwin.Library.prepare`."""
     return span_key(provenance_of(state.neutral_key, chunk_id))
-
-
-@dataclass(frozen=True)
-class ServedMemo:
-    """Record of how a chunk was served, to be reused after the same contents (`Prefix.contents_with`)."""
-
-    lane: Lane
-    conditioning: Conditioning
-    not_attended: Sequence[str]
-    evicted_antecedents: Sequence[str]
-
-    @classmethod
-    def of(cls, choice: Choice) -> ServedMemo:
-        """Return the memo of ``choice``."""
-        lane: Lane = "resident" if choice.compute else choice.lane
-        return cls(lane, choice.conditioning, choice.not_attended, choice.evicted_antecedents)
 
 
 def choose(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ctxwin.kv.layout import SpanKV
     from ctxwin.store.spans import SpanRepository
     from ctxwin.window.answer import Disposability
-    from ctxwin.window.lanes import ServedMemo
+    from ctxwin.window.choice import ServedMemo
     from ctxwin.window.layout import Layout, Work
     from ctxwin.window.state import Placed, State
 

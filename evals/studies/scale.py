@@ -447,7 +447,7 @@ class WindowEngine(SimulatedEngine):
         return Generation([1], "1", captured=captured, forwards=1)
 
 
-def unmoved(chunks: int, mode: str = "patched", calls: int = 15) -> dict[str, dict[str, float]]:
+def unmoved(chunks: int, calls: int = 15) -> dict[str, dict[str, float]]:
     """Return the processor time of this thread, in microseconds for each of so many chunks that did not move: the least and the
     median of some calls."""
     took: dict[str, list[float]] = {}
@@ -457,7 +457,7 @@ def unmoved(chunks: int, mode: str = "patched", calls: int = 15) -> dict[str, di
         call()
         took.setdefault(name, []).append(1e6 * (time.thread_time() - began) / (len(window.ids) - 1))
 
-    with Window(WindowEngine(), "You watch a camera.", 1 << 30, fidelity=Fidelity(mode)) as window:
+    with Window(WindowEngine(), "You watch a camera.", 1 << 30, fidelity=Fidelity("patched")) as window:
         window.extend([Chunk.text(f"chunk {i}") for i in range(chunks)])
         for i in range(chunks, chunks + calls + 40):
             window.append(Chunk.text(f"chunk {i}"))

@@ -26,8 +26,8 @@ from ctxwin.hashing import digest
 from ctxwin.profiles import resolve
 from ctxwin.window.antecedents import pack
 from ctxwin.window.assembly import Assembly
+from ctxwin.window.choice import ServedMemo
 from ctxwin.window.continuation import Continuation
-from ctxwin.window.lanes import ServedMemo
 from ctxwin.window.layout import Layout, Work
 from ctxwin.window.placement import initial_state, placement
 from ctxwin.window.state import FORMAT, Placed, State
