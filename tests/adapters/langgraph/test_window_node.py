@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypedDict
 
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage, RemoveMessage, SystemMessage
+from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, StateGraph
 from langgraph.graph.message import REMOVE_ALL_MESSAGES, add_messages
 from langgraph.runtime import Runtime
@@ -21,7 +22,15 @@ from ctxwin import Chunk, Window, open_engine
 from ctxwin.errors import BudgetExceeded
 from ctxwin.policies import ById, LeastRecentlyRead
 from ctxwin.tiny import world
-from langchain_ctxwin.langgraph import WindowContext, WindowNode, WindowState, load, merge_windows, open_window
+from langchain_ctxwin.langgraph import (
+    DeltaWindowState,
+    WindowContext,
+    WindowNode,
+    WindowState,
+    load,
+    merge_windows,
+    open_window,
+)
 from node_graphs import CONFIG, EXACT, Chatty, Turn, content, frame, fresh_answer, graph_of, placed, shown
 from twins import guard
 
@@ -246,6 +255,27 @@ def test_files_are_read_only_where_they_are_allowed(tmp_path: Path) -> None:
             assert window.chunk(window.ids[0]).source == str(tmp_path / "a.png")
             window.ask("again?")
             assert emptied.counters.vision_encodes == 1
+
+
+@pytest.mark.parametrize("schema", [WindowState, DeltaWindowState])
+@pytest.mark.parametrize("lost", ["all", "pictures"])
+def test_pictures_in_the_messages_outlive_the_store(engine: Chatty, schema: Any, lost: str) -> None:
+    """As where a process with a store in memory ends, or another thread has forgotten the same picture."""
+    saver = InMemorySaver()
+    app, turns = graph_of(WindowNode(system_prompt="hd", fidelity=EXACT, max_tokens=6), saver, state=schema), []
+    for i in (1, 2):
+        state = app.invoke({"messages": [shown(i, f"q{i}?")]}, CONFIG, context=WindowContext(engine))
+        turns.append((i, f"q{i}?", state["messages"][-1].text))
+    if lost == "pictures":
+        for key in [key for key in engine.store.list() if not key.startswith(("entry/", "page/", "manifest/"))]:
+            engine.store.delete(key)
+    with Chatty() as emptied:
+        left = engine if lost == "pictures" else emptied
+        state = app.invoke({"messages": [HumanMessage("q3?")]}, CONFIG, context=WindowContext(left))
+        turns.append((None, "q3?", state["messages"][-1].text))
+        assert turns[-1][2] == fresh_answer(turns[:2], "q3?")[: len(turns[-1][2])] and placed(left, state) == content(
+            turns
+        )
 
 
 def test_bad_input(engine: Chatty) -> None:

@@ -10,6 +10,7 @@ import base64
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -25,6 +26,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from ctxwin.chunk import Chunk, MediaPart
+from ctxwin.engines.base import Engine
 from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
 from ctxwin.policies.base import Eviction, Retrieval, WindowView
@@ -32,11 +34,12 @@ from ctxwin.policies.low_water import LowWater
 from ctxwin.store.lru import LRUCache
 from ctxwin.window.answer import Answer
 from ctxwin.window.ask import AskOptions, OnToken, Question
+from ctxwin.window.placement import keep_source
 from ctxwin.window.window import Window
 from langchain_ctxwin.chat import Answering, Reply
-from langchain_ctxwin.langgraph.reference import merge_windows
+from langchain_ctxwin.langgraph.reference import lost_sources, merge_windows
 from langchain_ctxwin.langgraph.session import AsyncSession, Session, engine_of, open_window
-from langchain_ctxwin.messages import Conversation, block_key, converse, message_key
+from langchain_ctxwin.messages import Conversation, block_key, converse, message_key, parts
 
 
 class WindowState(TypedDict, total=False):
@@ -127,7 +130,7 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
         retrieval: if given, the chunks it chooses for each question are recalled before answering.
         reserve_tokens: tokens kept free in addition to the question and its answer.
         allowed_local_media_path: folder whose files messages may name, by path or ``file:`` url; None: files are refused. A
-            picture on disk survives a store that lost its content, one in a message does not.
+            picture on disk survives a store that lost its content, and so does one that the messages hold as data.
         keep_media: False: blocks that name pictures and videos replace those that came as data once they are placed, so
             that a checkpoint takes a few KB. Only nodes of this window can read such blocks; the pixels are only in the
             engine's store. LangGraph writes all messages into every checkpoint of a `WindowState`, so that the checkpoints
@@ -203,6 +206,8 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
         unchanged = bool(count) and self._digest(keys[:count]) == notes["digest"]
         continues = unchanged and bool(new) and isinstance(new[0], HumanMessage)  # the previous answer closed the turn
         engine = engine_of(runtime.context)
+        if reference:
+            _keep_sources(engine, lost_sources(engine.repo, reference), messages)
         window = open_window(reference, runtime, retrieval=self._retrieval, **self._window) if reference else None
         try:
             media_cache = _cached_media(window, len(messages))
@@ -297,6 +302,18 @@ class _Answerer(Answering):
 
         model = self.window.engine.spec.model
         return Reply(ask, model, costs=False, room=self.asking["max_tokens"])
+
+
+def _keep_sources(engine: Engine, lost: set[str], messages: Sequence[BaseMessage]) -> None:
+    """Store the pictures with the contents ``lost`` again, from the messages that hold them as data, the newest first."""
+    contents = (m.content for m in reversed(messages) if not isinstance(m.content, str))
+    blocks = (block for content in contents for block in content if isinstance(block, dict))
+    while lost and (block := next(blocks, None)) is not None:
+        with suppress(ValueError):  # a file, or a block that names a picture
+            for chunk in parts([block]):
+                if isinstance(chunk, Chunk) and not lost.isdisjoint(found := {part.content for part in chunk.media}):
+                    keep_source(engine, chunk)
+                    lost = lost - found
 
 
 def _cached_media(window: Session | None, messages: int) -> LRUCache[Chunk]:

@@ -163,6 +163,16 @@ def check(reference: Any) -> None:
         )
 
 
+def lost_sources(repo: SpanRepository, reference: Mapping[str, Any]) -> set[str]:
+    """Return the contents of placed pictures that came from memory and whose pixels the store has lost.
+
+    Raises like `restore`. Cost: a look-up for each.
+    """
+    check(reference)
+    media = (part for p in _rebuild(reference).placed if p.chunk.keep_source for part in p.chunk.media)
+    return {part.content for part in media if part.source is None and not repo.contains(f"source/{part.content}")}
+
+
 def _rebuild(reference: Mapping[str, Any]) -> State:
     """Return the state as far as the reference holds it: nothing computed, nothing evicted."""
     excluded = {"format", "placed", "evicted"}
