@@ -34,8 +34,16 @@ APT_INSTALL = apt-get install -y --no-install-recommends
 # A vLLM newer than the newest CPU build, and what is tested on it: whatever touches vLLM, in a few minutes.
 NEXT_VLLM := 0.33.0
 NEXT := .vllm-next
-NEXT_TESTS ?= tests/adapters/vllm/test_vllm_versions.py tests/adapters/vllm/test_vllm_layouts.py tests/adapters/vllm/test_vllm.py tests/adapters/vllm/test_vllm_requests.py \
-	tests/window/test_on_engines.py tests/window/test_across_engines.py tests/adapters/server/vllm/test_vllm_chats.py
+NEXT_TESTS ?= tests/adapters/vllm/test_vllm_versions.py tests/adapters/vllm/test_vllm_layouts.py \
+	tests/adapters/vllm/test_vllm.py tests/adapters/vllm/test_vllm_requests.py tests/adapters/vllm/test_vllm_connector.py \
+	tests/adapters/vllm/test_vllm_drivers.py tests/adapters/vllm/test_vllm_faults.py \
+	tests/adapters/vllm/test_vllm_failures.py tests/adapters/vllm/test_vllm_elimination.py \
+	tests/adapters/vllm/test_vllm_encoder_cache.py tests/adapters/vllm/test_vllm_cache_namespace.py \
+	tests/adapters/vllm/test_vllm_chat_turns.py tests/adapters/vllm/test_vllm_families.py \
+	tests/adapters/vllm/test_ranks.py tests/adapters/vllm/test_prefix_record.py tests/adapters/vllm/test_rendered.py \
+	tests/adapters/vllm/test_abandon.py tests/window/test_on_engines.py tests/window/test_across_engines.py \
+	tests/adapters/server/vllm/test_vllm_chats.py tests/adapters/server/vllm/test_vllm_server.py \
+	tests/adapters/server/vllm/test_vllm_histories.py tests/adapters/server/vllm/test_vllm_shutdown.py
 
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 GPU_PACKAGES := .gpu-packages
