@@ -6,7 +6,7 @@ Modules:
     rendered: a prompt that vLLM's own server rendered, as the segments of a window.
     connector: what vLLM loads by module path, in every process that it runs: scheduler and worker halves, encoder cache.
     transport: how KV gets to the connector and back, within a process or through shared memory.
-    paged, resident, load_thread, ranks: the cache's packing; loads in a process that computes; KV heads of tensor-parallel ranks.
+    paged, resident, ranks: the cache's packing; copies on the device; KV heads of tensor-parallel ranks.
     lifecycle, refusals: start and end of vLLM's processes; configurations that are refused.
     internals: all uses of vLLM beyond its official interfaces.
 """

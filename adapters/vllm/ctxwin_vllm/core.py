@@ -163,8 +163,8 @@ class Core:
             layers = driver.config.compilation_config.static_forward_context
             if self.draft_model is not None:
                 layers, draft_layers = split(layers, self.kv.layers)
-                transport.draft_model = DraftModelKV(draft_layers, self.draft_model, self.block, alone=True)
-            transport.paged = PagedKV(layers, self.kv, self.block, alone=True)
+                transport.draft_model = DraftModelKV(draft_layers, self.draft_model, self.block)
+            transport.paged = PagedKV(layers, self.kv, self.block)
             transport.step = cast("StepDriver", driver).step
             if self.kv.recurrent:
                 groups = internals.layer_groups(cast("StepDriver", driver).llm)

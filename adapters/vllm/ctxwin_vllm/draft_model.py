@@ -77,19 +77,17 @@ def unrotated_rows(kv: KVSpec, k: torch.Tensor, v: torch.Tensor, positions: torc
 class DraftModelKV:
     """A draft model's KV in the paged cache of one worker, the ``rank`` of a tensor-parallel group of ``size``.
 
-    ``layers`` are the drafter's, by name, ``kv`` its layout (all heads), ``alone`` as of `PagedKV`.
+    ``layers`` are the drafter's, by name, ``kv`` its layout (all heads).
 
     Raises UnsupportedModel where its cache is not laid out as its config says.
     """
 
-    def __init__(
-        self, layers: Mapping[str, Any], kv: KVSpec, block_size: int, rank: int = 0, size: int = 1, alone: bool = False
-    ) -> None:
+    def __init__(self, layers: Mapping[str, Any], kv: KVSpec, block_size: int, rank: int = 0, size: int = 1) -> None:
         self.kv = kv
         self.heads = own_heads(kv.heads, rank, size)
         rank_kv = replace(kv, heads=self.heads.stop - self.heads.start)
         try:
-            self.paged = PagedKV(layers, rank_kv, block_size, alone=alone, keeps_spans=False)
+            self.paged = PagedKV(layers, rank_kv, block_size, keeps_spans=False)
         except UnsupportedModel as error:
             raise UnsupportedModel(f"the drafter's KV cannot be kept: {error}; leave out speculative_config") from error
 

@@ -27,7 +27,6 @@ from ctxwin.kv.kernels.choice import report, trial
 from ctxwin.kv.kernels.load_stream import LoadStream
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.rows import from_rows, layer_kinds, to_rows
-from ctxwin_vllm import load_thread
 from ctxwin_vllm.resident import ResidentSpans, resident_bytes
 
 Shape = tuple[int, int, int]
@@ -49,7 +48,6 @@ class PagedKV:
         kv: layout of the model's KV.
         block_size: tokens in a block, as the scheduler counts them.
         kernel: the load kernel; None is what `choose` takes for the cache's device.
-        alone: whether a CPU's loads are computed by a thread of their own; see `load_thread`.
         first: number of layers that earlier stages of a pipeline cache.
         keeps_spans: whether spans that are loaded stay in a GPU's memory for later loads, as far as there is room.
 
@@ -74,7 +72,6 @@ class PagedKV:
         kv: KVSpec,
         block_size: int,
         kernel: Kernel | None = None,
-        alone: bool = False,
         first: int = 0,
         keeps_spans: bool = True,
     ) -> None:
@@ -108,7 +105,6 @@ class PagedKV:
             if shape not in self._gathers:
                 self._gathers[shape] = self._probe(layer, shape)
         self.kernel = choose(kv, self.dtype, self.device, kernel=kernel)
-        self._alone = alone and self.device.type == "cpu"
         self._strides = self._find_strides() if self.kernel in ("llvm", "triton") and self._fp8 is None else None
 
     @property
@@ -157,8 +153,7 @@ class PagedKV:
                     write = partial(plan.store, self._first + some[0], [caches[i] for i in some], strides, slots)
                     self.loads.queue(write, [self._names[i] for i in some])
             return plan.nbytes
-        cached = range(self._first, end)
-        rows = load_thread.layers_of(plan) if self._alone else (plan.layer(i) for i in cached)
+        rows = (plan.layer(i) for i in range(self._first, end))
         pairs = from_rows(self.kv, lambda _: next(rows))
         for name, layer, (k, v) in zip(self._names, self.layers, pairs, strict=True):
             self.loads.queue(partial(_update, layer, k, v, layer.kv_cache, slots), [name])
@@ -173,8 +168,7 @@ class PagedKV:
         """Return the argument of `write` for parts of the whole model's layout ``kv``, of which this cache has ``heads``."""
         if self._keeps_spans and self.kernel == "triton":
             parts = self._resident_spans(heads or slice(None)).attach(parts)
-        make = partial(LoadPlan, parts, kv, dtype=self.dtype, device=self.device, heads=heads, kernel=self.kernel)
-        return load_thread.alone(make) if self._alone and not self.direct else make()
+        return LoadPlan(parts, kv, dtype=self.dtype, device=self.device, heads=heads, kernel=self.kernel)
 
     def keep(self, span: SpanKV, k: torch.Tensor, v: torch.Tensor) -> None:
         """Keep what was `read` of all layers and heads of ``span`` on the device, for later loads, where spans are kept there."""

@@ -96,21 +96,14 @@ class TestAgainstTransformers:
             torch.testing.assert_close(ours.captured[i].k, theirs.captured[i].k, atol=CLOSE, rtol=0)
             torch.testing.assert_close(ours.captured[i].v, theirs.captured[i].v, atol=CLOSE, rtol=0)
 
-    def test_a_load_takes_no_other_thread_and_prepares_no_other_way(self, engine: Any) -> None:
-        """No layout without the spans, and no thread for torch operators where the kernel itself writes slots."""
-        from ctxwin_vllm import load_thread
-
+    def test_a_load_prepares_no_layout_without_the_spans(self, engine: Any) -> None:
         parts, query = encoded(engine, [1, 2]), engine.encode_query("what color")
         whole = engine.generate(laid(parts), query, ALL, salt="alone-1")
         spans = [whole.captured[i] for i in range(len(parts))]
-        direct = engine.core.transport.paged.direct
-        with (
-            mock.patch("ctxwin_vllm.asks.without_spans") as without_spans,
-            mock.patch("ctxwin_vllm.load_thread.alone", side_effect=load_thread.alone) as alone,
-        ):
+        with mock.patch("ctxwin_vllm.asks.without_spans") as without_spans:
             again = engine.generate(laid(parts, spans), query, ALL, salt="alone-2")
         assert gap(whole, again) < 1e-5 and again.bytes_loaded and not again.fallbacks
-        assert not without_spans.called and alone.called is not direct
+        assert not without_spans.called
 
     def test_moved_spans(self, engine: Any, hf: Any) -> None:
         """The same wrong-order spans give the same (approximate) answer on both engines."""
