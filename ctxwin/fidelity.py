@@ -23,8 +23,8 @@ class AdvancedFidelity(BaseModel):
 
     Attributes:
         layout: ``quantized``: each layer of a patch has directions of its own, in 2 to 8 bits a number (`ctxwin.kv.quantize`).
-            ``joint``: its layers share them, in bfloat16, which restores less in the same bytes and takes fewer products to
-            load. ``shared``: patches are coefficients over directions that all patches of the model share (`ctxwin.profiles`),
+            ``joint``: its layers share them, in bfloat16, which takes fewer products to load, restores less in the same bytes and
+            may harm. ``shared``: patches are coefficients over directions all patches of the model share (`ctxwin.profiles`),
             ``rank`` numbers a token; a window of a model without a basis is refused. A hybrid's states have joint ones always.
         basis: id of the shared basis; always that of the model where a window opens, whatever is given.
         eliminate: with `Fidelity.merge`: an answer over merged chunks keeps the same share of all tokens while it is generated;

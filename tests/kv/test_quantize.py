@@ -85,6 +85,25 @@ def test_at_the_same_bytes_they_lose_less_than_joint_ones_in_bfloat16(tokens: in
     assert 1 - captured["quantized"] < 0.8 * (1 - captured["joint"])
 
 
+def test_tokens_that_are_exceptions_in_one_layer_are_not_moved_with_the_others() -> None:
+    """All keys of a layer are shifted alike but a few, as that of a picture's thing that a question looks up.
+
+    A joint coefficient serves all layers, so that these are shifted as well: further off than with no patch at all.
+    """
+    spec, noise = make_spec(layers=8, heads=2, k_dim=32, v_dim=32), torch.Generator().manual_seed(0)
+    base, _, _ = pair(spec, 64, 3, 0)
+    layers, tokens = torch.arange(8).repeat_interleave(5), torch.arange(40)
+    shift = torch.randn(8, 1, 2, 32, generator=noise).repeat(1, 64, 1, 1)
+    shift[layers, tokens] = 0
+    added = [x + 0.2 * torch.randn(x.shape, generator=noise) for x in (shift, torch.zeros_like(shift))]
+    conditioned = SpanKV(base.k + added[0], base.v + added[1], base.positions, 0)
+    for layout, least, most in (("joint", 3, 6), ("quantized", 0, 1)):
+        patch = form_patch(conditioned, base, spec, bytes_share=0.06, layout=layout)
+        assert patch.meta["captured"] > 0.8
+        left_over = apply_patch(base, patch, spec, 0).k - conditioned.k
+        assert least < left_over[layers, tokens].norm() / added[0][layers, tokens].norm() < most
+
+
 def spans(spec: KVSpec, tokens: int) -> tuple[SpanKV, SpanKV]:
     base, _, _ = pair(spec, tokens, 3, 0)
     added = [

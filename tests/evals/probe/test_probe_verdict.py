@@ -11,7 +11,6 @@ import torch
 
 from ctxwin.kv.deficit import Deficit
 from ctxwin_evals.probe.contexts import normal
-from ctxwin_evals.probe.probe import SERVED
 from ctxwin_evals.probe.reading import Competence, Reading, addressing, competence
 from ctxwin_evals.probe.structure import energy_ranks, functional_rank
 from ctxwin_evals.probe.verdict import (
@@ -258,13 +257,10 @@ def test_the_layers_that_windows_serve_are_the_cheapest_range_that_is_enough() -
         )
     ]  # fmt: skip
     last = ("quantized", 64)
-    assert candidates(curve, Limits(), SERVED, last) == [("quantized+25-100", 2), ("quantized", 4)]
-    assert candidates(curve[:5], Limits(), SERVED, last) == [("quantized", 4), ("joint", 4)]
-    assert candidates(curve[:2], Limits(), SERVED, last) == [("deep", 8), ("joint", 4)], (
-        "the second leaves out no layer"
-    )
-    assert candidates(curve[1:2], Limits(), SERVED, last) == [("deep", 8), last]
-    assert candidates(curve[3:5], Limits(), SERVED, last) == [last], "none that windows serve is enough"
+    assert candidates(curve, Limits(), last) == [("quantized+25-100", 2), ("quantized", 4)]
+    assert candidates(curve[5:], Limits(), last) == [("quantized+25-100", 2), last], "the second leaves out no layer"
+    assert candidates(curve[:5], Limits(), last) == [("quantized", 4)]
+    assert candidates(curve[:2], Limits(), last) == [last], "joint factors are not chosen, however cheap"
     found = Setting(4, (0.25, 1.0), 0.12, True, {})
     blind = {"flips": 0.5, "flips_ci95": (0.4, 0.6)}
     assert "layers from 25% to 100% of the depth" in sentence(Judgement("binds", "cross"), found, blind)  # type: ignore[arg-type]

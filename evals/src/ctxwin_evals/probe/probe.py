@@ -38,7 +38,7 @@ RANKS = (1, 2, 4, 8, 16, 32, 64)
 LADDER = (2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64)
 """Ranks that may end up in a profile."""
 SERVED = ("joint", "quantized")
-"""The layouts that windows serve and a profile may name, each of all layers, of `DEPTHS`, and of those that are searched."""
+"""The layouts that windows serve, each of all layers, of `DEPTHS`, and of those that are searched; a profile names the last."""
 OTHERS = ("per_layer", "per_layer+deep", "balanced", "output", "shared", "shared+deep")
 """Ways to compress that are compared with them, as `ctxwin_evals.patching.parse_variant` reads them."""
 TURNED = (0, 1, PLACED - 1)
@@ -318,7 +318,7 @@ class Probe:
     def _prove(self, evidence: Kind, reads: Sequence[Kind], curve: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The ways that windows serve and `verdict.candidates` names, each on contexts of its own, until one is safe."""
         settings: list[Setting] = []
-        for number, way in enumerate(verdict.candidates(curve, self.limits, SERVED, ("quantized", LADDER[-1]))):
+        for number, way in enumerate(verdict.candidates(curve, self.limits, ("quantized", LADDER[-1]))):
             some = self._try(evidence, reads, *way, number * self.sizes.proving)
             self.served = verdict.with_margin(verdict.smallest_safe(some), some)
             settings += some

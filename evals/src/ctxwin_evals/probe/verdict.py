@@ -1,6 +1,6 @@
 """From measurements to a verdict: by intervals, and `keep exact` wherever they leave a doubt."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Literal, TypedDict
@@ -273,16 +273,14 @@ def enough(row: Mapping[str, Any], limits: Limits) -> bool:
     return bool((row["eta"] is None or row["eta"] >= limits.eta) and row["flips"] <= limits.flips)
 
 
-def candidates(
-    curve: Sequence[Mapping[str, Any]], limits: Limits, layouts: Collection[str], last: tuple[str, int]
-) -> list[tuple[str, int]]:
+def candidates(curve: Sequence[Mapping[str, Any]], limits: Limits, last: tuple[str, int]) -> list[tuple[str, int]]:
     """The ways to be proved, `TRIES` of them at most, each with the rank that was enough on the contexts that choose.
 
-    The first is the cheapest in bytes of ``layouts``, whatever its layers. What it leaves out or rounds may be needed elsewhere,
-    so the second is the next that leaves out no layer, ``last`` where no other is enough.
+    All have the layout of ``last``: joint factors may harm few contexts much, which a proof by answers hardly sees. The first is
+    the cheapest in bytes, whatever its layers; as those left out may be needed elsewhere, the second leaves out none.
     """
     kinds = {way: parse_variant(way) or ("", "all", "none") for way in (*(row["way"] for row in curve), last[0])}
-    served = [row for row in curve if kinds[row["way"]][0] in layouts and kinds[row["way"]][2] == "none"]
+    served = [row for row in curve if kinds[row["way"]][::2] == kinds[last[0]][::2]]
     some = sorted(filter(None, cheapest(served, limits).values()), key=lambda row: row["share"])
     first, *others = dict.fromkeys([*((str(row["way"]), int(row["rank"])) for row in some), last])
     whole = [way for way in others if kinds[way[0]][1] == "all"]
