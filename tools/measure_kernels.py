@@ -108,7 +108,8 @@ def measure(setting: Setting) -> list[Row]:
     return [Row(what, kernel, median(t), min(t), size) for (what, kernel), t in times.items()]
 
 
-_Form = Callable[[Setting, KVSpec, int, torch.Generator, torch.dtype], Patch]
+_Form = Callable[[Setting, KVSpec, int, torch.Generator], Patch]
+_FACTORS = torch.bfloat16  # as they are stored, whatever is served
 
 
 def _parts(setting: Setting, spec: KVSpec, dtype: torch.dtype, form: _Form | None = None) -> list[SpanSlice]:
@@ -119,21 +120,21 @@ def _parts(setting: Setting, spec: KVSpec, dtype: torch.dtype, form: _Form | Non
         k = torch.randn(spec.layers, size, spec.heads, spec.k_dim, generator=noise).to(dtype)
         v = torch.randn(spec.layers, size, spec.heads, spec.v_dim, generator=noise).to(dtype)
         span = SpanKV(k, v, torch.arange(size).expand(3, -1), setting.frame)
-        parts.append(SpanSlice(span, at, form(setting, spec, size, noise, dtype) if form is not None else None))
+        parts.append(SpanSlice(span, at, form(setting, spec, size, noise) if form is not None else None))
         at += size
     return parts
 
 
-def _joint(setting: Setting, spec: KVSpec, tokens: int, noise: torch.Generator, dtype: torch.dtype) -> Patch:
+def _joint(setting: Setting, spec: KVSpec, tokens: int, noise: torch.Generator) -> Patch:
     width = spec.heads * (spec.k_dim + spec.v_dim)
-    left_factor = torch.randn(tokens, setting.rank, generator=noise).to(dtype)
-    right_factor = torch.randn(spec.layers, setting.rank, width, generator=noise).to(dtype)
+    left_factor = torch.randn(tokens, setting.rank, generator=noise).to(_FACTORS)
+    right_factor = torch.randn(spec.layers, setting.rank, width, generator=noise).to(_FACTORS)
     return Patch.of(
         spec, layout="joint", layers=tuple(range(spec.layers)), rank=setting.rank, left=left_factor, right=right_factor
     )
 
 
-def _quantized(setting: Setting, spec: KVSpec, tokens: int, noise: torch.Generator, dtype: torch.dtype) -> Patch:
+def _quantized(setting: Setting, spec: KVSpec, tokens: int, noise: torch.Generator) -> Patch:
     """Return factors of spectra that fall as those of released models do, in the bytes of joint ones."""
     width = spec.heads * (spec.k_dim + spec.v_dim)
     scales = torch.arange(1, min(tokens, width) + 1) ** -0.8
@@ -141,8 +142,8 @@ def _quantized(setting: Setting, spec: KVSpec, tokens: int, noise: torch.Generat
         torch.randn(tokens, len(scales), generator=noise) * scales @ torch.randn(len(scales), width, generator=noise)
         for _ in range(spec.layers)
     ]
-    factors = quantize(matrices, setting.rank * (tokens + spec.layers * width) * dtype.itemsize)
-    left_factor, right_factor = factors.factors(tokens, width, dtype)
+    factors = quantize(matrices, setting.rank * (tokens + spec.layers * width) * _FACTORS.itemsize)
+    left_factor, right_factor = factors.factors(tokens, width, _FACTORS)
     covered, rank = tuple(range(spec.layers)), left_factor.shape[-1]
     return Patch.of(
         spec, layout="quantized", layers=covered, rank=rank, left=left_factor, right=right_factor, quantized=factors

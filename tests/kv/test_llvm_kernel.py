@@ -170,6 +170,19 @@ def test_processors_with_less(absent, monkeypatch):
     assert_stored(parts, WIDE, BF16, 32, True, torch.arange(74) + 9)
 
 
+def test_products_of_stored_bfloat16_are_the_processors_whatever_is_served(monkeypatch):
+    layouts, compile_layout = [], simd.compile_layout
+    monkeypatch.setattr(simd, "compile_layout", lambda layout: layouts.append(layout) or compile_layout(layout))
+    span = canonical(WIDE, 37, 0, F32)
+    for dtype in (BF16, F16, F32):
+        for stored in (BF16, F32):
+            narrow = replace(span, k=span.k.to(dtype), v=span.v.to(dtype))
+            patch = patch_of(WIDE, span, "joint", 1, dtype=stored)
+            assert_stored([SpanSlice(narrow, 500, patch)], WIDE, dtype, 32, False, torch.arange(37))
+    assert [layout.factor_dtype for layout in layouts] == ["bfloat16", "float32"] * 3
+    assert [simd._Emitter(layout).dots for layout in layouts] == [simd._Emitter(layouts[0]).bfloats, False] * 3
+
+
 def test_threads_serve_what_one_serves(monkeypatch):
     spans = [canonical(WIDE, tokens, tokens, F32) for tokens in (40, 3, 17)]
     parts = [SpanSlice(span, 900, patch_of(WIDE, span, "per_layer", 1, dtype=F32)) for span in spans]

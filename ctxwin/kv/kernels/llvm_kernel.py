@@ -160,13 +160,11 @@ class LlvmKernel:
         angles = 4 * spec.rope.rotary_dim * np.cumsum([0, *self._tokens[:-1]])[:, None]  # bytes before those of a part
         if any(patches) or bool(first[:, _AT["mode"]].any()):
             tables[:, :, _AT["turn"]] = self._rotations([part.shift(frame=False) for part in parts]) + angles
-        framed = [bool(patch) and part.span.start != 0 for patch, part in zip(patches, parts, strict=True)]
-        if any(framed):
-            turned = self._rotations([part.shift(frame=True) for part in parts]) + angles
-            tables[framed, :, _AT["frame"]] = turned[framed]
+        if any(patches):
+            tables[:, :, _AT["frame"]] = self._rotations([part.shift(frame=True) for part in parts]) + angles
         for part, patch, table in zip(parts, patches, tables, strict=True):
-            dtypes = {self._dtype} if patch is None else {self._dtype, patch.dtype, patch.factors_dtype}
-            dtype = torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
+            both = patch is None or patch.dtype is patch.factors_dtype is torch.bfloat16
+            dtype = torch.bfloat16 if both else torch.float32
             self._kinds.append((_name(part.span.k.dtype), _name(dtype)))
             if patch is not None:
                 self._add_patch(table, patch, part.begin, dtype)

@@ -38,8 +38,8 @@ FIELDS = (
     *("mode", "left", "left_token", "right_k", "right_v", "right_row", "rank"),
 )
 """A row of the table, one for some tiles of a part and layer; int64. Addresses: ``tiles [count, 2]`` (first token, tokens), ``k``
-and ``v`` of the first token and head, ``turn`` and ``frame`` ``[T, 2, half]`` (cosine and sine; of what stored keys and, unless
-it is 0, what a patch adds turn by), ``out_k`` and ``out_v``, ``k_at`` and ``v_at [T]``, where each token is written from there,
+and ``v`` of the first token and head, ``turn`` and ``frame`` ``[T, 2, half]`` (cosine and sine; of what stored keys and what
+a patch adds turn by), ``out_k`` and ``out_v``, ``k_at`` and ``v_at [T]``, where each token is written from there,
 ``left [T, rank]``, ``right_k`` and ``right_v`` (columns of the first head; dense: of the first token's delta). The others count
 numbers."""
 _SQUARE = 16  # dimensions, and numbers of 32 bits, that are transposed at once
@@ -266,22 +266,14 @@ class _Emitter(VectorBuilder):
         return self.address(self.f[f"out_{side}"], offset, self.layout.dtype)
 
     def _turn(self, mode: Mode, head: Any, tokens: list[_Token], columns: _Columns) -> None:
-        """Numbers that turn, with what is added to them; that turns to the frame of stored keys first."""
-        b, layout = self.b, self.layout
-        many, lines = len(columns.pairs), []
-        added = [self._split(vectors) for vectors in self._added(mode, "k", head, tokens, columns)]
-        if added:
-
-            def to_frame() -> list[Any]:
-                pairs = zip(added, tokens, strict=True)
-                return [x for vectors, token in pairs for x in self._rotate(vectors, "frame", token, columns)]
-
-            flat = [x for vectors in added for x in vectors]
-            flat = self.where(b.icmp_signed("!=", self.f["frame"], integer(0)), flat, to_frame)
-            added = [flat[i : i + 2 * many] for i in range(0, len(flat), 2 * many)]
+        """Numbers that turn, with what is added to them, which turns to the frame of stored keys first."""
+        layout, many, lines = self.layout, len(columns.pairs), []
+        added = self._added(mode, "k", head, tokens, columns)
         for i, token in enumerate(tokens):
             stored = [self.read(token.source, at, layout.source_dtype, columns.lanes) for at in columns.starts]
-            numbers = self._sum(self._split(stored), added[i] if added else ())
+            numbers = self._split(stored)
+            if added:
+                numbers = self._rotate(self._split(added[i]), "frame", token, columns, numbers)
             turned = self._rotate(numbers, "turn", token, columns)
             if layout.interleaved:
                 lines += self._lines(token, columns.at, turned, alternate(columns.lanes))
@@ -312,11 +304,12 @@ class _Emitter(VectorBuilder):
     ) -> list[tuple[Any, Any, Any]]:
         """Where neighbouring vectors of float32 numbers are written, rounded; two as one where that makes a line or an
         ``order`` of their numbers is given."""
-        lanes = values[0].type.count
-        rounded = [self.round(value, self.layout.dtype) for value in values]
-        if len(rounded) > 1 and (order or size_of(self.layout.dtype) == 2):
-            both = zip(rounded[::2], rounded[1::2], strict=True)
-            rounded = [self.shuffle(x, y, order or range(2 * lanes)) for x, y in both]
+        dtype = self.layout.dtype
+        if len(values) > 1 and (order or size_of(dtype) == 2):
+            rounded = [self.round_both(x, y, dtype) for x, y in zip(values[::2], values[1::2], strict=True)]
+            rounded = [self.shuffle(line, line, order) for line in rounded] if order else rounded
+        else:
+            rounded = [self.round(value, dtype) for value in values]
         step = rounded[0].type.count
         return [(token.out, self.b.add(at, integer(step * i)), value) for i, value in enumerate(rounded)]
 
@@ -324,18 +317,20 @@ class _Emitter(VectorBuilder):
         aligned = self._dim(side) * size_of(self.layout.dtype) % LINE == 0 and not self._in_columns(side)
         self.store_all(lines, self.layout.dtype, aligned)
 
-    def _rotate(self, numbers: Sequence[Any], table: str, token: _Token, columns: _Columns) -> list[Any]:
-        """The first numbers of pairs, then the second ones, turned by a token's angles."""
+    def _rotate(
+        self, numbers: Sequence[Any], table: str, token: _Token, columns: _Columns, totals: Sequence[Any] = ()
+    ) -> list[Any]:
+        """The first numbers of pairs, then the second ones, turned by a token's angles and added to ``totals``."""
         b, half, many = self.b, self.layout.half, len(columns.pairs)
-        firsts, seconds = [], []
-        for x, y, pair in zip(numbers[:many], numbers[many:], columns.pairs, strict=True):
+        turned: list[Any] = [None] * (2 * many)
+        for i, pair in enumerate(columns.pairs):
             at = self.address(self.f[table], b.add(b.mul(token.number, integer(2 * half)), pair), "float32")
             cos, sin = (self.load(at, integer(i), "float32", columns.lanes) for i in (0, half))
-            xc, yc = b.fmul(x, cos, flags=_FLAGS), b.fmul(y, cos, flags=_FLAGS)
-            xs, ys = b.fmul(x, sin, flags=_FLAGS), b.fmul(y, sin, flags=_FLAGS)
-            firsts.append(b.fsub(xc, ys, flags=_FLAGS))
-            seconds.append(b.fadd(yc, xs, flags=_FLAGS))
-        return firsts + seconds
+            for one, two, into, change in ((i, i + many, i, b.fsub), (i + many, i, i + many, b.fadd)):
+                total = b.fmul(numbers[one], cos, flags=_FLAGS)
+                total = b.fadd(totals[into], total, flags=_FLAGS) if totals else total
+                turned[into] = change(total, b.fmul(numbers[two], sin, flags=_FLAGS), flags=_FLAGS)
+        return turned
 
     def _split(self, vectors: Sequence[Any]) -> list[Any]:
         """The first numbers of pairs, then the second ones, of vectors as they lie in a key."""

@@ -4,7 +4,7 @@
 Addresses are 64-bit integers, and what is counted from them are numbers of a dtype.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -141,6 +141,15 @@ class VectorBuilder:
             return b.trunc(rounded, ir.VectorType(I16, lanes))
         return b.fptrunc(value, ir.VectorType(ir.HalfType(), lanes)) if dtype == "float16" else value
 
+    def round_both(self, x: Any, y: Any, dtype: str) -> Any:
+        """Return two vectors as `round` does, one behind the other."""
+        b, lanes = self.b, x.type.count
+        if dtype != "bfloat16" or not self.bfloats or lanes != 16:
+            return self.shuffle(self.round(x, dtype), self.round(y, dtype), range(2 * lanes))
+        kind = ir.VectorType(BFLOAT, 2 * lanes)
+        convert = self.declare("llvm.x86.avx512bf16.cvtne2ps2bf16.512", kind, [x.type, x.type])
+        return b.bitcast(b.call(convert, [y, x]), ir.VectorType(I16, 2 * lanes))
+
     def shuffle(self, x: Any, y: Any, order: Sequence[int]) -> Any:
         """Return numbers of two vectors in an order."""
         return self.b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(order)), list(order)))
@@ -150,18 +159,6 @@ class VectorBuilder:
         kind = ir.VectorType(number.type, lanes)
         vector = self.b.insert_element(ir.Constant(kind, ir.Undefined), number, ir.Constant(I32, 0))
         return self.shuffle(vector, vector, [0] * lanes)
-
-    def where(self, condition: Any, values: Sequence[Any], change: Callable[[], Sequence[Any]]) -> list[Any]:
-        """Return what ``change`` emits where the condition holds, else ``values``."""
-        b, before = self.b, self.b.block
-        with b.if_then(condition):
-            changed = change()
-            inside = b.block
-        phis = [b.phi(value.type) for value in values]
-        for phi, value, other in zip(phis, values, changed, strict=True):
-            phi.add_incoming(value, before)
-            phi.add_incoming(other, inside)
-        return phis
 
     @contextmanager
     def loop(self, end: Any, step: int = 1, values: list[Any] | None = None) -> Iterator[Any]:
