@@ -173,8 +173,13 @@ class CostModel:
         return self.engine.rates[0]
 
     def load_ms(self, tokens: int, patched: bool) -> float:
-        """Bringing a span that was fetched to its place, with a patch or without."""
-        return self.engine(0, 0, 0, tokens, 1, tokens * patched)
+        """Bringing a span that was fetched to its place, with a patch or without.
+
+        A patch takes no more than a forward over its tokens, which is many more products, whatever was learned: asks of a stream
+        all load as much, so that all that disturbs them counts as the price of patches.
+        """
+        added = min(self.engine(0, 0, 0, 0, 0, tokens), self.forward_ms(tokens, 0)) if patched else 0.0
+        return self.engine(0, 0, 0, tokens, 1, 0) + added
 
     def fetch_ms(self, tier: str, tokens: int) -> float:
         """Reading a span or patch of ``tokens`` tokens from a tier of the store."""

@@ -132,6 +132,15 @@ def test_a_slide_takes_its_new_chunk_and_question_and_is_served_by_patches(
         assert distance(keeping) > 10 * CLOSE, "what survivors absorbed is seen in their KV"
 
 
+def test_a_patch_formed_ahead_serves_where_asks_were_disturbed(engine: FakeEngine) -> None:
+    with Window(engine, "watch", BUDGET, FULL, prefill="idle") as window:
+        turn_over(window, by_budget, 8)
+        engine.costs.engine.rates = (0.0, 0.05, 0.0, 0.015, 0.0, 5.0)  # all that a busy machine takes is the patches'
+        usages = turn_over(window, by_budget, 4)
+        assert all(usage.reused_tokens["patched"] for usage in usages)
+        assert max(usage.computed_tokens for usage in usages) == 8 + engine.encode_query("what?").tokens
+
+
 def test_only_patches_are_stored_of_what_will_survive(engine: FakeEngine) -> None:
     with Window(engine, "watch", BUDGET, FULL, prefill="idle") as window:
         turn_over(window, by_budget, 9)
