@@ -28,11 +28,11 @@ from ctxwin.hashing import digest
 from ctxwin.store import STORE_KEY
 from ctxwin.store.base import Store, store_full
 from ctxwin.window.core import demand_of
-from ctxwin.window.pages import EvictedPages
 from ctxwin.window.state import State
 from ctxwin.window.window import Window
 from ctxwin_client.errors import TooManyWindows, UnknownWindow
 from ctxwin_server.protocol.limits import Limits
+from ctxwin_server.registry.pages import EvictedPages
 from ctxwin_server.registry.snapshots import check_snapshot, read_snapshot
 
 WINDOW_ID = re.compile(r"[0-9a-z]{1,64}")

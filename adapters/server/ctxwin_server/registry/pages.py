@@ -55,9 +55,9 @@ class EvictedPages:
     def _key(self, evicted: Sequence[Placed], at: int) -> str | None:
         """Return the key of the page that holds just what stands at ``at``."""
         key = self._keys.get(id(evicted[at]))
-        page = () if key is None else self._pages[key]
-        same = page and at + len(page) <= len(evicted) and all(map(is_, page, evicted[at : at + len(page)]))
-        return key if same else None
+        page = self._pages.get(key or "", ())
+        present = evicted[at : at + len(page)]
+        return key if page and len(present) == len(page) and all(map(is_, page, present)) else None
 
     def _end(self, evicted: Sequence[Placed], at: int) -> int:
         """Return where a new page from ``at`` ends: it takes whole pages behind it only."""
