@@ -9,6 +9,7 @@ is one float32 multiply-add.
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -63,9 +64,14 @@ def angles(rope: RopeSpec, positions: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"positions must be [3, T], got {list(positions.shape)}")
     if positions.dtype.is_floating_point or positions.dtype == torch.bool:
         raise TypeError(f"positions must be integers, got {positions.dtype}")
-    inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32, device=positions.device)
-    rows = axes(rope).to(positions.device)
+    inv_freq, rows = _frequencies(rope, positions.device)
     return (positions.to(torch.float32)[rows].T * inv_freq).to(torch.float64)
+
+
+@lru_cache(maxsize=64)
+def _frequencies(rope: RopeSpec, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return frequencies and `axes` on ``device``, where to send them again would make a load wait for the forward before it."""
+    return torch.tensor(rope.inv_freq, dtype=torch.float32, device=device), axes(rope).to(device)
 
 
 def turn(rope: RopeSpec, k: torch.Tensor, delta_angles: torch.Tensor) -> torch.Tensor:
@@ -125,6 +131,8 @@ def rotation_table(
     Kept for later calls that are given the same, so it must not be written to. Cost: a hash of the positions; else a pass
     over the angles.
     """
+    from ctxwin.kv.kernels.staging import to_device
+
     device = torch.device(device)
     # What one stream queued, another one must not read.
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
@@ -134,7 +142,7 @@ def rotation_table(
         if key in _tables:
             _tables.move_to_end(key)
             return _tables[key][0]
-    both = [torch.cat([shift[0] + shift[side] for shift in shifts], dim=1).to(device) for side in (1, 2)]
+    both = [to_device(torch.cat([shift[0] + shift[side] for shift in shifts], dim=1), device) for side in (1, 2)]
     delta = angles(rope, both[1]) - angles(rope, both[0])
     table = torch.stack([delta.cos(), delta.sin()], dim=1).to(dtype)
     with _lock:

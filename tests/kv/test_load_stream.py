@@ -14,11 +14,11 @@ from ctxwin.kv.kernels.load_stream import LoadStream
 
 
 class Played:
-    """``torch.cuda`` with two streams that list what they are told; an event is the last thing told before it."""
+    """``torch.cuda`` with three streams that list what they are told; an event is the last thing told before it."""
 
     def __init__(self) -> None:
-        self.told: dict[str, list[str]] = {"forward": [], "load": []}
-        self.current = "forward"
+        self.told: dict[str, list[str]] = {"forward": [], "load": [], "copy": []}
+        self.current, self.made = "forward", iter(["load", "copy"])
         played = self
 
         class Event:
@@ -31,7 +31,7 @@ class Played:
         self.Event = Event
 
     def Stream(self, device: Any) -> Any:  # noqa: N802  # torch's name
-        return self._stream("load")
+        return self._stream(next(self.made))
 
     def _stream(self, name: str) -> Any:
         return SimpleNamespace(name=name, wait_event=lambda event: self.told[name].append(f"wait for {event.behind}"))
@@ -79,6 +79,16 @@ def test_no_forward_waits_for_a_background_load(gpu: Played) -> None:
     done = loads.event(loads=True)
     loads.wait("a")
     assert loads.finish() and gpu.told["forward"] == [] and not done.query()
+
+
+def test_what_was_read_goes_to_the_host_beside_later_forwards(gpu: Played) -> None:
+    loads = LoadStream(torch.device("cuda", 0))
+    gpu.tell("read back")()
+    read = loads.event()
+    gpu.tell("forward")()
+    with loads.reading(read):
+        gpu.tell("to the host")()
+    assert gpu.told["copy"] == ["wait for read back", "to the host"] and gpu.told["forward"] == ["read back", "forward"]
 
 
 def test_on_a_processor_everything_is_done_as_it_is_queued() -> None:

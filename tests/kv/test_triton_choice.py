@@ -99,7 +99,7 @@ def test_compiles_for_gpus(capability, factors):
 import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from ctxwin.kv.kernels.fused import FIELDS, TARGETS, load_layers
+from ctxwin.kv.kernels.fused import FIELDS, TARGETS, load_layers, read_layers
 fixed = dict(FIELDS=FIELDS, TARGETS=TARGETS, HEADS=4, K_DIM=128, V_DIM=128, WIDTH=1024, STEP=1,
              TASKS=3, PATCHED=True, FRAMED=True, PAGED=True, NARROW={narrow}, ALIGNMENT=16, PART_ALIGNMENT=16,
              BLOCK_SIZE=16, COMPUTE=tl.float32, STORED=tl.bfloat16, OUT=tl.bfloat16, BLOCK_T=16, BLOCK_V=64, BLOCK_R=16)
@@ -115,6 +115,12 @@ for turning in (whole, quarter):
     built = triton.compile(source, target=GPUTarget("cuda", {capability}, 32))
     code = built.asm["ptx"]
     assert built.asm["cubin"] and "fma.rn.f32" in code and ("mma" in code) == {narrow} and "tf32" not in code
+layout = dict(LAYERS=28, HEADS=4, K_DIM=128, V_DIM=128, ALIGNMENT=16, BLOCK_SIZE=16, BLOCK_T=16, BLOCK_D=128)
+for number, pointer in ((tl.int16, "*i16"), (tl.int8, "*i8")):
+    constants = layout | dict(NUMBER=number)
+    signature = dict(zip(read_layers.arg_names, [pointer] * 2 + ["*i64"] + ["i32"] * 12)) | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(read_layers, {{name: signature[name] for name in read_layers.arg_names}}, constants)
+    assert triton.compile(source, target=GPUTarget("cuda", {capability}, 32)).asm["cubin"]
 print("compiled")
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)

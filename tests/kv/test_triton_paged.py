@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from kernel_cases import canonical, stack
-from operator_oracle import worst
-from triton_cases import BF16, F32, FAMILIES, PACKAGE, exact, patch_of
+from operator_oracle import make_spec, worst
+from triton_cases import BF16, F32, F64, FAMILIES, PACKAGE, exact, patch_of
 
 from ctxwin.kv.kernels import CacheStrides, LoadPlan, SpanSlice, choice
 from ctxwin.kv.layout import KVSpec
@@ -26,15 +28,18 @@ pytestmark = pytest.mark.usefixtures("poisoned", "kernel")
 SIZE = 16
 
 
-def caches(spec: KVSpec, dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Empty caches of three blocks as backends lay them out, with views ``[blocks, SIZE, heads, dim]`` of keys, values."""
+def caches(
+    spec: KVSpec, dtype: torch.dtype, size: int = SIZE, blocks: int = 3
+) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Empty caches as backends lay them out, with views ``[blocks, size, heads, dim]`` of keys and values."""
     heads, k, v = spec.heads, spec.k_dim, spec.v_dim
-    hnd = torch.zeros(3, heads, SIZE, k + v, dtype=dtype)
-    nhd = torch.zeros(3, SIZE, heads, k + v, dtype=dtype).transpose(1, 2)  # the same shape, strided otherwise
-    beside = torch.zeros(3, 2, SIZE, heads, k + v, dtype=dtype)[:, 0].transpose(1, 2)  # another layer's blocks between
-    turned = torch.zeros(3, heads, (k + v) * SIZE, dtype=dtype)  # keys as [dim, SIZE], then values as [SIZE, dim]
-    keys = turned[..., : k * SIZE].unflatten(2, (k, SIZE)).permute(0, 3, 1, 2)
-    values = turned[..., k * SIZE :].unflatten(2, (SIZE, v)).transpose(1, 2)
+    hnd = torch.zeros(blocks, heads, size, k + v, dtype=dtype)
+    nhd = torch.zeros(blocks, size, heads, k + v, dtype=dtype).transpose(1, 2)  # the same shape, strided otherwise
+    # Another layer's blocks between.
+    beside = torch.zeros(blocks, 2, size, heads, k + v, dtype=dtype)[:, 0].transpose(1, 2)
+    turned = torch.zeros(blocks, heads, (k + v) * size, dtype=dtype)  # keys as [dim, size], then values as [size, dim]
+    keys = turned[..., : k * size].unflatten(2, (k, size)).permute(0, 3, 1, 2)
+    values = turned[..., k * size :].unflatten(2, (size, v)).transpose(1, 2)
     views = {
         name: (x, *(y.transpose(1, 2) for y in x.split([k, v], dim=-1)))
         for name, x in (("HND", hnd), ("NHD", nhd), ("strided", beside))
@@ -103,6 +108,36 @@ def test_refuses_what_does_not_fit_a_cache():
         plan.store(1, [cache, cache], lines, torch.arange(4))
 
 
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_reads_are_torchs_to_the_bit(kernel, data):
+    """Of blocks in any order and number, from any token to any other, of every packing and width of numbers, NaN included."""
+    size, heads, k_dim, v_dim = (data.draw(st.integers(1, most)) for most in (35, 3, 20, 70))
+    dtype = data.draw(st.sampled_from([torch.uint8, BF16, F32, F64]))
+    layout = data.draw(st.sampled_from(["HND", "NHD", "strided", "transposed keys"]))
+    spec = make_spec(layers=1, heads=heads, k_dim=k_dim, v_dim=v_dim)
+    like = caches(spec, F64, size, 6)[layout]
+    strides = CacheStrides.find(like[0], places(*like), size, heads, (k_dim, v_dim))
+    assert strides is not None
+    noise, layers = torch.Generator().manual_seed(data.draw(st.integers(0, 99))), []
+    for _ in range(data.draw(st.integers(1, 3))):
+        cache, *views = caches(spec, dtype, size, 6)[layout]
+        bits = torch.randint(0, 256, (cache.numel() * cache.itemsize,), dtype=torch.uint8, generator=noise)
+        layers.append((cache.copy_(bits.view(dtype).view(cache.shape)), views))
+    blocks = data.draw(st.permutations(range(6)))[: data.draw(st.integers(1, 6))]
+    begin = data.draw(st.integers(0, len(blocks) * size - 1))
+    end = data.draw(st.integers(begin + 1, len(blocks) * size))
+    read = sys.modules[f"{PACKAGE}.triton_kernel"].read_layers
+    got = read([cache for cache, _ in layers], strides, (heads, k_dim, v_dim), blocks, begin, end)
+    at = torch.arange(begin, end)
+    for i, (_, views) in enumerate(layers):
+        for side, view in zip(got, views, strict=True):
+            want = view[torch.tensor(blocks)[at // size], at % size]
+            assert side.is_contiguous() and side[i].shape == want.shape
+            assert torch.equal(side[i].view(torch.uint8), want.view(torch.uint8))
+    assert got[1].data_ptr() == got[0].data_ptr() + got[0].nbytes, "one copy takes both to the host"
+
+
 class TestPagedKV:
     """`PagedKV` with the kernel that writes slots itself, on backends of the test's own."""
 
@@ -120,13 +155,29 @@ class TestPagedKV:
             at = slots % SIZE
             pairs[slots // SIZE, at // 2, :, at % 2] = torch.cat([k, v], dim=-1).flatten(1)
 
-    def paged(self, backend: Any, spec: KVSpec) -> Any:
+    class Scales(Backend):
+        """Numbers of 8 bits, by a scale a layer."""
+
+        def do_kv_cache_update(self, layer: Any, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: Any):
+            sides = k / layer._k_scale_float, v / layer._v_scale_float
+            k, v = (x.to(torch.float8_e4m3fn).view(torch.uint8) for x in sides)
+            super().do_kv_cache_update(layer, k, v, cache, slots)
+
+    def paged(self, backend: Any, spec: KVSpec, fp8: torch.dtype | None = None) -> Any:
         from ctxwin_vllm.paged import PagedKV
 
-        caches = [torch.zeros(3, SIZE, spec.heads, spec.k_dim + spec.v_dim).transpose(1, 2) for _ in range(2)]
+        shape, dtype = (3, SIZE, spec.heads, spec.k_dim + spec.v_dim), torch.uint8 if fp8 else F32
+        options = {
+            "impl": backend,
+            "kv_cache_dtype": "fp8" if fp8 else "auto",
+            "_k_scale_float": 0.5,
+            "_v_scale_float": 2.0,
+        }
         layers = {
-            f"model.layers.{i}.attn": SimpleNamespace(kv_cache=cache, impl=backend, kv_cache_dtype="auto")
-            for i, cache in enumerate(caches)
+            f"model.layers.{i}.attn": SimpleNamespace(
+                kv_cache=torch.zeros(shape, dtype=dtype).transpose(1, 2), **options
+            )
+            for i in range(2)
         }
         return PagedKV(layers, spec, SIZE, kernel="triton")
 
@@ -186,6 +237,45 @@ class TestPagedKV:
         loads.wait("model.layers.0.attn")
         assert written() == [True, bool(staged_bytes)]
         assert not loads.finish() and written() == [True, True]
+
+    @pytest.mark.parametrize("fp8", [None, torch.float8_e4m3fn])
+    def test_one_launch_reads_all_layers_as_torchs_operators_do(self, fp8):
+        """Numbers of a quantised cache as well: they are read as they lie, and scaled as ever."""
+        spec = FAMILIES["mha"]
+        paged = self.paged(self.Scales() if fp8 else self.Backend(), spec, fp8)
+        assert paged.reads_at_once and paged.direct == (fp8 is None)
+        for layer in paged.layers:
+            layer.kv_cache.copy_(torch.randn(layer.kv_cache.shape).to(fp8 or F32).view(layer.kv_cache.dtype))
+        for blocks, begin, end in (([2, 0, 1], 5, 42), ([1], 0, 16), ([0, 2], 15, 17)):
+            got = paged.read(blocks, begin, end)
+            paged.reads_at_once = False
+            for x, y in zip(got, paged.read(blocks, begin, end), strict=True):
+                assert x.dtype == F32 and torch.equal(x, y) and bool(x.any())
+            paged.reads_at_once = True
+
+    @pytest.mark.parametrize("wrong", ["numbers", "compiler", "layers"])
+    def test_a_read_that_misses_its_slots_is_not_used(self, wrong, monkeypatch, caplog):
+        module = sys.modules[f"{PACKAGE}.triton_kernel"]
+        right, backend = module.read_layers, self.Backend()
+
+        def read(caches: Any, strides: Any, shape: Any, blocks: Any, begin: int, end: int) -> Any:
+            if wrong == "compiler":
+                raise RuntimeError("out of registers")
+            return right(caches, strides, shape, blocks, begin - 1, end - 1)
+
+        monkeypatch.setattr(choice, "_faults", [])
+        if wrong != "layers":
+            monkeypatch.setattr(module, "read_layers", read)
+        with caplog.at_level(logging.WARNING, "ctxwin.engines"):
+            paged = self.paged(backend if wrong != "layers" else self.InPairs(), spec := FAMILIES["gqa"])
+        why = {"numbers": "other numbers than lie there", "compiler": "RuntimeError: out of registers"}
+        assert len(caplog.records) == len(choice.faults()) == 1 and not paged.reads_at_once
+        assert "does not read the paged cache itself on cpu: " + why.get(
+            wrong, "its layers are not"
+        ) in choice.faults()[0].replace("it reads ", "")
+        span = canonical(spec, 7, 0, F32)
+        paged.write(LoadPlan([SpanSlice(span, 0)], spec, dtype=F32, kernel="cpu"), paged.slots([2, 1], 9, 16))
+        assert torch.equal(paged.read([2, 1], 9, 16)[1], span.v)
 
     def test_a_write_that_misses_its_slots_is_not_used(self, kernel, monkeypatch, caplog):
         right = kernel.store

@@ -63,7 +63,7 @@ def bandwidth(decoder: Decoder, device: torch.device, lengths: tuple[int, ...], 
                 "copy_ms": lambda host=host, target=target: target.copy_(host, non_blocking=True),
                 "pageable_ms": lambda pageable=pageable, target=target: target.copy_(pageable),
                 "back_ms": lambda target=target, slots=slots, tokens=tokens: to_host(
-                    target.view(-1, tokens).index_select(1, slots)
+                    *target.view(2, -1, tokens).index_select(2, slots).unbind()
                 ),
                 "device_copy_ms": lambda target=target, copy=copy: copy.copy_(target),
             }

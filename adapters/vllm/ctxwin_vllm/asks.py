@@ -5,7 +5,7 @@ import logging
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -363,7 +363,11 @@ class AskRunner:
             raise EngineFailed(f"the KV of segment {name} was not captured; vLLM ended the request early")
         k, v = transfer.captured[name]
         states = transfer.states.get(name, {})
-        if not all(map(all_finite, (k, v, *states.values()))):
+        paged = getattr(self._core.transport, "paged", None)  # in this process
+        with nullcontext() if paged is None else paged.loads.reading(transfer.reads):
+            finite = all(map(all_finite, (k, v, *states.values())))
+            host = to_host(k, v)
+        if not finite:
             raise EngineFailed(f"{self._core.model} gave KV that is not finite (NaN), so its answers mean nothing")
         extra = int(k.shape[1]) - encoded.tokens
         generated = np.tile(np.arange(encoded.advance, encoded.advance + extra, dtype=np.int64), (3, 1))
@@ -373,8 +377,7 @@ class AskRunner:
         outputs = transfer.outputs.get(name, {})
         if self._core.draft_model is not None:
             outputs = unrotated_rows(self._core.draft_model, *transfer.drafted[name], positions + start)
-        span = SpanKV(to_host(k), to_host(v), positions, start, outputs, states)
-        paged = getattr(self._core.transport, "paged", None)  # in this process
+        span = SpanKV(*host, positions, start, outputs, states)
         if paged is not None:
             paged.keep(span, k, v)
         return span

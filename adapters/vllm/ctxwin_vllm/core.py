@@ -23,13 +23,12 @@ from ctxwin.kv.config import kv_spec_from_config, with_maps
 from ctxwin.kv.layout import KVSpec
 from ctxwin.progress import step
 from ctxwin_vllm import internals, requests
-from ctxwin_vllm.draft_model import DraftModelKV, draft_model_spec, split
+from ctxwin_vllm.draft_model import draft_model_spec
 from ctxwin_vllm.drivers import Driver, LoopDriver, StepDriver
 from ctxwin_vllm.inputs import Inputs, join
 from ctxwin_vllm.lifecycle import folders, startup
 from ctxwin_vllm.lora import Adapter, options_for
-from ctxwin_vllm.paged import FP8, PagedKV
-from ctxwin_vllm.paged_states import PagedStates
+from ctxwin_vllm.paged import FP8
 from ctxwin_vllm.prefix_record import PrefixRecord
 from ctxwin_vllm.relocation import refusal
 from ctxwin_vllm.stage_outputs import StageOutputs
@@ -148,7 +147,12 @@ class Core:
         self.outputs = outputs
         self.on_gpu = not on_a_processor()
         self.min_load = self.block if self.on_gpu else 0
-        self.draft_model = draft_model_spec(driver.config.speculative_config, self.kv)
+        speculative, here = driver.config.speculative_config, None
+        if isinstance(transport, LocalTransport):  # vLLM's worker-side connector is that of the process's first engine
+            groups, compiled = internals.layer_groups(cast("StepDriver", driver).llm), driver.config.compilation_config
+            transport.open_cache(compiled.static_forward_context, self.block, groups, speculative)
+            here = transport.draft_model
+        self.draft_model = draft_model_spec(speculative, self.kv) if here is None else here.kv
         if outputs and self.draft_model is not None:
             raise UnsupportedModel("outputs=True needs a vLLM whose drafter keeps no KV; leave out speculative_config")
         self._users = 0
@@ -160,19 +164,11 @@ class Core:
             self.inputs = Inputs(config, driver.renderer, model_here)
             if self.inputs.takes_pixels_only or self.inputs.takes_audio:
                 internals.pass_embeddings(model_here)
-            layers = driver.config.compilation_config.static_forward_context
-            if self.draft_model is not None:
-                layers, draft_layers = split(layers, self.kv.layers)
-                transport.draft_model = DraftModelKV(draft_layers, self.draft_model, self.block)
-            transport.paged = PagedKV(layers, self.kv, self.block)
             transport.step = cast("StepDriver", driver).step
-            if self.kv.recurrent:
-                groups = internals.layer_groups(cast("StepDriver", driver).llm)
-                transport.states = PagedStates(layers, groups, self.kv.maps)
             if outputs:
-                transport.outputs = StageOutputs(
-                    internals.worker_runner(cast("StepDriver", driver).llm), transport.paged
-                )
+                assert transport.paged is not None
+                runner = internals.worker_runner(cast("StepDriver", driver).llm)
+                transport.outputs = StageOutputs(runner, transport.paged)
             driver.between_steps = transport.read_ended
         elif isinstance(transport, SharedMemoryTransport):
             transport.alive = lambda: driver.dead is None

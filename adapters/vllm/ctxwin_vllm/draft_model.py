@@ -87,7 +87,8 @@ class DraftModelKV:
         self.heads = own_heads(kv.heads, rank, size)
         rank_kv = replace(kv, heads=self.heads.stop - self.heads.start)
         try:
-            self.paged = PagedKV(layers, rank_kv, block_size, keeps_spans=False)
+            self.paged = PagedKV(layers, rank_kv, block_size)
+            self.paged.keeps_spans = False
         except UnsupportedModel as error:
             raise UnsupportedModel(f"the drafter's KV cannot be kept: {error}; leave out speculative_config") from error
 

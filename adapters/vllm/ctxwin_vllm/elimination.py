@@ -178,7 +178,7 @@ class BudgetedAnswer:
     def _request(self, ask: Ask) -> Outcome:
         """Run a request behind the KV that is held; approximations are submitted again where loading fails."""
         k, v = self._kv
-        span = _span(to_host(k), to_host(v))
+        span = _span(*to_host(k, v))
         paged = getattr(self._core.transport, "paged", None)
         if paged is not None:
             paged.keep(span, k, v)

@@ -12,7 +12,7 @@ computed to where they stay. Other packings, such as tiles, are read by the perm
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from types import SimpleNamespace
@@ -23,15 +23,16 @@ import torch
 
 from ctxwin.errors import UnsupportedModel
 from ctxwin.kv.kernels import CacheStrides, Kernel, LoadPlan, SpanSlice, choose
-from ctxwin.kv.kernels.choice import report, trial
+from ctxwin.kv.kernels.choice import fault_of, report, trial
 from ctxwin.kv.kernels.load_stream import LoadStream
+from ctxwin.kv.kernels.staging import to_device
+from ctxwin.kv.kernels.strides import Shape
 from ctxwin.kv.layout import KVSpec, SpanKV
-from ctxwin.kv.rows import from_rows, layer_kinds, to_rows
+from ctxwin.kv.rows import Pair, from_rows, layer_kinds, to_rows
 from ctxwin_vllm.resident import ResidentSpans, resident_bytes
 
-Shape = tuple[int, int, int]
-"""KV heads of a layer, numbers of a key and of a value."""
 _BASE = 128  # digits 0..127 are exact in bfloat16 (8 bits of mantissa) as in every wider dtype
+_SHARED = "kv_sharing_target_layer_name"
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """Quantised caches that spans follow, by vLLM's ``kv_cache_dtype``: one scale a layer for keys and one for values, from
 the checkpoint. A span holds the dequantised numbers in the model's dtype, so KV that is loaded where it was computed is equal to
@@ -49,14 +50,15 @@ class PagedKV:
         block_size: tokens in a block, as the scheduler counts them.
         kernel: the load kernel; None is what `choose` takes for the cache's device.
         first: number of layers that earlier stages of a pipeline cache.
-        keeps_spans: whether spans that are loaded stay in a GPU's memory for later loads, as far as there is room.
 
     Attributes:
         kv: layout of the KV that is cached here; of a rank, its own layers and heads only.
         layers: the attention layers that have a cache, in order.
         sharing_layers: layers that read the cache of another layer.
         shapes: shape of each layer's KV.
+        keeps_spans: whether loaded spans stay in a GPU's memory for later loads, as far as there is room.
         kernel: the load kernel.
+        reads_at_once: True if one launch of Triton's reads all layers; else torch's operators read each.
         loads: the order of loads and forwards on the cache's device.
         resident: copies of spans in the device's memory, by the bound `resident_bytes`; None until the first load or read-back
             that could keep one.
@@ -67,20 +69,13 @@ class PagedKV:
     """
 
     def __init__(
-        self,
-        layers: Mapping[str, Any],
-        kv: KVSpec,
-        block_size: int,
-        kernel: Kernel | None = None,
-        first: int = 0,
-        keeps_spans: bool = True,
+        self, layers: Mapping[str, Any], kv: KVSpec, block_size: int, kernel: Kernel | None = None, first: int = 0
     ) -> None:
         self.kv = kv
         self._first = first
         self.resident: ResidentSpans | None = None
-        self._keeps_spans = keeps_spans
-        target = "kv_sharing_target_layer_name"
-        self.sharing_layers = [layer for layer in layers.values() if getattr(layer, target, None)]
+        self.keeps_spans = True
+        self.sharing_layers = [layer for layer in layers.values() if getattr(layer, _SHARED, None)]
         indexed = _attention_layers(layers, kv.recurrent)
         self._names, self.layers = [name for name, _ in indexed], [layer for _, layer in indexed]
         self.block_size = block_size
@@ -106,6 +101,7 @@ class PagedKV:
                 self._gathers[shape] = self._probe(layer, shape)
         self.kernel = choose(kv, self.dtype, self.device, kernel=kernel)
         self._strides = self._find_strides() if self.kernel in ("llvm", "triton") and self._fp8 is None else None
+        self.reads_at_once = self.kernel == "triton" and self._works("read", self._trial_read)
 
     @property
     def direct(self) -> bool:
@@ -143,7 +139,7 @@ class PagedKV:
             raise ValueError(
                 f"spans must fill {len(slots)} slots of {end} layers, got {plan.tokens} tokens of {plan.layers}"
             )
-        slots = slots.to(self.device)
+        slots = to_device(slots, self.device)
         if self._strides is not None and plan.stores:
             caches = [layer.kv_cache for layer in self.layers]
             for strides, alike in groupby(range(len(caches)), self._strides.__getitem__):
@@ -166,13 +162,13 @@ class PagedKV:
 
     def plan(self, parts: Sequence[SpanSlice], kv: KVSpec, heads: slice | None) -> LoadPlan:
         """Return the argument of `write` for parts of the whole model's layout ``kv``, of which this cache has ``heads``."""
-        if self._keeps_spans and self.kernel == "triton":
+        if self.keeps_spans and self.kernel == "triton":
             parts = self._resident_spans(heads or slice(None)).attach(parts)
         return LoadPlan(parts, kv, dtype=self.dtype, device=self.device, heads=heads, kernel=self.kernel)
 
     def keep(self, span: SpanKV, k: torch.Tensor, v: torch.Tensor) -> None:
         """Keep what was `read` of all layers and heads of ``span`` on the device, for later loads, where spans are kept there."""
-        if self._keeps_spans and self.kernel == "triton":
+        if self.keeps_spans and self.kernel == "triton":
             # Once they are dropped, their memory stays until loads have read them.
             for x in (k, v) if self.device.type == "cuda" else ():
                 x.record_stream(self.loads.stream)
@@ -185,31 +181,60 @@ class PagedKV:
             self.resident = ResidentSpans(resident_bytes(self.device), self.device, heads, cached)
         return self.resident
 
-    def read(self, blocks: Sequence[int], begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, blocks: Sequence[int], begin: int, end: int) -> Pair:
         """Return KV of the tokens ``[begin, end)`` of a request that owns ``blocks``.
 
         Returns:
-            ``(k, v)``, each ``[layers, end - begin, heads, dim]``, new tensors on the cache's device, where another stream
-            must wait for this one (`LoadStream.event`). Cost: two copies of the numbers.
+            ``(k, v)``, each ``[layers, end - begin, heads, dim]``, new on the cache's device, side by side where one launch reads
+            both; another stream must wait for this one (`LoadStream.event`). Cost: a copy of the numbers, or two layer by layer.
         """
         if not 0 <= begin < end or end > len(blocks) * self.block_size:
             raise ValueError(f"tokens [{begin}, {end}) must be non-empty and lie in {len(blocks)} blocks")
-        slots = self._places(self.slots(blocks, begin, end).to(self.device))
-        return to_rows(
-            self.kv,
-            (  # layer by layer, so that what is copied twice stays in the CPU's cache
-                self._dequantise(layer, *self._read_slots(layer.kv_cache, shape, slots))
-                for layer, shape in zip(self.layers, self.shapes, strict=True)
-            ),
-        )
+        if self.reads_at_once:
+            k, v = self._read_layers([layer.kv_cache for layer in self.layers], blocks, begin, end)
+            if self._fp8 is None:
+                return k, v
+            pairs: Iterable[Pair] = zip(k, v, strict=True)
+        else:
+            slots = self._places(to_device(self.slots(blocks, begin, end), self.device))
+            pairs = (self._read_slots(*cache, slots) for cache in self._caches())
+        layers = zip(self.layers, pairs, strict=True)  # one by one: what is copied twice stays in the CPU's cache
+        return to_rows(self.kv, (self._dequantise(layer, *pair) for layer, pair in layers))
+
+    def _read_layers(self, caches: Sequence[torch.Tensor], blocks: Sequence[int], begin: int, end: int) -> Pair:
+        from ctxwin.kv.kernels.triton_kernel import read_layers
+
+        strides = self._strides_of(caches[0], self.shapes[0])
+        assert strides is not None
+        return read_layers(caches, strides, self.shapes[0], blocks, begin, end)
+
+    def _trial_read(self) -> str | None:
+        """Return a fault of Triton's kernel in scattered blocks of a scratch cache, which torch's operators read as well."""
+        alike = {self._strides_of(*cache) for cache in self._caches()}
+        if self.kv.in_rows or None in alike or len(alike) > 1:
+            return "its layers are not packed alike, in constant strides"
+        scratch, size = torch.empty_like(self.layers[0].kv_cache[:2]), self.block_size
+        scratch.view(torch.uint8).random_(generator=torch.Generator(self.device).manual_seed(0))
+        begin, end = 3 * size // 4, 2 * size - 1
+        places = self._places(self.slots([1, 0], begin, end).to(self.device))
+        pairs = self._read_layers([scratch], [1, 0], begin, end), self._read_slots(scratch, self.shapes[0], places)
+        same = all(torch.equal(x[0].view(torch.uint8), y.view(torch.uint8)) for x, y in zip(*pairs, strict=True))
+        return None if same else "it reads other numbers than lie there"
+
+    def _works(self, act: str, check: Callable[[], str | None]) -> bool:
+        """Return True if ``check`` finds no fault in an act of the load kernel's; else report the fault."""
+        if (fault := fault_of(check)) is not None:
+            report(f"the {self.kernel} load kernel does not {act} the paged cache itself on {self.device}: {fault}")
+        return fault is None
+
+    def _caches(self) -> Iterator[tuple[torch.Tensor, Shape]]:
+        return zip((layer.kv_cache for layer in self.layers), self.shapes, strict=True)
 
     def _places(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the block of each slot, and its place there."""
         return slots // self.block_size, slots % self.block_size
 
-    def _read_slots(
-        self, cache: torch.Tensor, shape: Shape, places: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read_slots(self, cache: torch.Tensor, shape: Shape, places: Pair) -> Pair:
         """Return the numbers in slots, given by `_places`, of a layer's cache: new ``k [slots, H, k_dim]`` and ``v``."""
         size, (heads, k_dim, v_dim) = self.block_size, shape
         (blocks, offsets), strides = places, self._strides_of(cache, shape)
@@ -225,7 +250,7 @@ class PagedKV:
             k, v = keys.view(-1, size, heads, k_dim), values.view(-1, size, heads, v_dim)
         return k[blocks, offsets], v[blocks, offsets]
 
-    def _dequantise(self, layer: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _dequantise(self, layer: Any, k: torch.Tensor, v: torch.Tensor) -> Pair:
         """Return the numbers of a cache in the model's dtype; those of an unquantised one unchanged."""
         if self._fp8 is None:
             return k, v
@@ -292,21 +317,14 @@ class PagedKV:
 
     def _find_strides(self) -> list[CacheStrides] | None:
         """Return each layer's packing as constant strides; None unless all have them and the load kernel writes by them."""
-        caches = (layer.kv_cache for layer in self.layers)
-        per_layer = [self._strides_of(cache, shape) for cache, shape in zip(caches, self.shapes, strict=True)]
+        per_layer = [self._strides_of(*cache) for cache in self._caches()]
         strides = [layer for layer in per_layer if layer is not None]
         if len(strides) < len(per_layer) or self.block_size < 8:
             return None
-        try:
-            # All in a block and a half, so that two blocks of the scratch cache hold it.
-            tokens = (self.block_size, self.block_size // 4 + 1, self.block_size // 4 + 1)
-            fault = trial(self._scratch_kernel, self.kv, self.dtype, self.device, tokens)
-        except Exception as error:  # anything that a compiler or a driver may raise
-            fault = f"{type(error).__name__}: {error}"
-        if fault is not None:
-            report(f"the {self.kernel} load kernel does not write the paged cache itself on {self.device}: {fault}")
-            return None
-        return strides
+        # All in a block and a half, so that two blocks of the scratch cache hold it.
+        tokens = (self.block_size, self.block_size // 4 + 1, self.block_size // 4 + 1)
+        check = partial(trial, self._scratch_kernel, self.kv, self.dtype, self.device, tokens)
+        return strides if self._works("write", check) else None
 
     def _strides_of(self, cache: torch.Tensor, shape: Shape) -> CacheStrides | None:
         key = shape, cache.shape[1:], cache.stride()
@@ -345,7 +363,7 @@ def _attention_layers(layers: Mapping[str, Any], hybrid: bool) -> list[tuple[str
     indexed = []
     for name, layer in layers.items():
         cache = getattr(layer, "kv_cache", None)
-        if getattr(layer, "kv_sharing_target_layer_name", None):
+        if getattr(layer, _SHARED, None):
             continue  # its cache is another layer's
         if cache is None or (isinstance(cache, torch.Tensor) and cache.numel() == 0):
             continue  # an encoder's layer

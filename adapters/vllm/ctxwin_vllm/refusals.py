@@ -124,12 +124,10 @@ def _hybrid_rules(config: Any) -> Iterator[tuple[str, str, object, bool, str]]:
     cached = bool(config.cache_config.enable_prefix_caching)
     reason = "vLLM would keep recurrent states at block boundaries only, and copy them before a load has brought them"
     yield "enable_prefix_caching", "False for a model with recurrent layers", cached, not cached, reason
-    ranks = config.parallel_config.tensor_parallel_size
-    reason = "recurrent states are not split among ranks yet; serve from replicas, or on transformers"
-    yield "tensor_parallel_size", "1 for a model with recurrent layers", ranks, ranks == 1, reason
-    stages = config.parallel_config.pipeline_parallel_size
-    reason = "recurrent states are not split among stages yet; serve from replicas, or on transformers"
-    yield "pipeline_parallel_size", "1 for a model with recurrent layers", stages, stages == 1, reason
+    for name, kind in (("tensor_parallel_size", "ranks"), ("pipeline_parallel_size", "stages")):
+        count = getattr(config.parallel_config, name)
+        reason = f"recurrent states are not split among {kind} yet; serve from replicas, or on transformers"
+        yield name, "1 for a model with recurrent layers", count, count == 1, reason
     draft = getattr(config.speculative_config, "method", None)
     reason = "a state cannot take back the tokens of a draft that was not accepted"
     yield "speculative_config", "unset for a model with recurrent layers", repr(draft), draft is None, reason

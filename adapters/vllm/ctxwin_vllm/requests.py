@@ -24,6 +24,7 @@ BACKGROUND = 10
 """Priority of background work; vLLM serves lower numbers first, and other requests have 0."""
 
 
+OnToken = Callable[[list[int]], bool]
 _SAME = ("max_tokens", *SamplingOptions.__annotations__)  # the same fields in vLLM's parameters
 
 
@@ -124,7 +125,7 @@ def run(
     requests: Sequence[tuple[dict[str, Any], Transfer]],
     sampling: Sampling,
     ending: Sequence[int] = (),
-    on_token: Callable[[list[int]], bool] | None = None,
+    on_token: OnToken | None = None,
     background: bool = False,
     forced: Forced | None = None,
     lora: Any = None,
@@ -211,7 +212,7 @@ def _follow(
     ticket: Ticket,
     outcome: Outcome,
     sampling: Sampling,
-    on_token: Callable[[list[int]], bool] | None,
+    on_token: OnToken | None,
     forced: Forced | None,
 ) -> str:
     """Read outputs until the request ends; return vLLM's finish reason."""

@@ -97,7 +97,8 @@ class WorkerExtension:
         def get_model(self) -> Any: ...
 
     def ctxwin_step(self) -> None:
-        """Do nothing: the call returns once the previous steps have ended."""
+        """Return once the previous steps have ended, and what they read is written."""
+        connect(self.vllm_config.kv_transfer_config.kv_connector_extra_config[PARAM]).flush()
 
     def ctxwin_relocation(self) -> str:
         """See `relocation.refusal`. Runs on all ranks in step, as the model's layers require; ranks differ in heads only."""

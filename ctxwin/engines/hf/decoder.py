@@ -307,7 +307,7 @@ class Decoder:
                 end_states = recurrent.states_of(done.cache)
             states = {name: state.to("cpu") for name, state in (end_states or {}).items()}
         k, v = to_rows(self.spec.kv, [(take(i, rope), take(i, content)) for i in self._attention])
-        span = SpanKV(to_host(k), to_host(v), torch.tensor(positions), start, rows, states)
+        span = SpanKV(*to_host(k, v), torch.tensor(positions), start, rows, states)
         span.validate(self.spec.kv)
         return span
 

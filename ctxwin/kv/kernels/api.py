@@ -1,7 +1,7 @@
 """Loading spans: patch, rotate and line up what an engine is about to write into its cache, one layer at a time."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -9,12 +9,7 @@ from ctxwin.kv.kernels.choice import Kernel, choose, load_class
 from ctxwin.kv.kernels.parts import SpanSlice
 from ctxwin.kv.kernels.strides import CacheStrides
 from ctxwin.kv.layout import KVSpec
-
-
-class _Kernel(Protocol):
-    """Interface of a kernel; kernels that write into a paged cache themselves also have `store`."""
-
-    def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+from ctxwin.kv.rows import Pair
 
 
 class LoadPlan:
@@ -73,10 +68,10 @@ class LoadPlan:
 
             self.kernel = "llvm" if fits(parts, spec, dtype, device) else "cpu"
         make = load_class(self.kernel)
-        self._kernel: _Kernel = make(tuple(parts), spec, dtype=dtype, device=device, heads=(first, last))
+        self._kernel: Any = make(tuple(parts), spec, dtype=dtype, device=device, heads=(first, last))
         self.launched = int(getattr(self._kernel, "launched", self.layers))
 
-    def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def layer(self, i: int) -> Pair:
         """``(k [T, H, k_dim], v [T, H, v_dim])`` of layer ``i``, contiguous.
 
         They are valid until the next call but one, which may write over them, so that a layer can be computed while
@@ -88,7 +83,8 @@ class LoadPlan:
             ``[T, m] @ [m, W]`` product.
         """
         self._check(i)
-        return self._kernel.layer(i)
+        pair: Pair = self._kernel.layer(i)
+        return pair
 
     @property
     def stores(self) -> bool:
@@ -118,7 +114,7 @@ class LoadPlan:
                     f"cache must hold {self._dtype} and there must be {self.tokens} slots on its device, got {cache.dtype} on "
                     f"{cache.device} and {len(slots)} on {slots.device}"
                 )
-        self._kernel.store(first, caches, strides, slots)  # type: ignore[attr-defined]  # see `stores`
+        self._kernel.store(first, caches, strides, slots)
 
     def _check(self, i: int) -> None:
         if not 0 <= i < self.layers:

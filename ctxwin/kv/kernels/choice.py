@@ -81,7 +81,7 @@ def faults() -> list[str]:
 def report(fault: str) -> None:
     """Counts a fault among `faults` and logs it as a warning."""
     _faults.append(fault)
-    _log.warning("%s; loads run on torch operators there", fault)
+    _log.warning("%s; torch operators run there", fault)
 
 
 def trial(
@@ -148,11 +148,16 @@ def load_class(kernel: Kernel) -> Make:
     return TritonKernel
 
 
-def _tried(kernel: Kernel, spec: KVSpec, dtype: torch.dtype, device: torch.device) -> bool:
+def fault_of(check: Callable[[], str | None]) -> str | None:
+    """Return what ``check`` returns, None where it finds no fault; what a compiler or a driver raises in it is one."""
     try:
-        fault = trial(load_class(kernel), spec, dtype, device)
-    except Exception as error:  # whatever a compiler or a driver comes up with
-        fault = f"{type(error).__name__}: {error}"
+        return check()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _tried(kernel: Kernel, spec: KVSpec, dtype: torch.dtype, device: torch.device) -> bool:
+    fault = fault_of(lambda: trial(load_class(kernel), spec, dtype, device))
     if fault is not None:
         report(f"the {kernel} load kernel is not used on {device} for {dtype}: {fault}")
     return fault is None

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ctxwin.kv.kernels.parts import SpanSlice, columns_of, compute_dtype
+from ctxwin.kv.kernels.parts import Heads, SpanSlice, columns_of, compute_dtype
 from ctxwin.kv.layout import KVSpec, RopeSpec
 from ctxwin.kv.rope import rotation_table
 
@@ -19,13 +19,7 @@ class CpuKernel:
     """Keys and values of a run of parts, layer by layer; arguments are checked by `LoadPlan`."""
 
     def __init__(
-        self,
-        parts: Sequence[SpanSlice],
-        spec: KVSpec,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        heads: tuple[int, int],
+        self, parts: Sequence[SpanSlice], spec: KVSpec, *, dtype: torch.dtype, device: torch.device, heads: Heads
     ) -> None:
         count, compute = heads[1] - heads[0], compute_dtype(parts)
         shapes = [(sum(part.tokens for part in parts), count, dim) for dim in (spec.k_dim, spec.v_dim)]
@@ -56,9 +50,7 @@ class _PartView:
         alone: whether what can be served as it lies need not be copied.
     """
 
-    def __init__(
-        self, part: SpanSlice, spec: KVSpec, heads: tuple[int, int], buffers: torch.Tensor, alone: bool
-    ) -> None:
+    def __init__(self, part: SpanSlice, spec: KVSpec, heads: Heads, buffers: torch.Tensor, alone: bool) -> None:
         self._alone = alone
         self._tokens = slice(part.begin, part.stop)
         self.k = part.span.k[:, self._tokens, slice(*heads)].unbind(0)
@@ -74,7 +66,7 @@ class _PartView:
         framed = self._patch is not None and part.span.start != 0
         self._frames = self._rotations(part, spec, heads, frame=True) if framed else []
 
-    def _rotations(self, part: SpanSlice, spec: KVSpec, heads: tuple[int, int], *, frame: bool) -> "list[Rotation]":
+    def _rotations(self, part: SpanSlice, spec: KVSpec, heads: Heads, *, frame: bool) -> "list[Rotation]":
         """What the keys of each kind of layers turn by; see `SpanSlice.shift`."""
         rotations = []
         for kind in spec.alike:

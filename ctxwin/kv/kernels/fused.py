@@ -1,6 +1,7 @@
 # mypy: disable-error-code="import-untyped,import-not-found,no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: SIM102, SIM300 - one condition is of the compilation, the other of the run; a constexpr stands on the left
-"""The load kernel in Triton: patch, rotation, rounding and the write of some layers in one pass; `TritonKernel` launches it.
+"""The load kernel in Triton: patch, rotation, rounding and the write of some layers in one pass; and its counterpart, which reads
+paged caches. `triton_kernel` launches them.
 
 Two rules keep it the same program under Triton's interpreter, which the tests run it by, and on a GPU. Rounding to
 bfloat16 is spelled out, because the interpreter's conversion truncates. And only built-in operators are used: helpers of
@@ -19,55 +20,17 @@ TARGETS: int = 3
 that its keys and its values are written to."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "factors_step", "parts_step"])
 def load_layers(
-    factors_ptr,
-    parts_ptr,
-    targets_ptr,
-    blocks_ptr,
-    turn_ptr,
-    frame_ptr,
-    slots_ptr,
-    tokens,
-    factors_step,
-    parts_step,
-    k_base,
-    k_block,
-    k_token,
-    k_head,
-    k_step,
-    v_base,
-    v_block,
-    v_token,
-    v_head,
-    v_step,
-    FIELDS: tl.constexpr,
-    TARGETS: tl.constexpr,
-    HEADS: tl.constexpr,
-    K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HALF: tl.constexpr,
-    STEP: tl.constexpr,
-    OFFSET: tl.constexpr,
-    REST: tl.constexpr,
-    TASKS: tl.constexpr,
-    PATCHED: tl.constexpr,
-    FRAMED: tl.constexpr,
-    PAGED: tl.constexpr,
-    NARROW: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    PART_ALIGNMENT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    STORED: tl.constexpr,
-    OUT: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
+    factors_ptr, parts_ptr, targets_ptr, blocks_ptr, turn_ptr, frame_ptr, slots_ptr, tokens, factors_step, parts_step,
+    k_base, k_block, k_token, k_head, k_step, v_base, v_block, v_token, v_head, v_step,
+    FIELDS: tl.constexpr, TARGETS: tl.constexpr, HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    WIDTH: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr, OFFSET: tl.constexpr, REST: tl.constexpr,
+    TASKS: tl.constexpr, PATCHED: tl.constexpr, FRAMED: tl.constexpr, PAGED: tl.constexpr, NARROW: tl.constexpr,
+    ALIGNMENT: tl.constexpr, PART_ALIGNMENT: tl.constexpr, BLOCK_SIZE: tl.constexpr, COMPUTE: tl.constexpr,
+    STORED: tl.constexpr, OUT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
     """One program: the keys of one head, or up to ``BLOCK_V`` of its values, of up to ``BLOCK_T`` tokens of one part.
 
     ``blocks [B, 2]`` names each block's part and first row, ``parts [L, P, FIELDS]`` and ``targets [L, TARGETS]`` see above; a
@@ -154,6 +117,37 @@ def load_layers(
         tl.store(out_v[:, None] + (column * v_step)[None, :], _rounded(z, OUT), mask=mask)
 
 
+@triton.jit(do_not_specialize=["begin", "tokens"])
+def read_layers(
+    k_out_ptr, v_out_ptr, table_ptr, begin, tokens,
+    k_base, k_block, k_token, k_head, k_step, v_base, v_block, v_token, v_head, v_step,
+    LAYERS: tl.constexpr, HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, NUMBER: tl.constexpr,
+    ALIGNMENT: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One program: the keys of one head, or its values, of up to ``BLOCK_T`` tokens of one layer, to the bit.
+
+    ``table`` holds the address of each of ``LAYERS`` caches, then the number of each block. Tokens from ``begin`` on go to
+    ``[LAYERS, tokens, HEADS, dim]``. ``NUMBER``: integers as wide as the numbers. Grid: ``(token blocks, 2 * HEADS, LAYERS)``.
+    """
+    layer = tl.program_id(2).to(tl.int64)
+    cache_ptr = tl.multiple_of(tl.load(table_ptr + layer).to(tl.pointer_type(NUMBER)), ALIGNMENT)
+    head, column = tl.program_id(1) // 2, tl.arange(0, BLOCK_D)
+    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    inside = rows < tokens
+    block = tl.load(table_ptr + LAYERS + (begin + rows) // BLOCK_SIZE, mask=inside, other=0)
+    place, line = (begin + rows) % BLOCK_SIZE, (layer * tokens + rows) * HEADS + head
+    if tl.program_id(1) % 2 == 0:
+        live = inside[:, None] & (column < K_DIM)[None, :]
+        source = cache_ptr + k_base + block * k_block + place * k_token + head * k_head
+        numbers = tl.load(source[:, None] + (column * k_step)[None, :], mask=live, other=0)
+        tl.store(k_out_ptr + (line * K_DIM)[:, None] + column[None, :], numbers, mask=live)
+    else:
+        live = inside[:, None] & (column < V_DIM)[None, :]
+        source = cache_ptr + v_base + block * v_block + place * v_token + head * v_head
+        numbers = tl.load(source[:, None] + (column * v_step)[None, :], mask=live, other=0)
+        tl.store(v_out_ptr + (line * V_DIM)[:, None] + column[None, :], numbers, mask=live)
+
+
 @triton.jit
 def _angle(table_ptr, rows, pair, live, HALF: tl.constexpr):
     """Cosine and sine of each token and pair, from a table ``[T, 2, HALF]``."""
@@ -163,18 +157,9 @@ def _angle(table_ptr, rows, pair, live, HALF: tl.constexpr):
 
 @triton.jit
 def _delta(
-    left,
-    right,
-    local,
-    inside,
-    column,
-    live,
-    rank,
-    WIDTH: tl.constexpr,
-    NARROW: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
+    left, right, local, inside, column, live, rank,
+    WIDTH: tl.constexpr, NARROW: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
     """Return a patch's addition at tokens ``local`` of its part and columns ``column`` of a row (keys of all heads first)."""
     total = tl.full((local.shape[0], column.shape[0]), 0.0, COMPUTE)
     if rank < 0:

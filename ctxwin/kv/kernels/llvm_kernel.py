@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ctxwin.kv.kernels import simd
-from ctxwin.kv.kernels.parts import SpanSlice
+from ctxwin.kv.kernels.parts import Heads, SpanSlice
 from ctxwin.kv.kernels.strides import CacheStrides
 from ctxwin.kv.kernels.vectors import LINE
 from ctxwin.kv.layout import KVSpec
@@ -47,13 +47,7 @@ class LlvmKernel:
     """Keys and values of a run of parts. Same arguments as `CpuKernel`; see `fits`."""
 
     def __init__(
-        self,
-        parts: Sequence[SpanSlice],
-        spec: KVSpec,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        heads: tuple[int, int],
+        self, parts: Sequence[SpanSlice], spec: KVSpec, *, dtype: torch.dtype, device: torch.device, heads: Heads
     ) -> None:
         if not fits(parts, spec, dtype, device):
             raise ValueError(

@@ -11,11 +11,11 @@ import torch
 
 
 class LoadStream:
-    """The ``stream`` of one device's loads; those of a step begin behind the event ``before_forward``."""
+    """The ``stream`` of one device's loads, which begin behind the event ``before_forward``; ``copies``: that to the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._api: Any = torch.cuda if device.type == "cuda" else torch.cpu
-        self._device, self.stream = device, self._api.Stream(device)
+        self._device, self.stream, self.copies = device, self._api.Stream(device), self._api.Stream(device)
         self.before_forward, self._background = None, False
         self._written: dict[str, Any] = {}  # the event behind the loads of each layer, of the step's loads
         self._missed: set[str] = set()  # those of these layers that nothing has waited for
@@ -46,6 +46,11 @@ class LoadStream:
             self.wait(layer)
         self._written, self.before_forward = {}, None
         return awaited
+
+    def reading(self, event: Any) -> Any:
+        """Return the context in which another thread uses what was read before ``event``, while forwards go on."""
+        self.copies.wait_event(event)
+        return self._api.stream(self.copies)
 
     def event(self, *, loads: bool = False) -> Any:
         """Return an event behind what the current stream, or that of ``loads``, was told so far."""

@@ -13,6 +13,9 @@ from ctxwin.kv.patch import Patch, apply_patch
 from ctxwin.kv.relocate import relocate
 from ctxwin.kv.rope import Shift
 
+Heads = tuple[int, int]
+"""The first KV head that is served, and the last plus one."""
+
 
 @dataclass(frozen=True)
 class ResidentKV:
@@ -88,7 +91,7 @@ def compute_dtype(parts: Sequence[SpanSlice]) -> torch.dtype:
     return torch.float64 if any(part.span.k.dtype == torch.float64 for part in parts) else torch.float32
 
 
-def columns_of(spec: KVSpec, heads: tuple[int, int]) -> tuple[slice, slice]:
+def columns_of(spec: KVSpec, heads: Heads) -> tuple[slice, slice]:
     """Columns of a patch's rows that are keys, and those that are values, of these heads."""
     first, last = heads
     keys = spec.heads * spec.k_dim
@@ -102,13 +105,7 @@ class ReferenceKernel:
     """
 
     def __init__(
-        self,
-        parts: Sequence[SpanSlice],
-        spec: KVSpec,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        heads: tuple[int, int],
+        self, parts: Sequence[SpanSlice], spec: KVSpec, *, dtype: torch.dtype, device: torch.device, heads: Heads
     ) -> None:
         compute, (first, last) = compute_dtype(parts), heads
         ks, vs = [], []

@@ -6,6 +6,8 @@ from typing import Self
 
 import torch
 
+Shape = tuple[int, int, int]
+"""KV heads of a layer, numbers of a key and of a value."""
 Strides = tuple[int, int, int, int, int]
 """Elements from the cache's first one to the first number of block 0, and from one block, token, head and dimension to the
 next."""

@@ -22,11 +22,12 @@ import triton
 import triton.language as tl
 
 from ctxwin.kv.kernels import fused
-from ctxwin.kv.kernels.parts import ResidentKV, SpanSlice, columns_of, compute_dtype
-from ctxwin.kv.kernels.staging import Field, Staging
-from ctxwin.kv.kernels.strides import CacheStrides
+from ctxwin.kv.kernels.parts import Heads, ResidentKV, SpanSlice, columns_of, compute_dtype
+from ctxwin.kv.kernels.staging import Field, Staging, to_device
+from ctxwin.kv.kernels.strides import CacheStrides, Shape
 from ctxwin.kv.layout import KVSpec
 from ctxwin.kv.rope import rotation_table
+from ctxwin.kv.rows import Pair
 
 BLOCK_TOKENS = 16
 """Tokens of a program. With 16 ranks and 64 values at a time a thread needs 164 registers on compute capability 9.0; 32 of
@@ -47,13 +48,7 @@ class TritonKernel:
     """
 
     def __init__(
-        self,
-        parts: Sequence[SpanSlice],
-        spec: KVSpec,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        heads: tuple[int, int],
+        self, parts: Sequence[SpanSlice], spec: KVSpec, *, dtype: torch.dtype, device: torch.device, heads: Heads
     ) -> None:
         if device.type == "cpu" and not interpreted():
             raise ValueError(
@@ -86,8 +81,8 @@ class TritonKernel:
         self._many = self._at_once(tokens * self._width * compute.itemsize)
         self.launched = self._at_once((at * self._width + size) * compute.itemsize)
         self._dtype = dtype
-        self._outs: list[tuple[torch.Tensor, torch.Tensor]] = []  # two: one may be read while the next one is computed
-        self._served = range(0)  # layers that the first of them holds
+        self._served = range(0)  # layers that `_out` holds
+        self._out: Pair
         self._table = torch.tensor(self._entries, dtype=torch.int64)
         factors = _common([part.patch.dtype for part in parts if part.patch is not None], compute)
         self._staging = Staging(
@@ -105,7 +100,7 @@ class TritonKernel:
             for i, (begin, end) in enumerate(zip(self._starts, self._starts[1:], strict=False))
             for row in range(begin, end, BLOCK_TOKENS)
         ]
-        self._blocks = torch.tensor(blocks, dtype=torch.int64).to(device)
+        self._blocks = to_device(torch.tensor(blocks, dtype=torch.int64), device)
         if spec.in_rows or len({(kind.rope.rotary_dim, kind.rope.pairing) for kind in spec.alike}) > 1:
             raise ValueError("kernel triton must be given layers of one shape that turn equally; use kernel cpu")
         self._kind_of = {layer: at for at, kind in enumerate(spec.alike) for layer in kind.layers}
@@ -132,21 +127,15 @@ class TritonKernel:
 
     def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of layer ``i``; those that follow are computed with it."""
-        while len(self._outs) < 2:
-            shapes = [(self._many, self._starts[-1], *shape) for shape in self._shapes]
-            k, v = (torch.empty(shape, dtype=self._dtype, device=self._device) for shape in shapes)
-            self._outs.append((k, v))
         if i not in self._served:
-            self._outs.reverse()
-            self._served = range(0)
-            k, v = self._outs[0]
-            strides = CacheStrides.of_rows(k.shape[1:], v.shape[1:])
-            targets = list(zip(k, v, strict=True))[: self._layers - i]
-            for at in range(0, len(targets), self.launched):
+            served = range(i, min(i + self._many, self._layers))
+            shapes = [(len(served), self._starts[-1], *shape) for shape in self._shapes]
+            k, v = (torch.empty(shape, dtype=self._dtype, device=self._device) for shape in shapes)
+            strides, targets = CacheStrides.of_rows(k.shape[1:], v.shape[1:]), list(zip(k, v, strict=True))
+            for at in range(0, len(served), self.launched):
                 self._launch(i + at, targets[at : at + self.launched], strides, None)
-            self._served = range(i, min(i + self._many, self._layers))
-        k, v = self._outs[0]
-        return k[i - self._served.start], v[i - self._served.start]
+            self._served, self._out = served, (k, v)
+        return self._out[0][i - self._served.start], self._out[1][i - self._served.start]
 
     def store(self, first: int, caches: Sequence[torch.Tensor], strides: CacheStrides, slots: torch.Tensor) -> None:
         """Writes layers ``first`` and following into slots of their paged caches; arguments as `LoadPlan.store`."""
@@ -154,13 +143,7 @@ class TritonKernel:
             targets = [(cache, cache) for cache in caches[at : at + self.launched]]
             self._launch(first + at, targets, strides, slots)
 
-    def _launch(
-        self,
-        first: int,
-        targets: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        strides: CacheStrides,
-        slots: torch.Tensor | None,
-    ) -> None:
+    def _launch(self, first: int, targets: Sequence[Pair], strides: CacheStrides, slots: torch.Tensor | None) -> None:
         """Stage layers ``first`` and following, and write their keys and values to ``targets``."""
         layers = range(first, first + len(targets))
         patched = any(part.patch is not None and i in part.patch.layers for part in self._parts for i in layers)
@@ -262,6 +245,29 @@ class TritonKernel:
             at = right + (rank if rank >= 0 else part.tokens) * self._width
             rows.append([self._starts[j], self._starts[j + 1], rank, left_at, right, 0, 0])
         return rows, at
+
+
+def read_layers(
+    caches: Sequence[torch.Tensor], strides: CacheStrides, shape: Shape, blocks: Sequence[int], begin: int, end: int
+) -> Pair:
+    """Return keys and values of the tokens ``[begin, end)`` in ``blocks`` of layers of one dtype, each packed by ``strides``.
+
+    Both are ``[layers, T, heads, dim]``, side by side in a new buffer. Cost: a launch, which reads and writes each number once.
+    """
+    (heads, k_dim, v_dim), tokens, size, device = shape, end - begin, strides.block_size, caches[0].device
+    addresses = [cache.data_ptr() for cache in caches]
+    table = to_device(torch.tensor([*addresses, *blocks[begin // size : -(-end // size)]]), device)
+    cut = len(caches) * tokens * heads * k_dim
+    buffer = torch.empty(cut // k_dim * (k_dim + v_dim), dtype=caches[0].dtype, device=device)
+    integer = f"int{8 * buffer.itemsize}"
+    k, v = (part.view(len(caches), tokens, heads, -1) for part in (buffer[:cut], buffer[cut:]))
+    with _on(device):
+        fused.read_layers[(-(-tokens // BLOCK_TOKENS), 2 * heads, len(caches))](
+            *(x.view(getattr(torch, integer)) for x in (k, v)),
+            *(table, begin % size, tokens, *strides.k, *strides.v, len(caches), heads, k_dim, v_dim),
+            *(getattr(tl, integer), math.gcd(16, *addresses), size, BLOCK_TOKENS, _block(max(k_dim, v_dim))),
+        )
+    return k, v
 
 
 def interpreted() -> bool:

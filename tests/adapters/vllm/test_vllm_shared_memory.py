@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from multiprocessing import shared_memory as shared_memory_module
 from pathlib import Path
@@ -21,15 +23,17 @@ from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.errors import StoreCorrupt
 from ctxwin.kv.basis import SharedBasis
 from ctxwin.kv.deficit import deficit
+from ctxwin.kv.kernels.load_stream import LoadStream
 from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
 from ctxwin.kv.patch import form_patch
 from ctxwin.kv.pooling import fit_basis, project
+from ctxwin.kv.states import named
 from ctxwin.store import codec, open_store
 from ctxwin.store.spans import SpanRepository
 from ctxwin_vllm.lifecycle import folders
 from ctxwin_vllm.transport import PARAM, LocalTransport, RequestMeta, SharedMemoryTransport, Transfer
 from ctxwin_vllm.transport import endpoint as endpoints
-from ctxwin_vllm.transport.base import is_reserved, new_handle
+from ctxwin_vllm.transport.base import SaveSpec, is_reserved, new_handle
 from ctxwin_vllm.transport.endpoint import SharedMemoryEndpoint
 from ctxwin_vllm.transport.shared_memory import STEPS
 from ctxwin_vllm.vision import WorkerExtension
@@ -140,7 +144,8 @@ def test_a_capture_with_one_bit_turned_is_not_taken(transport: SharedMemoryTrans
     states = {"ssm.0": torch.tensor(0.5).bfloat16(), "conv.0": torch.zeros(0, 3), "odd": torch.arange(7).bool()}
     transfer = Transfer(captures={"0": (0, 5)})
     handle = transport.add(transfer)
-    endpoint.write_capture(handle, "0", want.k.transpose(0, 1).contiguous().transpose(0, 1), want.v, states)
+    turned = want.k.transpose(0, 1).contiguous().transpose(0, 1)
+    endpoint.write_capture(handle, "0", {"k": turned, "v": want.v} | named(states))
     (path,) = transport.path.glob("out-*")
     blob = path.read_bytes()
     for at in [*range(0, len(blob), 61), len(blob) - 1]:
@@ -156,6 +161,30 @@ def test_a_capture_with_one_bit_turned_is_not_taken(transport: SharedMemoryTrans
     assert all(torch.equal(transfer.states["0"][name], states[name]) for name in states)
 
 
+def test_on_a_gpu_captures_are_written_by_a_thread_behind_the_step(
+    transport: SharedMemoryTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step goes on while it waits for what is read; where that fails, the engine is told, and others are written."""
+    endpoint, may_write, events = SharedMemoryEndpoint(transport.source), threading.Event(), []
+    loads = LoadStream(torch.device("cpu"))
+    monkeypatch.setattr(loads, "reading", lambda event: [events.append(event), may_write.wait(), nullcontext()][-1])
+    reads = {"0": (span(0).k, span(0).v), "1": (span(1).k, torch.zeros(0))}
+    endpoint.paged: Any = SimpleNamespace(loads=loads, read=lambda blocks, begin, end: reads[str(begin)])
+    endpoint.behind, transfers = True, [Transfer(captures={str(i): (i, None)}) for i in range(2)]
+    handles = [transport.add(transfer) for transfer in transfers]
+    monkeypatch.setattr(endpoints, "to_host", lambda k, v: (k, v.view_as(k)))
+    for i, handle in enumerate(handles[::-1]):
+        endpoint.save(SaveSpec(endpoint.path.name, handle, "", (), {str(1 - i): (1 - i, 5)}))
+    assert not list(transport.path.glob("out-*")), "the step does not wait"
+    may_write.set()
+    endpoint.flush()
+    assert len(events) == 2 and None not in events
+    for handle, transfer in zip(handles, transfers, strict=True):
+        transport.collect(handle, transfer, True)
+    assert torch.equal(transfers[0].captured["0"][0], span(0).k) and transfers[0].error is None
+    assert "invalid for input of size 0" in str(transfers[1].error)
+
+
 def test_full_shared_memory_is_said_and_some_is_left_to_vllm(transport: SharedMemoryTransport) -> None:
     """Its queues lie there, too: a page that cannot be had kills the process that writes it."""
     endpoint, size = SharedMemoryEndpoint(transport.source), 1 << 30
@@ -165,7 +194,7 @@ def test_full_shared_memory_is_said_and_some_is_left_to_vllm(transport: SharedMe
             transport.add(Transfer(loads=(segment(0, None),)))
         assert not list(transport.path.glob("span-*"))
         with pytest.raises(OSError, match="must have room"):
-            endpoint.write_capture(waiting, "0", span(0).k, span(0).v)
+            endpoint.write_capture(waiting, "0", {"k": span(0).k, "v": span(0).v})
         endpoint.fail(waiting, OSError("no room"))  # what says so is small
         transfer = Transfer(captures={"0": (0, 5)})
         transport.collect(waiting, transfer, True)
@@ -307,7 +336,7 @@ def test_a_full_disk_ends_no_request_but_its_own(tmp_path: Path) -> None:
         endpoint.report_hit(handle, 0, 4)
         endpoint.fail(handle, RuntimeError("no such span"))
         with pytest.raises(OSError, match="No space"):  # caught, and told, by the connector
-            endpoint.write_capture(handle, "0", torch.zeros(1, 4, 1, 4), torch.zeros(1, 4, 1, 4))
+            endpoint.write_capture(handle, "0", {"k": torch.zeros(1, 4, 1, 4), "v": torch.zeros(1, 4, 1, 4)})
     transport.collect(handle, transfer, False)
     assert (
         transfer.local_tokens + transfer.planned_tokens < transfer.placeholder_tokens
@@ -326,9 +355,8 @@ def test_a_capture_that_never_comes_is_known_after_vllms_next_steps(tmp_path: Pa
     late = Transfer(captures={"0": (0, 5)})
     handle = transport.add(late)
     endpoint = SharedMemoryEndpoint(transport.source)
-    transport.step = lambda: endpoint.write_capture(
-        handle, "0", span(0).k, span(0).v
-    )  # by the step that was waited for
+    kv = {"k": span(0).k, "v": span(0).v}
+    transport.step = lambda: endpoint.write_capture(handle, "0", kv)  # by the step that was waited for
     transport.collect(handle, late, True)
     assert late.error is None and torch.equal(late.captured["0"][0], span(0).k)
     transport.close()

@@ -104,4 +104,5 @@ class CtxwinConnector(SchedulerHalf, WorkerHalf, KVConnectorBase_V1, SupportsHMA
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         layers = self._vllm_config.compilation_config.static_forward_context
-        self.endpoint.open_cache(layers, self.block_size, self._groups, self._vllm_config.speculative_config)
+        if not self.endpoint.in_memory:  # see `core.Core`
+            self.endpoint.open_cache(layers, self.block_size, self._groups, self._vllm_config.speculative_config)

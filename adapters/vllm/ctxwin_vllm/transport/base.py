@@ -10,14 +10,16 @@ import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
 from ctxwin.engines.segments import Segment
+from ctxwin.errors import UnsupportedModel
 from ctxwin.kv.kernels import SpanSlice
 from ctxwin.kv.states import since_exact
+from ctxwin_vllm.ranks import own_heads
 
 if TYPE_CHECKING:
     from ctxwin.kv.layout import KVSpec
@@ -234,6 +236,8 @@ class Endpoint(ABC):
         draft_model: layers of the speculative draft model, where they keep KV.
         outputs: the stage outputs beside the cache, in the worker that keeps them.
         heads: the KV heads that the worker has; None is all of them.
+        rank: the worker's number among all of them.
+        behind: True where what is read is written behind the step, as on a GPU.
         in_memory: True where transfers are in this process, so that looking one up takes no time.
     """
 
@@ -243,7 +247,7 @@ class Endpoint(ABC):
     draft_model: DraftModelKV | None = None
     outputs: StageOutputs | None = None
     heads: slice | None = None
-    in_memory = False
+    rank, behind, in_memory = 0, False, False
 
     @abstractmethod
     def request_meta(self, handle: str) -> RequestMeta | None:
@@ -268,11 +272,37 @@ class Endpoint(ABC):
     def refuse(self, error: BaseException) -> None:  # noqa: B027  # in one process the engine sees the error itself
         """Report to the engine why this process cannot serve its model, before it ends with ``error``."""
 
-    def open_cache(  # noqa: B027  # see `LocalTransport.paged`
+    def open_cache(
         self, layers: Mapping[str, Any], block_size: int, groups: Sequence[Sequence[str]], speculative: Any = None
     ) -> None:
         """Learn the packing of the worker's cache: layers by name, as in ``compilation_config.static_forward_context``, in
         ``groups`` that share a block table each, and vLLM's ``SpeculativeConfig``. Raises UnsupportedModel."""
+        from ctxwin_vllm.draft_model import DraftModelKV, draft_model_spec, split
+        from ctxwin_vllm.internals import pipeline, stage_layers, tensor_parallel
+        from ctxwin_vllm.paged import PagedKV
+        from ctxwin_vllm.paged_states import PagedStates
+
+        try:
+            (rank, size), (stage, stages) = tensor_parallel(), pipeline()
+            if stages > 1 and self.kv.kinds:
+                raise UnsupportedModel(
+                    f"pipeline_parallel_size must be 1 for a model whose layers are of several kinds, got {stages}; serve it "
+                    "by tensor_parallel_size or from replicas"
+                )
+            self.rank = stage * size + rank
+            self.heads = own_heads(self.kv.heads, rank, size)
+            stage_range = stage_layers(self.kv.layers, stage, stages)
+            kv = replace(self.kv, layers=len(stage_range), heads=self.heads.stop - self.heads.start)
+            self.states = PagedStates(layers, groups, self.kv.maps) if self.kv.recurrent else None
+            draft_kv = draft_model_spec(speculative, self.kv)
+            if draft_kv is not None:
+                layers, draft_layers = split(layers, self.kv.layers)
+                self.draft_model = DraftModelKV(draft_layers, draft_kv, block_size, rank, size)
+            self.paged = PagedKV(layers, kv, block_size, first=stage_range.start)
+            self.behind = self.paged.device.type != "cpu"
+        except Exception as error:
+            self.refuse(error)
+            raise
 
     @abstractmethod
     def parts(self, handle: str, begin: int, end: int) -> list[SpanSlice]:
@@ -309,6 +339,9 @@ class Endpoint(ABC):
     def save(self, save: SaveSpec) -> None:
         """Read captures out of the paged cache for the engine."""
         raise NotImplementedError
+
+    def flush(self, most: int = 0) -> None:  # noqa: B027  # in one process callers wait for their own
+        """Wait until ``most`` of the reads of `save` are not written yet."""
 
 
 def state_bytes(parts: Iterable[SpanSlice | Segment]) -> int:

@@ -5,8 +5,10 @@ import logging
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,19 +16,18 @@ from typing import Any, TypeVar
 import torch
 from pydantic import TypeAdapter
 
-from ctxwin.errors import StoreCorrupt, UnsupportedModel
+from ctxwin.errors import StoreCorrupt
 from ctxwin.kv.basis import SharedBasis
 from ctxwin.kv.kernels import SpanSlice
 from ctxwin.kv.kernels.staging import to_host
 from ctxwin.kv.layout import KVSpec, SpanKV, outputs_in, outputs_named
 from ctxwin.kv.patch import Patch
-from ctxwin.kv.states import States, named, states_in
+from ctxwin.kv.states import named, states_in
 from ctxwin.store import codec
 from ctxwin.store.fp8 import unpack_fp8
 from ctxwin.store.lru import LRUCache
 from ctxwin_vllm.lifecycle import watchdog
 from ctxwin_vllm.lifecycle.folders import read_json, write_file, write_json
-from ctxwin_vllm.ranks import own_heads
 from ctxwin_vllm.transport.base import Endpoint, RequestMeta, SaveSpec, is_handle, overlaps
 from ctxwin_vllm.transport.shared_memory import DRAFTED, check_room, sum_of, sum_of_tensors
 
@@ -38,6 +39,7 @@ _LEAST_BYTES = 32 << 10
 _CHECKED = 4
 """Entries looked up in the folder for each new one; more than one, so that those that are gone do not add up."""
 _MAX_REQUESTS = 4096
+_WRITES = 8  # reads that wait for the thread that writes them, each of up to `SAVE_BYTES` of the device's memory
 _SPEC, _META = TypeAdapter(KVSpec), TypeAdapter(RequestMeta)
 V = TypeVar("V")
 _log = logging.getLogger("ctxwin.engines")
@@ -71,7 +73,7 @@ class SharedMemoryEndpoint(Endpoint):
         if raw is None:
             raise RuntimeError(f"the ctxwin KV connector must find {self.path / 'spec.json'}; was its engine closed?")
         self.kv = _SPEC.validate_python(raw)
-        self._rank = 0
+        self._writer, self._writing = ThreadPoolExecutor(1, "ctxwin-write"), deque[Future[None]]()
         # vLLM looks up a waiting request in every step.
         self._requests: _FileCache[RequestMeta] = _FileCache(_MAX_REQUESTS, self._exists)
         self._live: _FileCache[Any] = _FileCache(LIVE_BYTES, lambda key: (self.path / key.rpartition("@")[0]).exists())
@@ -101,35 +103,6 @@ class SharedMemoryEndpoint(Endpoint):
     def refuse(self, error: BaseException) -> None:
         write_json(self.path / "refused.json", {"error": str(error)})
 
-    def open_cache(
-        self, layers: Mapping[str, Any], block_size: int, groups: Sequence[Sequence[str]], speculative: Any = None
-    ) -> None:
-        from ctxwin_vllm.draft_model import DraftModelKV, draft_model_spec, split
-        from ctxwin_vllm.internals import pipeline, stage_layers, tensor_parallel
-        from ctxwin_vllm.paged import PagedKV
-        from ctxwin_vllm.paged_states import PagedStates
-
-        try:
-            (rank, size), (stage, stages) = tensor_parallel(), pipeline()
-            if stages > 1 and self.kv.kinds:
-                raise UnsupportedModel(
-                    f"pipeline_parallel_size must be 1 for a model whose layers are of several kinds, got {stages}; serve it "
-                    "by tensor_parallel_size or from replicas"
-                )
-            self._rank = stage * size + rank
-            self.heads = own_heads(self.kv.heads, rank, size)
-            stage_range = stage_layers(self.kv.layers, stage, stages)
-            kv = replace(self.kv, layers=len(stage_range), heads=self.heads.stop - self.heads.start)
-            self.states = PagedStates(layers, groups, self.kv.maps) if self.kv.recurrent else None
-            draft_kv = draft_model_spec(speculative, self.kv)
-            if draft_kv is not None:
-                layers, draft_layers = split(layers, self.kv.layers)
-                self.draft_model = DraftModelKV(draft_layers, draft_kv, block_size, rank, size)
-            self.paged = PagedKV(layers, kv, block_size, first=stage_range.start)
-        except Exception as error:
-            self.refuse(error)
-            raise
-
     def parts(self, handle: str, begin: int, end: int) -> list[SpanSlice]:
         raw = read_json(self.path / f"job-{handle}.json") if is_handle(handle) else None
         if raw is None:
@@ -153,37 +126,56 @@ class SharedMemoryEndpoint(Endpoint):
         return bool(missing)
 
     def save(self, save: SaveSpec) -> None:
-        try:
+        with self._failing(save.handle):
             assert self.paged is not None
-            for name, (begin, end) in save.ranges.items():
-                k, v = self.paged.read(save.blocks, begin, end)
-                at_end = self.states is not None and end == save.computed
-                states = self.states.read(save.states) if at_end and self.states is not None else {}
-                drafted = None if self.draft_model is None else self.draft_model.paged.read(save.blocks, begin, end)
-                outputs = None if self.outputs is None else self.outputs.read(self.paged.slots(save.blocks, begin, end))
-                self.write_capture(save.handle, name, k, v, states, drafted, outputs)
-        except Exception as error:
-            self.fail(save.handle, error)
-            _log.warning("reading spans back from the paged cache failed: %s", error)
+            captures = [(name, self._read(save, *tokens)) for name, tokens in save.ranges.items()]
+            read = self.paged.loads.event()
+            if self.behind:
+                self.flush(_WRITES - 1)
+                self._writing.append(self._writer.submit(self._write, save.handle, captures, read))
+            else:
+                self._write(save.handle, captures, read)
 
-    def write_capture(
-        self,
-        handle: str,
-        name: str,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        states: States | None = None,
-        drafted: tuple[torch.Tensor, torch.Tensor] | None = None,
-        outputs: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
+    def flush(self, most: int = 0) -> None:
+        while len(self._writing) > most:
+            self._writing.popleft().result()
+
+    def _read(self, save: SaveSpec, begin: int, end: int) -> dict[str, torch.Tensor]:
+        """Return tokens of an ended request as tensors of a capture (this rank's heads)."""
+        assert self.paged is not None
+        tensors = dict(zip("kv", self.paged.read(save.blocks, begin, end), strict=True))
+        if self.draft_model is not None:
+            tensors |= zip(DRAFTED, self.draft_model.paged.read(save.blocks, begin, end), strict=True)
+        if self.states is not None and end == save.computed:
+            tensors |= named(self.states.read(save.states))
+        if self.outputs is not None:
+            tensors |= outputs_named(self.outputs.read(self.paged.slots(save.blocks, begin, end)))
+        return tensors
+
+    def _write(self, handle: str, captures: Sequence[tuple[str, dict[str, torch.Tensor]]], read: Any) -> None:
+        """Write captures for the engine, once what was queued before ``read`` is done."""
+        assert self.paged is not None
+        with self._failing(handle), self.paged.loads.reading(read):
+            for capture in captures:
+                self.write_capture(handle, *capture)
+
+    def write_capture(self, handle: str, name: str, tensors: dict[str, torch.Tensor]) -> None:
         """Write a capture (this rank's heads) for the engine. Raises OSError where there is no room for it."""
         if self._exists(handle):
-            draft_tensors = {} if drafted is None else dict(zip(DRAFTED, drafted, strict=True))
-            more = {**draft_tensors, **named(states or {}), **outputs_named(outputs or {})}
-            tensors = {key: to_host(tensor).contiguous() for key, tensor in ({"k": k, "v": v} | more).items()}
-            pieces = codec.tensor_pieces(tensors, {"sum": sum_of_tensors(tensors)})
+            hosts = tensors | dict(zip("kv", to_host(tensors["k"], tensors["v"]), strict=True))
+            hosts = {key: tensor.to("cpu").contiguous() for key, tensor in hosts.items()}
+            pieces = codec.tensor_pieces(hosts, {"sum": sum_of_tensors(hosts)})
             check_room(self.path, sum(map(len, pieces)))
-            self._report(handle, f"out-{handle}-{name}.{self._rank}", *pieces)
+            self._report(handle, f"out-{handle}-{name}.{self.rank}", *pieces)
+
+    @contextmanager
+    def _failing(self, handle: str) -> Iterator[None]:
+        """Report what fails to the engine, which computes it again."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(handle, error)
+            _log.warning("reading spans back from the paged cache failed: %s", error)
 
     def _exists(self, handle: str) -> bool:
         return os.access(f"{self.path}/job-{handle}.json", os.F_OK)  # a path of pathlib's takes longer than the look
