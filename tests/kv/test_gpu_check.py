@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -29,23 +30,39 @@ def test_bytes_and_launches_of_edits_are_the_models(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "gpu-check.json").read_text())["traffic"]
     rows = {row["edit"]: row["seen"] for row in found}
-    assert len(rows) == len(found) == 13 and all(row["seen"] == row["expected"] for row in found)
+    of_vllm = 3 * bool(find_spec("vllm"))
+    assert len(rows) == len(found) == 16 + of_vllm and all(row["seen"] == row["expected"] for row in found)
     slide, patched, recall = (rows[name] for name in ("slide, rank 0", "slide, rank 32", "recall, rank 0"))
     assert slide["kv"] == patched["kv"] == 0 < slide["written"] == patched["written"]
     assert recall["kv"] == recall["written"] // 4 and slide["factors"] == 0 < patched["factors"]
     assert {row["launches"] for row in rows.values() if "launches" in row} == {1}
-    assert "slide, rank 0: bytes of KV through the host 0, launches of the kernel 1," in done.stderr
+    assert rows["forwards"] == {"awaited": 2, "others": 0} and not any(row.get("stalls") for row in rows.values())
+    for row in (rows["read back"], rows["read back, to the engine's process"]):
+        assert row["back"] == row["written"] == recall["kv"] and row["copies"] == 1
+    if of_vllm:
+        assert rows["processes='single'"] == rows["processes='multi'"] == {"ahead": 1}
+        assert rows["Gemma 3 (4B)"]["full"] > 4 * rows["Gemma 3 (4B)"]["sliding"]
+    assert "slide, rank 0: bytes of KV through the host 0, waits of vLLM's thread 0, launches of the k" in done.stderr
 
 
-def test_kv_that_crosses_again_is_found() -> None:
+def test_kv_that_crosses_again_and_what_waits_is_found() -> None:
     pytest.importorskip("triton")
+    script = """if True:
+        import runpy, sys
+        from ctxwin.kv.kernels import staging
+        staging.to_device = lambda tensor, device: tensor.to(device)
+        sys.path.insert(0, "tools/gpu_check")
+        sys.argv[1:] = ["cpu"]
+        runpy.run_path("tools/gpu_check/traffic.py", run_name="__main__")
+    """
     everything = {**os.environ, "PYTHONPATH": TREE, "TRITON_INTERPRET": "1", "CTXWIN_RESIDENT_BYTES": "0"}
-    command = [sys.executable, "tools/gpu_check/traffic.py", "cpu"]
+    command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=everything, check=True)
     rows = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("row ")]
-    assert next(row["fault"] for row in rows if row["edit"] == "slide, rank 0").startswith(
-        "bytes of KV through the host 36864,"
-    )
+    faults = {row["edit"]: row["fault"] for row in rows}
+    assert faults["slide, rank 0"].startswith("bytes of KV through the host 36864,")
+    assert "waits of vLLM's thread 4, expected 0" in faults["slide, rank 0"]
+    assert faults["read back"] == "waits of vLLM's thread 1, expected 0"
 
 
 @pytest.mark.slow

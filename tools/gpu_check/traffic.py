@@ -4,17 +4,21 @@
 runs under Triton's interpreter, which Triton decides when it is imported. The interpreter tells every byte that the kernel reads
 and writes; on a GPU its time is held against these bytes at the rate of a copy within the device.
 
-A window's chunks are loaded from the host, slide, slide again, and one that lost its copy is recalled; then one is read back.
+A window's chunks are loaded from the host, slide, slide again, and one that lost its copy is recalled. Then a forward waits for a
+load, and KV is read back. Where vLLM is installed, its configuration says how far it schedules ahead, and what room layers that
+slide would leave.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -36,6 +40,12 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 COSTS = {
     "kv": (1, "bytes of KV through the host"),
+    "stalls": (2, "waits of vLLM's thread"),
+    "awaited": (2, "layers that wait, each for its own write"),
+    "others": (2, "waits of other forwards"),
+    "ahead": (3, "steps scheduled ahead"),
+    "copies": (4, "copies to the host"),
+    "back": (4, "bytes to the host"),
     "launches": (5, "launches of the kernel"),
     "read": (5, "bytes that it reads"),
     "written": (5, "bytes that it writes"),
@@ -44,6 +54,8 @@ COSTS = {
     "factors": (6, "bytes of patches' factors"),
     "spans": (7, "spans written for vLLM's processes"),
     "waits": (8, "waits for the disk"),
+    "full": (9, "bytes of a request of 32,768 tokens"),
+    "sliding": (9, "bytes if blocks behind a sliding window were dropped"),
     "tables": (10, "bytes of tables"),
     "angles": (10, "passes over the angles"),
 }
@@ -79,8 +91,9 @@ def say(row: Row) -> str:
 def counted() -> Iterator[Counter[str]]:
     """Count what the load path does within the context.
 
-    ``launches`` of the load kernel; bytes of ``kv``, of patches' ``factors`` and of ``tables`` that cross to the device; bytes
-    that the kernel has ``read`` and ``written``, where it is interpreted; passes over the ``angles`` of tokens.
+    ``launches`` of kernels; bytes of ``kv``, of patches' ``factors`` and of a load's ``tables`` that cross to the device; bytes
+    that kernels have ``read`` and ``written``, where they are interpreted; passes over the ``angles`` of tokens. ``stalls`` are
+    this thread's operations that wait for the device: torch's own list of them on a GPU, elsewhere copies that would wait there.
     """
     from triton.runtime import JITFunction, interpreter
 
@@ -90,6 +103,15 @@ def counted() -> Iterator[Counter[str]]:
     from ctxwin_vllm.resident import ResidentSpans
 
     counts: Counter[str] = Counter()
+    me, gpu = threading.get_ident(), torch.cuda.is_available()
+
+    def moved(_: torch.Tensor, *args: Any, **options: Any) -> None:
+        names_device = any(isinstance(one, torch.device) for one in (*args, options.get("device")))
+        waits = names_device and not options.get("non_blocking")
+        counts["stalls"] += waits and not gpu and threading.get_ident() == me
+
+    def warned(message: Any, *_: Any, **__: Any) -> None:
+        counts["stalls"] += "synchronizing" in str(message) and threading.get_ident() == me
 
     def send(staging: Staging, count: int) -> None:
         if len(staging.tensors) == 5:  # of a load: two tables, keys, values, factors
@@ -106,6 +128,8 @@ def counted() -> Iterator[Counter[str]]:
         (Staging, "send", send),
         (ResidentSpans, "_upload", lambda _, rows: counts.update(kv=rows.nbytes)),
         (rope, "angles", lambda *_: counts.update(angles=1)),
+        (torch.Tensor, "to", moved),
+        (torch, "tensor", moved),
     ]
     if triton_kernel.interpreted():
         builder = interpreter.InterpreterBuilder
@@ -119,6 +143,12 @@ def counted() -> Iterator[Counter[str]]:
     with ExitStack() as stack:
         for owner, name, count in watched:
             stack.enter_context(patch.object(owner, name, _counting(getattr(owner, name), count)))
+        if gpu:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("always")
+            stack.enter_context(patch.object(warnings, "showwarning", warned))
+            stack.callback(torch.cuda.set_sync_debug_mode, 0)
+            torch.cuda.set_sync_debug_mode("warn")
         yield counts
 
 
@@ -148,7 +178,7 @@ def expected(spec: KVSpec, parts: Sequence[SpanSlice], resident: Sequence[bool])
         read += 2 * layers * heads * rank * (sides * part.tokens + blocks * (spec.k_dim + spec.v_dim))
     crossing = sum(spec.span_bytes(part.tokens) for part, there in zip(parts, resident, strict=True) if not there)
     tables = layers * 8 * (3 + 7 * len(parts))
-    model = {"kv": crossing, "launches": 1, "factors": factors, "tables": tables}
+    model = {"kv": crossing, "stalls": 0, "launches": 1, "factors": factors, "tables": tables}
     return model | {"read": read, "written": spec.span_bytes(tokens), "angles": 2}  # of new places, and of stored ones
 
 
@@ -236,6 +266,139 @@ def _timed(
     }
 
 
+def forwards(decoder: Decoder, device: torch.device, tokens: int) -> Iterator[Row]:
+    """Yield what forwards wait for: of the step of a load, of the next one, and beside a load in the background."""
+    spec = decoder.spec("bfloat16")
+    paged = paged_cache(spec, device, tokens)
+    part, names = random_part(spec, tokens, 0, torch.device("cpu")), [f"layers.{i}.attn" for i in range(spec.layers)]
+    waits: Counter[str] = Counter()
+
+    def load(background: bool) -> None:
+        with paged.loads.begin(background=background):
+            paged.write(paged.plan([part], spec, None), paged.slots(range(-(-tokens // SIZE)), 0, tokens))
+
+    def forward(kind: str) -> None:
+        def waited(stream: Any, _: Any) -> None:
+            waits[kind] += stream is not paged.loads.stream
+
+        with patch.object(owner, "wait_event", _counting(owner.wait_event, waited)):
+            for name in names:
+                paged.loads.wait(name)
+        if not paged.loads.finish():
+            raise AssertionError("each layer's load must be waited for")
+
+    owner = torch.cuda.Stream if device.type == "cuda" else torch.cpu.Stream
+    load(background=False)
+    forward("awaited")
+    forward("others")
+    load(background=True)
+    forward("others")
+    yield _row("forwards", {"awaited": spec.layers, "others": 0}, waits)
+
+
+def read_back(decoder: Decoder, device: torch.device, tokens: int) -> Iterator[Row]:
+    """Yield the rows of a chunk's way out of its blocks, to the caller's thread and to another process."""
+    from ctxwin_vllm.transport import LocalTransport, SaveSpec, SharedMemoryTransport, Transfer, endpoint
+
+    spec, begin = decoder.spec("bfloat16"), 3
+    paged = paged_cache(spec, device, 2 * tokens)
+    assert paged.reads_at_once, "the kernel must read the paged cache"
+    blocks = tuple(range(len(paged.layers[0].kv_cache)))[::-1]
+    programs = spec.layers * 2 * spec.heads
+    size = spec.span_bytes(tokens)
+    # A program reads its layer's address, and the number of each token's block.
+    model = {"stalls": 0, "copies": 1, "back": size, "launches": 1, "written": size}
+    model["read"] = size + programs * 8 * (-(-tokens // BLOCK_TOKENS) + tokens)
+    if device.type == "cuda":
+        del model["read"], model["written"]
+
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        local, shared = LocalTransport(spec), SharedMemoryTransport(spec, folder)
+        other = endpoint.SharedMemoryEndpoint(shared.source)
+        other.behind = True  # as on a GPU
+        for transport, end in ((local, local), (shared, other)):
+            stack.callback(transport.close)
+            end.paged = paged
+            transfer = Transfer(captures={"0": (begin, begin + tokens)})
+            handle = transport.add(transfer)
+            save = SaveSpec(transport.source, handle, "", blocks, {"0": (begin, begin + tokens)})
+            taken: Counter[str] = Counter()
+
+            def take(k: torch.Tensor, v: torch.Tensor, taken: Counter[str] = taken) -> None:
+                beside = v.data_ptr() == k.data_ptr() + k.nbytes and k.is_contiguous() and v.is_contiguous()
+                taken.update(back=k.nbytes + v.nbytes, copies=1 if beside else 2)
+
+            stack.enter_context(patch.object(endpoint, "to_host", _counting(endpoint.to_host, take)))
+            with counted() as counts:
+                if end is local:
+                    local.read_now(save, transfer)
+                    local.read_ended()
+                else:
+                    other.save(save)
+            other.flush()
+            transport.collect(handle, transfer, True)
+            if end is local:
+                with paged.loads.reading(transfer.reads):
+                    endpoint.to_host(*transfer.captured["0"])  # as `AskRunner.span_of` does in the caller's thread
+            if transfer.error is not None:
+                raise transfer.error
+            yield _row("read back" + ", to the engine's process" * (end is other), model, counts + taken)
+            transport.remove(handle)
+
+
+def of_vllm() -> Iterator[Row]:
+    """Yield what vLLM's own configuration says: steps scheduled ahead in each process mode, and the room of Gemma 3 (4B)."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.core.kv_cache_utils import unify_hybrid_kv_cache_specs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    from ctxwin.tiny import checkpoint_dir
+    from ctxwin_vllm import internals
+    from ctxwin_vllm.core import read_model
+    from ctxwin_vllm.lifecycle import startup
+    from ctxwin_vllm.transport import LocalTransport, SharedMemoryTransport
+
+    folder = str(checkpoint_dir())
+    kv = read_model(folder)[1]
+    internals.import_model_classes(["Qwen2_5_VLForConditionalGeneration"])  # else vLLM starts a process to look at it
+    configure = current_platform.check_and_update_config
+
+    def configured(config: Any) -> None:
+        ahead = config.scheduler_config.async_scheduling is not False  # vLLM's default, but on a CPU
+        configure(config)
+        config.scheduler_config.async_scheduling = ahead
+
+    for mode in ("single", "multi"):  # and "async", which starts vLLM by the arguments of "multi"
+        transport = LocalTransport(kv) if mode == "single" else SharedMemoryTransport(kv)
+        environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(mode == "multi"))}
+        with patch.dict(os.environ, environment), patch.object(current_platform, "check_and_update_config", configured):
+            arguments = startup.with_connector(folder, {"dtype": kv.dtype}, transport)
+            config = EngineArgs(model=folder, **arguments).create_engine_config()
+        transport.close()
+        yield _row(f"processes={mode!r}", {"ahead": 1}, Counter(ahead=config.max_concurrent_batches - 1))
+
+    layers, every, window, length, in_flight = 34, 6, 1024, 32_768, 2048
+    shape: dict[str, Any] = {"block_size": 16, "num_kv_heads": 4, "head_size": 256, "dtype": torch.bfloat16}
+    specs: dict[str, Any] = {
+        str(i): SlidingWindowSpec(**shape, sliding_window=window) if i % every else FullAttentionSpec(**shape)
+        for i in range(1, layers + 1)
+    }
+    limits: Any = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=length),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        max_in_flight_tokens=in_flight,
+    )
+    token, whole = 2 * 2 * 4 * 256, layers // every
+    seen = Counter(sliding=sum(spec.max_memory_usage_bytes(limits) for spec in specs.values()))
+    unify_hybrid_kv_cache_specs(specs)  # as `disable_hybrid_kv_cache_manager` has it
+    seen["full"] = sum(spec.max_memory_usage_bytes(limits) for spec in specs.values())
+    blocks = -(-(window - 1 + in_flight) // 16) + 1
+    model = {"full": layers * length * token, "sliding": (whole * length + (layers - whole) * blocks * 16) * token}
+    yield _row("Gemma 3 (4B)", model, seen)
+
+
 def behind_answers(decoder: Decoder, tokens: int) -> Iterator[Row]:
     """Yield the rows of KV on its way to vLLM's processes and to a store, at a first ask and at a slide of the same chunks."""
     from ctxwin import open_store
@@ -290,7 +453,9 @@ def main(device: torch.device, *, quick: bool) -> None:
     """Write all rows, each in a line behind ``row``."""
     small = quick or device.type != "cuda"
     decoder, tokens = (DECODERS[0].smaller(), 24) if small else (DECODERS[0], 256)
-    for rows in (edits(decoder, device, tokens), behind_answers(decoder, tokens)):
+    parts = [edits(decoder, device, tokens), forwards(decoder, device, tokens), read_back(decoder, device, tokens)]
+    parts += [behind_answers(decoder, tokens), *([of_vllm()] if importlib.util.find_spec("vllm") else [])]
+    for rows in parts:
         for row in rows:
             sys.stdout.write(f"row {json.dumps(row)}\n")
     sys.stdout.flush()
