@@ -245,6 +245,17 @@ class TestResident:
         copies.clear()
         assert not copies.nbytes
 
+    def test_what_lies_in_page_locked_memory_crosses_from_there(self, monkeypatch):
+        """As KV that was read back does; staging it would take page-locked memory, which this machine has none of."""
+        spec = FAMILIES["gqa"]
+        copies = ResidentSpans(1 << 20, torch.device("meta"), slice(None), range(spec.layers))
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+        span = canonical(spec, 4, 0, F32)
+        (part,) = copies.attach([SpanSlice(span, 7)])
+        assert (
+            part.resident is not None and part.resident.k.device.type == "meta" and copies.copied_bytes == span.nbytes
+        )
+
     def test_equal_numbers_of_another_tensor_are_another_span(self):
         """A copy is never found by a name or a place in memory that a later span has as well."""
         spec = FAMILIES["gqa"]

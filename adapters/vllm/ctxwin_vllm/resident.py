@@ -122,6 +122,8 @@ class ResidentSpans:
         if self._device.type == "cpu":
             return rows.clone(memory_format=torch.contiguous_format)
         resident = torch.empty(rows.shape, dtype=rows.dtype, device=self._device)
+        if rows.is_pinned() and rows.is_contiguous():  # as it was read back
+            return resident.copy_(rows, non_blocking=True)
         at_once = max(1, min(len(rows), _STAGED_BYTES // max(1, rows[0].nbytes)))
         staging = Staging([Field((at_once, *rows.shape[1:]), rows.dtype)], self._device)
         for at in range(0, len(rows), at_once):
