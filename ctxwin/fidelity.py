@@ -29,7 +29,7 @@ class AdvancedFidelity(BaseModel):
         basis: id of the shared basis; always that of the model where a window opens, whatever is given.
         eliminate: with `Fidelity.merge`: an answer over merged chunks keeps the same share of all tokens while it is generated;
             beyond that the token 25 before the newest is dropped. True or 1: with each token; 16: sixteen tokens at once; 0:
-            never. On vLLM an answer is a request for each so many tokens.
+            never.
         merge_prompt: with `Fidelity.merge`: the prompt of each ask is merged to that share for its answer, by the attention of
             all of it. All of it is computed, as `Window.plan` counts. The chunks stay whole, and so do asks that are remembered
             or have a chunk without its context (`Window.toggle`).

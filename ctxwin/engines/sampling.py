@@ -64,8 +64,7 @@ class Sampling:
         token_logprobs: generated ids are `ScoredToken` with this many of the most likely tokens; None: plain ints.
         hold: largest share of the tokens whose slots are kept, in (0, 1]: beyond it each generated token drops the one 25
             before the newest, never one of the system prompt (Elastic Cache's fixed-point elimination, algorithm 1).
-        hold_every: after how many tokens they really go, all those at once that would have gone one by one. On vLLM an answer
-            is a request for each so many tokens.
+        hold_every: after how many tokens they really go, all those at once that would have gone one by one.
         merge_prompt: whether the prompt is merged to that share as well, once it is computed, by the attention of all of it
             (section 3.3); the first token is from before. All of it is computed: neither spans nor cached blocks serve it.
         json_schema: the answer is JSON of this schema (JSON text); None: any text.

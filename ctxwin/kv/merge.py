@@ -7,7 +7,7 @@ is linear. So merged KV is relocated like any other.
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -119,35 +119,44 @@ def merge(span: SpanKV, attended: Tensor, count: int) -> SpanKV:
     return replace(span, k=k, v=v, positions=span.positions[:, :count].clone(), outputs={})
 
 
+@dataclass
 class FixedPoint:
     """Slots that an answer keeps while it is generated: fixed-point elimination, algorithm 1.
 
     Whatever ``every`` is, the same slots are kept: it says how many tokens pass before the others really go.
 
-    Args:
+    Attributes:
         share: share of all tokens, the prompt's and the answer's, that may be kept.
-        tokens: tokens of the prompt.
-        slots: slots that they take; never fewer are kept.
+        tokens: tokens so far, at first the prompt's.
+        slots: slots that they take.
         head: first slots that stay.
         every: tokens between two eliminations.
+        least: slots below which none goes; by default those of the prompt.
     """
 
-    def __init__(self, share: float, tokens: int, slots: int, head: int, every: int) -> None:
-        self._share, self._tokens, self._least, self._head, self._every = share, tokens, slots, max(head, 1), every
-        self._logical, self._slots, self._added = list(range(slots)), slots, 0
+    share: float
+    tokens: int
+    slots: int
+    head: int
+    every: int
+    least: int = 0
+
+    def __post_init__(self) -> None:
+        self.least, self._logical, self._added = self.least or self.slots, list(range(self.slots)), 0
 
     def append(self, count: int) -> list[int] | None:
         """Take in the slots of ``count`` tokens; return the slots to keep, ascending, where others are to go now."""
         slots = self._logical
         for _ in range(count):
-            slots.append(self._slots)
-            self._slots += 1
-            self._added += 1
-            if len(slots) > max(self._least, budget_slots(self._share, self._tokens + self._added)):
-                del slots[min(max(len(slots) - 1 - RECENT, self._head), len(slots) - 1)]
-        if self._added % self._every or len(slots) == self._slots:
+            slots.append(self.slots)
+            self.slots += 1
+            self.tokens += 1
+            if len(slots) > max(self.least, budget_slots(self.share, self.tokens)):
+                del slots[min(max(len(slots) - 1 - RECENT, self.head, 1), len(slots) - 1)]
+        self._added += count
+        if self._added % self.every or len(slots) == self.slots:
             return None
-        self._logical, self._slots = list(range(len(slots))), len(slots)
+        self._logical, self.slots = list(range(len(slots))), len(slots)
         return slots
 
 

@@ -20,6 +20,7 @@ from ctxwin.errors import CtxwinError, EngineFailed
 from ctxwin.hashing import digest
 from ctxwin.kv.kernels.staging import to_host
 from ctxwin.kv.layout import KVSpec, SpanKV
+from ctxwin.kv.merge import FixedPoint
 from ctxwin.kv.relocate import relocate
 from ctxwin.kv.states import has_maps
 from ctxwin.store.span_codec import all_finite
@@ -44,6 +45,7 @@ class Ask:
     Attributes:
         capture_all: read back the KV of the whole prompt and of the answer: `Outcome.kv`.
         builder: builder of its prompts; None is the engine itself.
+        hold: see `RequestMeta.hold`.
     """
 
     query: Encoded | None
@@ -57,6 +59,7 @@ class Ask:
     queries_of: str = ""
     capture_all: bool = False
     builder: PromptBuilder | None = None
+    hold: FixedPoint | None = None
 
     @property
     def tail(self) -> list[Encoded]:
@@ -353,6 +356,7 @@ class AskRunner:
             min_load=self._core.min_load if namespace.exact else 0,
             queries_of=ask.queries_of,
             expected_hit=offsets[cached],
+            hold=ask.hold,
         )
 
     def span_of(self, transfer: Transfer, name: str, encoded: Encoded, start: int) -> SpanKV:

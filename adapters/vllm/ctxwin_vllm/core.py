@@ -128,6 +128,7 @@ class Core:
         uncut: whether a prompt must not end in a picture, as where a picture's tokens see those behind them.
         on_gpu: whether it computes on GPUs.
         min_load: `RequestMeta.min_load` of exact KV: on a GPU a background load costs more than to compute less than a block.
+        shortens: whether answers drop slots within one request; else each few tokens are a request.
         outputs: whether what forwards give for each token is kept beside its KV.
         draft_model: layout of the speculative draft model's KV, which spans hold beside their own; None where it keeps none.
     """
@@ -145,6 +146,7 @@ class Core:
         self.longest = int(config.max_model_len)
         self.positions = max(self.longest, int(getattr(checkpoint.text_config, "max_position_embeddings", 0) or 0))
         self.outputs = outputs
+        self.shortens = isinstance(transport, LocalTransport) and internals.shortens(driver.config)
         self.on_gpu = not on_a_processor()
         self.min_load = self.block if self.on_gpu else 0
         speculative, here = driver.config.speculative_config, None

@@ -1,9 +1,11 @@
-"""Answers that keep a share of the KV (Elastic Cache, arXiv 2407.18121): a request for each few tokens.
+"""Answers that keep a share of the KV (Elastic Cache, arXiv 2407.18121): slots leave a running request every few tokens.
 
-vLLM drops none of a running request's tokens, and puts a token at the position that its slot has. So an answer is generated in
-pieces. What a piece computed is read back and joins the KV of the answer, slots leave that on the device where it is, and the
-next request loads it as its prefix, all keys turned by as much as its tokens stand too early; see `compact_prompt`. It waits in
-the frame of the first request, from which each request turns it anew, so rounding does not add up.
+One request computes the prompt and the first tokens. What is kept of them is loaded by a second one, in blocks of its own. There
+the connector moves kept slots together before a step and has vLLM go on from that many tokens, as with a session that gets more
+input (`internals.shorten`). vLLM puts a token at the position that its slot has, so all keys are turned by as much as that is
+too early; see `compact_prompt`. Where that has not been tried (in processes of vLLM's own, and with its second model runner,
+which runs on GPUs), an answer is generated in pieces: what one request computed is read back, joins the KV of the answer, and
+is loaded by the next. Either way KV waits in one frame, from which it is turned anew each time, so rounding does not add up.
 """
 
 from __future__ import annotations
@@ -92,13 +94,14 @@ class BudgetedAnswer:
                 schedule = self._hold_prompt(answer, done - 1)
             else:
                 self._hold_piece(schedule, count)
-            count = min(every, most - done)
+            count = most - done if self._core.shortens else min(every, most - done)
             seed = None if sampling.seed is None else (sampling.seed + done) % 2**63
             piece = replace(sampling, max_tokens=count, logprobs=0, seed=seed)
             if guard is not None:
                 guard.earlier = list(answer.token_ids)
             words = Encoded.of_ids(answer.token_ids[-1:])
-            outcome = self._request(Ask(words, piece, "", True, guard, background))
+            hold = replace(schedule) if self._core.shortens else None
+            outcome = self._request(Ask(words, piece, "", hold is None, guard, background, hold=hold))
             answer.token_ids += continued(outcome.token_ids, done)
             answer.finished = outcome.finished
         if guard is not None:

@@ -104,6 +104,41 @@ def layer_groups(llm: Any) -> list[list[str]]:
     return [list(group.layer_names) for group in config.kv_cache_groups]
 
 
+def pause(request: Any, paused: bool) -> None:
+    """Keep the scheduler from running a request any further, or let it, where steps are scheduled ahead of their tokens."""
+    request.next_decode_eligible_step = sys.maxsize if paused else 0
+
+
+def shorten(request: Any, slots: int, output: Any, blocks: tuple[list[int], ...]) -> None:
+    """Make a request of ``output``, a step that is being scheduled, one of ``slots`` computed tokens and of its last one.
+
+    The next input of a session makes a running request such a one, too. ``blocks``: its blocks, by group.
+    """
+    from vllm.v1.core.sched.output import NewRequestData
+
+    ids, answer = request._all_token_ids, request._output_token_ids
+    ids[: request.num_computed_tokens] = [0] * slots
+    request.prompt_token_ids, request.num_prompt_tokens = list(ids), len(ids)
+    request.num_computed_tokens, request.max_tokens = slots, request.max_tokens - len(answer)
+    answer.clear()
+    # Blocks that hold other KV by now are found by no one.
+    request.cache_salt = f"{request.cache_salt}+"
+    request.block_hashes.clear()
+    request.update_block_hashes()
+    cached = output.scheduled_cached_reqs
+    index = cached.req_ids.index(request.request_id)
+    for column in (cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, cached.num_output_tokens):
+        del column[index]
+    output.scheduled_new_reqs.append(NewRequestData.from_request(request, blocks))
+    output.has_sync_kv_loads = True
+
+
+def shortens(config: Any) -> bool:
+    """Return True if a vLLM with this config takes requests that `shorten` changes: its model runners of the first version do."""
+    parallel, speculative = config.parallel_config, config.speculative_config
+    return not (config.use_v2_model_runner or speculative) and parallel.pipeline_parallel_size == 1
+
+
 def release_core(engine: Any) -> None:
     """Shut down the parts that belong to one in-process engine alone.
 

@@ -113,6 +113,61 @@ def test_a_lost_load_is_submitted_again(engine: Any) -> None:
     assert engine.generate(layout, query, sampling).token_ids == right.token_ids
 
 
+def answers(engine: Any, sampling: Sampling, whole: bool, **options: Any) -> tuple[Any, int]:
+    """An answer in one request behind the prompt's, or in pieces; and the number of requests."""
+    layout, query = question(engine, [1, 2])
+    with (
+        mock.patch.object(engine._core, "shortens", whole),
+        mock.patch.object(engine._core.driver, "submit", wraps=engine._core.driver.submit) as submitted,
+    ):
+        return engine.generate(layout, query, sampling, salt="shorter", **options), submitted.call_count
+
+
+@pytest.mark.parametrize("merging", [False, True])
+def test_slots_leave_a_running_request(engine: Any, merging: bool) -> None:
+    sampling = Sampling(60, hold=0.4, hold_every=4, merge_prompt=merging, token_logprobs=0)
+    whole, requests = answers(engine, sampling, True)
+    pieces, more = answers(engine, sampling, False)
+    assert len(whole.token_ids) == 60 and requests == 2 and more == 15 + merging
+    assert whole.token_ids == pieces.token_ids
+    assert [t.logprob for t in whole.token_ids] == pytest.approx([t.logprob for t in pieces.token_ids], abs=1e-4)
+    assert not engine._core.transport.kept
+    scheduler = engine._core.driver.engine.engine_core.engine_core.scheduler
+    assert scheduler.kv_cache_manager.block_pool.get_usage() == 0
+
+
+def test_an_answer_that_is_preempted_or_not_moved_is_generated_again(engine: Any) -> None:
+    """What it held is gone with its blocks; it is never computed from the placeholders that stand for it."""
+    sampling = Sampling(40, hold=0.5, hold_every=8, token_logprobs=0)
+    right, _ = answers(engine, sampling, True)
+    driver, retries = engine._core.driver, engine.counters.retries
+    scheduler = driver.engine.engine_core.engine_core.scheduler
+
+    def preempting(token: Any, text: str) -> bool:
+        if token.index in (12, 25) and engine.counters.retries == retries:
+            driver.call(lambda: scheduler.reset_prefix_cache(reset_running_requests=True))
+        return True
+
+    again, requests = answers(engine, sampling, True, on_token=preempting)
+    assert again.token_ids == right.token_ids and (requests, engine.counters.retries) == (3, retries + 1)
+    from ctxwin_vllm.transport.base import Endpoint
+
+    with mock.patch.object(Endpoint, "_compact", autospec=True, side_effect=_once(Endpoint._compact)):
+        again, requests = answers(engine, sampling, True)
+    assert again.token_ids == right.token_ids and (requests, engine.counters.retries) == (3, retries + 2)
+
+
+def _once(move: Callable[..., Any]) -> Callable[..., Any]:
+    fails = iter([OSError("once")])
+
+    def moved(*args: Any) -> Any:
+        for error in fails:
+            raise error
+        return move(*args)
+
+    return moved
+
+
 def test_a_caller_stops_between_and_within_pieces(engine: Any) -> None:
     layout, query = question(engine, [1, 2])
     sampling = Sampling(30, hold=0.5, hold_every=8)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.v1.request import RequestStatus
 
+from ctxwin.kv.merge import FixedPoint
+from ctxwin_vllm import internals
 from ctxwin_vllm.transport import base
 from ctxwin_vllm.transport.base import PARAM, CaptureSpec, Endpoint, LoadSpec, RequestMeta, SaveSpec
 
@@ -52,6 +54,17 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]  # mypy sees vLLM as unty
     saves: list[SaveSpec] = field(default_factory=list)
 
 
+@dataclass
+class _Answer:
+    """An answer that drops slots while it is generated, in the request's first blocks: those before ``next``, when they exist."""
+
+    request: Request
+    handle: str
+    blocks: list[int]
+    schedule: FixedPoint
+    next: int
+
+
 class SchedulerHalf:
     """Methods that vLLM's scheduler calls; names and arguments are vLLM's."""
 
@@ -70,6 +83,7 @@ class SchedulerHalf:
         self._pool: BlockPool | None = None
         self._steps = 0
         self._unproven: deque[_Unproven] = deque()  # loads of the last `STEPS` steps
+        self._answers: dict[str, _Answer] = {}  # those that drop slots
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens the spans cover beyond vLLM's own prefix hit, and whether they are loaded in the background.
@@ -84,6 +98,8 @@ class SchedulerHalf:
         if meta is None:  # the caller may have given up on this request; it is about to be aborted and must not load
             return (None if self._orphaned(request) else 0), False
         count = meta.tokens_to_load(num_computed_tokens, request.num_prompt_tokens)
+        if (answer := self._answers.get(request.request_id)) and answer.schedule != meta.hold:
+            handle = ""  # preempted: what it held is gone, and must not be loaded as it was
         planned = num_computed_tokens, handle, meta
         if self._planned.get(request.request_id) != planned:  # vLLM calls this in every step for a waiting request
             self._planned[request.request_id] = planned
@@ -101,6 +117,9 @@ class SchedulerHalf:
             return
         begin, handle, meta = planned
         ids, states = self._split(blocks.get_block_ids())
+        if meta.hold is not None and handle:
+            following = meta.covered + meta.hold.every
+            self._answers[request.request_id] = _Answer(request, handle, list(ids), replace(meta.hold), following)
         if self.endpoint.kv.maps and (tokens := meta.capture_after(begin + num_external_tokens)):
             self._capturing[request.request_id] = states
             self._step.captures.append(CaptureSpec(self.source, states, tokens))
@@ -120,12 +139,41 @@ class SchedulerHalf:
             self._unproven.popleft()
         if self._reserved:
             self._find_reserved()
+        if self._answers:
+            self._compact(scheduler_output)
         if not (self._step.loads or self._saves or self._step.captures):
             return self._idle
         count = min(len(self._saves), 1 + len(self._saves) // BACKLOG)
         self._step.saves.extend(self._saves.popleft() for _ in range(count))
         step, self._step = self._step, Step(self.source)
         return step
+
+    def _compact(self, output: SchedulerOutput) -> None:
+        """Have answers that reach their next elimination keep fewer slots from this step on, as if a session went on from them.
+
+        vLLM must know an answer's last token then: with asynchronous scheduling it waits for that one.
+        """
+        self._resume()
+        cached = output.scheduled_cached_reqs
+        for name, answer in self._answers.items():
+            request, schedule, end = answer.request, answer.schedule, answer.request.num_computed_tokens
+            if name in cached.req_ids and name not in cached.resumed_req_ids:
+                more = cached.new_block_ids[cached.req_ids.index(name)]
+                answer.blocks += more[self._attention] if more else []
+            if end == answer.next and name in cached.req_ids:
+                keep = schedule.append(schedule.every)
+                answer.next = schedule.slots + schedule.every
+                if keep is not None:
+                    where = self.source, answer.handle, name, tuple(answer.blocks)
+                    self._step.loads.append(LoadSpec(*where, 0, end, False, keep=tuple(keep)))
+                    internals.shorten(request, len(keep), output, (answer.blocks,))
+            if request.num_computed_tokens + output.num_scheduled_tokens.get(name, 0) == answer.next:
+                internals.pause(request, True)
+
+    def _resume(self) -> None:
+        for answer in self._answers.values():
+            if not answer.request.num_output_placeholders:
+                internals.pause(answer.request, False)
 
     def has_pending_block_frees(self) -> bool:
         """Return True while blocks of requests that have ended are kept to be read; vLLM waits for them before it preempts."""
@@ -141,6 +189,7 @@ class SchedulerHalf:
         vLLM does so for running requests only. Blocks of a request that was aborted or preempted in that same step would stay,
         and the next request would hit whatever the memory held.
         """
+        self._resume()
         failed = connector_output.invalid_block_ids
         if not failed or self._pool is None:
             return
@@ -161,8 +210,8 @@ class SchedulerHalf:
 
     def _read_back(self, request: Request, block_ids: list[int], states: tuple[int, ...]) -> bool:
         """Read the captures of a request that has ended; return True if the workers do so in the next steps."""
-        self._planned.pop(request.request_id, None)
-        self._orphans.pop(request.request_id, None)
+        for by_request in (self._planned, self._orphans, self._answers, self.endpoint.kept):
+            by_request.pop(request.request_id, None)
         for load in self._unproven:
             if load.request == request.request_id:
                 load.blocks.update(block_ids[load.first :])

@@ -84,6 +84,8 @@ class WorkerHalf:
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose blocks may be freed, and those whose background load has ended or failed."""
+        for request in finished_req_ids:
+            self.endpoint.kept.pop(request, None)
         if not (self._sent or self._receiving):
             return None, None
         sent, self._sent = self._sent, set()

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ def write_file(path: Path, *data: bytes | memoryview) -> None:
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write an object as JSON, as `write_file` does."""
-    write_file(path, json.dumps(value).encode())
+    write_file(path, json.dumps(value, default=asdict).encode())
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -18,6 +18,9 @@ import torch
 from ctxwin.engines.segments import Segment
 from ctxwin.errors import UnsupportedModel
 from ctxwin.kv.kernels import SpanSlice
+from ctxwin.kv.layout import SpanKV
+from ctxwin.kv.merge import FixedPoint
+from ctxwin.kv.relocate import relocate
 from ctxwin.kv.states import since_exact
 from ctxwin_vllm.ranks import own_heads
 
@@ -65,6 +68,7 @@ class RequestMeta:
             loaded KV is not what a forward would compute.
         expected_hit: prompt tokens that vLLM's own prefix cache is known to hold, and that no load has: where it has dropped
             some of them, all that follows is computed.
+        hold: the slots that its answer keeps while it is generated, of those that it loads and its own; None is all of them.
     """
 
     covered: int = 0
@@ -73,6 +77,7 @@ class RequestMeta:
     private_from: int = 0
     min_load: int = 0
     expected_hit: int = 0
+    hold: FixedPoint | None = None
 
     def tokens_to_load(self, hit: int, prompt: int) -> int:
         """Return the number of tokens to load after a prefix hit of ``hit`` tokens; vLLM always computes the last prompt token.
@@ -143,6 +148,7 @@ class LoadSpec:
         source: the transport that knows ``handle``; engines of one process share vLLM's worker-side connector.
         background: True if the request waits for the load outside the steps.
         states: the request's block in each group of layers, for a hybrid.
+        keep: of an answer at work: of its slots, those that stay, moved to the first ones; nothing else is written.
     """
 
     source: str
@@ -153,6 +159,7 @@ class LoadSpec:
     end: int
     background: bool
     states: tuple[int, ...] = ()
+    keep: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -239,6 +246,7 @@ class Endpoint(ABC):
         rank: the worker's number among all of them.
         behind: True where what is read is written behind the step, as on a GPU.
         in_memory: True where transfers are in this process, so that looking one up takes no time.
+        kept: KV of answers that drop slots, by request, and by how much later ones of their tokens stand too early.
     """
 
     kv: KVSpec
@@ -248,6 +256,9 @@ class Endpoint(ABC):
     outputs: StageOutputs | None = None
     heads: slice | None = None
     rank, behind, in_memory = 0, False, False
+
+    def __init__(self) -> None:
+        self.kept: dict[str, tuple[SpanKV, int]] = {}
 
     @abstractmethod
     def request_meta(self, handle: str) -> RequestMeta | None:
@@ -313,6 +324,8 @@ class Endpoint(ABC):
         if self.paged is None:
             raise RuntimeError("the engine is not up yet")
         with self.paged.loads.begin(background=load.background):
+            if load.keep:
+                return self._compact(load, self.paged)
             parts = self.parts(load.handle, load.begin, load.end)
             # States first: a missing one raises before anything is written.
             nbytes = 0
@@ -327,6 +340,26 @@ class Endpoint(ABC):
             if self.outputs is not None:
                 self.outputs.write(parts, self.paged.slots(load.blocks, load.begin, load.end))
             self.finish_load(load, nbytes + write(self.paged, parts, self.kv, load, self.heads))
+
+    @torch.inference_mode()
+    def _compact(self, load: LoadSpec, paged: PagedKV) -> None:
+        """Move the slots that an answer keeps to its first ones, their keys turned to where its next token stands now.
+
+        All turn anew from the request's first frame, in which they are kept beside the cache, so that rounding does not add up.
+        """
+        held, dropped = self.kept.get(load.request, (None, 0))
+        begin = 0 if held is None else held.tokens
+        k, v = paged.read(load.blocks, begin, load.end)
+        places = torch.arange(load.end).expand(3, -1)
+        span = relocate(SpanKV(k, v, places[:, begin:], 0), paged.kv, dropped)
+        index = torch.tensor(load.keep, device=k.device)
+        parts = [span] if held is None else [held, span]
+        k, v = (torch.cat([getattr(part, name) for part in parts], dim=1).index_select(1, index) for name in "kv")
+        dropped += load.end - len(index)
+        span = SpanKV(k, v, places[:, : len(index)], dropped)
+        self.kept[load.request] = span, dropped
+        paged.keep(span, k, v)
+        write(paged, [SpanSlice(span, 0, approximate=True)], paged.kv, replace(load, end=len(index)))
 
     def capture(self, capture: CaptureSpec) -> None:
         """Capture the map of a chunk; `read_now` or `save` reads it with the states."""

@@ -68,6 +68,7 @@ class SharedMemoryEndpoint(Endpoint):
     """vLLM's side: the scheduler reads request metadata, workers read spans and write captures."""
 
     def __init__(self, source: str) -> None:
+        super().__init__()
         self.path = Path(source)
         raw = read_json(self.path / "spec.json")
         if raw is None:

@@ -36,6 +36,7 @@ class LocalTransport(Transport, Endpoint):
     in_memory = True
 
     def __init__(self, kv: KVSpec) -> None:
+        super().__init__()
         self.kv = kv
         self.source = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._capturing = threading.Lock()
