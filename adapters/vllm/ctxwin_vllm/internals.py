@@ -15,7 +15,9 @@ import errno
 import gc
 import itertools
 import os
+import select
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +33,7 @@ from ctxwin.kv.config import text_backbone
 CHECKED = TESTED
 """The minor versions of vLLM on which every function here was read and run."""
 PAUSE_S, _LOOK_S, _SPIN_S = 2e-4, 0.05, 0.01
-"""Seconds between two looks for a message, see `sleep_while_waiting`; the same where a datagram announces it; and how long a
+"""Seconds between two looks for a message, see `sleep_while_waiting`; the same where an event announces it; and how long a
 process looks for it actively where the last one came within that time."""
 
 
@@ -196,10 +198,11 @@ def processors() -> int:
 def sleep_while_waiting() -> None:
     """Let this process sleep until a message of vLLM's other processes comes; vLLM's own way keeps a core busy for a second.
 
-    With few cores that is one which the process it waits for could use. A queue's writer wakes each reader by a datagram, which
-    stays in the reader's socket while that works, so that none is missed. Where there are no such sockets, a message is seen
-    up to `PAUSE_S` later. A reader whose last message came within `_SPIN_S` looks for the next one actively for as long: waking
-    it would take longer than the steps of a small model. Idempotent.
+    With few cores that is one which the process it waits for could use. A queue's writer wakes each reader by an event, which
+    stays while that works, so that none is missed; it comes by a datagram to the reader's socket. (Datagrams themselves would
+    tell Linux that the writer is about to sleep, and the reader be run on its core, where the two then look for one another.)
+    Where there are no such sockets, a message is seen up to `PAUSE_S` later. A reader whose last message came within `_SPIN_S`
+    looks for the next one actively for as long: waking it would take longer than the steps of a small model. Idempotent.
     """
     from vllm.distributed.device_communicators import shm_broadcast
     from zmq import LAST_ENDPOINT
@@ -215,7 +218,7 @@ def sleep_while_waiting() -> None:
         queue = self.local_notify_socket.getsockopt_string(LAST_ENDPOINT)
         return (f"\0ctxwin {queue} {reader}" for reader in itertools.count())
 
-    def wait_for_datagram(self: Any, timeout_ms: int | None = None) -> None:
+    def wait_for_event(self: Any, timeout_ms: int | None = None) -> None:
         now = time.monotonic()
         self.ctxwin_since = self.ctxwin_since or now
         if now > self.last_read + self.busy_loop_s:
@@ -235,25 +238,36 @@ def sleep_while_waiting() -> None:
         elif self.ctxwin_socket.fileno() < 0:
             time.sleep(PAUSE_S)
         else:
-            self.ctxwin_socket.settimeout(min(_LOOK_S, 1e-3 * (timeout_ms or 1e9)))
-            with contextlib.suppress(TimeoutError):
-                self.ctxwin_socket.recv(1)
+            poll, events = select.poll(), self.ctxwin_events
+            poll.register(events[0] if events else self.ctxwin_socket, select.POLLIN)
+            if not poll.poll(min(1e3 * _LOOK_S, timeout_ms or 1e9)):
+                return
+            if not events:
+                self.ctxwin_events = socket.recv_fds(self.ctxwin_socket, 1, 1, socket.MSG_CMSG_CLOEXEC)[1]
+                return
+            with contextlib.suppress(OSError):  # it came from another program, and wakes nothing
+                os.eventfd_read(events[0])
 
     def record_wait(self: Any) -> None:
         record_read(self)
         self.ctxwin_spins = not self.ctxwin_since or self.last_read < self.ctxwin_since + _SPIN_S
         self.ctxwin_since = 0.0
 
-    def notify_by_datagram(self: Any) -> None:
+    def notify_by_event(self: Any) -> None:
         self.ctxwin_socket = self.ctxwin_socket or socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.ctxwin_events = self.ctxwin_events or [os.eventfd(0)]  # the last one is the next reader's
+        for event in self.ctxwin_events[:-1]:
+            os.eventfd_write(event, 1)
         with contextlib.suppress(OSError):  # there are no more readers
-            for name in names(self):
-                with contextlib.suppress(BlockingIOError):  # it has some that wake it
-                    self.ctxwin_socket.sendto(b"1", socket.MSG_DONTWAIT, name)
+            for name in itertools.islice(names(self), len(self.ctxwin_events) - 1, None):
+                given = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", self.ctxwin_events[-1]))
+                self.ctxwin_socket.sendmsg([b"1"], [given], socket.MSG_DONTWAIT, name)
+                self.ctxwin_events.append(os.eventfd(0))
         notify(self)
 
-    condition.ctxwin_socket, condition.ctxwin_since, condition.ctxwin_spins = None, 0.0, False
-    condition.wait, condition.notify, condition.record_read = wait_for_datagram, notify_by_datagram, record_wait
+    condition.ctxwin_socket, condition.ctxwin_events = None, []
+    condition.ctxwin_since, condition.ctxwin_spins = 0.0, False
+    condition.wait, condition.notify, condition.record_read = wait_for_event, notify_by_event, record_wait
 
 
 def tensor_parallel() -> tuple[int, int]:

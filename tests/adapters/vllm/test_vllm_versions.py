@@ -333,7 +333,7 @@ class RefusedSocket(socket.socket):
     def bind(self, address: Any) -> None:
         raise PermissionError(errno.EACCES, "forbidden")
 
-    def sendto(self, *arguments: Any) -> int:
+    def sendmsg(self, *arguments: Any) -> int:
         raise PermissionError(errno.EACCES, "forbidden")
 
 
@@ -354,7 +354,7 @@ def broadcast_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("platform", ["linux", "linux, no sockets", "darwin"])
 @pytest.mark.parametrize("readers", [1, 2])
 def test_a_process_that_waits_for_another_sleeps(monkeypatch: pytest.MonkeyPatch, platform: str, readers: int) -> None:
-    """Messages that come a while after one another are read with few looks for them: hardly any where a datagram wakes."""
+    """Messages that come a while after one another are read with few looks for them: hardly any where an event wakes."""
     broadcast = broadcast_of_its_own(monkeypatch)
     from ctxwin_vllm import internals
 
@@ -378,6 +378,9 @@ def test_a_process_that_waits_for_another_sleeps(monkeypatch: pytest.MonkeyPatch
             writer.enqueue(number)
         assert [each.result() for each in read] == [[0, 1, 2, 3]] * readers
     seconds = time.monotonic() - begin
+    events = [event for queue in queues for event in getattr(queue._spin_condition, "ctxwin_events", ())]
+    assert len(set(events)) == (readers if platform == "linux" else 0)
+    assert all(str(Path(f"/proc/self/fd/{event}").readlink()) == "anon_inode:[eventfd]" for event in events)
     most = 3 * 4 + seconds / internals._LOOK_S if platform == "linux" else seconds / internals.PAUSE_S
     assert 0 < len(looks) <= readers * most
 
