@@ -109,6 +109,11 @@ def beside_windows(servers: dict[str, Server], pairs: int, windows: int, seed: i
         yield {"plain": kind, "windows": windows, **_quantiles(off, on, seed)}
 
 
+def pool_engine(dtype: str) -> VLLMEngine:
+    """Return the bundled model on a vLLM with a cache of `BLOCKS`."""
+    return VLLMEngine(checkpoint_dir(), dtype=dtype, num_gpu_blocks_override=POOL, max_model_len=BLOCKS * BLOCK)
+
+
 def load_of_all_blocks(engine: Any, seed: int, requests: int = REQUESTS) -> tuple[list[tuple[int, int, int]], int]:
     """Run a load that begins at once; return running and waiting requests and free blocks behind each step, and preemptions."""
     driver, rng = engine.core.driver, np.random.default_rng(seed)
@@ -191,8 +196,7 @@ def main(
     rows = list[dict[str, Any]]()
     with errors(), ExitStack() as stack:
         if pool:
-            engine = stack.enter_context(VLLMEngine(checkpoint_dir(), dtype=dtype, num_gpu_blocks_override=POOL))
-            rows.append(pool_pressure(engine, pairs, windows, seed))
+            rows.append(pool_pressure(stack.enter_context(pool_engine(dtype)), pairs, windows, seed))
         elif windows:
             servers = {name: stack.enter_context(running(SERVERS[name], [])) for name in ("off", "exact")}
             rows += beside_windows(servers, pairs, windows, seed)

