@@ -2,7 +2,7 @@
 
 With ``--windows 32`` plain completions beside so many conversations, on a server with windows behind them and on one without:
 ``idle``, and ``busy`` where a conversation goes on meanwhile. With ``--pool`` too, a plain load on vLLM in this process that
-needs every block of its cache, which windows fill, and one on an empty cache.
+needs every block of its cache, which windows fill, and one on a cache that another such load has filled.
 
 Two agents run the loop of `evals.studies.chats` with OpenAI's client, a turn of the one and a turn of the other: an ask, and a
 pause to think, in which the one's next prompt is computed ahead. The chats come at random times; those of two turns that follow
@@ -30,7 +30,7 @@ from ctxwin_evals.stats import bootstrap_median
 from ctxwin_vllm.engine import VLLMEngine
 
 from .chats import KEEP, LOG, History, chat_messages, connect, openai_asker, prefilled, screens, step
-from .overhead import SERVERS, Server, chat, running
+from .overhead import PAUSE_S, SERVERS, Server, chat, running
 from .servers import running_server
 
 BLOCK, REQUESTS, EACH = 32, 12, 4
@@ -153,15 +153,16 @@ def ask_all(windows: list[Window], turn: int) -> None:
 
 
 def pool_pressure(engine: Any, pairs: int, count: int, seed: int) -> dict[str, Any]:
-    """Return the throughput of loads of all blocks on a cache that is full of windows' blocks, over that on an empty one."""
+    """Return the throughput of loads of all blocks on a cache full of windows' blocks, over that on one of plain requests'."""
     windows, rng, found = open_windows(engine, "patched", count), Random(seed), list[dict[bool, Any]]()
     for pair in range(pairs + 1):
         found.append({})
         for full in rng.sample([False, True], 2):
             if full:
                 ask_all(windows, pair)
-            elif not engine.core.driver.reset_prefix_cache():
-                raise RuntimeError("no request may hold blocks before a load alone, got one that does")
+            else:
+                load_of_all_blocks(engine, seed + pairs + 1 + pair)
+            time.sleep(PAUSE_S)  # what follows an ask ends
             began = time.perf_counter()
             steps, preempted = load_of_all_blocks(engine, seed + pair)
             found[-1][full] = time.perf_counter() - began, steps, preempted
