@@ -23,7 +23,7 @@ from ctxwin.fidelity import Fidelity, Reference
 from ctxwin.hashing import digest
 from ctxwin.window.assembly import Assembly
 from ctxwin.window.choice import ServedMemo
-from ctxwin.window.continuation import Chosen
+from ctxwin.window.continuation import Selection
 from ctxwin.window.lanes import canonical_key
 from ctxwin.window.layout import Layout, Work
 from ctxwin.window.state import Conditioning, Placed, State, provenance_of, span_key
@@ -199,7 +199,7 @@ class Replay:
         """
         self._check()
         misses, self._assembly.visible = self.work.misses, visible
-        self._assembly.newest.chosen = Chosen()  # made on what was visible then
+        self._assembly.newest.selection = Selection()  # made on what was visible then
         layout = self._assembly.build_layout(state, fidelity, self.work)
         if self.work.misses > misses or (keys is not None and keys_of(layout) != list(keys)):
             raise Stale("the KV of the answer is no longer stored")

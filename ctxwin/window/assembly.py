@@ -26,7 +26,7 @@ from ctxwin.profiles import compress_deficit, served_basis
 from ctxwin.window.answer import Plan
 from ctxwin.window.changes import Memo, common_front, with_fields
 from ctxwin.window.choice import SAVES_MS, ServedMemo
-from ctxwin.window.continuation import Chosen, Continuation, remember
+from ctxwin.window.continuation import Continuation, Selection, remember
 from ctxwin.window.forecast import salt_of, with_forecast
 from ctxwin.window.lanes import (
     Has,
@@ -97,10 +97,12 @@ class Assembly:
         """Return the plan of an ask of ``state``. Reads no KV. The tokens of ``query``, if given, are included."""
         # An ask that returns outputs, as all do here by default, needs its tokens whole.
         merging = fidelity.merges_prompt and state.conditioned and not self.engine.spec.outputs
-        chosen, has, prices = self.choose(state, fidelity)
-        choices = chosen.choices
-        plan = plan_of(state, chosen, self.engine.spec.kv, system_prompt_key(state), has, prices, self.newest.planned)
-        self.newest.planned = choices, plan.entries, chosen.ms
+        selection, has, prices = self.choose(state, fidelity)
+        choices = selection.choices
+        plan = plan_of(
+            state, selection, self.engine.spec.kv, system_prompt_key(state), has, prices, self.newest.planned
+        )
+        self.newest.planned = choices, plan.entries, selection.ms
         plan = computed_plan(state, plan, self.engine.spec.kv, prices) if merging else plan
         if (encoded_query := None if query is None else self.engine.encode_query(query)) is not None:
             (*preceding, answer), more = plan.steps, encoded_query.tokens
@@ -113,24 +115,26 @@ class Assembly:
         """Prices of serving a chunk on this engine."""
         return Prices(self.engine.costs, self.repo.tier)
 
-    def choose(self, state: State, fidelity: Fidelity) -> tuple[Chosen, Has, Prices]:
+    def choose(self, state: State, fidelity: Fidelity) -> tuple[Selection, Has, Prices]:
         """Return the choices for ``state``, a predicate of stored keys, with one answer for each though a store may lose it, and
         prices by where they lie. All keys that the newest choices were made on are looked up at once."""
-        chosen, rates = self.newest.chosen, self.engine.costs.load_rates
-        keys = chosen.tiers.keys()
+        selection, rates = self.newest.selection, self.engine.costs.load_rates
+        keys = selection.tiers.keys()
         tiers = dict.fromkeys(keys, "") | self.repo.tiers(keys - self.missing if self.missing else keys)
         has = Memo(lambda key: bool(tiers[key]) if key in tiers else self.has(key)).__getitem__
         prices = Prices(self.engine.costs, Memo(lambda key: tiers.get(key) or self.repo.tier(key)).__getitem__)
-        previous, standing = chosen.on(tiers)
-        ms = chosen.ms if rates == chosen.rates else [*starmap(cache(prices.of_load), chosen.loads)]
-        if ms is not chosen.ms and max(ms, default=0.0) >= SAVES_MS:  # another lane may be cheaper
+        previous, standing = selection.on(tiers)
+        ms = selection.ms if rates == selection.rates else [*starmap(cache(prices.of_load), selection.loads)]
+        if ms is not selection.ms and max(ms, default=0.0) >= SAVES_MS:  # another lane may be cheaper
             standing = 0
-        kept = max(0, min(standing, common_front(chosen.placed, state.placed), len(state.placed) - 1))
-        tokens = chosen.ends[kept - 1] if kept else 0
-        choices = choose(state, fidelity, has, prices, self.memo, self.engine, previous, kept, tokens)
-        kept = min(kept, common_front(chosen.choices, choices))
-        chosen = self.newest.chosen = chosen.followed_by(choices, state, tiers, rates, ms, kept, prices.tier)
-        return chosen, has, prices
+        unchanged = max(0, min(standing, common_front(selection.placed, state.placed), len(state.placed) - 1))
+        tokens = selection.ends[unchanged - 1] if unchanged else 0
+        choices = choose(state, fidelity, has, prices, self.memo, self.engine, previous, unchanged, tokens)
+        unchanged = min(unchanged, common_front(selection.choices, choices))
+        selection = self.newest.selection = selection.followed_by(
+            choices, state, tiers, rates, ms, unchanged, prices.tier
+        )
+        return selection, has, prices
 
     def build_layout(self, state: State, fidelity: Fidelity, work: Work) -> Layout:
         """Choose lanes, fetch their KV and form missing canonicals. Repeats without the keys that turn out to be missing."""
@@ -144,22 +148,22 @@ class Assembly:
         ahead: dict[str, SpanKV] = {}
         # Each round either succeeds or learns of at least one missing key, so it ends.
         while True:
-            chosen, has, prices = self.choose(state, fidelity)
-            _, ms = steps_of(state, chosen, system_prompt_key(state), has, prices)
-            fetched = self._fetch_layout(state, chosen, work, ahead, has, Reads(costs, prices.tier))
+            selection, has, prices = self.choose(state, fidelity)
+            _, ms = steps_of(state, selection, system_prompt_key(state), has, prices)
+            fetched = self._fetch_layout(state, selection, work, ahead, has, Reads(costs, prices.tier))
             if fetched is not None:
                 own_ms = 1e3 * (costs.clock() - began) - (work.priced_ms - priced)
-                costs.learn(costs.library, (1, len(chosen.choices)), own_ms)
+                costs.learn(costs.library, (1, len(selection.choices)), own_ms)
                 return with_fields(fetched, ms=ms)
 
     def _fetch_layout(
-        self, state: State, chosen: Chosen, work: Work, ahead: dict[str, SpanKV], has: Has, reads: Reads
+        self, state: State, selection: Selection, work: Work, ahead: dict[str, SpanKV], has: Has, reads: Reads
     ) -> Layout | None:
         """Return the layout with its KV; None if some of it turned out to be missing.
 
         ``ahead``: spans computed while reads went on, by key; they serve the next round, too.
         """
-        choices, ends, cached = chosen.choices, chosen.ends, 0
+        choices, ends, cached = selection.choices, selection.ends, 0
         if self.cached_tokens is not None and has(system_prompt_key(state)):
             computed = (end - c.entry.tokens for c, end in zip(choices, ends, strict=True) if c.compute)
             cached = self.cached_tokens(min(computed, default=state.tokens))
@@ -224,7 +228,7 @@ class Assembly:
             start += encoded.advance
         salt = salt_of(segments)
         layout = Layout(
-            tuple(choices), tuple(segments), salt, tuple(contents), tuple(counts), state.tokens, chosen.lanes,
+            tuple(choices), tuple(segments), salt, tuple(contents), tuple(counts), state.tokens, selection.lanes,
             standing=0 if cached else len(standing), loads=loads, ahead=early,
         )  # fmt: skip
         newest.loaded = newest.loaded.followed_by(layout, len(standing))
@@ -346,9 +350,9 @@ class Assembly:
         generation.captured.update(layout.ahead)
         segments = without_spans(layout.segments) if sampling.merge_prompt else layout.segments
         if watch.alone:
-            known = layout.standing if segments is layout.segments and segments[0].available else 0
-            others = (*segments[:1], *segments[known + 1 :], Segment(query, 0))
-            amounts = workload(others, generation.forwards, layout.loads if known else None).amounts
+            standing = layout.standing if segments is layout.segments and segments[0].available else 0
+            others = (*segments[:1], *segments[standing + 1 :], Segment(query, 0))
+            amounts = workload(others, generation.forwards, layout.loads if standing else None).amounts
             costs.learn(costs.engine, amounts, watch.first or watch.ms)
         self.repo.note_served([segment.patch_key for segment in segments if segment.patch is not None])
         return generation
@@ -390,11 +394,11 @@ class Assembly:
 
         The version stays: the placed chunks are the same, only the knowledge about their KV changes.
         """
-        captured, chosen = {**layout.ahead, **captured}, self.newest.chosen
+        captured, selection = {**layout.ahead, **captured}, self.newest.selection
         if 0 in captured:
             self.put(layout.segments[0].span_key, captured[0], layout.segments[0].encoded, provenance="system_prompt")
-        same = common_front(chosen.choices, layout.choices)
-        written = min(chosen.written, same)
+        same = common_front(selection.choices, layout.choices)
+        written = min(selection.written, same)
         entries, memorable = list(state.placed[:written]), list(layout.choices[:written])
         demand = cache(self.demand)  # asked of every open window: once an answer at most
         for i, choice in enumerate(layout.choices[written:], start=written + 1):
@@ -420,13 +424,13 @@ class Assembly:
                     p = p.replace(kv=choice.conditioning, seen=True, unseen=())
             entries.append(p)
             memorable.append(choice)
-        known = max(0, written - 1)  # the next one's place told where the last one was remembered
+        same_places = max(0, written - 1)  # the next one's place told where the last one was remembered
         places, memos = self.newest.remembered
-        self.newest.remembered = remember(self.memo, memorable, fidelity, places[:known], memos[:known])
+        self.newest.remembered = remember(self.memo, memorable, fidelity, places[:same_places], memos[:same_places])
         pairs = zip(layout.choices[written:], entries[written:], strict=True)
         choices = [*layout.choices[:written], *(c if c.entry is p else c.of_entry(p) for c, p in pairs)]
         placed = tuple(entries)
-        self.newest.chosen = chosen.written_back(choices, placed, same)
+        self.newest.selection = selection.written_back(choices, placed, same)
         return state.replace(placed=placed)
 
     def _store(

@@ -46,10 +46,10 @@ class LoadedFront:
     counts: Sequence[int] = (0,)
     contents: Sequence[str] = ()
 
-    def followed_by(self, layout: Layout, known: int) -> LoadedFront:
-        """Return that of the next layout, which took over the first ``known`` chunks."""
-        chunks = list(self.chunks[:known])
-        for choice, segment in zip(layout.choices[known:], layout.segments[known + 1 :], strict=True):
+    def followed_by(self, layout: Layout, count: int) -> LoadedFront:
+        """Return that of the next layout, which took over the first ``count`` chunks."""
+        chunks = list(self.chunks[:count])
+        for choice, segment in zip(layout.choices[count:], layout.segments[count + 1 :], strict=True):
             if choice.compute or choice.partial_base is not None or segment.span is None:
                 break
             bare, span = with_fields(segment, span=None, patch=None), weakref.ref(segment.span)
@@ -59,7 +59,7 @@ class LoadedFront:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class Selection:
     """Choices, and what they were made on.
 
     Attributes:
@@ -89,12 +89,12 @@ class Chosen:
         if tiers == self.tiers:
             return self.choices, self.standing
         moved = {key for key, tier in tiers.items() if tier != self.tiers[key]}
-        gone = {key for key in moved if not (tiers[key] and self.tiers[key])}
+        changed = {key for key in moved if not (tiers[key] and self.tiers[key])}
         choices, standing = list(self.choices), self.standing
         for i, choice in enumerate(choices):
             if choice.premises and not moved.isdisjoint(choice.premises.stored):
                 standing = min(standing, i)
-                if not gone.isdisjoint(choice.premises.stored):
+                if not changed.isdisjoint(choice.premises.stored):
                     choices[i] = with_fields(choice, premises=None)
         return choices, standing
 
@@ -105,36 +105,38 @@ class Chosen:
         tiers: Mapping[str, str] = MappingProxyType({}),
         rates: Sequence[object] = (),
         ms: Sequence[float] = (),
-        kept: int = 0,
+        unchanged: int = 0,
         tier: Callable[[str], str] = str,
-    ) -> Chosen:
-        """Return those made next, at ``rates``, the first ``kept`` of which are these at prices ``ms``.
+    ) -> Selection:
+        """Return those made next, at ``rates``, the first ``unchanged`` of which are these at prices ``ms``.
 
         ``tiers``: of all keys that these were made on; ``tier`` gives that of another stored key.
         """
-        before, made = ([c.premises for c in both[kept:]] for both in (self.choices, choices))
-        same = new = kept + common_front(before, made)
-        if any(before[same - kept :]):  # what others need of their keys is told by these
+        old_premises, premises = ([c.premises for c in both[unchanged:]] for both in (self.choices, choices))
+        same = new = unchanged + common_front(old_premises, premises)
+        if any(old_premises[same - unchanged :]):  # what others need of their keys is told by these
             new, tiers = 0, {}
-        known = (c.premises.stored for c in choices[new:] if c.premises)
-        keys = {key: tier(key) if at else "" for stored in known for key, at in stored.items()}
+        lookups = (c.premises.stored for c in choices[new:] if c.premises)
+        keys = {key: tier(key) if at else "" for stored in lookups for key, at in stored.items()}
         first = choices[0].premises.fidelity if choices and choices[0].premises else None
-        standing = next((i for i, c in enumerate(choices[kept:], kept) if not c.stands(first)), len(choices))
-        offset = self.ends[kept - 1] if kept else state.system_prompt_tokens
-        rest = accumulate([p.tokens for p in state.placed[kept:]], initial=offset)
-        kvs = [(c.slots, c.conditioning.span, c.conditioning.patch) for c in choices[kept:standing]]
+        standing = next((i for i, c in enumerate(choices[unchanged:], unchanged) if not c.stands(first)), len(choices))
+        offset = self.ends[unchanged - 1] if unchanged else state.system_prompt_tokens
+        rest = accumulate([p.tokens for p in state.placed[unchanged:]], initial=offset)
+        kvs = [(c.slots, c.conditioning.span, c.conditioning.patch) for c in choices[unchanged:standing]]
         loads = [(slots, tier(span), tier(patch) if patch else "") for slots, span, patch in kvs]
-        lanes = Counter(self.lanes if kept else ())
-        for sign, different in ((-1, self.choices[kept:]), (1, choices[kept:])) if kept else ((1, choices),):
+        lanes = Counter(self.lanes if unchanged else ())
+        for sign, different in (
+            ((-1, self.choices[unchanged:]), (1, choices[unchanged:])) if unchanged else ((1, choices),)
+        ):
             for choice in different:
                 lanes[choice.lane] += sign * choice.entry.tokens
-        return Chosen(
-            choices, state.placed, [*self.ends[:kept], *islice(rest, 1, None)], {**tiers, **keys} if keys else tiers, rates,
-            [*ms[:kept], *(c.ms for c in choices[kept:])], standing,
-            [*self.loads[:kept], *loads], +lanes, min(self.written, same),
+        return Selection(
+            choices, state.placed, [*self.ends[:unchanged], *islice(rest, 1, None)], {**tiers, **keys} if keys else tiers, rates,
+            [*ms[:unchanged], *(c.ms for c in choices[unchanged:])], standing,
+            [*self.loads[:unchanged], *loads], +lanes, min(self.written, same),
         )  # fmt: skip
 
-    def written_back(self, choices: Sequence[Choice], placed: Sequence[Placed], same: int) -> Chosen:
+    def written_back(self, choices: Sequence[Choice], placed: Sequence[Placed], same: int) -> Selection:
         """Return these behind an answer: ``choices`` of the placements that it wrote back; the first ``same`` were these."""
         rest = range(min(self.written, same), len(choices))
         written = next((i for i in rest if choices[i].premises is None), len(choices))
@@ -142,7 +144,7 @@ class Chosen:
             standing = min(self.standing, written)
             return replace(self, choices=choices, placed=placed, standing=standing, written=written)
         keys = {key: "?" if at else "" for c in choices if c.premises for key, at in c.premises.stored.items()}
-        return Chosen(choices, placed, tiers=keys, written=written)
+        return Selection(choices, placed, tiers=keys, written=written)
 
 
 @dataclass
@@ -150,14 +152,14 @@ class Continuation:
     """See the module. Its values are replaced and never changed, as a plan may be made beside an ask.
 
     Attributes:
-        chosen: the newest choices.
+        selection: the newest choices.
         planned: choices with the entries of their plan, and prices of these.
         loaded: what the newest layout loaded first.
         remembered: where the last answer remembered its chunks, and how they were served.
         broken_at: index of the first chunk that the last answer computed anew behind other chunks; see `without_transient`.
     """
 
-    chosen: Chosen = field(default_factory=Chosen)
+    selection: Selection = field(default_factory=Selection)
     planned: tuple[Sequence[Choice], Sequence[PlanEntry], Sequence[float]] = ((), (), ())
     loaded: LoadedFront = field(default_factory=LoadedFront)
     remembered: tuple[Sequence[str], Sequence[ServedMemo]] = ((), ())
@@ -236,7 +238,7 @@ MAX_MEMO = 8192
 
 def remember(
     memo: OrderedDict[str, ServedMemo],
-    served: Sequence[Choice],
+    choices: Sequence[Choice],
     fidelity: Fidelity,
     places: Sequence[str] = (),
     memos: Sequence[ServedMemo] = (),
@@ -245,11 +247,11 @@ def remember(
     first chunks are known."""
     if fidelity.mode != "patched":
         return [], []  # exact KV is found by its provenance, and a canonical by its content
-    known = common_front(memos, [*map(memo.get, places)])
-    places, memos = list(places[:known]), list(memos[:known])
+    same = common_front(memos, [*map(memo.get, places)])
+    places, memos = list(places[:same]), list(memos[:same])
     deque(map(memo.move_to_end, places), maxlen=0)
-    served = served[known:]
-    for choice, following in zip(served, [*(c.front for c in served[1:]), None], strict=False):
+    choices = choices[same:]
+    for choice, following in zip(choices, [*(c.front for c in choices[1:]), None], strict=False):
         adjacent = following is not None and following.length == choice.front.length + 1
         place = following.contents if following and adjacent else choice.front.contents_with(choice.entry)
         known_memo = memo.get(place)

@@ -27,7 +27,7 @@ from ctxwin.window.answer import Plan, PlanEntry, PlanRequest
 from ctxwin.window.antecedents import Antecedents
 from ctxwin.window.changes import common_front, with_fields
 from ctxwin.window.choice import SAVES_MS, Choice, Premises, ServedMemo
-from ctxwin.window.continuation import Chosen
+from ctxwin.window.continuation import Selection
 from ctxwin.window.edited_text import Differences, EditedText
 from ctxwin.window.layout import computed_choices
 from ctxwin.window.prices import Prices
@@ -84,7 +84,7 @@ def choose(
     memo: Mapping[str, ServedMemo] | None = None,
     engine: Engine | None = None,
     previous: Sequence[Choice] = (),
-    kept: int = 0,
+    unchanged: int = 0,
     tokens: int = 0,
 ) -> list[Choice]:
     """Return the lane of every placed chunk, front to back. ``fidelity`` must be resolved.
@@ -96,7 +96,7 @@ def choose(
         engine: gives the tokens of edited chunks; without it no chunk is served in lane ``edited``.
         previous: choices of the window before, in any version, without the premises of those that the store does not bear out
             now. One of them goes on as long as nothing else that it was made on has changed.
-        kept: how many first ones of these stand (`Choice.stands`) of the same chunks as now, of one fidelity and at the same
+        unchanged: how many first ones of these stand (`Choice.stands`) of the same chunks as now, of one fidelity and at the same
             prices, with as many ``tokens`` up to their end: they go on without a look, and another chunk follows.
 
     O(n) in placed chunks, as long as they were not conditioned in n different orders.
@@ -112,14 +112,14 @@ def choose(
     last = max(compress(count(), map(attrgetter("exact_only"), placed)), default=-1)
     request_ms, of_load = prices.request_ms, cache(prices.of_load)
     none, choices = front.antecedents, list[Choice]()
-    made, same = previous[0].premises if previous else None, bool(previous) and previous[0].front.gives_kv_of(front)
-    if same and kept and last < 0 and made is not None and made.fidelity is fidelity:
-        choices, offset = list(previous[:kept]), tokens
-        front = previous[kept].front if kept < len(previous) else choices[-1].next_front
+    basis, same = previous[0].premises if previous else None, bool(previous) and previous[0].front.gives_kv_of(front)
+    if same and unchanged and last < 0 and basis is not None and basis.fidelity is fidelity:
+        choices, offset = list(previous[:unchanged]), tokens
+        front = previous[unchanged].front if unchanged < len(previous) else choices[-1].next_front
     else:
-        kept, front = 0, previous[0].front if same else front
-    olds = (chain(part, repeat(None)) for part in (previous[kept:], previous[kept + 1 :]))
-    for i, (entry, old, next_old) in enumerate(zip(placed[kept:], *olds, strict=False), kept):
+        unchanged, front = 0, previous[0].front if same else front
+    olds = (chain(part, repeat(None)) for part in (previous[unchanged:], previous[unchanged + 1 :]))
+    for i, (entry, old, next_old) in enumerate(zip(placed[unchanged:], *olds, strict=False), unchanged):
         # A forward right after another, or right before the query, shares its request; gaps are computed at once.
         joins = entry is placed[-1] or (i > 0 and choices[-1].compute)
         allowed = _EXACTLY if i <= last else fidelity
@@ -181,8 +181,8 @@ def _unchanged(
     """Return an earlier choice of a chunk that has the same prefix, at its price now; None where it must be made anew."""
     kv, tokens = old.conditioning, old.entry.tokens
     if old.reused:
-        known = memo.get(old.front.contents_with(old.entry))
-        if known is None or known.conditioning is not kv:
+        last_served = memo.get(old.front.contents_with(old.entry))
+        if last_served is None or last_served.conditioning is not kv:
             return None
     ms = of_load(kv.slots or tokens, prices.tier(kv.span), prices.tier(kv.patch) if kv.patch else "")
     if ms >= SAVES_MS and (ms, joins) != (old.ms, premises.joins):  # another lane may be cheaper; of exact KV a forward
@@ -380,28 +380,31 @@ def patched_conditioning(here: Conditioning, lane: Lane, base: str, patch: str) 
 
 def plan_of(
     state: State,
-    chosen: Chosen,
+    selection: Selection,
     kv: KVSpec,
     system_prompt: str,
     has: Has,
     prices: Prices,
     previous: tuple[Sequence[Choice], Sequence[PlanEntry], Sequence[float]] = ((), (), ()),
 ) -> Plan:
-    """Return the plan of ``chosen`` on a model with this KV layout; other arguments as in `steps_of`.
+    """Return the plan of ``selection`` on a model with this KV layout; other arguments as in `steps_of`.
 
     ``previous``: choices of the window before with the entries of their plan, which hold for the first ones that are still
     there, and their prices.
     """
     token_bytes = kv.span_bytes(1, 4 if kv.dtype == "float32" else 2)
-    choices, entries = chosen.choices, list[PlanEntry]()
+    choices, entries = selection.choices, list[PlanEntry]()
     offset, start = state.system_prompt_tokens, state.system_prompt_advance
-    if kept := common_front(previous[0], choices):
-        known, ms = previous[1][:kept], chosen.ms[:kept]
-        same = ms == previous[2][:kept]
-        entries += known if same else [with_fields(entry, ms=price) for entry, price in zip(known, ms, strict=True)]
-        offset, start = entries[-1].offset + entries[-1].tokens, entries[-1].start + choices[kept - 1].entry.advance
+    if unchanged := common_front(previous[0], choices):
+        old_entries, ms = previous[1][:unchanged], selection.ms[:unchanged]
+        same = ms == previous[2][:unchanged]
+        entries += old_entries if same else [with_fields(e, ms=price) for e, price in zip(old_entries, ms, strict=True)]
+        offset, start = (
+            entries[-1].offset + entries[-1].tokens,
+            entries[-1].start + choices[unchanged - 1].entry.advance,
+        )
     canonicals: set[str] = set()  # placed twice, one is formed once
-    for choice, price in zip(choices[kept:], chosen.ms[kept:], strict=True):
+    for choice, price in zip(choices[unchanged:], selection.ms[unchanged:], strict=True):
         p = choice.entry
         compute = p.tokens if choice.compute else choice.recomputed_tokens
         if choice.form_canonical and p.chunk_id not in canonicals:
@@ -418,7 +421,7 @@ def plan_of(
         )  # fmt: skip
         offset, start = offset + p.tokens, start + p.advance
     salted = bool(choices) and not choices[-1].ends_exact
-    steps, total = steps_of(state, chosen, system_prompt, has, prices)
+    steps, total = steps_of(state, selection, system_prompt, has, prices)
     return Plan(state.system_prompt_tokens, has(system_prompt), tuple(entries), salted, steps, total)
 
 
@@ -426,25 +429,25 @@ def computed_plan(state: State, plan: Plan, kv: KVSpec, prices: Prices) -> Plan:
     """Return the plan of an ask whose last request computes and merges everything, whatever is formed in front of it."""
     forming = [step for step in plan.steps if step.purpose in ("system_prompt", "canonical")]
     choices, key = computed_choices(state, prices), system_prompt_key(state)
-    whole = plan_of(state, Chosen().followed_by(choices, state), kv, key, lambda _: False, prices)
+    whole = plan_of(state, Selection().followed_by(choices, state), kv, key, lambda _: False, prices)
     return replace(whole, steps=(*forming, *whole.steps), merges_prompt=True)
 
 
 def steps_of(
-    state: State, chosen: Chosen, system_prompt: str, has: Has, prices: Prices
+    state: State, selection: Selection, system_prompt: str, has: Has, prices: Prices
 ) -> tuple[tuple[PlanRequest, ...], float]:
-    """Return the engine's requests for ``chosen``, and milliseconds up to the first token without the query's tokens.
+    """Return the engine's requests for ``selection``, and milliseconds up to the first token without the query's tokens.
 
     ``system_prompt`` is the key of its KV, stored or not.
     """
     resident, tokens = has(system_prompt), state.system_prompt_tokens
-    canonicals = {c.entry.chunk_id: c.entry.tokens for c in chosen.choices[chosen.standing :] if c.form_canonical}
-    steps = _steps(tokens, resident, chosen, list(canonicals.values()))
-    return steps, prices.of_ask(chosen.ms, len(steps), tokens, resident, system_prompt)
+    canonicals = {c.entry.chunk_id: c.entry.tokens for c in selection.choices[selection.standing :] if c.form_canonical}
+    steps = _steps(tokens, resident, selection, list(canonicals.values()))
+    return steps, prices.of_ask(selection.ms, len(steps), tokens, resident, system_prompt)
 
 
 def _steps(
-    system_prompt: int, system_prompt_resident: bool, chosen: Chosen, canonicals: Sequence[int]
+    system_prompt: int, system_prompt_resident: bool, selection: Selection, canonicals: Sequence[int]
 ) -> tuple[PlanRequest, ...]:
     """Return the engine's requests in order: canonicals after the system prompt, one for each run of computed chunks that is
     followed by loaded ones, with all gaps that are computed at once as one, then the answer."""
@@ -454,10 +457,10 @@ def _steps(
         system_prompt_resident = True
     steps += [PlanRequest("canonical", system_prompt + tokens, tokens) for tokens in canonicals]
     layout = [(system_prompt, None if system_prompt_resident else False)]
-    choices, known = chosen.choices, chosen.standing
-    rest = (i for i, c in enumerate(choices[known:], known) if c.compute or c.partial_base is not None)
+    choices, standing = selection.choices, selection.standing
+    rest = (i for i, c in enumerate(choices[standing:], standing) if c.compute or c.partial_base is not None)
     loaded = next(rest, len(choices))
-    layout.append((chosen.ends[loaded - 1] - system_prompt if loaded else 0, None))
+    layout.append((selection.ends[loaded - 1] - system_prompt if loaded else 0, None))
     layout += [
         (tokens, c.partial_base is not None if compute else None)
         for c in choices[loaded:]

@@ -93,9 +93,9 @@ def observe_order(
     patch.meta.update(orders=len(orders) + 1, met=[*orders, order], chunk=entry.chunk_id, absorbed=absorbed)
     repo.put_patch(mean_key, patch, serves=False)
     if len(orders) + 1 in OBSERVED_ORDERS:
-        served = key_of(f"{fidelity.patch_name},met={len(orders) + 1}")
-        provider.missing.discard(served)
-        repo.put_patch(served, patch)
+        served_key = key_of(f"{fidelity.patch_name},met={len(orders) + 1}")
+        provider.missing.discard(served_key)
+        repo.put_patch(served_key, patch)
     return True
 
 
@@ -114,13 +114,15 @@ def plan(provider: SpanProvider, state: State, k: int, orders: Sequence[Sequence
     """Return the cost of `prepare`."""
     entries, patched, leads = _extent(provider, state, k, orders)
     keys = [canonical_key(state, p.chunk_id)[1] for p in entries]
-    known = {keys[i] for i in leads}
-    unformed = (i for i in patched if i >= k or keys[i] not in known)
+    lead_keys = {keys[i] for i in leads}
+    unformed = (i for i in patched if i >= k or keys[i] not in lead_keys)
     missing = {keys[i]: entries[i].tokens for i in unformed if not provider.has(keys[i])}
-    own = state.system_prompt_tokens * (not provider.has(system_prompt_key(state)))
-    tokens = len(orders) * sum(p.tokens for p in entries) + sum(missing.values()) + own
+    system_prompt = state.system_prompt_tokens * (not provider.has(system_prompt_key(state)))
+    tokens = len(orders) * sum(p.tokens for p in entries) + sum(missing.values()) + system_prompt
     within = k * (2 ** (k - 1) - 1) if k <= MAX_COVERED else 0
-    return OrbitPlan(forwards=len(orders) + len(missing) + bool(own), tokens=tokens, patches=within + len(entries) - k)
+    return OrbitPlan(
+        forwards=len(orders) + len(missing) + bool(system_prompt), tokens=tokens, patches=within + len(entries) - k
+    )
 
 
 def prepare(
@@ -141,7 +143,7 @@ def prepare(
     system_prompt = provider.computed_system_prompt(state, provider.system_prompt(state, work), work)
     parts: list[dict[int, tuple[frozenset[int], SpanKV]]] = []  # of each order, by chunk
     bases: dict[int, SpanKV] = {}
-    behind = {i: OrbitMean(spec.kv) for i in patched if i >= k}
+    means = {i: OrbitMean(spec.kv) for i in patched if i >= k}
 
     def base_of(i: int) -> SpanKV | None:
         if i not in bases:
@@ -153,7 +155,7 @@ def prepare(
             bases[i] = span
         return bases[i]
 
-    for i in behind:
+    for i in means:
         base_of(i)
     for order in orders:
         every, start, begin = [*order, *range(k, len(entries))], system_prompt.encoded.advance, 0
@@ -164,9 +166,9 @@ def prepare(
             places = torch.from_numpy(encoded.positions.copy())
             part = replace(whole.slice(begin, end), positions=places, start=start)
             begin, start = end, start + encoded.advance
-            if i in behind:
+            if i in means:
                 if i in bases:
-                    behind[i].add(part, bases[i])
+                    means[i].add(part, bases[i])
             elif i in patched and (j or i in leads):
                 part = replace(part, k=part.k.clone(), v=part.v.clone())  # not all of the forward with it
                 if j:
@@ -192,8 +194,8 @@ def prepare(
         base = base_of(i)
         if base is None:
             continue
-        if i in behind:
-            mean, front = behind[i], tuple(range(i))
+        if i in means:
+            mean, front = means[i], tuple(range(i))
             done = [store(i, front, mean.mean, front, orders=mean.count, spread=mean.spread)]
         else:
             seen = [part[i] for part in parts if i in part]

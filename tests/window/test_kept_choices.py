@@ -140,7 +140,7 @@ def test_a_choice_falls_with_what_it_was_made_on(lane: str, change: Callable[[Wi
 def test_kv_that_left_the_store_behind_a_plan_is_not_served(lane: str) -> None:
     """It is gone, or another record stands under its key, between two asks: neither is taken from what was loaded."""
     window = again(INEXACT[lane](12))
-    choice, repo = window.core.assembly.newest.chosen.choices[3], window.engine.repo
+    choice, repo = window.core.assembly.newest.selection.choices[3], window.engine.repo
     kv = choice.conditioning
     stored = repo.get_span(kv.span)
     assert stored is not None and repo.put_span(kv.span, stored[0], {**stored[1], "token_ids": [39] * stored[0].tokens})

@@ -257,11 +257,11 @@ def _timed(
     source = torch.empty((model["read"] + model["written"]) // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     times = alternate({"copy": lambda: target.copy_(source), "load": lambda: load(parts)}, device, 7)
-    seen = {"kernel_ms": busy(lambda: load(parts)), "load_ms": times["load"]}
+    observed = {"kernel_ms": busy(lambda: load(parts)), "load_ms": times["load"]}
     yield {
         "edit": f"slide, rank {RANK}, timed",
-        "expected": dict.fromkeys(seen, times["copy"]),
-        "seen": seen,
+        "expected": dict.fromkeys(observed, times["copy"]),
+        "seen": observed,
         "fault": None,
     }
 
@@ -323,11 +323,11 @@ def read_back(decoder: Decoder, device: torch.device, tokens: int) -> Iterator[R
             transfer = Transfer(captures={"0": (begin, begin + tokens)})
             handle = transport.add(transfer)
             save = SaveSpec(transport.source, handle, "", blocks, {"0": (begin, begin + tokens)})
-            taken: Counter[str] = Counter()
+            reads: Counter[str] = Counter()
 
-            def take(k: torch.Tensor, v: torch.Tensor, taken: Counter[str] = taken) -> None:
+            def take(k: torch.Tensor, v: torch.Tensor, reads: Counter[str] = reads) -> None:
                 beside = v.data_ptr() == k.data_ptr() + k.nbytes and k.is_contiguous() and v.is_contiguous()
-                taken.update(back=k.nbytes + v.nbytes, copies=1 if beside else 2)
+                reads.update(back=k.nbytes + v.nbytes, copies=1 if beside else 2)
 
             stack.enter_context(patch.object(endpoint, "to_host", _counting(endpoint.to_host, take)))
             with counted() as counts:
@@ -343,7 +343,7 @@ def read_back(decoder: Decoder, device: torch.device, tokens: int) -> Iterator[R
                     endpoint.to_host(*transfer.captured["0"])  # as `AskRunner.span_of` does in the caller's thread
             if transfer.error is not None:
                 raise transfer.error
-            yield _row("read back" + ", to the engine's process" * (end is other), model, counts + taken)
+            yield _row("read back" + ", to the engine's process" * (end is other), model, counts + reads)
             transport.remove(handle)
 
 
@@ -391,12 +391,12 @@ def of_vllm() -> Iterator[Row]:
         max_in_flight_tokens=in_flight,
     )
     token, whole = 2 * 2 * 4 * 256, layers // every
-    seen = Counter(sliding=sum(spec.max_memory_usage_bytes(limits) for spec in specs.values()))
+    observed = Counter(sliding=sum(spec.max_memory_usage_bytes(limits) for spec in specs.values()))
     unify_hybrid_kv_cache_specs(specs)  # as `disable_hybrid_kv_cache_manager` has it
-    seen["full"] = sum(spec.max_memory_usage_bytes(limits) for spec in specs.values())
+    observed["full"] = sum(spec.max_memory_usage_bytes(limits) for spec in specs.values())
     blocks = -(-(window - 1 + in_flight) // 16) + 1
     model = {"full": layers * length * token, "sliding": (whole * length + (layers - whole) * blocks * 16) * token}
-    yield _row("Gemma 3 (4B)", model, seen)
+    yield _row("Gemma 3 (4B)", model, observed)
 
 
 def behind_answers(decoder: Decoder, tokens: int) -> Iterator[Row]:
@@ -444,9 +444,11 @@ def behind_answers(decoder: Decoder, tokens: int) -> Iterator[Row]:
 
 
 def _row(edit: str, model: dict[str, int], counts: Counter[str]) -> Row:
-    seen = {name: counts[name] for name in model}
-    wrong = [f"{COSTS[name][1]} {seen[name]}, expected {model[name]}" for name in model if seen[name] != model[name]]
-    return {"edit": edit, "expected": model, "seen": seen, "fault": "; ".join(wrong) or None}
+    observed = {name: counts[name] for name in model}
+    wrong = [
+        f"{COSTS[name][1]} {observed[name]}, expected {model[name]}" for name in model if observed[name] != model[name]
+    ]
+    return {"edit": edit, "expected": model, "seen": observed, "fault": "; ".join(wrong) or None}
 
 
 def main(device: torch.device, *, quick: bool) -> None:

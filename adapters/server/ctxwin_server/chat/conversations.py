@@ -198,7 +198,7 @@ class Conversations(Records[Conversation]):
     def _write_back(self, turn: Turn, captured: dict[int, SpanKV]) -> State:
         assembly = Assembly(turn.engine, memo=turn.conversation.memo)
         state = assembly.write_back(turn.state, turn.layout, captured, turn.fidelity)
-        turn.conversation.newest.chosen, *_ = assembly.choose(state, turn.fidelity)  # for the next request
+        turn.conversation.newest.selection, *_ = assembly.choose(state, turn.fidelity)  # for the next request
         while len(assembly.memo) > SERVED:
             assembly.memo.popitem(last=False)
         span = captured.get(len(turn.layout.segments))
