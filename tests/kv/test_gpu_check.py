@@ -99,7 +99,7 @@ def test_a_wrong_kernel_is_found(tmp_path: Path) -> None:
     """
     done = run(tmp_path, "-c", script, "--compare")
     assert done.returncode == 1, done.stderr
-    found = re.search(r"40 comparisons, (\d+) wrong", done.stdout)
+    found = re.search(r"46 comparisons, (\d+) wrong", done.stdout)
     assert found is not None, done.stderr
     assert int(found[1]) >= 27 and "keys of layer 0 are" in done.stderr
     assert done.stderr.count("wrong: {'decoder': '9B (Qwen3.5)'") == 3

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from ctxwin_vllm.transport import Transfer
 
 MOST_SEGMENTS = 512
+MOST_AT_ONCE = 512
+"""Most tokens that vLLM computes of an exact chat while its window is updated. Where its cache lacks more, the store may hold
+them, from another server say, and the update is a small share of their time."""
 STEP_MS = 4.0
 """Milliseconds of the step in which vLLM's processes load KV in the background, apart from the load itself."""
 _PICTURE_BYTES = 512
@@ -125,9 +128,10 @@ class RenderedPrompt:
             medium.picture.content()
 
     def reserve(self, engine: VLLMEngine) -> str:
-        """Return a handle of a transfer for it where vLLM's prefix cache holds all that was computed of a conversation, so that
-        nothing is to be loaded; else ""."""
-        if engine.spec.kv.recurrent or not engine.core.prefixes.continues(self.block_names(engine)):
+        """Return a handle of a transfer for it where vLLM's prefix cache holds all that was computed here of a conversation, and
+        what is new is short, so that nothing is to be loaded; else ""."""
+        cache, names = engine.core.prefixes, self.block_names(engine)
+        if engine.spec.kv.recurrent or not cache.continues(names) or len(self.ids) - cache.hit(names) > MOST_AT_ONCE:
             return ""
         return engine.core.transport.reserve()
 

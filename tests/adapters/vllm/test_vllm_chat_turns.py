@@ -83,6 +83,19 @@ def test_what_a_window_that_is_updated_behind_the_answer_has_stored_serves_the_n
     )
 
 
+def test_vllm_computes_a_short_turn_alone_while_the_window_is_updated(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is longer may be in the store, where another server put it."""
+    engine.core.driver.reset_prefix_cache()
+    chat = Chat(engine)
+    chat.ask("What is there?", behind=False)
+    chat.ask("And now?", behind=True)
+    monkeypatch.setattr(rendered, "MOST_AT_ONCE", 16)
+    turn = chat.ask("And behind all that?", behind=False)
+    assert turn.submitted.transfer.local_tokens > 0, "vLLM's cache serves what it holds all the same"
+
+
 def test_a_turn_cuts_hashes_and_looks_up_as_much_however_long_its_chat_is(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from random import SystemRandom
 
 from openai import OpenAI
 
@@ -47,9 +48,12 @@ class Process:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port below those that the system gives to connections, one of which could take it before a server does."""
+    while True:
+        port = SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 SERVER = Path(__file__).parents[4] / "adapters" / "server"

@@ -67,7 +67,7 @@ class Seam:
         self.conversations = Conversations(4, 60.0)
         engine = chats.VLLMEngine.__new__(chats.VLLMEngine)
         engine.costs, engine.spec = CostModel(), SimpleNamespace(model="tiny", kv=SimpleNamespace(recurrent=False))
-        prefixes = SimpleNamespace(continues=lambda names: self.continues)
+        prefixes = SimpleNamespace(continues=lambda names: self.continues, hit=lambda names: 0)
         self.transport = transport.local.LocalTransport(SimpleNamespace())
         engine._core = SimpleNamespace(caches=True, prefixes=prefixes, transport=self.transport)
         engine.prompts = SimpleNamespace(salted_names=lambda *_: self.hashed.append("") or [b""])

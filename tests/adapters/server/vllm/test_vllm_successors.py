@@ -60,6 +60,7 @@ def test_a_conversation_outlives_the_server_that_had_it(tmp_path: Path, stock: t
                 stack.enter_context(running_server(folder, *arguments(options, plugin), stock=plugin))
                 for folder, plugin in zip(folders, stock, strict=True)
             )
+            tokens_of = dict[int, int]()
             previous, taken_up, written = 0, {first.url: 0, second.url: 0}, {first.url: 0, second.url: 0}
             for turn, server in enumerate([first, second, first, first, second], 1):
                 if turn == 5:
@@ -69,7 +70,10 @@ def test_a_conversation_outlives_the_server_that_had_it(tmp_path: Path, stock: t
                 if turn in (2, 3, 5):
                     taken_up[server.url] += 1
                     beyond = report["computed_tokens"] - report["lanes"]["computed"]
-                    assert 0 <= beyond < BLOCK, "all else but the block that they begin in came from the store"
+                    # A server begins at once where its vLLM has all but a few tokens, and computes those that another one added.
+                    added = previous - tokens_of[1 if turn == 3 else 2] if turn > 2 else 0
+                    assert 0 <= beyond - added <= BLOCK, "all else but the block that they begin in came from the store"
+                tokens_of[turn] = tokens
                 assert turn == 1 or report["lanes"]["computed"] < tokens - previous + 16
                 written[server.url] += 1
                 assert wait_until(partial(is_counted, server, written[server.url], "written"), 60)
