@@ -84,11 +84,13 @@ def as_rgb(image: Any) -> np.ndarray:
         check_size(image.shape[1], image.shape[0])
         return np.ascontiguousarray(image)
     picture = image if isinstance(image, Image.Image) else open_picture(image)
-    check_size(*picture.size)
     try:
+        check_size(*picture.size)
         return np.ascontiguousarray(np.asarray(to_rgb(picture)))
-    except (BadMedia, MemoryError):
+    except MemoryError:
         raise
+    except BadMedia as error:
+        raise BadMedia(f"{image}: {error}" if isinstance(image, str | Path) else str(error)) from None
     except Exception as error:  # Pillow's decoders raise whatever a broken file leads them to
         raise BadMedia(f"an image must be decodable, got {_name(image)}: {error or type(error).__name__}") from error
 

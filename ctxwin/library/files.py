@@ -70,7 +70,7 @@ def cut(source: str | Path | bytes | Chunk, name: str, caption: str) -> tuple[li
 
 def _texts(name: str, data: bytes) -> list[str]:
     try:
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise BadMedia(f"a text file must be UTF-8, got {name!r}: {error}; convert it, e.g. with iconv") from None
     parts: list[str] = []

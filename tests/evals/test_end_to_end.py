@@ -10,9 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmark_data import write_mm_niah, write_video_mme
+from ctxwin.errors import BadMedia
 from ctxwin_evals.benchmarks import DataOptions, benchmark
 from ctxwin_evals.cli import app
 from ctxwin_evals.samples import read_samples
+from ctxwin_evals.tasks import TaskOptions, open_task
+from ctxwin_evals.tasks.protocols import ProtocolTask
 from engines.models import edit_config, wide, write_kimi, write_vision_model
 
 ARMS = "reprefill,blind,patched:8,patched:full,mpic:4,cacheblend:0.15,elastic:0.5"
@@ -75,6 +78,37 @@ def test_the_first_items_are_those_whose_media_are_there(model_dir: Path, tmp_pa
     found = read_samples(tmp_path / "run")
     assert {index for _, _, index in found.rows} == {3, 4, 5}
     assert {row.index for row in found.first(2)} == {3, 4}
+
+
+def test_items_whose_media_cannot_be_read_are_left_out(model_dir: Path, tmp_path: Path) -> None:
+    """A run goes on behind them, and finds them once they are whole."""
+    write_video_mme(tmp_path / "data", n=8, seed=3, seconds=(2, 2, 2), image_size=56)
+    items = benchmark("video-mme", DataOptions(data=str(tmp_path / "data"))).items()
+    broken = tmp_path / "data" / "video" / f"{items[0].cluster}.mp4"
+    content, out = broken.read_bytes(), str(tmp_path / "run")
+    broken.write_bytes(bytes(len(content)))
+    subtitles = tmp_path / "data" / "subtitle" / f"{items[-1].cluster}.srt"
+    subtitles.write_bytes(subtitles.read_bytes() + b"\xe9")
+    args = ["run", "video-mme", "--data", str(tmp_path / "data"), "--model", str(model_dir), "--n", "0"]
+    args += ["--arms", "reprefill,blind", "--video-frames", "2", "--subtitles", "--output", out, "--json"]
+    for unreadable in (sum(item.cluster in (items[0].cluster, items[-1].cluster) for item in items), 0):
+        made = CliRunner().invoke(app, args)
+        assert made.exit_code == 0, made.output
+        result = json.loads(made.stdout)
+        assert result["left_out"]["video-mme"] == {"unreadable": unreadable, "missing": 0}
+        assert result["arms"]["blind"]["video-mme"]["n"] == len(items) - unreadable
+        broken.write_bytes(content)
+        subtitles.write_bytes(subtitles.read_bytes().rstrip(b"\xe9"))
+    for video in broken.parent.iterdir():
+        video.write_bytes(b"no video")
+    made = CliRunner().invoke(app, [*args[:-2], str(tmp_path / "none"), "--json"])
+    assert made.exit_code == 2 and "must be decodable by OpenCV" in made.output
+    recalled = open_task("recall@0.5:video-mme", TaskOptions(data=DataOptions(data=str(tmp_path / "data"))))
+    assert isinstance(recalled, ProtocolTask)
+    recalled.leave_out(BadMedia("broken"))
+    assert recalled.base.odd == ("broken",)  # type: ignore[attr-defined]
+    with pytest.raises(BadMedia, match="broken"):
+        open_task("tiny/order").leave_out(BadMedia("broken"))
 
 
 @pytest.mark.slow

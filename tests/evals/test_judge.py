@@ -124,6 +124,16 @@ def test_the_command_goes_on_where_it_was_stopped(server: Server, run: Path) -> 
     assert "judged by a-judge" in shown.output and "8.00" in shown.output
 
 
+def test_replies_are_kept_whatever_their_letters(server: Server, run: Path) -> None:
+    server.say = lambda prompt: "It\u2028fits\x85well.\nRating: 7"
+    with OpenAI(base_url=server.url, api_key="x") as client:
+        first = judged(read_samples(run), Judge(client, "a-judge", run))
+        with (run / FILE).open("ab") as file:
+            file.write('{"judge": "a-judge", "said": "é'.encode()[:-1])  # a writer whose disk was full
+        before = len(server.asked)
+        assert judged(read_samples(run), Judge(client, "a-judge", run)) == first and len(server.asked) == before
+
+
 def test_a_run_without_texts_is_refused(server: Server, tmp_path: Path) -> None:
     with open_samples(tmp_path / "run", CONFIG) as samples:
         samples.add([row("blind", 0, target={"answer": "A"})])

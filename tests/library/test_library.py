@@ -45,6 +45,9 @@ def test_files_are_cut_into_passages(shelf: Library, tmp_path: Path) -> None:
     assert notes.passages[0].text.startswith("A red car.\n\nA blue bus.")
     assert all(len(p.text) <= MAX_TEXT for p in notes.passages)
     assert "".join("".join(p.text.split()) for p in notes.passages) == "Aredcar.Abluebus." + "x" * MAX_TEXT
+    windows = shelf.add("\ufeffA red car.\r\n\r\nA blue\r\nbus.".encode(), "windows.txt")
+    assert [p.chunk.id for p in windows.passages] == [Chunk.text("A red car.\n\nA blue\nbus.").id]
+    shelf.remove("windows.txt")
     (passage,) = shot.passages
     assert passage.text == "a dark square" and passage.chunk.id == Chunk.image(picture(9)).id
     assert [row.name for row in shelf.files()] == ["notes.md", "shot.png"]

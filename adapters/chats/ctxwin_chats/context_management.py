@@ -112,7 +112,7 @@ class Policy(Body):
     def read(cls, path: Path) -> Policy:
         """Return the policy in a file. Raises ValueError, which names the file, and OSError."""
         try:
-            policy: Policy = validate(cls.model_validate, tomllib.loads(path.read_text()), "")
+            policy: Policy = validate(cls.model_validate, tomllib.loads(path.read_text("utf-8-sig")), "")
             return policy
         except ValueError as error:
             raise ValueError(f"{path} must hold {', '.join(cls.model_fields)}: {error}") from None

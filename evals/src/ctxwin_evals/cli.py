@@ -102,8 +102,8 @@ def run(
                 runner.run(jobs, n or None, advance)
             encodes = served.counters.vision_encodes
         result = scores(runner.samples, [arm.name for arm in chosen], n or None)
-        read = [task for task in opened if isinstance(task, DataTask)]
-        left_out = {task.name: {"unreadable": len(task.odd), "missing": len(task.skipped)} for task in read}
+        tasks_of_data = {t.name: of for t in opened if isinstance(of := getattr(t, "base", t), DataTask)}
+        left_out = {n: {"unreadable": len(t.odd), "missing": len(t.skipped)} for n, t in tasks_of_data.items()}
         result |= {"n": n, "left_out": left_out, "output": str(folder), "vision_encodes": encodes}
         (folder / "results.json").write_text(json.dumps(plainly(result), indent=1) + "\n", encoding="utf-8")
         write_lm_eval(runner.samples, folder / "lm-eval")

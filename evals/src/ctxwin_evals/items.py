@@ -114,6 +114,10 @@ class Task(ABC):
     def score(self, answer: str, target: Any, meta: Mapping[str, Any]) -> Scored:
         """Score one answer; needs no data."""
 
+    def leave_out(self, error: ValueError) -> None:
+        """Leave out an item whose media cannot be read; raise the error where there is no such item."""
+        raise error
+
     def official(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """The data set's own aggregate figures over rows ``{"score", "prediction", "target", "meta", "doc_id"}``, by name."""
         return {}

@@ -69,13 +69,13 @@ class Judge:
     def __init__(self, client: OpenAI, model: str, folder: Path) -> None:
         self._client, self.model, self._path = client, model, folder / FILE
         self._replies: dict[str, str] = {}
-        text = self._path.read_text(encoding="utf-8") if self._path.is_file() else ""
-        if text and not text.endswith("\n"):  # the last line of a run that was killed
+        content = self._path.read_bytes() if self._path.is_file() else b""
+        if content and not content.endswith(b"\n"):  # the last line of a run that was killed
             self._write("\n")
-        for line in text.splitlines():
+        for line in content.split(b"\n"):  # replies may hold other ends of lines
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError:
+            except ValueError:
                 continue
             if row["judge"] == model:
                 self._replies[row["id"]] = row["said"]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 
+from ctxwin.errors import BadMedia
 from ctxwin.kv.patch import Layers, Layout
 from ctxwin.tiny import checkpoint_dir
 from ctxwin_evals.arms import BASES, Arm
@@ -169,17 +170,24 @@ class Runner:
             # A sweep is cut from its largest rank: of the job, not of the arms that happen to be missing.
             self.measurer.patcher.floor = max((arm.rank or 0 for arm in job.arms), default=0)
             items: list[Item] = []
+            unread: BadMedia | None = None
             for items in batches(job.task, n):
                 indices = {item.index for item in items if _in_first(job.task, item, n)}
                 self._check_items(job, items)
                 name, has = job.task.name, self.samples.has
                 missing = [arm for arm in job.arms if any(not has(name, arm.name, index) for index in indices)]
                 if missing:
-                    samples = self.measurer.samples(items, missing, base=BASES[job.task.setting])
+                    try:
+                        samples = list(self.measurer.samples(items, missing, base=BASES[job.task.setting]))
+                    except BadMedia as error:  # which only loading its media shows
+                        unread, samples = error, []
+                        job.task.leave_out(error)
                     self.samples.add(sample for sample in samples if sample.index in indices)
                 progress(len(indices) * len(job.arms))
             if not items:
                 raise ValueError(f"{job.task.name} must have items, got none among the first {n}; take a larger n")
+            if unread and not any(row.task == job.task.name for row in self.samples.rows.values()):
+                raise unread
 
     def _check_items(self, job: Job, items: Sequence[Item]) -> None:
         """Raise ValueError where a sample on disk is of another item than the task gives today."""

@@ -318,7 +318,8 @@ def test_what_is_not_done_is_said(tmp_path: Path) -> None:
             manage({"messages": [], "context_management": bad}, None, words)
     file = tmp_path / "policy.toml"
     file.write_text(
-        "budget = 24000\nclear_at_least = 4000\npictures = 4\npictures_at_once = 2\nexclude_tools = ['memory']\n"
+        "budget = 24000\nclear_at_least = 4000\npictures = 4\npictures_at_once = 2\nexclude_tools = ['memory']\n",
+        encoding="utf-8-sig",
     )
     policy = Policy(budget=24000, clear_at_least=4000, pictures=4, pictures_at_once=2, exclude_tools=("memory",))
     assert Policy.read(file) == policy

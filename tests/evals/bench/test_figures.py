@@ -105,7 +105,8 @@ def test_the_table_has_a_line_a_row() -> None:
         (["--engine", "hf", "--peers", "lmcache"], "--peers run beside vLLM only, got --engine hf"),
         (["--engine-options", "fast"], "engine options must be a JSON object, got 'fast'"),
         (["--model", "no/such/folder"], "--model must be a local model folder"),
-        (["--out", "no/such/folder/result.json"], "--out must lie in a folder that exists"),
+        (["--out", "no/such/folder/result.json"], "--out must be a file in a folder that exists"),
+        (["--out", "."], "--out must be a file in a folder that exists"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], told: str) -> None:

@@ -87,7 +87,7 @@ def refused(result: Result, *words: str) -> None:
 
 def test_sequences_go_by_name_or_are_shuffled_and_strangers_have_the_size_of_whom_they_replace(pictures: Path) -> None:
     source = Images(pictures, [], 4, None)
-    assert [p.name for p in source.pieces] == [f"{i}.png" for i in range(9)]
+    assert [p.name for p in source.pieces] == [f"{'more/' if i > 6 else ''}{i}.png" for i in range(9)]
     names = [p.name for p in source.pieces]
     for index in range(4):
         context = source.context("reading", index)
@@ -109,8 +109,31 @@ def test_sequences_go_by_name_or_are_shuffled_and_strangers_have_the_size_of_who
     assert in_order == [every[(at + i) % 9] for i in range(PLACED)]
 
 
+def test_files_that_cannot_be_read_are_left_out_and_named(
+    pictures: Path, engine: HFEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (pictures / "._0.png").write_bytes(b"what another system keeps beside a file")
+    (pictures / "empty.mp4").touch()
+    Image.fromarray(np.full((84, 84), 1000, np.uint16)).save(pictures / "more" / "0.png")  # 16 bits a channel
+    Image.new("RGB", (84, 84)).save(pictures / "scan.tif")  # of a format that is never read
+    source = Images(pictures, [], 4, None)
+    assert len(source.pieces) == 9 and source.notes[1].startswith("3 of 12 files cannot be read and are left out")
+    assert all(name in caplog.text for name in ("._0.png", "empty.mp4", "more/0.png")) and "scan" not in caplog.text
+    text, folder = "color of 17 now " * 40, tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text(text, encoding="utf-16")
+    (folder / "b.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match=r"must be readable UTF-8, got .*a\.txt.*; convert it"):
+        read_passages(engine, folder, [], block=4)
+    (folder / "c.txt").write_text(text, encoding="utf-8-sig")  # as editors on Windows begin a file
+    passages, notes = read_passages(engine, folder, [], block=4)
+    assert "2 of 3 files cannot be read" in notes[0]
+    found = {token for p in passages for chunk in p.chunks for token in engine.encode(chunk).token_ids}
+    assert found and found <= {*engine.encoder.tokens.document(text)}
+
+
 def test_the_users_questions_are_asked_beside_the_generic_ones(pictures: Path, tmp_path: Path) -> None:
-    (tmp_path / "q.txt").write_text("# mine\nWho is it?\n\nWhere?\n")
+    (tmp_path / "q.txt").write_bytes("\ufeff# mine\r\nWho is it?\r\n\r\nWhere?\r\n".encode())
     source = Images(pictures, read_questions(tmp_path / "q.txt"), 4, None)
     kinds = [q.kind for q in source.context("reading", 0).questions]
     assert kinds == ["cross", "one", "yours"]
@@ -235,8 +258,8 @@ def test_bad_input_is_one_line(model_dir: Path, text_model: Path, pictures: Path
     refused(invoke("vllm:some/model"), "some/model")
     refused(invoke("hf:some/model", "--engine", "vllm"), "must agree")
     refused(invoke(model_dir, "--device", "nowhere"), "device must be")
-    (pictures / "broken.png").write_bytes(b"not a png")
-    refused(invoke(model_dir, "--images", pictures), "broken.png")
+    (empty / "broken.png").write_bytes(b"not a png")
+    refused(invoke(model_dir, "--images", empty), "broken.png")
 
 
 def test_a_model_the_engine_refuses_is_one_line(tmp_path: Path) -> None:

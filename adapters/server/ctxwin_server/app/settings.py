@@ -101,7 +101,7 @@ class Settings:
 
 
 def _key_in(path: str) -> str:
-    key = Path(path).read_text(encoding="utf-8").strip()
+    key = Path(path).read_text(encoding="utf-8-sig").strip()
     if not key or any(sign.isspace() for sign in key):
         raise ValueError(f"--metrics-key-file must be a file with one key in it, got {path!r}")
     return key

@@ -52,7 +52,7 @@ class _File(Body):
 def load_tenants(path: str | Path) -> list[Tenant]:
     """Read the tenants of a TOML or JSON file. Raises ValueError, which names the fault, and OSError."""
     path = Path(path)
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8-sig")
     try:
         data: Any = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except ValueError as error:

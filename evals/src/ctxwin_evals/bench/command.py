@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ctxwin.cli.commands import disable_audits, quiet
+from ctxwin.files import check_writable
 from ctxwin_evals.console import Config, EngineOptions, Json, Threads, new_table, preset
 
 if TYPE_CHECKING:
@@ -65,8 +66,10 @@ def reuse(
     options, others = engine_keywords(engine, engine_options), names(peers)
     check_peers(others, engine)
     check_model(model, model_dir)
-    if out is not None and not out.parent.is_dir():
-        raise ValueError(f"--out must lie in a folder that exists, got {str(out)!r}")
+    if out is not None and (not out.parent.is_dir() or out.is_dir()):
+        raise ValueError(f"--out must be a file in a folder that exists, got {str(out)!r}")
+    if out is not None:
+        check_writable(out.parent)  # before minutes of measuring
     if engine == "vllm":
         require_vllm()  # before a model is written
     if others:  # they share the GPU

@@ -167,6 +167,10 @@ class DataTask(Task):
             _log.warning("%s: %d items left out, their media are missing", self.name, len(skipped))
         return items
 
+    def leave_out(self, error: ValueError) -> None:
+        self.odd += (str(error),)
+        _log.warning("%s: an item is left out: %s", self.name, error)
+
     def _present(self, skipped: list[str], odd: list[ValueError]) -> Iterator[Item]:
         names: set[str] = set()
         for index, (where, row) in enumerate(self.rows(self.root)):

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from ctxwin.chunk import Chunk
+from ctxwin.errors import BadMedia
 from ctxwin.hashing import digest
 from ctxwin_evals.benchmarks.base import DataOptions, PromptTask, checked, json_lines, read_parquet
 from ctxwin_evals.benchmarks.frames import load_picture
@@ -131,7 +132,7 @@ def _chunks(
     with pq.ParquetFile(path) as file:
         pictures = file.read_row_group(group, columns=["image_list"])["image_list"][number].as_py()
     if len(pictures) != len(parts):
-        raise ValueError(f"{where}: every {PLACEHOLDER} must have a picture, got {len(pictures)} for {len(parts)}")
+        raise BadMedia(f"{where}: every {PLACEHOLDER} must have a picture, got {len(pictures)} for {len(parts)}")
     chunks: list[Chunk] = []
     for texts, picture in zip(parts, pictures, strict=True):
         chunks += [Chunk.text(text) for text in texts]

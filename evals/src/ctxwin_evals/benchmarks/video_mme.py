@@ -17,6 +17,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, model_validator
 
 from ctxwin.chunk import Chunk
+from ctxwin.errors import BadMedia
 from ctxwin_evals.benchmarks.base import DataOptions, PlainName, checked, read_parquet
 from ctxwin_evals.benchmarks.frames import Sampled
 from ctxwin_evals.benchmarks.videos import VideoTask
@@ -168,14 +169,14 @@ def cues_at(path: Path, times: Sequence[float]) -> list[str]:
     Text only: tags are dropped and line ends become spaces. A cue is on screen from its start up to, not including, its
     end. (VLMEvalKit repeats a cue for each frame that it covers; lmms-eval takes each once, as here.)
 
-    Raises ValueError where the file is no .srt file in UTF-8.
+    Raises BadMedia where the file is no .srt file in UTF-8.
     """
     import srt  # type: ignore[import-untyped]
 
     try:
         cues = list(srt.parse(path.read_text(encoding="utf-8-sig")))
     except (srt.SRTParseError, UnicodeDecodeError, ValueError) as error:
-        raise ValueError(f"{path} must be a subtitle file (.srt, UTF-8), got {error}") from error
+        raise BadMedia(f"{path} must be a subtitle file (.srt, UTF-8), got {error}") from error
     lines = []
     for cue in sorted(cues, key=lambda c: c.start):
         if any(cue.start.total_seconds() <= t < cue.end.total_seconds() for t in times):

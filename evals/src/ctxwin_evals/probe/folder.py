@@ -1,10 +1,11 @@
 """A user's own material: pictures and videos of a folder as contexts; its files, and a file of questions."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
@@ -14,13 +15,15 @@ from ctxwin_evals.benchmarks.frames import Pixels, fit
 from ctxwin_evals.benchmarks.frames import sample_frames as video_frames
 from ctxwin_evals.probe.contexts import LETTERS, PLACED, Context, Question, Source, Split, seed_of
 
-PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".ppm", ".avif")
 VIDEOS = (".mp4", ".avi", ".mkv", ".mov", ".webm")
 TEXTS = (".txt", ".md")
 FRAMES = 8
 """Frames taken of a video."""
 FILES = 256
 """Files read from a folder: a probe takes minutes, however much the folder holds."""
+Value = TypeVar("Value")
+_log = logging.getLogger("ctxwin.evals")
 _FIT_EVERY = 4
 """Every fourth picture is kept for fitting, where there are enough for that."""
 
@@ -35,7 +38,7 @@ class Piece:
     name: str
     path: Path
     size: tuple[int, ...]
-    frame: int = -1
+    frame: int
 
 
 class Images(Source):
@@ -46,16 +49,13 @@ class Images(Source):
 
     def __init__(self, folder: Path, questions: Sequence[str], max_tokens: int, max_pixels: int | None) -> None:
         self._max_pixels = max_pixels
-        self._frames: dict[Path, Pixels] = {}
+        self._frames = lru_cache(1)(self._decode)
         pieces: list[Piece] = []
         paths, notes = spread(files_of(folder, (*PICTURES, *VIDEOS), "pictures or videos"))
-        for path in paths:
-            if path.suffix.lower() in VIDEOS:
-                frames = self._video(path)
-                size = frames.shape[1:3]
-                pieces += [Piece(f"{path.name}#{i}", path, size, frame=i) for i in range(len(frames))]
-            else:
-                pieces.append(Piece(path.name, path, fit(as_rgb(path), max_pixels).shape[:2]))
+        for path, (count, *size) in readable(paths, lambda path: self._frames(path).shape[:3], notes).items():
+            name = path.relative_to(folder).as_posix()  # folders may hold files of the same names
+            names = [f"{name}#{i}" for i in range(count)] if path.suffix.lower() in VIDEOS else [name]
+            pieces += [Piece(one, path, tuple(size), i) for i, one in enumerate(names)]
         if len(pieces) < PLACED + 1:
             raise ValueError(
                 f"a probe needs at least {PLACED + 1} pictures to make sequences and swap in others, got "
@@ -121,17 +121,16 @@ class Images(Source):
     def chunk(self, piece: Piece, size: tuple[int, ...], letter: str) -> Chunk:
         from PIL import Image
 
-        pixels = fit(as_rgb(piece.path), self._max_pixels) if piece.frame < 0 else self._video(piece.path)[piece.frame]
+        pixels = self._frames(piece.path)[piece.frame]
         if pixels.shape[:2] != size:
             pixels = np.asarray(Image.fromarray(pixels).resize((size[1], size[0]), Image.Resampling.BICUBIC))
         return Chunk.image(pixels, text=f"Picture {letter}:", keep_source=False)
 
-    def _video(self, path: Path) -> Pixels:
-        """The sampled frames of a video; only those of the last video are kept."""
-        if path not in self._frames:
-            self._frames.clear()
-            self._frames[path] = video_frames(path, "linspace", FRAMES, self._max_pixels).pixels
-        return self._frames[path]
+    def _decode(self, path: Path) -> Pixels:
+        """A picture, or the sampled frames of a video, as ``[F, H, W, 3]``; raises BadMedia."""
+        if path.suffix.lower() in VIDEOS:
+            return video_frames(path, "linspace", FRAMES, self._max_pixels).pixels
+        return fit(as_rgb(path), self._max_pixels)[None]
 
 
 def files_of(folder: Path, endings: Sequence[str], what: str) -> list[Path]:
@@ -151,10 +150,27 @@ def spread(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
     return [paths[i * len(paths) // FILES] for i in range(FILES)], [f"{FILES} of {len(paths):,} files, evenly by name"]
 
 
+def readable(paths: Sequence[Path], read: Callable[[Path], Value], notes: list[str]) -> dict[Path, Value]:
+    """What ``read`` gives of the files; those that it raises ValueError for are left out, logged and noted, unless all are."""
+    values: dict[Path, Value] = {}
+    errors: list[ValueError] = []
+    for path in paths:
+        try:
+            values[path] = read(path)
+        except ValueError as error:
+            errors.append(error)
+            _log.warning("a file is left out: %s", error)
+    if errors and not values:
+        raise errors[0]
+    if errors:
+        notes.append(f"{len(errors)} of {len(paths)} files cannot be read and are left out, the first as {errors[0]}")
+    return values
+
+
 def read_questions(path: Path) -> list[str]:
     """The questions of a file, one per line; raises ValueError where it holds none."""
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"questions must be a readable text file, got {str(path)!r}: {error}") from error
     questions = [line for line in lines if line and not line.startswith("#")]

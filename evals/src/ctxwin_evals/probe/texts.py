@@ -16,7 +16,7 @@ from ctxwin.chunk import Chunk
 from ctxwin.hashing import digest
 from ctxwin_evals.probe import FOLDER
 from ctxwin_evals.probe.contexts import seed_of
-from ctxwin_evals.probe.folder import TEXTS, files_of, spread
+from ctxwin_evals.probe.folder import TEXTS, files_of, readable, spread
 from ctxwin_evals.probe.probe import about
 from ctxwin_evals.samples import FORMAT, Sample, open_samples
 
@@ -76,10 +76,8 @@ def read_passages(
 
         texts, notes = [topics[name] for name in sorted(topics)], [_PYTHON]
     else:
-        (paths, notes), texts = spread(files_of(folder, TEXTS, "text files")), []
-        for path in paths:
-            with path.open(encoding="utf-8", errors="replace") as file:
-                texts.append(file.read(CHARACTERS))
+        paths, notes = spread(files_of(folder, TEXTS, "text files"))
+        texts = list(readable(paths, _read, notes).values())
         notes.append(f"at most the first {CHARACTERS:,} characters of a file")
     ids = [token for text in texts for token in engine.encoder.tokens.document(text)]
     end, size, passages = (PLACED + 1) * block, (PLACED + 1) * block + 1 + NEXT, list[Passage]()
@@ -88,3 +86,11 @@ def read_passages(
         chunks = tuple(Chunk.tokens(part[at : at + block]) for at in range(0, end, block))
         passages.append(Passage(chunks, tuple(part[end:]), questions[number % len(questions)] if questions else ""))
     return passages, notes
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            return file.read(CHARACTERS)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"a text file must be readable UTF-8, got {str(path)!r}: {error}; convert it") from error

@@ -133,6 +133,9 @@ class ProtocolTask(Task):
         scored = self.base.score(answer, target, meta)
         return scored if meta["own_context"] else replace(scored, score=None)
 
+    def leave_out(self, error: ValueError) -> None:
+        self.base.leave_out(error)
+
     def config(self) -> dict[str, Any]:
         return {**self.base.config(), "protocol": self.protocol.name, "amount": self.amount, "protocol_seed": self.seed}
 

@@ -195,7 +195,7 @@ def test_the_tenants_file(tmp_path: Path) -> None:
     toml = tmp_path / "tenants.toml"
     entries = [{"name": "acme", "keys": ["k1", "k2"], "max_bytes": "2GB"}, {"name": "b", "keys": ["k3"]}]
     rows = ["[[tenant]]\n" + "\n".join(f"{k} = {json.dumps(v)}" for k, v in entry.items()) for entry in entries]
-    toml.write_text("\n".join(rows))
+    toml.write_text("\r\n".join(rows), encoding="utf-8-sig")  # as editors on Windows write it
     plain = tmp_path / "tenants.json"
     plain.write_text(json.dumps({"tenant": entries}))
     assert load_tenants(toml) == load_tenants(plain)
