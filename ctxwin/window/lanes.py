@@ -32,6 +32,7 @@ from ctxwin.window.edited_text import Differences, EditedText
 from ctxwin.window.layout import computed_choices
 from ctxwin.window.prices import Prices
 from ctxwin.window.state import (
+    EVERY_ARRIVAL,
     Conditioning,
     Placed,
     Prefix,
@@ -332,9 +333,9 @@ def _patches(
         contents = [p.chunk_id for p in state.placed[: front.length]]
         for patch in orbit_keys(state.system_prompt_key, entry.chunk_id, contents, fidelity.patch_name):
             if has(patch) and has(base):
-                # Formed from observations of a larger set, it may carry something of any chunk.
+                # Formed from observations of a larger set, and anew of another one later: it may carry something of any chunk.
                 orbit = patched_conditioning(here, "orbit", base, patch)
-                yield Choice(entry, "orbit", front, orbit.model_copy(update={"absorbed": (0, state.arrivals)}))
+                yield Choice(entry, "orbit", front, orbit.model_copy(update={"absorbed": EVERY_ARRIVAL}))
                 break
 
 

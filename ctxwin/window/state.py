@@ -26,6 +26,8 @@ FORMAT = 2
 _SHOWN = 8
 _OF_TEXT: tuple[Lane, ...] = ("computed", "formed", "resident", "edited")
 """Lanes that add no other approximation than a difference of text."""
+EVERY_ARRIVAL = (0, 2**53 - 1)
+"""Bounds of what may carry something of any chunk, also of one that arrives later."""
 
 
 class Conditioning(BaseModel):

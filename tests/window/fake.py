@@ -33,7 +33,6 @@ from ctxwin.window.answer import PlanEntry
 from ctxwin.window.assembly import Assembly
 from ctxwin.window.continuation import Continuation
 from ctxwin.window.layout import Work
-from ctxwin.window.state import Conditioning
 from ctxwin.window.window import Window
 
 LAYERS, DIM = 2, 4
@@ -100,15 +99,8 @@ def laid_out_anew(window: Window) -> tuple[list[object], list[object]]:
         segments = [replace(segment, span=None, patch=None) for segment in layout.segments]
         numbers = layout.contents, layout.counts, layout.salt, layout.tokens, layout.exact
         after = assembly.write_back(state, layout, {}, fidelity)
-        placed = [p.replace(kv=_without_bound(p.kv)) for p in after.placed]
-        memos = [(name, replace(m, conditioning=_without_bound(m.conditioning))) for name, m in assembly.memo.items()]
-        both.append([kv, segments, numbers, after.replace(placed=tuple(placed)), memos])
+        both.append([kv, segments, numbers, after, list(assembly.memo.items())])
     return both[0], both[1]
-
-
-def _without_bound(kv: Conditioning | None) -> Conditioning | None:
-    """An orbit absorbed chunks that had arrived when it was chosen; one that is chosen anew later has a looser bound of that."""
-    return kv.model_copy(update={"absorbed": None}) if kv is not None and kv.lane == "orbit" else kv
 
 
 class FakeEngine(Engine):

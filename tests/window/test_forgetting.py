@@ -166,3 +166,28 @@ def test_an_old_version_does_not_keep_a_picture() -> None:
         old = window.at(window.version)
         window.evict(picture, forget=True)
         assert old.evicted == (picture,) and not kept(engine)
+
+
+def test_an_orbit_in_use_that_is_formed_anew_with_a_later_chunk_hands_it_on() -> None:
+    """The patch that serves behind a smaller set is then fitted to what was observed behind the larger one, and what is computed
+    behind it carries something of that chunk, too."""
+    stores = []
+    for secret in ("AAAA", "ZZZZ"):
+        engine = FakeEngine()
+        with Window(engine, "h", fidelity=Fidelity("patched", rank=2, orbit=True)) as window:
+            a, b, behind = window.extend([Chunk.text("aa"), Chunk.text("bb"), Chunk.text("cc")])
+            window.evict(behind)
+            window.maintenance.prepare_orbit([a, b])
+            window.reorder([b, a])
+            window.ask("q", 1)
+            other, late = window.extend([Chunk.text("dd"), Chunk.text(secret)])
+            window.reorder([b, a, late, other])
+            window.maintenance.prepare_orbit([b, a, late])
+            window.ask("q", 1)
+            window.evict(late)
+            window.recall(behind)
+            window.ask("q", 1)
+            window.evict(late, forget=True)
+            answer = window.answer(Question.of("q", 3)).token_ids
+            stores.append((answer, {k: engine.store.get(k) for k in engine.store.list() if k.startswith(KV)}))
+    assert stores[0] == stores[1]
