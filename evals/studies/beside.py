@@ -153,29 +153,36 @@ def ask_all(windows: list[Window], turn: int) -> None:
 
 
 def pool_pressure(engine: Any, pairs: int, count: int, seed: int) -> dict[str, Any]:
-    """Return the throughput of loads of all blocks on a cache full of windows' blocks, over that on one of plain requests'."""
-    windows, rng, found = open_windows(engine, "patched", count), Random(seed), list[dict[bool, Any]]()
+    """Return the throughput of loads of all blocks on a cache full of windows' blocks, over that on one of plain requests' and
+    over that behind the same asks on an emptied one, where the processor's caches hold what they do behind asks."""
+    windows, rng, found = open_windows(engine, "patched", count), Random(seed), list[dict[str, Any]]()
     for pair in range(pairs + 1):
         found.append({})
-        for full in rng.sample([False, True], 2):
-            if full:
-                ask_all(windows, pair)
-            else:
+        for filled in rng.sample(["windows", "plain", "emptied"], 3):
+            if filled == "plain":
                 load_of_all_blocks(engine, seed + pairs + 1 + pair)
+            else:
+                ask_all(windows, 2 * pair + (filled == "windows"))
             time.sleep(PAUSE_S)  # what follows an ask ends
+            if filled == "emptied" and not engine.core.driver.reset_prefix_cache():
+                raise RuntimeError("requests still hold blocks")
             began = time.perf_counter()
             steps, preempted = load_of_all_blocks(engine, seed + pair)
-            found[-1][full] = time.perf_counter() - began, steps, preempted
+            found[-1][filled] = time.perf_counter() - began, steps, preempted
     for window in windows:
         window.close()
     del found[0]  # not counted
-    ratios = [each[False][0] / each[True][0] for each in found]
+
+    def ratio(other: str) -> list[float]:
+        ratios = [each[other][0] / each["windows"][0] for each in found]
+        return [float(np.median(ratios)), *(bootstrap_median(ratios) or ())]
+
+    least = [min(BLOCKS - min(free for *_, free in each[filled][1]) for each in found) for filled in ("plain", "windows")]
     return {
         "blocks": BLOCKS, "windows": count, "pairs": pairs,
-        "same_steps": sum(each[False][1] == each[True][1] for each in found),
-        "preempted": [sum(each[full][2] for each in found) for full in (False, True)],
-        "most_blocks": [min(BLOCKS - min(free for *_, free in each[full][1]) for each in found) for full in (False, True)],
-        "throughput_ratio": [float(np.median(ratios)), *(bootstrap_median(ratios) or ())],
+        "same_steps": sum(each["plain"][1] == each["windows"][1] for each in found),
+        "preempted": [sum(each[filled][2] for each in found) for filled in ("plain", "windows")],
+        "most_blocks": least, "throughput_ratio": ratio("plain"), "over_emptied": ratio("emptied"),
     }  # fmt: skip
 
 
