@@ -2,7 +2,7 @@
 
 With ``--windows 32`` plain completions beside so many conversations, on a server with windows behind them and on one without:
 ``idle``, and ``busy`` where a conversation goes on meanwhile. With ``--pool`` too, a plain load on vLLM in this process that
-needs every block of its cache, which windows fill, and one on a cache that another such load has filled.
+needs every block of its cache, which windows fill, one on a cache that another such load has filled, and one that was emptied.
 
 Two agents run the loop of `evals.studies.chats` with OpenAI's client, a turn of the one and a turn of the other: an ask, and a
 pause to think, in which the one's next prompt is computed ahead. The chats come at random times; those of two turns that follow
@@ -177,7 +177,9 @@ def pool_pressure(engine: Any, pairs: int, count: int, seed: int) -> dict[str, A
         ratios = [each[other][0] / each["windows"][0] for each in found]
         return [float(np.median(ratios)), *(bootstrap_median(ratios) or ())]
 
-    least = [min(BLOCKS - min(free for *_, free in each[filled][1]) for each in found) for filled in ("plain", "windows")]
+    least = [
+        min(BLOCKS - min(free for *_, free in each[filled][1]) for each in found) for filled in ("plain", "windows")
+    ]
     return {
         "blocks": BLOCKS, "windows": count, "pairs": pairs,
         "same_steps": sum(each["plain"][1] == each["windows"][1] for each in found),
