@@ -43,7 +43,8 @@ class Ask:
     """The request that follows a layout; without a query it computes KV only.
 
     Attributes:
-        capture_all: read back the KV of the whole prompt and of the answer: `Outcome.kv`.
+        capture_all: read back the KV of the whole prompt and of what is generated behind it: `Outcome.kv`.
+        attention_of: see `RequestMeta.attention_of`.
         builder: builder of its prompts; None is the engine itself.
         hold: see `RequestMeta.hold`.
     """
@@ -56,7 +57,7 @@ class Ask:
     background: bool = False
     answer: Encoded | None = None
     forced: Forced | None = None
-    queries_of: str = ""
+    attention_of: str = ""
     capture_all: bool = False
     builder: PromptBuilder | None = None
     hold: FixedPoint | None = None
@@ -321,7 +322,7 @@ class AskRunner:
             generation.cached_tokens += max(0, transfer.local_tokens - computed)
             generation.forwards += 1
             generation.bytes_loaded += transfer.bytes_loaded
-        outcome.queries, outcome.kv, outcome.begin = transfer.queries, transfer.captured.get(ALL), end - base
+        outcome.sums, outcome.kv, outcome.begin = transfer.sums, transfer.captured.get(ALL), end - base
         if ask.builder is None:  # a chat's prompt has the client's own salt
             self._prompts.record(parts, outcome.token_ids[:-1] if outcome.finished else (), namespace)
         for i in capture:
@@ -347,14 +348,14 @@ class AskRunner:
         if ask.capture_query:
             captures[_QUERY] = (offsets[len(segments)], None)
         if ask.capture_all:
-            captures[ALL] = (0, None)
+            captures[ALL] = (0, None if ask.answer is None else offsets[-1] + sum(p.tokens for p in ask.tail[:-1]))
         return Transfer(
             loads=loads,
             tenant=self._prompts.tenant,
             captures=captures,
             private_from=namespace.private_from,
             min_load=self._core.min_load if namespace.exact else 0,
-            queries_of=ask.queries_of,
+            attention_of=ask.attention_of,
             expected_hit=offsets[cached],
             hold=ask.hold,
         )

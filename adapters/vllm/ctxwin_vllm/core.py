@@ -146,7 +146,7 @@ class Core:
         self.longest = int(config.max_model_len)
         self.positions = max(self.longest, int(getattr(checkpoint.text_config, "max_position_embeddings", 0) or 0))
         self.outputs = outputs
-        self.shortens = isinstance(transport, LocalTransport) and internals.shortens(driver.config)
+        self.shortens = internals.shortens(driver.config)
         self.on_gpu = not on_a_processor()
         self.min_load = self.block if self.on_gpu else 0
         speculative, here = driver.config.speculative_config, None
@@ -175,6 +175,11 @@ class Core:
         elif isinstance(transport, SharedMemoryTransport):
             transport.alive = lambda: driver.dead is None
             transport.step = lambda: driver.rpc("ctxwin_step")
+
+            def capture_queries(on: bool) -> None:
+                driver.rpc("ctxwin_queries", on)
+
+            transport.capture_queries = capture_queries
             transport.remember_segments(folders.segments())
             parallel = driver.config.parallel_config
             transport.ranks = int(parallel.tensor_parallel_size) * int(parallel.pipeline_parallel_size)

@@ -3,9 +3,9 @@
 One request computes the prompt and the first tokens. What is kept of them is loaded by a second one, in blocks of its own. There
 the connector moves kept slots together before a step and has vLLM go on from that many tokens, as with a session that gets more
 input (`internals.shorten`). vLLM puts a token at the position that its slot has, so all keys are turned by as much as that is
-too early; see `compact_prompt`. Where that has not been tried (in processes of vLLM's own, and with its second model runner,
-which runs on GPUs), an answer is generated in pieces: what one request computed is read back, joins the KV of the answer, and
-is loaded by the next. Either way KV waits in one frame, from which it is turned anew each time, so rounding does not add up.
+too early; see `compact_prompt`. In pipelines, with drafts and where an answer is only scored, it is generated in pieces: what
+one request computed is read back, joins the KV of the answer, and is loaded by the next. Either way KV waits in one frame, from
+which it is turned anew each time, so rounding does not add up.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import cast
 
 import torch
 
@@ -26,14 +25,13 @@ from ctxwin.errors import AnswerStopped, EngineFailed, UnsupportedModel
 from ctxwin.kv.config import sliding_window
 from ctxwin.kv.kernels.staging import to_host
 from ctxwin.kv.layout import SpanKV
-from ctxwin.kv.merge import FixedPoint, attention_sums, merge, merged_slots
+from ctxwin.kv.merge import FixedPoint, merge, merged_slots
 from ctxwin.kv.relocate import relocate
 from ctxwin_vllm.asks import ALL, Ask, AskRunner, engine_errors
 from ctxwin_vllm.cache_namespace import CacheNamespace
 from ctxwin_vllm.core import Core
 from ctxwin_vllm.prompts import PromptBuilder
 from ctxwin_vllm.requests import Forced, LoadError, Outcome, StreamGuard, continued
-from ctxwin_vllm.transport import LocalTransport
 
 _SUBMISSIONS = 3
 _log = logging.getLogger("ctxwin.engines")
@@ -55,12 +53,10 @@ def check_hold(core: Core, sampling: Sampling) -> None:
     for reason, applies in reasons.items():
         if applies:
             raise UnsupportedModel(f"{reason}: hold must be 1 with {core.model} on vLLM, got {sampling.hold}")
-    transport = core.transport
-    shown = isinstance(transport, LocalTransport) and transport.paged is not None and core.kv.family != "mla"
-    if sampling.merge_prompt and not shown:
+    if sampling.merge_prompt and core.kv.family == "mla":
         raise UnsupportedModel(
-            "a prompt is merged by its attention, which vLLM shows in one process (processes='single') and for GQA or MHA "
-            "only: merge_prompt must be False, got True; or open the model as hf:MODEL"
+            "a prompt is merged by its attention, which vLLM shows for GQA and MHA only: merge_prompt must be False, got True; "
+            "or open the model as hf:MODEL"
         )
 
 
@@ -120,7 +116,7 @@ class BudgetedAnswer:
             return Ask(query, only, self._salt, background=True, answer=answer, forced=forced)
 
         outcome = self._serve_prompt(ask(self._query, ids[:1]))
-        rows, schedule = outcome.forced, self._hold_prompt(outcome, 0, len(ids[:1]))
+        rows, schedule = outcome.forced, self._hold_prompt(outcome, 0)
         for begin in range(0, len(ids), every):
             if stopped():
                 raise AnswerStopped("the engine is wanted for other work")
@@ -131,32 +127,25 @@ class BudgetedAnswer:
         return rows
 
     def _serve_prompt(self, ask: Ask) -> Outcome:
-        """Run the request of the prompt, and capture the KV of all of it; its queries as well, where it is to be merged."""
-        merging, transport = self._sampling.merge_prompt, self._core.transport
-        ask = replace(ask, capture_all=True, queries_of=ALL if merging else "")
-        capturing = cast("LocalTransport", transport).capturing_queries() if merging else nullcontext()
-        with capturing:
+        """Run the request of the prompt, and capture the KV of all of it; its attention as well, where it is to be merged."""
+        merging = self._sampling.merge_prompt
+        ask = replace(ask, capture_all=True, attention_of=ALL if merging else "")
+        with self._core.transport.capturing_queries() if merging else nullcontext():
             self.generation, outcome = self._asks.serve(self._layout, ask)
         return outcome
 
-    def _hold_prompt(self, outcome: Outcome, fed: int, unread: int = 0) -> FixedPoint:
-        """Keep the prompt's KV and that of ``fed`` tokens behind it, but not that of the ``unread`` last ones."""
+    def _hold_prompt(self, outcome: Outcome, fed: int) -> FixedPoint:
+        """Keep the prompt's KV and that of ``fed`` tokens behind it."""
         if outcome.kv is None:
             raise EngineFailed("the KV of the prompt was not captured; vLLM ended the request early")
-        k, v = outcome.kv
-        end = int(k.shape[1]) - unread
-        slots, head = end - fed, self._layout[0].slots if self._layout else self._query.tokens
+        k, v = self._kv = outcome.kv
+        slots, head = int(k.shape[1]) - fed, self._layout[0].slots if self._layout else self._query.tokens
         tokens = sum(segment.tokens for segment in self._layout) + self._query.tokens
         if self._sampling.merge_prompt:
-            paged, queries = cast("LocalTransport", self._core.transport).paged, outcome.queries
-            assert paged is not None and queries is not None and slots == tokens
-            scales = [float(layer.impl.scale) for layer in paged.layers]
-            sums = [attention_sums(queries[:end, i], k[i, :end], scale) for i, scale in enumerate(scales)]
+            assert outcome.sums is not None and slots == tokens
             head, slots = 1, merged_slots(self._sampling.hold, tokens)
-            merged = merge(_span(k[:, :end], v[:, :end]), torch.stack(sums), slots)
+            merged = merge(_span(k, v), outcome.sums, slots)
             self._kv = merged.k, merged.v
-        else:
-            self._kv = k[:, :end], v[:, :end]
         self._at = outcome.begin + self._query.advance + fed
         schedule = FixedPoint(self._sampling.hold, tokens, slots, head, self._sampling.hold_every)
         self._drop(schedule.append(fed))

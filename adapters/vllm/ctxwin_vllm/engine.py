@@ -17,8 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import torch
-
 from ctxwin.engines.base import BEST, WHOLE, EngineSpec
 from ctxwin.engines.encoding.encoder import Encoder, EncodingEngine
 from ctxwin.engines.results import AttendedKV, EngineCounters, Generation, Tally
@@ -28,7 +26,6 @@ from ctxwin.engines.vllm_support import requirement
 from ctxwin.errors import AnswerStopped, EngineFailed, UnsupportedModel
 from ctxwin.kv.config import sliding_window
 from ctxwin.kv.layout import SpanKV
-from ctxwin.kv.merge import attention_sums
 from ctxwin.kv.relocate import relocate
 from ctxwin.store import open_store
 from ctxwin.store.spans import SpanRepository
@@ -39,7 +36,7 @@ from ctxwin_vllm.forecast import forecast
 from ctxwin_vllm.lora import Adapter, identity_with
 from ctxwin_vllm.prompts import EnginePrompts, PromptBuilder
 from ctxwin_vllm.requests import Forced, LoadError, StreamGuard
-from ctxwin_vllm.transport import LocalTransport
+from ctxwin_vllm.stage_outputs import NOT_COMPUTED
 
 if TYPE_CHECKING:
     import asyncio
@@ -280,44 +277,34 @@ class VLLMEngine(EncodingEngine):
     def attended(
         self, context: Sequence[Segment], target: Encoded, start: int, *, tally: Tally | None = None
     ) -> AttendedKV:
-        """See `Engine.attended`. Needs vLLM in this process and a model without latent attention."""
-        transport = self._core.transport
+        """See `Engine.attended`. Needs a model without latent attention."""
         if self.spec.kv.recurrent:
             raise UnsupportedModel(f"{self.spec.model} has recurrent layers, whose states cannot be merged")
         if sliding_window(self._core.checkpoint.config) is not None:
             raise UnsupportedModel(f"{self.spec.model} has sliding layers, whose attention does not tell what to merge")
-        if not isinstance(transport, LocalTransport) or transport.paged is None or self.spec.kv.family == "mla":
+        if self.spec.kv.family == "mla":
             raise UnsupportedModel(
-                "chunks are merged by their attention, which vLLM shows in one process (processes='single') and for GQA or "
-                "MHA only; merge them on the transformers engine, whose store this engine may read"
+                "chunks are merged by their attention, which vLLM shows for GQA and MHA only; merge them on the transformers "
+                "engine, whose store this engine may read"
             )
         before = list(itertools.chain.from_iterable(segment.parts() for segment in context))
         layout = [*before, Segment(target, start, capture=True)]
         salt = f"attended-{uuid.uuid4().hex}"  # a prefix hit would compute no queries to capture
-        ask = Ask(None, Sampling(max_tokens=1), salt, background=True, queries_of=str(len(before)))
+        ask = Ask(None, Sampling(max_tokens=1), salt, background=True, attention_of=str(len(before)))
         base, generation = self._core.check(layout, (), ask.sampling), Generation()
         try:
-            with transport.capturing_queries():
+            with self._core.transport.capturing_queries():
                 segments, namespace, computed = self.asks.fill_layout(generation, layout, base, ask)
-                outcome = self.asks.request(generation, segments, base, ask, range(len(layout)), namespace, computed)
+                outcome = self.asks.request(generation, segments, base, ask, [len(before)], namespace, computed)
         except LoadError as error:
-            if isinstance(error.__cause__, KeyError):  # see `Queries.read`
-                raise UnsupportedModel(
-                    "a chunk must be computed in one piece to be merged by its attention, which it is not behind this KV; use "
-                    "a window without Fidelity(recompute=)"
-                ) from error
+            if NOT_COMPUTED in str(error):
+                raise UnsupportedModel(NOT_COMPUTED) from error
             raise EngineFailed(f"the KV before the chunk could not be loaded: {error}") from error
         finally:
             self.asks.count(generation, tally)
-        queries = outcome.queries
-        assert queries is not None
-        keys = torch.cat([generation.captured[i].k for i in range(len(layout))], dim=1)
-        sums = [
-            attention_sums(queries[:, i], keys[i], float(layer.impl.scale))[-target.tokens :]
-            for i, layer in enumerate(transport.paged.layers)
-        ]
+        assert outcome.sums is not None
         span = relocate(generation.captured[len(before)], self.spec.kv, start)
-        return AttendedKV(span, torch.stack(sums))
+        return AttendedKV(span, outcome.sums[:, -target.tokens :].to("cpu"))
 
     def check_hold(self, sampling: Sampling) -> None:
         check_hold(self._core, sampling)

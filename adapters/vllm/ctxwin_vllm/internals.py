@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import InvalidStateError
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -106,9 +106,18 @@ def layer_groups(llm: Any) -> list[list[str]]:
     return [list(group.layer_names) for group in config.kv_cache_groups]
 
 
+@cache
+def _paused() -> Any:
+    from vllm.v1.request import Request
+
+    # For the second model runner its scheduler sets the step whenever it has scheduled the request.
+    never = property(lambda _: sys.maxsize, lambda _, step: None)
+    return type("PausedRequest", (Request,), {"next_decode_eligible_step": never})
+
+
 def pause(request: Any, paused: bool) -> None:
     """Keep the scheduler from running a request any further, or let it, where steps are scheduled ahead of their tokens."""
-    request.next_decode_eligible_step = sys.maxsize if paused else 0
+    request.__class__ = _paused() if paused else _paused().__base__
 
 
 def shorten(request: Any, slots: int, output: Any, blocks: tuple[list[int], ...]) -> None:
@@ -122,6 +131,9 @@ def shorten(request: Any, slots: int, output: Any, blocks: tuple[list[int], ...]
     ids[: request.num_computed_tokens] = [0] * slots
     request.prompt_token_ids, request.num_prompt_tokens = list(ids), len(ids)
     request.num_computed_tokens, request.max_tokens = slots, request.max_tokens - len(answer)
+    if (seed := request.sampling_params.seed) is not None:  # by it and the place the second model runner draws
+        request.sampling_params = request.sampling_params.clone()
+        request.sampling_params.seed = (seed + len(answer)) % 2**63
     answer.clear()
     # Blocks that hold other KV by now are found by no one.
     request.cache_salt = f"{request.cache_salt}+"
@@ -131,14 +143,13 @@ def shorten(request: Any, slots: int, output: Any, blocks: tuple[list[int], ...]
     index = cached.req_ids.index(request.request_id)
     for column in (cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, cached.num_output_tokens):
         del column[index]
-    output.scheduled_new_reqs.append(NewRequestData.from_request(request, blocks))
+    output.scheduled_new_reqs.append(NewRequestData.from_request(request, blocks, list(ids)))
     output.has_sync_kv_loads = True
 
 
 def shortens(config: Any) -> bool:
-    """Return True if a vLLM with this config takes requests that `shorten` changes: its model runners of the first version do."""
-    parallel, speculative = config.parallel_config, config.speculative_config
-    return not (config.use_v2_model_runner or speculative) and parallel.pipeline_parallel_size == 1
+    """Return True if a vLLM with this config takes requests that `shorten` changes: not in a pipeline, nor with drafts."""
+    return not config.speculative_config and int(config.parallel_config.pipeline_parallel_size) == 1
 
 
 def release_core(engine: Any) -> None:

@@ -46,7 +46,7 @@ class Outcome:
         first_token_at: `time.perf_counter` at the first token.
         finished: False where ``on_token`` stopped it.
         forced: log-probabilities by token id before each of the scored last prompt tokens, then after them.
-        queries: rotated queries of the requested chunk, ``[tokens, layers, heads, dim]``.
+        sums: see `Transfer.sums`.
         kv: ``(k, v)`` of the prompt and of the answer, where all of it is captured: ``[layers, slots, heads, dim]``, in vLLM's
             positions.
         begin: vLLM's position of the question.
@@ -57,7 +57,7 @@ class Outcome:
     first_token_at: float = 0.0
     finished: bool = True
     forced: list[dict[int, float]] = field(default_factory=list)
-    queries: torch.Tensor | None = None
+    sums: torch.Tensor | None = None
     kv: tuple[torch.Tensor, torch.Tensor] | None = None
     begin: int = 0
 

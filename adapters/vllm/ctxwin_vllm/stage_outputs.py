@@ -17,8 +17,11 @@ import torch
 from ctxwin.engines.outputs import HIDDEN, concat_outputs, rows_of
 from ctxwin.errors import EngineFailed
 from ctxwin.kv.kernels import SpanSlice
+from ctxwin.kv.merge import attention_sums
 from ctxwin_vllm.internals import observe_forwards
 from ctxwin_vllm.paged import PagedKV
+
+NOT_COMPUTED = "what is merged by its attention must be computed in one piece, without Fidelity(recompute=)"
 
 
 class StageOutputs:
@@ -79,26 +82,20 @@ class StageOutputs:
 
 
 class Queries:
-    """Rotated queries of all layers, captured while the context is entered: vLLM keeps keys and values only.
+    """Rotated queries of all layers, captured until `close`: vLLM keeps keys and values only.
 
-    `ctxwin.kv.merge` weighs slots by them. Memory: the queries of all tokens computed meanwhile.
-
-    Args:
-        layers: attention layers in order, of a model that runs in this process.
+    `ctxwin.kv.merge` weighs slots by them. Memory: the queries of all tokens computed meanwhile. ``paged``: the worker's cache.
     """
 
-    def __init__(self, layers: Sequence[Any]) -> None:
-        self._layers = layers
-        self._queries: list[dict[int, torch.Tensor]] = [{} for _ in layers]
-        self._plain = [layer.impl.forward for layer in layers]
+    def __init__(self, paged: PagedKV) -> None:
+        self._paged = paged
+        self._queries: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in paged.layers]  # with their slots
+        for index, layer in enumerate(paged.layers):
+            layer.impl.forward = self._hooked(index, layer.impl.forward)
 
-    def __enter__(self) -> Queries:
-        for index, (layer, plain) in enumerate(zip(self._layers, self._plain, strict=True)):
-            layer.impl.forward = self._hooked(index, plain)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for layer in self._layers:
+    def close(self) -> None:
+        """Capture no more."""
+        for layer in self._paged.layers:
             del layer.impl.forward  # its class has one
 
     def _hooked(self, index: int, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,18 +103,24 @@ class Queries:
             slots = _slots()
             if slots is not None:
                 rows = query[: len(slots)].detach().clone()
-                self._queries[index].update(zip(slots.tolist(), rows, strict=False))
+                self._queries[index].append((slots[: len(rows)].clone(), rows))
             return plain(layer, query, *args, **options)
 
         return forward
 
-    def read(self, slots: torch.Tensor) -> torch.Tensor:
-        """Return the queries of the tokens in these slots, ``[T, L, H, D]`` on the CPU.
+    def sums(self, blocks: Sequence[int], begin: int, end: int) -> torch.Tensor:
+        """Return the `attention_sums` of a request's tokens ``[0, end)`` by those from ``begin`` on, ``[layers, end]``.
 
-        Raises KeyError for a token that was not computed.
+        Raises LookupError for a token that was not computed.
         """
-        layers = [torch.stack([queries[slot] for slot in slots.tolist()]) for queries in self._queries]
-        return torch.stack(layers, dim=1).to("cpu")
+        wanted, sums = self._paged.slots(blocks, begin, end).tolist(), []
+        layers = zip(self._paged.layers, self._queries, self._paged.read(blocks, 0, end)[0], strict=True)
+        for layer, forwards, keys in layers:
+            rows = {slot: row for slots, rows in forwards for slot, row in zip(slots.tolist(), rows, strict=True)}
+            if not rows.keys() >= set(wanted):
+                raise LookupError(NOT_COMPUTED)
+            sums.append(attention_sums(torch.stack([rows[i] for i in wanted]), keys, float(layer.impl.scale)))
+        return torch.stack(sums)
 
 
 def _slots() -> torch.Tensor | None:

@@ -108,6 +108,10 @@ class WorkerExtension:
         model = self.get_model()
         return refusal(model, self.vllm_config, endpoint.paged, inputs, draft_model, endpoint.draft_model)
 
+    def ctxwin_queries(self, on: bool) -> None:
+        """See `Endpoint.capture_queries`."""
+        connect(self.vllm_config.kv_transfer_config.kv_connector_extra_config[PARAM]).capture_queries(on)
+
     def ctxwin_outputs(self) -> None:
         """Keep stage outputs from now on; their rows are the same on all ranks of the last stage, whose first one keeps them."""
         endpoint = connect(self.vllm_config.kv_transfer_config.kv_connector_extra_config[PARAM])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adapters.vllm import second_runner
 from adapters.vllm.layouts import encoded, laid, spans_of
 from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.engines.sampling import Sampling
@@ -136,6 +140,35 @@ def test_slots_leave_a_running_request(engine: Any, merging: bool) -> None:
     assert scheduler.kv_cache_manager.block_pool.get_usage() == 0
 
 
+@pytest.mark.slow
+@pytest.mark.guard
+@pytest.mark.parametrize("processes", ["multi", "async"])
+def test_slots_leave_a_running_request_in_another_process(oracle: HFEngine, model_dir: Path, processes: str) -> None:
+    """Where the workers weigh a merged prompt's tokens by its attention, too."""
+    from ctxwin_vllm.engine import VLLMEngine
+
+    with VLLMEngine(model_dir, dtype="float32", processes=processes) as engine:
+        for merging in (False, True):
+            sampling = Sampling(60, hold=0.4, hold_every=4, merge_prompt=merging)
+            whole, requests = answers(engine, sampling, engine._core.shortens)
+            assert requests == 2 and len(whole.token_ids) == 60
+            layout, query = question(oracle, [1, 2])
+            assert whole.token_ids == oracle.generate(layout, query, sampling).token_ids
+            assert not len(engine._core.transport)
+
+
+def test_slots_leave_a_running_request_of_the_second_model_runner(engine: Any, model_dir: Path) -> None:
+    """The same tokens as of the first one; drawn ones by the seed that each piece would have."""
+    command = [sys.executable, second_runner.__file__, str(model_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    for (whole, pieces), sampling in zip(found, second_runner.SAMPLINGS, strict=True):
+        assert whole[1] == 2 < pieces[1] and whole[0] == pieces[0] and len(whole[0]) == sampling.max_tokens
+        if not sampling.temperature:
+            assert [*second_runner.answers(engine, sampling, True)] == whole
+
+
 def test_an_answer_that_is_preempted_or_not_moved_is_generated_again(engine: Any) -> None:
     """What it held is gone with its blocks; it is never computed from the placeholders that stand for it."""
     sampling = Sampling(40, hold=0.5, hold_every=8, token_logprobs=0)
@@ -196,9 +229,9 @@ def test_what_cannot_be_held_is_refused_by_name(engine: Any) -> None:
         engine.generate(layout, query, held, capture_query=True)
     with pytest.raises(ValueError, match="hold_every must be"):
         engine.generate(layout, query, replace(held, hold_every=0))
-    with mock.patch.object(engine._core, "transport", object()):
+    with mock.patch.object(engine._core, "kv", replace(engine._core.kv, family="mla")):
         engine.check_hold(held)
-        with pytest.raises(UnsupportedModel, match="in one process"):
+        with pytest.raises(UnsupportedModel, match="GQA and MHA only"):
             engine.check_hold(replace(held, merge_prompt=True))
     for name, value, reason in (("outputs", True, "outputs=True"), ("draft_model", object(), "draft model")):
         with mock.patch.object(engine._core, name, value), pytest.raises(UnsupportedModel, match=reason):

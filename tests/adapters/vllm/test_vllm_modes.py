@@ -21,7 +21,6 @@ from ctxwin import Answer, Chunk, Fidelity, Window, open_engine
 from ctxwin.audit import Options, auditor_of
 from ctxwin.engines.sampling import Sampling
 from ctxwin.engines.segments import Segment
-from ctxwin.errors import UnsupportedModel
 from ctxwin.tiny import world
 
 needs_processes = pytest.mark.vllm
@@ -225,21 +224,23 @@ def test_an_audit_says_what_it_says_on_transformers(opened: Opened) -> None:
 
 
 def test_answers_within_a_share_of_the_kv_are_those_of_transformers(opened: Opened) -> None:
-    sampling, ids, rows = Sampling(hold=0.8, hold_every=4), list(range(300, 312)), []
+    """Of a prompt that is merged as well: the workers weigh its tokens by its attention."""
+    ids, rows, sums = list(range(300, 312)), [], []
     with open_engine("tiny", engine="hf", dtype="float32") as other:
-        for engine in (opened.engine, other):
+        for engine in (other, opened.engine):
             parts = [engine.encode_system_prompt(HEADER), *(engine.encode(frame(i)) for i in range(2))]
             starts = itertools.accumulate((part.advance for part in parts), initial=0)
             layout = [Segment(part, start) for part, start in zip(parts, starts, strict=False)]
-            rows += engine.forced_logprobs(
-                layout, [(engine.encode_query(QUESTIONS[0]), ids)], best=-1, sampling=sampling
-            )
-            whole = engine.forced_logprobs(layout, [(engine.encode_query(QUESTIONS[0]), ids)], best=-1)[0]
-            assert max(abs(whole[-1][token] - rows[-1][-1][token]) for token in whole[-1]) > CLOSE
-    for one, two in zip(*rows, strict=True):
+            query = engine.encode_query(QUESTIONS[0])
+            whole = engine.forced_logprobs(layout, [(query, ids)], best=-1)[0]
+            for merging in (False, True):
+                sampling = Sampling(hold=0.5, hold_every=4, merge_prompt=merging)
+                rows += engine.forced_logprobs(layout, [(query, ids)], best=-1, sampling=sampling)
+                assert max(abs(whole[-1][token] - rows[-1][-1][token]) for token in whole[-1]) > CLOSE
+            sums.append(engine.attended(layout[:2], parts[2], layout[2].start).sums)
+    for one, two in zip(rows[0] + rows[1], rows[2] + rows[3], strict=True):
         assert max(abs(one[token] - two[token]) for token in two) < 1e-3
-    with pytest.raises(UnsupportedModel, match="in one process"):
-        opened.engine.check_hold(Sampling(hold=0.5, merge_prompt=True))
+    torch.testing.assert_close(sums[1], sums[0], atol=1e-3, rtol=0)
 
 
 def test_nothing_but_names_and_numbers_travels(opened: Opened) -> None:

@@ -99,13 +99,20 @@ def test_captures_are_whole(engines: tuple[Any, Any]) -> None:
 
 
 def test_slots_are_dropped_on_both_ranks(engines: tuple[Any, Any]) -> None:
-    sampling, ids = Sampling(hold=0.6, hold_every=8), list(range(20, 50))
-    rows = [
-        engine.forced_logprobs(laid(parts_of(engine, [1])), [(engine.encode_query(QUERY), ids)], sampling=sampling)[0]
-        for engine in engines
-    ]
-    for one, two, token in zip(*rows, ids, strict=False):
-        assert one[token] == pytest.approx(two[token], abs=1e-3)
+    """In one request, but for stages, with a prompt that is merged by the attention of all heads."""
+    rows, sent, answers = [], [], []
+    for engine in engines:
+        layout, query = laid(parts_of(engine, [1])), engine.encode_query(QUERY)
+        for merging in (False, True):
+            sampling = Sampling(30, hold=0.6, hold_every=8, merge_prompt=merging)
+            with mock.patch.object(engine._core.driver, "submit", wraps=engine._core.driver.submit) as submit:
+                answers.append(engine.generate(layout, query, sampling, salt="dropped").token_ids)
+            sent.append(submit.call_count)
+            rows += engine.forced_logprobs(layout, [(query, list(range(20, 50)))], sampling=sampling)
+    assert answers[:2] == answers[2:] and sent[:2] == [2, 2]
+    assert sent[2:] == ([2, 2] if engines[1]._core.shortens else [4, 5])
+    for one, two in zip(rows[0] + rows[1], rows[2] + rows[3], strict=True):
+        assert max(abs(one[token] - two[token]) for token in one.keys() & two.keys()) < 1e-3
 
 
 def test_spans_go_from_either_to_the_other(engines: tuple[Any, Any]) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 import secrets
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from ctxwin_vllm.draft_model import DraftModelKV
     from ctxwin_vllm.paged import PagedKV
     from ctxwin_vllm.paged_states import PagedStates
-    from ctxwin_vllm.stage_outputs import StageOutputs
+    from ctxwin_vllm.stage_outputs import Queries, StageOutputs
 
 PARAM = "ctxwin"
 """Key of the handle in ``kv_transfer_params``, and of the transport's source in the connector's extra config."""
@@ -69,6 +71,7 @@ class RequestMeta:
         expected_hit: prompt tokens that vLLM's own prefix cache is known to hold, and that no load has: where it has dropped
             some of them, all that follows is computed.
         hold: the slots that its answer keeps while it is generated, of those that it loads and its own; None is all of them.
+        attention_of: the capture for whose tokens `Transfer.sums` are read as well; "" for none.
     """
 
     covered: int = 0
@@ -78,6 +81,7 @@ class RequestMeta:
     min_load: int = 0
     expected_hit: int = 0
     hold: FixedPoint | None = None
+    attention_of: str = ""
 
     def tokens_to_load(self, hit: int, prompt: int) -> int:
         """Return the number of tokens to load after a prefix hit of ``hit`` tokens; vLLM always computes the last prompt token.
@@ -114,8 +118,7 @@ class Transfer(RequestMeta):
         states: states of a hybrid's recurrent layers after the captures that its request ended with.
         outputs: stage outputs for the tokens of each capture, where the engine keeps them.
         drafted: the draft model's ``(k, v)`` of each capture, as `captured`, where it keeps KV.
-        queries_of: the capture whose queries are read as well; "" for none.
-        queries: those queries, ``[tokens, layers, heads, dim]``.
+        sums: attention that each slot up to the last of those tokens got from them, ``[layers, slots]``; see `attention_sums`.
         reads: an event behind the reads of the captures on the device; None where they are done.
         error: why a load or a capture failed; the request's answer must then be discarded.
     """
@@ -131,8 +134,7 @@ class Transfer(RequestMeta):
     states: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     outputs: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     drafted: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    queries_of: str = ""
-    queries: torch.Tensor | None = None
+    sums: torch.Tensor | None = None
     reads: Any = None
     error: BaseException | None = None
 
@@ -202,10 +204,25 @@ class Transport(ABC):
     Attributes:
         kv: layout of the model's KV (all heads).
         source: what the connector's extra config holds under `PARAM`.
+        capture_queries: `Endpoint.capture_queries` of all workers; set by the engine.
     """
 
     kv: KVSpec
     source: str
+    capture_queries: Callable[[bool], None]
+
+    def __init__(self) -> None:
+        self._capturing = threading.Lock()
+
+    @contextmanager
+    def capturing_queries(self) -> Iterator[None]:
+        """Capture the queries of all that is computed within the context; one context at a time."""
+        with self._capturing:
+            self.capture_queries(True)
+            try:
+                yield
+            finally:
+                self.capture_queries(False)
 
     @abstractmethod
     def reserve(self) -> str:
@@ -242,6 +259,7 @@ class Endpoint(ABC):
         states: states of a hybrid's recurrent layers.
         draft_model: layers of the speculative draft model, where they keep KV.
         outputs: the stage outputs beside the cache, in the worker that keeps them.
+        queries: the queries of what is computed, while they are captured.
         heads: the KV heads that the worker has; None is all of them.
         rank: the worker's number among all of them.
         behind: True where what is read is written behind the step, as on a GPU.
@@ -254,6 +272,7 @@ class Endpoint(ABC):
     states: PagedStates | None = None
     draft_model: DraftModelKV | None = None
     outputs: StageOutputs | None = None
+    queries: Queries | None = None
     heads: slice | None = None
     rank, behind, in_memory = 0, False, False
 
@@ -365,6 +384,15 @@ class Endpoint(ABC):
         """Capture the map of a chunk; `read_now` or `save` reads it with the states."""
         if self.states is not None:
             self.states.capture(capture.states, capture.tokens)
+
+    def capture_queries(self, on: bool, /) -> None:
+        """Begin to capture the queries of all that is computed, or end that."""
+        from ctxwin_vllm.stage_outputs import Queries
+
+        assert self.paged is not None
+        if self.queries is not None:
+            self.queries.close()
+        self.queries = Queries(self.paged) if on else None
 
     def finish_load(self, load: LoadSpec, nbytes: int) -> None:  # noqa: B027  # the other processes' engine counts by itself
         """Account for a load that is written."""

@@ -29,7 +29,7 @@ from ctxwin.store.lru import LRUCache
 from ctxwin_vllm.lifecycle import watchdog
 from ctxwin_vllm.lifecycle.folders import read_json, write_file, write_json
 from ctxwin_vllm.transport.base import Endpoint, RequestMeta, SaveSpec, is_handle, overlaps
-from ctxwin_vllm.transport.shared_memory import DRAFTED, check_room, sum_of, sum_of_tensors
+from ctxwin_vllm.transport.shared_memory import DRAFTED, SUMS, check_room, sum_of, sum_of_tensors
 
 LIVE_BYTES = 2 << 30
 """Spans and patches that each endpoint keeps decoded. They are mapped, not copied: the memory is the folder's. Factors in
@@ -129,7 +129,7 @@ class SharedMemoryEndpoint(Endpoint):
     def save(self, save: SaveSpec) -> None:
         with self._failing(save.handle):
             assert self.paged is not None
-            captures = [(name, self._read(save, *tokens)) for name, tokens in save.ranges.items()]
+            captures = [(name, self._read(save, name, *tokens)) for name, tokens in save.ranges.items()]
             read = self.paged.loads.event()
             if self.behind:
                 self.flush(_WRITES - 1)
@@ -141,7 +141,7 @@ class SharedMemoryEndpoint(Endpoint):
         while len(self._writing) > most:
             self._writing.popleft().result()
 
-    def _read(self, save: SaveSpec, begin: int, end: int) -> dict[str, torch.Tensor]:
+    def _read(self, save: SaveSpec, name: str, begin: int, end: int) -> dict[str, torch.Tensor]:
         """Return tokens of an ended request as tensors of a capture (this rank's heads)."""
         assert self.paged is not None
         tensors = dict(zip("kv", self.paged.read(save.blocks, begin, end), strict=True))
@@ -151,6 +151,8 @@ class SharedMemoryEndpoint(Endpoint):
             tensors |= named(self.states.read(save.states))
         if self.outputs is not None:
             tensors |= outputs_named(self.outputs.read(self.paged.slots(save.blocks, begin, end)))
+        if self.queries is not None and getattr(self.request_meta(save.handle), "attention_of", "") == name:
+            tensors[SUMS] = self.queries.sums(save.blocks, begin, end)
         return tensors
 
     def _write(self, handle: str, captures: Sequence[tuple[str, dict[str, torch.Tensor]]], read: Any) -> None:

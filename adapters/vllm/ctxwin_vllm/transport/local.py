@@ -6,12 +6,10 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from ctxwin.kv.kernels import SpanSlice
 from ctxwin.kv.layout import KVSpec
-from ctxwin_vllm.stage_outputs import Queries
 from ctxwin_vllm.transport import base
 from ctxwin_vllm.transport.base import Endpoint, LoadSpec, RequestMeta, SaveSpec, Transfer, Transport
 
@@ -26,20 +24,17 @@ class LocalTransport(Transport, Endpoint):
 
     Attributes:
         paged: access to the engine's cache, as `states`, `draft_model` and `outputs`; the engine sets them once vLLM is up.
-        queries: the queries of what is computed, within `capturing_queries`.
         step: has vLLM take a step; set by the engine, too.
     """
 
     step: Callable[[], object]
-
-    queries: Queries | None = None
     in_memory = True
 
     def __init__(self, kv: KVSpec) -> None:
-        super().__init__()
+        Transport.__init__(self)
+        Endpoint.__init__(self)
         self.kv = kv
         self.source = f"{os.getpid()}-{secrets.token_hex(4)}"
-        self._capturing = threading.Lock()
         self._transfers: dict[str, Transfer] = {}  # each operation on it is atomic
         self._awaited: set[str] = set()  # reserved transfers that are not added yet
         self._ended: dict[str, tuple[SaveSpec, threading.Event]] = {}  # what `read_ended` has still to read
@@ -80,16 +75,6 @@ class LocalTransport(Transport, Endpoint):
         self.paged = self.states = self.draft_model = None
         if self.outputs is not None:
             self.outputs.close()
-
-    @contextmanager
-    def capturing_queries(self) -> Iterator[None]:
-        """Capture the queries of all that is computed within the context; one context at a time."""
-        assert self.paged is not None
-        with self._capturing, Queries(self.paged.layers) as self.queries:
-            try:
-                yield
-            finally:
-                self.queries = None
 
     def request_meta(self, handle: str) -> RequestMeta | None:
         return self._transfers.get(handle)
@@ -154,11 +139,10 @@ class LocalTransport(Transport, Endpoint):
                 transfer.drafted[name] = self.draft_model.paged.read(save.blocks, begin, end)
             if self.states is not None and end == save.computed:
                 transfer.states[name] = self.states.read(save.states)
-            slots = self.paged.slots(save.blocks, begin, end)
             if self.outputs is not None:
-                transfer.outputs[name] = self.outputs.read(slots)
-            if self.queries is not None and name == transfer.queries_of:
-                transfer.queries = self.queries.read(slots)
+                transfer.outputs[name] = self.outputs.read(self.paged.slots(save.blocks, begin, end))
+            if self.queries is not None and name == transfer.attention_of:
+                transfer.sums = self.queries.sums(save.blocks, begin, end)
         transfer.reads = self.paged.loads.event()
 
 

@@ -41,9 +41,10 @@ from dataclasses import asdict, fields
 from functools import partial
 from mmap import mmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
 from ctxwin.engines.segments import Segment
 from ctxwin.errors import EngineFailed, StoreCorrupt
@@ -59,9 +60,6 @@ from ctxwin_vllm.ranks import gather, gather_stages
 from ctxwin_vllm.transport import embeddings
 from ctxwin_vllm.transport.base import RequestMeta, Transfer, Transport, is_reserved, new_handle, state_bytes
 
-if TYPE_CHECKING:
-    import torch
-
 MAX_BYTES = 2 << 30
 """Spans and patches kept in a folder by default, or half of its file system's free space where that is less."""
 RESERVE_BYTES = 64 << 20
@@ -73,6 +71,8 @@ _LOOK_S = 0.25
 """How long to poll for a capture, which exists after one step, before calling the workers to count their steps."""
 DRAFTED = ("drafter.k", "drafter.v")
 """Names of the draft model's KV among the tensors of a capture."""
+SUMS = "attention"
+"""Name of `Transfer.sums` among them; each rank's are the mean over its heads, as many as on the others."""
 _EMBEDDINGS = "embed"
 _log = logging.getLogger("ctxwin.engines")
 
@@ -93,6 +93,7 @@ class SharedMemoryTransport(Transport):
     """
 
     def __init__(self, kv: KVSpec, folder: str | Path | None = None, max_bytes: int | None = None) -> None:
+        super().__init__()
         root = Path(folder or folders.shared_memory())
         folders.sweep(root)
         try:
@@ -312,6 +313,10 @@ class SharedMemoryTransport(Transport):
         if self.draft_model is not None:
             k, v = (gather([p[x] for p in parts], self.draft_model.heads) for x in DRAFTED)
             transfer.drafted[name] = k, v
+        if SUMS in parts[0]:
+            size = self.ranks // self.stages
+            stages = (parts[at : at + size] for at in range(0, self.ranks, size))
+            transfer.sums = torch.cat([torch.stack([part[SUMS] for part in stage]).mean(0) for stage in stages])
         if outputs := outputs_in(parts[-(self.ranks // self.stages)]):
             transfer.outputs[name] = outputs  # the first rank of the last stage has them
         if states := states_in(parts[0]):
