@@ -80,7 +80,7 @@ class Fidelity(BaseModel):
             the engine is idle); ``refresh`` forms it again.
         orbit: one patch may serve every order of its antecedents: one formed by `Window.maintenance.prepare_orbit`, or the mean
             over the observed orders. Wrong by definition if the answer depends on the order, so off by default.
-        recompute: number of first tokens of each picture that are computed in context, in addition to all text, if a chunk
+        recompute: how many first tokens of each picture, video or sound are computed in context, beside all text, if a chunk
             follows neighbours it has no KV for; its other tokens are its canonical (MPIC-k; the paper takes 32). None: never.
         merge: share of its slots that a chunk keeps when it is merged (Elastic Cache): by `Window.maintenance.merge`, and for
             evicted chunks in `Window.maintenance.compress` if bytes are needed. None: never.

@@ -16,7 +16,7 @@ from ctxwin.engines.segments import Encoded, MediaSpan, Segment
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.hashing import digest
 from ctxwin.kv.config import text_backbone
-from ctxwin_vllm.internals import embeddings_item, media_items
+from ctxwin_vllm.internals import embeddings_item, media_items, sound_length
 from ctxwin_vllm.vision import takes_pixels_only
 
 
@@ -56,13 +56,14 @@ def is_closed(medium: MediaSpan) -> bool:
 
 
 def cut_medium(
-    prefix: Sequence[Encoded], suffix: Sequence[Encoded], marked: bool = False, uncut: bool = True
+    prefix: Sequence[Encoded], suffix: Sequence[Encoded], model: Any, marked: bool, uncut: bool
 ) -> tuple[MediaSpan, MediaSpan, Encoded] | None:
     """Return the medium that the end of ``prefix`` cuts, its shortened form for vLLM, and the tokens that must follow; else None.
 
     Models count positions by whole rows of a picture and whole frames of a video, and some look for the token that closes a
     medium (``marked``: of every kind). So the prompt goes on to the end of the row or frame, which makes a smaller medium with
-    the same positions, or to the end of a sound. Where nothing needs that (``uncut``) the whole medium may reach beyond it.
+    the same positions, or to the end of a video with its sound; a sound alone becomes a shorter one. Where nothing needs that
+    (``uncut``) the whole medium may reach beyond it.
     """
     ids, media = join(prefix)
     last = max(media, key=lambda m: m.offset + m.tokens, default=None)
@@ -71,23 +72,25 @@ def cut_medium(
     if last is None or (last.offset + last.tokens <= len(ids) and not sound_follows):
         return None
     following, following_media = join(suffix)
-    if sound_follows or last.sound or last.modality == "audio":
+    if sound_follows or last.sound:
         return last, last, _rest_of_sound(len(ids), last, following, following_media)
     if not uncut and not is_closed(last):
         return None
     inside, (frames, height, width) = len(ids) - last.offset, last.grid_thw
     each = last.tokens // frames
     merge = math.isqrt(height * width // each)
-    if not merge:  # one axis of positions
+    row = width // max(1, merge)
+    if last.modality == "audio":
+        count, grid = inside, (frames, height, sound_length(model, inside))
+    elif not merge:  # one axis of positions
         return last, replace(last, tokens=inside), Encoded("", (), np.zeros((3, 0), dtype=np.int64), 0)
-    row = width // merge
-    if inside <= each:
+    elif inside <= each:
         count = -(-inside // row) * row
         grid = (1, count // row * merge, width)
     else:
         count = -(-inside // each) * each
         grid = (count // each, height, width)
-    closed = marked or is_closed(last)
+    closed = marked or (last.modality == "video" and is_closed(last))
     rest = following[: count - inside] + following[last.tokens - inside :][: int(closed)]
     places = np.zeros((3, len(rest)), dtype=np.int64)
     return last, replace(last, tokens=count, grid_thw=grid), Encoded("", tuple(rest), places, len(rest))
@@ -175,7 +178,7 @@ class Inputs:
         """
         prefix = list(segments[:end])
         encoded = [segment.encoded for segment in segments]
-        medium_cut = cut_medium(encoded[:end], encoded[end:], self.marked, uncut)
+        medium_cut = cut_medium(encoded[:end], encoded[end:], self.model, self.marked, uncut)
         if medium_cut is None:
             return prefix, None
         (medium, cut, rest), begin = medium_cut, 0

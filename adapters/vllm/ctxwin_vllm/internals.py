@@ -20,6 +20,7 @@ import socket
 import struct
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from concurrent.futures import InvalidStateError
 from functools import cache, partial
@@ -418,6 +419,11 @@ def pair_sound(kind: Any) -> None:
         return lengths, paired_sounds
 
     kind._get_audio_for_video_mapping = paired
+
+
+def sound_length(model: Any, tokens: int) -> int:
+    """Return the fewest frames of a spectrogram that a model counts as so many tokens of sound."""
+    return bisect_left(range(1 << 24), tokens, key=model._compute_audio_token_count)
 
 
 def media_items(processor: Any, data: dict[str, torch.Tensor]) -> Any:

@@ -137,19 +137,25 @@ class OnVLLM(EngineConformance):
             self.merged(side, chunks, made, sums, salt) for side, made in zip((engine, reference), made, strict=True)
         )
         assert ours.token_ids == theirs.token_ids and gap(ours, theirs) < CLOSE
+        for i, span in theirs.captured.items():
+            assert difference(ours.captured[i].v, span.v) < 1e-4
 
     @staticmethod
     def merged(
         engine: Engine, chunks: list[Chunk], whole: Generation, sums: list[torch.Tensor], salt: str
     ) -> Generation:
-        """The answer over chunks in half their slots, with one computed between them."""
-        encoded = [engine.encode_system_prompt(HEADER), *(engine.encode(c) for c in chunks), engine.encode(chunks[0])]
+        """The answer over chunks in half their slots, behind them one whose gaps are linked, and one that is computed."""
+        encoded = [engine.encode_system_prompt(HEADER), *(engine.encode(c) for c in [*chunks, chunks[0], chunks[0]])]
         segments = with_spans(laid(encoded), whole.captured)
+        linked = len(segments) - 2
+        alone = engine.prefill(segments[:1], encoded[linked], encoded[0].advance)
+        gaps = {"span": alone, "approximate": True, "capture": True, "recompute": ((0, 1), (2, 3))}
+        segments[linked] = replace(segments[linked], span_key=f"{salt}-gaps", **gaps)
         for i, attended in enumerate(sums, start=1):
             span = merge(whole.captured[i], attended, merged_slots(0.5, encoded[i].tokens))
             segments[i] = replace(segments[i], span=span, merged=True, approximate=True, span_key=f"{salt}-half-{i}")
         got = engine.generate(segments, engine.encode_query(QUERY), ALL, salt=f"{salt}-merged")
-        assert sorted(got.captured) == [len(segments) - 1] and not got.fallbacks
+        assert sorted(got.captured) == [linked, linked + 1] and not got.fallbacks
         return got
 
     @staticmethod

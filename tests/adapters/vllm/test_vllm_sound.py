@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from adapters.vllm.test_vllm_families import OnVLLM
+from adapters.vllm.layouts import gap
+from adapters.vllm.on_vllm import CLOSE, OnVLLM
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
 from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.errors import UnsupportedModel
 from ctxwin.opening import open_engine
 from engines import models
-from engines.test_sound import KINDS, clips, real, sounds
+from engines.conformance import assert_same_kv
+from engines.test_sound import KINDS, clips, real, sounds, tone
 
 pytestmark = [pytest.mark.slow]
 
@@ -43,6 +45,16 @@ class OnVLLMHeard(OnVLLM):
         self, engine: Engine, reference: Engine, media: Callable[[], list[Chunk]]
     ) -> None:
         self.compare_gaps(engine, reference, media())
+
+    def test_the_first_tokens_of_sounds_are_linked_and_no_more(self, engine: Engine, reference: Engine) -> None:
+        """A request that ends in a sound has one of as many tokens, and of Qwen3-Omni the mark that closes it."""
+        heard = [Chunk.audio(tone(i, 4.0), 16000) for i in (1, 2)]
+        ours, theirs = (self.linked(side, heard, "first") for side in (engine, reference))
+        assert ours.token_ids == theirs.token_ids and gap(ours, theirs) < CLOSE
+        assert theirs.computed_tokens < sum(engine.encode(chunk).tokens for chunk in heard)
+        assert ours.computed_tokens == theirs.computed_tokens + 2 * self.closing
+        for i, span in theirs.captured.items():
+            assert_same_kv(ours.captured[i], span, CLOSE)
 
     def test_videos_with_their_sound_against_transformers(self, engine: Engine, reference: Engine) -> None:
         self.compare(engine, reference, clips(), "clips")
