@@ -367,9 +367,12 @@ class AskRunner:
         if name not in transfer.captured:
             raise EngineFailed(f"the KV of segment {name} was not captured; vLLM ended the request early")
         k, v = transfer.captured[name]
-        states = transfer.states.get(name, {})
         paged = getattr(self._core.transport, "paged", None)  # in this process
         with nullcontext() if paged is None else paged.loads.reading(transfer.reads):
+            states, outputs = (
+                {key: tensor.to("cpu") for key, tensor in tensors.get(name, {}).items()}
+                for tensors in (transfer.states, transfer.outputs)
+            )
             finite = all(map(all_finite, (k, v, *states.values())))
             host = to_host(k, v)
         if not finite:
@@ -379,7 +382,6 @@ class AskRunner:
         positions = torch.from_numpy(np.concatenate([encoded.positions, generated], axis=1))
         if self._kv.maps and name != _QUERY and not has_maps(states):
             raise EngineFailed(f"the map of segment {name} on the recurrent states was not captured; ask again")
-        outputs = transfer.outputs.get(name, {})
         if self._core.draft_model is not None:
             outputs = unrotated_rows(self._core.draft_model, *transfer.drafted[name], positions + start)
         span = SpanKV(*host, positions, start, outputs, states)

@@ -62,13 +62,13 @@ class PagedStates:
 
     @torch.inference_mode()
     def read(self, blocks: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Return the states in one request's blocks, by name (`ctxwin.kv.states`), copied to the CPU.
+        """Return copies of the states in one request's blocks, by name (`ctxwin.kv.states`), on the cache's device.
 
         Args:
             blocks: the request's block in each group.
         """
         states = {
-            f"{number}.{kind}": state[blocks[group]].to("cpu", copy=True)
+            f"{number}.{kind}": state[blocks[group]].clone()
             for number, (group, cache) in self._layers.items()
             for kind, state in zip(_KINDS, cache, strict=True)
         }
@@ -86,7 +86,7 @@ class PagedStates:
             if capture is not None:
                 transition, initial = capture
                 offset = tensors[name].to(transition) - transition @ _matrix(initial, cache.device).float()
-                tensors |= {f"{number}.map": transition.to("cpu"), f"{number}.own": offset.to("cpu")}
+                tensors |= {f"{number}.map": transition, f"{number}.own": offset}
         return tensors if complete else {name: state for name, state in tensors.items() if name.endswith(".recurrent")}
 
     @torch.inference_mode()

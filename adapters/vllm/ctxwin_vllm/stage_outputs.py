@@ -17,6 +17,7 @@ import torch
 from ctxwin.engines.outputs import HIDDEN, concat_outputs, rows_of
 from ctxwin.errors import EngineFailed
 from ctxwin.kv.kernels import SpanSlice
+from ctxwin.kv.kernels.staging import to_device
 from ctxwin.kv.merge import attention_sums
 from ctxwin_vllm.internals import observe_forwards
 from ctxwin_vllm.paged import PagedKV
@@ -77,8 +78,8 @@ class StageOutputs:
             table[slots.to(table.device)] = rows.to(table.device)
 
     def read(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the rows of these slots, on the CPU."""
-        return {name: rows[slots.to(rows.device)].to("cpu") for name, rows in self._rows.items()}
+        """Return copies of the rows of these slots, on the model's device."""
+        return {name: rows[to_device(slots, rows.device)] for name, rows in self._rows.items()}
 
 
 class Queries:

@@ -7,12 +7,13 @@ import json
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from multiprocessing import shared_memory as shared_memory_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import numpy as np
@@ -31,6 +32,8 @@ from ctxwin.kv.states import named
 from ctxwin.store import codec, open_store
 from ctxwin.store.spans import SpanRepository
 from ctxwin_vllm.lifecycle import folders
+from ctxwin_vllm.paged_states import PagedStates
+from ctxwin_vllm.stage_outputs import StageOutputs
 from ctxwin_vllm.transport import PARAM, LocalTransport, RequestMeta, SharedMemoryTransport, Transfer
 from ctxwin_vllm.transport import endpoint as endpoints
 from ctxwin_vllm.transport.base import SaveSpec, is_reserved, new_handle
@@ -183,6 +186,66 @@ def test_on_a_gpu_captures_are_written_by_a_thread_behind_the_step(
         transport.collect(handle, transfer, True)
     assert torch.equal(transfers[0].captured["0"][0], span(0).k) and transfers[0].error is None
     assert "invalid for input of size 0" in str(transfers[1].error)
+
+
+class OnDevice(torch.Tensor):
+    """A tensor whose copies to the host name the thread that waits for them; those of NaN fail."""
+
+    waiting: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        got = super().__torch_function__(func, types, args, kwargs or {})
+        if func not in (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.item):
+            return got
+        cls.waiting.append(threading.current_thread().name)
+        got = got.as_subclass(torch.Tensor)
+        if got.isnan().any():
+            raise RuntimeError("a lost device")
+        return got
+
+
+def test_states_and_stage_outputs_keep_no_step_waiting(transport: SharedMemoryTransport) -> None:
+    """They are copied where they lie, as the KV is, before others get their blocks; a thread brings them to the host."""
+    conv, recurrent = (torch.randn(3, *shape).as_subclass(OnDevice) for shape in ((4, 2), (2, 4, 4)))
+    rows = torch.randn(16, 6).as_subclass(OnDevice)
+    local, endpoint = LocalTransport(KV), SharedMemoryEndpoint(transport.source)
+    endpoint.behind = True
+    for end, sender in ((local, local), (endpoint, transport)):
+        end.paged = SimpleNamespace(
+            loads=LoadStream(torch.device("cpu")),
+            read=lambda blocks, begin, end: (span(0).k, span(0).v),
+            slots=lambda blocks, begin, end: torch.arange(begin, end),
+        )
+        end.states = PagedStates({"layers.1": SimpleNamespace(kv_cache=(conv, recurrent))}, [["layers.1"]])
+        end.outputs = StageOutputs.__new__(StageOutputs)
+        end.outputs._rows = {"hidden": rows}
+        transfers, OnDevice.waiting[:] = [Transfer(captures={"0": (0, 5)}) for _ in range(2)], []
+        handles = [sender.add(transfer) for transfer in transfers]
+        want = {"1.conv": conv[1].clone(), "1.recurrent": recurrent[1].clone()}, rows[:5].clone()
+        with mock.patch.object(endpoint, "_writer", ThreadPoolExecutor(1, "writer")) as writer:
+            writer.submit((may_write := threading.Event()).wait)
+            for i, handle in enumerate(handles):
+                save = SaveSpec(end.source if end is local else "", handle, "", (), {"0": (0, 5)}, (1,), 5)
+                assert local.read_now(save, transfers[i]) if end is local else endpoint.save(save) is None
+                local.read_ended()
+                for tensor in (conv, recurrent, rows):
+                    tensor[:] = torch.nan  # another request's, or nobody's
+            assert not OnDevice.waiting
+            may_write.set()
+            endpoint.flush()
+        for handle, transfer in zip(handles, transfers, strict=True):
+            sender.collect(handle, transfer, True)
+        assert transfers[0].error is None and OnDevice.waiting == ["writer_0"] * (4 if end is endpoint else 0)
+        for name, state in want[0].items():
+            assert torch.equal(transfers[0].states["0"][name], state)
+        assert torch.equal(transfers[0].outputs["0"]["hidden"], want[1])
+        if end is endpoint:
+            assert "a lost device" in str(transfers[1].error)
+        for tensor in (conv, recurrent, rows):
+            tensor[:] = 1.0
+    local.outputs = None
+    local.close()
 
 
 def test_full_shared_memory_is_said_and_some_is_left_to_vllm(transport: SharedMemoryTransport) -> None:
