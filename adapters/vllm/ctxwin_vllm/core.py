@@ -162,15 +162,15 @@ class Core:
         self._lock = threading.Lock()
         self.see: Vision = self._see_here
         if isinstance(transport, LocalTransport):
-            model_here = internals.worker_model(cast("StepDriver", driver).llm)
+            worker = internals.worker_of(cast("StepDriver", driver).llm)
+            model_here = worker.get_model()
             self.inputs = Inputs(config, driver.renderer, model_here)
             if self.inputs.takes_pixels_only or self.inputs.takes_audio:
                 internals.pass_embeddings(model_here)
             transport.step = cast("StepDriver", driver).step
             if outputs:
                 assert transport.paged is not None
-                runner = internals.worker_runner(cast("StepDriver", driver).llm)
-                transport.outputs = StageOutputs(runner, transport.paged)
+                transport.outputs = StageOutputs(worker.model_runner, transport.paged)
             driver.between_steps = transport.read_ended
         elif isinstance(transport, SharedMemoryTransport):
             transport.alive = lambda: driver.dead is None
@@ -340,7 +340,7 @@ class Core:
         if isinstance(driver, StepDriver) and isinstance(transport, LocalTransport):
             paged = transport.paged
             assert paged is not None
-            draft_model, draft_kv = internals.worker_draft_model(driver.llm), transport.draft_model
+            draft_model, draft_kv = internals.draft_model_of(internals.worker_of(driver.llm)), transport.draft_model
             reasons = [driver.call(lambda: refusal(self.inputs.model, driver.config, paged, {}, draft_model, draft_kv))]
         else:
             reasons = driver.rpc("ctxwin_relocation")

@@ -60,25 +60,15 @@ def stop_listening(client: Any) -> None:
         client.output_handler.cancel()
 
 
-def worker_model(llm: Any) -> Any:
-    """Return the model of an ``LLM`` that runs in this process, which is reachable through vLLM's worker only."""
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.get_model()
-
-
-def worker_draft_model(llm: Any) -> Any:
-    """Return `draft_model_of` the worker of an ``LLM`` that runs in this process."""
-    return draft_model_of(llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker)
+def worker_of(llm: Any) -> Any:
+    """Return vLLM's worker of an ``LLM`` that runs in this process, through which alone its model is reachable."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
 
 
 def draft_model_of(worker: Any) -> Any:
     """Return the proposer of drafts in a worker, of either model runner; a draft model has ``model`` and ``hidden_size``."""
     runner = worker.model_runner
     return getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
-
-
-def worker_runner(llm: Any) -> Any:
-    """Return the model runner of an ``LLM`` that runs in this process."""
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
 def observe_forwards(runner: Any, receive: Callable[[Any, dict[str, torch.Tensor]], None]) -> Callable[[], None]:

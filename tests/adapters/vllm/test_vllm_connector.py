@@ -287,7 +287,7 @@ class TestReservedTransfers:
         self, scheduler: Any, captures: dict[str, tuple[int, int]]
     ) -> None:
         """Nothing was to be read, or it was read at once, or it was not computed."""
-        scheduler.endpoint.paged = mock.Mock()
+        scheduler.endpoint.paged = mock.Mock(read=mock.Mock(return_value="kv"))
         handle, request = self.begun(scheduler)
         scheduler.request_finished_all_groups(request, ([0, 1, 2],))
         transfer = Transfer(captures=dict(captures), expected_hit=8)
@@ -301,7 +301,7 @@ class TestReservedTransfers:
         self, scheduler: Any, added: bool
     ) -> None:
         endpoint, (handle, request) = scheduler.endpoint, self.begun(scheduler)
-        endpoint.paged, endpoint.in_memory, steps = mock.Mock(), True, list[Any]()
+        endpoint.paged, endpoint.in_memory, steps = mock.Mock(read=mock.Mock(return_value="kv")), True, list[Any]()
         endpoint.step = lambda: steps.append(scheduler.build_connector_meta(None).saves)
         transfer, order = Transfer(captures={"0": (8, 12)}, expected_hit=8), list[str]()
         if added:

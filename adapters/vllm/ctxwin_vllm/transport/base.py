@@ -20,10 +20,10 @@ import torch
 from ctxwin.engines.segments import Segment
 from ctxwin.errors import UnsupportedModel
 from ctxwin.kv.kernels import SpanSlice
-from ctxwin.kv.layout import SpanKV
+from ctxwin.kv.layout import SpanKV, outputs_in, outputs_named
 from ctxwin.kv.merge import FixedPoint
 from ctxwin.kv.relocate import relocate
-from ctxwin.kv.states import since_exact
+from ctxwin.kv.states import named, since_exact, states_in
 from ctxwin_vllm.ranks import own_heads
 
 if TYPE_CHECKING:
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 PARAM = "ctxwin"
 """Key of the handle in ``kv_transfer_params``, and of the transport's source in the connector's extra config."""
+DRAFTED = ("drafter.k", "drafter.v")
+"""Names of the draft model's KV among the tensors of a capture."""
+SUMS = "attention"
+"""Name of `Transfer.sums` among them; each rank's are the mean over its heads, as many as on the others."""
 _RESERVED = "r"
 _HANDLE = re.compile(_RESERVED + "?[0-9a-f]{32}")
 
@@ -140,6 +144,14 @@ class Transfer(RequestMeta):
 
     def __post_init__(self) -> None:
         self.covered = self.expected_hit + sum(segment.tokens for segment in self.loads)
+
+    def take(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take in a capture, by its tensors (`Endpoint.read`)."""
+        self.captured[name] = tensors["k"], tensors["v"]
+        if DRAFTED[0] in tensors:
+            self.drafted[name] = tensors[DRAFTED[0]], tensors[DRAFTED[1]]
+        self.states[name], self.outputs[name] = states_in(tensors), outputs_in(tensors)
+        self.sums = tensors.get(SUMS, self.sums)
 
 
 @dataclass(frozen=True)
@@ -396,6 +408,21 @@ class Endpoint(ABC):
 
     def finish_load(self, load: LoadSpec, nbytes: int) -> None:  # noqa: B027  # the other processes' engine counts by itself
         """Account for a load that is written."""
+
+    def read(self, save: SaveSpec, name: str) -> dict[str, torch.Tensor]:
+        """Return a capture of an ended request (this rank's heads), as tensors of a record where the cache is."""
+        assert self.paged is not None
+        begin, end = save.ranges[name]
+        tensors = dict(zip("kv", self.paged.read(save.blocks, begin, end), strict=True))
+        if self.draft_model is not None:
+            tensors |= zip(DRAFTED, self.draft_model.paged.read(save.blocks, begin, end), strict=True)
+        if self.states is not None and end == save.computed:
+            tensors |= named(self.states.read(save.states))
+        if self.outputs is not None:
+            tensors |= outputs_named(self.outputs.read(self.paged.slots(save.blocks, begin, end)))
+        if self.queries is not None and getattr(self.request_meta(save.handle), "attention_of", "") == name:
+            tensors[SUMS] = self.queries.sums(save.blocks, begin, end)
+        return tensors
 
     def save(self, save: SaveSpec) -> None:
         """Read captures out of the paged cache for the engine."""

@@ -20,16 +20,16 @@ from ctxwin.errors import StoreCorrupt
 from ctxwin.kv.basis import SharedBasis
 from ctxwin.kv.kernels import SpanSlice
 from ctxwin.kv.kernels.staging import to_host
-from ctxwin.kv.layout import KVSpec, SpanKV, outputs_in, outputs_named
+from ctxwin.kv.layout import KVSpec, SpanKV, outputs_in
 from ctxwin.kv.patch import Patch
-from ctxwin.kv.states import named, states_in
+from ctxwin.kv.states import states_in
 from ctxwin.store import codec
 from ctxwin.store.fp8 import unpack_fp8
 from ctxwin.store.lru import LRUCache
 from ctxwin_vllm.lifecycle import watchdog
 from ctxwin_vllm.lifecycle.folders import read_json, write_file, write_json
 from ctxwin_vllm.transport.base import Endpoint, RequestMeta, SaveSpec, is_handle, overlaps
-from ctxwin_vllm.transport.shared_memory import DRAFTED, SUMS, check_room, sum_of, sum_of_tensors
+from ctxwin_vllm.transport.shared_memory import check_room, sum_of, sum_of_tensors
 
 LIVE_BYTES = 2 << 30
 """Spans and patches that each endpoint keeps decoded. They are mapped, not copied: the memory is the folder's. Factors in
@@ -129,7 +129,7 @@ class SharedMemoryEndpoint(Endpoint):
     def save(self, save: SaveSpec) -> None:
         with self._failing(save.handle):
             assert self.paged is not None
-            captures = [(name, self._read(save, name, *tokens)) for name, tokens in save.ranges.items()]
+            captures = [(name, self.read(save, name)) for name in save.ranges]
             read = self.paged.loads.event()
             if self.behind:
                 self.flush(_WRITES - 1)
@@ -140,20 +140,6 @@ class SharedMemoryEndpoint(Endpoint):
     def flush(self, most: int = 0) -> None:
         while len(self._writing) > most:
             self._writing.popleft().result()
-
-    def _read(self, save: SaveSpec, name: str, begin: int, end: int) -> dict[str, torch.Tensor]:
-        """Return tokens of an ended request as tensors of a capture (this rank's heads)."""
-        assert self.paged is not None
-        tensors = dict(zip("kv", self.paged.read(save.blocks, begin, end), strict=True))
-        if self.draft_model is not None:
-            tensors |= zip(DRAFTED, self.draft_model.paged.read(save.blocks, begin, end), strict=True)
-        if self.states is not None and end == save.computed:
-            tensors |= named(self.states.read(save.states))
-        if self.outputs is not None:
-            tensors |= outputs_named(self.outputs.read(self.paged.slots(save.blocks, begin, end)))
-        if self.queries is not None and getattr(self.request_meta(save.handle), "attention_of", "") == name:
-            tensors[SUMS] = self.queries.sums(save.blocks, begin, end)
-        return tensors
 
     def _write(self, handle: str, captures: Sequence[tuple[str, dict[str, torch.Tensor]]], read: Any) -> None:
         """Write captures for the engine, once what was queued before ``read`` is done."""

@@ -122,7 +122,9 @@ class LocalTransport(Transport, Endpoint):
             transfer = self._transfers.get(handle)
             try:
                 if transfer is not None and transfer.error is None:
-                    self._read(save, transfer)
+                    for name in save.ranges:
+                        transfer.take(name, self.read(save, name))
+                    transfer.reads = self.paged and self.paged.loads.event()
             except Exception as error:
                 assert transfer is not None
                 transfer.error = error
@@ -130,20 +132,6 @@ class LocalTransport(Transport, Endpoint):
             finally:
                 del self._ended[handle]
                 read.set()
-
-    def _read(self, save: SaveSpec, transfer: Transfer) -> None:
-        assert self.paged is not None
-        for name, (begin, end) in save.ranges.items():
-            transfer.captured[name] = self.paged.read(save.blocks, begin, end)
-            if self.draft_model is not None:
-                transfer.drafted[name] = self.draft_model.paged.read(save.blocks, begin, end)
-            if self.states is not None and end == save.computed:
-                transfer.states[name] = self.states.read(save.states)
-            if self.outputs is not None:
-                transfer.outputs[name] = self.outputs.read(self.paged.slots(save.blocks, begin, end))
-            if self.queries is not None and name == transfer.attention_of:
-                transfer.sums = self.queries.sums(save.blocks, begin, end)
-        transfer.reads = self.paged.loads.event()
 
 
 def find(source: str) -> LocalTransport:

@@ -50,15 +50,24 @@ from ctxwin.engines.segments import Segment
 from ctxwin.errors import EngineFailed, StoreCorrupt
 from ctxwin.hashing import digest
 from ctxwin.kv.basis import SharedBasis
-from ctxwin.kv.layout import KVSpec, SpanKV, outputs_in, outputs_named
+from ctxwin.kv.layout import KVSpec, SpanKV, outputs_named
 from ctxwin.kv.patch import Patch
-from ctxwin.kv.states import named, since_exact, states_in
+from ctxwin.kv.states import named, since_exact
 from ctxwin.store import codec
 from ctxwin_vllm.lifecycle import folders, watchdog
 from ctxwin_vllm.lifecycle.folders import read_json, write_file, write_json
 from ctxwin_vllm.ranks import gather, gather_stages
 from ctxwin_vllm.transport import embeddings
-from ctxwin_vllm.transport.base import RequestMeta, Transfer, Transport, is_reserved, new_handle, state_bytes
+from ctxwin_vllm.transport.base import (
+    DRAFTED,
+    SUMS,
+    RequestMeta,
+    Transfer,
+    Transport,
+    is_reserved,
+    new_handle,
+    state_bytes,
+)
 
 MAX_BYTES = 2 << 30
 """Spans and patches kept in a folder by default, or half of its file system's free space where that is less."""
@@ -69,10 +78,6 @@ STEPS = 64
 (`scheduler.BACKLOG`). A capture that is missing by then never comes."""
 _LOOK_S = 0.25
 """How long to poll for a capture, which exists after one step, before calling the workers to count their steps."""
-DRAFTED = ("drafter.k", "drafter.v")
-"""Names of the draft model's KV among the tensors of a capture."""
-SUMS = "attention"
-"""Name of `Transfer.sums` among them; each rank's are the mean over its heads, as many as on the others."""
 _EMBEDDINGS = "embed"
 _log = logging.getLogger("ctxwin.engines")
 
@@ -308,19 +313,15 @@ class SharedMemoryTransport(Transport):
         except StoreCorrupt as error:
             transfer.error = error
             return
-        k, v = (gather_stages([p[x] for p in parts], self.kv.heads, self.stages) for x in "kv")
-        transfer.captured[name] = k, v
+        size = self.ranks // self.stages
+        tensors = {x: gather_stages([p[x] for p in parts], self.kv.heads, self.stages) for x in "kv"}
         if self.draft_model is not None:
-            k, v = (gather([p[x] for p in parts], self.draft_model.heads) for x in DRAFTED)
-            transfer.drafted[name] = k, v
+            tensors |= {x: gather([p[x] for p in parts], self.draft_model.heads) for x in DRAFTED}
         if SUMS in parts[0]:
-            size = self.ranks // self.stages
             stages = (parts[at : at + size] for at in range(0, self.ranks, size))
-            transfer.sums = torch.cat([torch.stack([part[SUMS] for part in stage]).mean(0) for stage in stages])
-        if outputs := outputs_in(parts[-(self.ranks // self.stages)]):
-            transfer.outputs[name] = outputs  # the first rank of the last stage has them
-        if states := states_in(parts[0]):
-            transfer.states[name] = states
+            tensors[SUMS] = torch.cat([torch.stack([part[SUMS] for part in stage]).mean(0) for stage in stages])
+        # The first rank of the last stage has the outputs; states have one rank.
+        transfer.take(name, parts[-size] | tensors)
 
 
 def _append(names: deque[str], name: str, _: object) -> None:
