@@ -333,9 +333,6 @@ class RefusedSocket(socket.socket):
     def bind(self, address: Any) -> None:
         raise PermissionError(errno.EACCES, "forbidden")
 
-    def sendmsg(self, *arguments: Any) -> int:
-        raise PermissionError(errno.EACCES, "forbidden")
-
 
 def broadcast_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A copy of vLLM's module of queues that no engine of this process has changed."""
@@ -375,6 +372,8 @@ def test_a_process_that_waits_for_another_sleeps(monkeypatch: pytest.MonkeyPatch
         read = [pool.submit(lambda queue=queue: [queue.dequeue(timeout=60) for _ in range(4)]) for queue in queues]
         for number in range(4):
             time.sleep(0.05)
+            if number == 1:
+                looks.clear()  # a writer has no events before its first message
             writer.enqueue(number)
         assert [each.result() for each in read] == [[0, 1, 2, 3]] * readers
     seconds = time.monotonic() - begin
@@ -409,9 +408,11 @@ def test_a_process_looks_actively_for_what_comes_at_once(monkeypatch: pytest.Mon
         condition.record_read()
         return len(yields), len(sleeps)
 
+    writer._spin_condition.notify()
     condition.record_read()
-    condition.wait(1000)  # the socket is bound
-    condition.ctxwin_socket.close()  # so that a sleep is seen as one
+    condition.wait(1000)
+    assert condition.ctxwin_poll is not None, "it is connected"
+    condition.ctxwin_poll = None  # so that a sleep is seen as one
     short, long = 0.9 * internals._SPIN_S, 2 * internals._SPIN_S
     wait(long)
     assert wait(short) == (0, 100), "the last message was long in coming"
@@ -420,3 +421,63 @@ def test_a_process_looks_actively_for_what_comes_at_once(monkeypatch: pytest.Mon
     assert wait(short)[0] == 0
     condition.record_read()  # one that was there at once
     assert wait(short) == (100, 0)
+
+
+def address_of(queue: Any) -> str:
+    """Where the readers of a queue ask for their events; every program of this machine may go there, or take it first."""
+    from zmq import LAST_ENDPOINT
+
+    return f"\0ctxwin {queue._spin_condition.local_notify_socket.getsockopt_string(LAST_ENDPOINT)}"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sockets without files")
+@pytest.mark.parametrize("user", ["the same", "another"])
+def test_who_takes_the_address_of_a_queue_delays_no_reader(monkeypatch: pytest.MonkeyPatch, user: str) -> None:
+    """Another user's program is not believed; a descriptor of a program of the same user is watched and never read."""
+    broadcast = broadcast_of_its_own(monkeypatch)
+    from ctxwin_vllm import internals
+
+    internals.sleep_while_waiting()
+    writer = broadcast.MessageQueue(n_reader=1, n_local_reader=1)
+    reader = broadcast.MessageQueue.create_from_handle(writer.export_handle(), 0)
+    blocking, into = os.pipe()
+    os.write(into, b"x")
+    if user == "another":
+        monkeypatch.setattr(internals.os, "geteuid", lambda: os.getuid() + 1)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, ThreadPoolExecutor(2) as pool:
+        listener.bind(address_of(writer))
+        listener.listen()
+        assert all(f.result() is None for f in [pool.submit(q.wait_until_ready) for q in (writer, reader)])
+        reader._spin_condition.record_read()
+        reader._spin_condition.ctxwin_spins = False
+        reader._spin_condition.wait(1000)
+        with listener.accept()[0] as peer, contextlib.suppress(BrokenPipeError):
+            socket.send_fds(peer, [b"1"], [blocking])
+        for _ in range(3):
+            reader._spin_condition.wait(1000)
+        writer.enqueue("message")
+        assert reader.dequeue(timeout=60) == "message"
+    assert bool(reader._spin_condition.ctxwin_events) == (user == "the same")
+    os.close(into)
+    assert os.read(blocking, 2) == b"x", "nothing of it was read"
+    os.close(blocking)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sockets without files")
+def test_another_user_gets_no_event_of_a_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who had one could keep its readers from being woken, or hold its writer up."""
+    broadcast = broadcast_of_its_own(monkeypatch)
+    from ctxwin_vllm import internals
+
+    internals.sleep_while_waiting()
+    writer = broadcast.MessageQueue(n_reader=1, n_local_reader=1)
+    condition, given = writer._spin_condition, list[list[int]]()
+    condition.notify()
+    for user in (os.getuid() + 1, os.getuid()):
+        monkeypatch.setattr(internals.os, "geteuid", lambda user=user: user)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+            stranger.connect(address_of(writer))
+            condition.notify()
+            given.append(socket.recv_fds(stranger, 1, 1)[1])
+    assert [len(events) for events in given] == [0, 1] and len(condition.ctxwin_events) == 1
+    os.close(given[1][0])
