@@ -47,12 +47,14 @@ def check_hold(core: Core, sampling: Sampling) -> None:
         is not None,
         "outputs=True keeps rows of all tokens": core.outputs,
         "the draft model keeps KV of all tokens": core.draft_model is not None,
-        "an answer in several requests has no json_schema and no penalties": sampling.json_schema is not None
+        "json_schema and penalties act within one request, and such an answer takes several; leave them out, ask with a "
+        "Fidelity without advanced eliminate and merge_prompt, or open hf:MODEL": sampling.json_schema is not None
         or sampling.has_penalties,
     }
     for reason, applies in reasons.items():
         if applies:
-            raise UnsupportedModel(f"{reason}: hold must be 1 with {core.model} on vLLM, got {sampling.hold}")
+            share = f"hold, the share of the KV that an answer keeps, must be 1 with {core.model} on vLLM"
+            raise UnsupportedModel(f"{share}, got {sampling.hold}: {reason}")
     if sampling.merge_prompt and core.kv.family == "mla":
         raise UnsupportedModel(
             "a prompt is merged by its attention, which vLLM shows for GQA and MHA only: merge_prompt must be False, got True; "
