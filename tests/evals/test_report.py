@@ -17,7 +17,7 @@ import system
 from ctxwin_evals.cli import app
 from ctxwin_evals.report import Run, markdown, page, read_runs, rich_tables, write_report
 from ctxwin_evals.report.figures import pictures, render
-from ctxwin_evals.report.tables import official_table
+from ctxwin_evals.report.tables import arm_table, official_table
 from ctxwin_evals.samples import open_samples
 from eval_rows import CONFIG, Words, row, sweep, unserved
 
@@ -123,6 +123,15 @@ def test_odd_names_are_text_everywhere(written: Path, runs: list[Run]) -> None:
     for table in rich_tables(odd):
         console.print(table)
     assert "[bold]x" in console.export_text()
+
+
+def test_tables_say_which_factors_patches_have(runs: list[Run]) -> None:
+    def note(layout: str) -> str:
+        config = runs[0].result["config"] | {"layout": layout}
+        return arm_table([Run("", Path(), {**runs[0].result, "config": config})], "made/words").note
+
+    assert "patched:M has joint factors of rank M; windows serve quantized ones" in note("joint")
+    assert "factors" not in note("quantized")
 
 
 def figures_of(run: Run, arm: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=N
 app.command("probe")(probe)
 
 _RULES = "vlmevalkit, qwen-vl-utils, linspace, hf-qwen2-vl, lmms-eval"
+_LAYOUT = "Factors of patches, as of patched:16: joint, per_layer, quantized (windows serve these) or shared."
 ALL_ARMS = "reprefill,blind,patched:1,patched:2,patched:4,patched:8,first_k:4,orbit:8,transfer:8"
 
 
@@ -44,7 +45,7 @@ def run(
     max_tokens: Annotated[int, typer.Option(help="Longest answer; 0 takes the benchmark's.", min=0)] = 0,
     model: Model = "tiny",
     system_prompt: Annotated[str, typer.Option(help="System prompt of items without one.")] = "You watch a camera.",
-    layout: Annotated[str, typer.Option(help="Patch factors: joint, per_layer, quantized or shared.")] = "joint",
+    layout: Annotated[str, typer.Option(help=_LAYOUT)] = "joint",
     layers: Annotated[str, typer.Option(help="Patched layers: all or deep.")] = "all",
     weight: Annotated[str, typer.Option(help="How truncation is measured: none, balanced or output.")] = "none",
     patch_dtype: Annotated[str, typer.Option(help="Stored factors: bfloat16, float16 or float32.")] = "bfloat16",

@@ -15,7 +15,8 @@ ARMS: dict[str, type[Arm]] = {
     )
 }  # fmt: skip
 ARM_FORMS = ", ".join(kind.form for kind in ARMS.values()) + (
-    " (M: a rank >= 0, or full; K: tokens >= 0, or all; R, B, F, T: a share 0..1; stale and update take @T, too)"
+    " (M: a rank >= 0, or full, of the run's --layout, joint by default; windows serve patched:M@quantized; "
+    "K: tokens >= 0, or all; R, B, F, T: a share 0..1; stale and update take @T, too)"
 )
 
 REFERENCE: Arm = reuse.Reprefill("reprefill")

@@ -80,7 +80,8 @@ class Patched(
 ):
     """Every chunk but the first, which is exact anyway: canonical + patch formed after exactly its antecedents.
 
-    ``variant`` is another way to compress than the run's: ``patched:8@deep``, ``patched:8@shared+output``.
+    Factors are of the run's ``--layout``, joint by default. ``variant`` is another way to compress: ``patched:8@quantized``, as
+    windows serve them, ``patched:8@deep``, ``patched:8@shared+output``.
     """
 
     variant: str = ""

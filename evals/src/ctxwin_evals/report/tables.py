@@ -227,6 +227,10 @@ def arm_table(runs: Sequence[Run], task: str, *, more: bool = False) -> Table:
         notes.append(f"Left out. {'; '.join(left_out)}.")
     if unread := [f"{arm} ({f['unparsed']})" for _, arm, f in entries if f["accuracy"] is None]:
         notes.append(f"No accuracy where the task's rule could read none of the answers: {', '.join(unread)}.")
+    patched = [run.result["config"] for run, arm, _ in entries if arm.startswith("patched:") and "@" not in arm]
+    if (layouts := {config.get("layout", "joint") for config in patched}) - {"quantized"}:
+        factors = f"patched:M has {' and '.join(sorted(layouts))} factors of rank M"
+        notes.append(f"{factors}; windows serve quantized ones in as many bytes, patched:M@quantized.")
     kind = ", negative control" if about["control"] else ""
     return _table(runs, f"{task}: {about['about']}{kind}", rows, note=" ".join(notes))
 
