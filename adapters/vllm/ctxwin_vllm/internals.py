@@ -12,12 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
-import select
-import socket
-import struct
 import sys
-import time
 from bisect import bisect_left
 from collections.abc import Callable
 from concurrent.futures import InvalidStateError
@@ -31,9 +26,6 @@ from ctxwin.kv.config import text_backbone
 
 CHECKED = TESTED
 """The minor versions of vLLM on which every function here was read and run."""
-PAUSE_S, _LOOK_S, _SPIN_S = 2e-4, 0.05, 0.01
-"""Seconds between two looks for a message, see `sleep_while_waiting`; the same where an event announces it; and how long a
-process looks for it actively where the last one came within that time."""
 _READERS = 64
 """Readers of a queue that may wait for their events; so many are let in with each message."""
 
@@ -188,102 +180,6 @@ def wake_waiting(engine: Any, error: Exception) -> None:
         with contextlib.suppress(InvalidStateError):
             future.set_exception(error)
     client.outputs_queue.put_nowait(error)
-
-
-def processors() -> int:
-    """Return the number of processors that this process may use: those it is bound to, or fewer by its container's quota."""
-    from vllm.utils.torch_utils import available_cpu_count
-
-    return int(available_cpu_count())
-
-
-def sleep_while_waiting() -> None:
-    """Let this process sleep until a message of vLLM's other processes comes; vLLM's own way keeps a core busy for a second.
-
-    With few cores that is one which the process it waits for could use. A queue's writer wakes each reader by an event, which
-    stays while that works, so that none is missed. (Datagrams would tell Linux that the writer is about to sleep, and the reader
-    be run on its core, where the two then look for one another.) The event comes over a socket that is no file, so anybody on
-    this machine may be at its other end: only a process of the same user is given one or believed, and the event is watched,
-    never read. Where there is no such socket, a message is seen up to `PAUSE_S` later. A reader whose last message came within
-    `_SPIN_S` looks for the next one actively for as long: waking it would take longer than a small model's steps. Idempotent.
-    """
-    from vllm.distributed.device_communicators import shm_broadcast
-    from zmq import LAST_ENDPOINT
-
-    condition = shm_broadcast.SpinCondition
-    shm_broadcast.sched_yield = partial(time.sleep, PAUSE_S)  # writers wait for room by it as well
-    if sys.platform != "linux" or hasattr(condition, "ctxwin_socket"):  # only Linux has sockets that are no files
-        return
-    wait, notify, record_read, sched_yield = condition.wait, condition.notify, condition.record_read, os.sched_yield
-    kind = socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK
-
-    def address(self: Any) -> str:
-        return f"\0ctxwin {self.local_notify_socket.getsockopt_string(LAST_ENDPOINT)}"
-
-    def is_own(peer: socket.socket) -> bool:
-        """Return True if a process of the same user is at the other end."""
-        _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-        return bool(user == os.geteuid())
-
-    def connect(self: Any) -> None:
-        connection = socket.socket(socket.AF_UNIX, kind)
-        try:
-            connection.connect(address(self))
-        except OSError:  # its writer has none, or has sent nothing so far
-            connection.close()
-            time.sleep(PAUSE_S)
-            return
-        self.ctxwin_socket = connection
-        if is_own(connection):
-            self.ctxwin_poll = select.epoll()
-            self.ctxwin_poll.register(connection, select.EPOLLIN)
-        else:
-            connection.close()
-
-    def wait_for_event(self: Any, timeout_ms: int | None = None) -> None:
-        now = time.monotonic()
-        self.ctxwin_since = self.ctxwin_since or now
-        if now > self.last_read + self.busy_loop_s:
-            wait(self, timeout_ms)
-        elif self.ctxwin_socket is None:
-            connect(self)  # messages that came before are looked for next
-        elif self.ctxwin_spins and now < self.ctxwin_since + _SPIN_S:
-            sched_yield()
-        elif self.ctxwin_poll is None:
-            time.sleep(PAUSE_S)
-        elif self.ctxwin_poll.poll(min(_LOOK_S, 1e-3 * (timeout_ms or 1e9))) and not self.ctxwin_events:
-            with self.ctxwin_socket, contextlib.suppress(OSError):  # its writer has ended
-                self.ctxwin_events = socket.recv_fds(self.ctxwin_socket, 1, 1, socket.MSG_CMSG_CLOEXEC)[1]
-            if self.ctxwin_events:
-                once = select.EPOLLIN | select.EPOLLET  # each write wakes once
-                self.ctxwin_poll.register(self.ctxwin_events[0], once)
-            else:
-                self.ctxwin_poll = None
-
-    def record_wait(self: Any) -> None:
-        record_read(self)
-        self.ctxwin_spins = not self.ctxwin_since or self.last_read < self.ctxwin_since + _SPIN_S
-        self.ctxwin_since = 0.0
-
-    def notify_by_event(self: Any) -> None:
-        if self.ctxwin_socket is None:
-            self.ctxwin_socket = socket.socket(socket.AF_UNIX, kind)
-            with contextlib.suppress(OSError):  # readers then look for messages
-                self.ctxwin_socket.bind(address(self))
-                self.ctxwin_socket.listen(_READERS - 1)
-        with contextlib.suppress(OSError):  # no more readers wait for their event
-            for _ in range(_READERS):
-                with self.ctxwin_socket.accept()[0] as peer:
-                    if is_own(peer):
-                        self.ctxwin_events = [*self.ctxwin_events, os.eventfd(0)]
-                        socket.send_fds(peer, [b"1"], self.ctxwin_events[-1:])
-        for event in self.ctxwin_events:
-            os.eventfd_write(event, 1)
-        notify(self)
-
-    condition.ctxwin_socket, condition.ctxwin_poll, condition.ctxwin_events = None, None, []
-    condition.ctxwin_since, condition.ctxwin_spins = 0.0, False
-    condition.wait, condition.notify, condition.record_read = wait_for_event, notify_by_event, record_wait
 
 
 def tensor_parallel() -> tuple[int, int]:

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.model_executor.model_loader.utils import get_model_cls
-from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from ctxwin.errors import UnsupportedModel
@@ -47,9 +46,6 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-_FEW_CORES = 4
-"""A process of vLLM's on a CPU that may use no more sleeps while it waits for another."""
 
 
 class CtxwinConnector(SchedulerHalf, WorkerHalf, KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # mypy sees vLLM as untyped
@@ -78,8 +74,6 @@ class CtxwinConnector(SchedulerHalf, WorkerHalf, KVConnectorBase_V1, SupportsHMA
             raise
         if role == KVConnectorRole.WORKER:
             internals.name_sharing_layers()
-        if current_platform.is_cpu() and internals.processors() <= _FEW_CORES:
-            internals.sleep_while_waiting()
         if hasattr(text_backbone(vllm_config.model_config.hf_config), "audio_config"):
             internals.pair_sound(get_model_cls(vllm_config.model_config))
         SchedulerHalf.__init__(self, endpoint, source, block_size, holds_kv[0])
