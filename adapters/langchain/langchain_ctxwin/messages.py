@@ -352,7 +352,8 @@ def _media(block: dict[str, Any], kind: str, folder: str | Path | None) -> Any:
             return [_load(item, kind, folder) for item in source]
         if source is not None:
             return _load(Path(source) if name == "path" else source, kind, folder)
-    raise ValueError(f"an {kind} block must have base64, data, path or a url, got {_short(block)}")
+    remedy = "; put the picture itself there: its window and the store have lost it" if "chunk" in block else ""
+    raise ValueError(f"an {kind} block must have base64, data, path or a url, got {_short(block)}{remedy}")
 
 
 def _load(source: Any, kind: str, folder: str | Path | None) -> Any:

@@ -259,3 +259,32 @@ def test_a_thread_goes_on_in_another_process(tmp_path: Path) -> None:
     assert all(one and int(one[5]) < 12_000 for one in found)
     again = found[3]
     assert again and int(again[3]) > int(again[4]) / 2, "the second process finds the first one's KV"
+
+
+def test_a_thread_goes_on_without_the_pictures_that_its_store_lost(engine: Chatty, caplog: Any) -> None:
+    """Messages name pictures that the window has forgotten: the store's pixels are taken, or the message is read without."""
+    app, turns, context = graph_of(node(keep_media=False, budget=40)), [], WindowContext(engine)
+    for i in range(1, 7):
+        state = app.invoke({"messages": [shown(i, f"q{i}?")]}, CONFIG, context=context)
+        turns.append(state["messages"][-1].text)
+    assert state["window"]["evicted"] > 2
+
+    def invoke_again(question: str, *messages: Any) -> Any:
+        everything = [RemoveMessage(id=REMOVE_ALL_MESSAGES), *messages, HumanMessage(question)]
+        return app.invoke({"messages": everything}, CONFIG, context=context)
+
+    for key in engine.store.list():
+        if "source" not in key:
+            engine.store.delete(key)
+    first, answer = state["messages"][:2]
+    state = invoke_again("q7?", first, answer)
+    assert state["messages"][-1].text == fresh_answer([(1, "q1?", turns[0])], "q7?")
+    for key in engine.store.list():
+        engine.store.delete(key)
+    state = invoke_again("q8?", *state["messages"][2:])
+    for key in engine.store.list():
+        engine.store.delete(key)
+    state = invoke_again("q9?", first, answer)
+    assert state["messages"][-1].text == fresh_answer([(None, "q1?", turns[0])], "q9?") and "are lost" in caplog.text
+    with pytest.raises(ValueError, match="put the picture itself there"):
+        app.invoke({"messages": [RemoveMessage(id=REMOVE_ALL_MESSAGES), first]}, CONFIG, context=context)

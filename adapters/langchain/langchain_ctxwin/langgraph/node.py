@@ -7,6 +7,7 @@ window holds the newest part of a conversation, not all of it. Chunks placed by 
 from __future__ import annotations
 
 import base64
+import logging
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from ctxwin.chunk import Chunk, MediaPart
 from ctxwin.engines.base import Engine
 from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
+from ctxwin.media import unpack_frames
 from ctxwin.policies.base import Eviction, Retrieval, WindowView
 from ctxwin.policies.low_water import LowWater
 from ctxwin.store.lru import LRUCache
@@ -108,6 +110,7 @@ _NOTES: dict[str, Any] = {
 }
 """Notes on a conversation in a reference, with their defaults."""
 _MEDIA = 64  # cached media of one message while it is read
+_log = logging.getLogger("ctxwin")
 _SAMPLING = [name for name in AskOptions.__annotations__ if name not in ("remember", "logprobs", "tools", "n")]
 
 
@@ -211,10 +214,11 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
         window = open_window(reference, runtime, retrieval=self._retrieval, **self._window) if reference else None
         try:
             media_cache = _cached_media(window, len(messages))
-            talk = converse(
-                engine, new if continues else messages, seen=media_cache, allowed_local_media_path=self._files
-            )
             turn = sum(1 for _ in takewhile(lambda m: isinstance(m, HumanMessage), reversed(messages)))
+            read = new if continues else messages
+            if window is not None:
+                read = _find_named(engine, read, media_cache, turn)
+            talk = converse(engine, read, seen=media_cache, allowed_local_media_path=self._files)
             last = keys[len(keys) - turn :]
             question_chunks = sum(1 for _ in takewhile(lambda piece: piece[0] in last, reversed(talk.pieces)))
             system_prompt = "\n".join(filter(None, [self._system_prompt, talk.system_prompt]))
@@ -324,6 +328,30 @@ def _cached_media(window: Session | None, messages: int) -> LRUCache[Chunk]:
     for part in media:
         cached.put(block_key(_media_name(part)) or "", Chunk(parts=(part,)), 1)
     return cached
+
+
+def _find_named(
+    engine: Engine, messages: Sequence[BaseMessage], media_cache: LRUCache[Chunk], turn: int
+) -> list[BaseMessage]:
+    """Return ``messages`` without pictures whose names lead nowhere any more, except in the last ``turn``, which asks about them.
+
+    The window forgets what left it long ago, or with the store; a picture whose pixels the store has is cached again.
+    """
+    found = []
+    for i, message in enumerate(messages):
+        lost = []
+        for block in message.content if not isinstance(message.content, str) else ():
+            if isinstance(block, dict) and "chunk" in block and not media_cache.get(key := block_key(block) or ""):
+                stored = engine.repo.get_source(f"source/{block['chunk']}") if block.get("type") == "image" else None
+                if stored is not None:
+                    media_cache.put(key, Chunk.image(unpack_frames(stored)[0]).light(), 1)
+                elif i < len(messages) - turn:
+                    lost.append(block)
+        if lost:
+            _log.warning("%d pictures of message %s left the window and are lost: it is read without", len(lost), i)
+            message = message.model_copy(update={"content": [block for block in message.content if block not in lost]})
+        found.append(message)
+    return found
 
 
 def _media_name(part: MediaPart) -> dict[str, Any]:
