@@ -224,9 +224,8 @@ class OrderedTests:
     def rows(self) -> list[dict[str, Any]]:
         """Return the evidence on each strategy by kind of answer; JSON-able.
 
-        ``mean`` and ``upper`` are nats a token beyond the floor, or values lost; ``upper`` bounds the mean of a unit, and
-        ``share`` is that mean as a part of 1, as ``limit`` is the budget. ``units_like`` is the number of units that would show
-        it safe if all were like these; None: none would.
+        ``mean`` and ``upper``, a bound of a unit's mean, are nats a token beyond the floor, or values lost; ``share`` and ``limit``
+        are mean and budget as parts of 1. ``units_like`` units like these would show it safe; None: none would.
         """
         rows = []
         for strategy, tallies in self._tallies.items():

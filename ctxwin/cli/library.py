@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +12,7 @@ import typer
 from typer import Argument, Option
 
 from ctxwin.cli.store import AsJson, Tenant, Url, open_existing, show
+from ctxwin.progress import progress
 
 if TYPE_CHECKING:
     from ctxwin.library import Library
@@ -58,14 +59,13 @@ def add(
     as_json: AsJson = False,
 ) -> None:
     """Add files; the library is made with the first. What was added before an error stays."""
-    from rich.console import Console
-    from rich.progress import track
-
-    with _library(url, name, tenant, create=True) as library:
+    bar = progress("adding", len(files)) if len(files) > 1 else nullcontext(lambda more: None)
+    with _library(url, name, tenant, create=True) as library, bar as advance:
         added = []
-        for path in track(files, "adding", console=Console(stderr=True), disable=as_json or len(files) < 2):
+        for path in files:
             entry = library.add(path, caption=caption, ttl=ttl, replace=replace)
             added.append({"name": entry.name, "passages": len(entry.passages), "bytes": entry.bytes})
+            advance(1)
     show(as_json, {"library": name, "added": added}, *(f"{a['name']}: {a['passages']:,} passages" for a in added))
 
 

@@ -29,10 +29,11 @@ from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.engines.sampling import Sampling
 from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.fidelity import Fidelity
+from ctxwin.progress import progress
 from ctxwin.tiny.world import make_stream, questions_for, render
 from ctxwin.window.layout import Work
 from ctxwin.window.window import Window
-from ctxwin_evals.console import Json, Threads, errors, new_table, open_model, progress, show
+from ctxwin_evals.console import Json, Threads, errors, new_table, open_model, show
 from ctxwin_evals.stats import bootstrap_mean, share_interval, wilson
 
 from .command import Output, Seed, write_result

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ctxwin.chunk import Chunk
 from ctxwin.fidelity import Fidelity
+from ctxwin.progress import progress
 from ctxwin.tiny.world import Frame, Question, answer, make_stream, render
 from ctxwin.window.answer import Answer
 from ctxwin.window.window import Window
@@ -300,7 +301,7 @@ def main(
         points = tuple(sorted(set(console.numbers(slides))))
         settings = DriftSettings(streams, window, points, questions, refresh_every, seed, system_prompt)
         engine = console.open_model(model, dtype, device, threads)
-        with console.progress("streams", 2 * streams) as advance:
+        with progress("streams", 2 * streams) as advance:
             result = measure(engine, settings, advance)
         write_result(output, "drift.json", result)
         console.show(result, as_json, drift_table(result), result["note"])

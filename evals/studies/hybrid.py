@@ -25,11 +25,12 @@ from ctxwin.fidelity import Fidelity
 from ctxwin.kv.patch import apply_patch, form_patch
 from ctxwin.kv.relocate import relocate
 from ctxwin.kv.states import factors, state_deficit
+from ctxwin.progress import progress
 from ctxwin.tiny.world import Frame, all_questions, make_item, make_stream, render
 from ctxwin.tiny.world import Task as WorldTask
 from ctxwin.window.ask import kl
 from ctxwin.window.window import Window
-from ctxwin_evals.console import Json, errors, new_table, progress, show
+from ctxwin_evals.console import Json, errors, new_table, show
 from ctxwin_evals.stats import share_interval, wilson
 
 from .command import SYSTEM_PROMPT, Output, write_result

@@ -30,8 +30,9 @@ import typer
 from torch import Tensor
 
 from ctxwin.chunk import Chunk
+from ctxwin.progress import progress
 from ctxwin_evals.arms import BASES, Arm, Served, parse_arm
-from ctxwin_evals.console import Device, Json, Threads, errors, open_model, progress, show
+from ctxwin_evals.console import Device, Json, Threads, errors, open_model, show
 from ctxwin_evals.decoder import Decoder
 from ctxwin_evals.generation import forced_logits
 from ctxwin_evals.group import Group

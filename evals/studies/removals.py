@@ -27,10 +27,11 @@ from ctxwin.fidelity import Fidelity
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.patch import apply_patch
 from ctxwin.kv.relocate import relocate
+from ctxwin.progress import progress
 from ctxwin.tiny.world import make_stream
 from ctxwin.window.idle import prefiller_of
 from ctxwin.window.window import Window
-from ctxwin_evals.console import Json, Threads, errors, new_table, open_model, progress, show
+from ctxwin_evals.console import Json, Threads, errors, new_table, open_model, show
 from ctxwin_evals.decoder import Decoder
 from ctxwin_evals.generation import forced_logits
 from ctxwin_evals.stats import bootstrap_mean, share_interval

@@ -35,10 +35,11 @@ from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.errors import StaleOwner
 from ctxwin.hashing import digest
 from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
+from ctxwin.progress import progress
 from ctxwin.store.memory import MemoryStore
 from ctxwin.store.spans import SpanRepository
 from ctxwin.window.state import State
-from ctxwin_evals.console import print_json, progress
+from ctxwin_evals.console import print_json
 from ctxwin_ray.hints import Hint, Places, window_prefix
 from ctxwin_server.protocol.limits import Limits
 from ctxwin_server.registry.windows import OpenWindows, WindowRegistry

@@ -15,7 +15,7 @@ from benchmark_data.drawing import Pixels, Thing, name_of
 from benchmark_data.video_mme import MOVES
 from ctxwin.files import atomic_write
 from ctxwin.tiny.sprites import N_COLORS, SHAPES
-from ctxwin_evals.benchmarks.milebench import TASKS, quantity
+from ctxwin_evals.benchmarks.milebench import MileBench, quantity
 
 _SPACE = 0x6D696C65
 _INSTRUCTIONS = (
@@ -42,7 +42,7 @@ def write_milebench(out: Path, n: int, seed: int = 0, steps: int = 4, image_size
     if n < 1 or steps < 2 or image_size < 56:
         raise ValueError(f"n must be >= 1, steps >= 2 and image_size >= 56; got {n}, {steps}, {image_size}")
     made = {}
-    for task in TASKS:
+    for task in MileBench.names:
         name = task.partition("/")[2]
         data = [_sample(name, i, seed, steps, image_size, out / name / "images") for i in range(n)]
         made[task] = {

@@ -15,7 +15,7 @@ from benchmark_data import drawing
 from benchmark_data.drawing import Pixels
 from benchmark_data.prose import PICTURE, Needle, write_document
 from ctxwin.files import atomic_write
-from ctxwin_evals.benchmarks.mm_niah import TASKS
+from ctxwin_evals.benchmarks.mm_niah import MMNiah
 
 _SPACE = 0x6E696168
 LENGTHS = (200, 1200, 4000)
@@ -70,7 +70,7 @@ def write_mm_niah(
         )
     base = out / f"mm_niah_{split}"
     made: dict[str, list[dict[str, Any]]] = {}
-    for task in TASKS:
+    for task in MMNiah.names:
         kind = task.partition("/")[2]
         rows = [
             _row(kind, i, seed, base / "images", lengths[i % len(lengths)], image_size, len(lengths)) for i in range(n)

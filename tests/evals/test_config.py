@@ -10,7 +10,8 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from ctxwin_evals.console import Config, preset, progress, progress_line
+from ctxwin.progress import progress, progress_line
+from ctxwin_evals.console import Config, preset
 
 app = typer.Typer(add_completion=False)
 

@@ -13,8 +13,9 @@ import typer
 from typer.testing import CliRunner
 
 from ctxwin.engines.segments import Segment
+from ctxwin.progress import progress
 from ctxwin_evals.arms import Served, parse_arm
-from ctxwin_evals.console import open_model, progress
+from ctxwin_evals.console import open_model
 from ctxwin_evals.decoder import Decoder
 from ctxwin_evals.patching import Patcher
 from ctxwin_evals.samples import open_samples

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from math import factorial
+from typing import Any
 
 import numpy as np
 import pytest
 
-from ctxwin.tiny.world import all_questions, answer, antecedents
+from ctxwin.tiny.world import Frame, all_questions, answer, antecedents
+from ctxwin_evals.items import Item
 from ctxwin_evals.tasks import SUITES, TaskOptions, expand, open_task, task_names
 from ctxwin_evals.tasks.tiny import FIT_SPACE, SPACE, TASKS, TURNOVERS, TinyOptions, TinyTask, fit_cases
 
@@ -15,6 +17,12 @@ FIXED = ("reorder", "excess", "superset")
 """Their number of frames follows from the amount."""
 KEPT = {"multi_hop": "2e6a7ef80b0d", "order": "72eeb5d3e88e", "slide_needed": "2c4d08aa45c0", "recall": "2d46d1bdc202"}
 """Digests of items as they were drawn before tasks had amounts."""
+
+
+def frames_of(case: Item) -> tuple[Frame, ...]:
+    """The frames that a generated item's chunks are rendered from."""
+    load: Any = case.load
+    return tuple(load.args[0])
 
 
 @pytest.mark.parametrize("name", list(TASKS))
@@ -31,37 +39,37 @@ def test_an_item_depends_on_its_index_alone(name: str) -> None:
 def test_the_truth_is_the_answer_over_what_is_placed(name: str) -> None:
     for i in range(10):
         case = TASKS[name].case(0, i, FRAMES, AMOUNTS[name])
-        placed = [case.frames[f] for f in case.placed]
+        placed = [frames_of(case)[f] for f in case.placed]
         mark = int(case.query[-3:-1])
         assert case.target == answer(placed, case.query)
         assert mark in placed[case.asked].marks
         assert sum(mark in f.marks for f in placed) == 1
         if case.before:
-            was = answer([case.frames[f] for f in case.before], case.query)
+            was = answer([frames_of(case)[f] for f in case.before], case.query)
             assert case.meta["control"] == (was == case.target)
-            assert {*case.before, *case.placed} == set(range(len(case.frames)))
+            assert {*case.before, *case.placed} == set(range(len(frames_of(case))))
 
 
 def test_a_slide_takes_the_leading_frame_and_what_depends_on_it() -> None:
     for i in range(12):
         for name, needed in (("slide_needed", True), ("slide_distractor", False)):
             case = TASKS[name].case(1, i, FRAMES)
-            assert case.before == tuple(range(len(case.frames)))
+            assert case.before == tuple(range(len(frames_of(case))))
             assert case.placed == case.before[1:]
             mark = int(case.query[-3:-1])
-            front = antecedents(case.frames, mark)
+            front = antecedents(frames_of(case), mark)
             assert (front == (0,)) if needed else (front and 0 not in front)
-            assert (answer(case.frames, case.query) != case.target) == needed
+            assert (answer(frames_of(case), case.query) != case.target) == needed
             assert not needed or case.target == "grey"
 
 
 def test_a_repeated_legend_leaves_and_the_answer_stays() -> None:
     for i in range(12):
         case = TASKS["slide_repeated"].case(1, i, FRAMES)
-        copies = [f for f in case.placed if case.frames[f] == case.frames[0]]
+        copies = [f for f in case.placed if frames_of(case)[f] == frames_of(case)[0]]
         assert copies and case.placed == case.before[1:] and case.meta["control"]
-        others = [case.frames[f] for f in case.placed if f not in copies]
-        assert answer(others, case.query) != case.target == answer(case.frames, case.query)
+        others = [frames_of(case)[f] for f in case.placed if f not in copies]
+        assert answer(others, case.query) != case.target == answer(frames_of(case), case.query)
 
 
 @pytest.mark.parametrize("turnover", [0.0, 0.25, 0.5, 1.0])
@@ -74,7 +82,7 @@ def test_a_recall_replaces_the_share_in_front(turnover: float) -> None:
         assert case.placed[-1] == case.before[-1] == case.before[front]
         assert case.asked == front
         for frames in (case.placed, case.before):
-            kinds = {q.text: q.kind for q in all_questions([case.frames[f] for f in frames])}
+            kinds = {q.text: q.kind for q in all_questions([frames_of(case)[f] for f in frames])}
             assert kinds[case.query] == "multi_hop"
 
 
@@ -84,7 +92,7 @@ def test_a_history_places_the_end_of_its_stream(slides: int) -> None:
         case = TASKS["history"].case(0, i, FRAMES, slides)
         assert case.before == tuple(range(len(case.placed) + slides)) and case.placed == case.before[slides:]
         assert case.meta["stream_window"] == len(case.placed)
-        assert sum(int(case.query[-3:-1]) in f.marks for f in case.frames) == 1
+        assert sum(int(case.query[-3:-1]) in f.marks for f in frames_of(case)) == 1
 
 
 def test_divergent_antecedents_are_what_their_names_say() -> None:
@@ -110,7 +118,7 @@ def test_excess_frames_have_no_part_in_the_answer_and_changed_ones_may(count: in
             assert len(case.placed) == 3 + count and case.before == (0, 1, 2) and case.meta["control"]
             kept = [f for f in case.placed if f in case.before]
             assert kept == [0, 1, 2]
-            legends = antecedents([case.frames[f] for f in case.placed], int(case.query[-3:-1]))
+            legends = antecedents([frames_of(case)[f] for f in case.placed], int(case.query[-3:-1]))
             assert all(case.placed[f] in (0, 1) for f in legends)
             assert case.placed[:count] == tuple(range(3, 3 + count)) if name == "excess" else case.placed[0] == 0
         case = TASKS["changed"].case(0, i, FRAMES, count)
@@ -122,11 +130,11 @@ def test_every_order_of_three_and_four_predecessors_is_asked_about_and_24_of_six
     task, orders = TASKS["reorder"], {3: 5, 4: 23, 6: 24}[count]
     cases = [task.case(0, i, FRAMES, count) for i in range(2 * orders)]
     for context in (cases[:orders], cases[orders:]):
-        assert {c.frames for c in context} == {context[0].frames} and len({c.query for c in context}) == 1
+        assert {frames_of(c) for c in context} == {frames_of(context[0])} and len({c.query for c in context}) == 1
         met = {c.placed for c in context}
         assert len(met) == orders <= factorial(count) - 1 and tuple(range(count + 1)) not in met
         assert all(c.placed[-1] == count and c.asked == count and c.before == tuple(range(count + 1)) for c in context)
-    assert {c.cluster for c in cases} == {"0", "1"} and cases[0].frames != cases[-1].frames
+    assert {c.cluster for c in cases} == {"0", "1"} and frames_of(cases[0]) != frames_of(cases[-1])
 
 
 def test_too_few_frames_are_refused() -> None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ctxwin.progress import progress
 from ctxwin_evals import console
-from ctxwin_evals.console import Config, Dtype, Engine, Json, Model, ModelArgument, OwnDtype, Threads, progress
+from ctxwin_evals.console import Config, Dtype, Engine, Json, Model, ModelArgument, OwnDtype, Threads
 from ctxwin_evals.probe.cli import probe
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Shared parts of the eval commands: opening a model, printing, progress, one-line errors, options in a file.
+"""Shared parts of the eval commands: opening a model, printing, one-line errors, options in a file.
 
 ``--config FILE.yaml`` names options as on the command line, with dashes or underscores; flags win over the file, and the file
 over what a flag like ``--quick`` chooses.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -141,74 +140,6 @@ def new_table(title: str, columns: str, *, left: Collection[int] = (0,)) -> Tabl
 def say(text: str, *, bold: bool = False) -> None:
     """Print a line unwrapped, so that no path in it is broken in two."""
     terminal().print(text, style="bold" if bold else None, highlight=False, soft_wrap=True)
-
-
-OnProgress = Callable[[str, int, int], None]
-"""Called with the current stage, the amount done and the total; a total of 0 means unknown."""
-
-
-@contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show progress and an estimate of the time left on standard error; ``--json`` stays clean.
-
-    Yields a function that is called with how many more are done. A terminal gets a bar, a file or a pipe a line now and then.
-    """
-    done = 0
-
-    def advance(more: int) -> None:
-        nonlocal done
-        done += more
-        tell(what, done, total)
-
-    with stages() as tell:
-        tell(what, 0, total)
-        yield advance
-
-
-@contextmanager
-def stages() -> Iterator[OnProgress]:
-    """As `progress`, for work in named stages; yields an `OnProgress`."""
-    from rich import progress as bars
-    from rich.console import Console
-
-    if not (console := Console(stderr=True)).is_terminal:
-        yield _Lines()
-        return
-    times = bars.TimeElapsedColumn(), bars.TimeRemainingColumn()
-    columns = bars.TextColumn("{task.description}"), bars.BarColumn(), bars.MofNCompleteColumn(), *times
-    with bars.Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-        yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total or None)
-
-
-class _Lines:
-    """Progress off a terminal: a line when work begins, and one every `EVERY` seconds at most."""
-
-    EVERY, KEPT = 10.0, 0.05  # what takes less was kept from an earlier run, and says nothing of the pace
-
-    def __init__(self) -> None:
-        self._began = self._last = self._next = time.monotonic()
-        self._stage, self._before = "", 0
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if stage != self._stage or now - self._last < self.KEPT:
-            self._stage, self._began, self._before = stage, now, done
-        self._last = now
-        if now >= self._next:
-            self._next = now + self.EVERY
-            typer.echo(progress_line(stage, done, total, now - self._began, self._before), err=True)
-
-
-def progress_line(stage: str, done: int, total: int, seconds: float, before: int = 0) -> str:
-    """One line of progress: the stage, the amount done, and the time left at the pace of what was done after ``before``."""
-    if not total:
-        return stage
-    line = f"{stage}: {done} of {total}"
-    if before < done < total:
-        remaining = seconds * (total - done) / (done - before)
-        line += f", about {remaining:.0f} s left" if remaining < 100 else f", about {remaining / 60:.0f} min left"
-    return line
 
 
 def show(result: Mapping[str, Any], as_json: bool, *tables: Any) -> None:

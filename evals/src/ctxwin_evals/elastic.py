@@ -2,9 +2,8 @@
 
 Everything is per layer and item: which slots are kept differs between them, how many does not, so batches stay rectangular.
 
-There are two moments. ``window is None``: system prompt, chunks and question are encoded exactly and then thinned out
-together, as in the paper; the first token comes from the exact pass. Otherwise the placed chunks were thinned out before the
-question came, and only what is generated is still managed: chunks and answer together hold ``share`` of their tokens.
+``window is None``: system prompt, chunks and question are encoded exactly and then thinned out together, as in the paper. Else
+the placed chunks were thinned out before the question came, and they and the answer hold ``share`` of their tokens.
 """
 
 from abc import ABC, abstractmethod

@@ -332,10 +332,9 @@ class Setting:
 def matched(patch: Outcomes, share: float, settings: Sequence[Setting]) -> Match | None:
     """A patch minus a token arm at the patch's bytes (Kamera, section 6 and Table 6), paired by item.
 
-    Between the two settings on either side of ``share`` (the lower one may be the base, which computes nothing) each
-    item's score and KL are interpolated linearly. A curve that bends towards the upper setting is better than its
-    chord, which would flatter the patch; ``above`` is therefore the difference to the upper setting as it is, which
-    has at least the patch's bytes. If no setting has that many, the largest one is used.
+    Between the two settings on either side of ``share`` (the lower one may be the base, which computes nothing) each item's score
+    and KL are interpolated linearly. A bent curve is better than its chord, which would flatter the patch; ``above`` is
+    therefore the difference to the upper setting as it is. If no setting has that many bytes, the largest one is used.
 
     Args:
         patch: samples of the patch.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from safetensors import safe_open
@@ -25,19 +25,6 @@ if TYPE_CHECKING:
 
 Weighting = Literal["none", "balanced", "output"]
 BASIS_RANK = 96
-
-
-class FittingContexts(Protocol):
-    """Contexts that weights and shared bases are fitted on; a `Group` is one."""
-
-    @property
-    def exact(self) -> Sequence[Sequence[SpanKV]]:
-        """Spans of the placed chunks as a re-prefill computes them, by item and place."""
-        ...
-
-    def deficits(self) -> Iterator[Deficit]:
-        """Iterate over the deficits of the placed chunks."""
-        ...
 
 
 @dataclass
@@ -153,7 +140,7 @@ def parse_variant(name: str) -> tuple[Layout, Layers, Weighting] | None:
 def fitted(
     decoder: Reader,
     way: tuple[Layout, Layers, Weighting],
-    groups: Callable[[], Iterator[FittingContexts]],
+    groups: Callable[[], Iterator[Any]],
     *,
     dtype: torch.dtype = torch.bfloat16,
     keep: Path | None = None,
@@ -165,7 +152,7 @@ def fitted(
     Args:
         decoder: the model.
         way: to compress.
-        groups: contexts of their own, on which weights and shared bases are fitted when they are first asked for.
+        groups: contexts of their own (`Group`), on which weights and shared bases are fitted when they are first asked for.
         dtype: of the factors.
         keep: folder in which a shared basis is looked for first, and then kept; None fits it anew.
         name: of the variant.
@@ -191,9 +178,7 @@ def fitted(
     return patcher
 
 
-def _basis(
-    patcher: Patcher, groups: Callable[[], Iterator[FittingContexts]], path: Path | None, rank: int
-) -> SharedBasis:
+def _basis(patcher: Patcher, groups: Callable[[], Iterator[Any]], path: Path | None, rank: int) -> SharedBasis:
     """A shared basis, fitted once and then kept in a file."""
     if path is not None and path.exists():
         with safe_open(path, framework="pt") as file:
@@ -232,5 +217,4 @@ def make_weight(kind: Weighting, text_model: Any, spec: KVSpec, sample: SpanKV) 
     # Keys act through the softmax on values of this size; a key error counts like a value error of the same share.
     values = torch.einsum("lthd,lhde->lthe", sample.v.float(), v)
     size = values.pow(2).mean(dim=(1, 2, 3)).sqrt() / sample.k.float().pow(2).mean(dim=(1, 2, 3)).sqrt()
-    k = size[:, None, None].expand(spec.layers, spec.heads, spec.k_dim)
-    return Weight(k=k.contiguous(), v=v)
+    return Weight(k=size[:, None, None].expand(spec.layers, spec.heads, spec.k_dim).contiguous(), v=v)

@@ -1,10 +1,8 @@
 """The result of a run in others' files: lm-eval's, for its table maker and people's scripts, and those of data sets' own scripts.
 
 lm-eval names a figure ``METRIC,FILTER``, a filter being one way to read the same answers to the same documents. Arms take
-its place: ``acc,patched:8`` stands beside ``acc,blind`` under one task, tables show the arm in the filter column, a sample
-names its arm as ``filter``, and lm-eval's ``none`` is the exact re-prefill, which is what any harness would report for the
-model. So ``results[TASK]["acc,none"]`` means what it means elsewhere, and names, versions and counts stay one per task.
-(Tasks named TASK|ARM would hide all figures from scripts that look up a task by name.)
+its place: ``acc,patched:8`` stands beside ``acc,blind`` under one task, a sample names its arm as ``filter``, and lm-eval's
+``none`` is the exact re-prefill, what any harness would report. Names, versions and counts stay one per task.
 """
 
 import hashlib

@@ -210,8 +210,7 @@ def _open_file(folder: Path, config: dict[str, Any]) -> Samples:
         if (folder / "samples.jsonl").exists():
             raise ValueError(f"{folder} must hold a config.json beside its samples, got none; choose another --output")
         created = datetime.now(UTC).isoformat(timespec="seconds")
-        text = json.dumps({**config, _CREATED: created}, indent=1) + "\n"
-        atomic_write(path, text.encode(), durable=True)
+        atomic_write(path, (json.dumps({**config, _CREATED: created}, indent=1) + "\n").encode(), durable=True)
         sync_folder(folder)
         return Samples(folder, config, created)
     samples = _read(folder, mend=True)

@@ -23,15 +23,6 @@ Cells = Mapping[str, Mapping[str, Figures]]
 """Figures by arm and task."""
 
 
-class TaskAbout(TypedDict):
-    """Description of a task, see `ctxwin_evals.items.Task`."""
-
-    about: str
-    setting: str
-    control: bool
-    version: int
-
-
 class Pairs(TypedDict):
     """The arm that the others of a task are paired with, and what each has over it."""
 
@@ -48,7 +39,8 @@ class Matched(Match):
 
 
 class Result(TypedDict):
-    """The result of a run; ``basis_bytes`` are of all shared bases, ``paired`` and ``matched`` by task.
+    """The result of a run; ``basis_bytes`` are of all shared bases, ``paired`` and ``matched`` by task, as ``tasks``: about,
+    setting, control and version of each `ctxwin_evals.items.Task`.
 
     The command adds ``n`` (as asked for), ``left_out`` (rows of data sets, by task: ``unreadable`` ones, and those whose media
     are ``missing``), ``output`` (the run's folder) and ``vision_encodes``.
@@ -58,7 +50,7 @@ class Result(TypedDict):
     config: dict[str, Any]
     created: str
     basis_bytes: int
-    tasks: dict[str, TaskAbout]
+    tasks: dict[str, dict[str, Any]]
     arms: dict[str, dict[str, Figures]]
     paired: dict[str, Pairs]
     matched: dict[str, list[Matched]]

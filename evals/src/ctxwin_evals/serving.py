@@ -8,7 +8,7 @@ A re-prefill is one request without spans; what an arm serves is loaded from spa
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar
 
 from ctxwin.audit.replay import kl_of_rows, likeliest
 from ctxwin.engines.base import Engine
@@ -32,11 +32,7 @@ class Fresh(Sequence["SpanKV"]):
     def __len__(self) -> int:
         return len(self.order)
 
-    @overload
-    def __getitem__(self, at: int) -> SpanKV: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[SpanKV]: ...
-    def __getitem__(self, at: int | slice) -> SpanKV | list[SpanKV]:
+    def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
             return [self[i] for i in range(len(self))[at]]
         return self.group.span(self.b, self.order[: range(len(self))[at] + 1])

@@ -87,12 +87,10 @@ def difference_interval(differences: ArrayLike, clusters: Sequence[str], *, draw
 def share_interval(scores: ArrayLike, clusters: Sequence[str], effective: float | None = None) -> Interval:
     """Interval of a mean of scores within 0..1.
 
-    Scores that are all 0 or 1 get Wilson's interval on the effective number of items, n over the design effect with
-    the correction for few clusters (Korn and Graubard 1998), never more than n. That number is n where every item is
-    a cluster of its own. Where all scores are equal nothing tells how similar the items of a cluster are: it is then
-    ``effective``, if known from other scores of the same items (`effective_count`), else the number of clusters. Other
-    scores get `mean_interval`, cut to 0..1; where they are all equal it would have no width, so the interval allows for
-    a share of unseen 0s or 1s up to Wilson's bound.
+    Scores that are all 0 or 1 get Wilson's interval on the effective number of items: n over the design effect with the
+    correction for few clusters (Korn and Graubard 1998), at most n. Where all scores are equal it is ``effective``, if known from
+    other scores of the same items (`effective_count`), else the number of clusters. Other scores get `mean_interval`, cut to
+    0..1; where they are all equal, which would leave no width, it allows for unseen 0s or 1s up to Wilson's bound.
 
     Raises ValueError for empty input, an item without a cluster or a score outside 0..1.
     """

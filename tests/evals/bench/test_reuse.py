@@ -138,7 +138,7 @@ def test_any_order_of_the_predecessors_needs_no_forward(hf: Any) -> None:
 def test_a_move_that_is_about_patches_must_be_served_by_one(hf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a patch outweighs the KV it stands for, the window keeps the KV."""
     settings = reuse.Settings(ops=("slide", "recall"), tokens=(64,), rank=512, runs=1)
-    monkeypatch.setattr(reuse, "_served", lambda event: {"lanes": {"resident": 64}})
+    monkeypatch.setattr(reuse, "_lanes_of", lambda event: {"lanes": {"resident": 64}})
     with pytest.raises(ValueError, match=r"rank must be so small .* got 512 for recall at 64 tokens"):
         reuse.measure(hf, settings)
 

@@ -4,7 +4,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, TypedDict, Unpack
+from typing import Any, ClassVar, Self
 
 from ctxwin.kv.layout import SpanKV
 from ctxwin_evals.elastic import Policy
@@ -43,14 +43,6 @@ class Served:
     extra: dict[str, float] = field(default_factory=dict)
 
 
-class _Told(TypedDict, total=False):
-    form: str
-    source: str
-    settings: tuple[Setting, ...]
-    argument: str
-    inside: bool
-
-
 @dataclass(frozen=True)
 class Arm(ABC):
     """A way to serve, which never reads an answer. ``name`` is the spelling it was requested by; comparisons ignore it.
@@ -68,10 +60,12 @@ class Arm(ABC):
     argument: ClassVar[str] = ""
     inside: ClassVar[bool] = False
 
-    def __init_subclass__(cls, **told: Unpack[_Told]) -> None:
+    def __init_subclass__(cls, **declared: Any) -> None:
         """Set the class attributes that a subclass declares in its head; others are inherited."""
         super().__init_subclass__()
-        for name, value in told.items():
+        if unknown := declared.keys() - Arm.__annotations__.keys():
+            raise TypeError(f"an arm declares form, source, settings, argument and inside, got {', '.join(unknown)}")
+        for name, value in declared.items():
             setattr(cls, name, value)
 
     @property

@@ -28,17 +28,13 @@ class Cacheblend(
 ):
     """Tokens are chosen by how far fresh KV is from stored KV; from layer to layer fewer of them go on.
 
-    Layer 0 runs in full: its KV is equal by construction (embeddings and a rotation), so it cannot choose. From layer
-    1 on, fresh KV of the remaining tokens is compared with what is stored (squared difference of keys and values); those
-    that differ most remain, take their fresh KV and go through the layer, and the others keep what is stored.
-    Layer 1 as the first to decide is the authors' released default (LMCache, check layers 1, ratio 0.15), which compares
-    keys alone and then goes on with one set; the shrinking set is the paper's gradual filtering. Of that schedule the
-    paper says that it starts slightly above R and falls: here in equal steps from 5/4 R at layer 1 to 3/4 R at the last,
-    R on average.
+    Layer 0 runs in full: its KV is equal by construction, so it cannot choose. From layer 1 on, as in LMCache's released
+    default, tokens whose fresh keys and values differ most (squared) from what is stored take them and go through the layer;
+    the others keep what is stored. Of the shrinking set, the paper's gradual filtering, it says that it starts slightly above
+    R: here it falls in equal steps from 5/4 R at layer 1 to 3/4 R at the last.
 
-    The fresh keys and values that are only compared are not counted as computed; layer 0 is. It is no part of ``renewed``,
-    the share of the KV that is replaced, which is what stands beside a patch's bytes: of few layers, the one that only
-    prepares the choice would cost more than all that is chosen. R = 0 runs nothing.
+    Layer 0 counts as computed, what is only compared does not. Neither is part of ``renewed``, the share of the KV that is
+    replaced, which is what stands beside a patch's bytes. R = 0 runs nothing.
     """
 
     def serve(self, group: Group) -> list[Served | None]:
@@ -137,10 +133,8 @@ class LowRankKeys(
 ):
     """Keys of every chunk but the first are the best rank-M approximation of the conditioned ones; values are canonical.
 
-    Keys are de-rotated token by token first, where they are of lowest rank, then decomposed a layer at a time over all
-    heads. What is kept are both factors, in the patches' dtype. ShadowKV keeps exact values elsewhere and fetches some;
-    reused values carry none of the conditioning, which is what this arm shows. With latent attention keys are the rope
-    channel alone.
+    Keys are de-rotated token by token, where they are of lowest rank, and decomposed by layer over all heads; both factors
+    are kept, in the patches' dtype. ShadowKV fetches exact values; reused ones carry no conditioning, as this arm shows.
     """
 
     def serve(self, group: Group) -> list[Served | None]:
@@ -168,8 +162,7 @@ def low_rank_keys(span: SpanKV, spec: KVSpec, rank: int | None, dtype: torch.dty
         u, s, vh = torch.linalg.svd(flat, full_matrices=False)
         left_factor, right_factor = (u * s[:, None])[..., :rank].to(dtype), vh[:, :rank].to(dtype)
         keys, size = left_factor.double() @ right_factor.double(), left_factor.numel() + right_factor.numel()
-    k = turn(spec.rope, keys.double().view(span.k.shape), turns).to(span.k.dtype)
-    return k, size * dtype.itemsize
+    return turn(spec.rope, keys.double().view(span.k.shape), turns).to(span.k.dtype), size * dtype.itemsize
 
 
 def falling(share: float, steps: int) -> list[float]:

@@ -26,17 +26,13 @@ class Prefix(
     Habits:
         naive: exactly what the item places, in its order.
         trim: the window is full when a chunk comes in, so its older half leaves for good: the newer half of what would be
-            held (rounded up) is placed, and always what came back. This is the turn that trims; the turns until the
-            window is full again would only append.
-        append: what came back stands after everything that stayed, whatever its old place (recalls; in a slide nothing
-            comes back, and items are unscored).
+            held (rounded up) is placed, and always what came back. Later turns, until it is full again, would only append.
+        append: what came back stands after everything that stayed (recalls; items of a slide are unscored).
 
-    Their context may differ from the reference's, and the question then stands after theirs: its answers, truth and KL
-    are part of the figure. Besides the system prompt, the cache knows what was placed before and, in a recall, what stayed, which
-    was placed without the chunk. Prefixes are counted in whole chunks; engines count blocks of tokens. ``encodes`` are pictures
-    among what is computed that were never placed before: vLLM keeps vision embeddings of the others in its encoder
-    cache. ``entered`` of a sample counts all pictures that enter the forward; ``context`` is what is placed over what the
-    item places, in tokens.
+    Where their context differs from the reference's, the question stands after theirs. Besides the system prompt, the cache knows
+    what was placed before and, in a recall, what stayed, in whole chunks; engines count blocks of tokens. ``encodes`` are
+    pictures among what is computed that were never placed before: vLLM keeps vision embeddings of the others. ``entered`` of a
+    sample counts all pictures that enter the forward; ``context`` is what is placed over what the item places, in tokens.
     """
 
     habit: Policy

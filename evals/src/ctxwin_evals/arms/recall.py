@@ -42,8 +42,7 @@ class _Rehydrated(RankedArm, settings=("recall",), argument=f"(?P<size>{RANK})(?
             place = came_back(item)
             spans = list(group.exact[b])
             spans[place], stored = self.patched(group, b, place)
-            formed = group.places[place].tokens if self.fresh else 0
-            extra = {"formed": float(formed)}
+            extra = {"formed": float(group.places[place].tokens if self.fresh else 0)}
             if group.embeds:
                 extra["divergence"] = divergence(group, b, place)
             results.append(Served(spans, stored, group.kv_bytes([place]), extra=extra))
@@ -124,8 +123,7 @@ def stale_patch(group: Group, b: int, place: int, rank: int | None) -> Patch:
     """The patch of the chunk at ``place`` as it was formed before the edit."""
     item = group.items[b]
     then = group.earlier[b][item.before.index(item.placed[place])]
-    lost = deficit(then, group.canonical[b][place], group.spec)
-    return group.compressed(lost, rank, ("stale", b, place))
+    return group.compressed(deficit(then, group.canonical[b][place], group.spec), rank, ("stale", b, place))
 
 
 def divergence(group: Group, b: int, place: int) -> float:

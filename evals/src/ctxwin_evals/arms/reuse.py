@@ -172,8 +172,7 @@ class Transfer(
     over_own: ClassVar[bool] = False
 
     def averaged(self, item: Item, place: int) -> list[tuple[int, ...]]:
-        front = item.placed[:place]
-        if item.before[-1:] == (item.placed[place],) and sorted(item.before[:-1]) == sorted(front):
+        if item.before[-1:] == (item.placed[place],) and sorted(item.before[:-1]) == sorted(item.placed[:place]):
             return [item.before[:-1]]
         return super().averaged(item, place)
 

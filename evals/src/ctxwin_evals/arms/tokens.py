@@ -58,11 +58,7 @@ class FirstK(CountedArm, _Recomputing, form="first_k:K", source="Kamera, section
 
 
 class Epic(FirstK, form="epic:K", source="EPIC (Hu et al. 2025, arXiv 2410.15332): LegoLink"):
-    """LegoLink: the first k tokens of every chunk but the first are computed in context; k is fixed, up to 32.
-
-    The same rule as `FirstK`, and the same figures: Kamera's carve is LegoLink on pictures. EPIC states it for text
-    chunks and does not say how a chunk of several pictures counts; here a chunk is a chunk.
-    """
+    """LegoLink: the rule of `FirstK`, up to k = 32, which EPIC states for chunks of text; a chunk of pictures is one here."""
 
 
 class Mpic(
@@ -71,10 +67,9 @@ class Mpic(
     form="mpic:K",
     source="MPIC, sections 4.1 (selective attention, dummy cache) and 4.2 (MPIC-k)",
 ):
-    """All text tokens, and the first k tokens of every picture, are computed in context in a single step.
+    """All text tokens, and the first k tokens of every picture, are computed in context in a single step; 32 in the paper.
 
-    Text has no stored KV: a dummy cache of zeros stands in its slots until they are written. Chunks without pictures are
-    wholly computed, and so is the text of the first chunk. The paper's default is 32 (MPIC-32).
+    Text, that of the first chunk too, has no stored KV: a dummy cache of zeros stands in its slots until they are written.
     """
 
     dummy: ClassVar[float] = 0.0
@@ -97,9 +92,8 @@ class Mpic(
 class FullReuse(Arm, form="full-reuse", source="MPIC, sections 2.2 and 5.2 (full reuse, as Prompt Cache)", inside=True):
     """Two steps: the text's KV without any picture, then pictures are linked in between; no picture token is computed.
 
-    In the first step text tokens stand at their places and see the system prompt and the text before them, as no picture
-    has been concatenated yet. ``forwards`` counts the second step too, which here is the question's pass: the question
-    sees everything, while the paper leaves that to the first output token (this is the stronger form).
+    In the first step text tokens stand at their places and see the system prompt and the text before them. ``forwards`` counts
+    the second step too, here the question's pass, which sees everything; in the paper only the first output token does.
     """
 
     def serve(self, group: Group) -> list[Served | None]:

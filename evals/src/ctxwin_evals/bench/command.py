@@ -57,10 +57,11 @@ def reuse(
     quiet()
     disable_audits()
     from ctxwin.opening import open_engine, require_vllm
+    from ctxwin.progress import stages
     from ctxwin_evals.bench.model import SMALL, Sizes, check_model, open_model
     from ctxwin_evals.bench.peers import Peer, check_peers
     from ctxwin_evals.bench.reuse import Settings, measure
-    from ctxwin_evals.console import engine_keywords, names, numbers, prepare, show, stages
+    from ctxwin_evals.console import engine_keywords, names, numbers, prepare, show
 
     settings = Settings(names(ops), tuple(numbers(tokens)), rank, runs, seed)
     options, others = engine_keywords(engine, engine_options), names(peers)

@@ -20,12 +20,12 @@ from ctxwin.engines.sampling import Sampling
 from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
+from ctxwin.progress import OnProgress
 from ctxwin.window.events import Event
 from ctxwin.window.window import Window
 from ctxwin_evals.bench.moves import ARMS, COMPUTED, MOVES, PATCHED, QUERY, Scene, ask, system_prompt_of
 from ctxwin_evals.bench.peers import Peer
 from ctxwin_evals.bench.provenance import load, provenance
-from ctxwin_evals.console import OnProgress
 from ctxwin_evals.stats import bootstrap_median
 
 BOUNDS = dict.fromkeys(("slide", "recall", "fork", "toggle"), ("floor", 1.1))
@@ -114,7 +114,7 @@ def measure(
             done += tokens
         scene.window.close()
         row = {"op": op, "tokens": tokens, "rank": settings.rank if op in PATCHED else 0, **summary(runs, bench.local)}
-        rows.append(row | _served(bench.event) | {"prepared": prepared})
+        rows.append(row | _lanes_of(bench.event) | {"prepared": prepared})
         if op in PATCHED and not {"patched", "orbit"} & set(rows[-1]["lanes"]):
             raise ValueError(
                 f"rank must be so small that a patch weighs less than the KV it stands for, got {settings.rank} for {op} at "
@@ -240,13 +240,13 @@ def _capture(engine: Engine, segments: Sequence[Segment], query: Encoded) -> lis
     return [replace(segment, span=captured[i]) for i, segment in enumerate(segments)]
 
 
-def _served(event: Event) -> Row:
+def _lanes_of(event: Event) -> Row:
     """How the ask that was timed last was served."""
     assert event.answer is not None and event.lanes is not None
-    placed, lanes = {p.id: p for p in event.state.placed}, Counter[str]()
+    entries, lanes = {p.id: p for p in event.state.placed}, Counter[str]()
     chunks = []
     for placement, lane in event.lanes.items():
-        entry = placed[placement]
+        entry = entries[placement]
         lanes[lane] += entry.tokens
         chunks.append({"chunk": entry.chunk.label, "tokens": entry.tokens, "lane": lane})
     return {"bytes_loaded": event.answer.usage.bytes_loaded, "lanes": dict(lanes), "chunks": chunks}

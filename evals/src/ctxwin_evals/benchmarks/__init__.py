@@ -15,15 +15,11 @@ from ctxwin_evals.benchmarks import dialogues, egoschema, milebench, mm_niah, mu
 from ctxwin_evals.benchmarks.base import DataOptions, DataTask, Missing
 from ctxwin_evals.benchmarks.frames import FRAME_RULES
 
-BENCHMARKS: dict[str, Callable[[DataOptions], DataTask]] = {
-    **{name: partial(mm_niah.MMNiah, name) for name in mm_niah.TASKS},
-    video_mme.NAME: video_mme.VideoMME,
-    egoschema.NAME: egoschema.EgoSchema,
-    **{name: partial(milebench.MileBench, name) for name in milebench.TASKS},
-    muirbench.NAME: muirbench.MuirBench,
-    **{name: partial(kind, name) for name, kind in dialogues.KINDS.items()},
-    **{name: partial(musique.MuSiQue, name) for name in musique.TASKS},
-}
+_KINDS: tuple[type[DataTask], ...] = (
+    mm_niah.MMNiah, video_mme.VideoMME, egoschema.EgoSchema, milebench.MileBench, muirbench.MuirBench, dialogues.MMDU,
+    dialogues.Sparkles, musique.MuSiQue,
+)  # fmt: skip
+BENCHMARKS: dict[str, Callable[[DataOptions], DataTask]] = {n: partial(kind, n) for kind in _KINDS for n in kind.names}
 """What opens each benchmark, by name."""
 
 

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ValidationInfo
 from ctxwin.validation import validate
 from ctxwin_evals.benchmarks.frames import FRAME_RULES
 from ctxwin_evals.benchmarks.prompt import Prompt
-from ctxwin_evals.benchmarks.source import find_data, shown_data
+from ctxwin_evals.benchmarks.source import HUB, find_data
 from ctxwin_evals.items import Item, Task
 
 _log = logging.getLogger("ctxwin.evals")
@@ -87,17 +87,18 @@ class DataTask(Task):
     """A benchmark whose items come from files.
 
     Attributes:
+        names: its tasks, with half a line about each.
         options: how items are made.
         split: the one taken.
         skipped: doc_ids left out by the last call of `items` because their media are missing.
     """
 
+    names: ClassVar[Mapping[str, str]]
     splits: ClassVar[tuple[str, ...]]
     answer_tokens: int
 
-    def __init__(self, name: str, about: str, options: DataOptions, control: bool = False) -> None:
-        self.name, self.about, self.control = name, about, control
-        self.options = options
+    def __init__(self, name: str, options: DataOptions) -> None:
+        self.name, self.about, self.options = name, self.names[name], options
         self.split = options.split or self.splits[0]
         if self.split not in self.splits:
             raise ValueError(f"split of {name} must be one of {', '.join(self.splits)}; got {self.split!r}")
@@ -203,7 +204,10 @@ class DataTask(Task):
         return path
 
     def config(self) -> dict[str, Any]:
-        config = {"data": shown_data(self.options.data), "split": self.split, "max_pixels": self.options.max_pixels}
+        data = self.options.data
+        if data is not None and not data.startswith(HUB):
+            data = str(Path(data).expanduser().resolve())  # however it was spelled
+        config = {"data": data, "split": self.split, "max_pixels": self.options.max_pixels}
         return {**super().config(), **config, "max_tokens": self.max_tokens, "skip_missing": self.options.skip_missing}
 
 

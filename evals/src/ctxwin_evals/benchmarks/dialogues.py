@@ -12,21 +12,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
 from ctxwin.chunk import Chunk
 from ctxwin.hashing import digest
-from ctxwin_evals.benchmarks.base import DataOptions, DataTask, Missing, checked, inside, json_lines, read_json
+from ctxwin_evals.benchmarks.base import DataTask, Missing, checked, inside, json_lines, read_json
 from ctxwin_evals.benchmarks.prompt import Picture, Piece, Prompt, interleave
 from ctxwin_evals.items import Item, Scored
 from ctxwin_evals.metrics import rouge_l
 
-NAMES = {
-    "mmdu": "long dialogues over many pictures, with free answers",
-    "sparkles": "two-turn dialogues over pictures that they name in the text (SparklesEval)",
-}
 PLACEHOLDER = "<ImageHere>"
 _NAMED = re.compile(r"IMAGE#(\w+)")
 _TAG = f"<Img>{PLACEHOLDER}</Img>"
@@ -76,9 +72,6 @@ class Dialogues(DataTask):
     answer_tokens = 512
     layouts: tuple[tuple[str, str], ...]
     """Annotations and the folder of pictures, as they may lie."""
-
-    def __init__(self, name: str, options: DataOptions) -> None:
-        super().__init__(name, NAMES[name], options)
 
     @abstractmethod
     def dialogue(self, row: Any, folder: Path, where: str) -> tuple[str, list[Turn]]:
@@ -139,6 +132,7 @@ class Dialogues(DataTask):
 class MMDU(Dialogues):
     """``benchmark.json`` and its pictures; each ``<ImageHere>`` takes the next of ``image``."""
 
+    names: ClassVar[Mapping[str, str]] = {"mmdu": "long dialogues over many pictures, with free answers"}
     layouts = (("benchmark.json", "mmdu_pics"),)
 
     def dialogue(self, row: Any, folder: Path, where: str) -> tuple[str, list[Turn]]:
@@ -160,6 +154,9 @@ class MMDU(Dialogues):
 class Sparkles(Dialogues):
     """Its official folder, that of all of Sparkles, or a file; a picture stands after the first mention of its ``IMAGE#ID``."""
 
+    names: ClassVar[Mapping[str, str]] = {
+        "sparkles": "two-turn dialogues over pictures that they name in the text (SparklesEval)"
+    }
     layouts = (("sparkleseval.json", "images"), (_FILE, "images"), (f"{_WHOLE}{_FILE}", f"{_WHOLE}images"))
 
     def dialogue(self, row: Any, folder: Path, where: str) -> tuple[str, list[Turn]]:
@@ -180,9 +177,6 @@ class Sparkles(Dialogues):
             paths = [inside(folder, f"{name}.jpg", where) for name in names]
             turns.append(_turn([*texts, content[at:]], paths, assistant.content, self.options.text_words))
         return str(read.evaluation_id), turns
-
-
-KINDS: dict[str, type[Dialogues]] = {"mmdu": MMDU, "sparkles": Sparkles}
 
 
 def _pairs(messages: Sequence[Any], speakers: Sequence[str], where: str) -> list[tuple[Any, Any]]:

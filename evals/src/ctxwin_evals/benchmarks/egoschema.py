@@ -11,23 +11,18 @@ which takes the file that ``export`` writes; here they are unscored.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, Field
 
-from ctxwin_evals.benchmarks.base import DataOptions, PlainName, checked, read_json, read_parquet
+from ctxwin_evals.benchmarks.base import PlainName, checked, read_json, read_parquet
 from ctxwin_evals.benchmarks.videos import VideoTask
 from ctxwin_evals.items import Item, Scored
 
-NAME = "egoschema"
 LETTERS = "ABCDE"
 OPTIONS = tuple(f"option {i}" for i in range(len(LETTERS)))
 INSTRUCTION = "\nAnswer with the option's letter from the given choices directly."
 COLUMNS = ("video_idx", "question", "option", "answer")
-
-
-def _number(value: Any) -> Any:
-    return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
 class Row(BaseModel, strict=True):
@@ -36,18 +31,16 @@ class Row(BaseModel, strict=True):
     q_uid: PlainName
     question: str
     options: Annotated[list[str], Field(min_length=len(LETTERS), max_length=len(LETTERS))]
-    answer: Annotated[int | None, Field(ge=0, lt=len(LETTERS)), BeforeValidator(_number)] = None
+    answer: Annotated[int | None, Field(ge=0, lt=len(LETTERS), strict=False)] = None
 
 
 class EgoSchema(VideoTask):
     """All questions of a split."""
 
+    names: ClassVar[Mapping[str, str]] = {"egoschema": "five-way questions about videos of three minutes"}
     splits = ("subset", "full")
     # The official place, then as the hub's archives unpack.
     places = ("videos/{}.mp4", "video/{}.mp4", "videos/{}.MP4", "video/{}.MP4")
-
-    def __init__(self, options: DataOptions) -> None:
-        super().__init__(NAME, "five-way questions about videos of three minutes", options)
 
     def patterns(self) -> list[str]:
         return [f"{self._folder}/test*.parquet", "videos_chunked_*.zip"]

@@ -12,22 +12,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
 from ctxwin.hashing import digest
-from ctxwin_evals.benchmarks.base import DataOptions, Missing, PromptTask, checked, inside, read_json
+from ctxwin_evals.benchmarks.base import Missing, PromptTask, checked, inside, read_json
 from ctxwin_evals.benchmarks.prompt import Prompt, interleave
 from ctxwin_evals.benchmarks.vqa import strip_punctuation
 from ctxwin_evals.items import Item, Scored
 
-TASKS = {
-    "milebench/ActionSequence": "which action came before or after another",
-    "milebench/ActionPrediction": "which action comes next",
-    "milebench/ObjectShuffle": "where a hidden thing is after swaps",
-    "milebench/StateChange": "what changed its state",
-}
 PLACEHOLDER = "<ImageHere>"
 _NUMBERED = re.compile(r"\{(?:image|table)#\d+\}")
 
@@ -79,19 +73,25 @@ def compose(sample: Sample, instructions: Sequence[str], folder: Path, where: st
             f"of them and {len(names)} pictures"
         )
     texts[0] = f"{instructions[number]}\n{texts[0]}"
-    paths = [inside(folder, name, where) for name in names]
-    return Prompt(interleave(texts[:-1], paths, words), texts[-1])
+    return Prompt(interleave(texts[:-1], [inside(folder, name, where) for name in names], words), texts[-1])
 
 
 class MileBench(PromptTask):
     """One set, e.g. ``milebench/ActionSequence``."""
 
+    names: ClassVar[Mapping[str, str]] = {
+        "milebench/ActionSequence": "which action came before or after another",
+        "milebench/ActionPrediction": "which action comes next",
+        "milebench/ObjectShuffle": "where a hidden thing is after swaps",
+        "milebench/StateChange": "what changed its state",
+    }
     splits = ("test", "adv")
     answer_tokens = 512
 
-    def __init__(self, name: str, options: DataOptions) -> None:
-        super().__init__(name, TASKS[name], options)
-        self.set = name.partition("/")[2]
+    @property
+    def set(self) -> str:
+        """Name of the set."""
+        return self.name.partition("/")[2]
 
     def patterns(self) -> list[str]:
         return [f"{self.set}/**", "MileBench_part*.tar.gz"]

@@ -8,10 +8,11 @@ Scores: ``calculate_scores.py`` and ``eval_internvl.py`` of MM-NIAH (arXiv 2406.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, Field
 
@@ -20,17 +21,9 @@ from ctxwin.hashing import digest
 from ctxwin_evals.benchmarks import base
 from ctxwin_evals.benchmarks.base import DataOptions, Missing, PromptTask, checked, inside
 from ctxwin_evals.benchmarks.prompt import Picture, Piece, Prompt, interleave
-from ctxwin_evals.benchmarks.vqa import holds_word, normalise
+from ctxwin_evals.benchmarks.vqa import normalise
 from ctxwin_evals.items import Item, Scored
 
-TASKS = {
-    "mm-niah/retrieval-text": "one sentence of a long document is asked for (control)",
-    "mm-niah/retrieval-image": "which picture is pasted into one of a document's pictures",
-    "mm-niah/counting-text": "numbers from several sentences, in order",
-    "mm-niah/counting-image": "how often a thing is pasted into each picture, in order",
-    "mm-niah/reasoning-text": "several sentences of a document together",
-    "mm-niah/reasoning-image": "several pictures of a document together",
-}
 PLACEHOLDER = "<image>"
 _LETTERS = "\nAnswer with the option's letter from the given choices directly."
 _SHORT = "\nAnswer the question using a single word or phrase."
@@ -102,11 +95,19 @@ def compose(row: Row, folder: Path, where: str, words: int) -> Prompt:
 class MMNiah(PromptTask):
     """One file of MM-NIAH, e.g. ``mm-niah/retrieval-image``."""
 
+    names: ClassVar[Mapping[str, str]] = {
+        "mm-niah/retrieval-text": "one sentence of a long document is asked for (control)",
+        "mm-niah/retrieval-image": "which picture is pasted into one of a document's pictures",
+        "mm-niah/counting-text": "numbers from several sentences, in order",
+        "mm-niah/counting-image": "how often a thing is pasted into each picture, in order",
+        "mm-niah/reasoning-text": "several sentences of a document together",
+        "mm-niah/reasoning-image": "several pictures of a document together",
+    }
     splits = ("val", "test")
 
     def __init__(self, name: str, options: DataOptions) -> None:
-        super().__init__(name, TASKS[name], options, control=name.endswith("retrieval-text"))
-        self.kind = name.partition("/")[2]
+        super().__init__(name, options)
+        self.kind, self.control = name.partition("/")[2], name.endswith("retrieval-text")
         self.answer_tokens = 32 if self.kind.startswith("counting") else 16
 
     def patterns(self) -> list[str]:
@@ -252,7 +253,7 @@ def score_answer(answer: str, target: Any) -> Scored:
     if isinstance(target, list):
         return _counts(response, target)
     read = normalise(response)
-    return Scored(float(holds_word(read, normalise(target))), read)
+    return Scored(float(re.search(rf"\b{re.escape(normalise(target))}\b", read) is not None), read)
 
 
 def _choice(response: str, target: int) -> Scored:
@@ -278,8 +279,7 @@ def _counts(response: str, target: Sequence[Any]) -> Scored:
         parsed = [count for counts in parsed.values() for count in counts]
     if not isinstance(parsed, list):
         return Scored(0.0, "")
-    matched = sum(a == b for a, b in zip(parsed, target, strict=False))
-    return Scored(matched / len(target), json.dumps(parsed))
+    return Scored(sum(a == b for a, b in zip(parsed, target, strict=False)) / len(target), json.dumps(parsed))
 
 
 def cell_of(length: int, depths: float | Sequence[float]) -> tuple[int, int]:

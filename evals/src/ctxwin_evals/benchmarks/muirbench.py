@@ -8,19 +8,18 @@ answer that names no choice is wrong here, where the official script draws a cho
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, Field
 
 from ctxwin.chunk import Chunk
 from ctxwin.errors import BadMedia
 from ctxwin.hashing import digest
-from ctxwin_evals.benchmarks.base import DataOptions, PromptTask, checked, json_lines, read_parquet
+from ctxwin_evals.benchmarks.base import PromptTask, checked, json_lines, read_parquet
 from ctxwin_evals.benchmarks.frames import load_picture
 from ctxwin_evals.benchmarks.prompt import cut_text
 from ctxwin_evals.items import Item, Scored
 
-NAME = "muirbench"
 PLACEHOLDER = "<image>"
 _AROUND = (",", ".", "!", "?", ";", ":", "'")
 _SPOKEN = 5  # an answer of more words may spell its choice out
@@ -42,18 +41,15 @@ class Row(BaseModel, strict=True):
 class MuirBench(PromptTask):
     """All twelve kinds of tasks; ``meta["task"]`` says which."""
 
+    names: ClassVar[Mapping[str, str]] = {"muirbench": "multiple-choice questions about several pictures"}
     splits = ("test",)
     answer_tokens = 32
-
-    def __init__(self, options: DataOptions) -> None:
-        super().__init__(NAME, "multiple-choice questions about several pictures", options)
 
     def patterns(self) -> list[str]:
         return ["data/test*.parquet"]
 
     def rows(self, root: Path) -> Iterator[tuple[str, Any]]:
-        paths = sorted(root.glob("data/test*.parquet")) or [self.annotations(root / "data" / "test.parquet")]
-        for path in paths:
+        for path in sorted(root.glob("data/test*.parquet")) or [self.annotations(root / "data" / "test.parquet")]:
             for where, *at, values in read_parquet(path, "MuirBench", list(Row.model_fields), ("image_list",)):
                 yield where, (path, *at, values)
 

@@ -12,19 +12,15 @@ import string
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, Field
 
 from ctxwin.hashing import digest
-from ctxwin_evals.benchmarks.base import DataOptions, PromptTask, checked, json_lines, read_lines
+from ctxwin_evals.benchmarks.base import PromptTask, checked, json_lines, read_lines
 from ctxwin_evals.benchmarks.prompt import Prompt
 from ctxwin_evals.items import Item, Scored
 
-TASKS = {
-    "musique": "questions of several hops over twenty paragraphs",
-    "musique/supporting": "questions of several hops over the paragraphs that answer them",
-}
 INSTRUCTION = (
     "Answer the question from the paragraphs above, in as few words as you can. On a second line write the numbers of the "
     "paragraphs that the answer follows from, as: Paragraphs: 3, 8.\nQuestion: {}\nAnswer:"
@@ -56,11 +52,12 @@ class Row(BaseModel, strict=True):
 class MuSiQue(PromptTask):
     """``musique`` or ``musique/supporting``."""
 
+    names: ClassVar[Mapping[str, str]] = {
+        "musique": "questions of several hops over twenty paragraphs",
+        "musique/supporting": "questions of several hops over the paragraphs that answer them",
+    }
     splits = ("dev", "train")
     answer_tokens = 48
-
-    def __init__(self, name: str, options: DataOptions) -> None:
-        super().__init__(name, TASKS[name], options)
 
     def patterns(self) -> list[str]:
         return [f"*musique_ans_v1.0_{self.split}.jsonl"]

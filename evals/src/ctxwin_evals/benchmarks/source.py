@@ -42,19 +42,12 @@ def find_data(data: str, patterns: list[str]) -> Path:
     return root
 
 
-def shown_data(data: str | None) -> str | None:
-    """How a run's configuration names its data: a folder by its full path, however it was spelled."""
-    return data if data is None or data.startswith(HUB) else str(Path(data).expanduser().resolve())
-
-
 def unpack_all(root: Path) -> None:
     """Unpack the archives of the data sets where they belong, each once.
 
-    ``mm_niah_*/images.tar.gz`` gives ``mm_niah_*/images``; ``MileBench_part*.tar.gz`` give the sets' folders, which hold a
-    JSON file of their own name; ``videos_chunked_*.zip`` and ``subtitle.zip`` give ``video`` and ``subtitle``, and
-    ``mmdu_pics.zip`` and ``images.zip`` a folder of their name. An archive that does not hold what it should raises
-    ValueError. What an unpacking that was ended left behind is removed, and it begins again with the archive that it had not
-    finished; two processes take turns.
+    Where is said by `_ARCHIVES`; ``MileBench_part*.tar.gz`` give the sets' folders, which hold a JSON file of their own name.
+    An archive that does not hold what it should raises ValueError. What an unpacking that was ended left behind is removed, and
+    it begins again with the archive that it had not finished; two processes take turns.
     """
     archives = [path for pattern in _ARCHIVES for path in root.glob(pattern) if not _is_unpacked(path)]
     if not archives:

@@ -12,18 +12,17 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, model_validator
 
 from ctxwin.chunk import Chunk
 from ctxwin.errors import BadMedia
-from ctxwin_evals.benchmarks.base import DataOptions, PlainName, checked, read_parquet
+from ctxwin_evals.benchmarks.base import PlainName, checked, read_parquet
 from ctxwin_evals.benchmarks.frames import Sampled
 from ctxwin_evals.benchmarks.videos import VideoTask
 from ctxwin_evals.items import Item, Scored
 
-NAME = "video-mme"
 PARQUET = "videomme/test-00000-of-00001.parquet"
 INSTRUCTION = (
     "Select the best answer to the following multiple-choice question based on the video. Respond with only the letter "
@@ -61,11 +60,9 @@ COLUMNS = tuple(Row.model_fields)
 class VideoMME(VideoTask):
     """All questions of Video-MME."""
 
+    names: ClassVar[Mapping[str, str]] = {"video-mme": "multiple-choice questions about videos"}
     splits = ("test",)
     places = ("video/{}.mp4", "data/{}.mp4", "data/{}.MP4", "data/{}.mkv")  # VLMEvalKit's place, then lmms-eval's
-
-    def __init__(self, options: DataOptions) -> None:
-        super().__init__(NAME, "multiple-choice questions about videos", options)
 
     def patterns(self) -> list[str]:
         return ["videomme/*.parquet", "videos_chunked_*.zip", "subtitle.zip"]
@@ -91,7 +88,7 @@ class VideoMME(VideoTask):
             [*row.model_dump().values(), path.stat().st_size if used else None],
             {**row.model_dump(exclude={"url", "answer"}), "subtitles": subtitles},
             more=int(used),
-            query=query_of(row),
+            query="\n".join([INSTRUCTION + row.question, *row.options, "The best answer is:"]),
             target=row.answer,
             doc_id=row.question_id,
             cluster=row.videoID,
@@ -100,8 +97,7 @@ class VideoMME(VideoTask):
     def chunks_after(self, video: Path, sampled: Sampled, meta: Mapping[str, Any]) -> list[Chunk]:
         if meta["subtitles"] != "used":
             return []
-        cues = "\n".join(cues_at(_subtitles_of(video), sampled.times))
-        return [Chunk.text(f"{SUBTITLES}{cues}\n")]
+        return [Chunk.text("\n".join([SUBTITLES[:-1], *cues_at(_subtitles_of(video), sampled.times), ""]))]
 
     def score(self, answer: str, target: Any, meta: Mapping[str, Any]) -> Scored:
         """Official rule; None for an answer without a letter. ``metrics``: lmms-eval's score of the same answer."""
@@ -155,12 +151,6 @@ class VideoMME(VideoTask):
 
 def _subtitles_of(video: Path) -> Path:
     return video.parents[1] / "subtitle" / f"{video.stem}.srt"
-
-
-def query_of(row: Row) -> str:
-    """The official prompt after video and subtitles."""
-    options = "\n".join(row.options)
-    return f"{INSTRUCTION}{row.question}\n{options}\nThe best answer is:"
 
 
 def cues_at(path: Path, times: Sequence[float]) -> list[str]:

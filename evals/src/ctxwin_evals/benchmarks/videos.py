@@ -62,9 +62,6 @@ class VideoTask(DataTask):
         else:
             lines = [f"t={t:.1f} s" if o.times else "" for t in sampled.times]
             chunks = [Chunk.image(f, text=line) for f, line in zip(sampled.pixels, lines, strict=True)]
-        meta["frame_indices"] = list(sampled.indices)
-        meta["frame_times"] = [round(t, 3) for t in sampled.times]
-        meta["video_frames"] = sampled.total
-        meta["fps"] = sampled.fps
-        meta["frame_size"] = list(sampled.pixels.shape[1:3])
+        meta |= {"frame_indices": list(sampled.indices), "frame_times": [round(t, 3) for t in sampled.times]}
+        meta |= {"video_frames": sampled.total, "fps": sampled.fps, "frame_size": list(sampled.pixels.shape[1:3])}
         return chunks + self.chunks_after(video, sampled, meta)

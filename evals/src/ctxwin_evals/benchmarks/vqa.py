@@ -72,8 +72,3 @@ def normalise(text: str) -> str:
     words = strip_punctuation(text.replace("\n", " ").replace("\t", " ").strip()).lower().split()
     words = [_NUMBERS.get(word, word) for word in words]
     return " ".join(CONTRACTIONS.get(word, word) for word in words if word not in _ARTICLES)
-
-
-def holds_word(text: str, word: str) -> bool:
-    """True if ``text`` contains ``word`` between word boundaries."""
-    return re.search(rf"\b{re.escape(word)}\b", text) is not None

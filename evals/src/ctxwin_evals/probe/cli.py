@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ctxwin.progress import stages
 from ctxwin_evals import console
 from ctxwin_evals.console import Config, Device, Engine, EngineOptions, Json, MaxPixels, ModelArgument, say
 from ctxwin_evals.probe import FOLDER
@@ -75,7 +76,7 @@ def probe(
             sources: list[Source] = [World(), Scenes()]
             if images is not None:
                 sources = [Images(images, own_questions, max_tokens, max_pixels or None)]
-            with console.stages() as advance:
+            with stages() as advance:
                 if texts is not None or not opened.spec.vision:
                     limited = max_tokens, options, 60 * minutes, advance
                     result = probe_texts(opened, texts, own_questions, *limited, output)

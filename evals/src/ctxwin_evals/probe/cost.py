@@ -54,8 +54,7 @@ def _one(engine: Engine, lead: Segment, size: int, options: dict[str, Any]) -> d
         return relocate(engine.prefill([lead], chunk, start, salt=unshared_salt()), spec, 0)
 
     conditioned, canonical = prefill(), alone()
-    lost = deficit(conditioned, canonical, spec)
-    patch = compress(lost, spec, **options)
+    patch = compress(deficit(conditioned, canonical, spec), spec, **options)
     ms = {
         "prefill": _best(prefill),
         "alone": _best(alone),

@@ -27,12 +27,8 @@ class World(Source):
     """
 
     kind: ClassVar[str] = "world"
-
-    def __init__(self) -> None:
-        self.name = "probe/world"
-        self.about = "frames of the bundled world, with questions whose answers the generator knows"
-        self.system_prompt = "You watch a camera."
-        self.max_tokens = 4
+    name, system_prompt, max_tokens = "probe/world", "You watch a camera.", 4
+    about = "frames of the bundled world, with questions whose answers the generator knows"
 
     def context(self, split: Split, index: int) -> Context:
         rng = np.random.default_rng((SPACE, 0x70726F62, seed_of(split), index))
@@ -68,12 +64,8 @@ class Scenes(Source):
 
     kind: ClassVar[str] = "scenes"
     side = 224
-
-    def __init__(self) -> None:
-        self.name = "probe/scenes"
-        self.about = "generated pictures of one coloured shape each, with questions in English"
-        self.system_prompt = "You answer questions about pictures."
-        self.max_tokens = 4
+    name, system_prompt, max_tokens = "probe/scenes", "You answer questions about pictures.", 4
+    about = "generated pictures of one coloured shape each, with questions in English"
 
     def context(self, split: Split, index: int) -> Context:
         rng = np.random.default_rng((SPACE, 0x7363656E, seed_of(split), index))

@@ -379,8 +379,7 @@ class Probe:
     def _moves(self) -> dict[str, Any]:
         """Orders and recalls of the last chunk, at the setting that was found safe (Kamera, section 5, appendices B, D)."""
         rank, layers, layout = self._setting
-        patcher = Patcher(self.decoder.spec, layout, layers, floor=rank)
-        measurer = self._measurer(patcher)
+        measurer = self._measurer(Patcher(self.decoder.spec, layout, layers, floor=rank))
 
         def measure(items: Sequence[Item], names: Sequence[str], base: Arm, stage: str) -> dict[str, list[Sample]]:
             arms = [parse_arm(f"{name}:{rank}") for name in names]

@@ -29,6 +29,7 @@ Measured = tuple[float | None, Interval | None]
 """A figure with its interval."""
 RUN_COLOURS = ("#5b76e0", "#d0652f", "#2f9468", "#a066b8", "#a5831f", "#3b95b0")
 PATCH, BASE, REFERENCE, OTHER = "#7d6ce0", "#d9534f", "#3f9a4a", "#7b8794"
+_ARM_COLOURS = {"patched": PATCH, "reprefill": REFERENCE, "blind": BASE}
 TOKEN_COLOURS = ("#d9822b", "#1f98ac", "#a88c30", "#c25590", "#759a2a", "#9b6b42")
 INK, _DARK_INK = "#16202b", "#e8edf2"
 _SERIES = (RUN_COLOURS[0], BASE, REFERENCE, TOKEN_COLOURS[0], PATCH, OTHER, TOKEN_COLOURS[3], TOKEN_COLOURS[2])
@@ -144,7 +145,9 @@ def _arms(runs: Sequence[Run], task: str) -> Picture:
                 if value is None:
                     continue
                 at = y + (r - (len(runs) - 1) / 2) * step
-                colour = _arm_colour(name) if len(runs) == 1 else RUN_COLOURS[r % len(RUN_COLOURS)]
+                colour = RUN_COLOURS[r % len(RUN_COLOURS)]
+                if len(runs) == 1:
+                    colour = _ARM_COLOURS.get(name.partition(":")[0], OTHER)
                 if span:
                     axis.plot(span, [at, at], color=colour, linewidth=2.2, alpha=0.55, solid_capstyle="butt")
                 axis.plot([value], [at], "o", color=colour, markersize=4.5)
@@ -296,11 +299,6 @@ def _numbers(axis: Axes, values: np.ndarray, texts: np.ndarray, brightness: np.n
         if not np.isnan(value):
             ink = "black" if brightness[y, x] > 0.6 else "white"
             axis.text(x, y, str(texts[y, x]), ha="center", va="center", fontsize=8, color=ink)
-
-
-def _arm_colour(name: str) -> str:
-    colours = {"patched": PATCH, "reprefill": REFERENCE, "blind": BASE}
-    return colours.get(name.partition(":")[0], OTHER)
 
 
 def _plain(text: str) -> str:

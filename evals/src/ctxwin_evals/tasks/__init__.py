@@ -27,8 +27,8 @@ SUITES: dict[str, tuple[str, ...]] = {
     "tiny-reorder": _tiny("reorder"),
     "tiny-drift": _tiny(*(f"divergent-{kind}" for kind in _DIVERGENT), "excess", "superset", "changed"),
     "tiny-all": _tiny(*TASKS),
-    "mm-niah": tuple(mm_niah.TASKS),
-    "milebench": tuple(milebench.TASKS),
+    "mm-niah": tuple(mm_niah.MMNiah.names),
+    "milebench": tuple(milebench.MileBench.names),
 }
 """Names that stand for several tasks."""
 

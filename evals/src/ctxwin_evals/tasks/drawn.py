@@ -203,8 +203,7 @@ def _with_others(rng: np.random.Generator, front: int, others: int) -> tuple[lis
     total = front + 1 + others
     marks = rng.permutation(100)[: total * (100 // total)].reshape(total, -1)[:, :64].tolist()
     drawn = sample_frames(rng, [*_roles(rng, front), "scene"], marks=marks[: front + 1])
-    fresh = sample_frames(rng, _roles(rng, others), marks=marks[front + 1 :])
-    return list(drawn), list(fresh)
+    return list(drawn), list(sample_frames(rng, _roles(rng, others), marks=marks[front + 1 :]))
 
 
 def _drop_unused(

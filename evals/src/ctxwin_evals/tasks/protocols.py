@@ -56,9 +56,8 @@ class Protocol:
         first_order, order = (edited, context) if self.past else (context, edited)
         if self.setting == "slide":
             return first_order, order
-        return first_order[
-            : 1 + (len(then) if self.past else target)
-        ], order  # up to the asked chunk, which was formed there
+        formed = len(then) if self.past else target  # behind these, where the patch of the asked chunk was formed
+        return first_order[: formed + 1], order
 
 
 _COUNT, _SHARE = Amount("a number of chunks (excess@2)", tuple(range(17))), Amount("a share (recall@0.5)", share=True)
@@ -107,8 +106,7 @@ class ProtocolTask(Task):
         self.amount = amount_in(spelling, self.protocol.amount)
         self.base, self.seed = base, seed
         self.name = f"{name}@{self.amount:g}:{base.name}" if at else f"{name}:{base.name}"
-        self.about = f"{base.about}; {self.protocol.about}"
-        self.setting = self.protocol.setting
+        self.about, self.setting = f"{base.about}; {self.protocol.about}", self.protocol.setting
         self.control = base.control
         self.endless = base.endless  # type: ignore[misc]  # of the instance: that of the task it stands on
 

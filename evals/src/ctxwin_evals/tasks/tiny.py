@@ -9,7 +9,7 @@ many are drawn.
 import tempfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,6 @@ from ctxwin_evals.tasks.edits import Amount, amount_in
 SPACE = 0x63747877
 """First word of every evaluation seed ("ctxw"); the fit split of a shared basis has `FIT_SPACE`."""
 FIT_SPACE = 0x66697473
-
-
-@dataclass(frozen=True)
-class Case(Item):
-    """A generated item. ``frames`` are drawn when its chunks are loaded; ``placed`` and ``before`` index them."""
-
-    frames: tuple[Frame, ...] = field(default=(), repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -66,7 +59,7 @@ class Generated:
         space: int = SPACE,
         task: str = "",
         decoded: bool = False,
-    ) -> Case:
+    ) -> Item:
         """The item at ``index`` of ``task`` (``tiny/NAME`` by default); its number of frames cycles through ``frames``.
 
         Raises ValueError where no number of frames is enough for this task.
@@ -85,7 +78,7 @@ class Generated:
             # The same answer before and after: the change has no part in it, the item is a control.
             meta = meta | {"control": answer([drawn[i] for i in first_order], question.text) == truth}
         content = [[f.role, *(a.tobytes() for a in (f.shape, f.appearance, f.mark, f.jitter))] for f in drawn]
-        return Case(
+        return Item(
             task=task or f"tiny/{self.name}",
             index=index,
             load=partial(_decode if decoded else render_frames, drawn),
@@ -100,7 +93,6 @@ class Generated:
             asked=next(i for i, frame in enumerate(sequence) if question.mark in frame.marks),
             shape=(len(drawn), len(first_order), len(order)),
             meta={"frames": len(order), **meta},
-            frames=tuple(drawn),
         )
 
 
@@ -151,7 +143,7 @@ CONTROLS = ("single_hop", "slide_distractor", "slide_repeated")
 WORLD_TASKS = ("single_hop", "multi_hop", "graded", "order")
 
 
-def fit_cases(seed: int, count: int, frames: Sequence[int]) -> list[Case]:
+def fit_cases(seed: int, count: int, frames: Sequence[int]) -> list[Item]:
     """Contexts to fit a shared basis on, from a seed space of their own."""
     fitting = [TASKS[name] for name in ("multi_hop", "order", "graded") if TASKS[name].least <= max(frames)]
     return [fitting[i % len(fitting)].case(seed, i, frames, space=FIT_SPACE) for i in range(count)]
@@ -192,9 +184,7 @@ class TinyTask(GeneratedTask):
         self.amount = amount_in(name, self.kind.amount)
         self.options = TinyOptions() if options is None else options
         self.name = f"tiny/{kind}@{self.amount:g}" if at else f"tiny/{kind}"
-        self.about = self.kind.about
-        self.setting = self.kind.setting
-        self.control = kind in CONTROLS
+        self.about, self.setting, self.control = self.kind.about, self.kind.setting, kind in CONTROLS
 
     def item(self, index: int) -> Item:
         options = self.options
