@@ -11,11 +11,11 @@ import pytest
 
 from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.audit import Options, auditor_of
-from ctxwin.audit.passages import NEXT, Passage, PassageReplays
 from ctxwin.engines.base import Engine
 from ctxwin.profiles import BASIS_NAME, PROFILE_NAME
 from ctxwin.tiny import checkpoint_dir
 from ctxwin.tiny.world import make_stream, questions_for, render
+from ctxwin_evals.probe.passages import NEXT, Passage, PassageReplays
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 SYSTEM = "You watch a camera."

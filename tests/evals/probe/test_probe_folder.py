@@ -13,13 +13,13 @@ import typer
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from ctxwin.audit.passages import NEXT
-from ctxwin.audit.passages import PLACED as WINDOW
 from ctxwin.fidelity import Fidelity
 from ctxwin.profiles import PROFILES_VARIABLE, find_profile, resolve
 from ctxwin_evals.probe import cli
 from ctxwin_evals.probe.contexts import PLACED
 from ctxwin_evals.probe.folder import FILES, Images, read_questions
+from ctxwin_evals.probe.passages import NEXT
+from ctxwin_evals.probe.passages import PLACED as WINDOW
 from ctxwin_evals.probe.probe import Sizes
 from ctxwin_evals.probe.texts import CHARACTERS, read_passages
 

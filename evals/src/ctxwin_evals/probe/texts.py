@@ -1,4 +1,4 @@
-"""Text judged as audits judge it (`ctxwin.audit.passages`): files of a folder, or Python's reference, in passages."""
+"""Text judged as audits judge it (`ctxwin_evals.probe.passages`): files of a folder, or Python's reference, in passages."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from ctxwin.audit import Options
-from ctxwin.audit.passages import NEXT, PLACED, Passage, PassageReplays, Unit, judge
 from ctxwin.chunk import Chunk
 from ctxwin.hashing import digest
 from ctxwin_evals.probe import FOLDER
 from ctxwin_evals.probe.contexts import seed_of
 from ctxwin_evals.probe.folder import TEXTS, files_of, readable, spread
+from ctxwin_evals.probe.passages import NEXT, PLACED, Passage, PassageReplays, Unit, judge
 from ctxwin_evals.probe.probe import about
 from ctxwin_evals.samples import FORMAT, Sample, open_samples
 
 if TYPE_CHECKING:
     from ctxwin.engines.encoding.encoder import EncodingEngine
-    from ctxwin_evals.console import OnProgress
+    from ctxwin.progress import OnProgress
 
 BLOCK, CHARACTERS, SYSTEM_PROMPT = 64, 200_000, "You read a manual."
 """Tokens of a chunk, most characters that are read of a file, and the system prompt."""

@@ -14,7 +14,6 @@ from ctxwin import Chunk, Fidelity, Window
 from ctxwin.audit import Options
 from ctxwin.audit.confidence import units_like, units_needed
 from ctxwin.audit.harm import CAP, Harm, value_of
-from ctxwin.audit.passages import CHOOSING, NEXT, PLACED, OrderedTests, Passage, PassageReplays, Unit, Verdict, judge
 from ctxwin.audit.replay import diverge
 from ctxwin_evals.arms import parse_arm
 from ctxwin_evals.decoder import Decoder
@@ -22,6 +21,17 @@ from ctxwin_evals.generation import forced_logits
 from ctxwin_evals.group import Group
 from ctxwin_evals.items import Item
 from ctxwin_evals.patching import Patcher
+from ctxwin_evals.probe.passages import (
+    CHOOSING,
+    NEXT,
+    PLACED,
+    OrderedTests,
+    Passage,
+    PassageReplays,
+    Unit,
+    Verdict,
+    judge,
+)
 from engines.models import write_text_model
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Literal
 
 from ctxwin.audit.confidence import Change, is_below, units_like
@@ -29,10 +29,14 @@ from ctxwin.audit.record import Tally
 from ctxwin.audit.replay import Exchange, Layouts, References, Replay
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
-from ctxwin.engines.segments import Encoded, Segment
+from ctxwin.engines.segments import Segment
 from ctxwin.fidelity import Fidelity
 from ctxwin.kv.deficit import deficit
 from ctxwin.profiles import compress_deficit
+from ctxwin_evals.decoder import Reader
+from ctxwin_evals.items import Item
+from ctxwin_evals.patching import Patcher
+from ctxwin_evals.serving import ServedGroup
 
 PLACED = 4
 """Chunks of a window."""
@@ -46,6 +50,7 @@ HOPEFUL = 0.6
 """Part of a budget that a strategy may take on the passages that choose, so that about two hundred others can prove it."""
 LOST = 0.05
 """Largest part of what text owes to its context that the budget may be: a model that reads nothing loses nothing."""
+_SEEN, _PLACED = tuple(range(PLACED + 1)), tuple(range(1, PLACED + 1))
 _CHOOSING_TIME = 0.4
 _NO_FLOOR = Floor()
 
@@ -85,35 +90,41 @@ class PassageReplays:
     """
 
     def __init__(self, engine: Engine, passages: Sequence[Passage], system_prompt: str, max_tokens: int = 8) -> None:
-        self._engine, self._passages, self._max_tokens = engine, passages, max_tokens
-        self._replay = Replay(engine, lambda: False)
-        encoded = engine.encode_system_prompt(system_prompt)
-        (self._system_prompt,) = self._replay.in_pieces([Segment(encoded, 0)])
+        self._engine, self._passages = engine, passages
+        self._system_prompt, self._max_tokens = system_prompt, max_tokens
+        self._replay, self._reader = Replay(engine, lambda: False), Reader(engine)
 
-    def _layouts(self, index: int) -> _Layouts:
-        chunks = self._passages[index % len(self._passages)].chunks
-        return _Layouts(self._replay, self._system_prompt, [self._engine.encode(chunk) for chunk in chunks])
+    def _group(self, index: int) -> ServedGroup:
+        """Return a passage's chunks as a window that has slid once, whose KV is computed where it is needed."""
+        chunks, name = self._passages[index % len(self._passages)].chunks, str(index)
+        item = Item(
+            "probe/texts", index, lambda: chunks, len(chunks), _PLACED, "", None, name, name, name, before=_SEEN,
+            meta={"stream_window": PLACED},
+        )  # fmt: skip
+        reader: Any = self._reader
+        return ServedGroup(reader, [item], Patcher(reader.spec), self._system_prompt)
 
     def measure(self, index: int, strategies: Sequence[str], exactness: bool = False) -> Unit:
         """Measure strategies on a passage; ``exactness``: also the distances of exact answers and what the text owes.
 
         Cost: forwards over five chunks in pieces and, for patches and blind reuse, over three of them again.
         """
-        passage, layouts = self._passages[index], self._layouts(index)
+        passage, group = self._passages[index], self._group(index)
+        exact, bare = group.segments(0, _PLACED, list(group.exact[0])), group.segments(0, _PLACED, None)
         first = self._engine.encode(Chunk.tokens(passage.following[:1]))
         exchanges = [Exchange("", passage.following[1:], False, NEXT, greedy=False, raw=first)]
         if passage.question:
-            exchanges.append(self._replay.answer(layouts.exact, passage.question, self._max_tokens))
-        exact: Layouts = {
-            "placed": lambda: layouts.exact, "cut": layouts.bare, "stream": partial(layouts.bare, slice(None)),
+            exchanges.append(self._replay.answer(exact, passage.question, self._max_tokens))
+        layouts: Layouts = {
+            "placed": lambda: exact, "cut": lambda: bare, "stream": lambda: group.segments(0, _SEEN, None),
         }  # fmt: skip
         references = [
-            References(self._replay, exchange, exact, {"placed": rows}, own=True)
-            for exchange, rows in zip(exchanges, self._replay.score(layouts.exact, exchanges), strict=True)
+            References(self._replay, exchange, layouts, {"placed": rows}, own=True)
+            for exchange, rows in zip(exchanges, self._replay.score(exact, exchanges), strict=True)
         ]
         harms: dict[str, tuple[Harm, ...]] = {}
         for strategy in strategies:
-            segments = layouts.of(strategy)
+            segments = self._serve(group, exact, strategy)
             scores = zip(references, self._replay.score(segments, exchanges), strict=True)
             reference: Literal["stricter", "window"] = "stricter" if strategy == "survivor" else "window"
             harms[strategy] = tuple(
@@ -123,64 +134,25 @@ class PassageReplays:
             return Unit(harms)
         parts: tuple[tuple[Part, str], ...] = (("cut", "cut"), ("references", "stream"))
         distances = {part: d for part, name in parts if (d := references[0].distance(name)) is not None}
-        (elsewhere,) = self._replay.score(self._layouts(index + 1).bare(), exchanges[:1])
-        owed = references[0].divergence(elsewhere)
+        elsewhere = self._group(index + 1).segments(0, _PLACED, None)
+        owed = references[0].divergence(self._replay.score(elsewhere, exchanges[:1])[0])
         return Unit(harms, distances, 0.0 if owed is None else owed.nats)
 
-
-class _Layouts:
-    """Segments of a passage's placed chunks by strategy, with their KV."""
-
-    def __init__(self, replay: Replay, system_prompt: Segment, chunks: Sequence[Encoded]) -> None:
-        self._replay, self._system_prompt, self._chunks = replay, system_prompt, chunks
-
-    def bare(self, chunks: slice = slice(1, None)) -> tuple[Segment, ...]:
-        """Return segments without KV, by default of the placed chunks."""
-        segments, at = [replace(self._system_prompt, span=None)], self._system_prompt.encoded.advance
-        for encoded in self._chunks[chunks]:
-            segments.append(Segment(encoded, at))
-            at += encoded.advance
-        return tuple(segments)
-
-    def _in_pieces(self, *segments: Segment) -> tuple[Segment, ...]:
-        return self._replay.in_pieces((self._system_prompt, *segments))
-
-    @cached_property
-    def exact(self) -> tuple[Segment, ...]:
-        """The chunks computed one after the other."""
-        return self._in_pieces(*self.bare()[1:])
-
-    @cached_property
-    def canonicals(self) -> tuple[Segment, ...]:
-        """Canonicals of all but the first chunk, which is exact."""
-        system_prompt, first, *others = self.exact
-        spans = [self._in_pieces(replace(s, span=None, start=first.start))[1].span for s in others]
-        blind = [replace(s, span=span, approximate=True) for s, span in zip(others, spans, strict=True)]
-        return (system_prompt, first, *blind)
-
-    @cached_property
-    def survivors(self) -> tuple[Segment, ...]:
-        """Survivors of the slide, and the last chunk computed behind them."""
-        earlier, places = self._in_pieces(*self.bare(slice(-1))[1:])[2:], self.bare()[1:]
-        moved = [replace(s, start=p.start, approximate=True) for s, p in zip(earlier, places[:-1], strict=True)]
-        return self._in_pieces(*moved, places[-1])
-
-    def of(self, strategy: str) -> tuple[Segment, ...]:
-        """Return the layout of a strategy."""
+    def _serve(self, group: ServedGroup, exact: Sequence[Segment], strategy: str) -> list[Segment]:
+        """Return the layout of a strategy: survivors, or canonicals behind the first chunk, which is exact."""
         name, _, share = strategy.partition(":")
-        base = self.survivors if name in ("survivor", "removal") else self.canonicals
-        return self._patched(base, float(share)) if share else base
-
-    def _patched(self, base: Sequence[Segment], share: float) -> tuple[Segment, ...]:
-        spec, fidelity = self._replay.engine.spec, Fidelity("patched", bytes_share=share)
-        segments = []
-        for segment, exact in zip(base, self.exact, strict=True):
-            if segment.span is not exact.span and segment.span is not None and exact.span is not None:
-                difference = deficit(exact.span, segment.span, spec.kv)
-                patch = compress_deficit(difference, spec.model, spec.kv, fidelity)
-                segment = replace(segment, patch=patch, approximate=True)
-            segments.append(segment)
-        return tuple(segments)
+        slid, spec = name in ("survivor", "removal"), self._engine.spec
+        segments = group.segments(0, _PLACED, group.survivors[0] if slid else group.canonical[0])
+        if not slid:
+            segments[1] = exact[1]
+        fidelity = Fidelity("patched", bytes_share=float(share or 1))
+        for i in range(1 if slid else 2, len(segments)):
+            segment, true = replace(segments[i], approximate=True), exact[i].span
+            if share and true is not None and segment.span is not None:
+                lost = deficit(true, segment.span, spec.kv)
+                segment = replace(segment, patch=compress_deficit(lost, spec.model, spec.kv, fidelity))
+            segments[i] = segment
+        return segments
 
 
 class OrderedTests:
@@ -224,8 +196,8 @@ class OrderedTests:
     def rows(self) -> list[dict[str, Any]]:
         """Return the evidence on each strategy by kind of answer; JSON-able.
 
-        ``mean`` and ``upper``, a bound of a unit's mean, are nats a token beyond the floor, or values lost; ``share`` and ``limit``
-        are mean and budget as parts of 1. ``units_like`` units like these would show it safe; None: none would.
+        ``mean`` and ``upper``, a bound of a unit's mean, are nats a token beyond the floor, or values lost; ``share`` and
+        ``limit`` are mean and budget as parts of 1. ``units_like`` units like these would show it safe; None: none would.
         """
         rows = []
         for strategy, tallies in self._tallies.items():
@@ -248,15 +220,14 @@ class Verdict:
     Attributes:
         tests: of the strategies, on the passages that prove.
         floor: differences of exact answers on this engine.
-        owed, owed_low: nats a token that text owes to its context, and two standard errors less.
-        reads: ``owed_low`` is large enough for the budget to say anything.
+        owed: nats a token that text owes to its context.
+        reads: that less two standard errors is large enough for the budget to say anything.
         trials: the same of each strategy that was tried, on the passages that choose.
     """
 
     tests: OrderedTests
     floor: Floor
     owed: float
-    owed_low: float
     reads: bool
     trials: Mapping[str, OrderedTests]
 
@@ -360,7 +331,7 @@ def judge(
     low = statistics.fmean(owed) - 2 * statistics.stdev(owed) / math.sqrt(len(owed)) if len(owed) > 1 else 0.0
     reads, blind = low * LOST >= options.excess_budget, trials["blind"]
     tests = OrderedTests((patched, sliding, *(() if blind.is_given_up("blind") else ("blind",))), options)
-    verdict = Verdict(tests, floor, statistics.fmean(owed), low, reads, trials)
+    verdict = Verdict(tests, floor, statistics.fmean(owed), reads, trials)
     for strategy in tests.order if reads else ():
         for index in range(len(units), count):
             if not tests.is_open(strategy):
