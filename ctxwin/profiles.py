@@ -244,8 +244,7 @@ def model_digest(model: str | Path) -> str:
     if folder is None:
         raise ValueError(f"a model must be a local folder or a Hub name that was downloaded, got {str(model)!r}")
     files = sorted([*folder.glob("*.safetensors"), folder / "config.json"])
-    stats = tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file())
-    return _digest(str(folder), stats)
+    return _digest(str(folder), tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()))
 
 
 @lru_cache(maxsize=16)

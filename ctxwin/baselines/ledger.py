@@ -142,8 +142,7 @@ class Ledger:
         return (row["parent"], row["query"]) == (event.window, event.query) and row["window"] in self._ended
 
     def _edit(self, event: Event) -> None:
-        users = self._follow(event.window, event.state)
-        for policy, user in users.items():
+        for policy, user in self._follow(event.window, event.state).items():
             if policy == "naive":
                 continue  # it sends what the window places
             if event.op in ("append", "insert"):

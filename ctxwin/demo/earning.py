@@ -89,8 +89,7 @@ class Earning:
 
     def _note(self) -> str:
         """Return the progress of the evidence towards a promotion, as text."""
-        auditor = auditor_of(self._engine)
-        ledger = auditor.ledger(self._engine)
+        ledger = auditor_of(self._engine).ledger(self._engine)
         if (strategy := ledger.promoted()) is not None:
             return f"{strategy} is promoted"
         windows = ", ".join(

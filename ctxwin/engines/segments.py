@@ -79,8 +79,7 @@ class Encoded:
     @classmethod
     def of_ids(cls, ids: Sequence[int]) -> Encoded:
         """Tokens of a text alone, each a position behind the one before it."""
-        places = np.tile(np.arange(len(ids), dtype=np.int64), (3, 1))
-        return cls("", tuple(map(int, ids)), places, len(ids))
+        return cls("", tuple(map(int, ids)), np.tile(np.arange(len(ids), dtype=np.int64), (3, 1)), len(ids))
 
     @property
     def tokens(self) -> int:

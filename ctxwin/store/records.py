@@ -54,8 +54,7 @@ def write_record(folder: Path, head: bytes, value: bytes, tail: bytes) -> Row:
     path = folder / file
     with contextlib.suppress(FileExistsError):
         path.parent.mkdir(mode=0o700)
-    parts = (head, value, tail)
-    atomic_write(path, parts, durable=True, mode=0o600, temporary=folder / TEMP / f"{name}.tmp")
+    atomic_write(path, (head, value, tail), durable=True, mode=0o600, temporary=folder / TEMP / f"{name}.tmp")
     return Row(file, tail[-codec.SUM_BYTES :].hex())
 
 

@@ -38,8 +38,7 @@ def render(trace_path: str | Path, out: str | Path, *, limit: int = LIMIT) -> Pa
     """
     if Path(out).resolve() == Path(trace_path).resolve():
         raise ValueError(f"out must be another file than the trace, got {str(out)!r} for both; name one with --out")
-    html = page(read_trace(trace_path), Path(trace_path).name, limit=limit)
-    Path(out).write_text(html, encoding="utf-8")
+    Path(out).write_text(page(read_trace(trace_path), Path(trace_path).name, limit=limit), encoding="utf-8")
     return Path(out)
 
 

@@ -302,8 +302,7 @@ class WindowCore:
         costs: list[tuple[int, int]] = []
         for at in (None, len(state.placed), 0):
             new, index = edits.recall(state, back, at, repair=repair)
-            plan = self.assembly.plan(self.audits.with_fallbacks(new), self.fidelity)
-            costs.append((plan.computed_tokens, index))
+            costs.append((self.assembly.plan(self.audits.with_fallbacks(new), self.fidelity).computed_tokens, index))
         return min(costs, key=lambda pair: pair[0])[1]
 
     def default_index(self, state: State, back: Placed, *, repair: bool = False) -> int | None:

@@ -124,8 +124,7 @@ def first_break(previous: State, after: State) -> int | None:
 
 def add_pending(state: State, placement: str, edit: Literal["evict", "toggle", "insert"]) -> State:
     """Return the state in which ``edit`` of a placed chunk waits. Raises UnknownChunk."""
-    waiting = state.placed[state.index(placement)].pending
-    return update_entry(state, placement, pending={**waiting, edit: ""})
+    return update_entry(state, placement, pending={**state.placed[state.index(placement)].pending, edit: ""})
 
 
 def drop_pending(state: State, placement: str, edit: Literal["evict", "toggle", "insert"]) -> State:

@@ -353,8 +353,7 @@ class Prefiller:
         with self._wake:
             if not job.last and not job.cancelled:
                 quiet_s = min(2 * job.quiet_s, _LONGEST_QUIET_S)
-                retried = _Job(job.window, job.state, job.fidelity, job.slid, quiet_s)
-                self._jobs.setdefault(job.window, retried)
+                self._jobs.setdefault(job.window, _Job(job.window, job.state, job.fidelity, job.slid, quiet_s))
 
     def _allowance(self, tenant: str) -> Allowance:
         return self._allowances.setdefault(tenant, Allowance())

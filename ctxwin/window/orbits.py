@@ -159,12 +159,11 @@ def prepare(
         base_of(i)
     for order in orders:
         every, start, begin = [*order, *range(k, len(entries))], system_prompt.encoded.advance, 0
-        whole = provider.prefill([system_prompt], _joined([encodeds[i] for i in every]), start, work, entries)
+        whole = provider.prefill([system_prompt], _concatenate([encodeds[i] for i in every]), start, work, entries)
         parts.append({})
         for j, i in enumerate(every):
             encoded, end = encodeds[i], begin + encodeds[i].tokens
-            places = torch.from_numpy(encoded.positions.copy())
-            part = replace(whole.slice(begin, end), positions=places, start=start)
+            part = replace(whole.slice(begin, end), positions=torch.from_numpy(encoded.positions.copy()), start=start)
             begin, start = end, start + encoded.advance
             if i in means:
                 if i in bases:
@@ -198,8 +197,8 @@ def prepare(
             mean, front = means[i], tuple(range(i))
             done = [store(i, front, mean.mean, front, orders=mean.count, spread=mean.spread)]
         else:
-            seen = [part[i] for part in parts if i in part]
-            sets, lost = [front for front, _ in seen], [deficit(span, base, spec.kv) for _, span in seen]
+            observed = [part[i] for part in parts if i in part]
+            sets, lost = [front for front, _ in observed], [deficit(span, base, spec.kv) for _, span in observed]
             others = [a for a in range(k) if a != i]
             done = []
             for front in (c for n in range(1, k) for c in combinations(others, n)):
@@ -219,7 +218,7 @@ def _extent(
     return entries, range(0 if 1 < k <= MAX_COVERED else k, len(entries)), leads
 
 
-def _joined(encodeds: Sequence[Encoded]) -> Encoded:
+def _concatenate(encodeds: Sequence[Encoded]) -> Encoded:
     """Return neighbouring chunks as one."""
     ids: list[int] = []
     media, positions, at = [], [], 0

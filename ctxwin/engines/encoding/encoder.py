@@ -128,8 +128,7 @@ class Encoder:
             answer = answer if shown == text else self.tokens.content(shown)
             if opening != self.checkpoint.template.closing:
                 before = [*self.tokens.content(query), *self.tokens.template(opening)]
-        ids = [*before, *answer, *self.tokens.template(after)]
-        return self._encoded(name, ids, ())
+        return self._encoded(name, [*before, *answer, *self.tokens.template(after)], ())
 
     def encode(self, chunk: Chunk) -> Encoded:
         """Encode a chunk; see `Engine.encode`. Text is tokenised without any lock."""
@@ -333,8 +332,7 @@ class Encoder:
 
     def _video(self, chunk: Chunk, part: MediaPart, family: Family) -> list[_Item]:
         """Return a video as native tokens: one item, or one per temporal group where the family stamps them."""
-        processor = self.checkpoint.video_processor
-        patch = families.frames_per_group(processor)
+        patch = families.frames_per_group(self.checkpoint.video_processor)
         fps = part.fps or 2.0
         marks = self._video_keys(part, family)
         keys = [key for key, _ in marks]

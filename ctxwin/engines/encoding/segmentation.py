@@ -69,8 +69,7 @@ def split(
 
 def _text_begin(ids: Sequence[int], at: int, special: Ids, line: Callable[[int], bool]) -> int:
     """Return where the text after the mark at ``at`` begins; 0 where another mark comes first."""
-    stop = min(len(ids), at + 1 + HEADER)
-    for i in range(at + 1, stop):
+    for i in range(at + 1, min(len(ids), at + 1 + HEADER)):
         if ids[i] in special:
             return 0
         if line(ids[i]):

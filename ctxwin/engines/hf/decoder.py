@@ -274,8 +274,7 @@ class Decoder:
             assert fed.ids is not None
             run["per_layer_inputs"] = text.get_per_layer_inputs(fed.ids.to(self.device)[None], None)
         if self.spec.kv.recurrent:
-            masks = {"full_attention": mask, "linear_attention": None}
-            out = text(**{**run, "attention_mask": masks})
+            out = text(**{**run, "attention_mask": {"full_attention": mask, "linear_attention": None}})
             logits = head(out.last_hidden_state[:, -keep:])
         elif fed.deep is None and not self._hears:
             logits = self.model(**run, logits_to_keep=keep).logits
