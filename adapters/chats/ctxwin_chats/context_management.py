@@ -249,7 +249,7 @@ _REASONING = ("reasoning", "reasoning_content", "thinking_blocks")
 def _clear_thinking(data: dict[str, Any], edit: ClearThinking, count: Count) -> dict[str, int]:
     if not isinstance(edit.keep, _ThinkingTurns):
         return {}
-    old = [*_thinking_turns(data)][: -edit.keep.value]
+    old = [turn for turn in _turns(data) if any(_thoughts(turn))][: -edit.keep.value]
     freed = sum(count(part) for turn in old for part in _thoughts(turn))
     for turn in old:
         _drop_thoughts(turn)
@@ -257,10 +257,6 @@ def _clear_thinking(data: dict[str, Any], edit: ClearThinking, count: Count) -> 
     if isinstance(items, list):  # an item of Responses holds reasoning only
         data["input"] = [item for item in items if not any(item is turn for turn in old)]
     return {"cleared_thinking_turns": len(old), "cleared_input_tokens": freed} if old else {}
-
-
-def _thinking_turns(data: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    return (turn for turn in _turns(data) if any(_thoughts(turn)))
 
 
 def _thoughts(turn: dict[str, Any]) -> list[Any]:

@@ -342,8 +342,7 @@ class ChatCtxwin(Answering):
                 branches = [stack.enter_context(window.fork()) for _ in range(1, reply.n)]
                 answers = [window.answer(question, on_token=on_token, stopped=stopped)]
                 for i, branch in enumerate(branches, start=1):
-                    seed = None if sampling.seed is None else sampling.seed + i
-                    reseeded = replace(question.sampling, seed=seed)
+                    reseeded = replace(question.sampling, seed=None if sampling.seed is None else sampling.seed + i)
                     answers.append(branch.answer(replace(question, sampling=reseeded, remember=False), stopped=stopped))
                 return answers
 

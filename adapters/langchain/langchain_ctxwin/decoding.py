@@ -61,8 +61,7 @@ class ChatDecoding(options_model(SamplingOptions), BaseModel):  # type: ignore[m
     @property
     def stops(self) -> tuple[str, ...]:
         """Texts at which an answer ends."""
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return tuple(filter(None, stops))
+        return tuple(filter(None, [self.stop] if isinstance(self.stop, str) else self.stop or []))
 
     def sampling(self, defaults: Mapping[str, float]) -> Sampling:
         """Return the sampling without ``max_tokens``: options of the request, else ``defaults``, else OpenAI's.

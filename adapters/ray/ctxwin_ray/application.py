@@ -97,11 +97,10 @@ def fleet(args: FleetArguments | dict[str, Any]) -> Any:
     if most > least:
         autoscaling = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": arguments.target}
         scaling = {"autoscaling_config": autoscaling}
-    routing = RequestRouterConfig(request_router_class=arguments.router)
     replicas = serve.deployment(Replica, name="replica").options(
         ray_actor_options={"num_cpus": arguments.cpus, "num_gpus": arguments.gpus},
         max_ongoing_requests=arguments.ongoing,
-        request_router_config=routing,
+        request_router_config=RequestRouterConfig(request_router_class=arguments.router),
         health_check_period_s=_HEALTH_S,
         health_check_timeout_s=60.0,
         graceful_shutdown_wait_loop_s=0.5,
@@ -112,5 +111,4 @@ def fleet(args: FleetArguments | dict[str, Any]) -> Any:
     front = serve.deployment(serve.ingress()(Front), name="front").options(
         num_replicas=arguments.fronts, ray_actor_options={"num_cpus": 0}, max_ongoing_requests=16 * arguments.ongoing
     )
-    bound = replicas.bind(arguments.model, arguments.vllm, arguments.settings, name)
-    return front.bind(bound, limits)
+    return front.bind(replicas.bind(arguments.model, arguments.vllm, arguments.settings, name), limits)

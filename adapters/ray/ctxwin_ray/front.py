@@ -51,8 +51,7 @@ class Front:
         if scope["type"] == "websocket":
             await self._relay(WebSocket(scope, receive, send))
         elif scope["type"] == "http":
-            request = HttpRequest(scope, receive)
-            await (await self.answer(request))(scope, receive, send)
+            await (await self.answer(HttpRequest(scope, receive)))(scope, receive, send)
         else:  # of the app's own start and end
             for event in ("startup", "shutdown"):
                 await receive()

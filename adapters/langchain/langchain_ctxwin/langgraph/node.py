@@ -304,8 +304,7 @@ class _Answerer(Answering):
         def ask(_: Reply, on_token: OnToken | None, stopped: Callable[[], bool]) -> list[Answer]:
             return [self.window.answer(question, on_token=on_token, stopped=stopped)]
 
-        model = self.window.engine.spec.model
-        return Reply(ask, model, costs=False, room=self.asking["max_tokens"])
+        return Reply(ask, self.window.engine.spec.model, costs=False, room=self.asking["max_tokens"])
 
 
 def _keep_sources(engine: Engine, lost: set[str], messages: Sequence[BaseMessage]) -> None:

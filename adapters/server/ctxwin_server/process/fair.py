@@ -152,7 +152,8 @@ class FairPool:
             with self._changed:
                 self._idle += 1
                 while (job := self._next()) is None and not self._closing:
-                    self._changed.wait(self._until_rested())
+                    # until a tenant that `_next` has skipped is rested
+                    self._changed.wait(None if self._rested is None else max(0.0, self._rested - time.monotonic()))
                 self._idle -= 1
                 if job is None:
                     return
@@ -177,10 +178,6 @@ class FairPool:
     def _beside_others(self, tenant: str, now: float) -> bool:
         """Return whether another tenant has asked recently, or has work running."""
         return any(t != tenant and (at > now - _LATELY or self._running[t]) for t, at in self._asked.items())
-
-    def _until_rested(self) -> float | None:
-        """Return the seconds until a tenant that `_next` has skipped is rested; None where it skipped none."""
-        return None if self._rested is None else max(0.0, self._rested - time.monotonic())
 
     def _forget(self, tenant: str, future: Future[Any]) -> None:
         """Drop withdrawn work at once, with everything it references. O(waiting)."""

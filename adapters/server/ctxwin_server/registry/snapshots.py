@@ -71,8 +71,7 @@ def _check_size(chunk: Chunk, limits: Limits, most: int) -> None:
 
 
 def _without_paths(entry: Placed) -> Placed:
-    parts = without_sources(entry.chunk.parts)
-    return entry.replace(chunk=entry.chunk.model_copy(update={"parts": parts}))
+    return entry.replace(chunk=entry.chunk.model_copy(update={"parts": without_sources(entry.chunk.parts)}))
 
 
 def _check_counts(engine: Engine, state: State) -> None:
