@@ -69,8 +69,7 @@ def run(
         from ctxwin.files import check_writable
         from ctxwin.hashing import digest
         from ctxwin_evals.arms import parse_arms
-        from ctxwin_evals.benchmarks import DataOptions
-        from ctxwin_evals.benchmarks.base import DataTask
+        from ctxwin_evals.benchmarks import DataOptions, DataTask
         from ctxwin_evals.results import write_lm_eval
         from ctxwin_evals.run import Runner, Settings, check_served, companions, plan_jobs
         from ctxwin_evals.score import scores
@@ -188,8 +187,7 @@ def report(
     with console.errors():
         from ctxwin_evals.report import write_report
 
-        path = write_report(folders, output, against=against or None)
-        console.terminal().print(f"wrote {path}", soft_wrap=True)
+        console.say(f"wrote {write_report(folders, output, against=against or None)}")
 
 
 @app.command()

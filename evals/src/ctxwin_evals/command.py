@@ -9,9 +9,8 @@ def evaluate(ctx: typer.Context) -> None:
     """Measure how close reuse stays to a re-prefill (`ctxwin eval --help` lists its commands)."""
     from ctxwin_evals.cli import app as harness
 
-    command = typer.main.get_command(harness)
     # Not standalone, so that errors and Ctrl-C are shown as for every other command; the result is the exit code.
-    code = command.main(args=list(ctx.args), prog_name="ctxwin eval", standalone_mode=False)
+    code = typer.main.get_command(harness).main(args=list(ctx.args), prog_name="ctxwin eval", standalone_mode=False)
     if code == INTERRUPTED:
         raise KeyboardInterrupt
     raise typer.Exit(code if isinstance(code, int) else 0)

@@ -63,8 +63,7 @@ class Tokens:
     def of(self, items: Sequence[int]) -> Tokens:
         """The same tokens of some items of the batch."""
         some = list(items)
-        deep = None if self.deep is None else self.deep[:, some]
-        return Tokens(self.embeds[some], self.positions[:, some], deep)
+        return Tokens(self.embeds[some], self.positions[:, some], None if self.deep is None else self.deep[:, some])
 
     def pick(self, at: Tensor) -> Tokens:
         """Tokens ``at`` (int64 ``[B, n]``) of each item."""
@@ -331,8 +330,7 @@ class Decoder(Reader):
         for length in sorted({e.tokens for e in encoded}):
             some = [b for b, e in enumerate(encoded) if e.tokens == length]
             tokens = self.tokens([encoded[b] for b in some], begin)
-            part = Memory(memory.k[:, some], memory.v[:, some])
-            _, hidden = self.append(tokens, part)
+            _, hidden = self.append(tokens, memory.of(some))
             for b, row in zip(some, self.logits(hidden[:, -1:])[:, 0], strict=True):
                 out[b] = row
         return torch.stack([row for row in out if row is not None])

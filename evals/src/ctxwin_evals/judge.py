@@ -18,11 +18,12 @@ import re
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.hashing import digest
 from ctxwin_evals.samples import Sample, Samples
-from ctxwin_evals.stats import Interval, bootstrap_mean, mean, share_interval
+from ctxwin_evals.stats import Interval, bootstrap_mean, share_interval
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -113,8 +114,7 @@ def _compare(judge: Judge, sample: Sample) -> dict[str, float] | None:
     balance = 0
     orders = ((sample.answer, sample.reference, 1), (sample.reference, sample.answer, -1))
     for first, second, sign in orders if sample.answer != sample.reference else ():
-        prompt = _COMPARE.format(question=sample.question, first=first, second=second)
-        verdicts = _BETTER.findall(judge.reply(prompt))
+        verdicts = _BETTER.findall(judge.reply(_COMPARE.format(question=sample.question, first=first, second=second)))
         if not verdicts:
             return None
         balance += sign * {"1": 1, "2": -1, "tie": 0}[verdicts[-1].lower()]
@@ -169,9 +169,9 @@ def judged(
     for (task, arm), pairs in sorted(verdicts.items()):
         figures = [figures for _, figures in pairs if figures is not None]
         clusters = [sample.cluster for sample, figures in pairs if figures is not None]
-        means = {name: mean([one[name] for one in figures]) for name in (figures[0] if figures else ())}
+        means = {name: fmean([one[name] for one in figures]) for name in (figures[0] if figures else ())}
         ci95 = interval([one[main] for one in figures], clusters) if figures else None
-        equal = mean([float(sample.answer == sample.reference) for sample, _ in pairs])
+        equal = fmean([float(sample.answer == sample.reference) for sample, _ in pairs])
         counts = {"n": len(figures), "unrated": len(pairs) - len(figures)}
         table.append({"task": task, "arm": arm, **counts, main: None, **means, "ci95": ci95, "equal": equal})
     return {"judge": judge.model, "by": by, "rows": table}

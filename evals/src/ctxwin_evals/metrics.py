@@ -8,6 +8,7 @@ compared as the task's rule reads them (`ctxwin_evals.items.Scored`), and as the
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, NotRequired, TypedDict, cast
 
 import numpy as np
@@ -17,7 +18,7 @@ from scipy.special import log_softmax
 from ctxwin_evals import stats
 from ctxwin_evals.items import Scored
 from ctxwin_evals.samples import Sample
-from ctxwin_evals.stats import Interval, mean
+from ctxwin_evals.stats import Interval
 
 ETA_FLOOR = 0.01
 """Mean KL of the base in nats below which eta would divide noise by noise, and is None."""
@@ -184,13 +185,13 @@ def cell(outcomes: Sequence[Outcome]) -> Figures:
         **{name: value for names, pair in shares.items() for name, value in zip(names, pair, strict=True)},
         **_divergence("", [row.kl for row in rows], [row.base_kl for row in rows], clusters),
         "kl_p99": float(np.quantile([row.kl for row in rows], 0.99)),
-        "base_kl": mean([row.base_kl for row in rows]),
+        "base_kl": fmean([row.base_kl for row in rows]),
         "bytes_share": sum(row.stored for row in rows) / over if over else None,
-        "recomputed_share": mean([o.recomputed for o in outcomes]),
+        "recomputed_share": fmean([o.recomputed for o in outcomes]),
         "flips": sum(map(flipped, outcomes)),
         "reference_accuracy": _share(outcomes, lambda o: o.reference.score)[0],
         "base_accuracy": _share(outcomes, lambda o: o.base.score)[0],
-        "delta": mean(gains[0]) if gains[0] else None,
+        "delta": fmean(gains[0]) if gains[0] else None,
         "delta_ci95": stats.difference_interval(*gains) if gains[0] else None,
     }
     if any(row.forced_kl is not None for row in rows):
@@ -201,7 +202,7 @@ def cell(outcomes: Sequence[Outcome]) -> Figures:
 
 def _divergence(prefix: str, kls: list[float], base_kls: list[float], clusters: list[str]) -> dict[str, Any]:
     """KL and eta with their intervals."""
-    figures = mean(kls), stats.bootstrap_mean(kls, clusters), eta(kls, base_kls), eta_interval(kls, base_kls, clusters)
+    figures = fmean(kls), stats.bootstrap_mean(kls, clusters), eta(kls, base_kls), eta_interval(kls, base_kls, clusters)
     return {prefix + name: value for name, value in zip(("kl", "kl_ci95", "eta", "eta_ci95"), figures, strict=True)}
 
 
@@ -224,7 +225,7 @@ def measured(outcomes: Iterable[Outcome], read: Read) -> tuple[list[float], list
 def _share(outcomes: Sequence[Outcome], read: Read) -> tuple[float | None, Interval | None]:
     """Mean and interval of a figure over the outcomes that have it."""
     values, clusters = measured(outcomes, read)
-    return (mean(values), stats.share_interval(values, clusters)) if values else (None, None)
+    return (fmean(values), stats.share_interval(values, clusters)) if values else (None, None)
 
 
 Outcomes = Mapping[int, Outcome]
@@ -296,7 +297,7 @@ def paired(first: Outcomes, second: Outcomes) -> Pair | None:
         "gained": None if graded else sum(a > b for a, b, _ in scored),
         "lost": None if graded else sum(b > a for a, b, _ in scored),
         "mcnemar_p": stats.mcnemar([a > 0 for a, _, _ in scored], [b > 0 for _, b, _ in scored]) if exact else None,
-        "kl": mean(kls),
+        "kl": fmean(kls),
         "kl_ci95": stats.bootstrap_mean(kls, clusters),
     }
 
@@ -308,9 +309,9 @@ def _difference(
     difference: Difference = {"accuracy": None, "accuracy_ci95": None, "eta": None, "eta_ci95": None}
     if scores:
         values, of = zip(*scores, strict=True)
-        difference["accuracy"] = mean(values)
+        difference["accuracy"] = fmean(values)
         difference["accuracy_ci95"] = stats.difference_interval(values, of, drawn=True)
-    if mean(base_kls) >= ETA_FLOOR:
+    if fmean(base_kls) >= ETA_FLOOR:
         difference["eta"] = math.fsum(removed) / math.fsum(base_kls)
         difference["eta_ci95"] = stats.bootstrap_ratio(removed, base_kls, clusters)
     return difference

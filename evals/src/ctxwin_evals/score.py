@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any, NotRequired, TypedDict
 
 import numpy as np
@@ -12,7 +13,6 @@ from ctxwin_evals.benchmarks import mm_niah
 from ctxwin_evals.items import Scored, Task
 from ctxwin_evals.metrics import Figures, Match, Outcome, Pair, Setting, best_patched, cell, matched, paired
 from ctxwin_evals.samples import Sample, Samples
-from ctxwin_evals.stats import mean
 
 LENGTHS = (0, *mm_niah.LENGTHS)
 """Lower edges in tokens of MM-NIAH's bins of context length, and the bin under 1,000 that its own figure leaves out."""
@@ -162,10 +162,10 @@ class Table:
         if unserved:
             figures["unscored_why"] = dict(unserved)
         for name in ("tokens", "computed", "forwards", "encodes"):
-            figures[name] = mean([getattr(row, name) for row in rows])
+            figures[name] = fmean([getattr(row, name) for row in rows])
         figures["spent_share"] = self._spent(task, arm)
         if extra := dict.fromkeys(name for row in rows for name in row.extra):
-            figures["own"] = {name: mean([row.extra[name] for row in rows if name in row.extra]) for name in extra}
+            figures["own"] = {name: fmean([row.extra[name] for row in rows if name in row.extra]) for name in extra}
         if layers := [row.by_layer for row in rows if row.by_layer]:
             if len(counts := {len(x) for x in layers}) != 1:
                 raise ValueError(f"samples of a run must be of one model's layers, got {sorted(counts)}")
@@ -280,7 +280,7 @@ def scores(
 def _accuracy(scores: Sequence[float | None]) -> dict[str, Any]:
     """Of a group of items; None where no answer could be scored."""
     scored = [s for s in scores if s is not None]
-    return {"n": len(scores), "accuracy": mean(scored) if scored else None}
+    return {"n": len(scores), "accuracy": fmean(scored) if scored else None}
 
 
 def _grid(rows: Sequence[Sample], scores: Sequence[float | None]) -> list[dict[str, Any]]:

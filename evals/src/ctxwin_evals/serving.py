@@ -6,7 +6,7 @@ A re-prefill is one request without spans; what an arm serves is loaded from spa
 """
 
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -109,7 +109,7 @@ class ServedMeasurer(Measurer):
             along = rows if len(token_ids) < item.max_tokens else rows[:-1]  # one that was cut has no end
             reference = None if first is None else first[i]
             forced = () if reference is None or reference.forced is None else reference.forced
-            if reference is not None and _greedy(along) != _greedy(forced):
+            if reference is not None and [*map(likeliest, along)] != [*map(likeliest, forced)]:
                 token_ids = self._generate(segments, item)
             out.append(Said(rows[0], self.text(token_ids), token_ids, along))
         return out
@@ -118,10 +118,6 @@ class ServedMeasurer(Measurer):
         sampling, query = Sampling(item.max_tokens), self.decoder.query(item.query)
         generation = self.decoder.engine.generate(segments, query, sampling, salt=unshared_salt(), background=True)
         return [int(token) for token in generation.token_ids]
-
-
-def _greedy(rows: Iterable[Any]) -> list[int]:
-    return [likeliest(row) for row in rows]
 
 
 def unshared_salt() -> str:

@@ -25,11 +25,6 @@ _COUNTS_AT_ONCE = 4_000_000
 """Counts that are multiplied at once, 32 MB."""
 
 
-def mean(values: Sequence[float]) -> float:
-    """Mean by a compensated sum, so that the order of the values does not matter."""
-    return math.fsum(values) / len(values)
-
-
 def wilson(right: float, n: float) -> Interval:
     """Wilson score interval of a proportion of independent items, or of as many as clustered ones are worth.
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from ctxwin.kv.merge import most_important
 from ctxwin.kv.rope import angles, turn
 from ctxwin_evals.arms import parse_arm
 from ctxwin_evals.arms.layers import low_rank_keys
-from ctxwin_evals.arms.tokens import highest
 from ctxwin_evals.items import Item
 from ctxwin_evals.tasks import open_task
 
@@ -104,7 +104,7 @@ def test_cacheblend_chooses_at_layer_one(bench: Bench) -> None:
     # Layer 0 ran in full, so fresh KV at layer 1 are the exact ones.
     lost = sum((x[1] - y[1]).double().pow(2).sum(dim=(1, 2)) for x, y in zip(exact, blind, strict=True))
     count = int(share * 1.25 * group.context_tokens + 0.5)
-    first = highest(torch.as_tensor(lost)[None], count)[0]
+    first = most_important(torch.as_tensor(lost)[None], count)[0]
     fresh = torch.zeros(group.context_tokens, dtype=torch.bool)
     fresh[first] = True
     torch.testing.assert_close(have[1][1][fresh], exact[1][1][fresh], atol=1e-5, rtol=0)

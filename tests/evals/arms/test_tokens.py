@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from ctxwin import Fidelity, Window
+from ctxwin.kv.merge import most_important
 from ctxwin.kv.relocate import relocate
 from ctxwin.window import lanes
 from ctxwin_evals.arms import parse_arm
 from ctxwin_evals.arms.layers import falling
-from ctxwin_evals.arms.tokens import Mpic, attended, changes, highest, quota, recompute
+from ctxwin_evals.arms.tokens import Mpic, attended, changes, quota, recompute
 
 from .conftest import HEADER
 
@@ -215,8 +216,8 @@ def test_a_choice_may_differ_by_item(bench: Bench) -> None:
 
 def test_indices_ascend_and_earlier_ones_win_ties() -> None:
     scores = torch.tensor([[0.0, 2.0, 1.0, 2.0, 2.0], [5.0, 4.0, 3.0, 2.0, 1.0]])
-    assert highest(scores, 2).tolist() == [[1, 3], [0, 1]]
-    assert highest(scores, 0).shape == (2, 0)
+    assert most_important(scores, 2).tolist() == [[1, 3], [0, 1]]
+    assert most_important(scores, 0).shape == (2, 0)
     assert [quota(0.15, 66), quota(0.5, 3), quota(1.0, 7), quota(0.0, 7)] == [10, 2, 7, 0]
 
 

@@ -63,8 +63,6 @@ class _Compressed(SharedArm, settings=("window",), inside=True, argument=f"(?P<s
 
 
 _VARIANTS: dict[str, type[Policy]] = {"max": ElasticMost, "heads": ElasticByHead, "shared": ElasticShared}
-
-
 _ELASTIC = rf"{_Compressed.argument}(?:\+(?P<by>{'|'.join(_VARIANTS)}))?"
 
 
@@ -108,8 +106,7 @@ class Merged(SharedArm, form="merged:B", source="Elastic Cache, section 3.3 (chu
         order, spans = group.items[b].placed, list(group.exact[b])
         engine, row = group.decoder.engine, []
         for i, (frame, place) in enumerate(zip(order, group.places, strict=True)):
-            front = group.segments(b, order[:i], spans[:i])
-            sums = engine.attended(front, group.chunks[b][frame], place.start).sums
+            sums = engine.attended(group.segments(b, order[:i], spans[:i]), group.chunks[b][frame], place.start).sums
             row.append(merge(spans[i], sums, merged_slots(self.share, place.tokens)))
         slots = sum(span.tokens for span in row)
         extra = {"kv_share": slots / group.context_tokens}

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from ctxwin.kv.layout import KVSpec, SpanKV
+from ctxwin.kv.merge import most_important
 from ctxwin.kv.rope import angles, turn
 from ctxwin_evals.arms.base import RankedArm, Served, SharedArm
 from ctxwin_evals.arms.recall import came_back
-from ctxwin_evals.arms.tokens import highest, quota, serve_rows, serving, spans_of
+from ctxwin_evals.arms.tokens import quota, serve_rows, serving, spans_of
 from ctxwin_evals.decoder import Memory
 from ctxwin_evals.group import Group
 from ctxwin_evals.items import Setting
@@ -49,7 +50,7 @@ class Cacheblend(
             only = range(layer, layer + 1)
             k, v = memory.k[layer].clone(), memory.v[layer].clone()
             run(group.context.pick(at), memory, at + lead, layers=only, hidden=hidden)
-            stay = highest(_squared_change(memory, layer, k, v).gather(1, at + lead), count)
+            stay = most_important(_squared_change(memory, layer, k, v).gather(1, at + lead), count)
             memory.k[layer], memory.v[layer] = k, v
             at = at.gather(1, stay)
             hidden = hidden.gather(1, stay[..., None].expand(-1, -1, hidden.shape[-1]))

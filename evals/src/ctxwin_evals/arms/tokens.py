@@ -1,12 +1,10 @@
 """Arms that compute some tokens in context and reuse the others unchanged: the token axis.
 
 All start from the same relocated KV, and what they compute sees everything before it, layer by layer (their strongest
-form; Kamera, section 6). After a slide they build on canonicals, as `blind` does, not on survivors: these papers store
-chunks alone.
+form; Kamera, section 6). After a slide they build on canonicals, as `blind` does: these papers store chunks alone.
 
-A choice is a bool tensor ``[B, T]`` over the placed tokens of a group. What share of the work that is
-(``extra["recomputed"]``) always means: token-layers that go through the decoder, over those of all placed tokens, the
-first chunk's included, though blind reuse has that one exact.
+A choice is a bool tensor ``[B, T]`` over the placed tokens of a group. Its share of the work (``extra["recomputed"]``) is of
+token-layers that go through the decoder, over those of all placed tokens, the first chunk's included.
 """
 
 import math
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ctxwin.kv.layout import SpanKV
+from ctxwin.kv.merge import most_important
 from ctxwin_evals.arms.base import Arm, CountedArm, Served, SharedArm
 from ctxwin_evals.decoder import Memory
 from ctxwin_evals.group import Group
@@ -140,7 +139,7 @@ class Quest(
 
 
 def _highest_share(scores: Tensor, share: float) -> Tensor:
-    at = highest(scores, quota(share, scores.shape[1])).cpu()
+    at = most_important(scores, quota(share, scores.shape[1])).cpu()
     return torch.zeros(scores.shape, dtype=torch.bool).scatter_(1, at, True)
 
 
@@ -153,11 +152,6 @@ def runs_of(mask: Tensor) -> tuple[tuple[int, int], ...]:
 def quota(share: float, tokens: int) -> int:
     """How many of ``tokens`` a share stands for: the nearest number, halves upwards."""
     return min(tokens, math.floor(share * tokens + 0.5))
-
-
-def highest(scores: Tensor, count: int) -> Tensor:
-    """Indices of the ``count`` highest scores of each row, ascending: ``[B, T]`` to ``[B, count]``; earlier ones win ties."""
-    return scores.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
 
 
 def changes(group: Group) -> Tensor:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 from ctxwin.chunk import Chunk
 from ctxwin.hashing import digest
 from ctxwin_evals.benchmarks.base import DataTask, Missing, checked, inside, json_lines, read_json
-from ctxwin_evals.benchmarks.prompt import Picture, Piece, Prompt, interleave
+from ctxwin_evals.benchmarks.prompt import Piece, Prompt, interleave
 from ctxwin_evals.items import Item, Scored
 from ctxwin_evals.metrics import rouge_l
 
@@ -100,7 +100,7 @@ class Dialogues(DataTask):
             raise row
         name, turns = row
         options, turn = self.options, turns[-1]
-        pictures = [p.path for t in turns for p in t.asked if isinstance(p, Picture)]
+        pictures = [p for t in turns for p in t.asked if isinstance(p, Path)]
         Missing.check(pictures, where, f"{name}/{len(turns) - 1}")
         count = sum(len(t.asked) + 2 for t in turns[:-1]) + len(turn.asked)
         texts = [[*(p if isinstance(p, str) else None for p in t.asked), t.query, t.answer] for t in turns]

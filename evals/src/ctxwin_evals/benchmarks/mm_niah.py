@@ -20,7 +20,7 @@ from ctxwin.chunk import Chunk
 from ctxwin.hashing import digest
 from ctxwin_evals.benchmarks import base
 from ctxwin_evals.benchmarks.base import DataOptions, Missing, PromptTask, checked, inside
-from ctxwin_evals.benchmarks.prompt import Picture, Piece, Prompt, interleave
+from ctxwin_evals.benchmarks.prompt import Piece, Prompt, interleave
 from ctxwin_evals.benchmarks.vqa import normalise
 from ctxwin_evals.items import Item, Scored
 
@@ -207,9 +207,9 @@ def needle_pieces(row: Row, pieces: Sequence[Piece], folder: Path) -> list[int]:
     document = row.context.count(PLACEHOLDER)
     indices, pictures_so_far = [], 0
     for i, piece in enumerate(pieces):
-        if isinstance(piece, Picture):
+        if isinstance(piece, Path):
             pictures_so_far += 1
-            hit = pictures_so_far <= document and piece.path in pictures
+            hit = pictures_so_far <= document and piece in pictures
         else:
             hit = any(n in piece for n in needles)
         if hit:

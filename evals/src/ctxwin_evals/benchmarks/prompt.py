@@ -8,15 +8,8 @@ from pathlib import Path
 from ctxwin.chunk import Chunk
 from ctxwin_evals.benchmarks.frames import load_picture
 
-
-@dataclass(frozen=True)
-class Picture:
-    """A picture's place in a prompt, by its file."""
-
-    path: Path
-
-
-Piece = str | Picture
+Piece = str | Path
+"""A text, or a picture by its file."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +27,11 @@ class Prompt:
     @property
     def pictures(self) -> list[Path]:
         """The pictures' files, in order."""
-        return [p.path for p in self.pieces if isinstance(p, Picture)]
+        return [p for p in self.pieces if isinstance(p, Path)]
 
     def chunks(self, max_pixels: int | None = None) -> list[Chunk]:
         """Decode the pictures. Raises BadMedia, naming the file."""
-        parts = (p if isinstance(p, str) else p.path for p in self.pieces)
-        return [Chunk.text(p) if isinstance(p, str) else Chunk.image(load_picture(p, max_pixels)) for p in parts]
+        return [Chunk.text(p) if isinstance(p, str) else Chunk.image(load_picture(p, max_pixels)) for p in self.pieces]
 
 
 def interleave(texts: Sequence[str], pictures: Sequence[Path], words: int) -> tuple[Piece, ...]:
@@ -51,7 +43,7 @@ def interleave(texts: Sequence[str], pictures: Sequence[Path], words: int) -> tu
     for i, text in enumerate(texts):
         pieces += cut_text(text, words)
         if i < len(pictures):
-            pieces.append(Picture(pictures[i]))
+            pieces.append(pictures[i])
     return tuple(pieces)
 
 

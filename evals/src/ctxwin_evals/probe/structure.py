@@ -92,8 +92,7 @@ def functional_rank(
 
 def _directions(matrix: torch.Tensor, share: float) -> int:
     values = torch.linalg.svdvals(matrix.double()).square()
-    cumulative = values.cumsum(0) / values.sum()
-    return int((cumulative < share).sum()) + 1
+    return int((values.cumsum(0) / values.sum() < share).sum()) + 1
 
 
 def _energy(x: torch.Tensor) -> np.ndarray:

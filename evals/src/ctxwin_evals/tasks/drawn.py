@@ -9,26 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ctxwin.tiny.world import (
-    Frame,
-    Kind,
-    Question,
-    Role,
-    answer,
-    antecedents,
-    make_item,
-    make_stream,
-    questions_for,
-    sample_frames,
-)
-from ctxwin.tiny.world import Task as WorldTask
+from ctxwin.tiny import world as tiny
 from ctxwin_evals.tasks.edits import Edit, other_orders
 
 SAMPLED_ORDERS = 24
 """Orders sampled for six predecessors; for three and four all other orders are taken (Kamera, section 5, "Reorder")."""
 TRAINED_FRAMES = 6
 """The bundled model was trained on contexts of up to this many frames."""
-COLOURED: tuple[Kind, ...] = ("multi_hop", "order", "unbound")
+COLOURED: tuple[tiny.Kind, ...] = ("multi_hop", "order", "unbound")
 _DRAWS = 400
 
 
@@ -43,10 +31,10 @@ class Drawn(NamedTuple):
         meta: further figures of the item, JSON-able.
     """
 
-    frames: Sequence[Frame]
+    frames: Sequence[tiny.Frame]
     before: Sequence[int]
     placed: Sequence[int]
-    question: Question
+    question: tiny.Question
     meta: dict[str, Any]
 
 
@@ -55,9 +43,9 @@ Draw = Callable[[np.random.Generator, int, float, int], Drawn]
 in the same state."""
 
 
-def world(rng: np.random.Generator, frames: int, amount: float, turn: int, *, task: WorldTask) -> Drawn:
+def world(rng: np.random.Generator, frames: int, amount: float, turn: int, *, task: tiny.Task) -> Drawn:
     """A context without a history."""
-    item = make_item(rng, task, frames)
+    item = tiny.make_item(rng, task, frames)
     return Drawn(item.frames, (), range(frames), item.questions[0], {})
 
 
@@ -77,43 +65,43 @@ def _retry(attempt: Callable[..., Drawn | None]) -> Callable[..., Drawn]:
 @_retry
 def slide(rng: np.random.Generator, frames: int, amount: float, turn: int, *, needed: bool) -> Drawn | None:
     """The leading frame leaves a window; it was the legend that decides what is asked, or has no part in it."""
-    first: Role = "legend" if needed or rng.random() < 0.5 else "scene"
-    drawn = sample_frames(rng, [first, *_roles(rng, frames - 1)])
+    first: tiny.Role = "legend" if needed or rng.random() < 0.5 else "scene"
+    drawn = tiny.sample_frames(rng, [first, *_roles(rng, frames - 1)])
     pool = [
         q
         for q in _questions(drawn, rng, "multi_hop")
         if q.frame > 0 and (q.antecedents == (0,) if needed else 0 not in q.antecedents)
     ]
     # Where older legends agree with the deciding one, the answer would not need the one that leaves.
-    pool = [q for q in pool if (answer(drawn[1:], q.text) != q.answer) == needed]
+    pool = [q for q in pool if (tiny.answer(drawn[1:], q.text) != q.answer) == needed]
     return Drawn(drawn, range(frames), range(1, frames), _pick(pool, rng), {}) if pool else None
 
 
 @_retry
 def slide_repeated(rng: np.random.Generator, frames: int, amount: float, turn: int) -> Drawn | None:
     """The leading legend leaves, and a frame between it and what is asked shows the same again: the answer stays."""
-    drawn = list(sample_frames(rng, ["legend", *_roles(rng, frames - 1)]))
+    drawn = list(tiny.sample_frames(rng, ["legend", *_roles(rng, frames - 1)]))
     pool = [q for q in _questions(drawn, rng, "multi_hop") if q.frame > 1 and q.antecedents == (0,)]
-    pool = [q for q in pool if answer(drawn[1:], q.text) != q.answer]
+    pool = [q for q in pool if tiny.answer(drawn[1:], q.text) != q.answer]
     if not pool:
         return None
     question = _pick(pool, rng)
     drawn[int(rng.integers(1, question.frame))] = drawn[0]
-    if answer(drawn[1:], question.text) != question.answer:
+    if tiny.answer(drawn[1:], question.text) != question.answer:
         return None
     return Drawn(drawn, range(frames), range(1, frames), question, {})
 
 
 @_retry
 def history(
-    rng: np.random.Generator, frames: int, amount: float, turn: int, *, kinds: Sequence[Kind] = COLOURED
+    rng: np.random.Generator, frames: int, amount: float, turn: int, *, kinds: Sequence[tiny.Kind] = COLOURED
 ) -> Drawn | None:
     """A window of ``frames`` frames after ``amount`` slides of a longer stream; every frame met the window of its time.
 
     Asked about are things, by default coloured or grey ones, whose mark is unique in the whole stream.
     """
     length = frames + int(amount)
-    drawn = make_stream(rng, length, window=TRAINED_FRAMES)
+    drawn = tiny.make_stream(rng, length, window=TRAINED_FRAMES)
     marks = [mark for frame in drawn for mark in frame.marks]
     pool = _questions(drawn[-frames:], rng, *kinds)
     pool = [q for q in pool if q.frame and marks.count(q.mark) == 1]
@@ -131,16 +119,16 @@ def recall(rng: np.random.Generator, frames: int, amount: float, turn: int) -> D
     """
     front = frames - 1
     swapped = int(np.floor(amount * front + 0.5))
-    drawn = sample_frames(rng, [*_roles(rng, front), "scene"], conflict=1.0)
+    drawn = tiny.sample_frames(rng, [*_roles(rng, front), "scene"], conflict=1.0)
     out = sorted(int(i) for i in rng.permutation(front)[:swapped])
-    fresh = sample_frames(rng, _roles(rng, swapped), marks=[drawn[i].marks for i in out], conflict=1.0)
+    fresh = tiny.sample_frames(rng, _roles(rng, swapped), marks=[drawn[i].marks for i in out], conflict=1.0)
     order = [*range(front), front]
     for position, new in zip(out, range(front + 1, front + 1 + swapped), strict=True):
         order[position] = new
     pool = [*drawn, *fresh]
     now = [pool[i] for i in order]
     of_front = (q for q in _questions(drawn, rng, "multi_hop") if q.frame == front)
-    questions = [q for q in of_front if len(antecedents(now, q.mark)) == 1]
+    questions = [q for q in of_front if len(tiny.antecedents(now, q.mark)) == 1]
     return Drawn(pool, range(frames), order, _pick(questions, rng), {}) if questions else None
 
 
@@ -169,7 +157,7 @@ def excess(rng: np.random.Generator, frames: int, amount: float, turn: int, *, e
     pool = [*drawn, *others]
     now = [pool[i] for i in order]
     questions = [q for q in _questions(drawn, rng, "multi_hop") if q.frame == 2]
-    questions = [q for q in questions if tuple(order[i] for i in antecedents(now, q.mark)) == q.antecedents]
+    questions = [q for q in questions if tuple(order[i] for i in tiny.antecedents(now, q.mark)) == q.antecedents]
     return Drawn(pool, range(3), order, _pick(questions, rng), {}) if questions else None
 
 
@@ -184,12 +172,12 @@ def _reordered(
     rng: np.random.Generator, frames: int, amount: float, turn: int, *, order: tuple[int, ...]
 ) -> Drawn | None:
     count = len(order)
-    drawn = sample_frames(rng, [*_roles(rng, count), "scene"])
+    drawn = tiny.sample_frames(rng, [*_roles(rng, count), "scene"])
     pool = [q for q in _questions(drawn, rng, "multi_hop", "order") if q.frame == count]
     if not pool:
         return None
     question = _pick(pool, rng)
-    meta = {"order": list(order), "legends": len(antecedents(drawn, question.mark))}
+    meta = {"order": list(order), "legends": len(tiny.antecedents(drawn, question.mark))}
     return Drawn(drawn, range(count + 1), (*order, count), question, meta)
 
 
@@ -198,16 +186,16 @@ def orders_of(amount: float) -> int:
     return {3: 5, 4: 23}.get(int(amount), SAMPLED_ORDERS)
 
 
-def _with_others(rng: np.random.Generator, front: int, others: int) -> tuple[list[Frame], list[Frame]]:
+def _with_others(rng: np.random.Generator, front: int, others: int) -> tuple[list[tiny.Frame], list[tiny.Frame]]:
     """``front`` frames and a scene, and frames of another clip; every mark is unique in all of them."""
     total = front + 1 + others
     marks = rng.permutation(100)[: total * (100 // total)].reshape(total, -1)[:, :64].tolist()
-    drawn = sample_frames(rng, [*_roles(rng, front), "scene"], marks=marks[: front + 1])
-    return list(drawn), list(sample_frames(rng, _roles(rng, others), marks=marks[front + 1 :]))
+    drawn = tiny.sample_frames(rng, [*_roles(rng, front), "scene"], marks=marks[: front + 1])
+    return list(drawn), list(tiny.sample_frames(rng, _roles(rng, others), marks=marks[front + 1 :]))
 
 
 def _drop_unused(
-    frames: Sequence[Frame], first_order: Sequence[int], order: Sequence[int], question: Question
+    frames: Sequence[tiny.Frame], first_order: Sequence[int], order: Sequence[int], question: tiny.Question
 ) -> Drawn:
     """Drop the frames that neither row names, so that nothing is drawn or encoded in vain."""
     names = {old: new for new, old in enumerate(sorted({*first_order, *order}))}
@@ -215,13 +203,13 @@ def _drop_unused(
     return Drawn(used_frames, [names[i] for i in first_order], [names[i] for i in order], question, {})
 
 
-def _questions(frames: Sequence[Frame], rng: np.random.Generator, *kinds: Kind) -> list[Question]:
-    return questions_for(frames, 1000, rng, kinds)
+def _questions(frames: Sequence[tiny.Frame], rng: np.random.Generator, *kinds: tiny.Kind) -> list[tiny.Question]:
+    return tiny.questions_for(frames, 1000, rng, kinds)
 
 
-def _pick(pool: Sequence[Question], rng: np.random.Generator) -> Question:
+def _pick(pool: Sequence[tiny.Question], rng: np.random.Generator) -> tiny.Question:
     return pool[int(rng.integers(len(pool)))]
 
 
-def _roles(rng: np.random.Generator, count: int) -> list[Role]:
+def _roles(rng: np.random.Generator, count: int) -> list[tiny.Role]:
     return ["legend" if rng.random() < 0.5 else "scene" for _ in range(count)]
