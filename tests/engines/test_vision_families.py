@@ -12,14 +12,16 @@ import torch
 from PIL import Image
 
 from ctxwin.chunk import Chunk
+from ctxwin.engines.encoding.families import FAMILIES, run_tower
 from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.engines.segments import Encoded, Segment
-from ctxwin.errors import EngineFailed, UnsupportedModel
+from ctxwin.errors import BadMedia, EngineFailed, UnsupportedModel
 from ctxwin.opening import open_engine
 from ctxwin.store import open_store
+from ctxwin.window.window import Window
 from engines.conformance import HEADER, QUERY, laid, picture
 from engines.families import WRITERS, opened
-from engines.models import edit_config, write_deepseek_ocr
+from engines.models import edit_config, write_deepseek_ocr, write_mistral3
 from engines.oracle import assert_answers, real_answer
 
 
@@ -264,3 +266,24 @@ def test_tokens_of_a_picture_see_those_behind_them(name: str, folders: Callable[
         with pytest.raises(ValueError, match="must not cut a picture"):
             engine.logits(layout, query)
     engine.logits([Segment(encoded[1], 0, span, recompute=((0, media.offset), (last, encoded[1].tokens)))], query)
+
+
+def test_a_picture_of_one_token_is_seen_and_a_smaller_one_refused(tmp_path: Path) -> None:
+    """Mistral 3's own model loses an axis of a single token."""
+    from transformers import AutoModelForImageTextToText
+
+    folder = write_mistral3(tmp_path / "model")
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    pixels, sizes, inner = torch.randn(1, 3, 28, 28), torch.tensor([[28, 28]]), model.model
+    with torch.no_grad():
+        seen = run_tower(model, FAMILIES["mistral3"], model.config, pixels, torch.tensor([[1, 2, 2]])).pooler_output
+        hidden = inner.vision_tower(
+            pixels, image_sizes=sizes, output_hidden_states=True, return_dict=True
+        ).hidden_states
+        expected = inner.multi_modal_projector(hidden[model.config.vision_feature_layer].squeeze(0), sizes)
+    torch.testing.assert_close(torch.cat(list(seen)), expected)
+    with open_engine(f"hf:{folder}", dtype="float32") as engine, Window(engine, "s") as window:
+        window.append(Chunk.image(np.full((28, 28, 3), 90, np.uint8)))
+        with pytest.raises(BadMedia, match="must have 28 pixels a side for this model"):
+            window.append(Chunk.image(np.full((14, 40, 3), 90, np.uint8)))
+        assert len(window.ids) == 1 and window.ask("q", max_tokens=1).usage.vision_encodes == 1

@@ -173,6 +173,8 @@ def is_clip(config: Any, pixels: torch.Tensor) -> bool:
 
 def run_tower(model: Any, family: Family, config: Any, pixels: torch.Tensor, grids: torch.Tensor) -> Any:
     """Run the vision tower of transformers' model on the output of `process_images` or `process_video`."""
+    import torch
+
     if is_clip(config, pixels):
         return model.get_video_features(pixels[None], return_dict=True)
     images = (
@@ -186,6 +188,15 @@ def run_tower(model: Any, family: Family, config: Any, pixels: torch.Tensor, gri
             others["num_local_patches"] = [count - 1]
         return images(first.view(1, 3, side, side), **others, return_dict=True)
     options: dict[str, Any] = {}
+    if str(config.model_type) == "mistral3" and (least := int(config.spatial_merge_size)):
+        sides = [int(side) // least for side in grids[0, 1:]]
+        if not all(sides):
+            raise BadMedia(f"a picture must have {least * _cell(config)} pixels a side for this model; enlarge it")
+        if sides == [1, 1]:  # of one token alone transformers' model loses an axis
+            sizes = torch.cat([grids, grids])[:, 1:] * _cell(config)
+            features = images(torch.cat([pixels, pixels]), image_sizes=sizes, return_dict=True)
+            features.pooler_output = features.pooler_output[:1]
+            return features
     if family.listed:
         options = {"image_position_ids": patch_places(grids, int(pixels.shape[-2]))}
     elif not family.marks and not family.tiles:
