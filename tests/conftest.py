@@ -82,6 +82,7 @@ GUARDS = (
     "adapters/vllm/test_vllm_tensor_parallel.py::",
     "adapters/vllm/test_vllm_watchdog.py::",
     "evals/probe/test_probe_models.py::",
+    "evals/probe/test_probe_serving.py::",
     "evals/test_kill.py::",
     "examples/test_document_agent.py::",
     "examples/test_library_agent.py::",
@@ -93,10 +94,12 @@ GUARDS = (
     "kv/test_gpu_check.py::",
     "adapters/server/test_command.py::",
     "adapters/server/vllm/test_vllm_plugin.py::",
+    "adapters/server/vllm/test_vllm_stages.py::",
     "adapters/server/vllm/test_vllm_successors.py::",
     "tiny/test_chaining.py::",
     "tiny/test_hybrid_model.py::",
     "window/test_fidelity_table.py::",
+    "window/test_growth.py::",
     "audit/test_turns.py::",
 )
 """Files and classes whose slow tests are guards, beside those that are marked so (`twins.guard`)."""

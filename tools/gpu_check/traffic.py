@@ -62,6 +62,8 @@ COSTS = {
 """What an edit spends beside the forward, each by the number of its row in `evals/results/gpu.md` and a name."""
 SIZE, CHUNKS, RANK, BLOCK_TOKENS = 16, 4, 32, 16
 """Tokens of a paged block, chunks of the window, rank of their patches, tokens of one program of the kernel."""
+LIMIT_S = 150
+"""Seconds that the process may take."""
 
 
 def traffic(device: torch.device, *, quick: bool) -> Iterator[Row]:
@@ -69,7 +71,11 @@ def traffic(device: torch.device, *, quick: bool) -> Iterator[Row]:
     environment = {**os.environ, "CTXWIN_RESIDENT_BYTES": str(1 << 32)}
     environment |= {} if device.type == "cuda" else {"TRITON_INTERPRET": "1"}
     command = [sys.executable, __file__, str(device), *(["--quick"] if quick else [])]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment, check=False)
+    except subprocess.TimeoutExpired:
+        yield {"edit": "all", "expected": {}, "seen": {}, "fault": f"not done after {LIMIT_S} s"}
+        return
     yield from (json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("row "))
     if done.returncode:
         fault = done.stderr.strip().splitlines()[-1:] or ["it ended without a word"]
