@@ -73,7 +73,7 @@ def beside(
 
 def _quantiles(off: list[list[float]], ahead: list[list[float]], seed: int) -> dict[str, Any]:
     """Median and 99th percentile without and with prefill, and the ratios with 95 % intervals, by drawing pairs again."""
-    draws, found = np.random.default_rng(seed), dict[str, Any]()
+    draws, quantiles = np.random.default_rng(seed), dict[str, Any]()
     drawn = [draws.integers(len(off), size=len(off)) for _ in range(2000)]
     for name, q in (("p50", 0.5), ("p99", 0.99)):
 
@@ -82,9 +82,9 @@ def _quantiles(off: list[list[float]], ahead: list[list[float]], seed: int) -> d
 
         low, high = np.quantile([at(ahead, chosen) / at(off, chosen) for chosen in drawn], [0.025, 0.975])
         alone, beside = at(off, range(len(off))), at(ahead, range(len(off)))
-        found[f"{name}_ms"] = [round(1e3 * alone, 2), round(1e3 * beside, 2)]
-        found[f"{name}_ratio"] = [round(value, 3) for value in (beside / alone, float(low), float(high))]
-    return {"asks": [sum(map(len, off)), sum(map(len, ahead))], **found}
+        quantiles[f"{name}_ms"] = [round(1e3 * alone, 2), round(1e3 * beside, 2)]
+        quantiles[f"{name}_ratio"] = [round(value, 3) for value in (beside / alone, float(low), float(high))]
+    return {"asks": [sum(map(len, off)), sum(map(len, ahead))], **quantiles}
 
 
 def beside_windows(servers: dict[str, Server], pairs: int, windows: int, seed: int) -> Iterator[dict[str, Any]]:
@@ -97,9 +97,9 @@ def beside_windows(servers: dict[str, Server], pairs: int, windows: int, seed: i
         seconds = {name: list[list[float]]() for name in servers}
         for pair in range(-1, pairs):
             for name in Random(f"{seed} {kind} {pair}").sample(list(servers), len(servers)):
-                server, again = servers[name], Server(servers[name].address, 0)
+                server, other = servers[name], Server(servers[name].address, 0)
                 server.connect()
-                turns = again, Random(f"{seed} {pair % windows}"), 3, frames, 4
+                turns = other, Random(f"{seed} {pair % windows}"), 3, frames, 4
                 going_on = [pool.submit(chat, *turns)] if kind == "busy" else []
                 took = [server.complete(f"{pair} {i} {LOG * 2} Is it shut?") for i in range(PLAIN)]
                 for one in going_on:
@@ -155,9 +155,9 @@ def ask_all(windows: list[Window], turn: int) -> None:
 def pool_pressure(engine: Any, pairs: int, count: int, seed: int) -> dict[str, Any]:
     """Return the throughput of loads of all blocks on a cache full of windows' blocks, over that on one of plain requests' and
     over that behind the same asks on an emptied one, where the processor's caches hold what they do behind asks."""
-    windows, rng, found = open_windows(engine, "patched", count), Random(seed), list[dict[str, Any]]()
+    windows, rng, loads = open_windows(engine, "patched", count), Random(seed), list[dict[str, Any]]()
     for pair in range(pairs + 1):
-        found.append({})
+        loads.append({})
         for filled in rng.sample(["windows", "plain", "emptied"], 3):
             if filled == "plain":
                 load_of_all_blocks(engine, seed + pairs + 1 + pair)
@@ -168,22 +168,22 @@ def pool_pressure(engine: Any, pairs: int, count: int, seed: int) -> dict[str, A
                 raise RuntimeError("requests still hold blocks")
             began = time.perf_counter()
             steps, preempted = load_of_all_blocks(engine, seed + pair)
-            found[-1][filled] = time.perf_counter() - began, steps, preempted
+            loads[-1][filled] = time.perf_counter() - began, steps, preempted
     for window in windows:
         window.close()
-    del found[0]  # not counted
+    del loads[0]  # not counted
 
     def ratio(other: str) -> list[float]:
-        ratios = [each[other][0] / each["windows"][0] for each in found]
+        ratios = [each[other][0] / each["windows"][0] for each in loads]
         return [float(np.median(ratios)), *(bootstrap_median(ratios) or ())]
 
     least = [
-        min(BLOCKS - min(free for *_, free in each[filled][1]) for each in found) for filled in ("plain", "windows")
+        min(BLOCKS - min(free for *_, free in each[filled][1]) for each in loads) for filled in ("plain", "windows")
     ]
     return {
         "blocks": BLOCKS, "windows": count, "pairs": pairs,
-        "same_steps": sum(each["plain"][1] == each["windows"][1] for each in found),
-        "preempted": [sum(each[filled][2] for each in found) for filled in ("plain", "windows")],
+        "same_steps": sum(each["plain"][1] == each["windows"][1] for each in loads),
+        "preempted": [sum(each[filled][2] for each in loads) for filled in ("plain", "windows")],
         "most_blocks": least, "throughput_ratio": ratio("plain"), "over_emptied": ratio("emptied"),
     }  # fmt: skip
 

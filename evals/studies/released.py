@@ -152,10 +152,10 @@ class Study:
                 case "floor/bfloat16-pieces":
                     reference, other = rounded().exact, rounded().in_pieces()
                 case _:
-                    found = _serve(views, name)
-                    if found is None:  # an orbit of a chunk behind one other, say
+                    answer = _serve(views, name)
+                    if answer is None:  # an orbit of a chunk behind one other, say
                         continue
-                    served, other = found, views.read(found)
+                    served, other = answer, views.read(answer)
             yield _sample(context, name, views.group(""), served, reference, other)
 
 
@@ -259,11 +259,11 @@ def summarise(samples: Samples) -> dict[str, Any]:
     by_set: dict[str, dict[str, dict[int, Sample]]] = {}
     for (task, name, index), row in samples.rows.items():
         by_set.setdefault(task, {}).setdefault(name, {})[index] = row
-    known = {name: i for i, name in enumerate((REPREFILL, *MAIN, *MORE))}
+    order = {name: i for i, name in enumerate((REPREFILL, *MAIN, *MORE))}
     result: dict[str, Any] = {}
     for task in sorted(by_set, reverse=True):
         arms = by_set[task]
-        names = sorted(arms, key=lambda name: (known.get(name, len(known)), name))
+        names = sorted(arms, key=lambda name: (order.get(name, len(order)), name))
         bases = {name: None if name == REPREFILL else arms.get(base_of(name)) for name in names}
         result[task] = {name: _figures(arms[name], bases[name]) for name in names}
         exact = result[task][REPREFILL]

@@ -168,12 +168,12 @@ def measure(reader: Reader, stream: Stream, way: str, references: dict[int, list
 
 def compare(exact: Tensor, got: Tensor, tokens: Sequence[int]) -> dict[str, float]:
     """Return how far an expectation is from a re-prefill's, and whether its best tokens, and the latter's, are the true ones."""
-    best, given = exact.argmax(-1), got.argmax(-1)
+    best, choice = exact.argmax(-1), got.argmax(-1)
     return {
         "kl": float((exact.exp() * (exact - got)).sum(-1).clamp_min(0).mean()),
-        "flips": float((best != given).float().mean()),
-        "changed": float((best != given).any()),
-        "right": float(given.tolist() == list(tokens)),
+        "flips": float((best != choice).float().mean()),
+        "changed": float((best != choice).any()),
+        "right": float(choice.tolist() == list(tokens)),
         "exact_right": float(best.tolist() == list(tokens)),
     }
 
