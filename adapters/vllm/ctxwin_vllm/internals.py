@@ -26,8 +26,6 @@ from ctxwin.kv.config import text_backbone
 
 CHECKED = TESTED
 """The minor versions of vLLM on which every function here was read and run."""
-_READERS = 64
-"""Readers of a queue that may wait for their events; so many are let in with each message."""
 
 
 def in_process(engine: Any) -> bool:
