@@ -93,7 +93,7 @@ class Maintenance:
             token_limit: most tokens to compute; BudgetExceeded, and nothing is computed, where `plan_orbit` says more.
 
         Cost: a forward of the window for each order, of which there are no more than ids; one of each chunk behind them whose
-        canonical is not held, and of the system prompt if it is not held; no encode.
+        canonical is not held, and of the system prompt if it is not held; no encode. On vLLM they share steps, eight at a time.
         """
         with self.core.writing() as state:
             k, chosen = _orders(state, ids, orders, seed)
