@@ -1,6 +1,6 @@
 """`Maintenance`: computing KV ahead, re-forming approximations, compressing KV, and forming orbit patches."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -46,7 +46,7 @@ class Maintenance:
         """
         with self.core.writing() as state:
             if len(state.evicted) > most:
-                self.core.commit(state.edited(evicted=state.evicted[len(state.evicted) - most :]), remember=False)
+                self.core.commit(state.edited(evicted=state.evicted.newest(most)), remember=False)
 
     @property
     def prefill_counts(self) -> PrefillCounts | None:
@@ -186,7 +186,8 @@ class Maintenance:
             if if_short and not demand.short:
                 return 0
             dropped: dict[str, int] = {}
-            entries, evicted = state.placed, state.evicted
+            entries: Iterable[Placed] = state.placed
+            evicted: Iterable[Placed] = state.evicted
             if patches:
                 entries = tuple(_compress(self.core, state, p, demand if if_short else None, dropped) for p in entries)
             if if_short:
