@@ -10,6 +10,7 @@ from ctxwin.window.placed_list import PlacedList
 
 if TYPE_CHECKING:
     from ctxwin.store.spans import SpanRepository
+    from ctxwin.window.state import Placed
 
 
 class Leases:
@@ -22,7 +23,7 @@ class Leases:
     def __init__(self, repo: SpanRepository) -> None:
         self._repo = repo
         self.keys: set[str] = set()
-        self._placed = PlacedList()
+        self._placed: PlacedList[Placed] = PlacedList()
         self._uses: Counter[str] = Counter()
         self._unleased: set[str] = set()
 
@@ -34,7 +35,7 @@ class Leases:
         self._repo.lease_again(fork.keys)
         return fork
 
-    def follow(self, placed: PlacedList) -> None:
+    def follow(self, placed: PlacedList[Placed]) -> None:
         """Lease what these chunks need, also what is stored by now, and release the rest. Cost: of what has changed."""
         leaving, coming = self._placed.difference(placed)
         self._placed = placed

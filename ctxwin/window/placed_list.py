@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heapreplace
 from itertools import accumulate, chain, compress, count, repeat
 from operator import add, attrgetter, contains, gt, is_not, itemgetter, not_
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, TypeVar, get_args, overload
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-if TYPE_CHECKING:
-    from ctxwin.window.state import Placed
-
+P = TypeVar("P")
+"""`ctxwin.window.state.Placed`, whose module imports this one."""
 SIZE = 32
 """Most placements of a block."""
 _FIELDS = attrgetter("id", "tokens", "arrival", "read", "pending", "unseen")
@@ -38,7 +37,7 @@ class Block:
 
     __slots__ = ("entries", "ids", "latest", "names", "pending", "reads", "size", "tokens")
 
-    def __init__(self, entries: Sequence[Placed]) -> None:
+    def __init__(self, entries: Sequence[Any]) -> None:
         self.entries, self.size = tuple(entries), len(entries)
         ids, tokens, arrivals, reads, pending, unseen = zip(*map(_FIELDS, entries), strict=True)
         self.ids: tuple[str, ...] = ids
@@ -46,18 +45,18 @@ class Block:
         self.tokens, self.latest, self.pending = sum(tokens), max(arrivals), any(pending)
         self.reads = sorted(zip(reads, arrivals, ids, strict=True))
 
-    def behind(self, late: tuple[str, ...]) -> tuple[Placed, ...]:
+    def behind(self, late: tuple[str, ...]) -> tuple[Any, ...]:
         """Return the placements behind what was placed in front of them since."""
         return tuple(p.replace(unseen=(*p.unseen, *late)) for p in self.entries) if late else self.entries
 
 
-def _cut(entries: Sequence[Placed], *, full: bool) -> list[Block]:
+def _cut(entries: Sequence[Any], *, full: bool) -> list[Block]:
     """Return blocks of ``entries``: full ones and a rest, or ones of about the same size, which leave room to insert."""
     size = SIZE if full else -(-len(entries) // -(-len(entries) // SIZE or 1)) or 1
     return [Block(entries[i : i + size]) for i in range(0, len(entries), size)]
 
 
-class PlacedList(Sequence["Placed"]):
+class PlacedList(Sequence[P]):
     """An immutable list of placements, equal to the tuple of them.
 
     What an insertion puts in front of others is noted beside their blocks, and written into `Placed.unseen` when they are next
@@ -73,7 +72,7 @@ class PlacedList(Sequence["Placed"]):
             self._ends = (*accumulate(map(_COUNT, self._parts[0])),)
 
     @classmethod
-    def of(cls, entries: Iterable[Placed]) -> PlacedList:
+    def of(cls, entries: Iterable[P]) -> PlacedList[P]:
         """Return a list of ``entries``. O(n)."""
         return cls(_cut((*entries,), full=True))
 
@@ -88,17 +87,17 @@ class PlacedList(Sequence["Placed"]):
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def __iter__(self) -> Iterator[Placed]:
+    def __iter__(self) -> Iterator[P]:
         return chain.from_iterable(map(_ENTRIES, self._blocks))
 
-    def __reversed__(self) -> Iterator[Placed]:
+    def __reversed__(self) -> Iterator[P]:
         return chain.from_iterable(map(reversed, map(_ENTRIES, reversed(self._blocks))))
 
     @overload
-    def __getitem__(self, index: int) -> Placed: ...
+    def __getitem__(self, index: int) -> P: ...
 
     @overload
-    def __getitem__(self, index: slice) -> tuple[Placed, ...]: ...
+    def __getitem__(self, index: slice) -> tuple[P, ...]: ...
 
     def __getitem__(self, index: Any) -> Any:
         """Return a placement in O(log n), or a tuple of some in O(n)."""
@@ -130,7 +129,7 @@ class PlacedList(Sequence["Placed"]):
         return sum(map(attrgetter("tokens"), self._parts[0]))
 
     @property
-    def pending(self) -> list[Placed]:
+    def pending(self) -> list[P]:
         """The placements that lazy edits wait for."""
         waiting = compress(zip(*self._parts, strict=True), map(attrgetter("pending"), self._parts[0]))
         return [p for block, late in waiting for p in block.behind(late) if p.pending]
@@ -143,7 +142,7 @@ class PlacedList(Sequence["Placed"]):
                 return self._ends[at] - blocks[at].size + blocks[at].ids.index(placement)
         return None
 
-    def get(self, placement: str) -> Placed | None:
+    def get(self, placement: str) -> P | None:
         """Return the placement of this id; None where there is none."""
         at = self.place_of(placement)
         return None if at is None else self[at]
@@ -171,7 +170,7 @@ class PlacedList(Sequence["Placed"]):
             else:
                 heappop(heap)
 
-    def splice(self, begin: int, end: int, entries: Iterable[Placed] = (), late: tuple[str, ...] = ()) -> PlacedList:
+    def splice(self, begin: int, end: int, entries: Iterable[P] = (), late: tuple[str, ...] = ()) -> PlacedList[P]:
         """Return the list with ``entries`` in place of those from ``begin`` up to ``end``; what follows has not seen ``late``."""
         (blocks, lates), ends = self._parts, self._ends
         first = bisect_right(ends, begin)
@@ -190,31 +189,33 @@ class PlacedList(Sequence["Placed"]):
         new = _cut([*preceding, *following], full=not rest)
         return PlacedList((*blocks[:first], *new, *rest), (*lates[:first], *repeat((), len(new)), *rest_late))
 
-    def newest(self, most: int) -> PlacedList:
+    def newest(self, most: int) -> PlacedList[P]:
         """Return the list of its last placements, so many at most."""
         return self.splice(0, len(self) - most) if most < len(self) else self
 
-    def without(self, ids: Iterable[str]) -> PlacedList:
+    def without(self, ids: Iterable[str]) -> PlacedList[P]:
         """Return the list without these ids, also where others have not seen them."""
         out, (blocks, late) = {*ids}, self._parts
         if any(late):
             late = tuple(tuple(i for i in some if i not in out) for some in late)
 
-        def remaining(entry: Placed) -> Placed | None:
+        def remaining(entry: Any) -> Any:
             if out.isdisjoint(entry.unseen):
                 return None if entry.id in out else entry
             return None if entry.id in out else entry.replace(unseen=tuple(u for u in entry.unseen if u not in out))
 
         return PlacedList(blocks, late)._updated(map(not_, map(out.isdisjoint, map(_NAMES, blocks))), remaining)
 
-    def read_until(self, version: int) -> PlacedList:
+    def read_until(self, version: int) -> PlacedList[P]:
         """Return the list where nothing was read behind ``version``."""
-        newest = map(_first, map(_last, map(attrgetter("reads"), self._parts[0])))
-        return self._updated(
-            map(gt, newest, repeat(version)), lambda p: p.replace(read=version) if p.read > version else p
-        )
 
-    def _updated(self, touched: Iterable[object], change: Callable[[Placed], Placed | None]) -> PlacedList:
+        def until(entry: Any) -> Any:
+            return entry.replace(read=version) if entry.read > version else entry
+
+        newest = map(_first, map(_last, map(attrgetter("reads"), self._parts[0])))
+        return self._updated(map(gt, newest, repeat(version)), until)
+
+    def _updated(self, touched: Iterable[object], change: Callable[[P], P | None]) -> PlacedList[P]:
         """Return the list with what ``change`` makes of the placements in blocks that are ``touched``; it drops None."""
         blocks, late = self._parts
         new: list[Block | None] = [*blocks]
@@ -224,7 +225,7 @@ class PlacedList(Sequence["Placed"]):
             new[at], lates[at] = Block(entries) if entries else None, ()
         return PlacedList([*filter(None, new)], [*compress(lates, new)])
 
-    def followed_by(self, entries: Iterable[Placed]) -> PlacedList:
+    def followed_by(self, entries: Iterable[P]) -> PlacedList[P]:
         """Return a list of ``entries`` that shares the blocks in which they are the same objects at the same places. O(n)."""
         placed, blocks, at = (*entries,), list[Block](), 0
         for block in self._blocks:
@@ -234,7 +235,7 @@ class PlacedList(Sequence["Placed"]):
             at += len(some)
         return PlacedList([*blocks, *_cut(placed[at:], full=True)])
 
-    def difference(self, other: PlacedList) -> tuple[list[Placed], list[Placed]]:
+    def difference(self, other: PlacedList[P]) -> tuple[list[P], list[P]]:
         """Return the objects that only this list has, and those that only ``other`` has; that some have not seen what was placed
         since is none. Not in order."""
         own, others = {*self._parts[0]}, {*other._parts[0]}
@@ -245,15 +246,16 @@ class PlacedList(Sequence["Placed"]):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        from ctxwin.window.state import Placed  # whose module defines its list's model
-
-        def checked(value: Any, listed: Callable[[Any], tuple[Placed, ...]]) -> PlacedList:
+        def checked(value: Any, listed: Callable[[Any], tuple[P, ...]]) -> PlacedList[P]:
             return value if isinstance(value, cls) else cls.of(listed(value))
 
-        return core_schema.no_info_wrap_validator_function(checked, handler.generate_schema(tuple[Placed, ...]))
+        entry = handler.generate_schema(get_args(source)[0])
+        return core_schema.no_info_wrap_validator_function(
+            checked, core_schema.tuple_schema([entry], variadic_item_index=0)
+        )
 
 
-def unshared(olds: Sequence[PlacedList], news: Sequence[PlacedList]) -> int:
+def unshared(olds: Sequence[PlacedList[Any]], news: Sequence[PlacedList[Any]]) -> int:
     """Return how many objects only some lists have, and others have not, once all of them were read in order."""
     own, others = (set().union(*(zip(*one._parts, strict=True) for one in some)) for some in (olds, news))
     (only, changing), (rest, _) = map(_objects, (own - others, others - own))

@@ -162,8 +162,8 @@ class State(BaseModel):
     fidelity: Fidelity
     version: int = 0
     arrivals: int = 0
-    placed: PlacedList = PlacedList()
-    evicted: PlacedList = PlacedList()
+    placed: PlacedList[Placed] = PlacedList()
+    evicted: PlacedList[Placed] = PlacedList()
     libraries: dict[str, int] = {}
 
     @model_serializer(mode="wrap")
@@ -262,7 +262,7 @@ class State(BaseModel):
         return {key for p in self.placed for key in p.keys}
 
 
-def _named(chunks: PlacedList) -> str:
+def _named(chunks: PlacedList[Placed]) -> str:
     """Return their ids for a message: only the newest if there are many."""
     more = f" and {len(chunks) - _SHOWN} more" if len(chunks) > _SHOWN else ""
     return f"{[*chunks.ids[-_SHOWN:]]}{more}"
@@ -292,7 +292,7 @@ def span_key(provenance: str, approximations: str = "") -> str:
     return "span/" + _digest("span", provenance, approximations)
 
 
-def placed_order(placed: PlacedList) -> Antecedents:
+def placed_order(placed: PlacedList[Placed]) -> Antecedents:
     """Return the ids of placed chunks, where they stand in it as a run of the order that the last one with KV was conditioned on,
     so that the chunks of a stream share one. O(placed)."""
     ids = [*placed.ids]
