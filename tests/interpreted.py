@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
+import multiprocessing
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -17,9 +19,25 @@ import torch
 from ctxwin.kv.kernels import CacheStrides, SpanSlice, api, choice
 from ctxwin.kv.kernels.cpu import CpuKernel
 from ctxwin.kv.kernels.load_stream import LoadStream
+from ctxwin.kv.kernels.parts import Heads
 from ctxwin.kv.layout import KVSpec
 
 PACKAGE = "ctxwin.kv.kernels"
+
+
+class Count:
+    """A number that is counted in forked processes, too."""
+
+    def __init__(self) -> None:
+        self._value = multiprocessing.Value("q", 0)
+
+    def add(self, count: int) -> None:
+        with self._value.get_lock():
+            self._value.value += count
+
+    @property
+    def value(self) -> int:
+        return self._value.value
 
 
 class LateLoads(LoadStream):
@@ -29,7 +47,7 @@ class LateLoads(LoadStream):
         super().__init__(device)
         self._queued: list[tuple[Callable[[], object], set[str]]] = []
         self._later: list[Callable[[], object]] = []
-        self.awaited = 0
+        self.awaited = Count()
 
     def queue(self, write: Callable[[], object], layers: Any) -> None:
         if self._background:
@@ -42,7 +60,7 @@ class LateLoads(LoadStream):
     def wait(self, layer: str) -> None:
         super().wait(layer)
         while any(layer in layers for _, layers in self._queued):
-            self.awaited += 1
+            self.awaited.add(1)
             self._queued.pop(0)[0]()
 
     def wait_all(self) -> None:
@@ -101,12 +119,15 @@ class CopiesKernel(CpuKernel):
     """Torch operators in the place of `TritonKernel`: they read resident copies and write paged caches as well, faster than the
     interpreter."""
 
-    def __init__(self, parts: Sequence[SpanSlice], spec: KVSpec, **options: Any) -> None:
-        copied = [
-            replace(part, span=replace(part.span, k=part.resident.k, v=part.resident.v)) if part.resident else part
-            for part in parts
-        ]
-        super().__init__(copied, spec, **options)
+    def __init__(self, parts: Sequence[SpanSlice], spec: KVSpec, *, heads: Heads, **options: Any) -> None:
+        def copied(part: SpanSlice) -> SpanSlice:
+            kv, first = {}, getattr(part.resident, "first", 0)
+            for name, rows in (("k", part.resident.k), ("v", part.resident.v)) if part.resident else ():
+                kv[name] = torch.full(getattr(part.span, name).shape, torch.nan, dtype=rows.dtype)
+                kv[name][first : first + len(rows), :, slice(*heads)] = rows
+            return replace(part, span=replace(part.span, **kv)) if kv else part
+
+        super().__init__([copied(part) for part in parts], spec, heads=heads, **options)
 
     def store(self, first: int, caches: Sequence[torch.Tensor], strides: CacheStrides, slots: torch.Tensor) -> None:
         size = strides.block_size
@@ -118,11 +139,11 @@ class CopiesKernel(CpuKernel):
 
 @contextlib.contextmanager
 def resident_copies(open_engine: Callable[[], Any], max_bytes: int = 1 << 28, interpret: bool = True) -> Iterator[Any]:
-    """Open vLLM in this process as on a GPU: it keeps copies of spans, loads from them by the kernel of one, late, schedules
-    ahead and writes its store behind answers.
+    """Open vLLM as on a GPU: it keeps copies of spans, loads from them by the kernel of one, late, schedules ahead and writes its
+    store behind answers; in processes of its own as well, which are forked.
 
-    ``interpret``: whether that is Triton's, else `CopiesKernel`. It counts the ``copies_served``, at least one, and is closed in
-    the end.
+    ``interpret``: whether that is Triton's, else `CopiesKernel`. It counts the ``copies_served``, those that the host had no part
+    in (``kept_served``) and ``bytes_copied`` from the host; it serves at least one, and is closed in the end.
     """
     from vllm.platforms.cpu import CpuPlatform
 
@@ -139,10 +160,16 @@ def resident_copies(open_engine: Callable[[], Any], max_bytes: int = 1 << 28, in
         ahead = config.scheduler_config.async_scheduling is not False  # vLLM's default, but on a CPU
         configure(config)
         config.scheduler_config.async_scheduling = ahead
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # a spawned one would have none of this
 
-    def attached(self: ResidentSpans, parts: Any) -> Any:
-        made = attach(self, parts)
-        engine.copies_served += sum(part.resident is not None for part in made)
+    served, kept, copied = Count(), Count(), Count()
+
+    def attached(self: ResidentSpans, parts: Any, heads: Any = None) -> Any:
+        before = self.copied_bytes
+        made = attach(self, parts, heads)
+        copied.add(self.copied_bytes - before)
+        served.add(sum(part.resident is not None for part in made))
+        kept.add(sum(part.span.k.is_meta for part in made))
         return made
 
     with contextlib.ExitStack() as kernel, pytest.MonkeyPatch.context() as patch:
@@ -158,13 +185,17 @@ def resident_copies(open_engine: Callable[[], Any], max_bytes: int = 1 << 28, in
         patch.setitem(STREAMS, torch.device("cpu"), loads := LateLoads(torch.device("cpu")))
         patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(configured))
         engine = open_engine()
-        engine.copies_served = 0
+        engine.copies_served, engine.kept_served, engine.bytes_copied = served, kept, copied
         try:
             yield engine
-            assert engine._core.driver.config.scheduler_config.async_scheduling
-            paged = engine._core.transport.paged
-            assert paged.kernel == "triton" and paged.direct, "the kernel writes the paged cache"
-            assert paged.loads is loads and loads.awaited
-            assert engine.copies_served and 0 < paged.resident.nbytes <= max_bytes
+            config = engine._core.driver.config
+            assert config.scheduler_config.async_scheduling or config.parallel_config.pipeline_parallel_size > 1
+            assert served.value
+            if engine._core.driver.local:
+                paged = engine._core.transport.paged
+                assert paged.kernel == "triton" and paged.direct, "the kernel writes the paged cache"
+                assert paged.loads is loads and loads.awaited.value and 0 < paged.resident.nbytes <= max_bytes
+            else:
+                assert kept.value
         finally:
             engine.close()

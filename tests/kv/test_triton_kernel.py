@@ -201,9 +201,10 @@ class TestResident:
             parts.append(SpanSlice(span, data.draw(st.integers(0, 3000)), patch, begin))
         first = data.draw(st.integers(0, spec.heads - 1))
         heads = data.draw(st.sampled_from([slice(0, spec.heads), slice(first, first + 1)]))
-        copies = ResidentSpans(1 << 20, torch.device("cpu"), heads, range(spec.layers))
+        copies = ResidentSpans(torch.device("cpu"), range(spec.layers), 1 << 20)
         attached = [
-            new if data.draw(st.booleans()) else old for old, new in zip(parts, copies.attach(parts), strict=True)
+            new if data.draw(st.booleans()) else old
+            for old, new in zip(parts, copies.attach(parts, heads), strict=True)
         ]
         staged_bytes = data.draw(st.sampled_from([0, 32 << 20]))
         with pytest.MonkeyPatch.context() as patch_of_module:
@@ -217,7 +218,7 @@ class TestResident:
         spec = FAMILIES["gqa"]
         spans = [canonical(spec, 4, seed, F32) for seed in range(4)]
         one = spans[0].nbytes
-        copies = ResidentSpans(3 * one, torch.device("cpu"), slice(None), range(spec.layers))
+        copies = ResidentSpans(torch.device("cpu"), range(spec.layers), 3 * one)
         for _ in range(3):
             attached = copies.attach([SpanSlice(span, 7) for span in spans[:3]])
             assert all(part.resident is not None for part in attached)
@@ -236,11 +237,11 @@ class TestResident:
     def test_what_was_read_on_the_device_is_kept_there(self):
         spec = FAMILIES["gqa"]
         span = canonical(spec, 4, 0, F32)
-        copies = ResidentSpans(span.nbytes, torch.device("cpu"), slice(None), range(spec.layers))
-        copies.keep(span, span.k, span.v)
+        copies = ResidentSpans(torch.device("cpu"), range(spec.layers), span.nbytes)
+        copies.keep(span.origin, span.k, span.v)
         assert copies.attach([SpanSlice(span, 7)])[0].resident is not None and not copies.copied_bytes
         other = canonical(spec, 4, 1, F32)
-        copies.keep(other, other.k, other.v)
+        copies.keep(other.origin, other.k, other.v)
         assert copies.nbytes == span.nbytes
         copies.clear()
         assert not copies.nbytes
@@ -248,7 +249,7 @@ class TestResident:
     def test_what_lies_in_page_locked_memory_crosses_from_there(self, monkeypatch):
         """As KV that was read back does; staging it would take page-locked memory, which this machine has none of."""
         spec = FAMILIES["gqa"]
-        copies = ResidentSpans(1 << 20, torch.device("meta"), slice(None), range(spec.layers))
+        copies = ResidentSpans(torch.device("meta"), range(spec.layers), 1 << 20)
         monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
         span = canonical(spec, 4, 0, F32)
         (part,) = copies.attach([SpanSlice(span, 7)])
@@ -259,7 +260,7 @@ class TestResident:
     def test_equal_numbers_of_another_tensor_are_another_span(self):
         """A copy is never found by a name or a place in memory that a later span has as well."""
         spec = FAMILIES["gqa"]
-        copies = ResidentSpans(1 << 20, torch.device("cpu"), slice(None), range(spec.layers))
+        copies = ResidentSpans(torch.device("cpu"), range(spec.layers), 1 << 20)
         for seed in range(50):
             span = canonical(spec, 2, seed, F32)
             resident = copies.attach([SpanSlice(span, 0)])[0].resident
@@ -269,7 +270,7 @@ class TestResident:
 
     def test_no_memory_of_the_device_is_no_failure(self, monkeypatch, caplog):
         spec = FAMILIES["gqa"]
-        copies = ResidentSpans(1 << 20, torch.device("cpu"), slice(None), range(spec.layers))
+        copies = ResidentSpans(torch.device("cpu"), range(spec.layers), 1 << 20)
 
         def fail(rows: torch.Tensor) -> torch.Tensor:
             raise torch.OutOfMemoryError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -216,6 +217,20 @@ class TestPagedKV:
         monkeypatch.setenv(RESIDENT_BYTES, "4 GB")
         with pytest.raises(ValueError, match="CTXWIN_RESIDENT_BYTES must be a number of bytes, got '4 GB'"):
             self.paged(self.Backend(), spec).plan([SpanSlice(spans[0], 0)], spec, None)
+
+    def test_a_rank_copies_its_heads_whatever_was_kept_before(self, monkeypatch):
+        """What an answer keeps has the rank's heads alone, and may be the first copy there."""
+        monkeypatch.setenv(RESIDENT_BYTES, str(1 << 20))
+        spec = FAMILIES["gqa"]
+        paged = self.paged(self.Backend(), rank_spec := replace(spec, heads=1))
+        kept, span = canonical(rank_spec, 5, 0, F32), canonical(spec, 5, 1, F32)
+        assert paged.keep(kept.origin, kept.k, kept.v)
+        for part, kv, heads in ((kept, rank_spec, None), (span, spec, slice(1, 2))) * 2:
+            paged.write(paged.plan([SpanSlice(part, 10)], kv, heads), paged.slots([1], 0, 5))
+            want = exact([SpanSlice(part, 10)], kv)
+            for got, wanted in zip(paged.read([1], 0, 5), want, strict=True):
+                assert worst(got, wanted[:, :, heads or slice(None)]) < 1e-6
+        assert paged.resident.copied_bytes == span.nbytes // spec.heads
 
     @pytest.mark.parametrize("staged_bytes", [0, 1 << 20], ids=["a launch a layer", "one launch"])
     def test_a_layer_is_written_by_what_is_waited_for(self, staged_bytes, monkeypatch):

@@ -28,16 +28,19 @@ from window.on_engines import FRAMES, HEADER, QUESTIONS, SHARED, another_basis, 
 ENGINES = ["hf", pytest.param("vllm", marks=pytest.mark.vllm)]
 # And with copies of the KV kept where it is served, as on a GPU; Triton's interpreter takes a second for a window.
 RESIDENT = pytest.param("resident", marks=pytest.mark.vllm)
-on_resident_copies = pytest.mark.parametrize("engine", [*ENGINES, RESIDENT], indirect=True, scope="module")
+ELSEWHERE = pytest.param("resident multi", marks=[pytest.mark.vllm, pytest.mark.slow, pytest.mark.guard])
+on_resident_copies = pytest.mark.parametrize("engine", [*ENGINES, RESIDENT, ELSEWHERE], indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module", params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    resident = request.param == "resident"
-    start = partial(open_engine, "tiny", engine="vllm" if resident else request.param, dtype="float32")
-    if resident:
+    resident, _, processes = request.param.partition(" ")
+    copies = resident == "resident"
+    options = {"processes": processes} if processes else {}
+    start = partial(open_engine, "tiny", engine="vllm" if copies else resident, dtype="float32", **options)
+    if copies:
         pytest.importorskip("triton")
-    with resident_copies(start) if resident else start() as opened:
+    with resident_copies(start, interpret=not processes) if copies else start() as opened:
         yield opened
 
 
@@ -135,15 +138,7 @@ def test_no_edit_runs_the_vision_tower(engine: Engine) -> None:
         assert engine.counters.vision_encodes == encodes
 
 
-def test_any_order_of_a_prepared_set_is_served_without_a_forward(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM runs all forwards that prepare it in one step, behind one that loads the system prompt."""
-    steps: list[int] = []
-    if engine.spec.name == "vllm":
-        batching: Any = engine
-        vllm = batching.core.driver.engine
-        monkeypatch.setattr(vllm, "step", lambda step=vllm.step: (steps.append(1), step())[1])
+def test_any_order_of_a_prepared_set_is_served_without_a_forward(engine: Engine) -> None:
     fidelity = Fidelity("patched", orbit=True, advanced={"forbid": ("survivor", "patched")})
     (question,) = (q.text for q in world.questions_for(FRAMES[:4], 1, 0, ["multi_hop"]))
     query = engine.encode_query(question).tokens
@@ -152,10 +147,8 @@ def test_any_order_of_a_prepared_set_is_served_without_a_forward(
         ids = window.extend([chunk(i) for i in range(4)])
         ask(window, question)
         plan, before = window.maintenance.plan_orbit(ids[:3]), replace(engine.counters)
-        steps.clear()
         assert window.maintenance.prepare_orbit(ids[:3]) == ids
         assert engine.counters.prefill_forwards - before.prefill_forwards == plan["forwards"] <= 4
-        assert len(steps) == 2 * (engine.spec.name == "vllm")
         assert engine.counters.prefill_tokens - before.prefill_tokens <= plan["tokens"]
         for order in permutations(range(3)):
             with window.fork() as branch, Window(engine, HEADER, fidelity=Fidelity("blind")) as blind:
@@ -381,16 +374,14 @@ def test_frames_count_each_run_of_the_tower(engine: Engine) -> None:
 def test_what_is_computed_because_a_load_failed_is_exact(engine: Engine) -> None:
     if engine.spec.name != "vllm":
         pytest.skip("transformers has no loads that fail")
-    from unittest import mock
-
-    from ctxwin_vllm.transport import base
+    from adapters.vllm import faults
 
     with window_on(engine, n=3) as window:
         ask(window, QUESTIONS[0])
         assert window.maintenance.compress() > 0
         window.append(chunk(4))
         assert not window.plan().entries[-1].exact
-        with mock.patch.object(base, "write", side_effect=OSError("a lost page")):
+        with faults.Faults(engine, lambda: faults.KINDS[type(engine._core.transport)][0]):  # type: ignore[attr-defined]
             answer = window.ask(QUESTIONS[0], max_tokens=2, logprobs=-1, remember=True)
         assert answer.usage.fallbacks == 1 and answer.usage.exact and set(answer.usage.reused_tokens) == {"computed"}
         assert [entry.exact for entry in window.plan().entries] == [True, False, False, True, True]

@@ -88,7 +88,7 @@ class DraftModelKV:
         rank_kv = replace(kv, heads=self.heads.stop - self.heads.start)
         try:
             self.paged = PagedKV(layers, rank_kv, block_size)
-            self.paged.keeps_spans = False
+            self.paged.resident = None
         except UnsupportedModel as error:
             raise UnsupportedModel(f"the drafter's KV cannot be kept: {error}; leave out speculative_config") from error
 

@@ -27,11 +27,12 @@ from ctxwin.kv.kernels.staging import to_host
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.merge import FixedPoint, merge, merged_slots
 from ctxwin.kv.relocate import relocate
-from ctxwin_vllm.asks import ALL, Ask, AskRunner, engine_errors
+from ctxwin_vllm.asks import Ask, AskRunner, engine_errors
 from ctxwin_vllm.cache_namespace import CacheNamespace
 from ctxwin_vllm.core import Core
 from ctxwin_vllm.prompts import PromptBuilder
 from ctxwin_vllm.requests import Forced, LoadError, Outcome, StreamGuard, continued
+from ctxwin_vllm.transport.base import ALL
 
 _SUBMISSIONS = 3
 _log = logging.getLogger("ctxwin.engines")
@@ -175,7 +176,7 @@ class BudgetedAnswer:
         span = _span(*to_host(k, v))
         paged = getattr(self._core.transport, "paged", None)
         if paged is not None:
-            paged.keep(span, k, v)
+            paged.keep(span.origin, k, v)
         filler = Encoded("", (0,) * span.tokens, span.positions.numpy(), self._at)
         segment = Segment(filler, 0, span=span, approximate=True, merged=True)
         for remaining in reversed(range(_SUBMISSIONS)):

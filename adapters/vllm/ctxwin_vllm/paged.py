@@ -27,9 +27,9 @@ from ctxwin.kv.kernels.choice import fault_of, report, trial
 from ctxwin.kv.kernels.load_stream import LoadStream
 from ctxwin.kv.kernels.staging import to_device
 from ctxwin.kv.kernels.strides import Shape
-from ctxwin.kv.layout import KVSpec, SpanKV
+from ctxwin.kv.layout import KVSpec, SpanOrigin
 from ctxwin.kv.rows import Pair, from_rows, layer_kinds, to_rows
-from ctxwin_vllm.resident import ResidentSpans, resident_bytes
+from ctxwin_vllm.resident import ResidentSpans
 
 _BASE = 128  # digits 0..127 are exact in bfloat16 (8 bits of mantissa) as in every wider dtype
 _SHARED = "kv_sharing_target_layer_name"
@@ -56,12 +56,10 @@ class PagedKV:
         layers: the attention layers that have a cache, in order.
         sharing_layers: layers that read the cache of another layer.
         shapes: shape of each layer's KV.
-        keeps_spans: whether loaded spans stay in a GPU's memory for later loads, as far as there is room.
         kernel: the load kernel.
         reads_at_once: True if one launch of Triton's reads all layers; else torch's operators read each.
         loads: the order of loads and forwards on the cache's device.
-        resident: copies of spans in the device's memory, by the bound `resident_bytes`; None until the first load or read-back
-            that could keep one.
+        resident: copies of spans in the device's memory, for later loads; None where none are kept.
 
     Raises:
         UnsupportedModel: a cache that cannot be read back exactly; the message names the property. Cost: some
@@ -73,8 +71,6 @@ class PagedKV:
     ) -> None:
         self.kv = kv
         self._first = first
-        self.resident: ResidentSpans | None = None
-        self.keeps_spans = True
         self.sharing_layers = [layer for layer in layers.values() if getattr(layer, _SHARED, None)]
         indexed = _attention_layers(layers, kv.recurrent)
         self._names, self.layers = [name for name, _ in indexed], [layer for _, layer in indexed]
@@ -100,6 +96,7 @@ class PagedKV:
             if shape not in self._gathers:
                 self._gathers[shape] = self._probe(layer, shape)
         self.kernel = choose(kv, self.dtype, self.device, kernel=kernel)
+        self.resident = ResidentSpans(self.device, range(first, first + kv.layers)) if self.kernel == "triton" else None
         self._strides = self._find_strides() if self.kernel in ("llvm", "triton") and self._fp8 is None else None
         self.reads_at_once = self.kernel == "triton" and self._works("read", self._trial_read)
 
@@ -162,24 +159,20 @@ class PagedKV:
 
     def plan(self, parts: Sequence[SpanSlice], kv: KVSpec, heads: slice | None) -> LoadPlan:
         """Return the argument of `write` for parts of the whole model's layout ``kv``, of which this cache has ``heads``."""
-        if self.keeps_spans and self.kernel == "triton":
-            parts = self._resident_spans(heads or slice(None)).attach(parts)
+        if self.resident is not None:
+            parts = self.resident.attach(parts, heads)
         return LoadPlan(parts, kv, dtype=self.dtype, device=self.device, heads=heads, kernel=self.kernel)
 
-    def keep(self, span: SpanKV, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Keep what was `read` of all layers and heads of ``span`` on the device, for later loads, where spans are kept there."""
-        if self.keeps_spans and self.kernel == "triton":
-            # Once they are dropped, their memory stays until loads have read them.
-            for x in (k, v) if self.device.type == "cuda" else ():
-                x.record_stream(self.loads.stream)
-            self._resident_spans(slice(None)).keep(span, k, v)
-
-    def _resident_spans(self, heads: slice) -> ResidentSpans:
+    def keep(
+        self, origin: SpanOrigin, k: torch.Tensor, v: torch.Tensor, on_drop: Callable[[], object] | None = None
+    ) -> bool:
+        """Keep what was `read` of a span on the device, for later loads; see `ResidentSpans.keep`."""
         if self.resident is None:
-            # Only now, when vLLM has taken what it needs, CUDA graphs included.
-            cached = range(self._first, self._first + self.kv.layers)
-            self.resident = ResidentSpans(resident_bytes(self.device), self.device, heads, cached)
-        return self.resident
+            return False
+        # Once they are dropped, their memory stays until loads have read them.
+        for x in (k, v) if self.device.type == "cuda" else ():
+            x.record_stream(self.loads.stream)
+        return self.resident.keep(origin, k, v, on_drop)
 
     def read(self, blocks: Sequence[int], begin: int, end: int) -> Pair:
         """Return KV of the tokens ``[begin, end)`` of a request that owns ``blocks``.

@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,6 +30,7 @@ _log = logging.getLogger("ctxwin.engines")
 class _Entry:
     kv: ResidentKV
     origin: weakref.ref[SpanOrigin]
+    on_drop: Callable[[], object] | None
 
 
 class ResidentSpans:
@@ -39,27 +40,29 @@ class ResidentSpans:
     been forgotten stays behind in the device's memory.
 
     Args:
-        max_bytes: bound on the copies.
         device: where they lie.
-        heads: the KV heads that are served there.
         layers: the layers that are served there.
+        max_bytes: bound on the copies; None is `resident_bytes` by the time of the first one.
 
     Attributes:
         nbytes: bytes of the copies.
         copied_bytes: bytes that have crossed from the host so far.
     """
 
-    def __init__(self, max_bytes: int, device: torch.device, heads: slice, layers: range) -> None:
+    def __init__(self, device: torch.device, layers: range, max_bytes: int | None = None) -> None:
         self.max_bytes, self.nbytes, self.copied_bytes = max_bytes, 0, 0
-        self._device, self._heads, self._layers = device, heads, layers
+        self._device, self._layers = device, layers
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
         self._gone: list[int] = []  # appended to by finalizers, which may run in any thread at any time
         self._lock = threading.Lock()
 
-    def attach(self, parts: Sequence[SpanSlice]) -> list[SpanSlice]:
+    def attach(self, parts: Sequence[SpanSlice], heads: slice | None = None) -> list[SpanSlice]:
         """Return ``parts`` with their copies, made now where they are missing and there is room beside those of this load.
 
         Nothing is evicted that the same load reads: of a window that is larger than the bound, a part stays resident.
+        ``heads`` are those of the parts' KV heads that are served there, None for all of them.
+
+        Raises LookupError for a span whose KV was in its copy alone (its tensors are on ``meta``), which is gone.
 
         Cost: one copy from the host of each span that was not resident, on the device's current stream.
         """
@@ -68,15 +71,22 @@ class ResidentSpans:
             required = {id(part.span.origin) for part in parts}
             for key in required & self._entries.keys():
                 self._entries.move_to_end(key)
-            return [replace(part, resident=self._copy(part.span, required)) for part in parts]
+            return [replace(part, resident=self._copy(part.span, heads or slice(None), required)) for part in parts]
 
-    def keep(self, span: SpanKV, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Keep ``k`` and ``v``, a span's KV as it was read on the device, as its copy, if there is room. O(1)."""
+    def keep(
+        self, origin: SpanOrigin, k: torch.Tensor, v: torch.Tensor, on_drop: Callable[[], object] | None = None
+    ) -> bool:
+        """Keep ``k`` and ``v``, a span's KV as it was read on the device, as its copy; return False if there is no room. O(1).
+
+        ``on_drop`` is called once it is dropped.
+        """
         with self._lock:
             self._drop_gone()
             kv = ResidentKV(k, v, self._layers.start)
-            if self._has_room(kv.nbytes, set()):
-                self._keep(span, kv)
+            has_room = self._has_room(kv.nbytes, set())
+            if has_room:
+                self._keep(origin, kv, on_drop)
+            return has_room
 
     def clear(self) -> None:
         """Free all copies."""
@@ -84,11 +94,13 @@ class ResidentSpans:
             for key in list(self._entries):
                 self._drop(key)
 
-    def _copy(self, span: SpanKV, required: set[int]) -> ResidentKV | None:
+    def _copy(self, span: SpanKV, heads: slice, required: set[int]) -> ResidentKV | None:
         entry = self._entries.get(id(span.origin))
         if entry is not None:
             return entry.kv
-        (first, last, _), layers = self._heads.indices(span.k.shape[2]), self._layers
+        if span.k.is_meta:
+            raise LookupError("the copy of a span on the device has given way to others")
+        (first, last, _), layers = heads.indices(span.k.shape[2]), self._layers
         rows = len(layers) * span.tokens * (last - first)
         nbytes = rows * sum(x.shape[3] * x.element_size() for x in (span.k, span.v))
         if not nbytes or not self._has_room(nbytes, required):
@@ -100,21 +112,23 @@ class ResidentSpans:
             _log.warning("no memory of %s is left for copies of spans beyond %d bytes", self._device, self.nbytes)
             self.max_bytes = self.nbytes
             return None
-        self._keep(span, kv)
+        self._keep(span.origin, kv)
         self.copied_bytes += nbytes
         return kv
 
     def _has_room(self, nbytes: int, required: set[int]) -> bool:
         """Return True if there is room for ``nbytes``, behind evicting what is not ``required``."""
+        if self.max_bytes is None:  # only now, when vLLM has taken what it needs, CUDA graphs included
+            self.max_bytes = resident_bytes(self._device)
         for old in [key for key in self._entries if key not in required]:
             if self.nbytes + nbytes <= self.max_bytes:
                 break
             self._drop(old)
         return self.nbytes + nbytes <= self.max_bytes
 
-    def _keep(self, span: SpanKV, kv: ResidentKV) -> None:
-        key = id(span.origin)
-        self._entries[key] = _Entry(kv, weakref.ref(span.origin, lambda _: self._gone.append(key)))
+    def _keep(self, origin: SpanOrigin, kv: ResidentKV, on_drop: Callable[[], object] | None = None) -> None:
+        key = id(origin)
+        self._entries[key] = _Entry(kv, weakref.ref(origin, lambda _: self._gone.append(key)), on_drop)
         self.nbytes += kv.nbytes
 
     def _upload(self, rows: torch.Tensor) -> torch.Tensor:
@@ -140,6 +154,8 @@ class ResidentSpans:
         entry = self._entries.pop(key, None)
         if entry is not None:
             self.nbytes -= entry.kv.nbytes
+            if entry.on_drop is not None:
+                entry.on_drop()
 
 
 def resident_bytes(device: torch.device) -> int:

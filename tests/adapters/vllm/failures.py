@@ -38,14 +38,16 @@ def text(seed: int, words: int = 150) -> Chunk:
 
 
 def assert_killed_well(engine: Any, name: str) -> None:
-    """Kills the process of that name under three waiting asks and a call, and closes."""
+    """Kills the process of that name, EngineCor or a worker, under three waiting asks and a call, and closes."""
     windows = [Window(engine, "watch a camera", fidelity=Fidelity("exact")) for _ in range(3)]
     for window in windows:
         window.extend([picture(1), text(2, 80)])
         window.ask("what color", max_tokens=1)
     below = faults.descendants(os.getpid())
-    (core,) = [pid for pid in below if name in Path(f"/proc/{pid}/comm").read_text()]
+    cores = faults.cores(os.getpid())
+    (core,) = cores if name == "EngineCor" else [pid for pid in below if pid not in cores]
     waiting = threading.Barrier(4)
+    assert wait_until(lambda: faults.free_blocks(engine), 20)  # so that spans are loaded
     files = faults.mapped([os.getpid(), *below])
 
     def ask(window: Window) -> str:

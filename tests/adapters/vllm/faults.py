@@ -195,8 +195,8 @@ def assert_released(engine: Any, *stores: Any) -> None:
 
 
 def files(folder: Path) -> list[str]:
-    """What a transport's folder holds of single requests; spans and patches stay for later ones."""
-    kept = ("span-", "patch-", "spec.json", "segments.json", "lock", "embed")
+    """What a transport's folder holds of single requests; spans, patches and notes of workers' copies stay for later ones."""
+    kept = ("span-", "kept-", "patch-", "spec.json", "segments.json", "lock", "embed")
     return sorted(p.name for p in folder.iterdir() if not p.name.startswith(kept))
 
 
@@ -236,6 +236,14 @@ def descendants(pid: int) -> list[int]:
             yield from below(child)
 
     return list(below(pid))
+
+
+def cores(pid: int) -> list[int]:
+    """Processes of vLLM's engines that a process started; forked ones may lack their titles."""
+    parents = {
+        child: Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[1] for child in descendants(pid)
+    }
+    return [child for child, parent in parents.items() if parent == str(pid)]
 
 
 def running(pids: list[int]) -> dict[int, str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +24,7 @@ from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.engines.sampling import Sampling
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.kv.merge import merge, merged_slots
+from interpreted import resident_copies
 
 ANY = -1
 
@@ -188,6 +191,37 @@ def test_an_answer_that_is_preempted_or_not_moved_is_generated_again(engine: Any
     with mock.patch.object(Endpoint, "_compact", autospec=True, side_effect=_once(Endpoint._compact)):
         again, requests = answers(engine, sampling, True)
     assert again.token_ids == right.token_ids and (requests, engine.counters.retries) == (3, retries + 2)
+
+
+@pytest.mark.slow
+@pytest.mark.guard
+def test_an_answer_in_another_process_is_generated_again(model_dir: Path) -> None:
+    """Where its first move fails, or it is preempted between two; beside copies of spans, which are served."""
+    from ctxwin_vllm.engine import VLLMEngine
+    from ctxwin_vllm.transport.base import Endpoint
+
+    sampling = Sampling(40, hold=0.5, hold_every=8, token_logprobs=0)
+    start = partial(VLLMEngine, model_dir, dtype="float32", processes="multi")
+    failing = mock.patch.object(Endpoint, "_compact", autospec=True, side_effect=_once(Endpoint._compact))
+    with failing, resident_copies(start, interpret=False) as engine:  # in the process that is forked from this one
+        moved, requests = answers(engine, sampling, True)
+        assert (requests, engine.counters.retries) == (3, 1)
+        right, requests = answers(engine, sampling, True)
+        assert requests == 2 and right.token_ids == moved.token_ids
+        driver = engine._core.driver
+
+        def preempting(token: Any, text: str) -> bool:
+            if token.index in (12, 25) and engine.counters.retries == 1:
+                with contextlib.suppress(Exception):  # it preempts, and then finds blocks of a step that it is ahead of
+                    driver.call(lambda: driver.engine.reset_prefix_cache(True))
+            return True
+
+        again, requests = answers(engine, sampling, True, on_token=preempting)
+        assert again.token_ids == right.token_ids and (requests, engine.counters.retries) == (3, 2)
+        spans, parts = spans_of(engine, [1, 2], "kept"), encoded(engine, [1, 2])
+        assert not engine.generate(
+            laid(parts, spans), engine.encode_query("what color"), Sampling(1), salt="moved"
+        ).fallbacks
 
 
 def _once(move: Callable[..., Any]) -> Callable[..., Any]:

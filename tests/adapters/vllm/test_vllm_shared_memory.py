@@ -33,6 +33,7 @@ from ctxwin.store import codec, open_store
 from ctxwin.store.spans import SpanRepository
 from ctxwin_vllm.lifecycle import folders
 from ctxwin_vllm.paged_states import PagedStates
+from ctxwin_vllm.resident import ResidentSpans
 from ctxwin_vllm.stage_outputs import StageOutputs
 from ctxwin_vllm.transport import PARAM, LocalTransport, RequestMeta, SharedMemoryTransport, Transfer
 from ctxwin_vllm.transport import endpoint as endpoints
@@ -172,7 +173,9 @@ def test_on_a_gpu_captures_are_written_by_a_thread_behind_the_step(
     loads = LoadStream(torch.device("cpu"))
     monkeypatch.setattr(loads, "reading", lambda event: [events.append(event), may_write.wait(), nullcontext()][-1])
     reads = {"0": (span(0).k, span(0).v), "1": (span(1).k, torch.zeros(0))}
-    endpoint.paged: Any = SimpleNamespace(loads=loads, read=lambda blocks, begin, end: reads[str(begin)])
+    endpoint.paged: Any = SimpleNamespace(
+        loads=loads, read=lambda blocks, begin, end: reads[str(begin)], keep=lambda *copy: False
+    )
     endpoint.behind, transfers = True, [Transfer(captures={str(i): (i, None)}) for i in range(2)]
     handles = [transport.add(transfer) for transfer in transfers]
     monkeypatch.setattr(endpoints, "to_host", lambda k, v: (k, v.view_as(k)))
@@ -215,6 +218,7 @@ def test_states_and_stage_outputs_keep_no_step_waiting(transport: SharedMemoryTr
         end.paged = SimpleNamespace(
             loads=LoadStream(torch.device("cpu")),
             read=lambda blocks, begin, end: (span(0).k, span(0).v),
+            keep=lambda *copy: False,
             slots=lambda blocks, begin, end: torch.arange(begin, end),
         )
         end.states = PagedStates({"layers.1": SimpleNamespace(kv_cache=(conv, recurrent))}, [["layers.1"]])
@@ -246,6 +250,69 @@ def test_states_and_stage_outputs_keep_no_step_waiting(transport: SharedMemoryTr
             tensor[:] = 1.0
     local.outputs = None
     local.close()
+
+
+def test_what_all_workers_keep_crosses_no_more(transport: SharedMemoryTransport) -> None:
+    """Its names and positions do. Whoever lost its copy is sent the KV; a load that comes too late for that fails alone."""
+    transport.ranks, heads = 2, [slice(rank, rank + 1) for rank in range(2)]
+    workers, copies = [], [ResidentSpans(torch.device("cpu"), range(2), 1 << 20) for _ in heads]
+    for rank, resident in enumerate(copies):
+        workers.append(SharedMemoryEndpoint(transport.source))
+        workers[rank].rank, workers[rank].paged = rank, SimpleNamespace(keep=resident.keep)
+
+    def captured(seed: int) -> Segment:
+        transfer, want = Transfer(captures={"0": (0, 5), "all": (0, 5)}), span(seed)
+        handle = transport.add(transfer)
+        for name in transfer.captures:
+            for worker, own in zip(workers, heads, strict=True):
+                kv = {"k": want.k[:, :, own].contiguous(), "v": want.v[:, :, own].contiguous()}
+                worker.write_capture(handle, name, kv)
+        transport.collect(handle, transfer, True)
+        transport.remove(handle)
+        made = SpanKV(*transfer.captured["0"], want.positions, 0)
+        object.__setattr__(made, "origin", transfer.origins["0"])
+        return replace(segment(seed, None), span=made, patch=None, patch_key="")
+
+    def load(given: Segment) -> str:
+        """Load it on both ranks; return the names of what crossed, and whether the KV was there."""
+        handle, found = transport.add(Transfer(loads=(given,))), set()
+        try:
+            for worker, resident, own in zip(workers, copies, heads, strict=True):
+                (part,) = resident.attach(worker.parts(handle, 0, 5), own)
+                assert part.resident is not None and torch.equal(part.span.positions, given.span.positions)
+                assert torch.equal(part.resident.k, given.span.k[:, :, own])
+                assert torch.equal(part.resident.v, given.span.v[:, :, own])
+                found.add("copy" if part.span.k.is_meta else "whole")
+        finally:
+            transport.remove(handle)
+        (kind,) = found
+        return kind
+
+    first, second = captured(0), captured(1)
+    whole = first.span.nbytes
+    assert [load(first), load(second), load(first)] == ["copy"] * 3 and not any(c.copied_bytes for c in copies)
+    assert all(resident.nbytes == whole for resident in copies), "halves of two spans, and of no prompt"
+    copies[1].clear()
+    assert [load(first), load(first)] == ["whole"] * 2 and len(list(transport.path.glob("kept-*"))) == 1
+    handle = transport.add(lost := Transfer(loads=(captured(2),)))
+    copies[0].clear()
+    with pytest.raises(LookupError, match="has given way"):
+        workers[0].parts(handle, 0, 5)
+    (part,) = workers[1].parts(handle, 0, 5)
+    copies[1].clear()
+    with pytest.raises(LookupError, match="has given way"):
+        copies[1].attach([part], heads[1])
+    workers[0].fail(handle, LookupError("given way"))
+    transport.collect(handle, lost, True)
+    transport.remove(handle)
+    assert "given way" in str(lost.error) and load(lost.loads[0]) == "whole"
+    third = captured(3)
+    assert load(third) == "copy"
+    del first, second, third, lost, part
+    transport.remove(transport.add(Transfer()))
+    assert not list(transport.path.glob("kept-*")) and not list(transport.path.glob("span-*"))
+    assert [load(captured(seed)) for seed in range(4, 16)] == ["copy"] * 12
+    assert all(resident.nbytes <= 2 * whole for resident in copies), "a copy goes with its span"
 
 
 def test_full_shared_memory_is_said_and_some_is_left_to_vllm(transport: SharedMemoryTransport) -> None:

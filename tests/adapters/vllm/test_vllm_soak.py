@@ -128,9 +128,9 @@ def opened(model_dir: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     from ctxwin_vllm.engine import VLLMEngine
 
     children = set(faults.descendants(os.getpid()))
-    processes, stack = "single" if request.param == "resident" else request.param, contextlib.ExitStack()
+    processes, stack = request.param.removeprefix("resident").strip() or "single", contextlib.ExitStack()
     opened = partial(VLLMEngine, model_dir, dtype="float32", processes=processes, num_gpu_blocks_override=BLOCKS)
-    if request.param == "resident":  # copies as on a GPU, of which some give way
+    if request.param != processes:  # copies as on a GPU, of which some give way
         engine = stack.enter_context(resident_copies(opened, 1 << 20, interpret=False))
     else:
         engine = stack.enter_context(opened())
@@ -151,6 +151,6 @@ def test_a_short_soak(opened: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("opened", ["single", "resident", "multi", "async"], indirect=True)
+@pytest.mark.parametrize("opened", ["single", "resident", "multi", "resident multi", "async"], indirect=True)
 def test_a_thousand_operations(opened: Any) -> None:
     soak(opened, 1000, 0.01)

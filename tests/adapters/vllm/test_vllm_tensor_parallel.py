@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +28,7 @@ from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.patch import form_patch
 from ctxwin.kv.pooling import fit_basis, project
 from engines import models
+from interpreted import resident_copies
 
 pytestmark = [pytest.mark.slow]
 HEADER, QUERY = "watch a camera", "what color"
@@ -48,28 +51,26 @@ def write_one_head(folder: Path) -> Path:
 
 TENSOR, PIPELINE = "tensor_parallel_size", "pipeline_parallel_size"
 CASES = {
-    "heads cut": (write_two_heads, TENSOR),
-    "head copied, pictures": (write_one_head, TENSOR),
-    "layers cut, pictures": (write_one_head, PIPELINE),
+    "heads cut": (write_two_heads, TENSOR, False),
+    "head copied, pictures": (write_one_head, TENSOR, False),
+    "layers cut, pictures": (write_one_head, PIPELINE, False),
+    "heads cut, copies": (write_two_heads, TENSOR, True),
+    "layers cut, copies": (write_one_head, PIPELINE, True),
 }
 
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
-    """The model in one process, and on two ranks."""
+    """The model in one process, and on two ranks, which may keep copies of spans as on GPUs."""
     from ctxwin_vllm.engine import VLLMEngine
 
-    write, kind = request.param
+    write, kind, copies = request.param
     folder = write(tmp_path_factory.mktemp("ranks") / "model")
-    one = VLLMEngine(folder, dtype="float32", max_model_len=512)
-    try:
-        two = VLLMEngine(folder, dtype="float32", max_model_len=512, **{kind: 2})
-        try:
-            yield one, two
-        finally:
-            two.close()
-    finally:
-        one.close()
+    start = partial(VLLMEngine, folder, dtype="float32", max_model_len=512)
+    two = partial(start, **{kind: 2})
+    # What is forked is opened first: of its process no engine may be open then.
+    with resident_copies(two, interpret=False) if copies else closing(two()) as ranks, closing(start()) as one:
+        yield one, ranks
 
 
 def chunk(engine: Engine, seed: int) -> Chunk:

@@ -20,7 +20,7 @@ import torch
 from ctxwin.engines.segments import Segment
 from ctxwin.errors import UnsupportedModel
 from ctxwin.kv.kernels import SpanSlice
-from ctxwin.kv.layout import SpanKV, outputs_in, outputs_named
+from ctxwin.kv.layout import SpanKV, SpanOrigin, outputs_in, outputs_named
 from ctxwin.kv.merge import FixedPoint
 from ctxwin.kv.relocate import relocate
 from ctxwin.kv.states import named, since_exact, states_in
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 PARAM = "ctxwin"
 """Key of the handle in ``kv_transfer_params``, and of the transport's source in the connector's extra config."""
+ALL = "all"
+"""Name of the capture of a whole prompt and of what is generated behind it, which becomes no span as it is."""
 DRAFTED = ("drafter.k", "drafter.v")
 """Names of the draft model's KV among the tensors of a capture."""
 SUMS = "attention"
@@ -122,6 +124,7 @@ class Transfer(RequestMeta):
         states: states of a hybrid's recurrent layers after the captures that its request ended with.
         outputs: stage outputs for the tokens of each capture, where the engine keeps them.
         drafted: the draft model's ``(k, v)`` of each capture, as `captured`, where it keeps KV.
+        origins: those that spans of the captures will have, where workers of other processes may keep copies of them.
         sums: attention that each slot up to the last of those tokens got from them, ``[layers, slots]``; see `attention_sums`.
         reads: an event behind the reads of the captures on the device; None where they are done.
         error: why a load or a capture failed; the request's answer must then be discarded.
@@ -138,6 +141,7 @@ class Transfer(RequestMeta):
     states: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     outputs: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     drafted: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    origins: dict[str, SpanOrigin] = field(default_factory=dict)
     sums: torch.Tensor | None = None
     reads: Any = None
     error: BaseException | None = None
@@ -389,7 +393,7 @@ class Endpoint(ABC):
         dropped += load.end - len(index)
         span = SpanKV(k, v, places[:, : len(index)], dropped)
         self.kept[load.request] = span, dropped
-        paged.keep(span, k, v)
+        paged.keep(span.origin, k, v)
         write(paged, [SpanSlice(span, 0, approximate=True)], paged.kv, replace(load, end=len(index)))
 
     def capture(self, capture: CaptureSpec) -> None:

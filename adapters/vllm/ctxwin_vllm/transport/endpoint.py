@@ -4,6 +4,7 @@ import json
 import logging
 import mmap
 import os
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from ctxwin.errors import StoreCorrupt
 from ctxwin.kv.basis import SharedBasis
 from ctxwin.kv.kernels import SpanSlice
 from ctxwin.kv.kernels.staging import to_host
-from ctxwin.kv.layout import KVSpec, SpanKV, outputs_in
+from ctxwin.kv.layout import KVSpec, SpanKV, SpanOrigin, outputs_in
 from ctxwin.kv.patch import Patch
 from ctxwin.kv.states import states_in
 from ctxwin.store import codec
@@ -28,7 +29,7 @@ from ctxwin.store.fp8 import unpack_fp8
 from ctxwin.store.lru import LRUCache
 from ctxwin_vllm.lifecycle import watchdog
 from ctxwin_vllm.lifecycle.folders import read_json, write_file, write_json
-from ctxwin_vllm.transport.base import Endpoint, RequestMeta, SaveSpec, is_handle, overlaps
+from ctxwin_vllm.transport.base import ALL, Endpoint, RequestMeta, SaveSpec, is_handle, overlaps
 from ctxwin_vllm.transport.shared_memory import check_room, sum_of, sum_of_tensors
 
 LIVE_BYTES = 2 << 30
@@ -77,6 +78,7 @@ class SharedMemoryEndpoint(Endpoint):
         self._writer, self._writing = ThreadPoolExecutor(1, "ctxwin-write"), deque[Future[None]]()
         # vLLM looks up a waiting request in every step.
         self._requests: _FileCache[RequestMeta] = _FileCache(_MAX_REQUESTS, self._exists)
+        self._kept: _FileCache[SpanOrigin] = _FileCache(sys.maxsize, lambda file: (self.path / file).exists())
         self._live: _FileCache[Any] = _FileCache(LIVE_BYTES, lambda key: (self.path / key.rpartition("@")[0]).exists())
 
     def request_meta(self, handle: str) -> RequestMeta | None:
@@ -114,7 +116,7 @@ class SharedMemoryEndpoint(Endpoint):
             entry = entries[i]
             basis = entry["basis"] and self._get(entry["basis"], lambda t, m: SharedBasis.from_tensors(t, m["basis"]))
             patch = entry["patch"] and self._get(entry["patch"], partial(_patch, basis))
-            span = self._get(entry["span"], _span)
+            span = self._get(entry["span"], self._span)
             if span.tokens != entry["tokens"]:
                 raise ValueError(f"{entry['span'][0]} must hold {entry['tokens']} tokens, got {span.tokens}")
             slices.append(SpanSlice(span, entry["start"], patch, first, last, entry["approximate"]))
@@ -155,7 +157,22 @@ class SharedMemoryEndpoint(Endpoint):
             hosts = {key: tensor.to("cpu").contiguous() for key, tensor in hosts.items()}
             pieces = codec.tensor_pieces(hosts, {"sum": sum_of_tensors(hosts)})
             check_room(self.path, sum(map(len, pieces)))
+            if name != ALL:
+                self._keep(handle, f"kept-{handle}-{name}.{self.rank}", tensors["k"], tensors["v"])
             self._report(handle, f"out-{handle}-{name}.{self.rank}", *pieces)
+
+    def _keep(self, handle: str, file: str, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Keep a copy on the device for loads of the span that the engine makes of a capture, as long as its file is there."""
+        self._kept.drop_removed()
+        self._live.drop_removed()  # they hold origins, too
+        origin = SpanOrigin()
+        if self.paged is not None and self.paged.keep(origin, k, v, partial(self._forget, file)):
+            self._kept.put(file, origin, 1)
+            self._try_report(handle, file, {})
+
+    def _forget(self, file: str) -> None:
+        self._kept.pop(file)
+        (self.path / file).unlink(missing_ok=True)
 
     @contextmanager
     def _failing(self, handle: str) -> Iterator[None]:
@@ -204,6 +221,22 @@ class SharedMemoryEndpoint(Endpoint):
             self._live.put(key, record, max(size, _LEAST_BYTES))
         return record
 
+    def _span(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> SpanKV:
+        tensors = unpack_fp8(tensors, meta)
+        origin, positions = SpanOrigin(), tensors["positions"]
+        if copy := meta.get("copy"):
+            kept = self._kept.get(f"{copy}.{self.rank}")
+            if kept is None:
+                raise LookupError("the copy of a span on the device has given way to others")
+            origin, kv = kept, self.kv
+            shape, dtype = (kv.layers, positions.shape[1], kv.heads), getattr(torch, kv.dtype)
+            k, v = (torch.empty(*shape, width, dtype=dtype, device="meta") for width in (kv.k_dim, kv.v_dim))
+        else:
+            k, v = tensors["k"], tensors["v"]
+        span = SpanKV(k, v, positions, int(meta["start"]), outputs_in(tensors), states_in(tensors))
+        object.__setattr__(span, "origin", origin)
+        return span
+
 
 def _map(path: Path) -> Any:
     """Return a file's bytes, read-only and without a copy. Its writer replaces files and never shortens one."""
@@ -224,12 +257,6 @@ def open_endpoint(source: str) -> SharedMemoryEndpoint:
         _endpoints[source] = endpoint = SharedMemoryEndpoint(source)
         watchdog.end_with_owner(endpoint.path)
     return endpoint
-
-
-def _span(tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> SpanKV:
-    tensors = unpack_fp8(tensors, meta)
-    kv = tensors["k"], tensors["v"], tensors["positions"]
-    return SpanKV(*kv, int(meta["start"]), outputs_in(tensors), states_in(tensors))
 
 
 def _patch(basis: SharedBasis | None, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> Patch:

@@ -7,7 +7,8 @@ its stored bytes; instructions are JSON, with a sum of each file that they name.
 | file                    | written by | content                                                       |
 |-------------------------|------------|---------------------------------------------------------------|
 | ``spec.json``           | engine     | the model's `KVSpec`                                          |
-| ``span-<digest>-<n>``   | engine     | a span, by the key of its KV; kept as long as its tensor      |
+| ``span-<digest>-<n>``   | engine     | a span, by the key of its KV, or all but its KV, with the     |
+|                         |            | name of the workers' copies; kept as long as its origin       |
 | ``patch-<digest>-<n>``  | engine     | a patch; one over a shared basis names it                     |
 | ``basis-<digest>-<n>``  | engine     | a shared basis, once for all its patches                      |
 | ``embed/``              | engine     | vision embeddings for the encoder cache (`embeddings`)        |
@@ -15,6 +16,8 @@ its stored bytes; instructions are JSON, with a sum of each file that they name.
 | ``reserved-<handle>``   | engine     | nothing; there until a reserved transfer is added             |
 | ``seen-<handle>.json``  | scheduler  | tokens it found in its own prefix cache, tokens it wants      |
 | ``out-<handle>-<name>.<rank>`` | worker | a capture, the KV heads of one rank, with a sum            |
+| ``kept-<handle>-<name>.<rank>`` | worker | nothing; as long as it keeps a copy of a capture on the    |
+|                         |            | device. The engine removes it with its span's origin          |
 | ``error-<handle>.json`` | worker     | why a load or a capture failed                                |
 | ``refused.json``        | worker     | why the model's cache cannot be served, at start-up           |
 | ``segments.json``       | engine     | vLLM's shared memory, by name                                 |
@@ -50,7 +53,7 @@ from ctxwin.engines.segments import Segment
 from ctxwin.errors import EngineFailed, StoreCorrupt
 from ctxwin.hashing import digest
 from ctxwin.kv.basis import SharedBasis
-from ctxwin.kv.layout import KVSpec, SpanKV, outputs_named
+from ctxwin.kv.layout import KVSpec, SpanKV, SpanOrigin, outputs_named
 from ctxwin.kv.patch import Patch
 from ctxwin.kv.states import named, since_exact
 from ctxwin.store import codec
@@ -121,7 +124,8 @@ class SharedMemoryTransport(Transport):
         self._files: OrderedDict[str, tuple[int, int]] = OrderedDict()  # bytes and sum by file, most recently used last
         self._used: Counter[str] = Counter()  # running transfers by file
         self._transfers: dict[str, tuple[list[str], tuple[str, ...]]] = {}  # files and captures of running transfers
-        self._named: dict[str, tuple[str, weakref.ref[torch.Tensor]]] = {}  # file and tensor by kind and key
+        self._named: dict[str, tuple[str, weakref.ref[Any]]] = {}  # file, and what it was written from, by kind and key
+        self._copies = weakref.WeakKeyDictionary[SpanOrigin, str]()  # names of the workers' copies of captures
         self._unreachable: deque[str] = deque()  # files that no later transfer can use; appended to at any time
         self._serial = itertools.count()
         self._bytes = 0
@@ -162,9 +166,9 @@ class SharedMemoryTransport(Transport):
             for i, segment in enumerate(transfer.loads):
                 entry: dict[str, Any] = {"tokens": segment.tokens, "start": segment.start, "patch": None, "basis": None}
                 entry["approximate"] = segment.approximate
-                for kind, key, tensor, encode in _contents(segment):
+                for kind, key, source, encode in _contents(segment, self._copy_of(segment)):
                     file_key = digest("transport", transfer.tenant, key) if key else f"{handle}-{i}"
-                    name = self._lease(f"{kind}-{file_key}", tensor, encode, names)
+                    name = self._lease(f"{kind}-{file_key}", source, encode, names)
                     entry[kind] = name, self._files[name][1]
                 entries.append(entry)
             for identifier, tensor in transfer.embeddings.items():
@@ -177,6 +181,10 @@ class SharedMemoryTransport(Transport):
             raise
         with self._lock:
             self._transfers[handle] = names, tuple(transfer.captures)
+            for capture in transfer.captures:
+                origin = transfer.origins[capture] = SpanOrigin()
+                self._copies[origin] = copy = f"kept-{handle}-{capture}"
+                weakref.finalize(origin, self._unreachable.extend, self._by_rank(copy)).atexit = False
         if is_reserved(handle):  # the scheduler looks for this file first, so that it finds the one above
             (self.path / f"reserved-{handle}").unlink(missing_ok=True)
         return handle
@@ -193,6 +201,8 @@ class SharedMemoryTransport(Transport):
                 for name in self._transfers.get(handle, ((), ()))[0]:
                     if self._used[name] <= 1:
                         self._drop(name)
+            for segment in transfer.loads:
+                self._forget_copy(segment)
         if transfer.error is not None:
             return
         transfer.loaded_tokens = transfer.planned_tokens
@@ -219,18 +229,35 @@ class SharedMemoryTransport(Transport):
         """Remove the folder. Idempotent."""
         self._remove()
 
-    def _lease(self, key: str, tensor: torch.Tensor, encode: Callable[[], bytes], names: list[str]) -> str:
-        """Lease a file into ``names``, write it if it is missing, and return its name."""
+    def _copy_of(self, segment: Segment) -> str:
+        """Return the name of the copies of a span that all workers keep; "" where one of them has none."""
+        assert segment.span is not None
+        copy = self._copies.get(segment.span.origin, "")
+        if copy and not all(os.access(f"{self.path}/{file}", os.F_OK) for file in self._by_rank(copy)):
+            self._forget_copy(segment)
+            return ""
+        return copy
+
+    def _forget_copy(self, segment: Segment) -> None:
+        assert segment.span is not None
+        if copy := self._copies.pop(segment.span.origin, ""):
+            self._unreachable.extend(self._by_rank(copy))
+
+    def _by_rank(self, copy: str) -> list[str]:
+        return [f"{copy}.{rank}" for rank in range(self.ranks)]
+
+    def _lease(self, key: str, source: Any, encode: Callable[[], bytes], names: list[str]) -> str:
+        """Lease a file into ``names``, write it if it is missing, and return its name; ``source`` identifies its content."""
         by_content = key.startswith(_EMBEDDINGS)  # the encoder-cache connector looks for that very name
         with self._lock:
             name, reference = self._named.get(key, (key, None))
-            # The same tensor object: a key alone would trust every caller to use it for one content only.
-            current = name in self._files and (by_content or (reference is not None and reference() is tensor))
+            # The same object: a key alone would trust every caller to use it for one content only.
+            current = name in self._files and (by_content or (reference is not None and reference() is source))
             if not current and not by_content:
                 if reference is not None:
                     self._unreachable.append(name)
                 name = f"{key}-{next(self._serial)}"
-                self._named[key] = name, weakref.ref(tensor, partial(_append, self._unreachable, name))
+                self._named[key] = name, weakref.ref(source, partial(_append, self._unreachable, name))
             self._used[name] += 1
             names.append(name)
             if name in self._files:
@@ -255,7 +282,7 @@ class SharedMemoryTransport(Transport):
             self._files[name] = len(blob), sum_of(blob)
 
     def _drop_unreachable(self) -> None:
-        """Remove the files whose tensor is gone or was replaced by another one of its key."""
+        """Remove the files whose source is gone or was replaced by another one of its key."""
         for _ in range(len(self._unreachable)):
             name = self._unreachable.popleft()
             if self._used[name]:
@@ -325,13 +352,17 @@ class SharedMemoryTransport(Transport):
 
 
 def _append(names: deque[str], name: str, _: object) -> None:
-    names.append(name)  # not under the lock: a tensor may end in a thread that holds it
+    names.append(name)  # not under the lock: a source may end in a thread that holds it
 
 
-def _contents(segment: Segment) -> Iterator[tuple[str, str, torch.Tensor, Callable[[], bytes]]]:
-    """Yield the files of a segment: kind, stable key, the tensor that identifies the content, and its encoder."""
-    assert segment.span is not None
-    yield "span", segment.span_key, segment.span.k, partial(encode_span, segment.span)
+def _contents(segment: Segment, copy: str) -> Iterator[tuple[str, str, Any, Callable[[], bytes]]]:
+    """Yield the files of a segment: kind, stable key, the object that identifies the content, and its encoder.
+
+    ``copy``: see `encode_span`.
+    """
+    span, key = segment.span, segment.span_key
+    assert span is not None
+    yield "span", f"{key} in {copy}" if key and copy else key, span.origin, partial(encode_span, span, copy)
     if segment.patch is not None:
         patch, basis = segment.patch, segment.patch.basis
         yield "patch", segment.key, patch.left, lambda: _encoded("patch", patch)
@@ -339,13 +370,16 @@ def _contents(segment: Segment) -> Iterator[tuple[str, str, torch.Tensor, Callab
             yield "basis", basis.id, basis.right, lambda: _encoded("basis", basis)
 
 
-def encode_span(span: SpanKV) -> bytes:
-    """Return a span as the store frames it; the bytes that it was read from where it is unchanged."""
-    if span.blob is not None:
+def encode_span(span: SpanKV, copy: str = "") -> bytes:
+    """Return a span as the store frames it; the bytes that it was read from where it is unchanged.
+
+    ``copy`` names the copies that workers keep of its KV, which then is left out.
+    """
+    if span.blob is not None and not copy:
         return span.blob
-    tensors = {"k": span.k, "v": span.v, "positions": span.positions}
-    tensors |= outputs_named(span.outputs) | named(span.states)
-    return codec.encode_tensors(tensors, {"start": span.start}, checked=False)
+    tensors = {} if copy else {"k": span.k, "v": span.v}
+    tensors |= {"positions": span.positions, **outputs_named(span.outputs), **named(span.states)}
+    return codec.encode_tensors(tensors, {"start": span.start, "copy": copy}, checked=False)
 
 
 def _encoded(kind: str, record: Patch | SharedBasis) -> bytes:
