@@ -3,7 +3,7 @@
 import threading
 import time
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
@@ -128,8 +128,9 @@ class MemoryStore(Store):
             self._check_open()
             held, others = self._held.keys() & keys, self._items.keys() & keys
             if self.ttl is not None:  # those that are leased expire, too
-                held, others = set(), held | others
-            return held | {key for key in others if self._find(key) is not None}
+                return {key for key in held | others if self._find(key) is not None}
+            deque(map(self._items.move_to_end, others), maxlen=0)
+            return held | others
 
     def list(self, prefix: str = "") -> Iterator[str]:
         """A sorted snapshot of the live keys. O(items log items)."""

@@ -7,7 +7,8 @@ from bisect import bisect_right
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, islice
+from itertools import accumulate, compress, count, islice, repeat
+from operator import attrgetter, is_, itemgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -176,11 +177,21 @@ class Continuation:
         """
         costs, began, chunks = engine.costs, engine.costs.clock(), self.loaded.chunks
         same = common_front(self.loaded.choices, choices)
-        patches = [chunk.conditioning.patch for chunk in chunks if chunk.conditioning.patch is not None]
+        keys = [chunk.conditioning.patch for chunk in chunks]
+        patches = [*filter(None, keys)]
         stored = engine.repo.at_hand([chunk.conditioning.span for chunk in chunks] + patches)
-        patch_of = dict(zip(patches, stored[len(chunks) :], strict=True))
+        patch_of = {key: entry[0] for key, entry in zip(patches, stored[len(chunks) :], strict=True) if entry}
         segments: list[Segment] = []
-        for i, (choice, chunk, end, entry) in enumerate(zip(choices, chunks, ends, stored, strict=False)):
+        if not cached:  # as most stand: the segments that are kept beside their KV
+            there = next(compress(count(), map(is_, stored, repeat(None))), same)
+            notes = (entry[1] for entry in stored[: min(there, same)] if entry)
+            kept = [*map(dict.get, notes, repeat("segment"), repeat((None, None)))]
+            first = common_front([*map(itemgetter(0), kept)], [*map(attrgetter("segment"), chunks)])
+            segments += map(itemgetter(1), kept[:first])
+            stored_patches = [patch_of.get(key or "") for key in keys[:first]]
+            del segments[common_front([*map(attrgetter("patch"), segments)], stored_patches) :]
+        rest = islice(zip(choices, chunks, ends, stored, strict=False), len(segments), None)
+        for i, (choice, chunk, end, entry) in enumerate(rest, len(segments)):
             kv, bare = chunk.conditioning, chunk.segment
             if i >= same and (choice.front is not chunk.front or choice.conditioning is not kv):
                 break
@@ -189,18 +200,15 @@ class Continuation:
                 continue
             if entry is None:
                 break
-            whole = entry[1].get("segment")  # kept beside its KV, and as long as that
-            if whole is None or whole[0] is not bare:
-                if entry[0] is not chunk.span():
+            whole, patch = (
+                entry[1].get("segment"),
+                patch_of.get(kv.patch or ""),
+            )  # kept beside its KV, and as long as that
+            if whole is None or whole[0] is not bare or whole[1].patch is not patch:
+                if entry[0] is not chunk.span() or (kv.patch and (patch is None or patch is not chunk.patch())):
                     break
-                whole = entry[1]["segment"] = bare, with_fields(bare, span=entry[0])
-            segment = whole[1]
-            if kv.patch is not None:
-                patch = patch_of[kv.patch]
-                if patch is None or patch[0] is not chunk.patch():
-                    break
-                segment = with_fields(segment, patch=patch[0])
-            segments.append(segment)
+                whole = entry[1]["segment"] = bare, with_fields(bare, span=entry[0], patch=patch)
+            segments.append(whole[1])
         loads, first = Workload(), bisect_right(ends, cached, hi=len(segments))
         if spans := len(segments) - first:
             patched = [segment.tokens for segment in segments[first:] if segment.patch is not None] if patches else []

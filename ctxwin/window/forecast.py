@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import compress, count
-from operator import attrgetter
+from itertools import compress, count, repeat
+from operator import attrgetter, is_not
 from typing import TYPE_CHECKING
 
 from ctxwin.engines.segments import Call, Segment, partial_ranges
@@ -29,7 +29,10 @@ def salt_of(segments: Sequence[Segment]) -> str:
     its space, and an edit undone comes back to it.
     """
     last = max(compress(count(), map(attrgetter("approximate"), segments)), default=0)
-    return digest("salt", "\n".join([segment.key for segment in segments[: last + 1]])) if last else ""
+    front = segments[: last + 1] if last else ()
+    patched = any(map(is_not, map(attrgetter("patch"), front), repeat(None)))
+    keys = [segment.key for segment in front] if patched else map(attrgetter("span_key"), front)
+    return digest("salt", "\n".join(keys)) if last else ""
 
 
 def with_forecast(engine: Engine, state: State, choices: Sequence[Choice], plan: Plan, query: Encoded | None) -> Plan:

@@ -433,22 +433,31 @@ def _quantiles(values: Sequence[float]) -> list[float]:
 
 
 class WindowEngine(SimulatedEngine):
-    """Its KV is one number a token."""
+    """Its KV is zeros, of one head in one layer."""
 
     def __init__(self) -> None:
         super().__init__("simulated", SpanRepository(MemoryStore(), "simulated"))
-        self.spec = replace(self.spec, max_tokens=1 << 30)
+        rope = RopeSpec(inv_freq=(1.0,), rotary_dim=2)
+        kv = replace(KV, layers=1, heads=1, k_dim=2, v_dim=2, rope=rope, dtype="float32")
+        self.spec = replace(self.spec, kv=kv, max_tokens=1 << 30)
+
+    def _zeros(self, encoded: Encoded, start: int) -> SpanKV:
+        zeros = torch.zeros(1, encoded.tokens, 1, 2)
+        return SpanKV(zeros, zeros, torch.from_numpy(encoded.positions.copy()), start)
+
+    def prefill(self, context: Sequence[Segment], target: Encoded, start: int, **_: Any) -> SpanKV:
+        return self._zeros(target, start)
 
     def generate(self, layout: Sequence[Segment], query: Encoded, sampling: Sampling, **_: Any) -> Generation:
-        captured = {}
-        for i, segment in enumerate(layout):
-            if segment.capture:
-                zeros, places = torch.zeros(1, segment.tokens, 1, 1), torch.from_numpy(segment.places.copy())
-                captured[i] = SpanKV(zeros, zeros, places, segment.start)
+        captured = {i: self._zeros(s.encoded, s.start) for i, s in enumerate(layout) if s.capture}
         return Generation([1], "1", captured=captured, forwards=1)
 
 
-def unmoved(chunks: int, calls: int = 15) -> dict[str, dict[str, float]]:
+LANES = ("resident", "survivor", "patched", "canonical")
+"""How chunks stand that did not move: as their exact KV, without the first one, with a removal patch, and toggled."""
+
+
+def unmoved(chunks: int, lane: str, calls: int = 15) -> dict[str, dict[str, float]]:
     """Return the processor time of this thread, in microseconds for each of so many chunks that did not move: the least and the
     median of some calls."""
     took: dict[str, list[float]] = {}
@@ -458,8 +467,19 @@ def unmoved(chunks: int, calls: int = 15) -> dict[str, dict[str, float]]:
         call()
         took.setdefault(name, []).append(1e6 * (time.thread_time() - began) / (len(window.ids) - 1))
 
-    with Window(WindowEngine(), "You watch a camera.", 1 << 30, fidelity=Fidelity("patched")) as window:
-        window.extend([Chunk.text(f"chunk {i}") for i in range(chunks)])
+    fidelity = Fidelity("patched", rank=2, survivors="removal") if lane == "patched" else Fidelity("patched")
+    with Window(WindowEngine(), "You watch a camera.", 1 << 30, fidelity=fidelity) as window:
+        window.extend([Chunk.text(f"chunk {i} of a camera that sees the yard and the gate") for i in range(chunks)])
+        window.ask("q", 1)
+        if lane == "patched":
+            window.maintenance.compress()
+        if lane in ("survivor", "patched"):
+            window.slide(1)
+        for placement in window.ids if lane == "canonical" else ():
+            window.toggle(placement, conditioned=False)
+        window.ask("q", 1)
+        if sum(entry.lane == lane for entry in window.plan().entries) < chunks / 2:
+            raise AssertionError(f"most chunks must stand in lane {lane}, got others")
         for i in range(chunks, chunks + calls + 40):
             window.append(Chunk.text(f"chunk {i}"))
             timed("plan behind an append", window.plan)
@@ -482,7 +502,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--unmoved", type=int, nargs="*", help="measure windows of so many chunks instead")
     options = parser.parse_args(arguments)
     if options.unmoved:
-        return print_json({chunks: unmoved(chunks) for chunks in options.unmoved})
+        return print_json({n: {lane: unmoved(n, lane) for lane in LANES} for n in options.unmoved})
     result = simulate(options.replicas, options.windows, options.asks, options.seconds, options.seed, options.open)
     if options.redis:
         result["redis"] = measure(options.redis, result["record_bytes"])

@@ -57,7 +57,8 @@ def test_what_did_not_move_is_measured(capsys: pytest.CaptureFixture[str]) -> No
     scale.main(["--unmoved", "8", "16"])
     found = json.loads(capsys.readouterr().out)
     assert list(found) == ["8", "16"]
-    for took in found.values():
+    assert all(tuple(lanes) == scale.LANES for lanes in found.values())
+    for took in (took for lanes in found.values() for took in lanes.values()):
         assert list(took) == ["plan behind an append", "ask behind an append", "plan behind an ask"]
         assert all(0 < each["least"] <= each["median"] for each in took.values())
 

@@ -89,6 +89,15 @@ def test_what_is_no_exact_kv_goes_on_in_few_steps_as_well(lane: str) -> None:
     assert goes_on == anew
 
 
+@pytest.mark.parametrize(("lane", "most"), [("survivor", 10), ("patched", 20), ("merged", 10), ("orbit", 20)])
+def test_a_layout_of_what_stands_takes_few_steps_for_each_chunk_more(lane: str, most: int) -> None:
+    few, many = (again(again(INEXACT[lane](n))) for n in (30, 60))
+    for window in (few, many):
+        window.append(Chunk.tokens([7]))
+        window.plan()
+    assert (lines(partial(lay_out, many)) - lines(partial(lay_out, few))) / 30 <= most
+
+
 def withdraw_trust(window: Window) -> None:
     window.core.audits._fixed = window.fidelity.with_advanced(forbid=("survivor", "patched", "orbit", "merged"))
 
