@@ -169,6 +169,13 @@ class Engine(ABC):
             stopped: polled; once it is true the call ends, leaves nothing, and raises AnswerStopped.
         """
 
+    def prefill_all(
+        self, context: Sequence[Segment], targets: Sequence[Encoded], start: int, **options: Any
+    ) -> list[SpanKV]:
+        """Compute the KV of each of ``targets`` after the same ``context``, as `prefill` does with ``salt``, ``background`` and
+        ``tally``; an engine that batches computes them together."""
+        return [self.prefill(context, target, start, **options) for target in targets]
+
     @abstractmethod
     def generate(
         self,

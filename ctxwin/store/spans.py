@@ -45,6 +45,7 @@ _PATCHES: Final = ("patch", "orbit")
 _LIVE_BYTES: Final = 256 << 20
 _IN_PROCESS: Final = "MemoryStore"
 _PENDING_BYTES: Final = 1 << 30
+_REFUSED_BYTES: Final = 64 << 20
 _UNSERVED: Final = 1 << 16  # patches remembered as not yet served
 
 
@@ -119,6 +120,8 @@ class SpanRepository(LeaseCounts):
         live_bytes = _LIVE_BYTES if max_live_bytes is None else max_live_bytes
         self._live: LRUCache[tuple[Entry[Any], int]] = LRUCache(min(live_bytes, store.limit() or live_bytes))
         self._shares_bytes = max_live_bytes is None and store.listen(self._live.pop)
+        # Media that the store, full say, has refused: nobody else has their pixels, and a window goes on with them.
+        self._refused: LRUCache[bytes] = LRUCache(_REFUSED_BYTES)
         self._known: dict[str, SharedBasis] = {}
         self._unserved: OrderedDict[str, None] = OrderedDict()
 
@@ -302,11 +305,11 @@ class SpanRepository(LeaseCounts):
         return self._put(_key(key, "embed"), "embed", {}, {"embedding": embedding})
 
     def get_source(self, key: str) -> bytes | None:
-        """Return encoded media under ``source/``, or None. They are shared by all models, so no identity is compared."""
+        """Return encoded media under ``source/``, also refused ones, or None. All models share them: no identity is compared."""
         return _record(self._get(_key(key, "source"), "source", codec.decode_bytes, bound=False))
 
     def put_source(self, key: str, data: bytes) -> bool:
-        """Store encoded media; return False where the store refused them."""
+        """Store encoded media; return False where the store refused them, and keep the newest 64 MiB of those in memory."""
         return self._put(_key(key, "source"), "source", {}, data, bound=False)
 
     def get_json(self, key: str, *, bound: bool = True) -> Any:
@@ -364,6 +367,7 @@ class SpanRepository(LeaseCounts):
         """Remove ``key`` from the store and from the cache of decoded records."""
         pending = self._writer.delete(key)
         self._live.pop(key)
+        self._refused.pop(key)
         return self.store.delete(key) or pending
 
     def _put(
@@ -386,6 +390,8 @@ class SpanRepository(LeaseCounts):
         with self._lock:
             self.counters.refused += not stored
         if not stored:
+            if key.startswith("source/"):
+                self._refused.put(key, blob, len(blob))
             log.warning("the store, full or failing, refused %s (%d bytes)", key, len(blob), extra={"kind": self._lock})
         return stored
 
@@ -407,7 +413,7 @@ class SpanRepository(LeaseCounts):
         match: Entry[R] | None = None
         if cached is not None:
             match, size = cached
-        elif (blob := self.store.get(key)) is not None:
+        elif (blob := self.store.get(key)) is not None or (blob := self._refused.get(key)) is not None:
             match, size = self._decode(key, kind, blob, decode), len(blob)
         if match is not None:
             another = match[1].get("identity") != (self.identity if bound else "")

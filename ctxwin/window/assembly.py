@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import starmap
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from ctxwin.store.spans import SpanRepository
 
 T = TypeVar("T")
+_AT_ONCE = 8
+"""Forwards whose KV is held at once."""
 log = logging.getLogger("ctxwin")
 
 
@@ -378,6 +380,17 @@ class Assembly:
             engine_work = workload([*front, Segment(encoded, start)], work.forwards - counts[0])
             costs.learn(costs.engine, engine_work.amounts, watch.ms)
         return span
+
+    def prefill_all(
+        self, front: Segment, encodeds: Sequence[Encoded], start: int, work: Work, entries: Iterable[Placed]
+    ) -> Iterator[SpanKV]:
+        """Yield the KV of each of ``encodeds`` after ``front``, by `Engine.prefill_all` a few at a time; see `prefill`."""
+        for at in range(0, len(encodeds), _AT_ONCE):
+            options = {"salt": self.salt, "background": work.background, "tally": work}
+            call = partial(self.engine.prefill_all, (front,), encodeds[at : at + _AT_ONCE], start, **options)
+            with self.engine.costs.timed():  # calls beside it teach nothing
+                spans = self._with_embeddings(entries, call)
+            yield from spans
 
     def _with_embeddings(self, entries: Iterable[Placed], call: Callable[[], T]) -> T:
         """Return ``call()``; encode ``entries`` again and retry if their vision embeddings left a shared store meanwhile."""

@@ -26,12 +26,12 @@ from ctxwin.window import edits, placement
 from ctxwin.window.answer import Plan
 from ctxwin.window.assembly import Assembly
 from ctxwin.window.auditing import Auditing, open_audits
-from ctxwin.window.changes import changed, moved_on
 from ctxwin.window.events import EDITS, Event, Observer, Op
 from ctxwin.window.idle import IdlePrefill, prefiller_of
 from ctxwin.window.invariants import check_state
 from ctxwin.window.lanes import choose
 from ctxwin.window.leases import Leases
+from ctxwin.window.placed_list import PlacedList, unshared
 from ctxwin.window.removed import check_present
 from ctxwin.window.reordering import reorder_advice
 from ctxwin.window.sliding import SlidingAdvice, own_mark, sliding_advice
@@ -189,11 +189,8 @@ class WindowCore:
     def _keep_version(self, state: State) -> None:
         """Keep the current version beside ``state``, which follows it, for `at` and `undo`; drop the oldest beyond the limits."""
         old = self.state
-        evicted = moved_on(old.evicted, state.evicted) or changed(old.evicted, state.evicted)
-        changes = [changed(old.placed, state.placed), evicted]
-        only_old, only_new = ({id(p) for pair in changes for p in pair[i]} for i in (0, 1))
         self._history[old.version] = old, self._undo_version
-        self._unshared[old.version] = len(only_old - only_new)
+        self._unshared[old.version] = unshared((old.placed, old.evicted), (state.placed, state.evicted))
         self._undo_version = old.version
         over = sum(self._unshared.values()) - _UNSHARED
         while len(self._history) > _HISTORY or (over > 0 and len(self._history) > _FEWEST):
@@ -257,8 +254,8 @@ class WindowCore:
             return state.low_water
         if self.fidelity.mode != "exact":
             return None
-        sizes = [p.tokens for p in state.placed]
-        return own_mark(state.budget, sizes, system_prompt=state.system_prompt_tokens, query=reserved)
+        tokens, count = state.placed.tokens, len(state.placed)
+        return own_mark(state.budget, tokens, count, system_prompt=state.system_prompt_tokens, query=reserved)
 
     def note_slide(self, count: int) -> None:
         """Note that `Window.slide` evicted ``count`` chunks without a mark; log once what a mark would save."""
@@ -277,7 +274,7 @@ class WindowCore:
         """Return the saving of a low-water mark for an exact window that slides a few chunks at a time; None for others."""
         if self._single_slides < _SLIDES or self.fidelity.mode != "exact" or self.state.low_water is not None:
             return None
-        return sliding_advice([p.tokens for p in self.state.placed], self.state.system_prompt_tokens)
+        return sliding_advice(self.state.placed.tokens, len(self.state.placed), self.state.system_prompt_tokens)
 
     def check(self) -> None:
         """Assert the invariants of the state, its plan and its leases."""
@@ -433,7 +430,7 @@ class WindowCore:
     def lease(self) -> None:
         """Lease the KV that the current state needs, and release the rest."""
         with self._guard:  # `plan` may run beside an ask
-            self._leases.follow(() if self.closed else self.state.placed)
+            self._leases.follow(PlacedList() if self.closed else self.state.placed)
 
     def close(self) -> None:
         """Release the leases; the window can be neither edited nor asked afterwards. Idempotent."""
@@ -444,7 +441,7 @@ class WindowCore:
         with self._guard:  # a thread that still edits must not lease behind this
             self.closed = True
             self._finalizer.detach()
-            self._leases.follow(())
+            self._leases.follow(PlacedList())
         if not self.read_only:  # an old version has the id of a window that goes on
             self.emit(self.event("close"))
 

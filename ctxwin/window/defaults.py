@@ -32,7 +32,7 @@ def check_searchable(name: str, library: Any) -> None:
 
 @dataclass(frozen=True)
 class LeastRecentlyRead:
-    """The chunk whose last reading is longest ago leaves first, the oldest among equals. Cost: a sort.
+    """The chunk whose last reading is longest ago leaves first, the oldest among equals.
 
     A chunk is read when it is placed, when it is recalled, and when `Window.maintenance.touch` says so. Asking reads
     everything that is placed, so it marks nothing.
@@ -42,9 +42,9 @@ class LeastRecentlyRead:
         """Placed ids, the first to leave at the front."""
         return self.ranked(window.snapshot())
 
-    def ranked(self, state: State) -> list[str]:
+    def ranked(self, state: State) -> Iterable[str]:
         """See `ctxwin.policies.Ranking`."""
-        return [p.id for p in sorted(state.placed, key=lambda p: (p.read, p.arrival))]
+        return state.placed.least_recently_read()
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from ctxwin.window.state import Placed, State, provenance_of, span_key
 
 # Evicted chunks a window remembers; the oldest are dropped, so that an endless stream stays bounded.
 MAX_EVICTED = 4096
+_FEW = 64
+"""Chunks of an order that are looked up one by one, before all are listed."""
 
 
 def normalize_index(index: int, length: int) -> int:
@@ -28,26 +30,24 @@ def merge_versions(previous: State, after: State) -> State:
     version = previous.version + 1
     if after.version <= version:
         return after
-    entries = tuple(p.replace(read=version) if p.read > version else p for p in after.placed)
-    return after.replace(version=version, placed=entries)
+    return after.replace(version=version, placed=after.placed.read_until(version))
 
 
 def append(state: State, entry: Placed) -> State:
     """Return the state with ``entry`` appended."""
-    return state.edited(arrivals=state.arrivals + 1, placed=(*state.placed, entry))
+    end = len(state.placed)
+    return state.edited(arrivals=state.arrivals + 1, placed=state.placed.splice(end, end, [entry]))
 
 
 def insert(state: State, entry: Placed, index: int, *, repair: bool = False) -> State:
     """Return the state with ``entry`` at ``index``. Later chunks keep their KV without having attended to it, unless ``repair``:
     then stale ones lose theirs."""
-    stale = stale_dependents(entry.id, state.placed[index:]) if repair else set()
-
-    def beside(p: Placed) -> Placed:
-        if repair:
-            return p.replace(kv=None, unseen=()) if p.id in stale else p
-        return p.replace(unseen=tuple(dict.fromkeys((*p.unseen, entry.id))))
-
-    return state.replace(placed=(*state.placed[:index], entry, *map(beside, state.placed[index:])))
+    if not repair:
+        return state.replace(placed=state.placed.splice(index, index, [entry], late=(entry.id,)))
+    following = state.placed[index:]
+    stale = stale_dependents(entry.id, following)
+    repaired = (p.replace(kv=None, unseen=()) if p.id in stale else p for p in following)
+    return state.replace(placed=(*state.placed[:index], entry, *repaired))
 
 
 def stale_dependents(placement: str, following: Sequence[Placed]) -> set[str]:
@@ -69,11 +69,11 @@ def recall(state: State, back: Placed, at: int | None, *, repair: bool = False) 
     Its former ``unseen`` is dropped: it must absorb all that precedes it now.
     """
     if at is None:
-        at = next((i for i, p in enumerate(state.placed) if p.arrival > back.arrival), len(state.placed))
+        at = state.placed.place_behind(back.arrival)
     at = normalize_index(at, len(state.placed))
-    still_evicted = tuple(p for p in state.evicted if p.id != back.id)
+    evicted = state.evicted.without([back.id])
     back = back.replace(read=state.version + 1, reads=back.reads + 1, unseen=(), tail=False)
-    return insert(state, back, at, repair=repair).edited(evicted=still_evicted), at
+    return insert(state, back, at, repair=repair).edited(evicted=evicted), at
 
 
 def look_back(state: State, backs: Sequence[Placed], at: int | None = None, *, tail: bool = False) -> State:
@@ -85,8 +85,11 @@ def look_back(state: State, backs: Sequence[Placed], at: int | None = None, *, t
     """
     for i, back in enumerate(sorted(backs, key=lambda b: b.arrival)):
         state, _ = recall(state, back, None if at is None else at + i)
-    ids = {p.id for p in backs}
-    return state.replace(placed=tuple(p.replace(unseen=(), tail=tail) if p.id in ids else p for p in state.placed))
+    placed = state.placed
+    for back in backs:
+        i = state.index(back.id)
+        placed = placed.splice(i, i + 1, [placed[i].replace(unseen=(), tail=tail)])
+    return state.replace(placed=placed)
 
 
 def free_tail(state: State) -> list[Placed]:
@@ -135,7 +138,7 @@ def drop_pending(state: State, placement: str, edit: Literal["evict", "toggle", 
 
 def leaving_soon(state: State) -> list[Placed]:
     """Return the chunks whose eviction waits for a break of the prefix."""
-    return [p for p in state.placed if "evict" in p.pending]
+    return [p for p in state.placed.pending if "evict" in p.pending]
 
 
 Applied = tuple[Op, list[str], str]
@@ -178,30 +181,25 @@ def apply_if_broken(previous: State, after: State) -> tuple[State, list[Applied]
 
     What waits in front of the break goes on waiting: there the prefix stands.
     """
-    start = first_break(previous, after) if any(p.pending for p in after.placed) else None
+    start = first_break(previous, after) if after.placed.pending else None
     return (after, []) if start is None else apply_pending(after, start)
 
 
 def update_entry(state: State, placement: str, **changes: Any) -> State:
     """Return the state with fields of one placed chunk changed. Raises UnknownChunk if it is not placed."""
     i = state.index(placement)
-    return state.edited(placed=(*state.placed[:i], state.placed[i].replace(**changes), *state.placed[i + 1 :]))
+    return state.edited(placed=state.placed.splice(i, i + 1, [state.placed[i].replace(**changes)]))
 
 
 def evict(state: State, leaving: Sequence[Placed]) -> State:
     """Return the state without ``leaving``, which can be recalled."""
-    out = {p.id for p in leaving}
     departed = (
         p.replace(conditioned=p.conditioned != ("toggle" in p.pending), pending={}) if p.pending else p for p in leaving
     )
-    now_evicted = (*state.evicted, *departed)[-MAX_EVICTED:]
+    end = len(state.evicted)
+    evicted = state.evicted.splice(end, end, departed).newest(MAX_EVICTED)
     # A chunk that leaves is no longer unseen: how and where it comes back decides.
-    remaining = tuple(
-        p if out.isdisjoint(p.unseen) else p.replace(unseen=tuple(u for u in p.unseen if u not in out))
-        for p in state.placed
-        if p.id not in out
-    )
-    return state.edited(placed=remaining, evicted=now_evicted)
+    return state.edited(placed=state.placed.without(p.id for p in leaving), evicted=evicted)
 
 
 def forget(state: State, target: Placed) -> State:
@@ -257,7 +255,7 @@ def leaving_for_budget(
     if excess <= 0:
         return leaving
     out = {p.id for p in leaving}
-    state = state.replace(placed=tuple(p for p in state.placed if p.id not in out))
+    state = state.replace(placed=state.placed.without(out)) if out else state
     waiting = [p for p in reversed(leaving_soon(state)) if p.id not in stay]
     alone = [waiting[:n] for n, tokens in enumerate(accumulate(p.tokens for p in waiting), 1) if tokens >= excess]
     if alone and (mark is None or not exact):
@@ -274,7 +272,8 @@ def leaving_for_budget(
             needed=needed,
             budget=state.budget,
         )
-    return [*leaving, *min(alone, key=partial(_tokens_computed, state))]
+    cheapest = min(alone, key=partial(_tokens_computed, state)) if len(alone) > 1 else alone[0]
+    return [*leaving, *cheapest]
 
 
 def _fall(
@@ -284,14 +283,14 @@ def _fall(
 
     What waits (the last first) leaves with it behind the foremost one, and in front of that where the excess needs it.
     """
-    places = {p.id: i for i, p in enumerate(state.placed)}
-    foremost = len(places)
+    places = {p.id: i for i, p in enumerate(state.placed)} if waiting else {}
+    foremost = count = len(state.placed)
     leaving: dict[str, Placed] = {}
     with closing(free_in_order(state, order, excluded)) as free:
         for entry in free:
-            if excess <= 0 and len(leaving) + 1 >= len(places):
+            if excess <= 0 and len(leaving) + 1 >= count:
                 break
-            foremost = min(foremost, places[entry.id])
+            foremost = min(foremost, places.get(entry.id, 0))
             for one in (entry, *(p for p in waiting if places[p.id] > foremost)):
                 if one.id not in leaving:
                     leaving[one.id] = one
@@ -314,11 +313,13 @@ def _tokens_computed(state: State, leaving: Sequence[Placed]) -> float:
 
 def free_in_order(state: State, order: Iterable[str], stay: Iterable[str] = ()) -> Generator[Placed]:
     """Yield the unpinned placed chunks that ``order`` names, each once, without ``stay``. Raises UnknownChunk for other ids."""
-    excluded, by_id = set(stay), {p.id: p for p in state.placed}
+    excluded, by_id = set(stay), dict[str, Placed]()
     try:
-        for placement in order:
+        for i, placement in enumerate(order):
             if placement in excluded:
                 continue
+            if i == _FEW:
+                by_id = {p.id: p for p in state.placed}
             entry = by_id.get(placement) or state.placed[state.index(placement)]
             if not entry.pinned:
                 excluded.add(placement)

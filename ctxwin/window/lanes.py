@@ -104,8 +104,8 @@ def choose(
     """
     if fidelity.mode == "auto":
         raise ValueError("fidelity must be resolved before lanes are chosen, got mode='auto'")
-    prices, memo, fidelity, placed = prices or Prices(), memo or {}, _interned(fidelity), state.placed
-    ids, offset = placed_order(placed), state.system_prompt_tokens
+    prices, memo, fidelity, placed = prices or Prices(), memo or {}, _interned(fidelity), (*state.placed,)
+    ids, offset = placed_order(state.placed), state.system_prompt_tokens
     front, survival, differences = Prefix.of(state, ids), Survival(ids), None
     if engine is not None and fidelity.allows("edited"):
         differences = Differences(state, engine, fidelity.edited_tokens or 0)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from ctxwin.window.changes import changed
+from ctxwin.window.placed_list import PlacedList
 
 if TYPE_CHECKING:
     from ctxwin.store.spans import SpanRepository
@@ -24,7 +23,7 @@ class Leases:
     def __init__(self, repo: SpanRepository) -> None:
         self._repo = repo
         self.keys: set[str] = set()
-        self._placed: Sequence[Placed] = ()
+        self._placed: PlacedList[Placed] = PlacedList()
         self._uses: Counter[str] = Counter()
         self._unleased: set[str] = set()
 
@@ -36,9 +35,9 @@ class Leases:
         self._repo.lease_again(fork.keys)
         return fork
 
-    def follow(self, placed: Sequence[Placed]) -> None:
+    def follow(self, placed: PlacedList[Placed]) -> None:
         """Lease what these chunks need, also what is stored by now, and release the rest. Cost: of what has changed."""
-        leaving, coming = changed(self._placed, placed)
+        leaving, coming = self._placed.difference(placed)
         self._placed = placed
         new = Counter(chain.from_iterable(p.keys for p in coming))
         self._uses.update(new)

@@ -1,6 +1,6 @@
 """`Maintenance`: computing KV ahead, re-forming approximations, compressing KV, and forming orbit patches."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -46,7 +46,7 @@ class Maintenance:
         """
         with self.core.writing() as state:
             if len(state.evicted) > most:
-                self.core.commit(state.edited(evicted=state.evicted[len(state.evicted) - most :]), remember=False)
+                self.core.commit(state.edited(evicted=state.evicted.newest(most)), remember=False)
 
     @property
     def prefill_counts(self) -> PrefillCounts | None:
@@ -93,7 +93,7 @@ class Maintenance:
             token_limit: most tokens to compute; BudgetExceeded, and nothing is computed, where `plan_orbit` says more.
 
         Cost: a forward of the window for each order, of which there are no more than ids; one of each chunk behind them whose
-        canonical is not held, and of the system prompt if it is not held; no encode.
+        canonical is not held, and of the system prompt if it is not held; no encode. On vLLM they share steps, eight at a time.
         """
         with self.core.writing() as state:
             k, chosen = _orders(state, ids, orders, seed)
@@ -186,7 +186,8 @@ class Maintenance:
             if if_short and not demand.short:
                 return 0
             dropped: dict[str, int] = {}
-            entries, evicted = state.placed, state.evicted
+            entries: Iterable[Placed] = state.placed
+            evicted: Iterable[Placed] = state.evicted
             if patches:
                 entries = tuple(_compress(self.core, state, p, demand if if_short else None, dropped) for p in entries)
             if if_short:

@@ -112,16 +112,12 @@ def balanced_orders(k: int, count: int, seed: int) -> list[tuple[int, ...]]:
 
 def plan(provider: SpanProvider, state: State, k: int, orders: Sequence[Sequence[int]]) -> OrbitPlan:
     """Return the cost of `prepare`."""
-    entries, patched, leads = _extent(provider, state, k, orders)
-    keys = [canonical_key(state, p.chunk_id)[1] for p in entries]
-    lead_keys = {keys[i] for i in leads}
-    unformed = (i for i in patched if i >= k or keys[i] not in lead_keys)
-    missing = {keys[i]: entries[i].tokens for i in unformed if not provider.has(keys[i])}
+    entries, _, _, unformed = _extent(provider, state, k, orders)
     system_prompt = state.system_prompt_tokens * (not provider.has(system_prompt_key(state)))
-    tokens = len(orders) * sum(p.tokens for p in entries) + sum(missing.values()) + system_prompt
+    tokens = len(orders) * sum(p.tokens for p in entries) + sum(entries[i].tokens for i in unformed) + system_prompt
     within = k * (2 ** (k - 1) - 1) if k <= MAX_COVERED else 0
     return OrbitPlan(
-        forwards=len(orders) + len(missing) + bool(system_prompt), tokens=tokens, patches=within + len(entries) - k
+        forwards=len(orders) + len(unformed) + bool(system_prompt), tokens=tokens, patches=within + len(entries) - k
     )
 
 
@@ -131,52 +127,53 @@ def prepare(
     """Form patches for the first ``k`` chunks in every order and for those behind them; return the indices of the chunks that
     got all of theirs. ``orders``: `balanced_orders`.
 
-    Cost: `plan`, no vision encode. Memory: the KV of the set, ``k`` times. Over a shared basis deficits are projected.
+    Cost: `plan`, together where the engine batches; no vision encode. Memory: the KV of the set, ``k`` times. Over a shared
+    basis deficits are projected.
     """
     import torch
 
     from ctxwin.kv.deficit import deficit
     from ctxwin.kv.orbit import OrbitMean, mixture, set_weights
 
-    engine, repo, (entries, patched, leads) = provider.engine, provider.repo, _extent(provider, state, k, orders)
+    engine, repo, (entries, keys, patched, unformed) = (
+        provider.engine,
+        provider.repo,
+        _extent(provider, state, k, orders),
+    )
     spec, encodeds = engine.spec, [engine.encode(p.chunk) for p in entries]
     system_prompt = provider.computed_system_prompt(state, provider.system_prompt(state, work), work)
-    parts: list[dict[int, tuple[frozenset[int], SpanKV]]] = []  # of each order, by chunk
-    bases: dict[int, SpanKV] = {}
+    bases: dict[str, SpanKV | None] = {}
     means = {i: OrbitMean(spec.kv) for i in patched if i >= k}
+    observed: dict[int, list[tuple[frozenset[int], SpanKV]]] = {i: [] for i in patched if i < k}
 
     def base_of(i: int) -> SpanKV | None:
-        if i not in bases:
-            key, formed = provider.canonical(state, entries[i], system_prompt, work)
-            stored = None if formed else repo.get_span(key, token_ids=encodeds[i].token_ids)
-            span = formed or (stored and stored[0])
-            if span is None:
-                return None
-            bases[i] = span
-        return bases[i]
+        if keys[i] not in bases:
+            stored = repo.get_span(keys[i], token_ids=encodeds[i].token_ids)
+            bases[keys[i]] = stored and stored[0]
+        return bases[keys[i]]
 
-    for i in means:
-        base_of(i)
-    for order in orders:
-        every, start, begin = [*order, *range(k, len(entries))], system_prompt.encoded.advance, 0
-        whole = provider.prefill([system_prompt], _concatenate([encodeds[i] for i in every]), start, work, entries)
-        parts.append({})
-        for j, i in enumerate(every):
+    # Canonicals first: deficits are counted from them.
+    runs = [*([i] for i in unformed), *([*order, *range(k, len(entries))] for order in orders)]
+    origin, targets = system_prompt.encoded.advance, [_concatenate([encodeds[i] for i in run]) for run in runs]
+    for run, whole in zip(runs, provider.prefill_all(system_prompt, targets, origin, work, entries), strict=True):
+        begin, start = 0, origin
+        for j, i in enumerate(run):
             encoded, end = encodeds[i], begin + encodeds[i].tokens
             part = replace(whole.slice(begin, end), positions=torch.from_numpy(encoded.positions.copy()), start=start)
             begin, start = end, start + encoded.advance
-            if i in means:
-                if i in bases:
-                    means[i].add(part, bases[i])
-            elif i in patched and (j or i in leads):
+            if i in means and len(run) > 1:
+                if (base := base_of(i)) is not None:
+                    means[i].add(part, base)
+                continue
+            if len(run) > 1:
                 part = replace(part, k=part.k.clone(), v=part.v.clone())  # not all of the forward with it
-                if j:
-                    parts[-1][i] = frozenset(order[:j]), part
-                    continue
-                bases[i] = part
-                provenance, key = canonical_key(state, entries[i].chunk_id)
-                if not provider.has(key):
-                    provider.put(key, part, encoded, provenance=provenance)
+            if j and i in observed:
+                observed[i].append((frozenset(run[:j]), part))
+            elif not j and (len(run) == 1 or (i in observed and not spec.kv.recurrent)):  # a part has no states
+                bases[keys[i]] = part
+                if not provider.has(keys[i]):
+                    provenance, _ = canonical_key(state, entries[i].chunk_id)
+                    provider.put(keys[i], part, encoded, provenance=provenance)
     provider.know_basis(fidelity)
 
     def store(i: int, front: Sequence[int], lost: Deficit, among: Sequence[int], **record: float) -> bool:
@@ -197,8 +194,7 @@ def prepare(
             mean, front = means[i], tuple(range(i))
             done = [store(i, front, mean.mean, front, orders=mean.count, spread=mean.spread)]
         else:
-            observed = [part[i] for part in parts if i in part]
-            sets, lost = [front for front, _ in observed], [deficit(span, base, spec.kv) for _, span in observed]
+            sets, lost = [front for front, _ in observed[i]], [deficit(span, base, spec.kv) for _, span in observed[i]]
             others = [a for a in range(k) if a != i]
             done = []
             for front in (c for n in range(1, k) for c in combinations(others, n)):
@@ -211,11 +207,15 @@ def prepare(
 
 def _extent(
     provider: SpanProvider, state: State, k: int, orders: Sequence[Sequence[int]]
-) -> tuple[tuple[Placed, ...], range, set[int]]:
-    """Return the chunks of each forward, the indices of those that get patches, and of those whose canonicals begin one."""
+) -> tuple[tuple[Placed, ...], list[str], range, list[int]]:
+    """Return the chunks of each forward, the keys of their canonicals, the indices of those that get patches, and of those
+    whose canonicals take a forward of their own: those that no order begins with."""
     entries = state.placed[: MAX_ORBIT + 1]
-    leads = set() if provider.engine.spec.kv.recurrent else {order[0] for order in orders}  # a part has no states
-    return entries, range(0 if 1 < k <= MAX_COVERED else k, len(entries)), leads
+    keys = [canonical_key(state, p.chunk_id)[1] for p in entries]
+    patched = range(0 if 1 < k <= MAX_COVERED else k, len(entries))
+    led = set() if provider.engine.spec.kv.recurrent else {keys[order[0]] for order in orders}
+    unformed = {keys[i]: i for i in patched if (i >= k or keys[i] not in led) and not provider.has(keys[i])}
+    return entries, keys, patched, list(unformed.values())
 
 
 def _concatenate(encodeds: Sequence[Encoded]) -> Encoded:

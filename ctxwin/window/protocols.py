@@ -152,15 +152,10 @@ class SpanProvider(Protocol):
     def put(self, key: str, span: SpanKV, encoded: Encoded, **fields: Any) -> None:
         """Store a computed span."""
 
-    def canonical(
-        self, state: State, entry: Placed, system_prompt: Segment | None, work: Work, /
-    ) -> tuple[str, SpanKV | None]:
-        """Return the key of a chunk's canonical and, if it was not stored, its KV, formed by one forward."""
-
-    def prefill(
-        self, front: Sequence[Segment], encoded: Encoded, start: int, work: Work, entries: Iterable[Placed] = ..., /
-    ) -> SpanKV:
-        """Compute the KV of a chunk after ``front``; ``entries`` are the chunks that may have to be encoded again."""
+    def prefill_all(
+        self, front: Segment, encodeds: Sequence[Encoded], start: int, work: Work, entries: Iterable[Placed], /
+    ) -> Iterable[SpanKV]:
+        """Yield the KV of each chunk after ``front``; ``entries`` are the chunks that may have to be encoded again."""
 
 
 OnFinding = Callable[[Sequence[str], str, dict[str, float | bool], str], None]

@@ -102,12 +102,12 @@ class WindowReader:
     @property
     def ids(self) -> tuple[str, ...]:
         """Placement ids in prompt order."""
-        return tuple(p.id for p in self.core.state.placed)
+        return self.core.state.placed.ids
 
     @property
     def pending(self) -> tuple[str, ...]:
         """Placement ids with edits that wait for a break of the prefix (``lazy=True``), in prompt order."""
-        return tuple(p.id for p in self.core.state.placed if p.pending)
+        return tuple(p.id for p in self.core.state.placed.pending)
 
     @property
     def evicted(self) -> tuple[str, ...]:

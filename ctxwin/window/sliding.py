@@ -4,7 +4,7 @@ In an exact window all chunks after an evicted one are computed again. Sliding o
 that falls to a mark pays it once, and its prefix then stands still until it is full again.
 """
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 
 
@@ -73,16 +73,16 @@ def best_low_water(
     if not 0 < occupancy <= 1:
         raise ValueError(f"occupancy must be a share in (0, 1], got {occupancy!r}")
     most = sliding_cost(budget, budget, chunk, system_prompt=system_prompt, query=query).most
-    remaining = next(k for k in range(1, most + 1) if k + most >= 2 * most * occupancy)
+    remaining = max(1, math.ceil(2 * most * occupancy) - most)
     return sliding_cost(
         budget, min(budget, system_prompt + query + remaining * chunk), chunk, system_prompt=system_prompt, query=query
     )
 
 
-def own_mark(budget: int, chunks: Sequence[int], *, system_prompt: int, query: int) -> int | None:
-    """Return the mark of ``Window(low_water="auto")`` with chunks of these tokens: the cheapest with which asks see, on average,
-    three quarters of the chunks that fit; None where not one fits."""
-    size = max(1, round(sum(chunks) / max(1, len(chunks))))
+def own_mark(budget: int, tokens: int, chunks: int, *, system_prompt: int, query: int) -> int | None:
+    """Return the mark of ``Window(low_water="auto")`` with so many chunks of these tokens: the cheapest with which asks see, on
+    average, three quarters of the chunks that fit; None where not one fits."""
+    size = max(1, round(tokens / max(1, chunks)))
     if system_prompt + query + size > budget:
         return None
     return best_low_water(budget, size, system_prompt=system_prompt, query=query).low_water
@@ -106,12 +106,12 @@ class SlidingAdvice:
         return round(self.one_by_one - self.halved.tokens)
 
 
-def sliding_advice(chunks: Sequence[int], system_prompt: int) -> SlidingAdvice | None:
-    """Return the advice for a full window with chunks of these tokens; None if it has too few of them."""
-    if len(chunks) < 4:
+def sliding_advice(tokens: int, chunks: int, system_prompt: int) -> SlidingAdvice | None:
+    """Return the advice for a full window with so many chunks of these tokens; None if it has too few of them."""
+    if chunks < 4:
         return None
-    size = max(1, round(sum(chunks) / len(chunks)))
-    budget = system_prompt + size * len(chunks)
+    size = max(1, round(tokens / chunks))
+    budget = system_prompt + size * chunks
     one_by_one = sliding_cost(budget, budget, size, system_prompt=system_prompt)
-    mark = system_prompt + size * -(-len(chunks) // 2)
+    mark = system_prompt + size * -(-chunks // 2)
     return SlidingAdvice(one_by_one.tokens, sliding_cost(budget, mark, size, system_prompt=system_prompt))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import attrgetter
 from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -20,6 +19,7 @@ from ctxwin.hashing import digest
 from ctxwin.validation import validate
 from ctxwin.window.antecedents import Antecedents, pack, unpack
 from ctxwin.window.difference import Difference
+from ctxwin.window.placed_list import PlacedList
 
 FORMAT = 2
 """Format of snapshots. Format 1, which is read as well, had one list of ids (`ctxwin.window.antecedents`)."""
@@ -162,8 +162,8 @@ class State(BaseModel):
     fidelity: Fidelity
     version: int = 0
     arrivals: int = 0
-    placed: tuple[Placed, ...] = ()
-    evicted: tuple[Placed, ...] = ()
+    placed: PlacedList[Placed] = PlacedList()
+    evicted: PlacedList[Placed] = PlacedList()
     libraries: dict[str, int] = {}
 
     @model_serializer(mode="wrap")
@@ -173,7 +173,7 @@ class State(BaseModel):
         for name, chunks in (("placed", self.placed), ("evicted", self.evicted)):
             fronts[name] = [p.kv.antecedents if p.kv else None for p in chunks]
             bare[name] = tuple(p.replace(kv=p.kv and p.kv.without_antecedents()) for p in chunks)
-        packed = pack(handler(self.replace(**bare)), fronts)
+        packed = pack(handler(self.model_copy(update=bare)), fronts)
         return packed | {"format": FORMAT} if "orders" in packed else packed
 
     @model_validator(mode="before")
@@ -197,8 +197,7 @@ class State(BaseModel):
     @property
     def tokens(self) -> int:
         """Tokens of the system prompt and of the placed chunks."""
-        tokens: int = sum(map(attrgetter("tokens"), self.placed))
-        return self.system_prompt_tokens + tokens
+        return self.system_prompt_tokens + self.placed.tokens
 
     @property
     def conditioned(self) -> bool:
@@ -217,31 +216,33 @@ class State(BaseModel):
 
     def index(self, placement: str) -> int:
         """Return the index of a placed chunk. Raises UnknownChunk."""
-        for i, p in enumerate(self.placed):
-            if p.id == placement:
-                return i
-        is_evicted = any(p.id == placement for p in self.evicted)
+        at = self.placed.place_of(placement)
+        if at is not None:
+            return at
+        is_evicted = self.evicted.place_of(placement) is not None
         hint = "it is evicted: recall it first" if is_evicted else f"this version places {_named(self.placed)}"
         raise UnknownChunk(f"id must be a placed chunk, got {placement!r}; {hint}")
 
     def find_evicted(self, placement: str) -> Placed:
         """Return the evicted placement of this id. Raises UnknownChunk if there is none."""
-        for p in self.evicted:
-            if p.id == placement:
-                return p
-        is_placed = any(p.id == placement for p in self.placed)
-        hint = "it is placed already" if is_placed else f"evicted are {_named(self.evicted)}"
+        found = self.evicted.get(placement)
+        if found is not None:
+            return found
+        hint = "it is placed already" if self.placed.get(placement) else f"evicted are {_named(self.evicted)}"
         raise UnknownChunk(f"id must be an evicted chunk, got {placement!r}; {hint}")
 
     def find(self, placement: str) -> Placed:
         """Return a placed or evicted chunk. Raises UnknownChunk."""
-        for p in (*self.placed, *self.evicted):
-            if p.id == placement:
-                return p
-        raise UnknownChunk(f"id must be a placed or evicted chunk, got {placement!r}")
+        found = self.placed.get(placement) or self.evicted.get(placement)
+        if found is None:
+            raise UnknownChunk(f"id must be a placed or evicted chunk, got {placement!r}")
+        return found
 
     def replace(self, **changes: Any) -> State:
         """Return a copy with some fields changed."""
+        for name in ("placed", "evicted"):
+            if not isinstance(changes.get(name, self.placed), PlacedList):
+                changes[name] = getattr(self, name).followed_by(changes[name])
         return self.model_copy(update=changes)
 
     def edited(self, **changes: Any) -> State:
@@ -261,10 +262,10 @@ class State(BaseModel):
         return {key for p in self.placed for key in p.keys}
 
 
-def _named(chunks: Sequence[Placed]) -> str:
+def _named(chunks: PlacedList[Placed]) -> str:
     """Return their ids for a message: only the newest if there are many."""
     more = f" and {len(chunks) - _SHOWN} more" if len(chunks) > _SHOWN else ""
-    return f"{[p.id for p in chunks[-_SHOWN:]]}{more}"
+    return f"{[*chunks.ids[-_SHOWN:]]}{more}"
 
 
 ANYTHING = "*"
@@ -291,10 +292,10 @@ def span_key(provenance: str, approximations: str = "") -> str:
     return "span/" + _digest("span", provenance, approximations)
 
 
-def placed_order(placed: Sequence[Placed]) -> Antecedents:
+def placed_order(placed: PlacedList[Placed]) -> Antecedents:
     """Return the ids of placed chunks, where they stand in it as a run of the order that the last one with KV was conditioned on,
     so that the chunks of a stream share one. O(placed)."""
-    ids = [p.id for p in placed]
+    ids = [*placed.ids]
     last = next((p.kv.antecedents for p in reversed(placed) if p.kv is not None), None)
     return (None if last is None else last.order.run(last.version, ids)) or Antecedents(ids)
 

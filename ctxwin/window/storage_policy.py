@@ -17,7 +17,7 @@ forming a canonical takes a forward. From that follows:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -58,7 +58,7 @@ class Demand:
 
 
 class DemandLedger:
-    """The `Demand` of a store's open windows, kept up to date: O(windows), and O(placed chunks) of those that changed.
+    """The `Demand` of a store's open windows, kept up to date: O(windows), and O(chunks that changed).
 
     Not thread-safe.
     """
@@ -72,24 +72,25 @@ class DemandLedger:
     def demand(self, states: Mapping[int, State], limit: int) -> Demand:
         """Return the demand of windows in these states. Its contexts are the ledger's own: they follow later calls."""
         for window in self._states.keys() - states.keys():
-            self._count(self._states.pop(window), set(), -1)
+            state = self._states.pop(window)
+            self._count(state, state.placed, -1)
         for window, state in states.items():
             old = self._states.get(window)
             if old is state:
                 continue
             self._states[window] = state
-            same = old is not None and (old.window, old.system_prompt_key) == (state.window, state.system_prompt_key)
-            self._count(state, set(map(id, old.placed)) if old is not None and same else set(), 1)
-            if old is not None:
-                self._count(old, set(map(id, state.placed)) if same else set(), -1)
+            leaving: Sequence[Placed] = old.placed if old else ()
+            coming: Sequence[Placed] = state.placed
+            if old is not None and (old.window, old.system_prompt_key) == (state.window, state.system_prompt_key):
+                leaving, coming = old.placed.difference(state.placed)
+            self._count(state, coming, 1)
+            self._count(old or state, leaving, -1)
         return Demand(self._bytes, limit, self._contexts)
 
-    def _count(self, state: State, without: Collection[int], sign: int) -> None:
-        """Add (or subtract) the placed chunks of ``state``, but for those objects of ``without``."""
+    def _count(self, state: State, placed: Iterable[Placed], sign: int) -> None:
+        """Add (or subtract) some placed chunks of ``state``."""
         system_prompt = state.system_prompt_key
-        for p in state.placed:
-            if id(p) in without:
-                continue
+        for p in placed:
             counts = self._contexts.setdefault((system_prompt, p.chunk_id), Counter())
             context = context_of(state, p)
             known = context in counts

@@ -150,10 +150,11 @@ class Window(WindowReader):
         """Append several chunks, all or none; return their placement ids."""
         chunks = as_list("chunks", chunks, "a Chunk")
         with self.core.writing() as state:
-            count = len(state.placed)
+            ids = []
             for chunk in chunks:
-                state = edits.append(state, self.core.place(state, chunk))
-            ids = [p.id for p in state.placed[count:]]
+                entry = self.core.place(state, chunk)
+                state = edits.append(state, entry)
+                ids.append(entry.id)
             if ids:
                 self.core.commit(state, "append", ids)  # one version, however many
         return ids
@@ -260,8 +261,8 @@ class Window(WindowReader):
         Raises UnknownChunk. Cost at the next ask: its lane's, never a vision encode.
         """
         with self.core.writing() as state:
-            waiting = next((i for i, p in enumerate(state.placed) if p.id == placement and "evict" in p.pending), None)
-            if waiting is not None and at is None:
+            waiting = state.placed.place_of(placement)
+            if at is None and waiting is not None and "evict" in state.placed[waiting].pending:
                 self.core.commit(edits.drop_pending(state, placement, "evict"))
                 return waiting
             back = self.core.returning(state, placement)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ctxwin import Chunk, Window
+from ctxwin import Chunk, Fidelity, Window
 from ctxwin.store.disk import DiskStore
 from ctxwin.store.memory import MemoryStore
 from ctxwin.window.antecedents import Antecedents
@@ -75,14 +75,31 @@ def saved(prepare: Callable[[int], Window]) -> Callable[[int], tuple[Any, str]]:
     return save
 
 
+def full(n: int) -> Window:
+    """A window that is over its budget by a token."""
+    window = Window(engine_for(n), "h", n, fidelity=Fidelity("patched"))
+    window.extend([Chunk.tokens([i % 40]) for i in range(n)])
+    return window
+
+
 EDITS: dict[str, Setup] = {
     "append": on(opened, lambda window: window.append(Chunk.tokens([7]))),
-    "extend": lambda n: partial(opened(1).extend, [Chunk.tokens([i % 40]) for i in range(n)]),
+    "insert at the front": on(opened, lambda window: window.insert(0, Chunk.tokens([7]))),
     "slide": on(opened, lambda window: window.slide(1)),
+    "slide of an exact window": on(partial(opened, mode="exact"), lambda window: window.slide(1)),
+    "slide into the budget": on(full, lambda window: window.slide()),
     "evict": on(opened, lambda window: window.evict(window.ids[len(window.ids) // 2])),
+    "evict lazily": on(opened, lambda window: window.evict(window.ids[len(window.ids) // 2], lazy=True)),
     "recall": on(without_middle, lambda window: window.recall(window.evicted[0])),
+    "look back": on(without_middle, lambda window: window.look_back(window.evicted[0])),
+    "toggle": on(opened, lambda window: window.toggle(window.ids[-1], conditioned=False)),
+    "touch": on(opened, lambda window: window.maintenance.touch(window.ids[0])),
     "fork": on(opened, lambda window: window.fork()),
     "undo": on(slid, lambda window: window.undo()),
+}
+WALKS: dict[str, Setup] = {
+    "extend": lambda n: partial(opened(1).extend, [Chunk.tokens([i % 40]) for i in range(n)]),
+    "reorder": on(opened, lambda window: window.reorder(window.ids[::-1])),
     "plan": on(opened, lambda window: window.plan()),
     "plan behind a slide": on(slid, lambda window: window.plan()),
     "plan behind an exact slide": on(partial(slid, mode="exact"), lambda window: window.plan()),
@@ -101,14 +118,25 @@ EDITS: dict[str, Setup] = {
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_work_grows_at_most_in_proportion_to_a_window(name: str) -> None:
-    assert exponent(EDITS[name]) <= 1.1
+def test_an_edit_takes_as_many_steps_in_a_larger_window(name: str) -> None:
+    assert exponent(EDITS[name]) <= 0.1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EDITS)
+def test_an_edit_takes_as_many_steps_in_a_window_of_five_thousand_chunks(name: str) -> None:
+    assert exponent(EDITS[name], 500, 5000) <= 0.1
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_work_grows_at_most_in_proportion_to_a_window(name: str) -> None:
+    assert exponent(WALKS[name]) <= 1.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WALKS)
 def test_work_grows_so_up_to_five_thousand_chunks(name: str) -> None:
-    assert exponent(EDITS[name], 500, 5000) <= 1.1
+    assert exponent(WALKS[name], 500, 5000) <= 1.1
 
 
 def grown(n: int) -> Window:

@@ -12,6 +12,7 @@ from ctxwin import Chunk, Fidelity, Window
 from ctxwin.store.memory import MemoryStore
 from ctxwin.window.continuation import Continuation
 from ctxwin.window.layout import Work
+from ctxwin.window.placed_list import PlacedList
 from store.wrappers import WrapperStore
 from window.fake import FakeEngine, planned_anew
 from window.growth import LARGE, SMALL, engine_for, lay_out, lines, opened, standing
@@ -114,7 +115,7 @@ def discard(window: Window) -> None:
 def lose_the_lease(window: Window) -> None:
     """What nobody leases leaves a store that needs room."""
     store = window.engine.store
-    window.core._leases.follow(())
+    window.core._leases.follow(PlacedList())
     assert store.put("span/large", bytes(store.limit() - 1)) and not list(store.list("patch/"))
     store.delete("span/large")
 

@@ -116,10 +116,13 @@ def test_budgets_of_the_window_itself(engine: FakeEngine) -> None:
 
 def test_a_store_that_refuses_everything_costs_time_only() -> None:
     engine = FakeEngine(open_store("memory:", max_bytes=600))
-    window = Window(engine, "hd", fidelity=Fidelity("blind"))
-    window.extend([Chunk.text("aaaaaaaaaaaa"), Chunk.text("bbbbbbbbbbbb")])
-    assert window.ask("q").text
-    assert window.ask("q").text
+    window, roomy = (Window(e, "hd", fidelity=Fidelity("exact")) for e in (engine, FakeEngine()))
+    picture = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+    for each in (window, roomy):
+        each.extend([Chunk.text("aaaaaaaaaaaa"), Chunk.image(picture), Chunk.text("bbbbbbbbbbbb")])
+    assert window.ask("q").text == window.ask("q").text == roomy.ask("q").text
+    window.evict(window.ids[1], forget=True)
+    assert engine.repo.get_source(Chunk.image(picture).media[0].content) is None
 
 
 def test_forgetting_one_of_two_chunks_that_show_a_picture_keeps_the_other(engine: FakeEngine, window: Window) -> None:

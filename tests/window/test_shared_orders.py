@@ -1,4 +1,4 @@
-"""Runs of shared orders, survivors by them, and what changed between two versions, against naive lists."""
+"""Runs of shared orders, and survivors by them, against naive lists."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ctxwin.window.antecedents import Antecedents, Order, pack, unpack
-from ctxwin.window.changes import changed, common_front
 from ctxwin.window.survival import Survival
 
 IDS = st.lists(st.sampled_from("abcdefgh"), unique=True, max_size=8)
@@ -166,15 +165,3 @@ def test_a_survivor_follows_its_antecedents_without_those_that_left(ids: list[st
         assert (found and (tuple(found[0]), tuple(found[1]))) == expected
         assert found is None or (len(found[1]) == len(tuple(found[1])) and found[1] == tuple(found[1]))
         assert found is None or found[1].first == (tuple(was)[: len(found[1])] == tuple(found[1]))
-
-
-@given(st.lists(st.integers(0, 3), max_size=8), st.lists(st.integers(0, 3), max_size=8))
-def test_what_changed_lies_between_the_common_ends(old: list[int], new: list[int]) -> None:
-    left, came = changed(old, new)
-    front = common_front(old, new)
-    back = len(old) - front - len(left)
-    assert (
-        old == old[:front] + list(left) + old[front + len(left) :]
-        and new == old[:front] + list(came) + old[len(old) - back :]
-    )
-    assert not (left and came) or (left[0] != came[0] and left[-1] != came[-1])

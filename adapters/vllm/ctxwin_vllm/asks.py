@@ -4,7 +4,7 @@ import itertools
 import logging
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +34,8 @@ from ctxwin_vllm.transport import Transfer
 from ctxwin_vllm.transport.base import ALL
 
 _QUERY = "query"
+_Exchange = Generator[tuple[dict[str, Any], Transfer], Outcome, None]
+"""A request's prompt and transfer, twice: once to be run, and once its outcome has been taken in."""
 _log = logging.getLogger("ctxwin.engines")
 
 
@@ -126,6 +128,31 @@ class AskRunner:
                 self.count_retry()
         self.count(generation, tally)
         return generation, outcome
+
+    def serve_together(
+        self, layouts: Sequence[Sequence[Segment]], ask: Ask, tally: Tally | None = None
+    ) -> list[Generation]:
+        """Serve layouts whose last segment is captured and alone missing: their requests are submitted at once, so that vLLM
+        steps them together. Where a load fails each is served by itself."""
+        if self.closed:
+            raise EngineFailed("the engine is closed; open a new one")
+        generations, exchanges = [Generation() for _ in layouts], list[_Exchange]()
+        try:
+            with engine_errors():
+                for generation, layout in zip(generations, layouts, strict=True):
+                    base = self._core.check(layout, ask.tail, ask.sampling)
+                    segments, namespace, computed = self.fill_layout(generation, layout, base, ask)
+                    last = [len(layout) - 1]
+                    exchanges.append(self._exchange(generation, segments, base, ask, last, namespace, computed))
+                self._run(exchanges, ask)
+        except LoadError as error:
+            _log.warning("loading spans into vLLM failed (%s); requests are submitted one by one", error)
+            self._core.prefixes.clear()
+            self.count_retry()
+            return [self.serve(layout, ask, tally)[0] for layout in layouts]
+        for generation in generations:
+            self.count(generation, tally)
+        return generations
 
     def _without_spans(self, layout: Sequence[Segment], ask: Ask) -> tuple[Sequence[Segment], Ask]:
         """Return a layout that is computed in place: that is exact, and belongs to (and may use) the exact namespace."""
@@ -300,7 +327,35 @@ class AskRunner:
 
         ``computed`` prompt tokens were part of an earlier request of this call: a hit on them counts as no cache hit.
         """
-        driver, transport, loaded_only = self._core.driver, self._core.transport, 0
+        (outcome,) = self._run([self._exchange(generation, segments, base, ask, capture, namespace, computed)], ask)
+        return outcome
+
+    def _run(self, exchanges: Sequence[_Exchange], ask: Ask) -> list[Outcome]:
+        """Run the requests of exchanges together, and give each its outcome."""
+        requests, eos = [next(exchange) for exchange in exchanges], sorted(self._prompts.encoder.checkpoint.eos)
+        try:
+            options = (ask.sampling, eos, ask.on_token, ask.background, ask.forced, self._lora)
+            outcomes = run(self._core.driver, self._core.transport, requests, *options)
+        except BaseException:
+            for exchange in exchanges:
+                exchange.close()  # counts what it took
+            raise
+        for exchange, outcome in zip(exchanges, outcomes, strict=True):
+            exchange.send(outcome)
+        return outcomes
+
+    def _exchange(
+        self,
+        generation: Generation,
+        segments: Sequence[Segment],
+        base: int,
+        ask: Ask,
+        capture: Sequence[int],
+        namespace: CacheNamespace,
+        computed: int = 0,
+    ) -> _Exchange:
+        """Yield the request of `request`, then take its outcome into ``generation``."""
+        loaded_only = 0
         if not ask.tail:  # no later token needs them, and vLLM computes the KV of a prompt's last token
             segments = segments[: max((i + 1 for i, s in enumerate(segments) if not s.merged), default=0)]
         end = segments[-1].start + segments[-1].encoded.advance if segments else base
@@ -310,10 +365,8 @@ class AskRunner:
         ids, media = join([*(segment.encoded for segment in segments), *ask.tail])
         prompt = (ask.builder or self._prompts).prompt(ids, media, namespace, transfer)
         transfer.placeholder_tokens = max(transfer.placeholder_tokens, loaded_only)
-        eos = sorted(self._prompts.encoder.checkpoint.eos)
         try:
-            options = (ask.sampling, eos, ask.on_token, ask.background, ask.forced, self._lora)
-            (outcome,) = run(driver, transport, [(prompt, transfer)], *options)
+            outcome = yield prompt, transfer
         finally:
             parts = [*(segment.encoded for segment in segments), *ask.tail]
             served = transfer.local_tokens + transfer.planned_tokens
@@ -332,7 +385,7 @@ class AskRunner:
             if not outcome.finished:  # vLLM was a step ahead of the caller who stopped it
                 span = span.slice(0, min(span.tokens, ask.query.tokens + len(outcome.token_ids) - 1))
             generation.query_span = span
-        return outcome
+        yield prompt, transfer
 
     def transfer(
         self, segments: Sequence[Segment], base: int, ask: Ask, capture: Sequence[int], namespace: CacheNamespace

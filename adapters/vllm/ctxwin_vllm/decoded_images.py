@@ -4,7 +4,6 @@ An agent sends its screenshots again with every request, and vLLM decodes each o
 its caches. `use` has vLLM take `DecodedImages` as its media connector, which is vLLM's own way to load media differently.
 """
 
-import asyncio
 import os
 from typing import Any
 
@@ -29,7 +28,7 @@ class DecodedImages(MediaConnector):  # type: ignore[misc]  # mypy sees vLLM as 
         if image_url[:5].lower() != "data:":
             return await super().fetch_image_async(image_url, image_mode=image_mode)
         how = sorted(({"image_mode": image_mode} | self.media_io_kwargs.get("image", {})).items())
-        key = f"{await asyncio.to_thread(_digest, image_url)} {how}"
+        key = f"{blake3(image_url.encode()).hexdigest()} {how}"  # a megabyte takes less time than a thread does to wake up
         image = _decoded.get(key)
         if image is None:
             image = await super().fetch_image_async(image_url, image_mode=image_mode)
@@ -43,10 +42,6 @@ class DecodedImages(MediaConnector):  # type: ignore[misc]  # mypy sees vLLM as 
         except (aiohttp.ClientError, OSError, RuntimeError) as error:
             got = f"media must be readable at {url[:200]!r}, got {type(error).__name__}: {error}"
             raise ValueError(str(error) if url[:5].lower() == "data:" else got) from error
-
-
-def _digest(text: str) -> str:
-    return str(blake3(text.encode()).hexdigest())
 
 
 def use() -> None:

@@ -199,6 +199,16 @@ class VLLMEngine(EncodingEngine):
         generation, _ = self.asks.serve(segments, ask, tally)
         return relocate(generation.captured[len(context)], self.spec.kv, start)
 
+    def prefill_all(
+        self, context: Sequence[Segment], targets: Sequence[Encoded], start: int, **options: Any
+    ) -> list[SpanKV]:
+        """See `Engine.prefill_all`."""
+        layouts = [[*context, Segment(target, start, capture=True)] for target in targets]
+        background, tally = options.get("background", False), options.get("tally")
+        ask = Ask(None, Sampling(max_tokens=1), options.get("salt", ""), background=background)
+        generations = self.asks.serve_together(layouts, ask, tally)
+        return [relocate(one.captured[len(context)], self.spec.kv, start) for one in generations]
+
     def generate(
         self,
         layout: Sequence[Segment],

@@ -26,6 +26,7 @@ from langgraph.graph.message import REMOVE_ALL_MESSAGES
 from langgraph.runtime import Runtime
 
 from ctxwin import Chunk
+from ctxwin.store.memory import MemoryStore
 from langchain_ctxwin.langgraph import DeltaWindowState, WindowContext, WindowNode, WindowState, open_window
 from node_graphs import CONFIG, EXACT, Chatty, content, fresh_answer, graph_of, placed, shown
 
@@ -91,6 +92,30 @@ def test_pictures_leave_the_messages_once_they_are_placed(engine: Chatty, schema
     turns[1] = (2, "another?", turns[1][2])
     assert state["messages"][-1].text == fresh_answer(turns, "q5?")[: len(state["messages"][-1].text)]
     assert engine.counters.vision_encodes == 4
+
+
+class Full(MemoryStore):
+    """Refuses every record, as a full disk does."""
+
+    def put(self, key: str, value: bytes) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("schema", [WindowState, DeltaWindowState])
+def test_pictures_that_a_full_store_refused_stay_in_the_messages(schema: Any) -> None:
+    """Nobody else has their pixels: the thread goes on from them, on that store and in a process that has another one."""
+    saver, turns = InMemorySaver(), []
+    with Chatty(Full()) as engine, Chatty() as elsewhere:
+        app = graph_of(
+            WindowNode(system_prompt="hd", fidelity=EXACT, max_tokens=3, keep_media=False), saver, state=schema
+        )
+        for i, at in enumerate((engine, engine, elsewhere), 1):
+            state = app.invoke({"messages": [shown(i, f"q{i}?", id=str(i))]}, CONFIG, context=WindowContext(at))
+            answer = state["messages"][-1].text
+            assert answer == fresh_answer([*turns, (i, "", "")], f"q{i}?")
+            turns.append((i, f"q{i}?", answer))
+        assert ["base64" in str(m.content) for m in state["messages"][::2]] == [True, True, False]
+        assert placed(elsewhere, state) == content(turns)
 
 
 class CountingSerializer(JsonPlusSerializer):

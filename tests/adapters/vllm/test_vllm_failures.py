@@ -26,7 +26,7 @@ import torch
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.engines.results import Generation
 from ctxwin.engines.sampling import Sampling
-from ctxwin.engines.segments import Encoded
+from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.errors import EngineFailed
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.merge import merge
@@ -129,6 +129,24 @@ class TestLoads:
             plain = engine.generate(laid(parts), query, ALL)
             loaded = engine.generate(laid(parts, spans), query, ALL, salt="own")
             assert same(right, plain) and same(right, loaded) and loaded.fallbacks == 0
+            faults.assert_released(engine)
+
+    def test_of_one_of_several_forwards(self, engine: Any) -> None:
+        """They begin in one step; each then runs by itself, and gives what it gives alone."""
+        lead, *targets = encoded(engine, [picture(1), text(2), picture(3)])
+        (span,) = spans_of(engine, [lead])
+        front = [Segment(lead, 0, span=span, span_key="lead")]
+        right = [engine.prefill(front, target, lead.advance, salt=target.chunk_id) for target in targets]
+        for failing in (0, 1):
+            cold(engine)
+            draws, before = iter([kinds(engine)[0]] * failing), replace(engine.counters)
+            with faults.Faults(engine, lambda draws=draws: next(draws, "")) as injected:
+                made = engine.prefill_all(front, targets, lead.advance, salt="together")
+            assert sum(injected.struck.values()) == engine.counters.retries - before.retries == failing
+            assert engine.counters.prefill_forwards - before.prefill_forwards == len(targets)
+            for one, other in zip(made, right, strict=True):
+                torch.testing.assert_close(one.k, other.k, atol=CLOSE, rtol=CLOSE)
+                torch.testing.assert_close(one.v, other.v, atol=CLOSE, rtol=CLOSE)
             faults.assert_released(engine)
 
     def test_of_merged_segments(self, engine: Any) -> None:

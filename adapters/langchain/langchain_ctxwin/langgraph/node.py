@@ -134,7 +134,7 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
         reserve_tokens: tokens kept free in addition to the question and its answer.
         allowed_local_media_path: folder whose files messages may name, by path or ``file:`` url; None: files are refused. A
             picture on disk survives a store that lost its content, and so does one that the messages hold as data.
-        keep_media: False: blocks that name pictures and videos replace those that came as data once they are placed, so
+        keep_media: False: blocks that name pictures and videos replace those that came as data once they are stored, so
             that a checkpoint takes a few KB. Only nodes of this window can read such blocks; the pixels are only in the
             engine's store. LangGraph writes all messages into every checkpoint of a `WindowState`, so that the checkpoints
             of a long thread grow with the square of its turns; a `DeltaWindowState` writes new messages.
@@ -230,7 +230,7 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
             if window is not None:
                 window.close()
             raise
-        swapped = {} if self._keep_media else _swap_media(messages, media_cache)
+        swapped = {} if self._keep_media else _swap_media(engine, messages, media_cache)
         keys = [message_key(swapped[i]) if i in swapped else key for i, key in enumerate(keys)]
         return window, talk.query, partial(self._update, window, keys, notes, list(swapped.values()))
 
@@ -357,8 +357,13 @@ def _media_name(part: MediaPart) -> dict[str, Any]:
     return {"type": part.media, "chunk": part.content}
 
 
-def _swap_media(messages: Sequence[BaseMessage], media_cache: LRUCache[Chunk]) -> dict[int, BaseMessage]:
-    """Return the messages whose pictures and videos came as data, by index, with blocks that name them instead."""
+def _swap_media(
+    engine: Engine, messages: Sequence[BaseMessage], media_cache: LRUCache[Chunk]
+) -> dict[int, BaseMessage]:
+    """Return the messages whose pictures and videos came as data, by index, with blocks that name them instead.
+
+    Those that the store, full say, has refused stay data: nothing else has them.
+    """
     swapped: dict[int, BaseMessage] = {}
     for i, message in enumerate(messages):
         if isinstance(message.content, str) or message.id is None:
@@ -366,7 +371,8 @@ def _swap_media(messages: Sequence[BaseMessage], media_cache: LRUCache[Chunk]) -
         blocks: list[Any] = list(message.content)
         for k, block in enumerate(blocks):
             chunk = media_cache.get(block_key(block) or "") if isinstance(block, dict) else None
-            blocks[k] = _media_name(chunk.media[0]) if chunk is not None else block
+            if chunk is not None and engine.repo.contains(f"source/{chunk.media[0].content}"):
+                blocks[k] = _media_name(chunk.media[0])
         if blocks != message.content:
             swapped[i] = message.model_copy(update={"content": blocks})
     return swapped

@@ -41,7 +41,8 @@ FOLLOW = "ctxwin.follow"
 """Key of an ASGI scope whose request is served as it came."""
 AHEAD = "ctxwin.ahead"
 """Key of an ASGI scope with an `Ahead`: a prompt is computed that its client has not sent yet."""
-_SUMMARY_TOKENS, _BRIEF_BYTES = 1024, 16 << 10  # a body of so few takes less time to parse than to hand to a thread
+_SUMMARY_TOKENS = 1024
+_BRIEF_BYTES, _BRIEF_COMMAS = 256 << 10, 2048  # a body of so few takes less time to parse than to hand to a thread
 _log = logging.getLogger("ctxwin.serve")
 T = TypeVar("T")
 
@@ -141,7 +142,8 @@ class PlainRequest:
         Raises EarlyResponse where it is answered with a summary alone.
         """
         self._follows = follows
-        self._data = self._parse() if len(self.raw) <= _BRIEF_BYTES else await self._run(self._parse)
+        is_brief = len(self.raw) <= _BRIEF_BYTES and self.raw.count(b",") <= _BRIEF_COMMAS
+        self._data = self._parse() if is_brief else await self._run(self._parse)
         if isinstance(self._data, dict) and not PLACES.isdisjoint(self._data):
             await self._service.grammars.check(self._tenant, self._data)
         takes_long = self._path in (compaction.MESSAGES, COUNT) or names_chunks(self._data)

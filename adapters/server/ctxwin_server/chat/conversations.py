@@ -240,7 +240,7 @@ class Conversations(Records[Conversation]):
             for new, edit, ids in steps:
                 state = new
                 edits[edit.op] += len(ids)
-            conversation.state = state = state.replace(evicted=state.evicted[-KEPT:])
+            conversation.state = state = state.replace(evicted=state.evicted.newest(KEPT))
             conversation.used, conversation.shelf = time.monotonic(), shelf
             self.keep(conversation, conversation)
         return conversation, state, edits

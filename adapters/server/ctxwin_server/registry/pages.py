@@ -26,7 +26,7 @@ class EvictedPages:
 
     def __init__(self, store: Store, window: str) -> None:
         self._store, self._prefix = store, f"evicted/{window}/"
-        self._pages: dict[str, tuple[Placed, ...]] = {}
+        self._pages: dict[str, Sequence[Placed]] = {}
         self._keys: dict[int, str] = {}  # by the identity of the first chunk, which its page keeps alive
 
     def write(self, state: State) -> tuple[State, list[str]]:
@@ -35,7 +35,7 @@ class EvictedPages:
         Pages that are missing are written; what the store refuses stays in the state. Raises OSError as the store does.
         Cost: O(n) for n evicted chunks, and the JSON of new pages.
         """
-        evicted, keys, at = state.evicted, [], 0
+        evicted, keys, at = (*state.evicted,), [], 0
         while at < len(evicted):
             key = self._key(evicted, at)
             if key is None:
@@ -70,7 +70,7 @@ class EvictedPages:
             end += size
         return end
 
-    def _add(self, key: str, page: tuple[Placed, ...]) -> None:
+    def _add(self, key: str, page: Sequence[Placed]) -> None:
         self._store.lease(key)
         self._pages[key] = page
         self._keys[id(page[0])] = key

@@ -332,7 +332,7 @@ def _time_of(label: str | None) -> float | None:
 def _nearest(window: Window, at: float) -> str:
     state = window.core.state
     times = ((_time_of(p.chunk.label), p.id) for p in (*state.evicted, *state.placed))
-    timed = [(abs(when - at), placement) for when, placement in times if when is not None]
+    timed: list[tuple[float, str]] = [(abs(when - at), placement) for when, placement in times if when is not None]
     if not timed:
         raise UnknownChunk(f"time must be near a chunk that was pushed with one, got {at:g}; no chunk here has a time")
     return min(timed)[1]

@@ -114,9 +114,9 @@ def test_a_wide_body_is_refused_before_it_is_parsed(
         assert "--max-json-values" in answer["error"]["message"]
 
 
-@pytest.mark.parametrize(("characters", "threads"), [(100, False), (20_000, True)])
+@pytest.mark.parametrize(("text", "threads"), [("x" * 200_000, False), ("x" * 300_000, True), (", " * 3000, True)])
 def test_only_bodies_that_take_long_are_parsed_off_the_event_loop(
-    server: Server, monkeypatch: pytest.MonkeyPatch, characters: int, threads: bool
+    server: Server, monkeypatch: pytest.MonkeyPatch, text: str, threads: bool
 ) -> None:
     names = list[str]()
 
@@ -125,7 +125,7 @@ def test_only_bodies_that_take_long_are_parsed_off_the_event_loop(
         return parse_json(*args)
 
     monkeypatch.setattr(plain_requests, "parse_json", parse)
-    call(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * characters}]})
+    call(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": text}]})
     assert [name.startswith("ctxwin-brief") for name in names] == [threads]
 
 
