@@ -41,8 +41,7 @@ FOLLOW = "ctxwin.follow"
 """Key of an ASGI scope whose request is served as it came."""
 AHEAD = "ctxwin.ahead"
 """Key of an ASGI scope with an `Ahead`: a prompt is computed that its client has not sent yet."""
-_SUMMARY_TOKENS = 1024
-_BRIEF_BYTES, _BRIEF_COMMAS = 256 << 10, 2048  # a body of so few takes less time to parse than to hand to a thread
+_SUMMARY_TOKENS, _BRIEF_BYTES, _BRIEF_COMMAS = 1024, 256 << 10, 2048  # parsed before a thread wakes up
 _log = logging.getLogger("ctxwin.serve")
 T = TypeVar("T")
 

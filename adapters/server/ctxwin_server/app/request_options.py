@@ -42,6 +42,7 @@ class RequestOptions(ChatOptions):
         resend: receives the request as it came; None unless the prompt differs.
         refused: it was refused with that prompt, which is not answered: it is served again as it came.
         answered: set once its answer is sent.
+        counted: it stands in the metrics as served without its window.
     """
 
     tenant: str = ""
@@ -55,6 +56,7 @@ class RequestOptions(ChatOptions):
     resend: Receive | None = None
     refused: bool = False
     answered: asyncio.Event = field(default_factory=asyncio.Event)
+    counted: bool = False
 
     def refuse(self, status: int) -> bool:
         """Return whether an answer with this status may be due to how its prompt differs, and mark it as refused then."""

@@ -263,8 +263,9 @@ class ChatClient:
         self._spawn(settle())
 
     def _bypass(self, request: RequestOptions, reason: str, *, failed: bool = False) -> None:
-        request.off = reason
-        self._service.metrics.chat_left_alone(request.tenant, reason, failed=failed)
+        if not request.counted:  # beam search calls the engine for every token
+            self._service.metrics.chat_left_alone(request.tenant, reason, failed=failed)
+        request.off, request.counted = reason, True
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)

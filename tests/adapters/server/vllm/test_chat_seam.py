@@ -165,6 +165,17 @@ def test_a_window_stands_behind_a_chat_that_has_one_alone(seam: Seam) -> None:
     assert again.usage["computed_tokens"] == 0 and again.usage["lanes"]["resident"] == len("sysaa")
 
 
+def test_a_chat_that_asks_the_engine_for_every_token_counts_once(seam: Seam) -> None:
+    seam.script = [[output("a", "length")], [output("b", "stop")], [output("c", "stop")]]
+    beam = RequestOptions(name="s", off="beam search")
+    assert [asyncio.run(seam.ask(asked)) for asked in (beam, beam, RequestOptions(off="media"))] == [
+        ["a"],
+        ["b"],
+        ["c"],
+    ]
+    assert seam.counted == ["none: beam search", "none: media"]
+
+
 def test_a_load_that_fails_is_computed_and_counted(seam: Seam) -> None:
     seam.script = [[output("", "error")], [output("whole", "stop")]]
     asked = RequestOptions(name="s")
