@@ -101,7 +101,9 @@ def gap(ours: Said, theirs: Said) -> float:
 def soak(engine: Any, operations: int, share: float) -> None:
     """Runs the programs without faults and with a ``share`` of all loads failing, and compares every answer."""
     right = run_all(engine, operations, 0.0)
-    assert right.retries == right.fallbacks == 0
+    # Copies in another process may give way between the look for them and their load, which is then submitted again.
+    elsewhere = hasattr(engine, "kept_served") and not engine._core.driver.local
+    assert right.fallbacks == 0 and (elsewhere or right.retries == 0)
     under = run_all(engine, operations, share)
     gaps: dict[str, list[float]] = {}
     for a, b in zip(right.programs, under.programs, strict=True):
