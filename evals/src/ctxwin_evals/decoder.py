@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -189,7 +189,9 @@ class Reader:
         self.spec: KVSpec = engine.spec.kv
         self.layers = self.spec.layers
         self.query: Callable[[str], Encoded] = lru_cache(4096)(engine.encode_query)
-        self.system_prompt: Callable[[str], tuple[Encoded, SpanKV]] = lru_cache(256)(partial(_prefilled, engine))
+        self.system_prompt: Callable[[str], tuple[Encoded, SpanKV]] = lru_cache(256)(
+            lambda text: (first := engine.encode_system_prompt(text), engine.prefill([], first, 0))
+        )
 
 
 class Decoder(Reader):
@@ -353,8 +355,3 @@ class Decoder(Reader):
             for module, implementation, hook in zip(attentions, implementations, hooks, strict=True):
                 module.config._attn_implementation = implementation
                 hook.remove()
-
-
-def _prefilled(engine: Engine, text: str) -> tuple[Encoded, SpanKV]:
-    encoded = engine.encode_system_prompt(text)
-    return encoded, engine.prefill([], encoded, 0)

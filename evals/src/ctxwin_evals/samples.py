@@ -10,10 +10,11 @@ import json
 import os
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -98,11 +99,10 @@ class Sample(BaseModel):
 
 
 @dataclass(eq=False)
-class Samples:
+class Samples(AbstractContextManager["Samples"]):
     """A folder of samples of one configuration.
 
-    `open_samples` makes or continue one, `read_samples` only reads one. A context manager; once closed, or opened for
-    reading, it takes no more samples.
+    `open_samples` makes or continues one, `read_samples` only reads one. Once closed, or opened for reading, it takes no more.
     """
 
     folder: Path
@@ -162,9 +162,6 @@ class Samples:
 
     def __del__(self) -> None:
         self.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

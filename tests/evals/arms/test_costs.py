@@ -8,9 +8,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from ctxwin import Fidelity, Window
+from ctxwin.kv.patch import apply_patch
+from ctxwin.kv.relocate import relocate
+from ctxwin.window.layout import Work
 from ctxwin_evals.arms import BASES, parse_arm
 from ctxwin_evals.decoder import Decoder
 from ctxwin_evals.tasks.tiny import TASKS
+
+from .conftest import HEADER
 
 if TYPE_CHECKING:
     from ctxwin_evals.arms import Arm, Served
@@ -117,6 +123,30 @@ def test_an_orbit_is_formed_behind_every_order_that_is_averaged(bench: Bench) ->
     assert one is not None
     tokens = group.places[0].tokens
     assert one.extra["formed"] == 2 * tokens + 5 * 4 * tokens  # the two others, and five orders of three and itself
+
+
+def test_orbits_serve_what_a_window_has_prepared(bench: Bench) -> None:
+    """At full rank, in an order that was not computed; as many forwards as antecedents form it, or all other orders of each."""
+    item = TASKS["multi_hop"].case(3, 1, (4,), 0.0)
+    item = replace(item, asked=3, before=(1, 2, 0, 3))
+    group, chunks = bench.of([item]), item.load()
+    prepared, mean = (parse_arm(name).serve(group)[0] for name in ("orbits:64", "orbits:64@24"))
+    assert prepared is not None and mean is not None
+    tokens = group.places[0].tokens
+    assert prepared.extra["formed"] == 3 * 4 * tokens
+    assert mean.extra["formed"] == (5 * 4 + 2) * tokens  # the one order of a pair begins no other of three
+    fidelity = Fidelity("patched", rank=64, orbit=True, advanced={"forbid": ("survivor", "patched"), "layout": "joint"})
+    with Window(bench.decoder.engine, HEADER, fidelity=fidelity) as window:
+        ids = dict(zip(item.before, window.extend([chunks[frame] for frame in item.before]), strict=True))
+        window.maintenance.prepare_orbit([ids[frame] for frame in item.before[:3]])
+        window.reorder([ids[frame] for frame in item.placed])
+        layout = window.core.assembly.build_layout(window.snapshot(), fidelity, Work())
+    for segment, place, span in zip(layout.segments[1:], group.places, prepared.spans, strict=True):
+        assert segment.span is not None and (segment.patch is not None or not place.slot)
+        moved = relocate(segment.span, group.spec, place.start)
+        own = moved if segment.patch is None else apply_patch(moved, segment.patch, group.spec, place.start)
+        torch.testing.assert_close(own.v, span.v, atol=0.02, rtol=0.02)
+        torch.testing.assert_close(own.k, span.k, atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize("name", ["elastic:0.5", "h2o:0.5", "local:0.5"])

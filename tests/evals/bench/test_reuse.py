@@ -107,7 +107,10 @@ def test_every_move_is_served_without_a_forward_by_the_lanes_it_is_about(hf: Any
     assert served(hf, "toggle") == ({"front": "resident", "toggled": "canonical", "A": "survivor", "B": "survivor"}, 0)
     assert served(hf, "steady") == ({**{str(i): "survivor" for i in range(5, 12)}, "12": "computed"}, 16)
     assert served(hf, "fork") == ({**dict.fromkeys("ABCD", "resident"), "new": "computed"}, 32)
+    untried = {"front": "resident", "toggled": "canonical", "A": "survivor", "B": "survivor"}
+    assert served(hf, "untried") == (untried, 38)
     assert served(hf, "oldest") == ({"B": "survivor", "C": "survivor", "D": "survivor", "A": "formed"}, 32)
+    assert served(hf, "newest") == ({"D": "survivor", "A": "formed", "B": "formed", "C": "formed"}, 96)
     lanes, extra = served(hf, "copy")
     assert (list(lanes), extra) == (list("ABCD"), 32)  # two of one label
 
@@ -158,15 +161,26 @@ def computed(tokens: int, block: int = 1) -> dict[str, tuple[float, ...]]:
     third, quarter, eighth = (tokens - short + 2) // 3, tokens // 4, tokens // 8
     trimmed = (5 + 1 + 1 + 1) * eighth / 4
     return {
-        "slide": (0, 0, tokens, 3 * quarter, 0),
-        "steady": (eighth, eighth, tokens, trimmed, (7 + 8) * eighth / 8),
+        "slide": (0, 0, tokens, 3 * quarter, 0, 3 * quarter),
+        "steady": (eighth, eighth, tokens, trimmed, (7 + 8) * eighth / 8, trimmed),
         "recall": (0, 0, tokens - short + front, tokens - short + front, third + (tokens - third) % block),
         "fork": (32, 32, 32, 32, 32),
         "toggle": (0, 0, tokens - short + front, tokens - short + front, tokens - short + front),
-        "reorder": (0, 0, tokens, tokens, 3 * quarter),
-        "oldest": (quarter, 0, tokens, tokens, quarter),
+        "untried": (third, 0, tokens - short + front, tokens - short + front, tokens - short + front),
+        "reorder": (0, 0, tokens, tokens, 3 * quarter, 3 * quarter),
+        "oldest": (quarter, 0, tokens, tokens, quarter, quarter),
+        "newest": (3 * quarter, 0, tokens, tokens, 3 * quarter, 3 * quarter),
         "copy": (quarter, quarter, quarter, quarter, quarter),
     }
+
+
+def untouched(tokens: int, block: int) -> dict[str, int]:
+    """Tokens in blocks that an edit leaves as they stand: the system prompt's, and whole blocks of what precedes the edit."""
+    whole = block + tokens
+    return {
+        "slide": block, "steady": block, "recall": block, "fork": whole, "toggle": block, "untried": block,
+        "reorder": block, "oldest": block, "newest": block, "copy": whole,
+    }  # fmt: skip
 
 
 def check_rows(result: dict[str, Any], runs: int, block: int = 1, peers: tuple[str, ...] = ()) -> None:
@@ -227,6 +241,7 @@ def test_the_command_on_vllm(folder: Path, tmp_path: Path, monkeypatch: pytest.M
     system_prompt = result["meta"]["system_prompt_tokens"]
     assert system_prompt % moves.BLOCK == 0  # the floor is the lowest there is: everything but the query is a hit
     for r in result["rows"]:
+        assert r["untouched"] == untouched(r["tokens"], system_prompt)[r["op"]], r["op"]
         if r["op"] == "slide":
             assert r["bytes_loaded"] >= r["tokens"] * result["meta"]["model"]["kv_bytes_per_token"]
         # A vLLM without ctxwin computes for the same prompts what the prefix cache here does.

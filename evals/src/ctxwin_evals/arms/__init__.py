@@ -7,8 +7,8 @@ from ctxwin_evals.items import Setting
 ARMS: dict[str, type[Arm]] = {
     kind.form.partition(":")[0]: kind
     for kind in (
-        reuse.Reprefill, reuse.Blind, reuse.Patched, reuse.Orbit, reuse.Transfer, reuse.Survivor, reuse.Removal,
-        recall.Stale, recall.Update, recall.Recall, recall.Refresh, reuse.Toggled,
+        reuse.Reprefill, reuse.Blind, reuse.Patched, reuse.Orbit, reuse.Orbits, reuse.Transfer, reuse.Survivor,
+        reuse.Removal, recall.Stale, recall.Update, recall.Recall, recall.Refresh, reuse.Toggled,
         tokens.FirstK, tokens.Epic, tokens.Mpic, tokens.FullReuse, layers.Cacheblend, tokens.CacheblendOracle, tokens.Quest,
         layers.ShallowReuse, layers.LowRankKeys, prefix.Prefix, compress.ElasticCache, compress.HeavyHitters,
         compress.MostRecent, compress.Merged, reuse.Oracle, reuse.Stepwise,

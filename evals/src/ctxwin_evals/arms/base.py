@@ -3,7 +3,7 @@
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from ctxwin.kv.layout import SpanKV
@@ -80,7 +80,7 @@ class Arm(ABC):
 
     def on(self, setting: Setting) -> Self:
         """This arm for tasks of a setting; itself where all of its settings are served alike."""
-        return self
+        return replace(self, setting=setting) if hasattr(self, "setting") else self  # type: ignore[call-arg]
 
     @abstractmethod
     def serve(self, group: Group) -> list[Served | None]:

@@ -1,7 +1,6 @@
 """Arms that treat layers differently: which layers reuse, which compute, and for how many tokens."""
 
 from dataclasses import dataclass, replace
-from typing import Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,7 +12,6 @@ from ctxwin.kv.rope import angles, turn
 from ctxwin_evals.arms.base import RankedArm, Served, SharedArm
 from ctxwin_evals.arms.recall import came_back
 from ctxwin_evals.arms.tokens import quota, serve_rows, serving, spans_of
-from ctxwin_evals.decoder import Memory
 from ctxwin_evals.group import Group
 from ctxwin_evals.items import Setting
 
@@ -50,7 +48,9 @@ class Cacheblend(
             only = range(layer, layer + 1)
             k, v = memory.k[layer].clone(), memory.v[layer].clone()
             run(group.context.pick(at), memory, at + lead, layers=only, hidden=hidden)
-            stay = most_important(_squared_change(memory, layer, k, v).gather(1, at + lead), count)
+            pairs = (memory.k[layer], k), (memory.v[layer], v)
+            changed = torch.stack([(x.double() - y.double()).pow(2).sum(dim=(1, 3)) for x, y in pairs]).sum(dim=0)
+            stay = most_important(changed.gather(1, at + lead), count)
             memory.k[layer], memory.v[layer] = k, v
             at = at.gather(1, stay)
             hidden = hidden.gather(1, stay[..., None].expand(-1, -1, hidden.shape[-1]))
@@ -78,9 +78,6 @@ class ShallowReuse(
     """
 
     setting: Setting = "window"
-
-    def on(self, setting: Setting) -> Self:
-        return replace(self, setting=setting)
 
     def serve(self, group: Group) -> list[Served | None]:
         by_places: dict[tuple[int, ...], list[int]] = {}
@@ -170,9 +167,3 @@ def falling(share: float, steps: int) -> list[float]:
     """``steps`` shares in equal steps around ``share``, which is their mean: from 5/4 of it to 3/4, within 0..1."""
     width = min(share / 4, 1 - share) * (steps > 1)
     return (share + torch.linspace(width, -width, steps, dtype=torch.float64)).tolist()
-
-
-def _squared_change(memory: Memory, layer: int, k: Tensor, v: Tensor) -> Tensor:
-    """Squared distance of a layer's KV from (k, v) by slot: float64 ``[B, S]``."""
-    pairs = ((memory.k[layer], k), (memory.v[layer], v))
-    return torch.stack([(x.double() - y.double()).pow(2).sum(dim=(1, 3)) for x, y in pairs]).sum(dim=0)

@@ -1,9 +1,8 @@
 """Arms of prefix caching: exact KV of the placed chunks, computed after the longest cached prefix."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
-from typing import Self
 
 from ctxwin.baselines.policies import POLICIES, Policy, PrefixUser
 from ctxwin.kv.layout import SpanKV
@@ -37,9 +36,6 @@ class Prefix(
 
     habit: Policy
     setting: Setting = "slide"
-
-    def on(self, setting: Setting) -> Self:
-        return replace(self, setting=setting)
 
     def serve(self, group: Group) -> list[Served | None]:
         orders = {b: order for b, item in enumerate(group.items) if (order := self.order(item)) is not None}

@@ -4,14 +4,16 @@ Controls say what a figure is made of: the mask oracle loses conditioning and no
 """
 
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import ClassVar, Self
 
+import numpy as np
 import torch
 
-from ctxwin.kv.deficit import Deficit
-from ctxwin.kv.orbit import OrbitMean
+from ctxwin.kv.deficit import Deficit, deficit
+from ctxwin.kv.orbit import mixture, set_weights
 from ctxwin.kv.patch import Patch
+from ctxwin.window.orbits import balanced_orders
 from ctxwin_evals.arms.base import RANK, Arm, RankedArm, Served
 from ctxwin_evals.group import Group
 from ctxwin_evals.items import Item
@@ -102,12 +104,10 @@ class Toggled(Arm, form="toggled", source="Kamera, appendix E", settings=("windo
     """
 
     def serve(self, group: Group) -> list[Served | None]:
-        results: list[Served | None] = []
-        for b, item in enumerate(group.items):
-            place = asked_about(item)
-            row = [*group.exact[b][:place], group.blind[b][place], *group.exact[b][place + 1 :]]
-            results.append(Served(row, 0, group.kv_bytes([place])))
-        return results
+        rows, places = [list(row) for row in group.exact], [asked_about(item) for item in group.items]
+        for row, blind, place in zip(rows, group.blind, places, strict=True):
+            row[place] = blind[place]
+        return [Served(row, 0, group.kv_bytes([place])) for row, place in zip(rows, places, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -132,31 +132,62 @@ class Orbit(
         """The orders of the preceding chunks whose deficits are averaged."""
         return other_orders(item.placed[:place], self.orders, 0x6F72, place, item.index)
 
+    def runs(self, item: Item) -> dict[int, list[tuple[int, ...]]]:
+        """The orders whose last chunk's deficits give its patch, by place."""
+        place = asked_about(item)
+        return {place: [(*order, item.placed[place]) for order in self.averaged(item, place)]}
+
     def serve(self, group: Group) -> list[Served | None]:
-        places = [asked_about(item) for item in group.items]
-        plans = [self.averaged(item, place) for item, place in zip(group.items, places, strict=True)]
-        orders = [(b, (*order, group.items[b].placed[places[b]])) for b, plan in enumerate(plans) for order in plan]
-        conditioned = iter(group.last_spans(orders))
+        plans = [self.runs(item) for item in group.items]
+        conditioned = iter(
+            group.last_spans([(b, run) for b, plan in enumerate(plans) for run in chain(*plan.values())])
+        )
         results: list[Served | None] = []
         for b, plan in enumerate(plans):
-            spans = list(islice(conditioned, len(plan)))
-            if not spans:
-                results.append(None)
-                continue
-            place = places[b]
-            orbit = OrbitMean(group.spec)
-            for span in spans:
-                orbit.add(span, group.canonical[b][place])
-            patch = group.compressed(orbit.mean, self.size, (type(self).__name__, self.orders, b))
-            exact_deficit = group.deficit(b, place)
-            figures = {
-                "orders": float(len(plan)),
-                "moved": _distance(orbit.mean, exact_deficit, exact_deficit if self.over_own else orbit.mean),
-            }
-            others = group.context_tokens - group.places[0].tokens - group.places[place].tokens
-            figures["formed"] = float(others + len(plan) * group.places[place].end)
-            results.append(_patched_row(group, b, self.size, {place: patch}, extra=figures))
+            patches, placed, figures = dict[int, Patch](), group.items[b].placed, dict[str, float]()
+            for place, runs in plan.items():
+                spans = islice(conditioned, len(runs))
+                lost = [deficit(span, group.canonical[b][place], group.spec) for span in spans]
+                if lost:
+                    weights = set_weights([frozenset(run[:-1]) for run in runs], frozenset(placed[:place]))
+                    mean, own = mixture(lost, weights), group.deficit(b, place)
+                    patches[place] = group.compressed(mean, self.size, (type(self).__name__, self.orders, b, place))
+                    moved = _distance(mean, own, own if self.over_own else mean)
+                    figures = {"orders": float(len(runs)), "moved": moved}
+            every = set(chain(*plan.values()))  # the front of another one takes no forward of its own
+            fronts = {run[:n] for run in every for n in range(1, len(run))}
+            forwards = sum(group.layout(run)[-1].end for run in every - fronts)
+            figures["formed"] = float(
+                forwards + sum(p.tokens for i, p in enumerate(group.places) if i and i not in patches)
+            )
+            results.append(_patched_row(group, b, self.size, patches, extra=figures) if patches else None)
         return results
+
+
+@dataclass(frozen=True)
+class Orbits(Orbit, form="orbits:M@N", source="Kamera, section 5, 'Reorder'; `ctxwin.window.orbits`"):
+    """As `Orbit`, for every chunk up to the asked one, so that no order of the antecedents takes a forward.
+
+    Without ``N`` as windows prepare a set, from as many forwards as there are antecedents (`set_weights`).
+    """
+
+    orders: int = 0
+
+    def runs(self, item: Item) -> dict[int, list[tuple[int, ...]]]:
+        asked, placed = asked_about(item), item.placed
+        if asked < 2:
+            return {}
+        if self.orders:
+            others = {i: self.averaged(item, i) or [placed[:i]] for i in range(1, asked + 1)}
+            return {i: [(*order, placed[i]) for order in orders] for i, orders in others.items()}
+        rng = np.random.default_rng((0x6F72, item.index))
+        stored = item.before[:-1] or [placed[i] for i in rng.permutation(asked)]  # prepared in another order
+        orders = [tuple(stored[i] for i in order) for order in balanced_orders(asked, asked, 0)]
+        inside = {
+            i: [order[: order.index(placed[i]) + 1] for order in orders if order[0] != placed[i]]
+            for i in range(1, asked)
+        }
+        return {**inside, asked: [(*order, placed[asked]) for order in orders]}
 
 
 @dataclass(frozen=True)

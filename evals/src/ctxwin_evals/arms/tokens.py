@@ -157,7 +157,11 @@ def quota(share: float, tokens: int) -> int:
 def changes(group: Group) -> Tensor:
     """How far each placed token's KV is off: squared difference of exact and blind over all layers, float64 ``[B, T]``."""
     pairs = (zip(exact, blind, strict=True) for exact, blind in zip(group.exact, group.blind, strict=True))
-    return torch.stack([torch.cat([_squared_distance(e, b) for e, b in row]) for row in pairs])
+    parts = ([((e.k, b.k), (e.v, b.v)) for e, b in row] for row in pairs)
+    squared = (
+        [[(x.double() - y.double()).pow(2).sum(dim=(0, 2, 3)) for x, y in both] for both in row] for row in parts
+    )
+    return torch.stack([torch.cat([k + v for k, v in row]) for row in squared])
 
 
 def attended(group: Group) -> Tensor:
@@ -229,9 +233,3 @@ def serving(
     computed, extra = math.ceil(work - 1e-9), {"recomputed": work / group.context_tokens}
     forwards = forwards if work else 0
     return Served(row, stored, group.kv_bytes(over), computed=computed, forwards=forwards, extra=extra)
-
-
-def _squared_distance(a: SpanKV, b: SpanKV) -> Tensor:
-    """Squared distance of two spans in one frame by token, float64 ``[T]``."""
-    parts = ((a.k, b.k), (a.v, b.v))
-    return sum(((x.double() - y.double()).pow(2).sum(dim=(0, 2, 3)) for x, y in parts), torch.zeros(()))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
+_OPS = "slide,steady,recall,fork,toggle,untried,reorder,oldest,newest,copy"
 _DIR = "Where to generate that. Default: ctxwin/bench in your cache folder."
 _MODEL = "A local model folder; by default a random Qwen2.5-VL, generated once."
 
@@ -34,7 +35,7 @@ def reuse(
     peers: Annotated[str, typer.Option(help="vLLM with other connectors, too: offloading,lmcache.")] = "",
     model: Annotated[str, typer.Option(help=_MODEL)] = "",
     model_dir: Annotated[Path | None, typer.Option(help=_DIR)] = None,
-    ops: Annotated[str, typer.Option(help="Edits to measure.")] = "slide,steady,recall,fork,toggle,reorder,oldest,copy",
+    ops: Annotated[str, typer.Option(help="Edits to measure.")] = _OPS,
     tokens: Annotated[str, typer.Option(help="Reused tokens, comma-separated.")] = "512,2048,4096",
     rank: Annotated[int, typer.Option(help="Rank of the stored patches: the bytes of joint factors.")] = 16,
     runs: Annotated[int, typer.Option(help="Repetitions of each figure.")] = 7,
@@ -47,12 +48,12 @@ def reuse(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the JSON object to this file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Time to the first token after an edit: a window, three users of the engine's own prefix cache, and the floor.
+    """Time to the first token after an edit: a window, four users of the engine's own prefix cache, and the floor.
 
     The floor is the same prompt, of which the prefix cache holds all that is not new. Users send the same prompt, trim it by
-    half when it is full, or append only. Edits: the oldest chunk leaves (slide), and another comes (steady), an evicted one comes
-    back with a stored patch (recall), a branch gets 32 tokens (fork), a chunk's clean view (toggle), one of three predecessors
-    moves to the front (reorder), the oldest moves to the end (oldest), or stands there once more (copy).
+    half when it is full, append only, or both (look back). Edits: the oldest chunk leaves (slide), and another comes (steady), an
+    evicted one comes back with its patch (recall), a branch gets 32 tokens (fork), a chunk's clean view (toggle, untried), one of
+    three predecessors moves to the front (reorder), the oldest to the end (oldest, copy), the newest to the front (newest).
     """
     quiet()
     disable_audits()

@@ -7,8 +7,10 @@
 | recall  | a short chunk and three equal ones  | the second, evicted before, comes back      | patched, resident in front     |
 | fork    | four chunks                         | a branch gets 32 tokens                     | resident, the 32 are computed  |
 | toggle  | as for recall                       | the second is switched to its clean view    | canonical, survivors behind it |
+| untried | as for recall                       | the same, where no canonical of it is held  | the same, which is computed    |
 | reorder | three predecessors and a chunk      | the last predecessor moves to the front     | orbit, resident in front       |
 | oldest  | four chunks                         | the oldest moves to the end                 | survivors, it is computed      |
+| newest  | four chunks                         | the newest moves to the front               | survivor, others are computed  |
 | copy    | four chunks                         | the oldest is appended once more            | resident, the copy is computed |
 
 What an edit could need is formed beforehand: canonicals, patches after the antecedents that a chunk was first conditioned on, and
@@ -19,6 +21,7 @@ for a reorder what `Maintenance.prepare_orbit` forms. Others ask the engine by i
 - ``trim``: the older half leaves when the prompt is full, so that most asks extend a cached one.
 - ``append``: nothing leaves or moves, what comes back or changes its place is appended as a copy; with twice the window the
   prompt begins again at the newest chunks.
+- ``look back``: trims, and appends such copies.
 """
 
 import math
@@ -36,8 +39,7 @@ from ctxwin.window.window import Window
 SYSTEM_PROMPT = "You watch a camera."
 QUERY = "What is there now?"
 BLOCK = 32
-"""The system prompt fills whole blocks of this many tokens, and so does what is reused: a local hit then covers all but the
-query. With a rest of a block, the floor would compute that rest, too, and be easier to reach."""
+"""The system prompt fills whole blocks of this many tokens, as does what is reused: else the floor would compute a rest, too."""
 SHORT = 16
 """The largest chunk before what is recalled or toggled, in tokens: something must condition it."""
 TEXT_TOKENS = 8
@@ -83,8 +85,8 @@ def _prompts(
     before: str, after: str, *, floor: tuple[str, ...] = (), trim: tuple[str, ...] = (), append: tuple[str, ...] = ()
 ) -> dict[str, tuple[str, ...]]:
     """Return the prompts of `ARMS`; those who have no way of their own ask as the window does."""
-    same = before, after
-    return dict(zip(ARMS, (floor or (after, after), same, trim or same, append or same), strict=True))
+    same, floor = (before, after), floor or (after, after)
+    return dict(zip(ARMS, (floor, same, trim or same, append or same, trim or append or same), strict=True))
 
 
 def make_chunk(engine: Engine, tokens: int, seed: int) -> Chunk:
@@ -184,12 +186,13 @@ def _fork(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:
     return Scene(window, [edit], _prompts(*same, floor=same), chunks)
 
 
-def _toggle(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:
+def _toggle(engine: Engine, tokens: int, fidelity: Fidelity, seed: int, *, tried: bool = True) -> Scene:
     after = "front toggled A B"
     window, ids, chunks = _open(engine, _behind_a_short_one(tokens), after, fidelity, seed)
-    with window.fork() as branch:
-        branch.toggle(ids[1], conditioned=False)
-        ask(branch)  # forms the canonical
+    if tried:
+        with window.fork() as branch:
+            branch.toggle(ids[1], conditioned=False)
+            ask(branch)  # forms the canonical
     return Scene(window, [lambda w: w.toggle(ids[1], conditioned=False)], _prompts("front", after), chunks)
 
 
@@ -202,18 +205,19 @@ def _reorder(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scen
     return Scene(window, [lambda w: w.reorder(order)], prompts, chunks)
 
 
-def _oldest(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:
+def _moved(engine: Engine, tokens: int, fidelity: Fidelity, seed: int, *, after: str, copies: str) -> Scene:
     before = "A B C D"
     window, ids, chunks = _open(engine, _shares(tokens, 4), before, fidelity, seed)
+    placed = dict(zip(before.split(), ids, strict=True))
 
     def edit(window: Window) -> None:
-        window.reorder([*ids[1:], ids[0]])
+        window.reorder([placed[label] for label in after.split()])
         advice = window.plan().reorder
         if advice is not None and advice.cheaper == "copy":
             window.undo()
-            window.append(chunks["A"])
+            window.extend([chunks[label] for label in copies.split()])
 
-    return Scene(window, [edit], _prompts(before, "B C D A", append=(before, f"{before} A")), chunks)
+    return Scene(window, [edit], _prompts(before, after, append=(before, f"{before} {copies}")), chunks)
 
 
 def _copy(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:
@@ -228,12 +232,15 @@ def _behind_a_short_one(tokens: int) -> list[int]:
     return [short, *_shares(tokens - short, 3)]
 
 
-ARMS = ("floor", "prefix", "trim", "append")
-"""Who asks for the same by the prefix cache alone: the floor, and three users of it."""
-_ALL = (_slide, _steady, _recall, _fork, _toggle, _reorder, _oldest, _copy)
-MOVES: dict[str, Callable[[Engine, int, Fidelity, int], Scene]] = {move.__name__[1:]: move for move in _ALL}
+ARMS = ("floor", "prefix", "trim", "append", "look back")
+"""Who asks for the same by the prefix cache alone: the floor, and four users of it."""
+MOVES: dict[str, Callable[[Engine, int, Fidelity, int], Scene]] = {
+    "slide": _slide, "steady": _steady, "recall": _recall, "fork": _fork, "toggle": _toggle,
+    "untried": partial(_toggle, tried=False), "reorder": _reorder, "oldest": partial(_moved, after="B C D A", copies="A"),
+    "newest": partial(_moved, after="D A B C", copies="A B C"), "copy": _copy,
+}  # fmt: skip
 """The edits by their names in ``--ops``: scenes from an engine, the reused tokens, the fidelity and a seed."""
 PATCHED = {"recall", "reorder"}
 """Those whose chunks are served with patches; the rank of others is 0."""
-COMPUTED = {"steady", "fork", "oldest", "copy"}
+COMPUTED = {"steady", "fork", "untried", "oldest", "newest", "copy"}
 """Those whose ask computes chunks: what it stores would serve the next repetition, which gets content of its own."""

@@ -1,4 +1,4 @@
-"""Time to the first token of an ask after an edit: a window's, three users' of a prefix cache, and the floor.
+"""Time to the first token of an ask after an edit: a window's, four users' of a prefix cache, and the floor.
 
 Each repetition asks for all of them, in an order drawn anew, so that whatever else the machine does affects all alike. Each
 starts as the first did: the prefix cache is emptied and filled again by an ask before the edit, and all that an ask would store
@@ -37,7 +37,8 @@ Row = dict[str, Any]
 ``arms`` has the window (``ctxwin``), `ARMS` and peers. Of each: ``ttft_s``, seconds to the first token; ``ratio``, the window's
 in times of it, run by run; ``computed_tokens``, the query's too; ``cpu_s`` and ``cpu_ratio`` by processor time, which other work
 changes less, None where the engine computes in another process. They are medians with intervals of 95 % (None for one run); a
-move of several asks counts their mean. ``cleverest`` is the user of the prefix cache who takes the least time.
+move of several asks counts their mean. ``cleverest`` is the fastest user of the prefix cache, ``untouched`` the tokens
+in blocks that the last edit left as they stood.
 """
 
 
@@ -249,7 +250,8 @@ def _lanes_of(event: Event) -> Row:
         entry = entries[placement]
         lanes[lane] += entry.tokens
         chunks.append({"chunk": entry.chunk.label, "tokens": entry.tokens, "lane": lane})
-    return {"bytes_loaded": event.answer.usage.bytes_loaded, "lanes": dict(lanes), "chunks": chunks}
+    usage, served = event.answer.usage, {"lanes": dict(lanes), "chunks": chunks}
+    return {"bytes_loaded": usage.bytes_loaded, "untouched": usage.cached_tokens, **served}
 
 
 def summary(runs: Sequence[Mapping[str, Sample]], local: bool = True) -> Row:

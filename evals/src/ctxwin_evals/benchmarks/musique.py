@@ -126,13 +126,14 @@ def normalise(text: str) -> str:
 
 def word_f1(truth: str, text: str) -> float:
     """F1 of two answers' words once they are normalised; where one has none, 1 if neither has."""
-    ours, theirs = normalise(text).split(), normalise(truth).split()
-    if not ours or not theirs:
-        return float(ours == theirs)
-    return 2 * (Counter(ours) & Counter(theirs)).total() / (len(ours) + len(theirs))
+    return _f1(Counter(normalise(text).split()), Counter(normalise(truth).split()))
 
 
 def support_f1(named: Sequence[int], support: Sequence[int]) -> float:
     """F1 of the paragraphs named, each counted once; 1 where there are none on either side."""
-    ours, theirs = set(named), set(support)
-    return 2 * len(ours & theirs) / (len(ours) + len(theirs)) if ours or theirs else 1.0
+    return _f1(Counter({*named}), Counter({*support}))
+
+
+def _f1(ours: Counter[Any], theirs: Counter[Any]) -> float:
+    both = ours.total() + theirs.total()
+    return 2 * (ours & theirs).total() / both if both else 1.0

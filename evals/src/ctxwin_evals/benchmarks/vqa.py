@@ -42,15 +42,8 @@ _IRREGULAR = {
 }
 
 
-def _contractions() -> dict[str, str]:
-    contractions = {word.replace("'", ""): word for word in _WHOLE.split()} | _IRREGULAR
-    for word in _DOUBLE.split():
-        marks = [i for i, letter in enumerate(word) if letter == "'"]
-        contractions |= {word[:i] + word[i + 1 :]: word for i in marks}
-    return contractions
-
-
-CONTRACTIONS = _contractions()
+CONTRACTIONS = {word.replace("'", ""): word for word in _WHOLE.split()} | _IRREGULAR
+CONTRACTIONS |= {w[:i] + w[i + 1 :]: w for w in _DOUBLE.split() for i, letter in enumerate(w) if letter == "'"}
 
 
 def strip_punctuation(text: str) -> str:

@@ -342,8 +342,9 @@ class Probe:
         samples = self._samples("a setting on fresh contexts", items, [STEPWISE, BLIND, *arms], _PROVED, base=BLIND)
         noise = self._by_kind(of_arm(samples, "stepwise"))[evidence]["flips"]
         # How alike the answers of a cluster are is not seen where none changes: it is taken from where some do.
-        counted = _of_kind(samples, [evidence])
-        effective = min(filter(None, (_worth(of_arm(counted, arm.name)) for arm in [BLIND, *arms])), default=None)
+        counted = [of_arm(_of_kind(samples, [evidence]), arm.name) for arm in [BLIND, *arms]]
+        changed = [([float(s.answer != s.reference) for s in some], [s.cluster for s in some]) for some in counted]
+        effective = min(filter(None, (effective_count(*one) for one in changed)), default=None)
         settings = []
         for arm, r in zip(arms, rungs, strict=True):
             some = of_arm(samples, arm.name)
@@ -483,11 +484,6 @@ def spelling(rank: int | str, way: str) -> str:
 def of_arm(samples: Sequence[Sample], name: str) -> list[Sample]:
     """Samples of one arm."""
     return [sample for sample in samples if sample.arm == name]
-
-
-def _worth(samples: Sequence[Sample]) -> float | None:
-    """How many independent answers they are worth, by how those that change lie in clusters."""
-    return effective_count([float(s.answer != s.reference) for s in samples], [s.cluster for s in samples])
 
 
 def _of_kind(samples: Sequence[Asked], kinds: Sequence[Kind]) -> list[Asked]:

@@ -124,11 +124,6 @@ def _of(value: float | None, n: int) -> Cell:
     return Cell(NONE) if value is None else Cell(f"{value:.3f} of {n}", value)
 
 
-def _left_out(f: Figures) -> Cell:
-    total = f["unscored"] + f["unparsed"]
-    return Cell(f"{f['unscored']} + {f['unparsed']}", total) if total else Cell(NONE)
-
-
 MAIN: dict[str, Callable[[Figures], Cell]] = {
     "n": lambda f: count(f["n"]),
     "accuracy [95 %]": lambda f: fixed(f["accuracy"], f["ci95"]),
@@ -142,7 +137,9 @@ MAIN: dict[str, Callable[[Figures], Cell]] = {
 """Columns of the main table, which every medium shows."""
 MORE: dict[str, Callable[[Figures], Cell]] = {
     "clusters": lambda f: count(f["clusters"]),
-    "left out": _left_out,
+    "left out": lambda f: (
+        Cell(f"{f['unscored']} + {f['unparsed']}", n) if (n := f["unscored"] + f["unparsed"]) else Cell(NONE)
+    ),
     "to re-prefill": lambda f: signed(f["delta"], f["delta_ci95"]),
     "agrees": lambda f: share(f["agreement"]),
     "KL [95 %]": lambda f: number(f["kl"], f["kl_ci95"]),
