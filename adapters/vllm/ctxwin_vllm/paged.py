@@ -29,7 +29,7 @@ from ctxwin.kv.kernels.staging import to_device
 from ctxwin.kv.kernels.strides import Shape
 from ctxwin.kv.layout import KVSpec, SpanOrigin
 from ctxwin.kv.rows import Pair, from_rows, layer_kinds, to_rows
-from ctxwin_vllm.resident import ResidentSpans
+from ctxwin_vllm.resident import OnDrop, ResidentSpans
 
 _BASE = 128  # digits 0..127 are exact in bfloat16 (8 bits of mantissa) as in every wider dtype
 _SHARED = "kv_sharing_target_layer_name"
@@ -163,9 +163,7 @@ class PagedKV:
             parts = self.resident.attach(parts, heads)
         return LoadPlan(parts, kv, dtype=self.dtype, device=self.device, heads=heads, kernel=self.kernel)
 
-    def keep(
-        self, origin: SpanOrigin, k: torch.Tensor, v: torch.Tensor, on_drop: Callable[[], object] | None = None
-    ) -> bool:
+    def keep(self, origin: SpanOrigin, k: torch.Tensor, v: torch.Tensor, on_drop: OnDrop = None) -> bool:
         """Keep what was `read` of a span on the device, for later loads; see `ResidentSpans.keep`."""
         if self.resident is None:
             return False

@@ -23,6 +23,7 @@ from ctxwin.kv.layout import SpanKV, SpanOrigin
 RESIDENT_BYTES = "CTXWIN_RESIDENT_BYTES"
 """Environment variable: bytes of a GPU's memory for copies of spans, 0 for none; by default a quarter of what is left free."""
 _STAGED_BYTES = 32 << 20  # of page-locked memory that a copy goes through, twice
+OnDrop = Callable[[], object] | None
 _log = logging.getLogger("ctxwin.engines")
 
 
@@ -30,7 +31,7 @@ _log = logging.getLogger("ctxwin.engines")
 class _Entry:
     kv: ResidentKV
     origin: weakref.ref[SpanOrigin]
-    on_drop: Callable[[], object] | None
+    on_drop: OnDrop
 
 
 class ResidentSpans:
@@ -60,9 +61,8 @@ class ResidentSpans:
         """Return ``parts`` with their copies, made now where they are missing and there is room beside those of this load.
 
         Nothing is evicted that the same load reads: of a window that is larger than the bound, a part stays resident.
-        ``heads`` are those of the parts' KV heads that are served there, None for all of them.
-
-        Raises LookupError for a span whose KV was in its copy alone (its tensors are on ``meta``), which is gone.
+        ``heads`` are those of the parts' KV heads that are served there, None for all of them. Raises LookupError for a span
+        whose KV was in its copy alone (its tensors are on ``meta``), which is gone.
 
         Cost: one copy from the host of each span that was not resident, on the device's current stream.
         """
@@ -73,13 +73,8 @@ class ResidentSpans:
                 self._entries.move_to_end(key)
             return [replace(part, resident=self._copy(part.span, heads or slice(None), required)) for part in parts]
 
-    def keep(
-        self, origin: SpanOrigin, k: torch.Tensor, v: torch.Tensor, on_drop: Callable[[], object] | None = None
-    ) -> bool:
-        """Keep ``k`` and ``v``, a span's KV as it was read on the device, as its copy; return False if there is no room. O(1).
-
-        ``on_drop`` is called once it is dropped.
-        """
+    def keep(self, origin: SpanOrigin, k: torch.Tensor, v: torch.Tensor, on_drop: OnDrop = None) -> bool:
+        """Keep a span's KV as it was read on the device, until ``on_drop`` is called; return False if there is no room. O(1)."""
         with self._lock:
             self._drop_gone()
             kv = ResidentKV(k, v, self._layers.start)
@@ -126,7 +121,7 @@ class ResidentSpans:
             self._drop(old)
         return self.nbytes + nbytes <= self.max_bytes
 
-    def _keep(self, origin: SpanOrigin, kv: ResidentKV, on_drop: Callable[[], object] | None = None) -> None:
+    def _keep(self, origin: SpanOrigin, kv: ResidentKV, on_drop: OnDrop = None) -> None:
         key = id(origin)
         self._entries[key] = _Entry(kv, weakref.ref(origin, lambda _: self._gone.append(key)), on_drop)
         self.nbytes += kv.nbytes

@@ -222,18 +222,16 @@ class SharedMemoryEndpoint(Endpoint):
         return record
 
     def _span(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> SpanKV:
-        tensors = unpack_fp8(tensors, meta)
-        origin, positions = SpanOrigin(), tensors["positions"]
-        if copy := meta.get("copy"):
-            kept = self._kept.get(f"{copy}.{self.rank}")
-            if kept is None:
-                raise LookupError("the copy of a span on the device has given way to others")
-            origin, kv = kept, self.kv
-            shape, dtype = (kv.layers, positions.shape[1], kv.heads), getattr(torch, kv.dtype)
-            k, v = (torch.empty(*shape, width, dtype=dtype, device="meta") for width in (kv.k_dim, kv.v_dim))
-        else:
-            k, v = tensors["k"], tensors["v"]
-        span = SpanKV(k, v, positions, int(meta["start"]), outputs_in(tensors), states_in(tensors))
+        tensors, kv, copy = unpack_fp8(tensors, meta), self.kv, meta.get("copy")
+        origin = self._kept.get(f"{copy}.{self.rank}") if copy else SpanOrigin()
+        if origin is None:
+            raise LookupError("the copy of a span on the device has given way to others")
+        if copy:
+            shape = kv.layers, tensors["positions"].shape[1], kv.heads
+            empty = partial(torch.empty, dtype=getattr(torch, kv.dtype), device="meta")
+            tensors |= {"k": empty(*shape, kv.k_dim), "v": empty(*shape, kv.v_dim)}
+        rest = int(meta["start"]), outputs_in(tensors), states_in(tensors)
+        span = SpanKV(tensors["k"], tensors["v"], tensors["positions"], *rest)
         object.__setattr__(span, "origin", origin)
         return span
 

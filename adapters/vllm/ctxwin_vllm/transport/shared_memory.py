@@ -7,8 +7,7 @@ its stored bytes; instructions are JSON, with a sum of each file that they name.
 | file                    | written by | content                                                       |
 |-------------------------|------------|---------------------------------------------------------------|
 | ``spec.json``           | engine     | the model's `KVSpec`                                          |
-| ``span-<digest>-<n>``   | engine     | a span, by the key of its KV, or all but its KV, with the     |
-|                         |            | name of the workers' copies; kept as long as its origin       |
+| ``span-<digest>-<n>``   | engine     | a span, or all but KV that is copied; kept as long as its origin |
 | ``patch-<digest>-<n>``  | engine     | a patch; one over a shared basis names it                     |
 | ``basis-<digest>-<n>``  | engine     | a shared basis, once for all its patches                      |
 | ``embed/``              | engine     | vision embeddings for the encoder cache (`embeddings`)        |
@@ -16,8 +15,7 @@ its stored bytes; instructions are JSON, with a sum of each file that they name.
 | ``reserved-<handle>``   | engine     | nothing; there until a reserved transfer is added             |
 | ``seen-<handle>.json``  | scheduler  | tokens it found in its own prefix cache, tokens it wants      |
 | ``out-<handle>-<name>.<rank>`` | worker | a capture, the KV heads of one rank, with a sum            |
-| ``kept-<handle>-<name>.<rank>`` | worker | nothing; as long as it keeps a copy of a capture on the    |
-|                         |            | device. The engine removes it with its span's origin          |
+| ``kept-<handle>-<name>.<rank>`` | worker | nothing; there until the worker's copy of a capture goes  |
 | ``error-<handle>.json`` | worker     | why a load or a capture failed                                |
 | ``refused.json``        | worker     | why the model's cache cannot be served, at start-up           |
 | ``segments.json``       | engine     | vLLM's shared memory, by name                                 |
@@ -202,7 +200,7 @@ class SharedMemoryTransport(Transport):
                     if self._used[name] <= 1:
                         self._drop(name)
             for segment in transfer.loads:
-                self._forget_copy(segment)
+                self._copy_of(segment, forget=True)
         if transfer.error is not None:
             return
         transfer.loaded_tokens = transfer.planned_tokens
@@ -229,19 +227,14 @@ class SharedMemoryTransport(Transport):
         """Remove the folder. Idempotent."""
         self._remove()
 
-    def _copy_of(self, segment: Segment) -> str:
-        """Return the name of the copies of a span that all workers keep; "" where one of them has none."""
+    def _copy_of(self, segment: Segment, forget: bool = False) -> str:
+        """Return the name of the copies of a span that all workers keep; "" where one has none, or to ``forget`` them."""
         assert segment.span is not None
-        copy = self._copies.get(segment.span.origin, "")
-        if copy and not all(os.access(f"{self.path}/{file}", os.F_OK) for file in self._by_rank(copy)):
-            self._forget_copy(segment)
-            return ""
+        files = self._by_rank(copy := self._copies.get(segment.span.origin, ""))
+        if copy and (forget or not all(os.access(f"{self.path}/{file}", os.F_OK) for file in files)):
+            self._unreachable.extend(files)
+            copy = self._copies[segment.span.origin] = ""
         return copy
-
-    def _forget_copy(self, segment: Segment) -> None:
-        assert segment.span is not None
-        if copy := self._copies.pop(segment.span.origin, ""):
-            self._unreachable.extend(self._by_rank(copy))
 
     def _by_rank(self, copy: str) -> list[str]:
         return [f"{copy}.{rank}" for rank in range(self.ranks)]
@@ -356,10 +349,7 @@ def _append(names: deque[str], name: str, _: object) -> None:
 
 
 def _contents(segment: Segment, copy: str) -> Iterator[tuple[str, str, Any, Callable[[], bytes]]]:
-    """Yield the files of a segment: kind, stable key, the object that identifies the content, and its encoder.
-
-    ``copy``: see `encode_span`.
-    """
+    """Yield the files of a segment: kind, stable key, the object that identifies the content, its encoder (`encode_span`)."""
     span, key = segment.span, segment.span_key
     assert span is not None
     yield "span", f"{key} in {copy}" if key and copy else key, span.origin, partial(encode_span, span, copy)
@@ -371,10 +361,7 @@ def _contents(segment: Segment, copy: str) -> Iterator[tuple[str, str, Any, Call
 
 
 def encode_span(span: SpanKV, copy: str = "") -> bytes:
-    """Return a span as the store frames it; the bytes that it was read from where it is unchanged.
-
-    ``copy`` names the copies that workers keep of its KV, which then is left out.
-    """
+    """Return a span as the store frames it, or as it was read; without KV of which workers keep a ``copy``, but its name."""
     if span.blob is not None and not copy:
         return span.blob
     tensors = {} if copy else {"k": span.k, "v": span.v}
