@@ -31,9 +31,11 @@ def test_bytes_and_launches_of_edits_are_the_models(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "gpu-check.json").read_text())["traffic"]
     rows = {row["edit"]: row["seen"] for row in found}
     of_vllm = 3 * bool(find_spec("vllm"))
-    assert len(rows) == len(found) == 16 + of_vllm and all(row["seen"] == row["expected"] for row in found)
+    assert len(rows) == len(found) == 20 + of_vllm and all(row["seen"] == row["expected"] for row in found)
     slide, patched, recall = (rows[name] for name in ("slide, rank 0", "slide, rank 32", "recall, rank 0"))
     assert slide["kv"] == patched["kv"] == 0 < slide["written"] == patched["written"]
+    reorder, fork = rows["reorder, rank 0"], rows["fork and append, blocks gone, rank 0"]
+    assert reorder["kv"] == 0 < reorder["written"] and fork["kv"] == fork["written"] // 5
     assert recall["kv"] == recall["written"] // 4 and slide["factors"] == 0 < patched["factors"]
     assert {row["launches"] for row in rows.values() if "launches" in row} == {1}
     assert rows["forwards"] == {"awaited": 2, "others": 0} and not any(row.get("stalls") for row in rows.values())

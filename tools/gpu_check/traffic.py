@@ -214,7 +214,7 @@ def paged_cache(spec: KVSpec, device: torch.device, tokens: int) -> PagedKV:
 def edits(decoder: Decoder, device: torch.device, tokens: int) -> Iterator[Row]:
     """Yield the rows of loads into a paged cache, and of reading back."""
     spec = decoder.spec("bfloat16")
-    paged = paged_cache(spec, device, (CHUNKS + 1) * tokens)
+    paged = paged_cache(spec, device, (CHUNKS + 2) * tokens)
     assert paged.direct, "the kernel must write the paged cache"
     blocks = list(range(len(paged.layers[0].kv_cache)))
 
@@ -239,6 +239,12 @@ def edits(decoder: Decoder, device: torch.device, tokens: int) -> Iterator[Row]:
             ("slide", survivors, [True] * (CHUNKS - 1)),
             ("slide and append", slid, [True] * (CHUNKS - 1) + [False]),
             ("the same prompt again", slid, [True] * CHUNKS),
+            ("reorder", moved(slid[::-1], 3 + rank), [True] * CHUNKS),
+            (
+                "fork and append, blocks gone",
+                [*slid, replace(chunk(rank), start=500 + rank)],
+                [True] * CHUNKS + [False],
+            ),
             ("recall", recalled, [False] + [True] * (CHUNKS - 1)),
         ):
             with counted() as counts:
