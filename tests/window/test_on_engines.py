@@ -141,7 +141,7 @@ def test_no_edit_runs_the_vision_tower(engine: Engine) -> None:
 def test_any_order_of_a_prepared_set_is_served_without_a_forward(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM runs all forwards that prepare it in one step, behind one that loads the system prompt."""
+    """vLLM runs all forwards that prepare it in one step, behind one that loads the system prompt where it is not cached."""
     steps: list[int] = []
     if engine.spec.name == "vllm":
         batching: Any = engine
@@ -158,7 +158,7 @@ def test_any_order_of_a_prepared_set_is_served_without_a_forward(
         steps.clear()
         assert window.maintenance.prepare_orbit(ids[:3]) == ids
         assert engine.counters.prefill_forwards - before.prefill_forwards == plan["forwards"] <= 4
-        assert len(steps) == 2 * (engine.spec.name == "vllm")
+        assert len(steps) in ((1, 2) if engine.spec.name == "vllm" else (0,))
         assert engine.counters.prefill_tokens - before.prefill_tokens <= plan["tokens"]
         for order in permutations(range(3)):
             with window.fork() as branch, Window(engine, HEADER, fidelity=Fidelity("blind")) as blind:

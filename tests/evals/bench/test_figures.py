@@ -19,6 +19,7 @@ from ctxwin_evals.stats import bootstrap_median
 
 def run(ours: float, floor: float, prefix: float, trim: float, append: float, cpu: float = 1.0) -> dict[str, Sample]:
     times = {"ctxwin": ours, "floor": floor, "prefix": prefix, "trim": trim, "append": append}
+    times["look back"] = max(trim, append)
     return {name: Sample(t, 10 * t, cpu) for name, t in times.items()}
 
 
