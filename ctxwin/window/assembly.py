@@ -442,9 +442,8 @@ class Assembly:
         self.newest.remembered = remember(self.memo, memorable, fidelity, places[:same_places], memos[:same_places])
         pairs = zip(layout.choices[written:], entries[written:], strict=True)
         choices = [*layout.choices[:written], *(c if c.entry is p else c.of_entry(p) for c, p in pairs)]
-        placed = tuple(entries)
-        self.newest.selection = selection.written_back(choices, placed, same)
-        return state.replace(placed=placed)
+        self.newest.selection = selection.written_back(choices, tuple(entries), same)
+        return state.replace(placed=entries)
 
     def _store(
         self,

@@ -185,9 +185,9 @@ class Continuation:
         if not cached:  # as most stand: the segments that are kept beside their KV
             there = next(compress(count(), map(is_, stored, repeat(None))), same)
             notes = (entry[1] for entry in stored[: min(there, same)] if entry)
-            kept = [*map(dict.get, notes, repeat("segment"), repeat((None, None)))]
-            first = common_front([*map(itemgetter(0), kept)], [*map(attrgetter("segment"), chunks)])
-            segments += map(itemgetter(1), kept[:first])
+            pairs = [*map(dict.get, notes, repeat("segment"), repeat((None, None)))]
+            first = common_front([*map(itemgetter(0), pairs)], [*map(attrgetter("segment"), chunks)])
+            segments += map(itemgetter(1), pairs[:first])
             stored_patches = [patch_of.get(key or "") for key in keys[:first]]
             del segments[common_front([*map(attrgetter("patch"), segments)], stored_patches) :]
         rest = islice(zip(choices, chunks, ends, stored, strict=False), len(segments), None)

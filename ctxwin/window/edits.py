@@ -85,11 +85,11 @@ def look_back(state: State, backs: Sequence[Placed], at: int | None = None, *, t
     """
     for i, back in enumerate(sorted(backs, key=lambda b: b.arrival)):
         state, _ = recall(state, back, None if at is None else at + i)
-    placed = state.placed
+    entries = state.placed
     for back in backs:
         i = state.index(back.id)
-        placed = placed.splice(i, i + 1, [placed[i].replace(unseen=(), tail=tail)])
-    return state.replace(placed=placed)
+        entries = entries.splice(i, i + 1, [entries[i].replace(unseen=(), tail=tail)])
+    return state.replace(placed=entries)
 
 
 def free_tail(state: State) -> list[Placed]:

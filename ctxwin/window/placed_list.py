@@ -45,7 +45,7 @@ class Block:
         self.tokens, self.latest, self.pending = sum(tokens), max(arrivals), any(pending)
         self.reads = sorted(zip(reads, arrivals, ids, strict=True))
 
-    def behind(self, late: tuple[str, ...]) -> tuple[Any, ...]:
+    def with_unseen(self, late: tuple[str, ...]) -> tuple[Any, ...]:
         """Return the placements behind what was placed in front of them since."""
         return tuple(p.replace(unseen=(*p.unseen, *late)) for p in self.entries) if late else self.entries
 
@@ -80,7 +80,7 @@ class PlacedList(Sequence[P]):
     def _blocks(self) -> tuple[Block, ...]:
         blocks, late = self._parts
         if any(late):
-            blocks = tuple(Block(b.behind(ids)) if ids else b for b, ids in zip(blocks, late, strict=True))
+            blocks = tuple(Block(b.with_unseen(ids)) if ids else b for b, ids in zip(blocks, late, strict=True))
             self._parts = blocks, ((),) * len(blocks)
         return blocks
 
@@ -132,7 +132,7 @@ class PlacedList(Sequence[P]):
     def pending(self) -> list[P]:
         """The placements that lazy edits wait for."""
         waiting = compress(zip(*self._parts, strict=True), map(attrgetter("pending"), self._parts[0]))
-        return [p for block, late in waiting for p in block.behind(late) if p.pending]
+        return [p for block, late in waiting for p in block.with_unseen(late) if p.pending]
 
     def place_of(self, placement: str) -> int | None:
         """Return the index of a placement id; None where there is none."""
@@ -178,7 +178,7 @@ class PlacedList(Sequence[P]):
             first -= 1
         last = max(first, bisect_left(ends, end)) + 1
         offset = ends[first - 1] if first else 0
-        touched = [*chain.from_iterable(map(Block.behind, blocks[first:last], lates[first:last]))]
+        touched = [*chain.from_iterable(map(Block.with_unseen, blocks[first:last], lates[first:last]))]
         preceding, following = [*touched[: begin - offset], *entries], touched[end - offset :]
         rest, rest_late = blocks[last:], lates[last:]
         if late and len(following) > SIZE // 4:
@@ -221,25 +221,25 @@ class PlacedList(Sequence[P]):
         new: list[Block | None] = [*blocks]
         lates = [*late]
         for at in compress(count(), touched):
-            entries = [p for p in map(change, blocks[at].behind(late[at])) if p is not None]
+            entries = [p for p in map(change, blocks[at].with_unseen(late[at])) if p is not None]
             new[at], lates[at] = Block(entries) if entries else None, ()
         return PlacedList([*filter(None, new)], [*compress(lates, new)])
 
     def followed_by(self, entries: Iterable[P]) -> PlacedList[P]:
         """Return a list of ``entries`` that shares the blocks in which they are the same objects at the same places. O(n)."""
-        placed, blocks, at = (*entries,), list[Block](), 0
+        items, blocks, at = (*entries,), list[Block](), 0
         for block in self._blocks:
-            some = placed[at : at + block.size]
+            some = items[at : at + block.size]
             same = len(some) == block.size and not any(map(is_not, some, block.entries))
             blocks += [block] if same else _cut(some, full=True)
             at += len(some)
-        return PlacedList([*blocks, *_cut(placed[at:], full=True)])
+        return PlacedList([*blocks, *_cut(items[at:], full=True)])
 
     def difference(self, other: PlacedList[P]) -> tuple[list[P], list[P]]:
         """Return the objects that only this list has, and those that only ``other`` has; that some have not seen what was placed
         since is none. Not in order."""
-        own, others = {*self._parts[0]}, {*other._parts[0]}
-        only, rest = ([*chain.from_iterable(map(_ENTRIES, some))] for some in (own - others, others - own))
+        ours, theirs = {*self._parts[0]}, {*other._parts[0]}
+        only, rest = ([*chain.from_iterable(map(_ENTRIES, some))] for some in (ours - theirs, theirs - ours))
         by_id, rest_by_id = (dict(zip(map(id, some), some, strict=True)) for some in (only, rest))
         keys, rest_keys = by_id.keys() - rest_by_id.keys(), rest_by_id.keys() - by_id.keys()
         return [*map(by_id.__getitem__, keys)], [*map(rest_by_id.__getitem__, rest_keys)]
@@ -257,8 +257,8 @@ class PlacedList(Sequence[P]):
 
 def unshared(olds: Sequence[PlacedList[Any]], news: Sequence[PlacedList[Any]]) -> int:
     """Return how many objects only some lists have, and others have not, once all of them were read in order."""
-    own, others = (set().union(*(zip(*one._parts, strict=True) for one in some)) for some in (olds, news))
-    (only, changing), (rest, _) = map(_objects, (own - others, others - own))
+    ours, theirs = (set().union(*(zip(*one._parts, strict=True) for one in some)) for some in (olds, news))
+    (only, changing), (rest, _) = map(_objects, (ours - theirs, theirs - ours))
     return len(only - rest) + changing
 
 

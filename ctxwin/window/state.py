@@ -225,18 +225,18 @@ class State(BaseModel):
 
     def find_evicted(self, placement: str) -> Placed:
         """Return the evicted placement of this id. Raises UnknownChunk if there is none."""
-        found = self.evicted.get(placement)
-        if found is not None:
-            return found
+        entry = self.evicted.get(placement)
+        if entry is not None:
+            return entry
         hint = "it is placed already" if self.placed.get(placement) else f"evicted are {_named(self.evicted)}"
         raise UnknownChunk(f"id must be an evicted chunk, got {placement!r}; {hint}")
 
     def find(self, placement: str) -> Placed:
         """Return a placed or evicted chunk. Raises UnknownChunk."""
-        found = self.placed.get(placement) or self.evicted.get(placement)
-        if found is None:
+        entry = self.placed.get(placement) or self.evicted.get(placement)
+        if entry is None:
             raise UnknownChunk(f"id must be a placed or evicted chunk, got {placement!r}")
-        return found
+        return entry
 
     def replace(self, **changes: Any) -> State:
         """Return a copy with some fields changed."""

@@ -93,11 +93,11 @@ class DemandLedger:
         for p in placed:
             counts = self._contexts.setdefault((system_prompt, p.chunk_id), Counter())
             context = context_of(state, p)
-            known = context in counts
+            was_held = context in counts
             counts[context] += sign
             if not counts[context]:
                 del counts[context]
-            if known != (context in counts):
+            if was_held != (context in counts):
                 self._bytes += sign * (p.tokens * self._kv.token_bytes + self._kv.state_bytes)
             if not counts:
                 del self._contexts[system_prompt, p.chunk_id]

@@ -351,8 +351,8 @@ class Fleet:
         registries = [replica.registry for replica in self.replicas.values()]
 
         def calls(seconds: Counter[int]) -> list[int]:
-            before = [n for second, n in seconds.items() if half / 2 <= second < half - 1]
-            return [round(float(np.mean(before or [0]))), max(n for second, n in seconds.items() if second >= half)]
+            early = [n for second, n in seconds.items() if half / 2 <= second < half - 1]
+            return [round(float(np.mean(early or [0]))), max(n for second, n in seconds.items() if second >= half)]
 
         return {
             **self.counts,
@@ -398,16 +398,16 @@ def measure(url: str, record_bytes: int, count: int = 2000) -> dict[str, Any]:
 
         @contextmanager
         def counted(call: str) -> Iterator[None]:
-            before, begin = client.info("everything"), time.perf_counter()
+            start, begin = client.info("everything"), time.perf_counter()
             yield
             seconds, after = time.perf_counter() - begin, client.info("everything")
-            spent = sum(after[name] - before[name] for name in ("used_cpu_sys", "used_cpu_user"))
+            spent = sum(after[name] - start[name] for name in ("used_cpu_sys", "used_cpu_user"))
             figures[call] = {
                 "ms": round(1e3 * seconds / count, 3),
                 "server_us": round(1e6 * spent / count, 1),
-                "bytes_in": (after["total_net_input_bytes"] - before["total_net_input_bytes"]) // count,
-                "bytes_out": (after["total_net_output_bytes"] - before["total_net_output_bytes"]) // count,
-                "memory": (after["used_memory"] - before["used_memory"]) // count,
+                "bytes_in": (after["total_net_input_bytes"] - start["total_net_input_bytes"]) // count,
+                "bytes_out": (after["total_net_output_bytes"] - start["total_net_output_bytes"]) // count,
+                "memory": (after["used_memory"] - start["used_memory"]) // count,
             }
 
         keys, value = [f"window/{i:020x}" for i in range(count)], b"x" * record_bytes

@@ -297,15 +297,15 @@ class VLLMEngine(EncodingEngine):
                 "chunks are merged by their attention, which vLLM shows for GQA and MHA only; merge them on the transformers "
                 "engine, whose store this engine may read"
             )
-        before = list(itertools.chain.from_iterable(segment.parts() for segment in context))
-        layout = [*before, Segment(target, start, capture=True)]
+        preceding = list(itertools.chain.from_iterable(segment.parts() for segment in context))
+        layout = [*preceding, Segment(target, start, capture=True)]
         salt = f"attended-{uuid.uuid4().hex}"  # a prefix hit would compute no queries to capture
-        ask = Ask(None, Sampling(max_tokens=1), salt, background=True, attention_of=str(len(before)))
+        ask = Ask(None, Sampling(max_tokens=1), salt, background=True, attention_of=str(len(preceding)))
         base, generation = self._core.check(layout, (), ask.sampling), Generation()
         try:
             with self._core.transport.capturing_queries():
                 segments, namespace, computed = self.asks.fill_layout(generation, layout, base, ask)
-                outcome = self.asks.request(generation, segments, base, ask, [len(before)], namespace, computed)
+                outcome = self.asks.request(generation, segments, base, ask, [len(preceding)], namespace, computed)
         except LoadError as error:
             if NOT_COMPUTED in str(error):
                 raise UnsupportedModel(NOT_COMPUTED) from error
@@ -313,7 +313,7 @@ class VLLMEngine(EncodingEngine):
         finally:
             self.asks.count(generation, tally)
         assert outcome.sums is not None
-        span = relocate(generation.captured[len(before)], self.spec.kv, start)
+        span = relocate(generation.captured[len(preceding)], self.spec.kv, start)
         return AttendedKV(span, outcome.sums[:, -target.tokens :].to("cpu"))
 
     def check_hold(self, sampling: Sampling) -> None:

@@ -314,9 +314,9 @@ def _keep_sources(engine: Engine, lost: set[str], messages: Sequence[BaseMessage
     while lost and (block := next(blocks, None)) is not None:
         with suppress(ValueError):  # a file, or a block that names a picture
             for chunk in parts([block]):
-                if isinstance(chunk, Chunk) and not lost.isdisjoint(found := {part.content for part in chunk.media}):
+                if isinstance(chunk, Chunk) and not lost.isdisjoint(names := {part.content for part in chunk.media}):
                     keep_source(engine, chunk)
-                    lost = lost - found
+                    lost = lost - names
 
 
 def _cached_media(window: Session | None, messages: int) -> LRUCache[Chunk]:
@@ -336,7 +336,7 @@ def _find_named(
 
     The window forgets what left it long ago, or with the store; a picture whose pixels the store has is cached again.
     """
-    found = []
+    legible = []
     for i, message in enumerate(messages):
         lost = []
         for block in message.content if not isinstance(message.content, str) else ():
@@ -349,8 +349,8 @@ def _find_named(
         if lost:
             _log.warning("%d pictures of message %s left the window and are lost: it is read without", len(lost), i)
             message = message.model_copy(update={"content": [block for block in message.content if block not in lost]})
-        found.append(message)
-    return found
+        legible.append(message)
+    return legible
 
 
 def _media_name(part: MediaPart) -> dict[str, Any]:

@@ -80,8 +80,8 @@ class Conversation(Record):
         for name, chunks in lists.items():
             texts = []
             for entry, slot in zip(chunks, sliced[name], strict=True):
-                before, text = self.packed.get(entry.id, (None, ""))
-                if before is not entry:
+                old, text = self.packed.get(entry.id, (None, ""))
+                if old is not entry:
                     bare = entry.replace(kv=entry.kv and entry.kv.without_antecedents())
                     text = bare.model_dump_json(exclude_defaults=True)
                 packed[entry.id] = entry, text
@@ -251,9 +251,9 @@ class Conversations(Records[Conversation]):
         A new one where none shares anything.
         """
         ids, key = [chunk.id for chunk in engine.chunks], digest("conversation", name, opened.system_prompt_key)
-        found = [(common_prefix(c.state.placed, ids, _CHUNK_ID), c) for c in reversed(self.find(key))]
-        longest, best, most = max((shared for shared, _ in found), default=0), None, 0
-        for shared, candidate in found:  # among equals the most recently used wins
+        candidates = [(common_prefix(c.state.placed, ids, _CHUNK_ID), c) for c in reversed(self.find(key))]
+        longest, best, most = max((shared for shared, _ in candidates), default=0), None, 0
+        for shared, candidate in candidates:  # among equals the most recently used wins
             if shared == longest and (tokens := _shared_tokens(candidate.state.placed, ids)) > most:
                 best, most = candidate, tokens
         if best is None:

@@ -82,10 +82,10 @@ def _labelled(engine: Engine, tokens: int, seed: int, label: str) -> Chunk:
 
 
 def _prompts(
-    before: str, after: str, *, floor: tuple[str, ...] = (), trim: tuple[str, ...] = (), append: tuple[str, ...] = ()
+    first: str, after: str, *, floor: tuple[str, ...] = (), trim: tuple[str, ...] = (), append: tuple[str, ...] = ()
 ) -> dict[str, tuple[str, ...]]:
     """Return the prompts of `ARMS`; those who have no way of their own ask as the window does."""
-    same, floor = (before, after), floor or (after, after)
+    same, floor = (first, after), floor or (after, after)
     return dict(zip(ARMS, (floor, same, trim or same, append or same, trim or append or same), strict=True))
 
 
@@ -139,9 +139,9 @@ def _shares(tokens: int, parts: int) -> list[int]:
 
 
 def _slide(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:
-    before = "oldest A B C D"
-    window, _, chunks = _open(engine, [tokens // 4, *_shares(tokens, 4)], before, fidelity, seed)
-    prompts = _prompts(before, "A B C D", trim=(before, "B C D"), append=(before, before))
+    first = "oldest A B C D"
+    window, _, chunks = _open(engine, [tokens // 4, *_shares(tokens, 4)], first, fidelity, seed)
+    prompts = _prompts(first, "A B C D", trim=(first, "B C D"), append=(first, first))
     return Scene(window, [lambda w: w.slide(1)], prompts, chunks)
 
 
@@ -149,17 +149,17 @@ def _steady(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene
     def run(first: int, last: int) -> str:
         return " ".join(map(str, range(first, last + 1)))
 
-    sizes, before = _shares(tokens, 8), run(1, 8)
-    window, _, chunks = _open(engine, sizes, before, fidelity, seed)
+    sizes, first = _shares(tokens, 8), run(1, 8)
+    window, _, chunks = _open(engine, sizes, first, fidelity, seed)
     chunks |= {str(i): _labelled(engine, sizes[0], seed * 100 + i, str(i)) for i in range(9, 17)}
 
     def edit(window: Window, new: int) -> None:
         window.slide(1)
         window.append(chunks[str(new)])
 
-    trim = before, *(run(5, last) for last in range(9, 13))
-    append = before, *(run(1, last) for last in range(9, 16)), run(9, 16)
-    prompts = _prompts(before, run(2, 9), floor=(run(2, 8), run(2, 9)), trim=trim, append=append)
+    trim = first, *(run(5, last) for last in range(9, 13))
+    append = first, *(run(1, last) for last in range(9, 16)), run(9, 16)
+    prompts = _prompts(first, run(2, 9), floor=(run(2, 8), run(2, 9)), trim=trim, append=append)
     return Scene(window, [partial(edit, new=new) for new in range(9, 13)], prompts, chunks)
 
 
@@ -167,8 +167,8 @@ def _recall(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene
     window, ids, chunks = _open(engine, _behind_a_short_one(tokens), "front recalled A B", fidelity, seed)
     window.maintenance.compress()  # canonicals and patches instead of conditioned KV
     window.evict(ids[1])
-    before = "front A B"
-    prompts = _prompts(before, "front recalled A B", append=(before, f"{before} recalled"))
+    first = "front A B"
+    prompts = _prompts(first, "front recalled A B", append=(first, f"{first} recalled"))
     return Scene(window, [lambda w: w.recall(ids[1], "chronological")], prompts, chunks)
 
 
@@ -181,8 +181,8 @@ def _fork(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:
         branch.append(chunks["new"])
         return branch
 
-    before = "A B C D"
-    same = before, f"{before} new"
+    first = "A B C D"
+    same = first, f"{first} new"
     return Scene(window, [edit], _prompts(*same, floor=same), chunks)
 
 
@@ -197,33 +197,33 @@ def _toggle(engine: Engine, tokens: int, fidelity: Fidelity, seed: int, *, tried
 
 
 def _reorder(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:
-    before = "P1 P2 P3 T"
-    window, ids, chunks = _open(engine, _shares(tokens, 4), before, fidelity, seed)
+    first = "P1 P2 P3 T"
+    window, ids, chunks = _open(engine, _shares(tokens, 4), first, fidelity, seed)
     window.maintenance.prepare_orbit(ids[:3])
     order = [ids[2], ids[0], ids[1], ids[3]]
-    prompts = _prompts(before, "P3 P1 P2 T", append=(before, f"{before} P1 P2 T"))
+    prompts = _prompts(first, "P3 P1 P2 T", append=(first, f"{first} P1 P2 T"))
     return Scene(window, [lambda w: w.reorder(order)], prompts, chunks)
 
 
 def _moved(engine: Engine, tokens: int, fidelity: Fidelity, seed: int, *, after: str, copies: str) -> Scene:
-    before = "A B C D"
-    window, ids, chunks = _open(engine, _shares(tokens, 4), before, fidelity, seed)
-    placed = dict(zip(before.split(), ids, strict=True))
+    first = "A B C D"
+    window, ids, chunks = _open(engine, _shares(tokens, 4), first, fidelity, seed)
+    by_label = dict(zip(first.split(), ids, strict=True))
 
     def edit(window: Window) -> None:
-        window.reorder([placed[label] for label in after.split()])
+        window.reorder([by_label[label] for label in after.split()])
         advice = window.plan().reorder
         if advice is not None and advice.cheaper == "copy":
             window.undo()
             window.extend([chunks[label] for label in copies.split()])
 
-    return Scene(window, [edit], _prompts(before, after, append=(before, f"{before} {copies}")), chunks)
+    return Scene(window, [edit], _prompts(first, after, append=(first, f"{first} {copies}")), chunks)
 
 
 def _copy(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:
-    before = "A B C D"
-    window, _, chunks = _open(engine, _shares(tokens, 4), before, fidelity, seed)
-    same = before, f"{before} A"
+    first = "A B C D"
+    window, _, chunks = _open(engine, _shares(tokens, 4), first, fidelity, seed)
+    same = first, f"{first} A"
     return Scene(window, [lambda w: w.append(chunks["A"])], _prompts(*same, floor=same), chunks)
 
 

@@ -96,12 +96,12 @@ def measure(
     rows: list[Row] = []
     for i, (op, tokens) in enumerate(cells):
         on_progress(f"{op} {tokens}: preparing", done, total)
-        counters, before = engine.counters, replace(engine.counters)
+        counters, start = engine.counters, replace(engine.counters)
         # Content of its own for every cell: nothing is resident because an earlier cell had it.
         seed, fidelity = settings.seed * 1000 + i, Fidelity("patched", rank=settings.rank, orbit=True)
         scene = MOVES[op](engine, tokens, fidelity, seed)
         names = ("prefill_forwards", "prefill_tokens")
-        prepared = {name: getattr(counters, name) - getattr(before, name) for name in names}
+        prepared = {name: getattr(counters, name) - getattr(start, name) for name in names}
         done += tokens
         # First calls of kernels take seconds; what is stored is read.
         bench.repeat(scene, f"{settings.seed}/warm/{i}") if i == 0 else bench.time_edits(scene)
@@ -178,8 +178,8 @@ class _Bench:
             elif arm in self.peers:
                 samples[arm] = Sample(*self.peers[arm].time_prompts(prompts["prefix"], query, digest(name, arm)))
             else:  # what was asked before is asked once for all of one ask, whose prompts have nothing more in common
-                asked = scene.prompts[arm]
-                samples[arm] = self.time_prompts(prompts[arm], query, digest(name, asked[0], asked[2:] and arm))
+                labels = scene.prompts[arm]
+                samples[arm] = self.time_prompts(prompts[arm], query, digest(name, labels[0], labels[2:] and arm))
         names = ("ctxwin", *ARMS, *self.peers)
         return {name: samples[first.get(scene.prompts.get(name, ()), name)] for name in names}
 
@@ -192,9 +192,9 @@ class _Bench:
             ask(branch)
             for edit in scene.edits:
                 edited = edit(branch)
-                asked = stack.enter_context(edited) if isinstance(edited, Window) else branch
-                stop, cpu = asked.observe(events.append), time.process_time()
-                usage = asked.ask(QUERY, max_tokens=1).usage
+                subject = stack.enter_context(edited) if isinstance(edited, Window) else branch
+                stop, cpu = subject.observe(events.append), time.process_time()
+                usage = subject.ask(QUERY, max_tokens=1).usage
                 samples.append(Sample(usage.ttft_s, usage.computed_tokens, time.process_time() - cpu))
                 stop()
         self.event = next(event for event in reversed(events) if event.op == "ask")
@@ -250,8 +250,8 @@ def _lanes_of(event: Event) -> Row:
         entry = entries[placement]
         lanes[lane] += entry.tokens
         chunks.append({"chunk": entry.chunk.label, "tokens": entry.tokens, "lane": lane})
-    usage, served = event.answer.usage, {"lanes": dict(lanes), "chunks": chunks}
-    return {"bytes_loaded": usage.bytes_loaded, "untouched": usage.cached_tokens, **served}
+    usage, fields = event.answer.usage, {"lanes": dict(lanes), "chunks": chunks}
+    return {"bytes_loaded": usage.bytes_loaded, "untouched": usage.cached_tokens, **fields}
 
 
 def summary(runs: Sequence[Mapping[str, Sample]], local: bool = True) -> Row:
