@@ -68,6 +68,7 @@ def test_kv_that_crosses_again_and_what_waits_is_found() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.guard
 def test_everything_is_compared_and_measured(tmp_path: Path) -> None:
     done = run(tmp_path, "tools/gpu_check")
     assert done.returncode == 0, done.stderr
@@ -84,6 +85,7 @@ def test_everything_is_compared_and_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.guard
 def test_a_wrong_kernel_is_found(tmp_path: Path) -> None:
     script = """if True:
         import runpy, sys
@@ -101,13 +103,14 @@ def test_a_wrong_kernel_is_found(tmp_path: Path) -> None:
     """
     done = run(tmp_path, "-c", script, "--compare")
     assert done.returncode == 1, done.stderr
-    found = re.search(r"46 comparisons, (\d+) wrong", done.stdout)
+    found = re.search(r"\d+ comparisons, (\d+) wrong", done.stdout)
     assert found is not None, done.stderr
     assert int(found[1]) >= 27 and "keys of layer 0 are" in done.stderr
     assert done.stderr.count("wrong: {'decoder': '9B (Qwen3.5)'") == 3
 
 
 @pytest.mark.slow
+@pytest.mark.guard
 @pytest.mark.vllm
 def test_the_engine_answers_right_and_is_timed(tmp_path: Path) -> None:
     done = run(tmp_path, "tools/gpu_check", "--only", "engines")

@@ -99,7 +99,7 @@ def check(case: Case, device: torch.device) -> Row:
     wide = [replace(p, span=replace(p.span, k=p.span.k.double(), v=p.span.v.double())) for p in parts]
     oracle = LoadPlan(wide, spec, dtype=torch.float64, kernel="reference")
     plan = LoadPlan(parts, spec, dtype=dtype, device=device, kernel=case.kernel)
-    copies = ResidentSpans(1 << 30, device, slice(None), range(spec.layers))
+    copies = ResidentSpans(device, range(spec.layers), 1 << 30)
     resident = LoadPlan(copies.attach(parts), spec, dtype=dtype, device=device, kernel=case.kernel)
     unit, worst, fault = torch.finfo(dtype).eps / 2, 0.0, None
     for i in range(spec.layers):

@@ -48,7 +48,7 @@ def bandwidth(decoder: Decoder, device: torch.device, lengths: tuple[int, ...], 
         for rank in RANKS:
             part = random_part(spec, tokens, rank, torch.device("cpu"), FAR)
 
-            copies = ResidentSpans(1 << 40, device, slice(None), range(spec.layers))
+            copies = ResidentSpans(device, range(spec.layers), 1 << 40)
 
             def load(part: Any = part, copies: ResidentSpans | None = None) -> None:
                 parts = [part] if copies is None else copies.attach([part])
