@@ -326,6 +326,7 @@ def main(
     ] = "text-6x64",
     arms: Annotated[str, typer.Option(help="main, more, or arms, separated by commas.")] = "main",
     n: Annotated[int, typer.Option(help="Contexts of each set.", min=1)] = 300,
+    first: Annotated[int, typer.Option(help="Number of the first one, where machines share a run.", min=0)] = 0,
     minutes: Annotated[float, typer.Option(help="End after so many minutes with what is there; 0: never.", min=0)] = 0,
     seed: Seed = 0,
     threads: Threads = 0,
@@ -347,10 +348,10 @@ def main(
         texts = Texts(engine, seed)
         folder = output or Path("eval-output") / f"released-{Path(model).name}-{seed}"
         config = {"format": FORMAT, "study": "released", "model": engine.spec.identity, "seed": seed}
-        contexts = [texts.contexts(task.strip(), n) for task in sets.split(",")]
+        contexts = [texts.contexts(task.strip(), n)[first:] for task in sets.split(",")]
         deadline = begun + 60 * minutes if minutes else float("inf")
         with open_samples(folder, config) as samples:
-            with progress("contexts", n * len(contexts)) as advance:
+            with progress("contexts", sum(map(len, contexts))) as advance:
                 whole = all(run(serve, samples, some, names, deadline, advance) for some in contexts)
             summary = summarise(samples)
         result = {"model": Path(model).name, "seed": seed, "complete": whole, "output": str(folder), "sets": summary}

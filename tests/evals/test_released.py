@@ -107,9 +107,10 @@ def test_a_run_that_stopped_gives_the_table_of_one_that_did_not(tmp_path: Path) 
     app = typer.Typer(add_completion=False)
     app.command()(main)
 
-    def figures(folder: str, n: int, arms: str) -> dict[str, Any]:
+    def figures(folder: str, n: int, arms: str, first: int = 0) -> dict[str, Any]:
         options = ["--model", "tiny", "--sets", f"{SET},facts-one", "--threads", "1", "--json"]
-        result = CliRunner().invoke(app, [*options, "--n", str(n), "--arms", arms, "--output", str(tmp_path / folder)])
+        share = ["--first", str(first), "--n", str(n), "--arms", arms, "--output", str(tmp_path / folder)]
+        result = CliRunner().invoke(app, [*options, *share])
         assert result.exit_code == 0, result.output
         found: dict[str, Any] = json.loads(result.stdout)
         assert found["complete"]
@@ -121,6 +122,13 @@ def test_a_run_that_stopped_gives_the_table_of_one_that_did_not(tmp_path: Path) 
     path = tmp_path / "stopped" / "samples.jsonl"
     path.write_bytes(path.read_bytes()[:-9])  # killed while it wrote
     assert figures("stopped", 2, "slide1/removal:2,patched:4,patched:2") == whole
+    figures("one machine", 1, "blind,patched:2,patched:4,slide1/removal:2")
+    other = figures("another", 2, "blind,patched:2,patched:4,slide1/removal:2", first=1)
+    assert other[SET]["blind"]["n"] == 1
+    rows = (tmp_path / "another" / "samples.jsonl").read_text()
+    with (tmp_path / "one machine" / "samples.jsonl").open("a") as file:
+        file.write(rows)
+    assert figures("one machine", 2, "blind,patched:2,patched:4,slide1/removal:2") == whole
     arms = whole[SET]
     assert arms["patched:4"]["eta"] == pytest.approx(1 - arms["patched:4"]["kl"] / arms["blind"]["kl"])
     assert arms["slide1/removal:2"]["eta"] == pytest.approx(
