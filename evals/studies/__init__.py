@@ -8,14 +8,15 @@
 | ``python -m evals.studies.overhead``    | what a server adds to plain chats, with and without windows, beside vLLM's own       |
 | ``python -m evals.studies.hybrid``      | answers of a trained hybrid from states composed of its chunks' maps                 |
 | ``python -m evals.studies.soak``        | memory of a server over half an hour of plain chats and windows                      |
-| ``python -m evals.studies.live``        | a live stream, the last frames resent as a chat, and vLLM's own streaming input      |
-| ``python -m evals.studies.fleet``       | edits and answers of a fleet whose replicas are killed, replaced and routed to       |
+| ``python -m evals.studies.live``        | a live stream, and the last frames resent as a chat                                  |
+| ``python -m evals.studies.fleet``       | edits and answers of a fleet whose replicas are killed or replaced                   |
+| ``python -m evals.studies.scale``       | a simulated fleet of 1,000 replicas, and asks of windows that did not move           |
 | ``python -m evals.studies.released``    | text, facts and pictures on released models, served in every way, beside the floor   |
+| ``python -m evals.studies.removals``    | a window that slides at every question, with and without removal patches             |
+| ``python -m evals.studies.clock``       | chunks that keep their KV behind an edit                                             |
 | ``python -m evals.studies.linked``      | files linked in one step: requests, steps, time and answers                          |
-| ``python -m evals.studies.trust``       | asks until a model without a profile is served approximately, audits included        |
-| ``python -m evals.studies.promotions`` | how often promotions err on simulated streams, and how long they take               |
+| ``python -m evals.studies.trust``       | questions that turn against a promoted way, and plain requests beside audits         |
+| ``python -m evals.studies.promotions``  | how often promotions err on simulated streams, and how long they take                |
 
-Settled studies, whose answers stand in tables, are in the commit that the table names (``d122e38``, ``fb04aeb3``).
-
-Modules import one another relatively, so that they work under this name and as ``evals.studies``.
+Settled studies, whose answers stand in tables, are in the commit that the table names.
 """

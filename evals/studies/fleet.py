@@ -1,9 +1,8 @@
-"""Losses, waits and computed tokens of a fleet of two: replicas killed under load or replaced, and other routers.
+"""Losses and waits of a fleet of two: replicas killed under load, or replaced.
 
 ``python -m evals.studies.fleet kill --minutes 5``: windows are edited and asked while a replica is killed every 20 s. Every
 acknowledged edit must be there in the end, and every answer is held against the same edits and asks in one process.
-``restart``: the same load while the fleet is deployed anew, from a client that retries once. ``route``: the tokens that the
-fleet computes of one trace, by our router and by two others. Needs redis-server.
+``restart``: the same load while the fleet is deployed anew, from a client that retries once. Needs redis-server.
 """
 
 import argparse
@@ -18,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,13 +36,8 @@ from ctxwin_ray.application import fleet
 from ctxwin_ray.run import APPLICATION, running
 
 REDIS, PORT = 6397, 8397
-SYSTEM = "You watch a camera."
+SYSTEM, EXACT = "You watch a camera.", Fidelity("exact")
 VLLM = ["--max-model-len", "2048", "--dtype", "float32"]
-ROUTERS = {
-    "ctxwin": "ctxwin_ray.router.WindowRouter",
-    "two choices (Ray's own)": "ray.serve._private.request_router.pow_2_router.PowerOfTwoChoicesRequestRouter",
-    "round robin": "evals.studies.fleet_routers.RoundRobin",
-}
 
 
 @dataclass
@@ -66,7 +60,6 @@ class Load:
 
     url: str
     count: int
-    fidelity: Fidelity
     retries: int
     seed: int = 0
     clients: int = 4
@@ -81,7 +74,7 @@ class Load:
         self.chunks = [Chunk.image(world.render(f), text=f"t={i} s") for i, f in enumerate(self.frames)]
         client = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=8, timeout=120)
         for k in range(self.count):
-            self.windows.append(RemoteWindow(client, SYSTEM, 1500, self.fidelity))
+            self.windows.append(RemoteWindow(client, SYSTEM, 1500, EXACT))
             self.expected.append([])
             self._do(k, "extend", tuple((7 * k + i) % 64 for i in range(4)))
 
@@ -144,7 +137,7 @@ def replay(load: Load) -> dict[str, Any]:
     rows: Counter[str] = Counter()
     margins: list[float] = []
     with open_engine("tiny:vllm", dtype="float32", max_model_len=2048) as engine:
-        windows = [Window(engine, SYSTEM, 1500, load.fidelity) for _ in load.windows]
+        windows = [Window(engine, SYSTEM, 1500, EXACT) for _ in load.windows]
         names: list[dict[str, str]] = [{} for _ in windows]
         broken: set[int] = set()
         for done in sorted(load.done, key=lambda d: d.at + d.seconds):
@@ -174,7 +167,7 @@ def replay(load: Load) -> dict[str, Any]:
 
 
 @contextmanager
-def running_fleet(router: str = ROUTERS["ctxwin"]) -> Iterator[tuple[str, FleetArguments]]:
+def running_fleet() -> Iterator[tuple[str, FleetArguments]]:
     """A Redis, and a fleet on it."""
     if shutil.which("redis-server") is None:
         sys.exit("a fleet needs a Redis; install redis-server")
@@ -196,7 +189,6 @@ def running_fleet(router: str = ROUTERS["ctxwin"]) -> Iterator[tuple[str, FleetA
             settings={"store": f"tiered:memory:,redis://127.0.0.1:{REDIS}/0"},
             replicas=2,
             cpus=0.5,
-            router=router,
         )
         yield stack.enter_context(running(arguments, port=PORT)), arguments
 
@@ -239,13 +231,30 @@ def waits(load: Load, moments: list[float], every: float) -> dict[str, Any]:
     }
 
 
-def kill(minutes: float, count: int, every: float) -> dict[str, Any]:
-    """A replica killed every so many seconds, under load."""
-    kills: list[float] = []
-    healthy: list[float] = []
-    with running_fleet() as (url, _):
-        load = Load(url, count, Fidelity("exact"), retries=8)
-        threads, begin = load.run(), time.monotonic()
+Disturbance = Callable[[Load, FleetArguments], tuple[dict[str, Any], list[float], float]]
+"""What happens to a fleet under load: its figures, its moments, and the seconds in which requests notice each."""
+
+
+def measure(disturb: Disturbance, count: int, retries: int) -> dict[str, Any]:
+    """A fleet under load that is disturbed; every edit is looked for in the end, every answer held against one process's."""
+    with running_fleet() as (url, arguments):
+        load = Load(url, count, retries)
+        threads = load.run()
+        figures, moments, every = disturb(load, arguments)
+        load.ended.set()
+        for thread in threads:
+            thread.join(180)
+        losses = lost(load)
+    result = {**figures, **waits(load, moments, every), "failed": load.failed, "lost": losses}
+    log(json.dumps(result))
+    return {**result, "one_process": replay(load)}
+
+
+def kill(minutes: float, every: float) -> Disturbance:
+    """A replica killed every so many seconds."""
+
+    def disturb(load: Load, _: FleetArguments) -> tuple[dict[str, Any], list[float], float]:
+        kills, healthy, begin = list[float](), list[float](), time.monotonic()
         while time.monotonic() - begin < 60 * minutes:
             time.sleep(every)
             there = workers()
@@ -255,75 +264,27 @@ def kill(minutes: float, count: int, every: float) -> dict[str, Any]:
             kills.append(time.time())
             log(f"{time.monotonic() - begin:5.0f} s: killed one of {len(there)}; {len(load.done)} requests done")
             since = time.monotonic()
-            while len(_ready()) < 2 and time.monotonic() - since < 120:
+            while _ready() < 2 and time.monotonic() - since < 120:
                 time.sleep(0.5)
             healthy.append(round(time.monotonic() - since, 1))
-        load.ended.set()
-        for thread in threads:
-            thread.join(180)
-        losses = lost(load)
-    result = {
-        "kills": len(kills),
-        "seconds_until_two_replicas_answer": healthy,
-        **waits(load, kills, every),
-        "failed": load.failed,
-        "lost": losses,
-    }
-    log(json.dumps(result))
-    return {**result, "one_process": replay(load)}
+        return {"kills": len(kills), "seconds_until_two_replicas_answer": healthy}, kills, every
+
+    return disturb
 
 
-def restart(count: int) -> dict[str, Any]:
-    """The fleet is deployed anew under load, from clients that retry once."""
+def restart(load: Load, arguments: FleetArguments) -> tuple[dict[str, Any], list[float], float]:
+    """The fleet deployed anew."""
     from ray import serve
 
-    with running_fleet() as (url, arguments):
-        load = Load(url, count, Fidelity("exact"), retries=1)
-        threads, pids_before = load.run(), {p.pid for p in workers()}
-        time.sleep(15)
-        begin = time.time()
-        changed = arguments.model_copy(update={"settings": {**arguments.settings, "max_waiting": 1000}})
-        serve.run(fleet(changed), name=APPLICATION, route_prefix="/")
-        took = time.time() - begin
-        time.sleep(15)
-        load.ended.set()
-        for thread in threads:
-            thread.join(180)
-        pids_after = {p.pid for p in workers()}
-        losses = lost(load)
-    result = {
-        "seconds": round(took, 1),
-        "replicas_kept": len(pids_before & pids_after),
-        **waits(load, [begin], took),
-        "failed": load.failed,
-        "lost": losses,
-    }
-    log(json.dumps(result))
-    return {**result, "one_process": replay(load)}
-
-
-def route(count: int, rounds: int) -> dict[str, Any]:
-    """One trace by each router: windows that slide and look back, asked in turns."""
-    by_router = {}
-    for name, router in ROUTERS.items():
-        with running_fleet(router) as (url, _):
-            load = Load(url, count, Fidelity("auto"), retries=8)
-            first = len(load.done)
-            for step in range(rounds):
-                for k in range(count):
-                    load._do(k, "append", ((7 * k + 4 + step) % 64,))
-                    load._do(k, "evict", (load.expected[k][0],))
-                    load._do(k, "ask", (f"what is at {load.frames[(7 * k + step) % 64].marks[0]:02d}?",))
-            asks = [d for d in load.done[first:] if d.op == "ask"]
-            by_router[name] = {
-                "asks": len(asks),
-                "prompt_tokens": sum(d.prompt for d in asks),
-                "computed_tokens": sum(d.computed for d in asks),
-                "ask_ms_p50": round(1e3 * float(np.median([d.seconds for d in asks]))),
-                "failed": load.failed,
-            }
-            log(f"{name}: {by_router[name]}")
-    return by_router
+    pids_before = {p.pid for p in workers()}
+    time.sleep(15)
+    begin = time.time()
+    changed = arguments.model_copy(update={"settings": {**arguments.settings, "max_waiting": 1000}})
+    serve.run(fleet(changed), name=APPLICATION, route_prefix="/")
+    took = time.time() - begin
+    time.sleep(15)
+    pids_after = {p.pid for p in workers()}
+    return {"seconds": round(took, 1), "replicas_kept": len(pids_before & pids_after)}, [begin], took
 
 
 def log(text: str) -> None:
@@ -332,33 +293,27 @@ def log(text: str) -> None:
     sys.stderr.flush()
 
 
-def _ready() -> list[Any]:
+def _ready() -> int:
+    """Return the number of replicas that answer."""
     from ray import serve
 
     try:
-        application = serve.status().applications[APPLICATION]
-        states = application.deployments["replica"].replica_states
+        states = serve.status().applications[APPLICATION].deployments["replica"].replica_states
     except (KeyError, CtxwinError):
-        return []
-    return [None] * sum(n for state, n in states.items() if str(getattr(state, "value", state)) == "RUNNING")
+        return 0
+    return sum(n for state, n in states.items() if str(getattr(state, "value", state)) == "RUNNING")
 
 
 def main() -> None:
     """Run one part and print its result as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=("kill", "restart", "route"))
+    parser.add_argument("part", choices=("kill", "restart"))
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--windows", type=int, default=32)
     parser.add_argument("--every", type=float, default=20.0, help="seconds between kills")
-    parser.add_argument("--rounds", type=int, default=8)
-    arguments = parser.parse_args()
-    if arguments.part == "kill":
-        result = kill(arguments.minutes, arguments.windows, arguments.every)
-    elif arguments.part == "restart":
-        result = restart(arguments.windows)
-    else:
-        result = route(arguments.windows, arguments.rounds)
-    sys.stdout.write(json.dumps(result, indent=1) + "\n")
+    given = parser.parse_args()
+    disturb, retries = (kill(given.minutes, given.every), 8) if given.part == "kill" else (restart, 1)
+    sys.stdout.write(json.dumps(measure(disturb, given.windows, retries), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -17,24 +17,17 @@ import sys
 import time
 import tracemalloc
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
-from statistics import median
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
 from ctxwin import Chunk, Fidelity, Window
-from ctxwin.engines.base import Engine, EngineSpec
-from ctxwin.engines.results import EngineCounters, Generation
-from ctxwin.engines.sampling import Sampling
-from ctxwin.engines.segments import Encoded, Segment
+from ctxwin.engines.base import Engine
 from ctxwin.errors import StaleOwner
 from ctxwin.hashing import digest
-from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
 from ctxwin.progress import progress
 from ctxwin.store.memory import MemoryStore
 from ctxwin.store.spans import SpanRepository
@@ -43,6 +36,8 @@ from ctxwin_evals.console import print_json
 from ctxwin_ray.hints import Hint, Places, window_prefix
 from ctxwin_server.protocol.limits import Limits
 from ctxwin_server.registry.windows import OpenWindows, WindowRegistry
+
+from .unmoved import LANES, SimulatedEngine, unmoved
 
 LOST, CUT_OFF = 0.1, 0.1
 """Replicas that are lost, and those of them that go on behind the fronts' backs."""
@@ -54,10 +49,6 @@ TURN_S, OPEN, CHUNKS = 4.0, 128, 4
 """Seconds between asks of a window in use; open windows of a replica; chunks of a window."""
 NOTICED_S, RETRY_S = 5.0, 0.5
 """Until the last front knows of a replica that was cut off, and until a client sends a failed request again."""
-KV = KVSpec(
-    identity="simulated", family="gqa", layers=28, heads=4, k_dim=128, v_dim=128,
-    rope=RopeSpec(inv_freq=(1.0, 0.1), rotary_dim=128), dtype="bfloat16",
-)  # fmt: skip
 
 
 class Records(MemoryStore):
@@ -92,36 +83,6 @@ class Records(MemoryStore):
     def lease(self, key: str) -> bool:
         self._note("lease")
         return super().lease(key)
-
-
-class SimulatedEngine(Engine):
-    """Counts a token for each word and computes nothing."""
-
-    def __init__(self, name: str, repo: SpanRepository) -> None:
-        self.spec = EngineSpec("simulated", "simulated", digest("simulated"), KV, 4096, vision=False)
-        self.repo, self.store, self.counters = repo, repo.store, EngineCounters()
-        self.window_prefix = window_prefix(name)
-
-    def _encoded(self, chunk_id: str, text: str) -> Encoded:
-        n = len(text.split())
-        return Encoded(chunk_id, tuple(range(n)), np.broadcast_to(np.arange(n), (3, n)), n)
-
-    def encode_system_prompt(self, system_prompt: str) -> Encoded:
-        return self._encoded(digest(system_prompt), system_prompt)
-
-    def encode(self, chunk: Chunk) -> Encoded:
-        return self._encoded(chunk.id, " ".join(getattr(part, "text", "") for part in chunk.parts))
-
-    def encode_query(self, query: str) -> Encoded:
-        return self._encoded(digest(query), query)
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError("a simulated engine computes nothing")
-
-    encode_exchange = prefill = generate = decode = embed = _refuse
-
-    def close(self) -> None:
-        self.store.close()
 
 
 @dataclass(eq=False)
@@ -174,7 +135,7 @@ class Fleet:
         self.records = Records()
         repo = SpanRepository(MemoryStore(), "simulated")
         names = [f"replica-{i}" for i in range(replicas)]
-        self.engines = [SimulatedEngine(name, repo) for name in names]
+        self.engines = [SimulatedEngine(repo, window_prefix(name)) for name in names]
         limits = Limits(max_windows_total=open_windows)
 
         def registry(engine: Engine) -> WindowRegistry:
@@ -430,62 +391,6 @@ def _largest(counts: Counter[str]) -> float:
 
 def _quantiles(values: Sequence[float]) -> list[float]:
     return [round(float(np.quantile(values, q)), 2) for q in (0.5, 0.99, 1)] if values else []
-
-
-class WindowEngine(SimulatedEngine):
-    """Its KV is zeros, of one head in one layer."""
-
-    def __init__(self) -> None:
-        super().__init__("simulated", SpanRepository(MemoryStore(), "simulated"))
-        rope = RopeSpec(inv_freq=(1.0,), rotary_dim=2)
-        kv = replace(KV, layers=1, heads=1, k_dim=2, v_dim=2, rope=rope, dtype="float32")
-        self.spec = replace(self.spec, kv=kv, max_tokens=1 << 30)
-
-    def _zeros(self, encoded: Encoded, start: int) -> SpanKV:
-        zeros = torch.zeros(1, encoded.tokens, 1, 2)
-        return SpanKV(zeros, zeros, torch.from_numpy(encoded.positions.copy()), start)
-
-    def prefill(self, context: Sequence[Segment], target: Encoded, start: int, **_: Any) -> SpanKV:
-        return self._zeros(target, start)
-
-    def generate(self, layout: Sequence[Segment], query: Encoded, sampling: Sampling, **_: Any) -> Generation:
-        captured = {i: self._zeros(s.encoded, s.start) for i, s in enumerate(layout) if s.capture}
-        return Generation([1], "1", captured=captured, forwards=1)
-
-
-LANES = ("resident", "survivor", "patched", "canonical")
-"""How chunks stand that did not move: as their exact KV, without the first one, with a removal patch, and toggled."""
-
-
-def unmoved(chunks: int, lane: str, calls: int = 15) -> dict[str, dict[str, float]]:
-    """Return the processor time of this thread, in microseconds for each of so many chunks that did not move: the least and the
-    median of some calls."""
-    took: dict[str, list[float]] = {}
-
-    def timed(name: str, call: Callable[[], object]) -> None:
-        began = time.thread_time()
-        call()
-        took.setdefault(name, []).append(1e6 * (time.thread_time() - began) / (len(window.ids) - 1))
-
-    fidelity = Fidelity("patched", rank=2, survivors="removal") if lane == "patched" else Fidelity("patched")
-    with Window(WindowEngine(), "You watch a camera.", 1 << 30, fidelity=fidelity) as window:
-        window.extend([Chunk.text(f"chunk {i} of a camera that sees the yard and the gate") for i in range(chunks)])
-        window.ask("q", 1)
-        if lane == "patched":
-            window.maintenance.compress()
-        if lane in ("survivor", "patched"):
-            window.slide(1)
-        for placement in window.ids if lane == "canonical" else ():
-            window.toggle(placement, conditioned=False)
-        window.ask("q", 1)
-        if sum(entry.lane == lane for entry in window.plan().entries) < chunks / 2:
-            raise AssertionError(f"most chunks must stand in lane {lane}, got others")
-        for i in range(chunks, chunks + calls + 40):
-            window.append(Chunk.text(f"chunk {i}"))
-            timed("plan behind an append", window.plan)
-            timed("ask behind an append", partial(window.ask, "q", 1))
-            timed("plan behind an ask", window.plan)
-    return {name: {"least": min(us[40:]), "median": median(us[40:])} for name, us in took.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,10 +1,7 @@
-"""From no profile to promoted: the demo's stream on a model whose profile was taken away, audits included.
+"""Questions that turn against a promoted way, on a model whose profile was taken away, and plain requests beside audits.
 
-``python -m evals.studies.trust [--model tiny] [--engine vllm] [--asks 500] [--reference stricter]``
-
-Windows are of `Fidelity("auto")`. Between two asks the engine is idle until everything that was handed over is audited, as it
-would be between the frames of a camera; what audits compute is counted. ``least`` is what nobody can do without: each frame
-once when it is new, and each question.
+``python -m evals.studies.trust --turn multi_hop order [--reordered]`` or ``--beside``, with ``[--model tiny] [--engine vllm]``.
+Windows are of `Fidelity("auto")`. Between two asks the engine is idle until everything that was handed over is audited.
 """
 
 import argparse
@@ -12,42 +9,18 @@ import contextlib
 import json
 import logging
 import sys
-import tempfile
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ctxwin import Chunk, Window
 from ctxwin.audit import Options, auditor_of
-from ctxwin.baselines.ledger import Ledger
-from ctxwin.baselines.policies import POLICIES
-from ctxwin.baselines.prefix_cache import PrefixCache
-from ctxwin.demo.agent import Agent, Step
 from ctxwin.demo.earning import without_profile
-from ctxwin.demo.run import Options as DemoOptions
-from ctxwin.demo.run import prepare
 from ctxwin.engines.base import Engine
 from ctxwin.fidelity import Fidelity
 from ctxwin.opening import open_engine
-
-SEED_ASKS = 50
-"""Asks that a stream of the demo's length has, at least."""
-
-
-def randomise(folder: Path) -> None:
-    """Draw the decoder of a model anew."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    (path,) = folder.glob("*.safetensors")
-    weights, drawn = load_file(path), torch.Generator().manual_seed(0)
-    for name, weight in weights.items():
-        if "visual" not in name and weight.ndim > 1:
-            weights[name] = (torch.randn(weight.shape, generator=drawn) * weight.float().std()).to(weight.dtype)
-    save_file(weights, path, metadata={"format": "pt"})
 
 
 def turn(
@@ -149,139 +122,35 @@ def beside(engine: Engine, pairs: int = 12, requests: int = 50, gap_s: float = 0
     return result
 
 
-def run(engine: Engine, asks: int, fidelity: Fidelity, options: Options, folder: Path) -> dict[str, Any]:
-    """Run so many asks of the demo, on one stream after another."""
-    auditor = auditor_of(engine, options)
-    seeds = tuple(range(-(-asks // SEED_ASKS)))
-    footage = prepare(DemoOptions(out=folder, seeds=seeds))
-    ledger, caches = Ledger(engine, policies=()), {policy: PrefixCache() for policy in POLICIES}
-    rows: list[dict[str, Any]] = []
-    for seed in seeds:
-        agent = Agent(engine, footage[seed], 6, fidelity, ledger, caches, seed)
-        steps, frames_seen = agent.run(), 0
-        while len(rows) < asks:
-            with auditor.hold():
-                step = next(steps, None)
-            if step is None:
-                break
-            audited_before = auditor.counts.tokens
-            auditor.drain()
-            fresh = sum(agent._encoded[i].tokens for i in range(frames_seen, agent.frames_watched))
-            frames_seen = agent.frames_watched
-            rows.append(_row(step, fresh, auditor.counts.tokens - audited_before, agent.window.core.audits.strategy))
-        agent.window.close()
-    return {
-        "asks": len(rows),
-        "fidelity": fidelity.model_dump(),
-        "options": vars(options),
-        "first_half": _sums(rows[: len(rows) // 2]),
-        "second_half": _sums(rows[len(rows) // 2 :]),
-        "all": _sums(rows),
-        "counts": vars(auditor.counts),
-        "record": auditor.ledger(engine, fidelity.advanced.reference).record.model_dump(),
-        "promoted_at": next((i for i, row in enumerate(rows) if row["way"]), None),
-        "rows": rows,
-    }
-
-
-def _row(step: Step, fresh: int, audited: int, way: str | None) -> dict[str, Any]:
-    query = step["prompt_tokens"] - sum(p["tokens"] for p in step["placed"])
-    return {
-        "op": step["op"],
-        "kind": step["kind"],
-        "way": way,
-        "computed": step["computed_tokens"],
-        "audited": audited,
-        "least": fresh + max(0, query),
-        **{policy: step[f"computed_tokens_{policy}"] for policy in POLICIES},
-        "right": step["answer"] == step["truth"],
-        "right_reprefill": step["answer_reprefill"] == step["truth"],
-        "changed": step["answer"] != step["answer_reprefill"],
-        "blind_changed": step["answer_blind"] != step["answer_reprefill"],
-        "kl": step["kl"],
-        "lanes": sorted({p["lane"] for p in step["placed"]}),
-    }
-
-
-def _sums(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    from ctxwin_evals.stats import wilson
-
-    names = ("computed", "audited", "least", *POLICIES)
-    sums: dict[str, Any] = {name: sum(row[name] for row in rows) for name in names}
-    approximate = [row for row in rows if row["way"]]
-    for name, some in (("answers", rows), ("of_the_way", approximate)):
-        changed = sum(row["changed"] for row in some)
-        sums[name] = {"n": len(some), "changed": changed}
-        if some:
-            sums[name]["ci95"] = wilson(changed, len(some))
-            sums[name]["right"] = sum(row["right"] for row in some) / len(some)
-            sums[name]["right_reprefill"] = sum(row["right_reprefill"] for row in some) / len(some)
-    sums["harmed_right"] = sum(row["right_reprefill"] and not row["right"] for row in approximate)
-    sums["over_least"] = sums["computed"] / sums["least"]
-    sums["over_append"] = sums["computed"] / sums["append"]
-    return sums
-
-
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--engine", default="vllm", choices=("vllm", "hf"))
-    parser.add_argument("--asks", type=int, default=500)
-    parser.add_argument("--reference", default="stricter", choices=("stricter", "window", "stream", "nearer"))
-    parser.add_argument("--questions", type=int, default=Options().questions)
-    parser.add_argument("--budget", type=float, default=Options().budget)
-    parser.add_argument("--excess-budget", type=float, default=Options().excess_budget, help="nats a token of text")
-    parser.add_argument("--turn", nargs=2, metavar=("FIRST", "THEN"), help="kinds of questions, one after the other")
+    parts = parser.add_mutually_exclusive_group(required=True)
+    parts.add_argument("--turn", nargs=2, metavar=("FIRST", "THEN"), help="kinds of questions, one after the other")
+    parts.add_argument("--beside", action="store_true", help="what plain requests notice of audits")
+    parser.add_argument("--asks", type=int, default=500, help="of --turn: most questions of a kind")
     parser.add_argument("--reordered", action="store_true", help="of --turn: behind orbit patches, in another order")
     parser.add_argument("--conflict", type=float, default=0.8, help="of --turn: share of items whose legends disagree")
-    parser.add_argument("--beside", action="store_true", help="what plain requests notice of audits")
+    parser.add_argument("--budget", type=float, default=Options().budget, help="of --turn")
+    parser.add_argument("--rate", type=float, default=Options().rate, help="of --turn: share of answers audited")
     parser.add_argument("--gap", type=float, default=0.1, help="of --beside: seconds between requests, in the mean")
     parser.add_argument("--pairs", type=int, default=12, help="of --beside: pairs of slices")
     parser.add_argument("--requests", type=int, default=50, help="of --beside: requests in a slice")
-    parser.add_argument("--rate", type=float, default=Options().rate)
-    parser.add_argument("--output", type=Path, default=None)
-    arguments = parser.parse_args()
+    given = parser.parse_args()
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("ctxwin").setLevel(logging.INFO)  # says what is decided, and when
     began = time.monotonic()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        without_profile("tiny" if arguments.model == "random" else arguments.model) as model,
-    ):
-        if arguments.model == "random":
-            randomise(model)
-        options = Options(
-            share=1.0,
-            quiet_s=0.0,
-            questions=arguments.questions,
-            queue=64,
-            budget=arguments.budget,
-            excess_budget=arguments.excess_budget,
-            rate=arguments.rate,
-        )
-        with open_engine(str(model), engine=arguments.engine) as engine:
-            fidelity = Fidelity("auto", advanced={"reference": arguments.reference})
-            if arguments.beside:
-                result = beside(engine, arguments.pairs, arguments.requests, arguments.gap)
-            elif arguments.turn:
-                first, then = arguments.turn
-                result = turn(
-                    engine,
-                    options,
-                    first,
-                    then,
-                    arguments.asks,
-                    reordered=arguments.reordered,
-                    conflict=arguments.conflict,
-                )
-            else:
-                result = run(engine, arguments.asks, fidelity, options, Path(folder))
+    with without_profile(given.model) as model, open_engine(str(model), engine=given.engine) as engine:
+        if given.beside:
+            result = beside(engine, given.pairs, given.requests, given.gap)
+        else:
+            options = Options(given.budget, share=1.0, quiet_s=0.0, queue=64, rate=given.rate)
+            kinds, way = given.turn, {"reordered": given.reordered, "conflict": given.conflict}
+            result = turn(engine, options, *kinds, given.asks, **way)
     result["seconds"] = time.monotonic() - began
-    text = json.dumps(result, indent=1)
-    if arguments.output is not None:
-        arguments.output.write_text(text + "\n", encoding="utf-8")
-    sys.stdout.write(json.dumps({key: value for key, value in result.items() if key != "rows"}, indent=1) + "\n")
+    sys.stdout.write(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
