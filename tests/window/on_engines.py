@@ -47,6 +47,13 @@ def close(a: dict[int, float], b: dict[int, float], tolerance: float) -> bool:
     return a.keys() == b.keys() and max(abs(a[t] - b[t]) for t in a) <= tolerance
 
 
+def ask_exactly(engine: Engine, window: Window, query: str, tolerance: float) -> Answer:
+    """The answer, which must be that of a re-prefill."""
+    answer = ask(window, query)
+    assert close(answer.first_token_logprobs, reprefill(engine, window, query), tolerance)
+    return answer
+
+
 def another_basis() -> None:
     """A newer basis of the bundled model, of other directions, where windows find it."""
     shipped = require_basis(str(checkpoint_dir()))

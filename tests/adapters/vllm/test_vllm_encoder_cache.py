@@ -18,9 +18,12 @@ import pytest
 import torch
 
 from ctxwin.errors import StoreCorrupt
+from ctxwin.store import codec
 from ctxwin_vllm.lifecycle.folders import write_file
+from ctxwin_vllm.transport import PARAM
 from ctxwin_vllm.transport import embeddings as embedding_files
 from ctxwin_vllm.transport.embeddings import EmbeddingCache, EmbeddingFiles
+from ctxwin_vllm.vision import WorkerExtension
 from engines import models
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -135,6 +138,24 @@ def damage(path: Path) -> None:
     """Writes into a file, as nobody does who follows the rules."""
     with path.open("r+b") as file:
         file.write(b"\xff" * (path.stat().st_size // 2))
+
+
+@pytest.mark.parametrize("outside", ["source", "target"])
+def test_the_tower_reads_and_writes_in_the_spool_alone(tmp_path: Path, outside: str) -> None:
+    """vLLM's server lets clients call methods of its workers in its development mode."""
+    transport, other = tmp_path / "transport", tmp_path / "other"
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={PARAM: str(transport)}))
+    worker: Any = WorkerExtension()
+    worker.vllm_config = config
+    source, target = transport / "see-a", transport / "seen-a"
+    for folder in (transport, other):
+        folder.mkdir()
+        (folder / "see-a").write_bytes(codec.encode_tensors({"pixels": torch.zeros(1), "grids": torch.zeros(1)}))
+    for wrong in (other / "x", transport / ".." / "other" / "x", transport / "span-a"):
+        given = {"source": source, "target": target} | {outside: wrong}
+        with pytest.raises(ValueError, match="files of ctxwin_see"):
+            worker.ctxwin_see(str(given["source"]), str(given["target"]), False)
+    assert [path.name for path in other.iterdir()] == ["see-a"]
 
 
 class Feature:
