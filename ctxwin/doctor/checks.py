@@ -9,12 +9,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
 from ctxwin.engines import vllm_support as versions
 from ctxwin.engines.torchvision_repair import HOOK
+from ctxwin.extras import installed_versions
 
 Status = Literal["ok", "note", "broken"]
 
@@ -246,10 +246,7 @@ def _companion(name: str, usable: str) -> Finding:
 
 
 def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+    return installed_versions(name).get(name)
 
 
 def _run(code: str, hooked: bool = True) -> tuple[bool, str] | None:

@@ -6,13 +6,13 @@ from the version: `ctxwin_vllm.paged` reads it at start-up, and refuses one that
 """
 
 import importlib
-import importlib.metadata
 import logging
 import os
 import re
 from typing import Any
 
 from ctxwin.errors import EngineFailed, UnsupportedModel
+from ctxwin.extras import installed_versions
 
 TESTED = ("0.32", "0.33")
 """Minor versions of vLLM that CI runs, oldest first. `pyproject.toml`, `constraints.txt` and the Makefile say the same."""
@@ -47,12 +47,7 @@ def requirement(build: str) -> str:
 
 def installed() -> tuple[str, str] | None:
     """Return (build, version) of the installed vLLM, or None. Cost: two look-ups; vLLM is not imported."""
-    for build in DISTRIBUTIONS:
-        try:
-            return build, importlib.metadata.version(build)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    return next(iter(installed_versions(*DISTRIBUTIONS).items()), None)
 
 
 def register_config(kind: str) -> None:

