@@ -14,7 +14,7 @@ from ctxwin.errors import BadMedia
 from ctxwin_evals.benchmarks import DataOptions, benchmark
 from ctxwin_evals.cli import app
 from ctxwin_evals.samples import read_samples
-from ctxwin_evals.tasks import TaskOptions, open_task
+from ctxwin_evals.tasks import open_task
 from ctxwin_evals.tasks.protocols import ProtocolTask
 from engines.models import edit_config, wide, write_kimi, write_vision_model
 
@@ -103,7 +103,7 @@ def test_items_whose_media_cannot_be_read_are_left_out(model_dir: Path, tmp_path
         video.write_bytes(b"no video")
     made = CliRunner().invoke(app, [*args[:-2], str(tmp_path / "none"), "--json"])
     assert made.exit_code == 2 and "must be decodable by OpenCV" in made.output
-    recalled = open_task("recall@0.5:video-mme", TaskOptions(data=DataOptions(data=str(tmp_path / "data"))))
+    recalled = open_task("recall@0.5:video-mme", data=DataOptions(data=str(tmp_path / "data")))
     assert isinstance(recalled, ProtocolTask)
     recalled.leave_out(BadMedia("broken"))
     assert recalled.base.odd == ("broken",)  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from ctxwin_evals.arms import parse_arms
 from ctxwin_evals.cli import app
 from ctxwin_evals.measure import BATCH, Measurer
 from ctxwin_evals.run import BLOCK, Runner, Settings, batches, plan_jobs
-from ctxwin_evals.tasks import TaskOptions, open_task
+from ctxwin_evals.tasks import open_task
 from ctxwin_evals.tasks.tiny import TinyOptions
 from twins import guard
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ARMS = "blind,patched:1,patched:2,first_k:2,orbit:2,survivor,update:2"
 TASKS = [
-    open_task(name, TaskOptions(TinyOptions(seed=5, frames=(2, 3))))
+    open_task(name, TinyOptions(seed=5, frames=(2, 3)))
     for name in ("tiny/multi_hop", "tiny/order", "tiny/slide_needed", "tiny/recall@0.5")
 ]
 WINDOW = TASKS[:2]
@@ -158,7 +158,7 @@ def test_samples_of_another_generator_are_refused(engine: HFEngine, tmp_path: Pa
 
 
 def test_bad_settings_are_refused() -> None:
-    for bad in ({"layout": "diagonal"}, {"dtype": "int8"}, {"layers": "few"}, {"weight": "heavy"}):
+    for bad in ({"layout": "diagonal"}, {"dtype": "int8"}, {"layers": "few"}):
         with pytest.raises(ValueError, match="must be"):
             Settings(**bad)  # type: ignore[arg-type]
     for options in ({"seed": -1}, {"frames": (1,)}, {"frames": ()}):

@@ -8,7 +8,7 @@ import pytest
 
 from ctxwin.tiny.world import Frame, all_questions, answer, antecedents
 from ctxwin_evals.items import Item
-from ctxwin_evals.tasks import SUITES, TaskOptions, expand, open_task, task_names
+from ctxwin_evals.tasks import SUITES, expand, open_task, task_names
 from ctxwin_evals.tasks.tiny import FIT_SPACE, SPACE, TASKS, TURNOVERS, TinyOptions, TinyTask, fit_cases
 
 FRAMES = (2, 3, 4, 5, 6)
@@ -183,7 +183,7 @@ def test_other_names_are_refused(name: str, told: str) -> None:
 
 
 def test_options_reach_the_items() -> None:
-    task = open_task("tiny/multi_hop", TaskOptions(TinyOptions(seed=3, frames=(4,))))
+    task = open_task("tiny/multi_hop", TinyOptions(seed=3, frames=(4,)))
     assert isinstance(task, TinyTask) and len(task.item(0).placed) == 4
     assert task.config()["seed"] == 3
 

@@ -48,8 +48,6 @@ def run(
     system_prompt: Annotated[str, typer.Option(help="System prompt of items without one.")] = "You watch a camera.",
     layout: Annotated[str, typer.Option(help=_LAYOUT)] = "joint",
     layers: Annotated[str, typer.Option(help="Patched layers: all or deep.")] = "all",
-    weight: Annotated[str, typer.Option(help="How truncation is measured: none, balanced or output.")] = "none",
-    patch_dtype: Annotated[str, typer.Option(help="Stored factors: bfloat16, float16 or float32.")] = "bfloat16",
     engine: Engine = "hf",
     engine_options: console.EngineOptions = "{}",
     dtype: Dtype = "float32",
@@ -73,26 +71,26 @@ def run(
         from ctxwin_evals.results import write_lm_eval
         from ctxwin_evals.run import Runner, Settings, check_served, companions, plan_jobs
         from ctxwin_evals.score import scores
-        from ctxwin_evals.tasks import TaskOptions, expand, open_task
+        from ctxwin_evals.tasks import expand, open_task
         from ctxwin_evals.tasks.tiny import TinyOptions
 
         area, longest = max_pixels or None, max_tokens or None
         data_options = DataOptions(
             data or None, split, video_frames, frame_rule, area, as_video, subtitles, times, skip_missing, longest
         )
-        options = TaskOptions(TinyOptions(seed, _frames(frames), decoded), data_options)
-        opened = [open_task(name, options) for name in expand(tasks)]
+        tiny = TinyOptions(seed, _frames(frames), decoded)
+        opened = [open_task(name, tiny, data_options) for name in expand(tasks)]
         if not n and any(task.endless for task in opened):
             raise ValueError("n must be >= 1 for generated tasks, got 0")
         chosen = parse_arms(arms)
         if console.is_on_vllm(model, engine):
             chosen = [arm for arm in chosen if arms != ALL_ARMS or not arm.inside]
             check_served(chosen)
-        opened += [open_task(name, options) for name in companions(chosen, opened)]
+        opened += [open_task(name, tiny) for name in companions(chosen, opened)]
         jobs = plan_jobs(chosen, opened)
         # Reads annotations, so that missing data shows before a model is opened.
         total = sum(len(job.arms) * (n if job.task.endless else len(job.task.items(n or None))) for job in jobs)
-        settings = Settings(system_prompt, layout, layers, weight, patch_dtype)  # type: ignore[arg-type]
+        settings = Settings(system_prompt, layout, layers)  # type: ignore[arg-type]
         check_writable(output or Path("eval-output"))  # before a model is opened
         with console.open_model_on(engine, engine_options, model, dtype, device, threads) as served:
             # One folder a configuration, so that the same command continues its run and no other.

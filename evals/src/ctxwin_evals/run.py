@@ -18,7 +18,7 @@ from ctxwin_evals.decoder import Decoder, Reader
 from ctxwin_evals.group import Group
 from ctxwin_evals.items import Item, Task
 from ctxwin_evals.measure import BATCH, Measurer, by_shape
-from ctxwin_evals.patching import Patcher, Weighting, fitted
+from ctxwin_evals.patching import Patcher, fitted
 from ctxwin_evals.samples import FORMAT, Samples, open_samples
 from ctxwin_evals.serving import ServedMeasurer
 from ctxwin_evals.tasks import SUITES
@@ -39,14 +39,13 @@ class Settings:
 
     Attributes:
         system_prompt: system prompt of items that have none of their own.
-        layout, layers, weight, dtype: of the patches (see `form_patch`).
+        layout, layers, dtype: of the patches (see `form_patch`).
         basis_items: contexts a shared basis is fitted on (layout ``shared`` only).
     """
 
     system_prompt: str = "You watch a camera."
     layout: Layout = "joint"
     layers: Layers = "all"
-    weight: Weighting = "none"
     dtype: str = "bfloat16"
     basis_items: int = 64
 
@@ -54,7 +53,6 @@ class Settings:
         for name, value, allowed in (
             ("layout", self.layout, get_args(Layout)),
             ("layers", self.layers, ("all", "deep")),
-            ("weight", self.weight, ("none", "balanced", "output")),
             ("dtype", self.dtype, tuple(PATCH_DTYPES)),
         ):
             if value not in allowed:
@@ -151,9 +149,10 @@ class Runner:
         config = settings.config(engine) | {"tasks": {task.name: task.config() for task in tasks}}
         self.samples: Samples = open_samples(folder, config)
         self._decoder = cast("Decoder", Decoder(cast("HFEngine", engine)) if self._inside else Reader(engine))
-        way, dtype = (settings.layout, settings.layers, settings.weight), PATCH_DTYPES[settings.dtype]
         self._measurer_type: type[Measurer] = Measurer if self._inside else ServedMeasurer
-        patcher = fitted(self._decoder, way, self._groups, dtype=dtype, keep=folder)
+        dtype = PATCH_DTYPES[settings.dtype]
+        way = settings.layout, settings.layers
+        patcher = fitted(self._decoder, (*way, "none"), self._groups, dtype=dtype, keep=folder)
         self.measurer = self._measurer_type(self._decoder, patcher, settings.system_prompt, along=not self._inside)
 
     def run(self, jobs: Sequence[Job], n: int | None, progress: Callable[[int], None] = lambda done: None) -> None:

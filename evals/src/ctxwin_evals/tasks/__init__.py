@@ -1,7 +1,5 @@
 """The tasks by name."""
 
-from dataclasses import dataclass, field
-
 from ctxwin_evals.benchmarks import BENCHMARKS, DataOptions, benchmark, milebench, mm_niah
 from ctxwin_evals.items import Task
 from ctxwin_evals.tasks import pages
@@ -33,36 +31,22 @@ SUITES: dict[str, tuple[str, ...]] = {
 """Names that stand for several tasks."""
 
 
-@dataclass(frozen=True)
-class TaskOptions:
-    """Options of items besides their task; each task reads those that concern it.
-
-    Attributes:
-        tiny: of generated items.
-        data: of benchmarks.
-    """
-
-    tiny: TinyOptions = field(default_factory=TinyOptions)
-    data: DataOptions = field(default_factory=DataOptions)
-
-
-def open_task(name: str, options: TaskOptions | None = None) -> Task:
+def open_task(name: str, tiny: TinyOptions | None = None, data: DataOptions | None = None) -> Task:
     """The task of a name; reads no data. Raises ValueError, naming the tasks, for an unknown one.
 
     ``PROTOCOL:TASK`` is a protocol of `ctxwin_evals.tasks.protocols` on another task's items.
     """
     from ctxwin_evals.tasks.protocols import ProtocolTask
 
-    options = TaskOptions() if options is None else options
-    protocol, colon, base = name.partition(":")
+    tiny, (protocol, colon, base) = tiny or TinyOptions(), name.partition(":")
     if colon:
-        return ProtocolTask(protocol, open_task(base, options), options.tiny.seed)
+        return ProtocolTask(protocol, open_task(base, tiny, data), tiny.seed)
     if name.startswith("tiny/"):
-        return TinyTask(name, options.tiny)
+        return TinyTask(name, tiny)
     if name in pages.NAMES:
-        return pages.TwoPages(name, options.tiny.seed)
+        return pages.TwoPages(name, tiny.seed)
     if name in BENCHMARKS:
-        return benchmark(name, options.data)
+        return benchmark(name, data)
     raise ValueError(f"a task must be one of {', '.join(task_names())}; got {name!r}")
 
 
