@@ -147,8 +147,9 @@ def main() -> None:
             result = beside(engine, given.pairs, given.requests, given.gap)
         else:
             options = Options(given.budget, share=1.0, quiet_s=0.0, queue=64, rate=given.rate)
-            kinds, way = given.turn, {"reordered": given.reordered, "conflict": given.conflict}
-            result = turn(engine, options, *kinds, given.asks, **way)
+            first, then = given.turn
+            way = {"reordered": given.reordered, "conflict": given.conflict}
+            result = turn(engine, options, first, then, given.asks, **way)
     result["seconds"] = time.monotonic() - began
     sys.stdout.write(json.dumps(result, indent=1) + "\n")
 
