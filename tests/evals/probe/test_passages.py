@@ -166,10 +166,53 @@ def test_what_is_not_safe_is_seldom_called_safe(kind: str, harmless: int) -> Non
     assert binomtest(wrong, streams, 0.05, alternative="greater").pvalue > 1e-3
 
 
+@pytest.mark.parametrize("share", [0.2, 1.0])
+def test_a_fallback_adds_no_errors(share: float) -> None:
+    """Patches are safe; survivors are not, and ``share`` of what they lose is lost behind removal patches, too."""
+    streams, passages, lost = 60, 200, 1.01 * Options().excess_budget / CAP
+
+    def is_wrong(rng: np.random.Generator) -> bool:
+        tests = OrderedTests(ORDER, Options(), "removal:0.12")
+        for strategy in (*ORDER, "removal:0.12"):
+            for _ in range(passages):
+                if not tests.is_open(strategy):
+                    break
+                harmed = 0.0 if strategy == ORDER[0] else lost * (share if strategy == "removal:0.12" else 1.0)
+                tests.add(strategy, [Harm("text", CAP * float(rng.random() < harmed))])
+        return tests.is_safe("survivor") or tests.is_safe("blind") or (share == 1 and tests.is_safe("removal:0.12"))
+
+    wrong = sum(is_wrong(np.random.default_rng([7, stream])) for stream in range(streams))
+    assert binomtest(wrong, streams, 0.05, alternative="greater").pvalue > 1e-3
+
+
+def test_a_fallback_is_tried_once_survivors_are_not_shown_to_be_safe_and_takes_stricter_evidence() -> None:
+    options, removal, none = Options(), "removal:0.12", [Harm("text", 0.0)]
+    tests = OrderedTests(ORDER[:2], options, removal)
+    assert not tests.is_open(removal), "patches are not shown yet"
+    while tests.is_open(ORDER[0]):
+        tests.add(ORDER[0], none)
+    assert tests.is_open("survivor") and tests.is_open(removal), "where the passages end before survivors are shown"
+    while tests.is_open("survivor"):
+        tests.add("survivor", [Harm("text", CAP)])
+    while tests.is_open(removal):
+        tests.add(removal, none)
+    assert tests.is_safe(removal) and not tests.is_safe("survivor")
+    first, _, last = tests.rows()
+    assert first["units"] == units_needed(options.excess_budget / CAP) < last["units"]
+    shown = OrderedTests(ORDER[:2], options, removal)
+    for strategy in ORDER[:2]:
+        while shown.is_open(strategy):
+            shown.add(strategy, none)
+    assert shown.is_safe("survivor") and not shown.is_open(removal), "nothing is left to try"
+
+
 def scripted(
-    owed: float = 1.0, floor: float = 0.0, **nats: float
+    owed: float = 1.0, floor: float = 0.0, later: float | None = None, **nats: float
 ) -> tuple[Callable[..., Unit], list[tuple[object, ...]]]:
-    """Measurements that are the same on every passage, and what was asked for; ``p12``: patches of 12 % of the bytes."""
+    """Measurements that are the same on every passage, and what was asked for; ``p12``: patches of 12 % of the bytes.
+
+    ``later``: what survivors lose on the passages that prove.
+    """
     calls: list[tuple[object, ...]] = []
     names = {"p6": "patched:0.06", "p12": "patched:0.12", "p24": "patched:0.24", "p48": "patched:0.48"}
     by_name = {names.get(name, name.replace("removal", "removal:0.12")): value for name, value in nats.items()}
@@ -178,6 +221,8 @@ def scripted(
         assert exactness == (index < CHOOSING and len(strategies) > 1)
         calls.append((index, *strategies))
         harms = {s: (Harm("text", by_name.get(s, 0.001) + floor),) for s in strategies}
+        if later is not None and not exactness and "survivor" in harms:
+            harms["survivor"] = (Harm("text", later + floor),)
         return Unit(harms, {"cut": (floor, None), "references": (0.0, None)}, owed) if exactness else Unit(harms)
 
     return measure, calls
@@ -197,6 +242,11 @@ def test_verdicts_and_what_auto_then_means(floor: float) -> None:
     assert "patches of 12% of the bytes" in str(found)
     assert judged(**bad, survivor=0.03).fidelity.survivors == "removal"
     assert judged(**bad, survivor=0.03, removal=0.03).fidelity.survivors == "refresh"
+    turned = judged(**bad, survivor=0.002, later=0.05)
+    assert turned.tests.order[1] == "survivor" and turned.fidelity.survivors == "removal", (
+        "patches where they were needed"
+    )
+    assert judged(**bad, survivor=0.002, later=0.05, removal=0.03).fidelity.survivors == "refresh"
     lost = judged(**{f"p{n}": 0.02 for n in (6, 12, 24, 48)}, blind=0.2)
     assert (lost.finding, lost.fidelity.mode) == ("binds", "exact") and "no patch was shown to be safe" in str(lost)
     assert lost.tests.order[0] == "patched:0.48", "what loses least is tried where nothing seems to be enough"
@@ -231,6 +281,5 @@ def test_a_verdict_is_described_in_json_with_its_evidence() -> None:
     assert [row["strategy"] for row in result["strategies"]] == ["patched:0.06", "survivor"]
     assert result["verdict"]["reasons"][0].startswith("patched:0.06 loses 0.001 nats") and len(result["trials"]) == 6
     assert [call[0] for call in calls[:CHOOSING]] == list(range(CHOOSING)) and {len(c) for c in calls[:CHOOSING]} == {7}
-    units = result["strategies"][0]["units"]
-    proving = [(CHOOSING + i, name) for name in ("patched:0.06", "survivor") for i in range(units)]
+    proving = [(CHOOSING + i, row["strategy"]) for row in result["strategies"] for i in range(row["units"])]
     assert calls[CHOOSING:] == proving, "one strategy after the other, on the passages that did not choose"

@@ -8,8 +8,10 @@ compares that with what exact serving gives, `ctxwin.audit.harm` says what is lo
 context, the smallest patches that seem to be enough, and whether survivors do or need removal patches.
 
 **The others prove**, one after the other: patches, survivors, blind reuse. A strategy is safe once its mean harm, and that of
-each in front of it, was shown to be within the budgets (`ctxwin.audit.confidence`), every test at the full level. Something not
-safe is called so only if the first strategy in this order that is not passes its test: with a chance of at most 1 - ``level``.
+each in front of it, was shown to be within the budgets (`ctxwin.audit.confidence`). Where survivors cannot be shown so, their
+removal patches are tried, at `FALLBACK` of the error; survivors and blind reuse then have the rest, every other test all of it.
+Something not safe is called so only if the first one in this order that is not passes its test, or the fallback does: with a
+chance of at most 1 - ``level``.
 """
 
 from __future__ import annotations
@@ -50,6 +52,8 @@ HOPEFUL = 0.6
 """Part of a budget that a strategy may take on the passages that choose, so that about two hundred others can prove it."""
 LOST = 0.05
 """Largest part of what text owes to its context that the budget may be: a model that reads nothing loses nothing."""
+FALLBACK = 0.2
+"""Part of the error that may be made about removal patches where survivors were not shown to be safe without."""
 _SEEN, _PLACED = tuple(range(PLACED + 1)), tuple(range(1, PLACED + 1))
 _CHOOSING_TIME = 0.4
 _NO_FLOOR = Floor()
@@ -156,12 +160,16 @@ class PassageReplays:
 
 
 class OrderedTests:
-    """Tests of strategies in a fixed order, each at the full level; see the module."""
+    """Tests of strategies in a fixed order, with a ``fallback`` for the second one ("": none); see the module."""
 
-    def __init__(self, order: Sequence[str], options: Options) -> None:
-        self.order, self.options, self._error = tuple(order), options, 1 - options.level
+    def __init__(self, order: Sequence[str], options: Options, fallback: str = "") -> None:
+        self.order, self.options, self.fallback = tuple(order), options, fallback
+        first, *others = self.order
+        error = 1 - options.level
+        rest = error * (1 - FALLBACK) if fallback else error
+        self._errors = {first: error, **dict.fromkeys(others, rest), **({fallback: error - rest} if fallback else {})}
         self._limits: dict[Kind, float] = {"scored": options.budget, "text": options.excess_budget / CAP}
-        self._tallies: dict[str, dict[Kind, Tally]] = {s: {"scored": Tally(), "text": Tally()} for s in order}
+        self._tallies: dict[str, dict[Kind, Tally]] = {s: {"scored": Tally(), "text": Tally()} for s in self._errors}
         self._shown: set[str] = set()
 
     def add(self, strategy: str, harms: Sequence[Harm]) -> None:
@@ -175,12 +183,14 @@ class OrderedTests:
                 share = share_of(kind, total / len(some))
                 tallies[kind] = tally.model_copy(update=counts).with_unit(share, self._limits[kind])
         occurring = [(tally, self._limits[kind]) for kind, tally in tallies.items() if tally.answers]
-        if occurring and all(is_below(tally.harm_counts(), limit, self._error) for tally, limit in occurring):
+        if occurring and all(
+            is_below(tally.harm_counts(), limit, self._errors[strategy]) for tally, limit in occurring
+        ):
             self._shown.add(strategy)
 
     def is_safe(self, strategy: str) -> bool:
         """Return True if it, and each strategy in front of it, was shown to be within the budgets."""
-        return {*self.order[: self.order.index(strategy) + 1]} <= self._shown
+        return {*self._preceding(strategy), strategy} <= self._shown
 
     def is_given_up(self, strategy: str) -> bool:
         """Return True if so much harm was seen that it will hardly be shown to be safe (`confidence.Change`)."""
@@ -190,8 +200,14 @@ class OrderedTests:
 
     def is_open(self, strategy: str) -> bool:
         """Return True if another unit of it may decide: all in front of it are safe, and it is neither shown nor given up."""
-        preceding = self.order[: self.order.index(strategy)]
-        return {*preceding} <= self._shown and strategy not in self._shown and not self.is_given_up(strategy)
+        if strategy == self.fallback and self.order[1] in self._shown:
+            return False
+        return (
+            self._preceding(strategy) <= self._shown and strategy not in self._shown and not self.is_given_up(strategy)
+        )
+
+    def _preceding(self, strategy: str) -> set[str]:
+        return {*self.order[: 1 if strategy == self.fallback else self.order.index(strategy)]}
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the evidence on each strategy by kind of answer; JSON-able.
@@ -201,14 +217,15 @@ class OrderedTests:
         """
         rows = []
         for strategy, tallies in self._tallies.items():
+            error = self._errors[strategy]
             for kind, tally in tallies.items():
                 if counts := tally.harm_counts():
                     limit, units, scale = self._limits[kind], sum(counts.values()), CAP if kind == "text" else 1.0
                     rows.append(
                         {"strategy": strategy, "kind": kind, "safe": self.is_safe(strategy), "mean": tally.mean}
-                        | {"units": units, "upper": scale * tally.upper(self._error), "budget": scale * limit}
+                        | {"units": units, "upper": scale * tally.upper(error), "budget": scale * limit}
                         | {"share": sum(harm * n for harm, n in counts.items()) / units, "limit": limit}
-                        | {"undecided": tally.undecided, "units_like": units_like(counts, limit, self._error)}
+                        | {"undecided": tally.undecided, "units_like": units_like(counts, limit, error)}
                     )
         return rows
 
@@ -232,7 +249,7 @@ class Verdict:
     trials: Mapping[str, OrderedTests]
 
     def _is_safe(self, strategy: str) -> bool:
-        return strategy in self.tests.order and self.tests.is_safe(strategy)
+        return strategy in (*self.tests.order, self.tests.fallback) and self.tests.is_safe(strategy)
 
     @property
     def finding(self) -> Literal["binds", "chains", "unclear", "unread"]:
@@ -251,7 +268,11 @@ class Verdict:
             return Fidelity("blind")
         if not self._is_safe(patched):
             return Fidelity("exact")
-        survivors = {"survivor": "slid"}.get(sliding, "removal") if self._is_safe(sliding) else "refresh"
+        survivors: Literal["slid", "removal", "refresh"] = "refresh"
+        if self._is_safe(sliding):
+            survivors = "slid" if sliding == "survivor" else "removal"
+        elif self._is_safe(self.tests.fallback):
+            survivors = "removal"
         return Fidelity("patched", bytes_share=float(patched.partition(":")[2]), survivors=survivors)
 
     def __str__(self) -> str:
@@ -326,13 +347,14 @@ def judge(
             trial.add(strategy, _beyond(unit.harms[strategy], strategy, floor))
     hopeful = [s for s in tried if all(row["share"] <= HOPEFUL * row["limit"] for row in trials[s].rows())]
     patched = next((s for s in hopeful if s.startswith("patched")), tried[len(SHARES) - 1])
-    sliding = "survivor" if "survivor" in hopeful else patched.replace("patched", "removal")
+    removal = patched.replace("patched", "removal")
+    sliding, fallback = ("survivor", removal) if "survivor" in hopeful else (removal, "")
     owed = [unit.owed for unit in units]
     low = statistics.fmean(owed) - 2 * statistics.stdev(owed) / math.sqrt(len(owed)) if len(owed) > 1 else 0.0
     reads, blind = low * LOST >= options.excess_budget, trials["blind"]
-    tests = OrderedTests((patched, sliding, *(() if blind.is_given_up("blind") else ("blind",))), options)
+    tests = OrderedTests((patched, sliding, *(() if blind.is_given_up("blind") else ("blind",))), options, fallback)
     verdict = Verdict(tests, floor, statistics.fmean(owed), reads, trials)
-    for strategy in tests.order if reads else ():
+    for strategy in (*tests.order, *filter(None, [tests.fallback])) if reads else ():
         for index in range(len(units), count):
             if not tests.is_open(strategy):
                 break
