@@ -70,8 +70,8 @@ class Commands(TyperGroup):
         if ctx.params.get("debug"):
             raise reported
         typer.echo(f"error: {one_line(reported)}", err=True)
-        is_full = isinstance(reported, OSError) and reported.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise typer.Exit(FAILED if is_full or isinstance(reported, EngineFailed | WindowBusy) else BAD_INPUT)
+        disk_failed = isinstance(reported, OSError) and reported.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+        raise typer.Exit(FAILED if disk_failed or isinstance(reported, EngineFailed | WindowBusy) else BAD_INPUT)
 
     def _exit_stopped(self, ctx: Any) -> NoReturn:
         typer.echo(f"\nstopped; {AFTER_CTRL_C.get(ctx.invoked_subcommand, 'nothing was left running')}", err=True)

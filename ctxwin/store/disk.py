@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import diskcache
 
@@ -61,7 +61,7 @@ class DiskStore(SealedStore):
     A folder that is read only is read: its index is made anew elsewhere, and each put or deletion is refused and counted.
 
     Raises:
-        OSError: the folder cannot be made. Later failures (disk full, permissions) never raise: a put
+        OSError: the folder or its index cannot be made. Later failures (disk full, permissions) never raise: a put
             returns False, a get is a miss, and both are counted in `failures` and logged.
     """
 
@@ -85,15 +85,25 @@ class DiskStore(SealedStore):
         self._next_repair = 0.0
         self.read_only = self.path.is_dir() and not os.access(self.path, os.W_OK)
         self._scratch = tempfile.TemporaryDirectory(prefix="ctxwin-index-") if self.read_only else None
-        if not self.read_only:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with contextlib.suppress(OSError):  # another user's folder, shared on purpose
-                self.path.chmod(0o700)
-            self._make_folders()
-        self._cache = self._index.build(Path(self._scratch.name)) if self._scratch else self._index.open()
+        try:
+            self._cache = self._open_index()
+        except (OSError, sqlite3.OperationalError) as error:
+            plain = OSError(f"the store {self.path} cannot be opened ({error}); check its permissions and free space")
+            plain.errno = getattr(error, "errno", errno.EIO)
+            raise plain from None
         remove_old((self.path / records.TEMP).glob("*.tmp"), 3600.0)
         if self._guarded(0, lambda: sum(1 for _ in records.walk(self.path)) - self._total("count")) > 0:
             self._collect(_ORPHAN_AGE_S)
+
+    def _open_index(self) -> Any:
+        """Return the index; make the folders of a store that can be written to."""
+        if self._scratch:
+            return self._index.build(Path(self._scratch.name))
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):  # another user's folder, shared on purpose
+            self.path.chmod(0o700)
+        self._make_folders()
+        return self._index.open()
 
     def _make_folders(self) -> None:
         for folder in (self.path / records.BLOBS, self.path / records.TEMP):

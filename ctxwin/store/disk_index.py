@@ -107,17 +107,16 @@ class IndexFolder:
     damaged: Callable[[], None]
 
     def open(self, reserve: bool = True) -> Any:
-        """Open the index; where the disk is too full for that, delete the reserve file first. Raises OSError."""
+        """Open the index; where the disk is too full for that, delete the reserve file first. Raises its errors."""
         try:
             return self.open_or_rebuild()
         except (OSError, sqlite3.OperationalError) as error:
+            if is_damage(error) or not reserve:
+                raise
             try:
-                if is_damage(error) or not reserve:
-                    raise
                 (self.path / _RESERVE_FILE).unlink()
-            except (OSError, sqlite3.OperationalError):  # no reserve, or a disk that is read only
-                why = f"the index of the store {self.path} cannot be opened ({error})"
-                raise OSError(f"{why}; check its permissions and free space") from None
+            except OSError:  # no reserve, or a disk that is read only
+                raise error from None
             log.warning("the index of store %s cannot be opened (%s); its reserve file is deleted", self.path, error)
         return self.open(reserve=False)
 

@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from ctxwin.cli.main import app
+from ctxwin.store import open_store
 from ctxwin.store.disk import DiskStore
 from ctxwin.store.disk_index import RawDisk
 from store.disk_files import blobs
@@ -166,11 +169,12 @@ class TestFailures:
 
 
 @pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB."""
+def tiny_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of 4 MiB, or as its parameter says."""
+    options = getattr(request, "param", "size=4m")
     folder = tmp_path / "disk"
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], check=False).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=False).returncode:
         pytest.skip("a file system can only be mounted with privileges")
     try:
         yield folder
@@ -239,6 +243,19 @@ class TestFullDisk:
         assert sum(store.get(key) == value for key, value in values.items()) >= (18 if reserve else 20)
         assert store.stats().corrupt == 0 and not list(folder.glob("*.damaged-*"))
 
+    @pytest.mark.parametrize("tiny_disk", ["size=4m", "size=4m,nr_inodes=3", "size=4m,nr_inodes=6"], indirect=True)
+    def test_a_new_store_says_that_it_cannot_be_made(self, tiny_disk: Path) -> None:
+        with contextlib.suppress(OSError), (tiny_disk / "somebody").open("wb", buffering=0) as file:
+            while file.write(bytes(512)):
+                pass
+        with pytest.raises(
+            OSError, match=r"^the store .*/new/\w+ cannot be opened \(.*\); check its perm.* free space$"
+        ) as full:
+            open_store(f"disk:{tiny_disk}/new")
+        assert full.value.errno in (errno.ENOSPC, errno.EIO)
+        done = CliRunner().invoke(app, ["library", "add", f"{tiny_disk}/new", "notes", __file__])
+        assert (done.exit_code, done.stderr.count("\n")) == (1, 1) and "check its permissions" in done.stderr
+
     def test_an_index_is_not_replaced_by_a_part_of_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         store = DiskStore(tmp_path)
         assert all(store.put(f"span/{i}", bytes(100)) for i in range(9))
@@ -269,5 +286,5 @@ def test_an_index_that_cannot_be_opened_is_named_where_its_reserve_cannot_be_del
     for name in ("lock", "ballast"):  # folders, as neither can be opened or deleted on a disk that is read only
         (folder / name).unlink()
         (folder / name).mkdir()
-    with pytest.raises(OSError, match=r"the index of the store .* cannot be opened \(.*lock'\); check its permissions"):
+    with pytest.raises(OSError, match=r"the store .* cannot be opened \(.*lock'\); check its permissions"):
         DiskStore(tmp_path)
