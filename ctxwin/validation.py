@@ -5,7 +5,7 @@ import reprlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 _EXPECTED = {
@@ -26,14 +26,16 @@ def validate(validator: Callable[[Any], Any], data: Any, prefix: str = "the requ
 
 
 def as_list(name: str, values: Any, item: str) -> list[Any]:
-    """Return ``values`` as a list; raise TypeError where they are one value."""
-    if not isinstance(values, Iterable):
+    """Return ``values`` as a list; raise TypeError where they are one value: pydantic's models are iterable, too."""
+    if not isinstance(values, Iterable) or isinstance(values, str | BaseModel):
         raise TypeError(f"{name} must be a list, got {type(values).__name__}; pass a list, with {item} for each")
     return list(values)
 
 
 def check_unicode(name: str, text: str) -> None:
-    """Raise ValueError for a text with half of a surrogate pair, which no tokenizer takes."""
+    """Raise TypeError for what is no text, ValueError for half of a surrogate pair, which no tokenizer takes."""
+    if not isinstance(text, str):
+        raise TypeError(f"{name} must be a str, got {type(text).__name__}")
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -7,7 +7,7 @@ import contextvars
 import queue
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -149,38 +149,38 @@ class TokenStream(Iterator[str]):
             self._thread.join()  # so that the window is free for whoever dropped the stream
 
 
-class AsyncTokenStream(AsyncIterator[str]):
+class AsyncTextStream(AsyncIterator[str]):
     """The text of an answer as it is generated, for async code. ``answer`` is None until the stream is exhausted.
 
-    Asks when the first text is awaited. Cancelling that, or closing or dropping the stream, stops the engine; the window is then
-    unchanged. Raises AnswerStopped where the window is closed before the answer ends.
+    Asks when the first text is awaited. Cancelling that, closing the stream (also from another task) or dropping it stops the
+    engine; the window is then unchanged. Raises AnswerStopped where the window is closed before the answer ends, EngineFailed
+    where a server ends before it.
+
+    Args:
+        ask: passes pieces of text, then the answer, to its argument.
     """
 
-    def __init__(self, call: AnswerCall, submit: Submit = in_thread) -> None:
+    def __init__(self, ask: Callable[[Callable[[_Item], None]], Coroutine[Any, Any, None]]) -> None:
         self.answer: Answer | None = None
-        self._call, self._submit, self._stop = call, submit, threading.Event()
+        self._ask, self._closed = ask, False
         self._items: asyncio.Queue[_Item] = asyncio.Queue()
-        self._asking: Future[None] | None = None
+        self._asking: asyncio.Task[None] | None = None  # holds no reference to the stream, see `__del__`
 
     async def __anext__(self) -> str:
-        if self._asking is None and not self._stop.is_set():
-            loop, items = asyncio.get_running_loop(), self._items
-
-            def put(item: _Item) -> None:  # as in `TokenStream`, the thread holds no reference to the stream
-                loop.call_soon_threadsafe(items.put_nowait, item)
-
-            self._asking = self._submit(partial(_answer, put, self._stop, self._call))
+        if self._asking is None and not self._closed:
+            self._asking = asyncio.create_task(self._ask(self._items.put_nowait))
+            self._asking.add_done_callback(partial(_put_end, self._items))
         try:
-            while not self._stop.is_set():
+            while not self._closed:
                 item = await self._items.get()
-                if isinstance(item, Answer):
-                    self.answer = item
-                    self._stop.set()
+                if isinstance(item, Answer) and self._asking is not None:
+                    self.answer, self._closed = item, True
+                    await asyncio.wait([self._asking])
                 elif isinstance(item, BaseException):
                     raise item
-                elif item is None and not self._stop.is_set():
+                elif item is None and not self._closed:
                     raise AnswerStopped("the answer was stopped before its end: its window was closed")
-                elif item:
+                elif isinstance(item, str) and item:
                     return item
         except BaseException:
             await self.aclose()
@@ -189,13 +189,30 @@ class AsyncTokenStream(AsyncIterator[str]):
 
     async def aclose(self) -> None:
         """Stop the engine if it is still answering, and wait for it; the window is then unchanged."""
-        self._stop.set()
-        if self._asking is not None and not self._asking.cancel():
-            await result_of(self._asking)
-        self._items.put_nowait(None)  # for a task that waits for text
+        self._closed = True
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait([self._asking])
 
     def __del__(self) -> None:
-        self._stop.set()
+        if self._asking is not None and not self._asking.get_loop().is_closed():
+            self._asking.get_loop().call_soon_threadsafe(self._asking.cancel)
+
+
+def _put_end(items: asyncio.Queue[_Item], asking: asyncio.Task[None]) -> None:
+    items.put_nowait(None if asking.cancelled() else asking.exception())
+
+
+class AsyncTokenStream(AsyncTextStream):
+    """An `AsyncTextStream` of a window in this process: ``submit`` runs ``call`` in a thread."""
+
+    def __init__(self, call: AnswerCall, submit: Submit = in_thread) -> None:
+        async def ask(put: Callable[[_Item], None]) -> None:
+            loop, stop = asyncio.get_running_loop(), threading.Event()
+            run = partial(_answer, lambda item: loop.call_soon_threadsafe(put, item), stop, call)
+            await result_of(submit(run), stop.set)
+
+        super().__init__(ask)
 
 
 _Item = str | Answer | BaseException | None

@@ -21,6 +21,7 @@ from ctxwin.errors import CtxwinError, EngineFailed
 from ctxwin.media import png
 from ctxwin.window.answer import Answer
 from ctxwin.window.ask import AskOptions
+from ctxwin.window.stream import AsyncTextStream
 from ctxwin_client import transport
 from ctxwin_client.errors import from_body
 
@@ -102,14 +103,14 @@ class AsyncLiveStream:
         self, query: str, max_tokens: int = 32, *, now: bool = False, **options: Unpack[AskOptions]
     ) -> Answer:
         """Answer over all frames pushed so far, or, with ``now``, over those already placed; else as `ctxwin.Window.ask`."""
-        question = transport.question(query, max_tokens, options, now=now)
-        return await transport.answer_of(self._exchange("ask", **question))
+        return await transport.answer_of(self.stream(query, max_tokens, now=now, **options))
 
     def stream(
         self, query: str, max_tokens: int = 32, *, now: bool = False, **options: Unpack[AskOptions]
-    ) -> AsyncGenerator[str]:
+    ) -> AsyncTextStream:
         """`ask`, yielding the text as it is generated. Closing it early stops the server."""
-        return transport.texts_of(self._exchange("ask", **transport.question(query, max_tokens, options, now=now)))
+        question = transport.question(query, max_tokens, options, now=now)
+        return transport.stream_of(self._exchange("ask", **question))
 
     async def recall(self, placement: str | None = None, *, time: float | None = None) -> str:
         """Recall a chunk, by id or the one whose time is nearest; return its placement id."""

@@ -6,9 +6,9 @@ Errors of the server are raised as ctxwin's own. Chunks are uploaded once by con
 import json
 import threading
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import httpx
@@ -18,11 +18,14 @@ from ctxwin.chunk import Chunk, Part, TextPart, TokensPart
 from ctxwin.errors import ChunkUnavailable, EngineFailed, UnsupportedModel
 from ctxwin.media import png
 from ctxwin.store.lru import LRUCache
+from ctxwin.validation import as_list, check_unicode
 from ctxwin.window.answer import Answer
 from ctxwin.window.serialization import REFERENCE, answer_from
+from ctxwin.window.stream import AsyncTextStream
 from ctxwin_client.errors import UnknownUpload, from_body
 
 Files = dict[str, tuple[str, bytes, str]]
+ENDED_EARLY = "the server ended the answer before its end; ask again"
 _MAX_UPLOADED, _METADATA = 65536, ("keep_source", "label", "pin", "priority")
 _uploaded: WeakKeyDictionary[OpenAI, LRUCache[None]] = WeakKeyDictionary()
 _lock = threading.Lock()
@@ -38,6 +41,8 @@ def our_errors() -> Iterator[None]:
         if ctxwin_error is None:
             raise
         raise ctxwin_error from error
+    except UnicodeEncodeError as error:
+        check_unicode("text", error.object)
 
 
 @our_errors()
@@ -87,26 +92,29 @@ async def events(
                 yield event
 
 
-async def answer_of(events: AsyncGenerator[dict[str, Any]]) -> Answer:
-    """Return the answer among the ``events`` of a question, and close them."""
-    async with aclosing(events):
-        async for event in events:
-            if "answer" in event:
-                return answer_from(event["answer"])
-    raise EngineFailed("the server ended the answer before its end")
+def stream_of(events: AsyncGenerator[dict[str, Any]]) -> AsyncTextStream:
+    """Return the texts and the answer among the ``events`` of a question, which are closed with the stream."""
+
+    async def ask(put: Callable[[str | Answer], None]) -> None:
+        async with aclosing(events):
+            async for event in events:
+                put(answer_from(event["answer"]) if "answer" in event else event.get("text", ""))
+        raise EngineFailed(ENDED_EARLY)  # nobody hears of it behind the answer
+
+    return AsyncTextStream(ask)
 
 
-async def texts_of(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[str]:
-    """Yield the texts among the ``events`` of a question, and close them."""
-    async with aclosing(events):
-        async for event in events:
-            if "text" in event:
-                yield event["text"]
+async def answer_of(stream: AsyncTextStream) -> Answer:
+    """Return the answer of a stream, once it is exhausted, and close it."""
+    async with aclosing(stream):
+        async for _ in stream:
+            pass
+    return cast("Answer", stream.answer)
 
 
 def question(query: str, max_tokens: int, options: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """Return a question with its options as JSON, with libraries by name."""
-    libraries = [getattr(library, "name", library) for library in options.get("libraries") or ()]
+    libraries = [getattr(x, "name", x) for x in as_list("libraries", options.get("libraries") or (), "a library")]
     return {"query": query, "max_tokens": max_tokens, **more, **options, "libraries": libraries}
 
 

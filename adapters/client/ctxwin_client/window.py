@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, cast
 
-from openai import AsyncOpenAI, OpenAI
+from openai import APIError, AsyncOpenAI, OpenAI
 
 from ctxwin.chunk import Chunk
-from ctxwin.errors import ReadOnlyWindow
+from ctxwin.errors import EngineFailed, ReadOnlyWindow
 from ctxwin.fidelity import Fidelity
 from ctxwin.validation import as_list
 from ctxwin.window import serialization
@@ -22,6 +22,7 @@ from ctxwin.window.ask import AskOptions
 from ctxwin.window.idle import PrefillCounts
 from ctxwin.window.maintenance import Maintenance
 from ctxwin.window.state import State, read_state
+from ctxwin.window.stream import AsyncTextStream
 from ctxwin.window.window import Window
 from ctxwin_client import transport
 from ctxwin_client.errors import UnknownUpload, UnknownWindow
@@ -122,9 +123,17 @@ class RemoteWindow:
         prefill: Literal["idle"] | None = None,
         async_client: AsyncOpenAI | None = None,
     ) -> None:
+        if not isinstance(fidelity, Fidelity | None):
+            raise TypeError(f"fidelity must be a Fidelity, got {fidelity!r}; pass Fidelity({fidelity!r})"[:200])
         body: dict[str, Any] = {"system_prompt": system_prompt, "budget": budget, "budget_bytes": budget_bytes}
         body |= {"prefill": prefill, "low_water": low_water, "fidelity": fidelity and fidelity.model_dump(mode="json")}
-        self._set_up(client, async_client, transport.post(client, "/windows", body))
+        self._open(client, async_client, "/windows", body)
+
+    def _open(self, client: OpenAI, async_client: AsyncOpenAI | None, path: str, body: Any = None) -> Self:
+        if not isinstance(client, OpenAI):
+            raise TypeError(f"client must be an openai.OpenAI, got {type(client).__name__}; make one with base_url=")
+        window = transport.get(client, path) if body is None else transport.post(client, path, body)
+        return self._set_up(client, async_client, window)
 
     def _set_up(self, client: OpenAI, async_client: AsyncOpenAI | None, window: dict[str, Any]) -> Self:
         self._client, self._async_client, self._closed = client, async_client, False
@@ -135,7 +144,7 @@ class RemoteWindow:
     @classmethod
     def attach(cls, client: OpenAI, window_id: str, *, async_client: AsyncOpenAI | None = None) -> Self:
         """Open a window that is already on the server, by its id; raises UnknownWindow."""
-        return cls.__new__(cls)._set_up(client, async_client, transport.get(client, f"/windows/{window_id}"))
+        return cls.__new__(cls)._open(client, async_client, f"/windows/{window_id}")
 
     @classmethod
     def restore(
@@ -144,7 +153,7 @@ class RemoteWindow:
         """Create a window from a snapshot, on any server. The server reads no paths in it; see `Window.restore`."""
         state = read_state(state) if isinstance(state, str) else state
         data = state.model_dump(mode="json") if isinstance(state, State) else state
-        return cls.__new__(cls)._set_up(client, async_client, transport.post(client, "/windows", {"snapshot": data}))
+        return cls.__new__(cls)._open(client, async_client, "/windows", {"snapshot": data})
 
     tokens, bytes, version = (_summary(name, int) for name in ("tokens", "bytes", "version"))
     ids: tuple[str, ...] = _summary("ids", tuple)
@@ -231,11 +240,12 @@ class RemoteWindow:
 
     async def aask(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> Answer:
         """`ask` without blocking the event loop; cancelling it leaves the window unchanged."""
-        return await transport.answer_of(self._events(query, max_tokens, options))
+        return await transport.answer_of(self.astream(query, max_tokens, **options))
 
-    def astream(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> AsyncGenerator[str]:
+    def astream(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> AsyncTextStream:
         """`stream` for async code."""
-        return transport.texts_of(self._events(query, max_tokens, options))
+        body = transport.question(query, max_tokens, options, stream=True)
+        return transport.stream_of(transport.events(self._client, self._async_client, self._path("ask"), body))
 
     def disposable(self, placement: str, query: str, max_tokens: int = 32, *, clean: bool = False) -> Disposability:
         """Compare the answers to ``query`` with and without a chunk. Cost: two asks."""
@@ -252,9 +262,9 @@ class RemoteWindow:
     def close(self) -> None:
         """Close the window on the server permanently. Idempotent; a window that no longer exists counts as closed."""
         if not self._closed:
-            self._closed = True
             with contextlib.suppress(UnknownWindow):
                 transport.delete(self._client, f"/windows/{self.id}")
+            self._closed = True
 
     def __enter__(self) -> Self:
         return self
@@ -295,29 +305,30 @@ class RemoteWindow:
                 transport.upload(self._client, chunk)
             return dict(transport.post(self._client, path, body))
 
-    def _events(self, query: str, max_tokens: int, options: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
-        body = transport.question(query, max_tokens, options, stream=True)
-        return transport.events(self._client, self._async_client, self._path("ask"), body)
-
 
 class RemoteStream(Iterator[str]):
     """Text of an answer as it is generated. ``answer`` is None until the stream is exhausted."""
 
     def __init__(self, events: Any) -> None:
         self.answer: Answer | None = None
-        self._events = events
+        self._events, self._closed = events, False
 
     def __next__(self) -> str:
-        with transport.our_errors():
-            for event in self._events:
-                if "answer" in event:
-                    self.answer = serialization.answer_from(event["answer"])
-                elif event.get("text"):
-                    return str(event["text"])
-        raise StopIteration
+        try:
+            with transport.our_errors():
+                for event in () if self._closed else self._events:
+                    if "answer" in event:
+                        self.answer = serialization.answer_from(event["answer"])
+                    elif event.get("text"):
+                        return str(event["text"])
+        except APIError:
+            if not self._closed:  # else another thread has closed it
+                raise
+        raise StopIteration if self.answer or self._closed else EngineFailed(transport.ENDED_EARLY)
 
     def close(self) -> None:
         """Stop the server if it is still answering; the window is then unchanged."""
+        self._closed = True
         self._events.close()
 
     def __del__(self) -> None:
