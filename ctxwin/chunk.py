@@ -7,6 +7,7 @@ samples of sound), never of its origin: a PNG file and the array that it decodes
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
@@ -177,10 +178,14 @@ class Chunk(BaseModel):
 
     @classmethod
     def tokens(cls, ids: Sequence[int], **metadata: Any) -> Chunk:
-        """Create a chunk of raw token ids. Raises ValueError if there are none, or negative ones."""
-        if not len(ids) or any(not isinstance(i, int) or i < 0 for i in ids):
-            raise ValueError(f"tokens must be a non-empty list of ids >= 0, got {list(ids)[:8]!r}")
-        return cls._of((TokensPart(ids=tuple(ids)),), metadata)
+        """Create a chunk of raw token ids, integers of any kind. Raises ValueError if there are none, or negative ones."""
+        try:
+            integers = tuple(map(operator.index, ids))
+        except TypeError:  # other numbers, texts, an array of two dimensions
+            integers = ()
+        if not integers or min(integers) < 0:
+            raise ValueError(f"tokens must be a non-empty list of ids >= 0, got {ids!r}"[:200])
+        return cls._of((TokensPart(ids=integers),), metadata)
 
     @classmethod
     def image(cls, image: str | Path | Image | np.ndarray | bytes, text: str = "", **metadata: Any) -> Chunk:

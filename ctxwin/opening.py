@@ -56,6 +56,8 @@ def open_engine(
         from ctxwin.store import open_store
 
         store = open_store(store or "memory:", tenant=tenant)
+    if not hasattr(store, "lease") and store is not None:
+        raise TypeError(f"store must be an open store or a name for open_store, got {store!r}"[:200])
     with waiting_for(f"opening {name}"):
         if kind == "hf":
             opened = _hf(model, store, options)

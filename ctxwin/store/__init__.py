@@ -66,6 +66,8 @@ def open_store(
     """
     if not isinstance(url, str):
         raise ValueError(f"a store must be {_SUPPORTED}, got {url!r}")
+    if not isinstance(tenant, str):
+        raise TypeError(f"tenant must be a str, got {type(tenant).__name__}")
     check_address(url)
     limit = None if max_bytes is None else parse_bytes(max_bytes)
     raw = key if key is not None else os.environ.get(STORE_KEY) or None
@@ -120,6 +122,8 @@ def _secret(key: str | bytes | None, tenant: str) -> bytes | None:
 
 def _key_bytes(key: str | bytes) -> bytes:
     raw = key.encode() if isinstance(key, str) else key
+    if not isinstance(raw, bytes):
+        raise TypeError(f"a store key must be a str or bytes, got {type(key).__name__}")
     if len(raw) < 16:
         raise ValueError(f"a store key must have at least 16 bytes, got {len(raw)}; make one with openssl rand -hex 32")
     return raw

@@ -41,8 +41,8 @@ def check_limits(max_bytes: int, ttl: float | None) -> None:
     """Raise ValueError unless ``max_bytes`` is positive and ``ttl`` is None or positive."""
     if max_bytes <= 0:
         raise ValueError(f"max_bytes must be positive, got {max_bytes}")
-    if ttl is not None and ttl <= 0:
-        raise ValueError(f"ttl must be positive seconds or None, got {ttl}")
+    if ttl is not None and not (isinstance(ttl, int | float) and ttl > 0):
+        raise ValueError(f"ttl must be positive seconds or None, got {ttl!r}")
 
 
 def store_full(what: str) -> StoreFull:

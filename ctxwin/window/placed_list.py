@@ -136,7 +136,7 @@ class PlacedList(Sequence[P]):
 
     def place_of(self, placement: str) -> int | None:
         """Return the index of a placement id; None where there is none."""
-        blocks = self._parts[0]
+        blocks = self._parts[0] if isinstance(placement, str) else ()  # a list of ids, say, has no hash
         for at in compress(count(), map(contains, map(_NAMES, blocks), repeat(placement))):
             if placement in blocks[at].ids:
                 return self._ends[at] - blocks[at].size + blocks[at].ids.index(placement)

@@ -41,8 +41,6 @@ def _identity(engine: Engine) -> str:
 def initial_state(engine: Engine, system_prompt: str, budget: int, fidelity: Fidelity) -> State:
     """Return the empty state of a window with ``system_prompt``. Raises BudgetExceeded if that alone does not fit, TypeError or
     ValueError if it is no text."""
-    if not isinstance(system_prompt, str):
-        raise TypeError(f"system_prompt must be a str, got {type(system_prompt).__name__}")
     check_unicode("system_prompt", system_prompt)
     encoded = engine.encode_system_prompt(system_prompt)
     if encoded.tokens >= budget:

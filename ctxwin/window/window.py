@@ -456,7 +456,8 @@ class Window(WindowReader):
 
     def remember(self, query: str, answer: str | Sequence[int]) -> str:
         """Append an exchange that was made elsewhere, as a chunk; return its placement id. Raises like `append`."""
-        if not isinstance(query, str) or not query or not as_list("answer", answer, "a token id"):
+        said = answer if isinstance(answer, str) else as_list("answer", answer, "a token id")
+        if not isinstance(query, str) or not query or not said:
             raise ValueError(f"query and answer must be text (or token ids) and not empty, got {query!r}, {answer!r}")
         ids = self.engine.encode(Chunk.text(answer)).token_ids if isinstance(answer, str) else tuple(answer)
         return self.append(exchange(self.engine, query, ids)[0])

@@ -88,7 +88,7 @@ def test_a_chunk_is_what_the_model_sees(picture: np.ndarray, tmp_path: Path) -> 
     assert Chunk.image(picture).id != Chunk.video([picture]).id
     # Same bytes, another shape: two images.
     assert Chunk.image(picture).id != Chunk.image(picture.reshape(16, 12, 3)).id
-    assert Chunk.text("12").id != Chunk.tokens([12]).id
+    assert Chunk.text("12").id != Chunk.tokens([12]).id == Chunk.tokens(np.array([12])).id
     assert Chunk.message("user", "hi").id != Chunk.text("hi").id
     assert Chunk.image(path).source == str(path.resolve())
 
@@ -273,6 +273,9 @@ def test_bad_text_tokens_and_roles() -> None:
         (lambda: Chunk.text("a", lable="b"), "^lable must be left out"),
         (lambda: Chunk.tokens([]), "non-empty list"),
         (lambda: Chunk.tokens([-1]), "ids >= 0"),
+        (lambda: Chunk.tokens("12"), "ids >= 0, got '12'"),
+        (lambda: Chunk.tokens([1.5]), r"ids >= 0, got \[1.5\]"),
+        (lambda: Chunk.tokens(np.array([[1, 2]])), "ids >= 0, got array"),
         (lambda: Chunk.message("robot", "x"), "role must be"),  # type: ignore[arg-type]
         (lambda: Chunk.message("user", []), "must have content"),
         (lambda: Chunk.message("user", None), "content must be a str or a list"),  # type: ignore[arg-type]
@@ -281,6 +284,8 @@ def test_bad_text_tokens_and_roles() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             make()
+    with pytest.raises(TypeError, match="text must be a str, got int"):
+        Chunk.image(np.zeros((4, 4, 3), np.uint8), text=5)  # type: ignore[arg-type]
 
 
 def test_a_file_whose_name_is_not_unicode_is_as_media_in_memory(tmp_path: Path) -> None:

@@ -30,6 +30,11 @@ PATHS = [
 FILES = ("tokenizer*", "special_tokens*", "vocab*", "merges*", "added_tokens*")
 
 
+def test_a_store_is_an_open_one_or_a_name(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="store must be an open store or a name for open_store, got PosixPath"):
+        open_engine("tiny:hf", store=tmp_path)  # type: ignore[arg-type]
+
+
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whoever asks the Hub fails the test."""

@@ -270,6 +270,12 @@ def test_a_key_seals_what_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert store.get("span/a") == b"right"
     with pytest.raises(ValueError, match="at least 16 bytes, got 5"):
         open_store(url, key=b"short")
+    with pytest.raises(TypeError, match="a store key must be a str or bytes, got int"):
+        open_store(url, key=5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="tenant must be a str, got int"):
+        open_store(url, tenant=5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="ttl must be positive seconds or None, got '5'"):
+        open_store(url, ttl="5")  # type: ignore[arg-type]
 
 
 def test_another_tenants_records_are_foreign(tmp_path: Path) -> None:

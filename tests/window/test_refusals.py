@@ -21,7 +21,11 @@ from window.fake import FakeEngine
     ("act", "error", "message"),
     [
         (lambda w: w.evict("nope"), UnknownChunk, "must be a placed chunk, got 'nope'"),
+        (lambda w: w.evict([w.ids[0]]), UnknownChunk, r"must be a placed chunk, got \['0-"),
         (lambda w: w.recall("nope"), UnknownChunk, "must be an evicted chunk"),
+        (lambda w: w.recall({w.ids[0]}), UnknownChunk, r"must be an evicted chunk, got \{'0-"),
+        (lambda w: w.extend(Chunk.text("x")), TypeError, "chunks must be a list, got Chunk; pass a list, with a Chunk"),
+        (lambda w: w.reorder(w.ids[0]), TypeError, "ids must be a list, got str; pass a list, with a placed id for"),
         (lambda w: w.recall(w.ids[0]), UnknownChunk, "placed already"),
         (lambda w: w.toggle("nope", conditioned=False), UnknownChunk, "placed chunk"),
         (lambda w: w.reorder(w.ids[:2]), ValueError, "must be a permutation"),
