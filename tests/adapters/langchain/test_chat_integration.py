@@ -11,17 +11,15 @@ import io
 import json
 import re
 from types import SimpleNamespace
-from typing import Any
 
 import httpx
 import pytest
-from langchain_core.language_models import BaseChatModel
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from PIL import Image
 
+from adapters.langchain.standard_models import BundledModel, ToolModel
 from ctxwin.engines.base import Engine
 from engines.scripted import ScriptedEngine
-from langchain_ctxwin.chat import ChatCtxwin
 
 
 def obedient(prompt: str) -> str:
@@ -54,48 +52,14 @@ def no_download(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(httpx, "get", lambda *_, **__: SimpleNamespace(content=out.getvalue()))
 
 
-class TestBundledModel(ChatModelIntegrationTests):
-    """The bundled model: it sees, and takes no tools."""
-
-    engines: dict[str, Engine]
-
-    @property
-    def chat_model_class(self) -> type[BaseChatModel]:
-        return ChatCtxwin
-
-    @property
-    def chat_model_params(self) -> dict[str, Any]:
-        return {"engine": self.engines["tiny"]}
-
-    @property
-    def has_tool_calling(self) -> bool:
-        return False
-
-    @property
-    def has_structured_output(self) -> bool:
-        return False
-
-    @property
-    def supports_image_inputs(self) -> bool:
-        return True
-
+class TestBundledModel(BundledModel, ChatModelIntegrationTests):
     @property
     def supports_model_override(self) -> bool:
         return False
 
 
-class TestToolModel(ChatModelIntegrationTests):
-    """A model whose chat template takes tools, with a scripted decoder."""
-
-    engines: dict[str, Engine]
-
-    @property
-    def chat_model_class(self) -> type[BaseChatModel]:
-        return ChatCtxwin
-
-    @property
-    def chat_model_params(self) -> dict[str, Any]:
-        return {"engine": self.engines["caller"]}
+class TestToolModel(ToolModel, ChatModelIntegrationTests):
+    """With a scripted decoder."""
 
     @property
     def has_tool_choice(self) -> bool:
