@@ -77,7 +77,7 @@ class StrickenConnector(EncoderCacheConnector):
     def has_cache_item(self, identifier: str) -> bool:
         found = super().has_cache_item(identifier)
         if identifier == STRUCK and found:
-            files = self.scheduler.cache._files
+            files = self.scheduler.files
             files.path("one").write_bytes(b"?" * files.path("one").stat().st_size)
             shutil.rmtree(files.folder)
         return found

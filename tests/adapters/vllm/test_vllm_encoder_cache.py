@@ -7,8 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,12 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from ctxwin.errors import StoreCorrupt
 from ctxwin.store import codec
-from ctxwin_vllm.lifecycle.folders import write_file
+from ctxwin_vllm.lifecycle.folders import sum_of, write_file
 from ctxwin_vllm.transport import PARAM
 from ctxwin_vllm.transport import embeddings as embedding_files
-from ctxwin_vllm.transport.embeddings import EmbeddingCache, EmbeddingFiles
+from ctxwin_vllm.transport.embeddings import EmbeddingFiles
 from ctxwin_vllm.vision import WorkerExtension
 from engines import models
 
@@ -57,7 +54,7 @@ class TestFiles:
     def test_of_no_use(self, tmp_path: Path) -> None:
         """Every byte counts, and so does the model."""
         files = EmbeddingFiles(tmp_path, "m")
-        assert files.get("x") is None and files.version("x") is None
+        assert files.get("x") is None and EmbeddingFiles(tmp_path / "a folder that is gone").get("x") is None
         put(files, "x", embeddings(1, tokens=1, width=2))
         good = files.path("x").read_bytes()
         assert EmbeddingFiles(tmp_path, "n").get("x") is None
@@ -69,69 +66,14 @@ class TestFiles:
             files.path("x").write_bytes(good[:end])
             assert files.get("x") is None, end
 
-    def test_only_embeddings(self) -> None:
-        from ctxwin.store import codec
-
+    def test_only_embeddings(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"must be \[tokens, width\]"):
             embedding_files.encode(torch.zeros(3))
+        files = EmbeddingFiles(tmp_path)
         for tensors in ({"other": torch.zeros(1, 1)}, {"embeddings": torch.zeros(2)}, {}):
-            with pytest.raises(StoreCorrupt):
-                embedding_files.decode(codec.encode_tensors(tensors, {"identity": ""}))
-
-
-WANT = (9, 64), torch.float32
-
-
-class TestEmbeddingCache:
-    @pytest.fixture
-    def files(self, tmp_path: Path) -> EmbeddingFiles:
-        return EmbeddingFiles(tmp_path)
-
-    def test_what_was_checked_stays_as_it_was(self, files: EmbeddingFiles) -> None:
-        put(files, "x", embeddings(1))
-        at_hand = EmbeddingCache(files, large=1 << 20, room=0)
-        assert at_hand.take("y", "first", *WANT) is False
-        for user in ("first", "second"):
-            found = at_hand.take("x", user, *WANT)
-            assert isinstance(found, torch.Tensor)
-        damage(files.path("x"))
-        files.path("x").unlink()
-        for user in ("first", "second"):
-            found = at_hand.find("x", user)
-            assert found is not None and torch.equal(found, embeddings(1))
-            assert at_hand.find("x", "third") is None and len(at_hand) == 1
-            at_hand.release("x", user)
-        assert at_hand.find("x", "first") is None and len(at_hand) == at_hand.nbytes == 0
-        assert at_hand.take("x", "first", *WANT) is False
-        at_hand.close()
-
-    def test_read_once_until_it_changes(self, files: EmbeddingFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-        reads: list[str] = []
-        get = files.get
-        monkeypatch.setattr(files, "get", lambda name: (reads.append(name), get(name))[1])
-        put(files, "x", embeddings(1))
-        size = files.path("x").stat().st_size
-        at_hand = EmbeddingCache(files, large=1 << 20, room=size)
-        files.path("bad").write_bytes(b"nothing that anybody can read")
-        for _ in range(3):
-            assert at_hand.take("x", "a", *WANT) is not False and at_hand.take("bad", "a", *WANT) is False
-            at_hand.release("x", "a")
-        assert reads == ["x", "bad"]
-        put(files, "x", embeddings(2))
-        found = at_hand.take("x", "a", *WANT)
-        assert isinstance(found, torch.Tensor) and torch.equal(found, embeddings(2)) and reads == ["x", "bad", "x"]
-        put(files, "y", embeddings(3))
-        assert at_hand.take("y", "b", *WANT) is not False and at_hand.nbytes == 2 * size
-        at_hand.release("x", "a")  # there is room for one that nobody needs, or one that somebody does
-        assert at_hand.nbytes == size and at_hand.find("y", "b") is not None
-        at_hand.close()
-
-
-def test_vllm_outlives_the_folder_of_embeddings(tmp_path: Path) -> None:
-    """Who attaches to a vLLM and closes again leaves it running, and its plain requests bring pictures."""
-    at_hand = EmbeddingCache(EmbeddingFiles(tmp_path / "embed"), large=1 << 20, room=0)
-    assert at_hand.take("a picture", "a plain request", *WANT) is False
-    at_hand.close()
+            blob = codec.encode_tensors(tensors, {"identity": ""}, checked=False)
+            files.path("x").write_bytes(blob + sum_of(blob).to_bytes(8, "little"))
+            assert files.get("x") is None
 
 
 def damage(path: Path) -> None:
@@ -179,50 +121,7 @@ class TestScheduler:
 
         opened = Scheduler(EmbeddingFiles(tmp_path), 64, torch.float32, step=96)
         yield opened
-        opened.cache.close()
         assert not list(tmp_path.glob(".*"))  # the folder is what a client wrote into it
-
-    def test_a_large_file_is_checked_beside_the_scheduler(
-        self, scheduler: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        files, begin = scheduler.cache._files, threading.Event()
-        monkeypatch.setattr(scheduler.cache, "_large", 0)
-        get = files.get
-        monkeypatch.setattr(files, "get", lambda name: (begin.wait(10), get(name))[1])
-        put(files, "good", embeddings(1))
-        files.path("bad").write_bytes(b"nothing that anybody can read")
-        good, bad = request("a", Feature("good@x", 2)), request("b", Feature("bad", 2))
-        for _ in range(3):
-            assert not scheduler.ready(good, 0) and not scheduler.ready(bad, 0) and not scheduler.unavailable
-        begin.set()
-        until = time.monotonic() + 10
-        while not (scheduler.ready(good, 0) and scheduler.unavailable) and time.monotonic() < until:
-            scheduler.ready(bad, 0)
-            time.sleep(0.01)
-        assert scheduler.ready(good, 0) and scheduler.holds("good") and scheduler.unavailable == {"b"}
-        scheduler.forget("a")
-        scheduler.forget("b")
-        assert len(scheduler.cache) == 0 and not scheduler._names
-        assert not scheduler.unavailable
-
-    def test_nothing_is_kept_for_a_request_that_has_gone(self, scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        files, begin = scheduler.cache._files, threading.Event()
-        monkeypatch.setattr(scheduler.cache, "_large", 0)
-        monkeypatch.setattr(files, "get", lambda name: begin.wait(10) and embeddings(1))
-        asked = [request("a", Feature("one", 2)), request("b", Feature("one", 2)), request("c", Feature("two", 2))]
-        for name in ("one", "two"):
-            put(files, name, embeddings(1))
-        assert not any(scheduler.ready(r, 0) for r in asked)
-        scheduler.forget("a")
-        scheduler.forget("c")
-        begin.set()
-        until = time.monotonic() + 10
-        while not scheduler.ready(asked[1], 0) and time.monotonic() < until:
-            time.sleep(0.01)
-        assert scheduler.holds("one")
-        scheduler.forget("b")
-        at_hand = scheduler.cache
-        assert at_hand._reads.keys() == {"one"} and not len(at_hand)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_what_was_found_is_what_is_loaded(self, tmp_path: Path, dtype: torch.dtype) -> None:
@@ -249,11 +148,10 @@ class TestScheduler:
         cache: dict[str, torch.Tensor] = {}
         worker.start_load_caches(cache)
         assert cache.keys() == {"one@here"} and torch.equal(cache["one@here"], embeddings(1, dtype=dtype))
-        scheduler.cache.close()
 
     def test_only_what_the_next_steps_may_need_is_at_hand(self, scheduler: Any) -> None:
         """A long window's media are more than anybody would keep in memory twice."""
-        files = scheduler.cache._files
+        files = scheduler.files
         names = [f"frame {i}" for i in range(50)]
         for i, name in enumerate(names):
             put(files, name, embeddings(i))
@@ -262,15 +160,15 @@ class TestScheduler:
         for computed in range(0, 600, step):
             assert scheduler.ready(long, computed)
             needed = [i for i in range(50) if 2 + 10 * i < computed + step and 11 + 10 * i > computed]
-            assert all(scheduler.holds(names[i]) for i in needed) and len(scheduler.cache) <= 40
+            assert all(scheduler.holds(names[i]) for i in needed) and len(scheduler.held.get("a", ())) <= 20
             assert not any(scheduler.holds(names[i]) for i in range(50) if 11 + 10 * i <= computed)
-        assert len(scheduler.cache) == 0 and not scheduler._names
+        assert not scheduler.held and not scheduler._in_memory
         assert scheduler.ready(long, 0) and scheduler.holds("frame 0")  # preempted
         scheduler.forget("a")
-        assert len(scheduler.cache) == 0 and not scheduler._names
+        assert not scheduler.held and not scheduler._in_memory
 
     def test_what_loaded_kv_covers_is_looked_for_when_the_load_has_failed(self, scheduler: Any) -> None:
-        put(scheduler.cache._files, "behind", embeddings(1))
+        put(scheduler.files, "behind", embeddings(1))
         covered = request("a", Feature("covered", 2), Feature("behind", 20))
         assert scheduler.ready(covered, 11) and not scheduler.unavailable
         assert scheduler.ready(covered, 20) and not scheduler.holds("covered")
@@ -278,11 +176,23 @@ class TestScheduler:
 
     def test_one_request_does_not_answer_for_another(self, scheduler: Any) -> None:
         """The same name with another number of tokens is other content."""
-        put(scheduler.cache._files, "one", embeddings(1))
+        put(scheduler.files, "one", embeddings(1))
         assert scheduler.ready(request("a", Feature("one", 2)), 0) and scheduler.holds("one")
         assert not scheduler.ready(request("b", Feature("one", 2, tokens=8)), 0) and not scheduler.holds("one")
         assert scheduler.unavailable == {"b"}
         assert scheduler.ready(request("a", Feature("one", 2)), 0) and scheduler.holds("one")
+
+    def test_requests_share_what_one_of_them_holds(self, scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It is read once, and once more when all of them have ended."""
+        put(scheduler.files, "one", embeddings(1))
+        get, reads = scheduler.files.get, list[str]()
+        monkeypatch.setattr(scheduler.files, "get", lambda name: (reads.append(name), get(name))[1])
+        first, second = request("a", Feature("one", 2)), request("b", Feature("one", 5))
+        assert scheduler.ready(first, 0) and scheduler.ready(second, 0) and scheduler.ready(first, 0)
+        scheduler.forget("a")
+        assert scheduler.ready(second, 0) and scheduler.holds("one") and reads == ["one"]
+        scheduler.forget("b")
+        assert not scheduler.held and scheduler.ready(first, 0) and reads == ["one", "one"]
 
 
 GUARD = [pytest.mark.slow, pytest.mark.guard]

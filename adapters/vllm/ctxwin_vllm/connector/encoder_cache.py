@@ -20,13 +20,14 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
 
 from ctxwin.engines.hf.model import deep_layers
-from ctxwin_vllm.transport.embeddings import EmbeddingCache, EmbeddingFiles, name_of
+from ctxwin_vllm.transport.embeddings import EmbeddingFiles, name_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,10 +35,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-_LARGE = 1 << 20
-"""Bytes from which a thread checks a file, while the scheduler serves other requests."""
-_ROOM = 64 << 20
-"""Bytes of embeddings that are kept for the next request about the same media."""
 _SLACK = 64
 """Tokens by which vLLM's count of computed tokens may lag behind its next schedule."""
 _log = logging.getLogger("ctxwin.engines")
@@ -90,7 +87,7 @@ class EncoderCacheConnector(ECConnectorBase):  # type: ignore[misc]  # mypy sees
             self.scheduler = Scheduler(files, width * (1 + deep_layers(model.hf_config)), model.dtype, step, width)
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
-        """Return False while files are being checked, and always where a medium can be neither loaded nor computed."""
+        """Return False where a medium can be neither loaded nor computed."""
         return self.scheduler.ready(request, num_computed_tokens)
 
     def take_unavailable_requests(self) -> set[str]:
@@ -118,11 +115,6 @@ class EncoderCacheConnector(ECConnectorBase):  # type: ignore[misc]  # mypy sees
         self.scheduler.forget(request.request_id)
         return False, None
 
-    def shutdown(self) -> None:
-        """End the scheduler's reads."""
-        if self.role is ECConnectorRole.SCHEDULER:
-            self.scheduler.cache.close()
-
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
         """Load the embeddings that the scheduler planned; called on a worker."""
         metadata = self._get_connector_metadata()
@@ -138,13 +130,15 @@ class EncoderCacheConnector(ECConnectorBase):  # type: ignore[misc]  # mypy sees
 class Scheduler:
     """Scheduler's side: which embeddings of a folder can be loaded, and when.
 
+    The content that was found is what is loaded, whatever happens to its file meanwhile.
+
     Args:
         files: the folder, of embeddings of this width and dtype.
         step: most tokens that vLLM schedules at once.
         audio_width: width of audio embeddings, which have no deepstack part; None is ``width``.
 
     Attributes:
-        cache: embeddings that running requests need.
+        held: embeddings that running requests need in their next step, by request and name.
         loads: embeddings that the workers load in the next step, by multimodal identifier.
         unavailable: requests that cannot be served.
     """
@@ -152,68 +146,66 @@ class Scheduler:
     def __init__(
         self, files: EmbeddingFiles, width: int, dtype: torch.dtype, step: int, audio_width: int | None = None
     ) -> None:
-        self.cache = EmbeddingCache(files, _LARGE, _ROOM)
+        self.files, self._dtype, self._step = files, dtype, step + _SLACK
+        self._width, self._audio_width = width, width if audio_width is None else audio_width
+        self.held: dict[str, dict[str, torch.Tensor]] = {}
         self.loads: dict[str, Content] = {}
         self.unavailable: set[str] = set()
-        self._width = width
-        self._audio_width = width if audio_width is None else audio_width
-        self._dtype = dtype
-        self._step = step + _SLACK
         self._current = ""  # the request that vLLM is about to schedule
-        self._names: dict[str, set[str]] = {}  # names of embeddings that a request holds or waits for
+        self._in_memory = WeakValueDictionary[str, torch.Tensor]()  # by name, those that are held
 
     def ready(self, request: Request, computed: int) -> bool:
-        """Take the embeddings that the next two steps after ``computed`` tokens may need; return False while some are being read.
+        """Hold the embeddings that the step after ``computed`` tokens may need; return False where some cannot be had.
 
         Cost: O(1) after the last medium, else O(media).
         """
         self._current = name = request.request_id
-        waiting, needed = False, set()
-        # In the order of the prompt.
+        needed: dict[str, torch.Tensor] = {}
         last = max(map(_end, request.mm_features[-2:]), default=0)  # a video ends after its sound
-        features = request.mm_features if computed < last else ()
-        for feature in features:
-            begin = feature.mm_position.offset
-            if _end(feature) <= computed or begin >= computed + 2 * self._step:
+        for feature in request.mm_features if computed < last else ():
+            if _end(feature) <= computed or feature.mm_position.offset >= computed + self._step:
                 continue  # its KV is there, or its turn comes later
-            embeddings_name = name_of(feature.identifier)
-            width = self._audio_width if feature.modality == "audio" else self._width
-            shape = feature.mm_position.get_num_embeds(), width
-            embeddings = self.cache.take(embeddings_name, name, shape, self._dtype)
-            if embeddings is not False:
-                self._names.setdefault(name, set()).add(embeddings_name)
-                needed.add(embeddings_name)
-                waiting |= embeddings is None and begin < computed + self._step
+            embeddings = self._find(feature)
+            if embeddings is not None:
+                needed[name_of(feature.identifier)] = embeddings
             elif _bare(feature):
                 message = "request %s carries no data for %r, and its stored vision embeddings are missing"
                 _log.warning(message, name, feature.identifier)
                 self.unavailable.add(name)
                 return False
-        self._keep(name, needed)
-        return not waiting
+        if needed:
+            self.held[name] = needed
+        else:
+            self.held.pop(name, None)
+        return True
+
+    def _find(self, feature: MultiModalFeatureSpec) -> torch.Tensor | None:
+        """Return a medium's embeddings, read now unless a request holds them; None where there are none of its shape."""
+        name, width = name_of(feature.identifier), self._audio_width if feature.modality == "audio" else self._width
+        embeddings = self._in_memory.get(name)
+        if embeddings is None and (embeddings := self.files.get(name)) is not None:
+            self._in_memory[name] = embeddings
+        shape = feature.mm_position.get_num_embeds(), width
+        if embeddings is None or (embeddings.shape, embeddings.dtype) == (shape, self._dtype):
+            return embeddings
+        got = f"{[*embeddings.shape]} of {embeddings.dtype}"
+        _log.warning("the embeddings of %r must be %s of %s, got %s", name, [*shape], self._dtype, got)
+        return None
 
     def holds(self, name: str) -> bool:
         """Return True if the request that vLLM is about to schedule holds those embeddings."""
-        return self.cache.find(name, self._current) is not None
+        return name in self.held.get(self._current, ())
 
     def plan(self, request: Request, identifier: str) -> None:
         """Load a medium that gets room in the encoder cache if its embeddings are held; else vLLM encodes it."""
-        embeddings = self.cache.find(name_of(identifier), request.request_id)
+        embeddings = self.held.get(request.request_id, {}).get(name_of(identifier))
         if embeddings is not None:
             self.loads[identifier] = Content.of(embeddings)
 
     def forget(self, request: str) -> None:
-        """Release all embeddings that a request holds or waits for."""
-        self._keep(request, set())
+        """Release all embeddings that a request holds."""
+        self.held.pop(request, None)
         self.unavailable.discard(request)
-
-    def _keep(self, request: str, needed: set[str]) -> None:
-        """Release the embeddings that a request holds and does not need."""
-        names = self._names.pop(request, set())
-        for name in names - needed:
-            self.cache.release(name, request)
-        if needed:
-            self._names[request] = names & needed
 
 
 def _end(feature: MultiModalFeatureSpec) -> int:

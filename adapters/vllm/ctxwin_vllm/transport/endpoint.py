@@ -28,9 +28,9 @@ from ctxwin.store import codec
 from ctxwin.store.fp8 import unpack_fp8
 from ctxwin.store.lru import LRUCache
 from ctxwin_vllm.lifecycle import watchdog
-from ctxwin_vllm.lifecycle.folders import read_json, write_file, write_json
+from ctxwin_vllm.lifecycle.folders import read_json, sum_of, write_file, write_json
 from ctxwin_vllm.transport.base import ALL, Endpoint, RequestMeta, SaveSpec, is_handle, overlaps
-from ctxwin_vllm.transport.shared_memory import check_room, sum_of, sum_of_tensors
+from ctxwin_vllm.transport.shared_memory import check_room, sum_of_tensors
 
 LIVE_BYTES = 2 << 30
 """Spans and patches that each endpoint keeps decoded. They are mapped, not copied: the memory is the folder's. Factors in

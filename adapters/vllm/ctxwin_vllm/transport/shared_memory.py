@@ -40,11 +40,9 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields
 from functools import partial
-from mmap import mmap
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from ctxwin.engines.segments import Segment
@@ -56,7 +54,7 @@ from ctxwin.kv.patch import Patch
 from ctxwin.kv.states import named, since_exact
 from ctxwin.store import codec
 from ctxwin_vllm.lifecycle import folders, watchdog
-from ctxwin_vllm.lifecycle.folders import read_json, write_file, write_json
+from ctxwin_vllm.lifecycle.folders import read_json, sum_of, write_file, write_json
 from ctxwin_vllm.ranks import gather, gather_stages
 from ctxwin_vllm.transport import embeddings
 from ctxwin_vllm.transport.base import (
@@ -398,13 +396,6 @@ def sum_of_tensors(tensors: Mapping[str, torch.Tensor]) -> int:
     """Return a checksum over names, dtypes, shapes and bytes of contiguous tensors on the host."""
     table = repr([(name, tensor.dtype, tensor.shape) for name, tensor in sorted(tensors.items())])
     return sum_of(table.encode()) + sum(sum_of(codec.raw_bytes(tensor)) for tensor in tensors.values())
-
-
-def sum_of(blob: bytes | memoryview | mmap) -> int:
-    """Return a checksum at the speed of memory; digests are for files that leave the machine."""
-    words = np.frombuffer(blob, dtype="<u8", count=len(blob) // 8)
-    rest = int.from_bytes(blob[8 * len(words) :], "little")
-    return (int(words.sum(dtype=np.uint64)) + rest + len(blob)) % (1 << 63)
 
 
 def _remove(folder: Path, lock: int, pid: int) -> None:
