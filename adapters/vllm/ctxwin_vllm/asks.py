@@ -31,7 +31,7 @@ from ctxwin_vllm.inputs import is_closed, join
 from ctxwin_vllm.prompts import EnginePrompts, PromptBuilder
 from ctxwin_vllm.requests import CallerError, Forced, LoadError, Outcome, StreamGuard, run
 from ctxwin_vllm.transport import Transfer
-from ctxwin_vllm.transport.base import ALL
+from ctxwin_vllm.transport.base import ALL, blank_span
 
 _QUERY = "query"
 _Exchange = Generator[tuple[dict[str, Any], Transfer], Outcome, None]
@@ -375,6 +375,7 @@ class AskRunner:
             generation.forwards += 1
             generation.bytes_loaded += transfer.bytes_loaded
         outcome.sums, outcome.kv, outcome.begin = transfer.sums, transfer.captured.get(ALL), end - base
+        outcome.origin = transfer.origins.get(ALL)
         if ask.builder is None:  # a chat's prompt has the client's own salt
             self._prompts.record(parts, outcome.token_ids[:-1] if outcome.finished else (), namespace)
         for i in capture:
@@ -444,6 +445,4 @@ class AskRunner:
         return span
 
     def _empty_span(self, start: int) -> SpanKV:
-        kv, dtype = self._kv, getattr(torch, self._kv.dtype)
-        k, v = (torch.empty(kv.layers, 0, kv.heads, width, dtype=dtype) for width in (kv.k_dim, kv.v_dim))
-        return SpanKV(k, v, torch.empty(3, 0, dtype=torch.int64), start)
+        return blank_span(self._kv, torch.empty(3, 0, dtype=torch.int64), start, "cpu")

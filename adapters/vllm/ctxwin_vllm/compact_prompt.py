@@ -63,4 +63,5 @@ def _relabelled(segment: Segment, by: int, kv: KVSpec) -> Segment:
         span = apply_patch(span, segment.patch, kv, segment.start)
     key = f"{segment.key}@{by}" if segment.key else ""
     moved = replace(span, start=span.start + by)
+    object.__setattr__(moved, "origin", span.origin)  # its numbers are the same
     return replace(segment, span=moved, start=segment.start + by, patch=None, patch_key="", span_key=key)

@@ -24,14 +24,16 @@ from ctxwin.engines.segments import Encoded, Segment, without_spans
 from ctxwin.errors import AnswerStopped, EngineFailed, UnsupportedModel
 from ctxwin.kv.config import sliding_window
 from ctxwin.kv.kernels.staging import to_host
-from ctxwin.kv.layout import SpanKV
-from ctxwin.kv.merge import FixedPoint, merge, merged_slots
+from ctxwin.kv.layout import SpanKV, SpanOrigin
+from ctxwin.kv.merge import FixedPoint, merged_slots
 from ctxwin.kv.relocate import relocate
+from ctxwin.kv.rows import Pair
 from ctxwin_vllm.asks import Ask, AskRunner, engine_errors
 from ctxwin_vllm.cache_namespace import CacheNamespace
 from ctxwin_vllm.core import Core
 from ctxwin_vllm.prompts import PromptBuilder
 from ctxwin_vllm.requests import Forced, LoadError, Outcome, StreamGuard, continued
+from ctxwin_vllm.resident import Selection
 from ctxwin_vllm.transport.base import ALL
 
 _SUBMISSIONS = 3
@@ -78,7 +80,11 @@ class BudgetedAnswer:
         self._one = replace(sampling, hold=1.0, merge_prompt=False)
         core.check(self._layout, [query], self._one)
         self.generation = Generation()
-        self._kv, self._at = (torch.empty(0), torch.empty(0)), 0
+        self._prompt: Pair  # of which workers may keep a copy
+        self._origin: SpanOrigin | None
+        self._selection: Selection  # of it
+        self._answer: Pair  # what is kept behind that
+        self._at = 0
 
     def generate(self, guard: StreamGuard | None, background: bool, builder: PromptBuilder | None) -> Outcome:
         """Generate the answer; its outcome holds the tokens of all requests."""
@@ -141,14 +147,15 @@ class BudgetedAnswer:
         """Keep the prompt's KV and that of ``fed`` tokens behind it."""
         if outcome.kv is None:
             raise EngineFailed("the KV of the prompt was not captured; vLLM ended the request early")
-        k, v = self._kv = outcome.kv
-        slots, head = int(k.shape[1]) - fed, self._layout[0].slots if self._layout else self._query.tokens
+        k, v = self._prompt = outcome.kv
+        self._origin, self._answer = outcome.origin, (k[:, :0], v[:, :0])
+        self._selection, count = Selection(torch.arange(k.shape[1])), int(k.shape[1])
+        slots, head = count - fed, self._layout[0].slots if self._layout else self._query.tokens
         tokens = sum(segment.tokens for segment in self._layout) + self._query.tokens
         if self._sampling.merge_prompt:
             assert outcome.sums is not None and slots == tokens
             head, slots = 1, merged_slots(self._sampling.hold, tokens)
-            merged = merge(_span(k, v), outcome.sums, slots)
-            self._kv = merged.k, merged.v
+            self._selection = Selection(torch.arange(slots), slots, outcome.sums)
         self._at = outcome.begin + self._query.advance + fed
         schedule = FixedPoint(self._sampling.hold, tokens, slots, head, self._sampling.hold_every)
         self._drop(schedule.append(fed))
@@ -160,32 +167,43 @@ class BudgetedAnswer:
         if span is None or span.tokens < count:
             raise EngineFailed("the KV of the answer was not captured; vLLM ended the request early")
         span = relocate(span.slice(0, count), self._core.kv, self._at)
-        k, v = self._kv
-        self._kv = torch.cat([k, span.k.to(k.device)], dim=1), torch.cat([v, span.v.to(v.device)], dim=1)
+        k, v = self._answer
+        self._answer = torch.cat([k, span.k.to(k.device)], dim=1), torch.cat([v, span.v.to(v.device)], dim=1)
         self._at += count
         self._drop(schedule.append(count))
 
     def _drop(self, slots: Sequence[int] | None) -> None:
         if slots is not None:
-            index = torch.tensor(slots, device=self._kv[0].device)
-            self._kv = self._kv[0].index_select(1, index), self._kv[1].index_select(1, index)
+            index, count = torch.tensor(slots), len(self._selection.slots)
+            self._selection = replace(self._selection, slots=self._selection.slots[index[index < count]])
+            self._answer = Selection(index[index >= count] - count).apply(*self._answer)
+
+    def _segments(self) -> list[Segment]:
+        """Return the KV that is kept as segments of a prompt, in one frame."""
+        core, spans = self._core, list[SpanKV]()
+        if (copy := core.transport.select(self._origin, self._selection)) is not None:
+            spans.append(copy)
+        else:
+            self._origin, self._prompt = None, self._selection.apply(*self._prompt)
+            self._selection = Selection(torch.arange(self._prompt[0].shape[1]))
+        for k, v in (self._prompt, self._answer)[len(spans) :]:
+            if k.shape[1]:
+                spans.append(_span(*to_host(k, v)))
+                if (paged := getattr(core.transport, "paged", None)) is not None:
+                    paged.keep(spans[-1].origin, k, v)
+        fillers = [Encoded("", (0,) * span.tokens, span.positions.numpy(), self._at) for span in spans]
+        return [Segment(x, 0, span=y, approximate=True, merged=True) for x, y in zip(fillers, spans, strict=True)]
 
     def _request(self, ask: Ask) -> Outcome:
         """Run a request behind the KV that is held; approximations are submitted again where loading fails."""
-        k, v = self._kv
-        span = _span(*to_host(k, v))
-        paged = getattr(self._core.transport, "paged", None)
-        if paged is not None:
-            paged.keep(span.origin, k, v)
-        filler = Encoded("", (0,) * span.tokens, span.positions.numpy(), self._at)
-        segment = Segment(filler, 0, span=span, approximate=True, merged=True)
         for remaining in reversed(range(_SUBMISSIONS)):
             if self._asks.closed:
                 raise EngineFailed("the engine is closed; open a new one")
             piece, salt = Generation(), _unshared()
             try:
                 with engine_errors():
-                    return self._asks.request(piece, [segment], 0, replace(ask, salt=salt), (), CacheNamespace(salt))
+                    asked = replace(ask, salt=salt)
+                    return self._asks.request(piece, self._segments(), 0, asked, (), CacheNamespace(salt))
             except LoadError as error:
                 if not remaining:
                     raise EngineFailed(f"the KV of the answer so far could not be loaded: {error}") from error

@@ -29,7 +29,7 @@ from ctxwin.kv.kernels.staging import to_device
 from ctxwin.kv.kernels.strides import Shape
 from ctxwin.kv.layout import KVSpec, SpanOrigin
 from ctxwin.kv.rows import Pair, from_rows, layer_kinds, to_rows
-from ctxwin_vllm.resident import OnDrop, ResidentSpans
+from ctxwin_vllm.resident import OnDrop, ResidentSpans, Selection
 
 _BASE = 128  # digits 0..127 are exact in bfloat16 (8 bits of mantissa) as in every wider dtype
 _SHARED = "kv_sharing_target_layer_name"
@@ -171,6 +171,12 @@ class PagedKV:
         for x in (k, v) if self.device.type == "cuda" else ():
             x.record_stream(self.loads.stream)
         return self.resident.keep(origin, k, v, on_drop)
+
+    def select(self, origin: SpanOrigin, selection: Selection) -> SpanOrigin | None:
+        """Keep what is selected of a copy; return its origin, or None where the copy is gone or there is no room."""
+        copy, selected = None if self.resident is None else self.resident.get(origin), SpanOrigin()
+        kept = copy is not None and self.keep(selected, *selection.apply(copy.k, copy.v, copy.first))
+        return selected if kept else None
 
     def read(self, blocks: Sequence[int], begin: int, end: int) -> Pair:
         """Return KV of the tokens ``[begin, end)`` of a request that owns ``blocks``.

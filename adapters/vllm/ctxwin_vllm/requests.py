@@ -16,6 +16,7 @@ from ctxwin_vllm.transport.base import PARAM, Transfer, Transport
 if TYPE_CHECKING:
     import torch
 
+    from ctxwin.kv.layout import SpanOrigin
     from ctxwin_vllm.drivers import Driver, Ticket
 
 POLL_S = 0.01
@@ -49,6 +50,7 @@ class Outcome:
         sums: see `Transfer.sums`.
         kv: ``(k, v)`` of the prompt and of the answer, where all of it is captured: ``[layers, slots, heads, dim]``, in vLLM's
             positions.
+        origin: of that KV, where workers of other processes may keep a copy of it.
         begin: vLLM's position of the question.
     """
 
@@ -59,6 +61,7 @@ class Outcome:
     forced: list[dict[int, float]] = field(default_factory=list)
     sums: torch.Tensor | None = None
     kv: tuple[torch.Tensor, torch.Tensor] | None = None
+    origin: SpanOrigin | None = None
     begin: int = 0
 
 
@@ -156,7 +159,7 @@ def run(
             try:
                 handles.append(transport.add(transfer))
             except OSError as error:
-                raise LoadError(f"no room to submit what the request loads: {error}") from error
+                raise LoadError(f"what the request loads could not be submitted: {error}") from error
         parameters = [_parameters(sampling, ending, handle, forced) for handle in handles]
         reasons = []
         with driver.counted(background, len(requests)):

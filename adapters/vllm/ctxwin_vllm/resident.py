@@ -19,12 +19,37 @@ import torch
 from ctxwin.kv.kernels.parts import ResidentKV, SpanSlice
 from ctxwin.kv.kernels.staging import Field, Staging
 from ctxwin.kv.layout import SpanKV, SpanOrigin
+from ctxwin.kv.merge import merge
+from ctxwin.kv.rows import Pair
 
 RESIDENT_BYTES = "CTXWIN_RESIDENT_BYTES"
 """Environment variable: bytes of a GPU's memory for copies of spans, 0 for none; by default a quarter of what is left free."""
 _STAGED_BYTES = 32 << 20  # of page-locked memory that a copy goes through, twice
 OnDrop = Callable[[], object] | None
 _log = logging.getLogger("ctxwin.engines")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What an answer keeps of the KV of its prompt.
+
+    Attributes:
+        slots: int64 ``[n]``; of the ``merged`` ones where there are any.
+        merged: number of slots that the whole is merged to first, by ``sums`` as in `ctxwin.kv.merge.merge`; 0 for none.
+    """
+
+    slots: torch.Tensor
+    merged: int = 0
+    sums: torch.Tensor | None = None
+
+    def apply(self, k: torch.Tensor, v: torch.Tensor, first: int = 0) -> Pair:
+        """Return the selected slots of the KV of layers from ``first`` on."""
+        if self.sums is not None:
+            whole = SpanKV(k, v, torch.arange(k.shape[1]).expand(3, -1), 0)
+            span = merge(whole, self.sums[first : first + len(k)], self.merged)
+            k, v = span.k, span.v
+        slots = self.slots.to(k.device)
+        return k.index_select(1, slots), v.index_select(1, slots)
 
 
 @dataclass
@@ -82,6 +107,12 @@ class ResidentSpans:
             if has_room:
                 self._keep(origin, kv, on_drop)
             return has_room
+
+    def get(self, origin: SpanOrigin) -> ResidentKV | None:
+        """Return a span's copy, None where there is none."""
+        with self._lock:
+            entry = self._entries.get(id(origin))
+            return None if entry is None else entry.kv
 
     def clear(self) -> None:
         """Free all copies."""

@@ -196,28 +196,34 @@ def test_an_answer_that_is_preempted_or_not_moved_is_generated_again(engine: Any
 @pytest.mark.slow
 @pytest.mark.guard
 def test_an_answer_in_another_process_is_generated_again(model_dir: Path) -> None:
-    """Where its first move fails, or it is preempted between two; beside copies of spans, which are served."""
+    """Where the copy of its prompt has gone, its first move fails, or it is preempted between two."""
     from ctxwin_vllm.engine import VLLMEngine
+    from ctxwin_vllm.paged import PagedKV
     from ctxwin_vllm.transport.base import Endpoint
 
     sampling = Sampling(40, hold=0.5, hold_every=8, token_logprobs=0)
     start = partial(VLLMEngine, model_dir, dtype="float32", processes="multi")
+    # In the process that is forked from this one.
     failing = mock.patch.object(Endpoint, "_compact", autospec=True, side_effect=_once(Endpoint._compact))
-    with failing, resident_copies(start, interpret=False) as engine:  # in the process that is forked from this one
+    lost = mock.patch.object(PagedKV, "select", autospec=True, side_effect=_once(PagedKV.select))
+    with failing, lost, resident_copies(start, interpret=False) as engine:
         moved, requests = answers(engine, sampling, True)
-        assert (requests, engine.counters.retries) == (3, 1)
+        assert (requests, engine.counters.retries) == (4, 2) and engine.bytes_copied.value, (
+            "sent by the host, then moved"
+        )
+        copied = engine.bytes_copied.value
         right, requests = answers(engine, sampling, True)
-        assert requests == 2 and right.token_ids == moved.token_ids
+        assert requests == 2 and right.token_ids == moved.token_ids and engine.bytes_copied.value == copied
         driver = engine._core.driver
 
         def preempting(token: Any, text: str) -> bool:
-            if token.index in (12, 25) and engine.counters.retries == 1:
+            if token.index in (12, 25) and engine.counters.retries == 2:
                 with contextlib.suppress(Exception):  # it preempts, and then finds blocks of a step that it is ahead of
                     driver.call(lambda: driver.engine.reset_prefix_cache(True))
             return True
 
         again, requests = answers(engine, sampling, True, on_token=preempting)
-        assert again.token_ids == right.token_ids and (requests, engine.counters.retries) == (3, 2)
+        assert again.token_ids == right.token_ids and (requests, engine.counters.retries) == (3, 3)
         spans, parts = spans_of(engine, [1, 2], "kept"), encoded(engine, [1, 2])
         assert not engine.generate(
             laid(parts, spans), engine.encode_query("what color"), Sampling(1), salt="moved"

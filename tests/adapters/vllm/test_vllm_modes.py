@@ -20,9 +20,10 @@ from unittest import mock
 import pytest
 import torch
 
-from adapters.vllm.layouts import distance
+from adapters.vllm.layouts import distance, encoded, laid
 from ctxwin import Answer, Chunk, Fidelity, Window, open_engine
 from ctxwin.audit import Options, auditor_of
+from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.engines.sampling import Sampling
 from ctxwin.engines.segments import Segment
 from ctxwin.store import codec
@@ -151,9 +152,8 @@ def reference() -> list[Answer]:
     return answers
 
 
-@pytest.mark.parametrize("processes", ["single", "multi", "async"])
-def test_a_slide_takes_no_kv_over_the_host(processes: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where KV that was read back, or loaded, is kept on the device; nor is it digested, but by who writes the store behind."""
+def crossing(monkeypatch: pytest.MonkeyPatch) -> tuple[Count, list[int]]:
+    """Count digests, but for those of who writes the store behind, and the bytes of files for workers, but for embeddings."""
     from ctxwin_vllm.transport import SharedMemoryTransport
 
     digests, written, put = Count(), list[int](), SharedMemoryTransport._put
@@ -163,11 +163,18 @@ def test_a_slide_takes_no_kv_over_the_host(processes: str, monkeypatch: pytest.M
         return sha256(*args)
 
     def wrote(self: Any, name: str, blob: bytes) -> None:
-        written.append(len(blob))
+        written.append(0 if name.startswith("embed") else len(blob))
         put(self, name, blob)
 
     monkeypatch.setattr(codec, "hashlib", SimpleNamespace(sha256=digested))  # in forked processes, too
     monkeypatch.setattr(SharedMemoryTransport, "_put", wrote)
+    return digests, written
+
+
+@pytest.mark.parametrize("processes", ["single", "multi", "async"])
+def test_a_slide_takes_no_kv_over_the_host(processes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where KV that was read back, or loaded, is kept on the device; nor is it digested, but by who writes the store behind."""
+    digests, written = crossing(monkeypatch)
     start = partial(open_engine, "tiny:vllm", dtype="float32", processes=processes)
     fidelity = Fidelity("patched", survivors="keep")
     with resident_copies(start, interpret=False) as engine, Window(engine, HEADER, fidelity=fidelity) as window:
@@ -184,6 +191,37 @@ def test_a_slide_takes_no_kv_over_the_host(processes: str, monkeypatch: pytest.M
             assert engine.bytes_copied.value == 0 and digests.value == before
             assert sum(written) < usage.bytes_loaded / 20, "names and positions"
         assert engine.counters.retries == 0
+
+
+@pytest.mark.parametrize("processes", ["single", "multi", "async"])
+def test_an_answer_that_drops_slots_takes_no_kv_over_the_host(
+    processes: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it keeps of its prompt stays where it was computed, also where the prompt is merged first."""
+    from ctxwin_vllm.engine import VLLMEngine
+
+    digests, written = crossing(monkeypatch)
+    start = partial(VLLMEngine, model_dir, dtype="float32", processes=processes)
+    answers = []
+    with resident_copies(start, interpret=False) as engine:
+        for merging in (False, True):
+            asked = engine, Sampling(40, hold=0.5, hold_every=8, merge_prompt=merging)
+            answers.append(held(*asked))
+            before, loaded = digests.value, engine.counters.bytes_loaded
+            written.clear()
+            assert held(*asked) == answers[-1]
+            assert engine.bytes_copied.value == 0 and digests.value == before
+            assert sum(written) < (engine.counters.bytes_loaded - loaded) / 10, "names, positions and weights"
+        assert engine.counters.retries == 0
+    with HFEngine(model_dir, dtype="float32") as oracle:
+        for merging, answer in zip((False, True), answers, strict=True):
+            assert held(oracle, Sampling(40, hold=0.5, hold_every=8, merge_prompt=merging)) == answer
+
+
+def held(engine: Any, sampling: Sampling) -> list[int]:
+    """Return the tokens of an answer over four pictures."""
+    layout = laid(encoded(engine, [1, 2, 3, 4]), capture=False)
+    return list(engine.generate(layout, engine.encode_query(QUESTIONS[0]), sampling, salt="held").token_ids)
 
 
 @dataclass

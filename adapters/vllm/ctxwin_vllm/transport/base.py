@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ctxwin_vllm.draft_model import DraftModelKV
     from ctxwin_vllm.paged import PagedKV
     from ctxwin_vllm.paged_states import PagedStates
+    from ctxwin_vllm.resident import Selection
     from ctxwin_vllm.stage_outputs import Queries, StageOutputs
 
 PARAM = "ctxwin"
@@ -39,8 +40,8 @@ ALL = "all"
 """Name of the capture of a whole prompt and of what is generated behind it, which becomes no span as it is."""
 DRAFTED = ("drafter.k", "drafter.v")
 """Names of the draft model's KV among the tensors of a capture."""
-SUMS = "attention"
-"""Name of `Transfer.sums` among them; each rank's are the mean over its heads, as many as on the others."""
+SUMS, SLOTS = "attention", "slots"
+"""Names of `Transfer.sums` among them (each rank's are the mean over its heads, as many as on the others), and of slots."""
 _RESERVED = "r"
 _HANDLE = re.compile(_RESERVED + "?[0-9a-f]{32}")
 
@@ -257,6 +258,10 @@ class Transport(ABC):
     def remove(self, handle: str) -> None:
         """Remove a transfer."""
 
+    def select(self, origin: SpanOrigin | None, selection: Selection) -> SpanKV | None:
+        """Return a span of what is selected of a capture, without its KV, if all workers keep a copy of that; else None."""
+        return None
+
     @abstractmethod
     def __len__(self) -> int:
         """Number of transfers that have not been removed."""
@@ -434,6 +439,13 @@ class Endpoint(ABC):
 
     def flush(self, most: int = 0) -> None:  # noqa: B027  # in one process callers wait for their own
         """Wait until ``most`` of the reads of `save` are not written yet."""
+
+
+def blank_span(kv: KVSpec, positions: torch.Tensor, start: int, device: str = "meta", **rest: Any) -> SpanKV:
+    """Return a span without numbers, whose KV lies elsewhere or which has no tokens."""
+    shape, dtype = (kv.layers, positions.shape[1], kv.heads), getattr(torch, kv.dtype)
+    k, v = (torch.empty(*shape, width, dtype=dtype, device=device) for width in (kv.k_dim, kv.v_dim))
+    return SpanKV(k, v, positions, start, **rest)
 
 
 def state_bytes(parts: Iterable[SpanSlice | Segment]) -> int:

@@ -29,7 +29,8 @@ from ctxwin.store.fp8 import unpack_fp8
 from ctxwin.store.lru import LRUCache
 from ctxwin_vllm.lifecycle import watchdog
 from ctxwin_vllm.lifecycle.folders import read_json, sum_of, write_file, write_json
-from ctxwin_vllm.transport.base import ALL, Endpoint, RequestMeta, SaveSpec, is_handle, overlaps
+from ctxwin_vllm.resident import Selection
+from ctxwin_vllm.transport.base import SLOTS, SUMS, Endpoint, RequestMeta, SaveSpec, blank_span, is_handle, overlaps
 from ctxwin_vllm.transport.shared_memory import check_room, sum_of_tensors
 
 LIVE_BYTES = 2 << 30
@@ -157,8 +158,7 @@ class SharedMemoryEndpoint(Endpoint):
             hosts = {key: tensor.to("cpu").contiguous() for key, tensor in hosts.items()}
             pieces = codec.tensor_pieces(hosts, {"sum": sum_of_tensors(hosts)})
             check_room(self.path, sum(map(len, pieces)))
-            if name != ALL:
-                self._keep(handle, f"kept-{handle}-{name}.{self.rank}", tensors["k"], tensors["v"])
+            self._keep(handle, f"kept-{handle}-{name}.{self.rank}", tensors["k"], tensors["v"])
             self._report(handle, f"out-{handle}-{name}.{self.rank}", *pieces)
 
     def _keep(self, handle: str, file: str, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -222,16 +222,18 @@ class SharedMemoryEndpoint(Endpoint):
         return record
 
     def _span(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> SpanKV:
-        tensors, kv, copy = unpack_fp8(tensors, meta), self.kv, meta.get("copy")
+        tensors, copy = unpack_fp8(tensors, meta), meta.get("copy")
         origin = self._kept.get(f"{copy}.{self.rank}") if copy else SpanOrigin()
+        if origin is not None and SLOTS in tensors:
+            assert self.paged is not None
+            origin = self.paged.select(origin, Selection(tensors[SLOTS], meta["merged"], tensors.get(SUMS)))
         if origin is None:
             raise LookupError("the copy of a span on the device has given way to others")
+        start, rest = int(meta["start"]), {"outputs": outputs_in(tensors), "states": states_in(tensors)}
         if copy:
-            shape = kv.layers, tensors["positions"].shape[1], kv.heads
-            empty = partial(torch.empty, dtype=getattr(torch, kv.dtype), device="meta")
-            tensors |= {"k": empty(*shape, kv.k_dim), "v": empty(*shape, kv.v_dim)}
-        rest = int(meta["start"]), outputs_in(tensors), states_in(tensors)
-        span = SpanKV(tensors["k"], tensors["v"], tensors["positions"], *rest)
+            span = blank_span(self.kv, tensors["positions"], start, "meta", **rest)
+        else:
+            span = SpanKV(tensors["k"], tensors["v"], tensors["positions"], start, **rest)
         object.__setattr__(span, "origin", origin)
         return span
 

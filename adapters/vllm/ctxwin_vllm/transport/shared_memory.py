@@ -56,13 +56,16 @@ from ctxwin.store import codec
 from ctxwin_vllm.lifecycle import folders, watchdog
 from ctxwin_vllm.lifecycle.folders import read_json, sum_of, write_file, write_json
 from ctxwin_vllm.ranks import gather, gather_stages
+from ctxwin_vllm.resident import Selection
 from ctxwin_vllm.transport import embeddings
 from ctxwin_vllm.transport.base import (
     DRAFTED,
+    SLOTS,
     SUMS,
     RequestMeta,
     Transfer,
     Transport,
+    blank_span,
     is_reserved,
     new_handle,
     state_bytes,
@@ -122,6 +125,8 @@ class SharedMemoryTransport(Transport):
         self._transfers: dict[str, tuple[list[str], tuple[str, ...]]] = {}  # files and captures of running transfers
         self._named: dict[str, tuple[str, weakref.ref[Any]]] = {}  # file, and what it was written from, by kind and key
         self._copies = weakref.WeakKeyDictionary[SpanOrigin, str]()  # names of the workers' copies of captures
+        # What spans without KV take of which capture.
+        self._selections = weakref.WeakKeyDictionary[SpanOrigin, tuple[SpanOrigin, Selection]]()
         self._unreachable: deque[str] = deque()  # files that no later transfer can use; appended to at any time
         self._serial = itertools.count()
         self._bytes = 0
@@ -162,7 +167,9 @@ class SharedMemoryTransport(Transport):
             for i, segment in enumerate(transfer.loads):
                 entry: dict[str, Any] = {"tokens": segment.tokens, "start": segment.start, "patch": None, "basis": None}
                 entry["approximate"] = segment.approximate
-                for kind, key, source, encode in _contents(segment, self._copy_of(segment)):
+                assert segment.span is not None
+                origin, selection = self._selections.get(segment.span.origin, (segment.span.origin, None))
+                for kind, key, source, encode in _contents(segment, self._copy_of(origin), selection):
                     file_key = digest("transport", transfer.tenant, key) if key else f"{handle}-{i}"
                     name = self._lease(f"{kind}-{file_key}", source, encode, names)
                     entry[kind] = name, self._files[name][1]
@@ -197,8 +204,8 @@ class SharedMemoryTransport(Transport):
                 for name in self._transfers.get(handle, ((), ()))[0]:
                     if self._used[name] <= 1:
                         self._drop(name)
-            for segment in transfer.loads:
-                self._copy_of(segment, forget=True)
+            for origin in (segment.span.origin for segment in transfer.loads if segment.span is not None):
+                self._copy_of(self._selections.get(origin, (origin,))[0], forget=True)
         if transfer.error is not None:
             return
         transfer.loaded_tokens = transfer.planned_tokens
@@ -225,13 +232,19 @@ class SharedMemoryTransport(Transport):
         """Remove the folder. Idempotent."""
         self._remove()
 
-    def _copy_of(self, segment: Segment, forget: bool = False) -> str:
+    def select(self, origin: SpanOrigin | None, selection: Selection) -> SpanKV | None:
+        if origin is None or not self._copy_of(origin):
+            return None
+        span = blank_span(self.kv, torch.arange(len(selection.slots)).repeat(3, 1), 0)
+        self._selections[span.origin] = origin, selection
+        return span
+
+    def _copy_of(self, origin: SpanOrigin, forget: bool = False) -> str:
         """Return the name of the copies of a span that all workers keep; "" where one has none, or to ``forget`` them."""
-        assert segment.span is not None
-        files = self._by_rank(copy := self._copies.get(segment.span.origin, ""))
+        files = self._by_rank(copy := self._copies.get(origin, ""))
         if copy and (forget or not all(os.access(f"{self.path}/{file}", os.F_OK) for file in files)):
             self._unreachable.extend(files)
-            copy = self._copies[segment.span.origin] = ""
+            copy = self._copies[origin] = ""
         return copy
 
     def _by_rank(self, copy: str) -> list[str]:
@@ -346,11 +359,13 @@ def _append(names: deque[str], name: str, _: object) -> None:
     names.append(name)  # not under the lock: a source may end in a thread that holds it
 
 
-def _contents(segment: Segment, copy: str) -> Iterator[tuple[str, str, Any, Callable[[], bytes]]]:
+def _contents(
+    segment: Segment, copy: str, selection: Selection | None
+) -> Iterator[tuple[str, str, Any, Callable[[], bytes]]]:
     """Yield the files of a segment: kind, stable key, the object that identifies the content, its encoder (`encode_span`)."""
     span, key = segment.span, segment.span_key
     assert span is not None
-    yield "span", f"{key} in {copy}" if key and copy else key, span.origin, partial(encode_span, span, copy)
+    yield "span", f"{key} in {copy}" if key and copy else key, span.origin, partial(encode_span, span, copy, selection)
     if segment.patch is not None:
         patch, basis = segment.patch, segment.patch.basis
         yield "patch", segment.key, patch.left, lambda: _encoded("patch", patch)
@@ -358,13 +373,21 @@ def _contents(segment: Segment, copy: str) -> Iterator[tuple[str, str, Any, Call
             yield "basis", basis.id, basis.right, lambda: _encoded("basis", basis)
 
 
-def encode_span(span: SpanKV, copy: str = "") -> bytes:
-    """Return a span as the store frames it, or as it was read; without KV of which workers keep a ``copy``, but its name."""
+def encode_span(span: SpanKV, copy: str = "", selection: Selection | None = None) -> bytes:
+    """Return a span as the store frames it, or as it was read; without KV of which workers keep a ``copy``, but its name.
+
+    Raises FileNotFoundError for what is selected of a copy that is gone.
+    """
+    if span.k.is_meta and not copy:
+        raise FileNotFoundError("the copy of a prompt has given way to others")
     if span.blob is not None and not copy:
         return span.blob
-    tensors = {} if copy else {"k": span.k, "v": span.v}
+    tensors, meta = {} if copy else {"k": span.k, "v": span.v}, {"start": span.start, "copy": copy}
     tensors |= {"positions": span.positions, **outputs_named(span.outputs), **named(span.states)}
-    return codec.encode_tensors(tensors, {"start": span.start, "copy": copy}, checked=False)
+    if selection is not None:
+        tensors |= {SLOTS: selection.slots} | ({} if selection.sums is None else {SUMS: selection.sums})
+        meta["merged"] = selection.merged
+    return codec.encode_tensors(tensors, meta, checked=False)
 
 
 def _encoded(kind: str, record: Patch | SharedBasis) -> bytes:
