@@ -207,7 +207,7 @@ class State(BaseModel):
     @property
     def system_prompt_key(self) -> str:
         """Provenance of the system prompt itself."""
-        return _digest("system_prompt", self.engine, self.system_prompt)
+        return system_prompt_provenance(self.engine, self.system_prompt)
 
     @property
     def neutral_key(self) -> str:
@@ -275,6 +275,11 @@ ANYTHING = "*"
 def content_name(chunk_id: str) -> str:
     """Return a record's name of a chunk that its KV absorbed. Chunks that share a name are forgotten together."""
     return chunk_id[:16]
+
+
+def system_prompt_provenance(engine: str, system_prompt: str) -> str:
+    """Return the provenance of a system prompt on an engine, by its identity."""
+    return _digest("system_prompt", engine, system_prompt)
 
 
 def provenance_of(chain: str, chunk_id: str) -> str:

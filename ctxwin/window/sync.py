@@ -82,7 +82,11 @@ def sync_steps(
             state, _ = edits.recall(state, returning(state, ids[0]), edit.at)
         else:
             entry = place(state, target[edit.at])
-            state, ids = edits.insert(state, entry, edit.at).edited(arrivals=state.arrivals + 1), (entry.id,)
+            if edit.at == len(state.placed):
+                state = edits.append(state, entry)
+            else:
+                state = edits.insert(state, entry, edit.at).edited(arrivals=state.arrivals + 1)
+            ids = (entry.id,)
         steps.append((state, edit, ids))
     return steps
 

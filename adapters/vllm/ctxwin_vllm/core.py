@@ -279,15 +279,11 @@ class Core:
             self.inputs.close()
             self.transport.close()
 
-    def check(
-        self, layout: Sequence[Segment], tail: Sequence[Encoded], sampling: Sampling, rendered: np.ndarray | None = None
-    ) -> int:
+    def check(self, layout: Sequence[Segment], tail: Sequence[Encoded], sampling: Sampling) -> int:
         """Validate a request before it is submitted; return the position that its first token is shifted by.
 
         Positions within a prompt are vLLM's, so the segments must stand where vLLM puts them. Only the whole prompt may
-        be shifted: attention sees differences of positions.
-
-        ``tail`` is the query, where there is one; ``rendered``: vLLM's positions of just these tokens, where they are known.
+        be shifted: attention sees differences of positions. ``tail`` is the query, where there is one.
 
         Raises:
             ValueError, EngineFailed, UnsupportedModel: a request that vLLM would answer wrongly, or that would end it.
@@ -328,7 +324,7 @@ class Core:
                 f"positions must be in [0, {limit}), the answer's included, got up to {last}; drop chunks, or give videos "
                 "a rate and a length that the model was made for"
             )
-        if not np.array_equal(positions, self.inputs.positions(ids, media)[0] if rendered is None else rendered):
+        if not np.array_equal(positions, self.inputs.positions(ids, media)[0]):
             raise UnsupportedModel(
                 f"{self.model} places a chunk by what precedes it; no KV of chunks fits another place"
             )

@@ -349,7 +349,7 @@ class RenderedRequest(Engine):
             raise NotAWindow("a chunk is merged, but the request's own prompt has all of its tokens")
         self._check_awaited()
         engine, ask, generation = self._engine, Ask(None, Sampling(max_tokens=1), salt, builder=self), Generation()
-        base = engine.core.check(layout, (), ask.sampling, self._positions)
+        base = layout[0].start if self._handle else engine.core.check(layout, (), ask.sampling)
         segments, namespace, _ = engine.asks.fill_layout(generation, layout, base, ask)
         captures = [i for i, segment in enumerate(segments) if segment.capture and segment.span is None]
         transfer = engine.asks.transfer(segments, base, ask, captures, namespace)
@@ -368,6 +368,8 @@ class RenderedRequest(Engine):
         """
         core, transfer = self._engine.core, submitted.transfer
         try:
+            if finished and self._handle:  # nobody waits for it here
+                core.check(submitted.segments, (), Sampling(max_tokens=1))
             core.transport.collect(submitted.handle, transfer, finished)
         finally:
             core.transport.remove(submitted.handle)
@@ -419,18 +421,19 @@ class RenderedRequest(Engine):
 
     def _segments(self, cuts: Sequence[int], known: int) -> Iterator[tuple[Chunk, Encoded]]:
         """Yield the segments behind the first ones, which are ``known``."""
-        prompt, spans = self._rendered, self._rendered.spans
-        self._positions, end = self._engine.core.inputs.positions(prompt.ids, spans)
-        starts = [*self._positions[:, cuts[known:-1]].min(axis=0).tolist(), end]
-        ahead = deque(span for span in spans if span.offset >= cuts[known])
-        for (begin, stop), (start, next_start) in zip(pairwise(cuts[known:]), pairwise(starts), strict=True):
-            ids, media = prompt.ids[begin:stop], list[MediaSpan]()
+        first, prompt = cuts[known], self._rendered
+        cuts, rest = [cut - first for cut in cuts[known:]], prompt.ids[first:]
+        ahead = deque(replace(span, offset=span.offset - first) for span in prompt.spans if span.offset >= first)
+        positions, end = self._engine.core.inputs.positions(rest, ahead)
+        starts = [*positions[:, cuts[:-1]].min(axis=0).tolist(), end]
+        for (begin, stop), (start, next_start) in zip(pairwise(cuts), pairwise(starts), strict=True):
+            ids, media = rest[begin:stop], list[MediaSpan]()
             while ahead and ahead[0].offset < stop:
                 media.append(replace(ahead[0], offset=ahead[0].offset - begin))
                 ahead.popleft()
             pictures = tuple((self._media[span.key].picture.content(), span.grid_thw) for span in media)
             chunk = _segment_chunk(self._engine.tenant, array("I", ids).tobytes(), pictures)
-            local = self._positions[:, begin:stop] - start
+            local = positions[:, begin:stop] - start
             yield chunk, Encoded(chunk.id, ids, local, next_start - start, tuple(media))
 
 

@@ -115,6 +115,13 @@ def test_a_turn_cuts_hashes_and_looks_up_as_much_however_long_its_chat_is(
     counting(rendered, "_segment_chunk")
     counting(lanes, "_admissible")
     counting(type(engine.repo), "contains")
+    positions = type(engine.core.inputs).positions
+
+    def counted_positions(self: Any, token_ids: Any, media: Any) -> Any:
+        counts["positions"] += len(token_ids)
+        return positions(self, token_ids, media)
+
+    monkeypatch.setattr(type(engine.core.inputs), "positions", counted_positions)
     engine.core.driver.reset_prefix_cache()
     chat, turns = Chat(engine), list[Counter[str]]()
     prepare = chat.prepare

@@ -30,7 +30,7 @@ from ctxwin.window.choice import ServedMemo
 from ctxwin.window.continuation import Continuation
 from ctxwin.window.layout import Layout, Work
 from ctxwin.window.placement import initial_state, placement
-from ctxwin.window.state import FORMAT, Placed, State
+from ctxwin.window.state import FORMAT, Placed, State, system_prompt_provenance
 from ctxwin.window.sync import sync_steps
 from ctxwin_chats.prediction import common_prefix
 from ctxwin_chats.records import Record, Records
@@ -228,10 +228,8 @@ class Conversations(Records[Conversation]):
         self, engine: RenderedRequest, name: str, fidelity: Fidelity, shelf: str, patient: bool
     ) -> tuple[Conversation, State, Mapping[str, int]]:
         """Return the conversation of a prompt, its state with exactly the prompt's segments placed, and the edits by kind."""
-        opened = initial_state(engine, engine.system_prompt.id, engine.spec.max_tokens, fidelity)
-        opened = opened.replace(engine=engine.identity)
         with self._update_lock:
-            conversation = self._continued(engine, opened, name, patient)
+            conversation = self._continued(engine, fidelity, name, patient)
             state, edits = conversation.state, Counter[str]()
             place = partial(placement, engine, seed=conversation.seed)
             # Exact KV is found by its provenance; any other counts as moved: `without_transient`.
@@ -245,19 +243,21 @@ class Conversations(Records[Conversation]):
             self.keep(conversation, conversation)
         return conversation, state, edits
 
-    def _continued(self, engine: RenderedRequest, opened: State, name: str, patient: bool) -> Conversation:
+    def _continued(self, engine: RenderedRequest, fidelity: Fidelity, name: str, patient: bool) -> Conversation:
         """Return the conversation that shares the most with a prompt, or a branch of it where that is less than half of it.
 
         A new one where none shares anything.
         """
-        ids, key = [chunk.id for chunk in engine.chunks], digest("conversation", name, opened.system_prompt_key)
+        ids, prompt = [chunk.id for chunk in engine.chunks], engine.system_prompt.id
+        key = digest("conversation", name, system_prompt_provenance(engine.identity, prompt))
         candidates = [(common_prefix(c.state.placed, ids, _CHUNK_ID), c) for c in reversed(self.find(key))]
         longest, best, most = max((shared for shared, _ in candidates), default=0), None, 0
         for shared, candidate in candidates:  # among equals the most recently used wins
             if shared == longest and (tokens := _shared_tokens(candidate.state.placed, ids)) > most:
                 best, most = candidate, tokens
         if best is None:
-            return Conversation(key=key, name=name, size=0, state=opened, seed=_new_seed(opened.system_prompt_key))
+            state = initial_state(engine, prompt, engine.spec.max_tokens, fidelity).replace(engine=engine.identity)
+            return Conversation(key=key, name=name, size=0, state=state, seed=_new_seed(state.system_prompt_key))
         if patient and best.write_backs:
             raise WriteBackPending([*best.write_backs])
         if 2 * most >= sum(entry.tokens for entry in best.state.placed):
