@@ -75,7 +75,12 @@ class Order:
         """
         with _growing:
             size, begin = len(self.ids), self.places.get(ids[0], -1)
-            if not version and not self.repeats and begin >= 0 and self.ids[begin : begin + len(ids)] == ids:
+            known = self.ids[begin : begin + len(ids)]
+            new = ids[len(known) :]
+            has_grown = not new or (size + len(new) <= 2 * len(ids) + _SPARE and self.places.keys().isdisjoint(new))
+            if not version and not self.repeats and begin >= 0 and has_grown and known + new == ids:
+                self.places.update(zip(new, count(size), strict=False))
+                self.ids += new
                 return Antecedents(self, begin, begin + len(ids), len(ids))
             places = np.array([*map(self.places.get, ids, repeat(size))])
             shared = int(np.count_nonzero(places < size))

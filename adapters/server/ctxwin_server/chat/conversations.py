@@ -164,14 +164,11 @@ class Conversations(Records[Conversation]):
         layout = newest.without_transient(assembly.build_layout(state, fidelity, work), state, engine)
         conversation.newest.broken_at, last = newest.broken_at, layout.segments[-1]
         end = layout.end(state).computed(engine.query_chunk.id, "computed")
-        start = state.system_prompt_advance + sum(p.advance for p in state.placed)
+        start, lanes = last.start + last.encoded.advance, Counter[str](layout.lanes)
         query = Segment(engine.query, start, capture=last.capture or last.available, span_key=end.span)
         submitted = engine.submit([*layout.segments, query], layout.salt)
-        lanes: Counter[str] = Counter()
         is_resident = layout.segments[0].available and not work.system_prompt
         lanes["resident" if is_resident else "computed"] += state.system_prompt_tokens
-        for choice in layout.choices:
-            lanes[choice.lane] += choice.entry.tokens
         lanes["computed"] += engine.query.tokens
         return Turn(conversation, engine, fidelity, state, layout, submitted, work, dict(lanes), edits)
 
@@ -253,14 +250,16 @@ class Conversations(Records[Conversation]):
         candidates = [(common_prefix(c.state.placed, ids, _CHUNK_ID), c) for c in reversed(self.find(key))]
         longest, best, most = max((shared for shared, _ in candidates), default=0), None, 0
         for shared, candidate in candidates:  # among equals the most recently used wins
-            if shared == longest and (tokens := _shared_tokens(candidate.state.placed, ids)) > most:
+            placed = candidate.state.placed
+            whole = shared == len(placed)  # as of a chat that grows
+            if shared == longest and (tokens := placed.tokens if whole else _shared_tokens(placed, ids)) > most:
                 best, most = candidate, tokens
         if best is None:
             state = initial_state(engine, prompt, engine.spec.max_tokens, fidelity).replace(engine=engine.identity)
             return Conversation(key=key, name=name, size=0, state=state, seed=_new_seed(state.system_prompt_key))
         if patient and best.write_backs:
             raise WriteBackPending([*best.write_backs])
-        if 2 * most >= sum(entry.tokens for entry in best.state.placed):
+        if 2 * most >= best.state.placed.tokens:
             return best
         return Conversation(key=key, name=name, size=0, state=best.state, seed=_new_seed(best.seed))
 

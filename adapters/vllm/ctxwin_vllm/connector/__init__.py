@@ -53,7 +53,7 @@ class CtxwinConnector(SchedulerHalf, WorkerHalf, KVConnectorBase_V1, SupportsHMA
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
-        source = self._kv_transfer_config.kv_connector_extra_config.get(PARAM, "")
+        source = str(self._kv_transfer_config.kv_connector_extra_config.get(PARAM, ""))  # no `Lifeline`, in every step
         self._source = source
         endpoint, block_size = connect(source), int(vllm_config.cache_config.block_size)
         self._groups = [list(group.layer_names) for group in kv_cache_config.kv_cache_groups]

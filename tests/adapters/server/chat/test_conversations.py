@@ -375,6 +375,19 @@ def test_a_name_holds_few_conversations_and_pushes_out_no_other_name() -> None:
     assert chat.ask(["sys", "a1", "why?"], "quiet").conversation is kept.conversation
 
 
+def test_a_chat_that_grows_opens_no_state_and_shares_all_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat, parts, calls = Chat(), ["sys", "a1", "why?"], list[str]()
+    chat.ask(parts)
+    for name in ("initial_state", "_shared_tokens"):
+        monkeypatch.setattr(conversations, name, lambda *_, name=name: calls.append(name))
+    for i in range(4):
+        parts = [*parts[:-1], f"b{i}", f"c{i}", "why?"]
+        turn = chat.ask(parts)
+        assert computed(turn) == len("b0c0why?") and turn.edits == {"insert": 2} and not calls
+        assert turn.lanes == {"resident": len("".join(parts[:-3])), "computed": len("b0c0why?")}
+    assert_exact(turn, parts)
+
+
 def test_a_request_that_failed_or_was_left_loses_nothing() -> None:
     chat = Chat()
     chat.ask(["sys", "a1", "why?"], "s")
