@@ -347,6 +347,8 @@ class RenderedRequest(Engine):
         """
         if any(segment.merged for segment in layout):
             raise NotAWindow("a chunk is merged, but the request's own prompt has all of its tokens")
+        if self._handle and (salt or any(segment.span is not None and segment.tokens for segment in layout)):
+            raise NotAWindow("its request has begun, and loads nothing")
         self._check_awaited()
         engine, ask, generation = self._engine, Ask(None, Sampling(max_tokens=1), salt, builder=self), Generation()
         base = layout[0].start if self._handle else engine.core.check(layout, (), ask.sampling)
@@ -356,8 +358,6 @@ class RenderedRequest(Engine):
         engine_input = dict(self._rendered.engine_input)
         if namespace.salt:
             engine_input["cache_salt"], self._block_names = self._salt(namespace), []
-        if self._handle and (transfer.loads or namespace.salt):
-            raise NotAWindow("its request has begun, and loads nothing")
         handle = engine.core.transport.add(transfer, self._handle)
         return SubmittedRequest(engine_input, handle, transfer, segments, captures, generation, self.costs)
 

@@ -11,7 +11,7 @@ from ctxwin.engines.encoding import segmentation
 from ctxwin.window import lanes
 from ctxwin_server.chat.conversations import Conversations
 from ctxwin_vllm import rendered
-from ctxwin_vllm.rendered import Pictures, RenderedRequest
+from ctxwin_vllm.rendered import NotAWindow, Pictures, RenderedRequest
 from ctxwin_vllm.requests import _next
 from ctxwin_vllm.transport import PARAM
 
@@ -81,6 +81,22 @@ def test_what_a_window_that_is_updated_behind_the_answer_has_stored_serves_the_n
     assert turn.submitted.transfer.loaded_tokens == sum(entry.tokens for entry in turn.state.placed[:-1]) + (
         turn.state.system_prompt_tokens
     )
+
+
+def test_a_turn_that_has_begun_computes_nothing_in_front_of_kv_that_it_cannot_load(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.core.driver.reset_prefix_cache()
+    chat = Chat(engine)
+    for i in range(4):
+        turn = chat.ask(f"See {i}: what is there?", behind=i > 0)
+    lost = chat.conversations.find(turn.conversation.key)[-1].state.placed[1]
+    assert engine.repo.delete(lost.kv.span)
+    monkeypatch.setattr(type(engine.asks), "request", lambda *_, **__: pytest.fail("a forward runs"))
+    with pytest.raises(NotAWindow, match="has begun"):
+        chat.ask("And now?", behind=True)
+    for handle in [*engine.core.transport._awaited]:
+        engine.core.transport.remove(handle)
 
 
 def test_vllm_computes_a_short_turn_alone_while_the_window_is_updated(
