@@ -26,20 +26,6 @@ def test_limits_on_every_family(family: Bench) -> None:
         assert family.serve(group, "layers:0")[0].computed == group.context_tokens - group.places[0].tokens
 
 
-@pytest.mark.parametrize("arm", ["layers:0.34", "cacheblend:0.6", "lowrank-k:2"])
-def test_a_batch_is_its_items(bench: Bench, arm: str) -> None:
-    group = bench.tiny(count=3)
-    whole = bench.serve(group, arm)
-    assert bench.apart(group, arm) > 1e-7
-    assert bench.apart(group, arm, "blind") > 1e-12
-    for b, item in enumerate(group.items):
-        alone = bench.serve(bench.of([item]), arm)[0]
-        assert (alone.computed, alone.stored, alone.over) == (whole[b].computed, whole[b].stored, whole[b].over)
-        for x, y in zip(alone.spans, whole[b].spans, strict=True):
-            torch.testing.assert_close(x.k, y.k, atol=1e-4, rtol=0)
-            torch.testing.assert_close(x.v, y.v, atol=1e-4, rtol=0)
-
-
 def test_shallow_layers_are_blind_and_deep_ones_see_exact_layers_only_behind_them(family: Bench) -> None:
     """Reused layers hold the canonical; the first computed one differs from exact, as what enters it saw no context."""
     for group in family.any():
