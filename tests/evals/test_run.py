@@ -89,10 +89,11 @@ def test_requests_to_an_engine_give_the_figures_of_the_decoder(n: int, tasks: An
         "reprefill,blind,patched:1,patched:2@shared,orbit:2,survivor,removal:2,stale:2,update:2,prefix:trim,lowrank-k:2,"
         "mpic:5,first_k:2,cacheblend-oracle:0.3,merged:0.5"
     )
+    monkeypatch.setattr("ctxwin_evals.run.BASIS_ITEMS", 8)
     runs = {}
     with HFEngine(checkpoint_dir(), dtype="float32") as tiny:
         for name, inside in (("served", False), ("inside", None)):
-            runs[name] = Runner(tiny, Settings(basis_items=8), tmp_path / name, tasks, inside=inside)
+            runs[name] = Runner(tiny, Settings(), tmp_path / name, tasks, inside=inside)
             runs[name].run(plan_jobs(parse_arms(arms), tasks), n)
         same_figures(runs["inside"], runs["served"])
         assert {arm for _, arm, _ in runs["served"].samples.rows} == set(arms.split(","))

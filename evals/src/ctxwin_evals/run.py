@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 BLOCK = 5 * BATCH
 """Items share forwards within blocks of this many indices, so that a batch depends on no other item and no earlier run."""
+BASIS_ITEMS = 64
+"""Contexts that a shared basis is fitted on."""
 PATCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -40,14 +42,12 @@ class Settings:
     Attributes:
         system_prompt: system prompt of items that have none of their own.
         layout, layers, dtype: of the patches (see `form_patch`).
-        basis_items: contexts a shared basis is fitted on (layout ``shared`` only).
     """
 
     system_prompt: str = "You watch a camera."
     layout: Layout = "joint"
     layers: Layers = "all"
     dtype: str = "bfloat16"
-    basis_items: int = 64
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -60,11 +60,8 @@ class Settings:
 
     def config(self, engine: EncodingEngine) -> dict[str, Any]:
         """Return the content of ``config.json``; a run continues only under an equal one."""
-        plain = asdict(self)
-        if self.layout != "shared":
-            del plain["basis_items"]
         name, spec = model_name(engine.spec.model), engine.spec
-        return {"format": FORMAT, "name": name, "model": spec.identity, "kv": spec.kv.dtype, **plain}
+        return {"format": FORMAT, "name": name, "model": spec.identity, "kv": spec.kv.dtype, **asdict(self)}
 
 
 def model_name(model: str) -> str:
@@ -202,7 +199,7 @@ class Runner:
         """Contexts of their own seeds, to fit bases and weights on."""
         if not self._decoder.engine.spec.vision:
             raise ValueError("weights and shared bases are fitted on pictures: the model must see, got a text model")
-        for part in by_shape(fit_cases(0, self.settings.basis_items, TinyOptions().frames)):
+        for part in by_shape(fit_cases(0, BASIS_ITEMS, TinyOptions().frames)):
             patcher = Patcher(self._decoder.spec)
             yield self._measurer_type.groups(self._decoder, part, patcher, self.settings.system_prompt)
 
