@@ -25,11 +25,12 @@ from vllm.inputs.engine import tokens_input
 
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.tiny import checkpoint_dir
-from ctxwin_evals.console import Json, errors, new_table, show
+from ctxwin_evals.console import Json, new_table, show
 from ctxwin_evals.stats import bootstrap_median
 from ctxwin_vllm.engine import VLLMEngine
 
 from .chats import KEEP, LOG, History, chat_messages, connect, openai_asker, prefilled, screens, step
+from .command import errors
 from .overhead import PAUSE_S, SERVERS, Server, chat, running
 from .servers import running_server
 

@@ -45,9 +45,10 @@ from ctxwin.chunk import Chunk
 from ctxwin.tiny import world
 from ctxwin_chats.context_management import CLEARED
 from ctxwin_client import RemoteWindow, chunk_part, upload
-from ctxwin_evals.console import Json, errors, new_table, show
+from ctxwin_evals.console import Json, new_table, show
 from ctxwin_evals.stats import wilson
 
+from .command import errors
 from .servers import RANDOM, running_server
 
 WAYS: dict[str, dict[str, Any]] = {

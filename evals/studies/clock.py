@@ -33,10 +33,10 @@ from ctxwin.progress import progress
 from ctxwin.tiny.world import make_stream, questions_for, render
 from ctxwin.window.layout import Work
 from ctxwin.window.window import Window
-from ctxwin_evals.console import Json, Threads, errors, new_table, open_model, show
+from ctxwin_evals.console import Json, Threads, new_table, open_model, show
 from ctxwin_evals.stats import bootstrap_mean, share_interval, wilson
 
-from .command import Output, Seed, write_result
+from .command import Output, Seed, errors, write_result
 from .released_texts import MEN, OBJECTS, WOMEN, Texts
 
 EDITED = Fidelity("patched", survivors="refresh", edited_tokens=16)

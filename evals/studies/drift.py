@@ -30,7 +30,7 @@ from ctxwin_evals.stats import bootstrap_mean, share_interval
 from ctxwin_evals.tasks.drawn import TRAINED_FRAMES
 from ctxwin_evals.tasks.tiny import SPACE
 
-from .command import SYSTEM_PROMPT, Output, Seed, write_result
+from .command import SYSTEM_PROMPT, Output, Seed, errors, write_result
 from .scenes import isolated, scene_questions
 
 if TYPE_CHECKING:
@@ -297,7 +297,7 @@ def main(
     as_json: Json = False,
 ) -> None:
     """Slide a window along a stream: how far its answers drift from a re-prefill, with and without refresh."""
-    with console.errors():
+    with errors():
         points = tuple(sorted(set(console.numbers(slides))))
         settings = DriftSettings(streams, window, points, questions, refresh_every, seed, system_prompt)
         engine = console.open_model(model, dtype, device, threads)

@@ -30,10 +30,10 @@ from ctxwin.tiny.world import Frame, all_questions, make_item, make_stream, rend
 from ctxwin.tiny.world import Task as WorldTask
 from ctxwin.window.ask import kl
 from ctxwin.window.window import Window
-from ctxwin_evals.console import Json, errors, new_table, show
+from ctxwin_evals.console import Json, new_table, show
 from ctxwin_evals.stats import share_interval, wilson
 
-from .command import SYSTEM_PROMPT, Output, write_result
+from .command import SYSTEM_PROMPT, Output, errors, write_result
 from .scenes import isolated, scene_questions
 
 if TYPE_CHECKING:

@@ -20,11 +20,11 @@ from ctxwin.engines.base import Engine
 from ctxwin.engines.sampling import Sampling
 from ctxwin.engines.segments import Encoded, Segment, partial_ranges
 from ctxwin.kv.layout import SpanKV
-from ctxwin_evals.console import Json, errors, numbers, show
+from ctxwin_evals.console import Json, numbers, show
 from ctxwin_evals.stats import share_interval
 from ctxwin_evals.tasks.tiny import TinyOptions, TinyTask
 
-from .command import SYSTEM_PROMPT, Seed
+from .command import SYSTEM_PROMPT, Seed, errors
 
 SHARE = 0.15
 NAMES = ["prefix cache", "full reuse", "MPIC-8", "MPIC-16", "MPIC-32", "in a row"]

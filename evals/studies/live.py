@@ -22,10 +22,11 @@ from ctxwin.fidelity import Fidelity
 from ctxwin.media import png
 from ctxwin.tiny import world
 from ctxwin_client import LiveStream, RemoteWindow
-from ctxwin_evals.console import Json, errors, new_table, show
+from ctxwin_evals.console import Json, new_table, show
 
 from .chats import BY_HAND, connect, openai_asker
 from .chats import png as base64_png
+from .command import errors
 from .servers import running_server
 
 SYSTEM, EVERY = "You watch a camera.", 3

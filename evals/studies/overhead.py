@@ -24,13 +24,14 @@ from vllm import SamplingParams
 
 from ctxwin.fidelity import Fidelity
 from ctxwin.tiny import checkpoint_dir
-from ctxwin_evals.console import Json, errors, new_table, show
+from ctxwin_evals.console import Json, new_table, show
 from ctxwin_server.chat.conversations import Conversations, Turn
 from ctxwin_vllm.engine import VLLMEngine
 from ctxwin_vllm.rendered import Pictures, RenderedRequest
 from ctxwin_vllm.transport import PARAM
 
 from .chats import SYSTEM, median_interval, screens
+from .command import errors
 from .servers import running_module
 
 PAUSE_S, SPIN_S = 0.05, 1.5

@@ -32,7 +32,7 @@ from torch import Tensor
 from ctxwin.chunk import Chunk
 from ctxwin.progress import progress
 from ctxwin_evals.arms import BASES, Arm, Served, parse_arm
-from ctxwin_evals.console import Device, Json, Threads, errors, open_model, show
+from ctxwin_evals.console import Device, Json, Threads, open_model, show
 from ctxwin_evals.decoder import Decoder
 from ctxwin_evals.generation import forced_logits
 from ctxwin_evals.group import Group
@@ -41,7 +41,7 @@ from ctxwin_evals.samples import FORMAT, Sample, Samples, open_samples
 from ctxwin_evals.stats import bootstrap_mean, bootstrap_ratio, share_interval
 from tools.released_models import default_cache
 
-from .command import Seed
+from .command import Seed, errors
 from .released_texts import Context, Texts
 
 Job = tuple[Context, list[str]]

@@ -31,7 +31,7 @@ from ctxwin.progress import progress
 from ctxwin.tiny.world import make_stream
 from ctxwin.window.idle import prefiller_of
 from ctxwin.window.window import Window
-from ctxwin_evals.console import Json, Threads, errors, new_table, open_model, show
+from ctxwin_evals.console import Json, Threads, new_table, open_model, show
 from ctxwin_evals.decoder import Decoder
 from ctxwin_evals.generation import forced_logits
 from ctxwin_evals.stats import bootstrap_mean, share_interval
@@ -39,7 +39,7 @@ from ctxwin_evals.tasks.drawn import TRAINED_FRAMES
 from ctxwin_evals.tasks.tiny import render_frames
 
 from . import command, released_texts
-from .command import Output, Seed, write_result
+from .command import Output, Seed, errors, write_result
 from .released_texts import NEXT, Texts
 from .scenes import scene_questions
 

@@ -30,10 +30,10 @@ from openai import OpenAI
 from ctxwin.chunk import Chunk
 from ctxwin.tiny import world
 from ctxwin_client import RemoteWindow
-from ctxwin_evals.console import Json, errors, new_table, show
+from ctxwin_evals.console import Json, new_table, show
 
 from .chats import SYSTEM, png
-from .command import write_result
+from .command import errors, write_result
 from .servers import running_server
 
 PLATEAU = 0.01

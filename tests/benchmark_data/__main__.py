@@ -12,9 +12,11 @@ import typer
 if not __package__:  # started as a folder: its parent is where the package is found
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from ctxwin_evals.console import errors
+from ctxwin.cli.commands import Commands
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Small data sets in the layouts of the benchmarks.")
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, add_completion=False, help="Small data sets in the layouts of the benchmarks."
+)
 T = TypeVar("T", int, float)
 
 Out = Annotated[Path, typer.Option(help="Data folder; an existing one gets the files added or replaced.")]
@@ -36,9 +38,8 @@ def mm_niah(
     """Six tasks: documents with needles in text or pictures."""
     from benchmark_data import write_mm_niah
 
-    with errors():
-        rows = write_mm_niah(out, n, seed, split, _numbers(lengths, int), image_size)
-        _say(out, sum(len(r) for r in rows.values()))
+    rows = write_mm_niah(out, n, seed, split, _numbers(lengths, int), image_size)
+    _say(out, sum(len(r) for r in rows.values()))
 
 
 @app.command("video-mme")
@@ -52,8 +53,7 @@ def video_mme(
     """Videos of moving shapes, with subtitles and multiple-choice questions."""
     from benchmark_data import write_video_mme
 
-    with errors():
-        _say(out, len(write_video_mme(out, n, seed, _numbers(seconds, float), image_size)))
+    _say(out, len(write_video_mme(out, n, seed, _numbers(seconds, float), image_size)))
 
 
 @app.command("milebench")
@@ -67,9 +67,8 @@ def milebench(
     """Four temporal sets: rows of frames with multiple-choice questions."""
     from benchmark_data import write_milebench
 
-    with errors():
-        made = write_milebench(out, n, seed, steps, image_size)
-        _say(out, sum(len(part["data"]) for part in made.values()))
+    made = write_milebench(out, n, seed, steps, image_size)
+    _say(out, sum(len(part["data"]) for part in made.values()))
 
 
 @app.command("egoschema")
@@ -83,8 +82,7 @@ def egoschema(
     """Videos of moving shapes with five-way questions, every other one of the public subset."""
     from benchmark_data import write_egoschema
 
-    with errors():
-        _say(out, len(write_egoschema(out, n, seed, hub, image_size)))
+    _say(out, len(write_egoschema(out, n, seed, hub, image_size)))
 
 
 @app.command("musique")
@@ -92,8 +90,7 @@ def musique(out: Out, n: Annotated[int, typer.Option(help="Questions of each spl
     """Questions of two to four hops over twenty paragraphs."""
     from benchmark_data import write_musique
 
-    with errors():
-        _say(out, sum(map(len, write_musique(out, n, seed).values())))
+    _say(out, sum(map(len, write_musique(out, n, seed).values())))
 
 
 def _numbers(text: str, kind: Callable[[str], T]) -> list[T]:

@@ -10,10 +10,16 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from ctxwin.cli.commands import Commands
 from ctxwin.progress import progress, progress_line
 from ctxwin_evals.console import Config, preset
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(cls=Commands, add_completion=False)
+
+
+@app.callback()
+def commands() -> None:
+    """Commands of a test."""
 
 
 @app.command()
@@ -34,7 +40,7 @@ def written(tmp_path: Path) -> Path:
 
 
 def run(*args: object) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in args])
+    return CliRunner().invoke(app, ["measure", *map(str, args)])
 
 
 @pytest.mark.parametrize(

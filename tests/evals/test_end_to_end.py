@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmark_data import write_mm_niah, write_video_mme
+from ctxwin.cli.main import app
 from ctxwin.errors import BadMedia
 from ctxwin_evals.benchmarks import DataOptions, benchmark
-from ctxwin_evals.cli import app
 from ctxwin_evals.samples import read_samples
 from ctxwin_evals.tasks import open_task
 from ctxwin_evals.tasks.protocols import ProtocolTask
@@ -41,7 +41,7 @@ def test_benchmarks_run_from_files_to_a_report(family: str, data: Path, tmp_path
     ):
         out = tmp_path / name
         args = ["run", tasks, "--data", str(data / name), "--model", str(model), "--arms", ARMS, "--n", "1", *options]
-        made = CliRunner().invoke(app, [*args, "--output", str(out), "--json"])
+        made = CliRunner().invoke(app, ["eval", *args, "--output", str(out), "--json"])
         assert made.exit_code == 0, made.output
         for task in tasks.split(","):
             cells = {arm: found[task] for arm, found in json.loads(made.stdout)["arms"].items()}
@@ -55,7 +55,7 @@ def test_benchmarks_run_from_files_to_a_report(family: str, data: Path, tmp_path
         folders.append(str(out))
     frames = next(row.meta["frame_indices"] for row in rows)
     assert len(frames) == 2
-    made = CliRunner().invoke(app, ["report", *folders, "--output", str(tmp_path / "report")])
+    made = CliRunner().invoke(app, ["eval", "report", *folders, "--output", str(tmp_path / "report")])
     assert made.exit_code == 0, made.output
     page = (tmp_path / "report" / "report.html").read_text()
     assert "mm-niah/retrieval-image" in page and "video-mme" in page
@@ -69,7 +69,7 @@ def test_the_first_items_are_those_whose_media_are_there(model_dir: Path, tmp_pa
     args = ["run", tasks, "--data", str(tmp_path / "data"), "--model", str(model_dir), "--skip-missing", "--json"]
     args += ["--arms", "reprefill,blind", "--output", str(tmp_path / "run"), "--video-frames", "2"]
     for n in (2, 3):  # the longer run finds the items of the shorter one as they were
-        made = CliRunner().invoke(app, [*args, "--n", str(n)])
+        made = CliRunner().invoke(app, ["eval", *args, "--n", str(n)])
         assert made.exit_code == 0, made.output
         result = json.loads(made.stdout)
         arms = result["arms"]
@@ -92,7 +92,7 @@ def test_items_whose_media_cannot_be_read_are_left_out(model_dir: Path, tmp_path
     args = ["run", "video-mme", "--data", str(tmp_path / "data"), "--model", str(model_dir), "--n", "0"]
     args += ["--arms", "reprefill,blind", "--video-frames", "2", "--subtitles", "--output", out, "--json"]
     for unreadable in (sum(item.cluster in (items[0].cluster, items[-1].cluster) for item in items), 0):
-        made = CliRunner().invoke(app, args)
+        made = CliRunner().invoke(app, ["eval", *args])
         assert made.exit_code == 0, made.output
         result = json.loads(made.stdout)
         assert result["left_out"]["video-mme"] == {"unreadable": unreadable, "missing": 0}
@@ -101,7 +101,7 @@ def test_items_whose_media_cannot_be_read_are_left_out(model_dir: Path, tmp_path
         subtitles.write_bytes(subtitles.read_bytes().rstrip(b"\xe9"))
     for video in broken.parent.iterdir():
         video.write_bytes(b"no video")
-    made = CliRunner().invoke(app, [*args[:-2], str(tmp_path / "none"), "--json"])
+    made = CliRunner().invoke(app, ["eval", *args[:-2], str(tmp_path / "none"), "--json"])
     assert made.exit_code == 2 and "must be decodable by OpenCV" in made.output
     recalled = open_task("recall@0.5:video-mme", data=DataOptions(data=str(tmp_path / "data")))
     assert isinstance(recalled, ProtocolTask)
@@ -134,7 +134,7 @@ def test_both_engines_give_one_table(task: str, options: tuple[str, ...], data: 
     args = ["run", ",".join(arms), "--data", str(data / task.partition("/")[0]), "--model", str(model), "--n", "2"]
     for engine in ("hf", "vllm"):
         out = ["--engine", engine, "--arms", names, "--output", str(tmp_path / engine), "--json"]
-        made = CliRunner().invoke(app, [*args, *options, *out])
+        made = CliRunner().invoke(app, ["eval", *args, *options, *out])
         assert made.exit_code == 0, made.output
         found[engine] = json.loads(made.stdout)["arms"]
         rows = read_samples(tmp_path / engine).rows

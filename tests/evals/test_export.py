@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from ctxwin.cli.main import app
 from ctxwin_evals.benchmarks.milebench import process
-from ctxwin_evals.cli import app
 from ctxwin_evals.samples import Sample, open_samples
 
 NIAH = {"question": "How many?", "context_length": 1200, "placed_depth": [0.2, 0.5], "split": "val"}
@@ -59,7 +59,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def exported(run: Path, output: Path, arm: str = "blind") -> dict[str, Path]:
-    result = CliRunner().invoke(app, ["export", str(run), "--arm", arm, "--output", str(output), "--json"])
+    result = CliRunner().invoke(app, ["eval", "export", str(run), "--arm", arm, "--output", str(output), "--json"])
     assert result.exit_code == 0, result.output
     return {task: Path(path) for task, path in json.loads(result.stdout)["files"].items()}
 
@@ -119,17 +119,18 @@ def test_others_files(run: Path, tmp_path: Path) -> None:
 
 
 def test_the_models_own_answers_are_exported_by_default(run: Path) -> None:
-    assert CliRunner().invoke(app, ["export", str(run)]).exit_code == 0
+    assert CliRunner().invoke(app, ["eval", "export", str(run)]).exit_code == 0
     lines = json_lines(run / "mm-niah" / "Qwen_VL_reprefill_counting-text-val.jsonl")
     assert [line["response"] for line in lines] == ["[1, 2]"], "of the second item nobody asked the model"
 
 
 def test_what_cannot_be_exported_says_so(run: Path, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["export", str(run), "--arm", "nobody"])
+    result = CliRunner().invoke(app, ["eval", "export", str(run), "--arm", "nobody"])
     assert result.exit_code == 2
     assert "arm must be one of reprefill, blind, patched:8; got 'nobody'" in result.output
     with open_samples(tmp_path / "other", {"format": 3, "model": "m"}) as samples:
         samples.add([sample("tiny/multi_hop", "blind", 0, "red", "red", {})])
     assert (
-        "must hold answers to a benchmark's data" in CliRunner().invoke(app, ["export", str(tmp_path / "other")]).output
+        "must hold answers to a benchmark's data"
+        in CliRunner().invoke(app, ["eval", "export", str(tmp_path / "other")]).output
     )

@@ -13,7 +13,7 @@ import pytest
 from openai import OpenAI
 from typer.testing import CliRunner
 
-from ctxwin_evals.cli import app
+from ctxwin.cli.main import app
 from ctxwin_evals.judge import DIMENSIONS, FILE, Judge, judged
 from ctxwin_evals.samples import open_samples, read_samples
 from eval_rows import CONFIG, row
@@ -110,17 +110,17 @@ def test_arms_are_rated_and_equal_texts_asked_once(server: Server, run: Path) ->
 def test_the_command_goes_on_where_it_was_stopped(server: Server, run: Path) -> None:
     command = ["judge", str(run), "--model", "a-judge", "--url", server.url, "--json"]
     server.fail_after = 3
-    stopped = CliRunner().invoke(app, command)
+    stopped = CliRunner().invoke(app, ["eval", *command])
     assert stopped.exit_code == 2 and "answers are kept" in stopped.output
     assert len((run / FILE).read_text().splitlines()) == 3
     with (run / FILE).open("a") as file:
         file.write('{"judge": "a-ju')  # a writer that was killed
     server.fail_after, before = None, len(server.asked)
-    made = CliRunner().invoke(app, command)
+    made = CliRunner().invoke(app, ["eval", *command])
     assert made.exit_code == 0, made.output
     assert len(server.asked) == before + 4
     assert [r["n"] for r in json.loads(made.stdout)["rows"]] == [2, 4]
-    shown = CliRunner().invoke(app, command[:-1])
+    shown = CliRunner().invoke(app, ["eval", *command[:-1]])
     assert "judged by a-judge" in shown.output and "8.00" in shown.output
 
 
@@ -137,7 +137,7 @@ def test_replies_are_kept_whatever_their_letters(server: Server, run: Path) -> N
 def test_a_run_without_texts_is_refused(server: Server, tmp_path: Path) -> None:
     with open_samples(tmp_path / "run", CONFIG) as samples:
         samples.add([row("blind", 0, target={"answer": "A"})])
-    made = CliRunner().invoke(app, ["judge", str(tmp_path / "run"), "--model", "m", "--url", server.url])
+    made = CliRunner().invoke(app, ["eval", "judge", str(tmp_path / "run"), "--model", "m", "--url", server.url])
     assert made.exit_code == 2 and "a text as reference" in made.output and not server.asked
 
 
@@ -164,7 +164,7 @@ def test_mmdus_dimensions_are_all_marked_or_none(server: Server, run: Path) -> N
         assert patched["ci95"][0] <= patched["overall"] <= patched["ci95"][1]
         assert len(server.asked) == 7
     shown = CliRunner().invoke(
-        app, ["judge", str(run), "--model", "a-judge", "--url", server.url, "--by", "dimensions"]
+        app, ["eval", "judge", str(run), "--model", "a-judge", "--url", server.url, "--by", "dimensions"]
     )
     assert shown.exit_code == 0 and "image" in shown.output and len(server.asked) == 7
 
@@ -196,8 +196,10 @@ def test_a_win_is_preferred_in_both_orders(
 
 def test_a_comparison_without_a_verdict_is_unrated(server: Server, run: Path) -> None:
     server.say = lambda prompt: "Both are fine."
-    made = CliRunner().invoke(app, ["judge", str(run), "--model", "m", "--url", server.url, "--by", "wins", "--json"])
+    made = CliRunner().invoke(
+        app, ["eval", "judge", str(run), "--model", "m", "--url", server.url, "--by", "wins", "--json"]
+    )
     blind, patched = json.loads(made.stdout)["rows"]
     assert (blind["n"], blind["unrated"], patched["n"], patched["unrated"]) == (1, 3, 3, 1) and patched["ties"] == 1
-    made = CliRunner().invoke(app, ["judge", str(run), "--model", "m", "--url", server.url, "--by", "taste"])
+    made = CliRunner().invoke(app, ["eval", "judge", str(run), "--model", "m", "--url", server.url, "--by", "taste"])
     assert made.exit_code == 2 and "must be one of rating, dimensions, wins" in made.output

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import system
-from ctxwin_evals.cli import app
+from ctxwin.cli.main import app
 from ctxwin_evals.report import Run, markdown, page, read_runs, rich_tables, write_report
 from ctxwin_evals.report.figures import pictures, render
 from ctxwin_evals.report.tables import arm_table, official_table
@@ -268,10 +268,10 @@ def test_the_command_prints_paths_as_they_are(tmp_path: Path) -> None:
     folder = tmp_path / "[bold]run[/]"
     with open_samples(folder, CONFIG) as samples:
         samples.add([row("blind", 0, task="tiny/multi_hop")])
-    made = CliRunner().invoke(app, ["report", str(folder)])
+    made = CliRunner().invoke(app, ["eval", "report", str(folder)])
     assert made.exit_code == 0, made.output
     assert f"wrote {folder / 'report.html'}" in made.stdout
-    made = CliRunner().invoke(app, ["score", str(folder)])
+    made = CliRunner().invoke(app, ["eval", "score", str(folder)])
     assert made.exit_code == 0 and "[bold]run[/]" in made.stdout
 
 

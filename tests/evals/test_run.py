@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from typer.testing import CliRunner
 
+from ctxwin.cli.main import app
 from ctxwin.tiny import checkpoint_dir
 from ctxwin_evals import console
 from ctxwin_evals.arms import parse_arms
-from ctxwin_evals.cli import app
 from ctxwin_evals.measure import BATCH, Measurer
 from ctxwin_evals.run import BLOCK, Runner, Settings, batches, plan_jobs
 from ctxwin_evals.tasks import open_task
@@ -81,7 +81,9 @@ def same_figures(ours: Runner, theirs: Runner) -> None:
     [(1, TASKS[1:]), pytest.param(2, TASKS, marks=[pytest.mark.slow, pytest.mark.guard])],
     ids=["few items", "more items"],
 )
-def test_requests_to_an_engine_give_the_figures_of_the_decoder(n: int, tasks: Any, tmp_path: Path) -> None:
+def test_requests_to_an_engine_give_the_figures_of_the_decoder(
+    n: int, tasks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on vLLM, which is not read inside: a re-prefill is a request, and what an arm serves is loaded from spans."""
     from ctxwin.engines.hf.engine import HFEngine
 
@@ -194,7 +196,7 @@ def test_a_task_without_items_among_the_first_is_named(engine: HFEngine, tmp_pat
 
 
 def invoke(*args: str) -> Any:
-    return CliRunner().invoke(app, [*args])
+    return CliRunner().invoke(app, ["eval", *args])
 
 
 @guard
@@ -309,15 +311,20 @@ def test_bad_input_is_one_line_and_exit_code_2(args: list[str], message: str, tm
     assert "Traceback" not in made.stderr
 
 
+def test_debug_shows_the_whole_error() -> None:
+    made = CliRunner().invoke(app, ["--debug", "eval", "score", "/no/such/run"])
+    assert isinstance(made.exception, ValueError) and made.stderr == ""
+
+
 @pytest.mark.parametrize("args", [["run", "tiny/order", "--n", "1"], ["probe"]])
 def test_without_the_extra_a_command_says_how_to_install_it(args: list[str]) -> None:
     """In a process of its own, whose imports find nothing of the extra."""
     hide = (
         "import sys\nfrom ctxwin.extras import EXTRA_OF\n"
         "sys.modules |= dict.fromkeys(m for m, extra in EXTRA_OF.items() if extra == 'evals')\n"
-        "from ctxwin_evals.cli import app\napp()"
+        "from ctxwin.cli.main import main\nmain()"
     )
-    made = subprocess.run([sys.executable, "-c", hide, *args], capture_output=True, text=True, timeout=120)
+    made = subprocess.run([sys.executable, "-c", hide, "eval", *args], capture_output=True, text=True, timeout=120)
     assert made.returncode == 2
     assert made.stderr.endswith("is not installed; run pip install 'ctxwin[evals]'\n")
     assert made.stderr.count("\n") == 1

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import typer
 from PIL import Image
 from typer.testing import CliRunner, Result
 
 from ctxwin import Chunk, Fidelity, Window
+from ctxwin.cli.main import app
 from ctxwin.kv.pooling import project
 from ctxwin.profiles import PROFILES_VARIABLE, decode_basis, encode_basis, model_digest
-from ctxwin_evals.cli import basis
 from ctxwin_evals.decoder import Reader
 from ctxwin_evals.items import Item
 from ctxwin_evals.patching import Patcher
@@ -43,9 +42,7 @@ def pictures(tmp_path: Path) -> Path:
 
 
 def invoke(*args: object) -> Result:
-    app = typer.Typer()
-    app.command()(basis)
-    return CliRunner().invoke(app, [str(a) for a in args])
+    return CliRunner().invoke(app, ["eval", "basis", *map(str, args)])
 
 
 def test_a_basis_holds_what_it_was_fitted_on(engine: HFEngine) -> None:

@@ -63,50 +63,49 @@ def run(
 
     An interrupted run is continued by the same command: samples that its folder holds are not computed again.
     """
-    with console.errors():
-        from ctxwin.files import check_writable
-        from ctxwin.hashing import digest
-        from ctxwin_evals.arms import parse_arms
-        from ctxwin_evals.benchmarks import DataOptions, DataTask
-        from ctxwin_evals.results import write_lm_eval
-        from ctxwin_evals.run import Runner, Settings, check_served, companions, plan_jobs
-        from ctxwin_evals.score import scores
-        from ctxwin_evals.tasks import expand, open_task
-        from ctxwin_evals.tasks.tiny import TinyOptions
+    from ctxwin.files import check_writable
+    from ctxwin.hashing import digest
+    from ctxwin_evals.arms import parse_arms
+    from ctxwin_evals.benchmarks import DataOptions, DataTask
+    from ctxwin_evals.results import write_lm_eval
+    from ctxwin_evals.run import Runner, Settings, check_served, companions, plan_jobs
+    from ctxwin_evals.score import scores
+    from ctxwin_evals.tasks import expand, open_task
+    from ctxwin_evals.tasks.tiny import TinyOptions
 
-        area, longest = max_pixels or None, max_tokens or None
-        data_options = DataOptions(
-            data or None, split, video_frames, frame_rule, area, as_video, subtitles, times, skip_missing, longest
-        )
-        tiny = TinyOptions(seed, _frames(frames), decoded)
-        opened = [open_task(name, tiny, data_options) for name in expand(tasks)]
-        if not n and any(task.endless for task in opened):
-            raise ValueError("n must be >= 1 for generated tasks, got 0")
-        chosen = parse_arms(arms)
-        if console.is_on_vllm(model, engine):
-            chosen = [arm for arm in chosen if arms != ALL_ARMS or not arm.inside]
-            check_served(chosen)
-        opened += [open_task(name, tiny) for name in companions(chosen, opened)]
-        jobs = plan_jobs(chosen, opened)
-        # Reads annotations, so that missing data shows before a model is opened.
-        total = sum(len(job.arms) * (n if job.task.endless else len(job.task.items(n or None))) for job in jobs)
-        settings = Settings(system_prompt, layout, layers)  # type: ignore[arg-type]
-        check_writable(output or Path("eval-output"))  # before a model is opened
-        with console.open_model_on(engine, engine_options, model, dtype, device, threads) as served:
-            # One folder a configuration, so that the same command continues its run and no other.
-            described = settings.config(served) | {t.name: t.config() for t in opened}
-            folder = output or Path("eval-output") / digest("run", described)[:12]
-            runner = Runner(served, settings, folder, opened)
-            with progress("samples", total) as advance:
-                runner.run(jobs, n or None, advance)
-            encodes = served.counters.vision_encodes
-        result = scores(runner.samples, [arm.name for arm in chosen], n or None)
-        tasks_of_data = {t.name: of for t in opened if isinstance(of := getattr(t, "base", t), DataTask)}
-        left_out = {n: {"unreadable": len(t.odd), "missing": len(t.skipped)} for n, t in tasks_of_data.items()}
-        result |= {"n": n, "left_out": left_out, "output": str(folder), "vision_encodes": encodes}
-        (folder / "results.json").write_text(json.dumps(plainly(result), indent=1) + "\n", encoding="utf-8")
-        write_lm_eval(runner.samples, folder / "lm-eval")
-        _show(result, as_json)
+    area, longest = max_pixels or None, max_tokens or None
+    data_options = DataOptions(
+        data or None, split, video_frames, frame_rule, area, as_video, subtitles, times, skip_missing, longest
+    )
+    tiny = TinyOptions(seed, _frames(frames), decoded)
+    opened = [open_task(name, tiny, data_options) for name in expand(tasks)]
+    if not n and any(task.endless for task in opened):
+        raise ValueError("n must be >= 1 for generated tasks, got 0")
+    chosen = parse_arms(arms)
+    if console.is_on_vllm(model, engine):
+        chosen = [arm for arm in chosen if arms != ALL_ARMS or not arm.inside]
+        check_served(chosen)
+    opened += [open_task(name, tiny) for name in companions(chosen, opened)]
+    jobs = plan_jobs(chosen, opened)
+    # Reads annotations, so that missing data shows before a model is opened.
+    total = sum(len(job.arms) * (n if job.task.endless else len(job.task.items(n or None))) for job in jobs)
+    settings = Settings(system_prompt, layout, layers)  # type: ignore[arg-type]
+    check_writable(output or Path("eval-output"))  # before a model is opened
+    with console.open_model_on(engine, engine_options, model, dtype, device, threads) as served:
+        # One folder a configuration, so that the same command continues its run and no other.
+        described = settings.config(served) | {t.name: t.config() for t in opened}
+        folder = output or Path("eval-output") / digest("run", described)[:12]
+        runner = Runner(served, settings, folder, opened)
+        with progress("samples", total) as advance:
+            runner.run(jobs, n or None, advance)
+        encodes = served.counters.vision_encodes
+    result = scores(runner.samples, [arm.name for arm in chosen], n or None)
+    tasks_of_data = {t.name: of for t in opened if isinstance(of := getattr(t, "base", t), DataTask)}
+    left_out = {n: {"unreadable": len(t.odd), "missing": len(t.skipped)} for n, t in tasks_of_data.items()}
+    result |= {"n": n, "left_out": left_out, "output": str(folder), "vision_encodes": encodes}
+    (folder / "results.json").write_text(json.dumps(plainly(result), indent=1) + "\n", encoding="utf-8")
+    write_lm_eval(runner.samples, folder / "lm-eval")
+    _show(result, as_json)
 
 
 @app.command()
@@ -118,18 +117,17 @@ def score(
     as_json: Json = False,
 ) -> None:
     """Score the samples of a run again, without a model; its lm-eval files are written anew."""
-    with console.errors():
-        from ctxwin_evals.arms import parse_arms
-        from ctxwin_evals.results import write_lm_eval
-        from ctxwin_evals.samples import read_samples
-        from ctxwin_evals.score import scores
+    from ctxwin_evals.arms import parse_arms
+    from ctxwin_evals.results import write_lm_eval
+    from ctxwin_evals.samples import read_samples
+    from ctxwin_evals.score import scores
 
-        names = [arm.name for arm in parse_arms(arms)] if arms else None
-        samples = read_samples(folder)
-        result = scores(samples, names, n or None, against=against or None)
-        write_lm_eval(samples, folder / "lm-eval", names, n or None)
-        result["output"] = str(folder)
-        _show(result, as_json)
+    names = [arm.name for arm in parse_arms(arms)] if arms else None
+    samples = read_samples(folder)
+    result = scores(samples, names, n or None, against=against or None)
+    write_lm_eval(samples, folder / "lm-eval", names, n or None)
+    result["output"] = str(folder)
+    _show(result, as_json)
 
 
 @app.command()
@@ -144,35 +142,34 @@ def judge(
 
     The key is OPENAI_API_KEY. The judge does not see the arm. Its replies are kept, so that the same command goes on.
     """
-    with console.errors():
-        import os
+    import os
 
-        from ctxwin.extras import optional_imports
-        from ctxwin_evals.judge import RULES, Judge, judged, to_judge
-        from ctxwin_evals.samples import read_samples
+    from ctxwin.extras import optional_imports
+    from ctxwin_evals.judge import RULES, Judge, judged, to_judge
+    from ctxwin_evals.samples import read_samples
 
-        with optional_imports():
-            from openai import OpenAI, OpenAIError
+    with optional_imports():
+        from openai import OpenAI, OpenAIError
 
-        samples = read_samples(folder)
-        with OpenAI(base_url=url, api_key=os.environ.get("OPENAI_API_KEY") or "EMPTY") as client:
-            rater, total = Judge(client, model, folder), len(to_judge(samples, by))
-            try:
-                with progress("answers", total) as advance:
-                    result = judged(samples, rater, by, advance)
-            except OpenAIError as error:
-                raise ValueError(f"the judge must answer at {url}, got {error}; run again: answers are kept") from error
-        main, rows = RULES[by][1], result["rows"]
-        shown = main, "task", "arm", "n", "unrated", "ci95", "equal"
-        others = [name for name in max(rows, key=len) if name not in shown]
-        columns = ["task", "arm", "n", main, "95 %", *others, "unrated", "as re-prefill"]
-        table = console.new_table(f"judged by {model}", "|".join(columns), left=(0, 1))
-        for row in rows:
-            means = ["-" if row.get(name) is None else f"{row[name]:.2f}" for name in (main, *others)]
-            span = "-" if row["ci95"] is None else "[{:.2f}, {:.2f}]".format(*row["ci95"])
-            counts = str(row["unrated"]), f"{row['equal']:.1%}"
-            table.add_row(row["task"], row["arm"], str(row["n"]), means[0], span, *means[1:], *counts)
-        console.show(result, as_json, table)
+    samples = read_samples(folder)
+    with OpenAI(base_url=url, api_key=os.environ.get("OPENAI_API_KEY") or "EMPTY") as client:
+        rater, total = Judge(client, model, folder), len(to_judge(samples, by))
+        try:
+            with progress("answers", total) as advance:
+                result = judged(samples, rater, by, advance)
+        except OpenAIError as error:
+            raise ValueError(f"the judge must answer at {url}, got {error}; run again: answers are kept") from error
+    main, rows = RULES[by][1], result["rows"]
+    shown = main, "task", "arm", "n", "unrated", "ci95", "equal"
+    others = [name for name in max(rows, key=len) if name not in shown]
+    columns = ["task", "arm", "n", main, "95 %", *others, "unrated", "as re-prefill"]
+    table = console.new_table(f"judged by {model}", "|".join(columns), left=(0, 1))
+    for row in rows:
+        means = ["-" if row.get(name) is None else f"{row[name]:.2f}" for name in (main, *others)]
+        span = "-" if row["ci95"] is None else "[{:.2f}, {:.2f}]".format(*row["ci95"])
+        counts = str(row["unrated"]), f"{row['equal']:.1%}"
+        table.add_row(row["task"], row["arm"], str(row["n"]), means[0], span, *means[1:], *counts)
+    console.show(result, as_json, table)
 
 
 @app.command()
@@ -182,10 +179,9 @@ def report(
     output: Annotated[Path | None, typer.Option(help="Folder of the report; the first run's by default.")] = None,
 ) -> None:
     """Write report.html (one file that needs nothing else), report.md and figures of one run or several."""
-    with console.errors():
-        from ctxwin_evals.report import write_report
+    from ctxwin_evals.report import write_report
 
-        console.say(f"wrote {write_report(folders, output, against=against or None)}")
+    console.say(f"wrote {write_report(folders, output, against=against or None)}")
 
 
 @app.command()
@@ -196,12 +192,11 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a run's answers as the data sets' own scoring scripts read them: a file for each task of a data set."""
-    with console.errors():
-        from ctxwin_evals.results import export_run
+    from ctxwin_evals.results import export_run
 
-        files = export_run(folder, arm, output or folder)
-        texts = {task: str(path) for task, path in files.items()}
-        console.show({"files": texts}, as_json, *(f"{task}: {path}" for task, path in texts.items()))
+    files = export_run(folder, arm, output or folder)
+    texts = {task: str(path) for task, path in files.items()}
+    console.show({"files": texts}, as_json, *(f"{task}: {path}" for task, path in texts.items()))
 
 
 @app.command("ls")
@@ -267,36 +262,35 @@ def basis(
     as_json: Json = False,
 ) -> None:
     """Fit the directions that all patches of a model share, for Fidelity("patched", advanced={"layout": "shared"})."""
-    with console.errors():
-        from ctxwin.files import check_writable
-        from ctxwin.profiles import BASIS_NAME, find_basis, write_basis
-        from ctxwin_evals.shared_basis import contexts_for, fit
+    from ctxwin.files import check_writable
+    from ctxwin.profiles import BASIS_NAME, find_basis, write_basis
+    from ctxwin_evals.shared_basis import contexts_for, fit
 
-        if layers not in ("all", "deep"):
-            raise ValueError(f"layers must be all or deep, got {layers!r}")
-        if output is not None:
-            if output.exists():
-                raise ValueError(f"output must be a new file, got {str(output)!r}, which exists; choose another")
-            check_writable(output.parent)  # before minutes of fitting
-        with console.open_model(model, dtype, device, threads) as engine, progress("contexts", contexts) as advance:
-            name = engine.spec.model
-            items = contexts_for(engine, contexts, seed, images, max_pixels or None)
-            shared_basis = fit(engine, items, rank, layers, advance)  # type: ignore[arg-type]
-            share = shared_basis.rank * shared_basis.basis.right.element_size() / engine.spec.kv.span_bytes(1)
-        path = write_basis(shared_basis, name, output)
-        own_basis, fitted = find_basis(name), shared_basis.basis
-        count, layers_kept = fitted.meta["deficits"], list(fitted.layers)
-        in_use = own_basis is not None and own_basis.id == shared_basis.id
-        about = {"id": shared_basis.id, "rank": shared_basis.rank, "layers": layers_kept, "bytes": fitted.nbytes}
-        about |= {"deficits": count, "share": share, "date": shared_basis.date, "file": str(path), "followed": in_use}
-        console.show(
-            about,
-            as_json,
-            f"{shared_basis.rank} directions over layers {layers_kept}, {fitted.nbytes:,} bytes once for the model",
-            f"fitted on {count} chunks of {contexts} contexts; a patch of all directions takes {share:.1%} of its chunk's KV "
-            "in bf16",
-            str(path) + ("" if in_use else f": windows find it once it lies beside the weights as {BASIS_NAME}"),
-        )
+    if layers not in ("all", "deep"):
+        raise ValueError(f"layers must be all or deep, got {layers!r}")
+    if output is not None:
+        if output.exists():
+            raise ValueError(f"output must be a new file, got {str(output)!r}, which exists; choose another")
+        check_writable(output.parent)  # before minutes of fitting
+    with console.open_model(model, dtype, device, threads) as engine, progress("contexts", contexts) as advance:
+        name = engine.spec.model
+        items = contexts_for(engine, contexts, seed, images, max_pixels or None)
+        shared_basis = fit(engine, items, rank, layers, advance)  # type: ignore[arg-type]
+        share = shared_basis.rank * shared_basis.basis.right.element_size() / engine.spec.kv.span_bytes(1)
+    path = write_basis(shared_basis, name, output)
+    own_basis, fitted = find_basis(name), shared_basis.basis
+    count, layers_kept = fitted.meta["deficits"], list(fitted.layers)
+    in_use = own_basis is not None and own_basis.id == shared_basis.id
+    about = {"id": shared_basis.id, "rank": shared_basis.rank, "layers": layers_kept, "bytes": fitted.nbytes}
+    about |= {"deficits": count, "share": share, "date": shared_basis.date, "file": str(path), "followed": in_use}
+    console.show(
+        about,
+        as_json,
+        f"{shared_basis.rank} directions over layers {layers_kept}, {fitted.nbytes:,} bytes once for the model",
+        f"fitted on {count} chunks of {contexts} contexts; a patch of all directions takes {share:.1%} of its chunk's KV "
+        "in bf16",
+        str(path) + ("" if in_use else f": windows find it once it lies beside the weights as {BASIS_NAME}"),
+    )
 
 
 def _frames(text: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Shared parts of the eval commands: opening a model, printing, one-line errors, options in a file.
+"""Shared parts of the eval commands: opening a model, printing, options in a file.
 
 ``--config FILE.yaml`` names options as on the command line, with dashes or underscores; flags win over the file, and the file
 over what a flag like ``--quick`` chooses.
@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-
-from ctxwin.cli.commands import one_line
-from ctxwin.errors import CtxwinError
-from ctxwin.extras import missing_extra
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -73,7 +68,10 @@ def open_model_on(
         from ctxwin.opening import open_engine
 
         prepare(threads)
-        return cast("EncodingEngine", open_engine(model, engine="vllm", dtype=dtype or "auto", **keywords))
+        try:
+            return cast("EncodingEngine", open_engine(model, engine="vllm", dtype=dtype or "auto", **keywords))
+        except TypeError as error:
+            raise ValueError(f"engine options must be arguments of vllm.LLM, got {options}: {error}") from error
     if keywords:
         raise ValueError(f"engine options are those of the vllm engine, got {options} for hf; add --engine vllm")
     return open_model(model, "float32" if dtype is None else dtype, device, threads)
@@ -151,19 +149,6 @@ def show(result: Mapping[str, Any], as_json: bool, *tables: Any) -> None:
         say(one) if isinstance(one, str) else terminal().print(one)
 
 
-@contextmanager
-def errors() -> Iterator[None]:
-    """Turn bad input, and errors that the library raises on purpose, into one line and exit code 2."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise  # see `ctxwin.cli.commands`
-    except (ValueError, TypeError, OSError, CtxwinError, ModuleNotFoundError) as error:
-        message = (missing_extra(error) if isinstance(error, ModuleNotFoundError) else None) or error
-        typer.echo(f"error: {one_line(message)}", err=True)
-        raise typer.Exit(2) from error
-
-
 def read_config(path: Path, parameters: Mapping[str, str]) -> dict[str, Any]:
     """The options that a YAML file sets, as parameter names and values; lists become comma-separated text.
 
@@ -202,8 +187,7 @@ def _apply(context: typer.Context, value: Path | None) -> Path | None:
             if parameter.name and parameter.name != "config"
             for text in (parameter.opts if parameter.param_type_name == "option" else [parameter.name])
         }
-        with errors():
-            context.default_map = {**(context.default_map or {}), **read_config(value, parameters)}
+        context.default_map = {**(context.default_map or {}), **read_config(value, parameters)}
     return value
 
 

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-import typer
 from PIL import Image
 from typer.testing import CliRunner, Result
 
+from ctxwin.cli.main import app
 from ctxwin.fidelity import Fidelity
 from ctxwin.profiles import PROFILES_VARIABLE, find_profile, resolve
-from ctxwin_evals.probe import cli
 from ctxwin_evals.probe.contexts import PLACED
 from ctxwin_evals.probe.folder import FILES, Images, read_questions
 from ctxwin_evals.probe.passages import NEXT
@@ -72,9 +71,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 def invoke(*args: object) -> Result:
-    app = typer.Typer()
-    app.command()(cli.probe)
-    return CliRunner().invoke(app, [str(a) for a in args])
+    return CliRunner().invoke(app, ["eval", "probe", *map(str, args)])
 
 
 def refused(result: Result, *words: str) -> None:

@@ -51,42 +51,41 @@ def probe(
     Writes probe.html and probe.json, and a profile that `Fidelity("auto")` follows from then on: patched or blind where
     that was shown to be safe, exact everywhere else. The same command continues an interrupted probe of texts.
     """
-    with console.errors():
-        from ctxwin.audit import Options
-        from ctxwin.files import check_writable
-        from ctxwin_evals.probe.folder import Images
-        from ctxwin_evals.probe.generated import Scenes, World
-        from ctxwin_evals.probe.probe import Probe
-        from ctxwin_evals.probe.texts import probe_texts
-        from ctxwin_evals.probe.verdict import Limits
+    from ctxwin.audit import Options
+    from ctxwin.files import check_writable
+    from ctxwin_evals.probe.folder import Images
+    from ctxwin_evals.probe.generated import Scenes, World
+    from ctxwin_evals.probe.probe import Probe
+    from ctxwin_evals.probe.texts import probe_texts
+    from ctxwin_evals.probe.verdict import Limits
 
-        if not minutes > 0:
-            raise ValueError(f"minutes must be > 0, got {minutes}")
-        limits, options = Limits(flips=flips), Options(budget, excess_budget)
-        own_questions = _check_questions(images, texts, questions)
-        check_writable(output or Path(FOLDER))  # before minutes of measuring
-        with console.open_model_on(engine, engine_options, model, dtype, device, threads) as opened:
-            text_model: Any = getattr(opened, "text_model", None)
-            if not threads and text_model is not None and sum(p.numel() for p in text_model.parameters()) < _SMALL:
-                import torch
+    if not minutes > 0:
+        raise ValueError(f"minutes must be > 0, got {minutes}")
+    limits, options = Limits(flips=flips), Options(budget, excess_budget)
+    own_questions = _check_questions(images, texts, questions)
+    check_writable(output or Path(FOLDER))  # before minutes of measuring
+    with console.open_model_on(engine, engine_options, model, dtype, device, threads) as opened:
+        text_model: Any = getattr(opened, "text_model", None)
+        if not threads and text_model is not None and sum(p.numel() for p in text_model.parameters()) < _SMALL:
+            import torch
 
-                torch.set_num_threads(1)
-            if images is not None and not opened.spec.vision:
-                raise ValueError(f"{opened.spec.model!r} reads text only; give it --texts DIR or nothing, not --images")
-            sources: list[Source] = [World(), Scenes()]
-            if images is not None:
-                sources = [Images(images, own_questions, max_tokens, max_pixels or None)]
-            with stages() as advance:
-                if texts is not None or not opened.spec.vision:
-                    limited = max_tokens, options, 60 * minutes, advance
-                    result = probe_texts(opened, texts, own_questions, *limited, output)
-                else:
-                    result = Probe(opened, sources, limits, seconds=60 * minutes, progress=advance).run()
-        result["files"] = write(result, opened.spec.model, output, profile)
-        if as_json:
-            console.print_json(result)
-        else:
-            show(result, opened.spec.model)
+            torch.set_num_threads(1)
+        if images is not None and not opened.spec.vision:
+            raise ValueError(f"{opened.spec.model!r} reads text only; give it --texts DIR or nothing, not --images")
+        sources: list[Source] = [World(), Scenes()]
+        if images is not None:
+            sources = [Images(images, own_questions, max_tokens, max_pixels or None)]
+        with stages() as advance:
+            if texts is not None or not opened.spec.vision:
+                limited = max_tokens, options, 60 * minutes, advance
+                result = probe_texts(opened, texts, own_questions, *limited, output)
+            else:
+                result = Probe(opened, sources, limits, seconds=60 * minutes, progress=advance).run()
+    result["files"] = write(result, opened.spec.model, output, profile)
+    if as_json:
+        console.print_json(result)
+    else:
+        show(result, opened.spec.model)
 
 
 def write(result: dict[str, Any], model: str, output: Path | None, profile: bool) -> dict[str, str]:
