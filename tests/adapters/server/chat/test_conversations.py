@@ -324,9 +324,11 @@ def test_a_request_is_compared_with_what_may_share_more_alone(monkeypatch: pytes
     shared_tokens = conversations._shared_tokens
     monkeypatch.setattr(conversations, "_shared_tokens", lambda *args: compared.append(args) or shared_tokens(*args))
     first = [chat.ask(["sys", f"{i} is here", "b", "why?"]).conversation for i in range(20)]
-    for i in (19, 3, 3):
+    for i, other in ((19, "c"), (3, "c"), (3, "d")):
         compared.clear()
-        assert chat.ask(["sys", f"{i} is here", "b", "c", "why?"]).conversation is first[i] and len(compared) == 1
+        assert chat.ask(["sys", f"{i} is here", other, "why?"]).conversation is first[i] and len(compared) == 1
+    compared.clear()
+    assert chat.ask(["sys", "3 is here", "d", "e", "why?"]).conversation is first[3] and not compared, "it grows"
 
 
 def test_conversations_are_few_and_end() -> None:
