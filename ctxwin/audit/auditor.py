@@ -31,7 +31,7 @@ from ctxwin.audit.strategies import STRATEGIES
 from ctxwin.errors import AnswerStopped, UnsupportedModel
 from ctxwin.hashing import digest
 from ctxwin.store.lru import LRUCache
-from ctxwin.window.choice import ServedMemo
+from ctxwin.window.continuation import ServedMemos
 from ctxwin.window.idle import Allowance
 from ctxwin.window.lanes import choose
 from ctxwin.window.state import Conditioning, State
@@ -112,7 +112,7 @@ class Job:
     parent: str | None
     state: State
     state_after: State
-    memos: OrderedDict[str, ServedMemo]
+    memos: ServedMemos
     fidelity: Fidelity
     strategy: str | None
     keys: tuple[str, ...]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,8 +21,7 @@ from ctxwin.errors import AnswerStopped, ChunkUnavailable, EngineFailed
 from ctxwin.fidelity import Fidelity, Reference
 from ctxwin.hashing import digest
 from ctxwin.window.assembly import Assembly
-from ctxwin.window.choice import ServedMemo
-from ctxwin.window.continuation import Selection
+from ctxwin.window.continuation import Selection, ServedMemos
 from ctxwin.window.lanes import canonical_key
 from ctxwin.window.layout import Layout, Work
 from ctxwin.window.state import Conditioning, Placed, State, provenance_of, span_key
@@ -177,7 +175,7 @@ class Replay:
         self._assembly = _FilteredAssembly(self.engine, salt=digest("audit", id(self)))
         self._namespaces = itertools.count()
 
-    def use_memos(self, memos: OrderedDict[str, ServedMemo]) -> None:
+    def use_memos(self, memos: ServedMemos) -> None:
         """Set how the window's chunks were served before, so that its layout is built as it was."""
         self._assembly.memo = memos
 

@@ -173,9 +173,9 @@ class Store(ABC):
     def contains(self, key: str) -> bool:
         """Return True if ``get`` would find a value, without reading it."""
 
-    def look_up(self, keys: Collection[str]) -> set[str]:
-        """Return those of ``keys`` that it contains, each of which counts as used."""
-        return {key for key in keys if self.contains(key)}
+    def missing(self, keys: Collection[str]) -> list[str]:
+        """Return those of ``keys`` that it does not contain, in their order; the others count as used."""
+        return [key for key in keys if not self.contains(key)]
 
     def tier(self, key: str) -> str:
         """Return the kind of store that a read of ``key`` would come from, for its price; arbitrary for an absent key. O(1)."""

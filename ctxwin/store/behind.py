@@ -40,7 +40,7 @@ class WriteThrough(Generic[R]):
 
     def pending(self, keys: Collection[str]) -> set[str]:
         """Return those of ``keys`` that are not in the store yet."""
-        return self._pending.keys() & keys
+        return set(filter(self._pending.__contains__, keys)) if self._pending else set()
 
     def delete(self, key: str) -> bool:
         """Do not write ``key`` any more, or wait until it is written; return True if it was pending."""

@@ -2,8 +2,9 @@
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection
-from itertools import compress
+from collections.abc import Callable, Collection, Sequence
+from itertools import compress, count, filterfalse, islice, repeat
+from operator import is_not
 from typing import Generic, TypeVar
 
 V = TypeVar("V")
@@ -19,6 +20,7 @@ class LRUCache(Generic[V]):
         self.max_bytes = max_bytes
         self.nbytes = 0
         self._entries: OrderedDict[str, tuple[V, int]] = OrderedDict()
+        self._views: dict[str, object] = {}
         self._lock = threading.Lock()
 
     def get(self, key: str) -> V | None:
@@ -38,7 +40,9 @@ class LRUCache(Generic[V]):
             self._entries[key] = value, nbytes
             self.nbytes += nbytes
             while self.nbytes > self.max_bytes:
-                self.nbytes -= self._entries.popitem(last=False)[1][1]
+                oldest, (_, size) = self._entries.popitem(last=False)
+                self.nbytes -= size
+                self._views.pop(oldest, None)
 
     def get_or_build(self, key: str, build: Callable[[], V]) -> V:
         """Return the value; where there is none, the one that ``build`` returns, which is stored with a size of 1."""
@@ -52,23 +56,31 @@ class LRUCache(Generic[V]):
         """Remove ``key``, if it is present."""
         with self._lock:
             self.nbytes -= self._entries.pop(key, (None, 0))[1]
+            self._views.pop(key, None)
 
     def items(self) -> list[tuple[str, V]]:
         """Return the entries, the least recently used first. O(n)."""
         with self._lock:
             return [(key, value) for key, (value, _) in self._entries.items()]
 
-    def get_all(self, keys: Collection[str]) -> list[V | None]:
-        """Return the value of each of ``keys`` that is present, which counts as a use, and None for others."""
+    def missing(self, keys: Collection[str]) -> list[str]:
+        """Return those of ``keys`` that are not present, in their order."""
         with self._lock:
-            entries = [*map(self._entries.get, keys)]
-            deque(map(self._entries.move_to_end, compress(keys, entries)), maxlen=0)  # all of them, in C
-        return [entry and entry[0] for entry in entries]
+            return [*filterfalse(self._entries.__contains__, keys)]
 
-    def look_up(self, keys: Collection[str]) -> set[str]:
-        """Return those of ``keys`` that are present."""
+    def attach(self, key: str, value: V, view: object) -> None:
+        """Keep ``view``, and none that came before, beside the value of ``key`` as long as it stays, if it is still ``value``."""
         with self._lock:
-            return self._entries.keys() & keys
+            if key in self._entries and self._entries[key][0] is value:
+                self._views[key] = view
+
+    def count_attached(self, views: Sequence[object], keys: Sequence[str]) -> int:
+        """Return how many of the first ``views`` are attached to their keys; that counts as a use of these."""
+        with self._lock:
+            pairs = map(is_not, map(self._views.get, keys, repeat(self)), views)
+            number = next(compress(count(), pairs), min(len(keys), len(views)))
+            deque(map(self._entries.move_to_end, islice(keys, number)), maxlen=0)
+        return number
 
     def __contains__(self, key: str) -> bool:
         with self._lock:

@@ -6,6 +6,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from itertools import filterfalse
 
 from ctxwin.store.base import Store, StoreStats, Tally, check_key, check_limits, check_value
 
@@ -123,14 +124,14 @@ class MemoryStore(Store):
         with self._lock:
             return self._find(check_key(key)) is not None
 
-    def look_up(self, keys: Collection[str]) -> set[str]:
+    def missing(self, keys: Collection[str]) -> list[str]:
         with self._lock:
             self._check_open()
-            held, others = self._held.keys() & keys, self._items.keys() & keys
             if self.ttl is not None:  # those that are leased expire, too
-                return {key for key in held | others if self._find(key) is not None}
-            deque(map(self._items.move_to_end, others), maxlen=0)
-            return held | others
+                return [key for key in keys if self._find(key) is None]
+            others = [*filterfalse(self._held.__contains__, keys)]
+            deque(map(self._items.move_to_end, filter(self._items.__contains__, others)), maxlen=0)
+            return [*filterfalse(self._items.__contains__, others)]
 
     def list(self, prefix: str = "") -> Iterator[str]:
         """A sorted snapshot of the live keys. O(items log items)."""

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import compress
+from itertools import filterfalse
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
@@ -176,17 +176,35 @@ class SpanRepository(LeaseCounts):
             raise ValueError(f"meta['token_ids'] must hold {span.tokens} ids, one per token of the span, got {got}")
         header = {"start": int(span.start), "user": {**meta, "token_ids": [int(i) for i in ids]}}
         key = _key(key, "span")
-        self._release_abandoned()
+        self.release_abandoned()
         return self._writer.put(key, (span, self._meta(key, "span", header)), span.nbytes)
 
-    def at_hand(self, keys: Sequence[str]) -> list[Entry[Any] | None]:
-        """Return each of ``keys`` as it is decoded in memory, unchecked, and None for others. All were just found to be stored.
-        What is added to the metadata of one is there as long as it is."""
-        entries = [cached and cached[0] for cached in self._live.get_all(keys)]
+    def at_hand(self, key: str) -> Any:
+        """Return the record of ``key``, just found to be stored, as it is decoded in memory, unchecked; None where it is not."""
+        cached = self._live.get(key)
         with self._lock:
-            for prefix, count in Counter(map(itemgetter(slice(5)), compress(keys, entries))).items():
-                self.counters.hits[prefix.rstrip("/")] += count
-        return entries
+            self.counters.hits[key.partition("/")[0]] += cached is not None
+        return cached and cached[0][0]
+
+    def attach(self, view: object, *records: tuple[str | None, object]) -> None:
+        """Keep ``view`` beside decoded records as long as they are in memory, if the keys, where not None, have just these."""
+        for key, record in records:
+            cached = self._live.get(key) if key else None
+            if key and cached and cached[0][0] is record:
+                self._live.attach(key, cached, view)
+
+    def count_attached(self, views: Sequence[object], spans: Sequence[str], patches: Sequence[str]) -> int:
+        """Return how many of the first ``views`` are attached to both of their keys, just found to be stored: a hit of each.
+
+        ``patches`` has the key of the span where there is no patch, and is empty where there are none.
+        """
+        count = self._live.count_attached(views, spans)
+        count = self._live.count_attached(views[:count], patches) if patches else count
+        kinds = Counter(map(itemgetter(0), patches[:count]))
+        with self._lock:
+            for kind, hits in (("span", count), ("patch", kinds["p"]), ("orbit", kinds["o"])):
+                self.counters.hits[kind] += hits
+        return count
 
     def _write_span(self, key: str, entry: Entry[SpanKV]) -> bool:
         return self._put_blob(key, encode_span(*entry))
@@ -250,10 +268,10 @@ class SpanRepository(LeaseCounts):
                     self._unserved.popitem(last=False)
         return stored
 
-    def note_served(self, keys: Collection[str]) -> None:
+    def note_served(self, keys: Iterable[str]) -> None:
         """Count that the patches under ``keys`` served an answer."""
         with self._lock:
-            for key in self._unserved.keys() & keys:
+            for key in self._unserved.keys() & keys if self._unserved else set[str]():
                 del self._unserved[key]
                 self.counters.patches_served += 1
 
@@ -357,11 +375,13 @@ class SpanRepository(LeaseCounts):
         """Return the source of a read of ``key``: ``at hand`` where it is cached decoded, else a kind of store."""
         return "at hand" if key in self._live or self._writer.get(key) is not None else self.store.tier(key)
 
-    def tiers(self, keys: Collection[str]) -> dict[str, str]:
-        """Return `tier` of those of ``keys`` that are stored. Cost: of a look into each memory."""
-        pending, stored = self._writer.pending(keys), self.store.look_up(keys)
-        near = pending | self._live.look_up(stored)
-        return dict.fromkeys(near, "at hand") | {key: self.store.tier(key) for key in stored - near}
+    def elsewhere(self, keys: Collection[str]) -> dict[str, str]:
+        """Return `tier` of those of ``keys`` that are not at hand, "" of those that are not stored. Cost: of a look into each
+        memory."""
+        pending, tiers = self._writer.pending(keys), dict.fromkeys(self.store.missing(keys), "")
+        for key in filterfalse(tiers.__contains__, self._live.missing(keys)):
+            tiers[key] = self.store.tier(key)
+        return {key: tier for key, tier in tiers.items() if key not in pending} if pending else tiers
 
     def delete(self, key: str) -> bool:
         """Remove ``key`` from the store and from the cache of decoded records."""
@@ -378,7 +398,7 @@ class SpanRepository(LeaseCounts):
         body: Mapping[str, torch.Tensor] | bytes,
         bound: bool = True,
     ) -> bool:
-        self._release_abandoned()
+        self.release_abandoned()
         meta = self._meta(key, kind, header, bound)
         if isinstance(body, bytes):
             return self._put_blob(key, codec.encode_bytes(body, meta))

@@ -105,9 +105,9 @@ class StoreConformance:
         assert store.get("span/a") is None
 
     def test_all_of_some_keys(self, store: Store) -> None:
-        assert store.look_up([]) == set() and store.put("span/aa", b"1") and store.put("span/bb", b"2")
-        assert store.lease("span/bb") and store.look_up(["span/aa", "span/bb", "span/cc"]) == {"span/aa", "span/bb"}
-        assert store.delete("span/bb") and store.look_up({"span/aa", "span/bb"}) == {"span/aa"}
+        assert store.missing([]) == [] and store.put("span/aa", b"1") and store.put("span/bb", b"2")
+        assert store.lease("span/bb") and store.missing(["span/d", "span/aa", "span/bb"]) == ["span/d"]
+        assert store.delete("span/bb") and store.missing({"span/aa": 1, "span/bb": 2}) == ["span/bb"]
 
     def test_list(self, store: Store) -> None:
         """A prefix selects keys, and what is listed can be deleted on the way."""

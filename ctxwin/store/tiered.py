@@ -69,8 +69,9 @@ class TieredStore(Store):
     def contains(self, key: str) -> bool:
         return any([tier.contains(key) for tier in self.tiers])
 
-    def look_up(self, keys: Collection[str]) -> set[str]:
-        return set().union(*[tier.look_up(keys) for tier in self.tiers])
+    def missing(self, keys: Collection[str]) -> list[str]:
+        first, *others = [tier.missing(keys) for tier in self.tiers]
+        return [*filter({*first}.intersection(*others).__contains__, first)]
 
     def tier(self, key: str) -> str:
         """Of the first tier that holds ``key``. Cost: a lookup in the tiers above the last."""

@@ -24,7 +24,6 @@ from ctxwin.validation import check_unicode
 from ctxwin.window import edits
 from ctxwin.window.answer import Answer, Disposability, Usage
 from ctxwin.window.choice import Choice
-from ctxwin.window.continuation import remember
 from ctxwin.window.core import WindowCore
 from ctxwin.window.defaults import check_searchable
 from ctxwin.window.layout import Layout, Work
@@ -374,7 +373,7 @@ def _with_exchange(
         core.assembly.put(conditioning.span, span, encoded, **record, absorbed=layout.absorbed(len(layout.choices)))
         entry = entry.replace(kv=conditioning, seen=True)
         exchange_choice = Choice(entry, "computed", front, conditioning, compute=True)
-        remember(core.assembly.memo, [exchange_choice], core.fidelity)
+        core.assembly.memo.remember([exchange_choice], core.fidelity)
     return edits.append(state, entry), entry.id
 
 

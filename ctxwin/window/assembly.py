@@ -8,11 +8,11 @@ the store becomes a recomputation and never a wrong answer.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import starmap
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ctxwin import tracing
@@ -25,8 +25,8 @@ from ctxwin.fidelity import Fidelity
 from ctxwin.profiles import compress_deficit, served_basis
 from ctxwin.window.answer import Plan
 from ctxwin.window.changes import Memo, common_front, with_fields
-from ctxwin.window.choice import SAVES_MS, ServedMemo
-from ctxwin.window.continuation import Continuation, Selection, remember
+from ctxwin.window.choice import SAVES_MS
+from ctxwin.window.continuation import Continuation, Selection, ServedMemos
 from ctxwin.window.forecast import salt_of, with_forecast
 from ctxwin.window.lanes import (
     Has,
@@ -63,7 +63,7 @@ class Assembly:
 
     Attributes:
         missing: keys that could not be read.
-        memo: how chunks were served, by the contents that preceded them; see `ServedMemo`. A restart forgets it.
+        memo: how chunks were served; a restart forgets it.
         newest: what the next plan or layout takes over as far as it has not changed.
         salt: keeps what it prefills out of the exact prefix cache; "" does not.
         cached_tokens: of an exact layout with KV for its first tokens, how many of these need no spans; see `Segment.cached`.
@@ -72,7 +72,7 @@ class Assembly:
     engine: Engine
     demand: Callable[[], Demand] = Demand
     missing: set[str] = field(default_factory=set)
-    memo: OrderedDict[str, ServedMemo] = field(default_factory=OrderedDict)
+    memo: ServedMemos = field(default_factory=ServedMemos)
     newest: Continuation = field(default_factory=Continuation)
     salt: str = ""
     cached_tokens: Callable[[int], int] | None = None
@@ -121,42 +121,40 @@ class Assembly:
         """Return the choices for ``state``, a predicate of stored keys, with one answer for each though a store may lose it, and
         prices by where they lie. All keys that the newest choices were made on are looked up at once."""
         selection, rates = self.newest.selection, self.engine.costs.load_rates
-        keys = selection.tiers.keys()
-        tiers = dict.fromkeys(keys, "") | self.repo.tiers(keys - self.missing if self.missing else keys)
-        has = Memo(lambda key: bool(tiers[key]) if key in tiers else self.has(key)).__getitem__
-        prices = Prices(self.engine.costs, Memo(lambda key: tiers.get(key) or self.repo.tier(key)).__getitem__)
-        previous, standing = selection.on(tiers)
+        keys, elsewhere = selection.keys, self.repo.elsewhere(selection.keys)
+        elsewhere.update(dict.fromkeys(self.missing & keys.keys(), ""))
+        has = Memo(lambda key: elsewhere.get(key) != "" if key in keys else self.has(key)).__getitem__
+        tier = Memo(lambda key: elsewhere.get(key, "at hand" * (key in keys)) or self.repo.tier(key)).__getitem__
+        prices = Prices(self.engine.costs, tier)
+        previous, standing = selection.on(elsewhere)
         ms = selection.ms if rates == selection.rates else [*starmap(cache(prices.of_load), selection.loads)]
         if ms is not selection.ms and max(ms, default=0.0) >= SAVES_MS:  # another lane may be cheaper
             standing = 0
         unchanged = max(0, min(standing, common_front(selection.placed, state.placed), len(state.placed) - 1))
         tokens = selection.ends[unchanged - 1] if unchanged else 0
-        choices = choose(state, fidelity, has, prices, self.memo, self.engine, previous, unchanged, tokens)
+        choices = choose(state, fidelity, has, prices, self.memo.memos, self.engine, previous, unchanged, tokens)
         unchanged = min(unchanged, common_front(selection.choices, choices))
         selection = self.newest.selection = selection.followed_by(
-            choices, state, tiers, rates, ms, unchanged, prices.tier
+            choices, state, elsewhere, rates, ms, unchanged, prices.tier
         )
         return selection, has, prices
 
     def build_layout(self, state: State, fidelity: Fidelity, work: Work) -> Layout:
         """Choose lanes, fetch their KV and form missing canonicals. Repeats without the keys that turn out to be missing."""
-        with tracing.span("lay_out", chunks=len(state.placed), mode=fidelity.mode):
-            return self._build_layout(state, fidelity, work)
-
-    def _build_layout(self, state: State, fidelity: Fidelity, work: Work) -> Layout:
         costs, priced, began = self.engine.costs, work.priced_ms, self.engine.costs.clock()
         self.missing.clear()
         self.know_basis(fidelity)
         ahead: dict[str, SpanKV] = {}
-        # Each round either succeeds or learns of at least one missing key, so it ends.
-        while True:
-            selection, has, prices = self.choose(state, fidelity)
-            _, ms = steps_of(state, selection, system_prompt_key(state), has, prices)
-            fetched = self._fetch_layout(state, selection, work, ahead, has, Reads(costs, prices.tier))
-            if fetched is not None:
-                own_ms = 1e3 * (costs.clock() - began) - (work.priced_ms - priced)
-                costs.learn(costs.library, (1, len(selection.choices)), own_ms)
-                return with_fields(fetched, ms=ms)
+        with tracing.span("lay_out", chunks=len(state.placed), mode=fidelity.mode):
+            # Each round either succeeds or learns of at least one missing key, so it ends.
+            while True:
+                selection, has, prices = self.choose(state, fidelity)
+                _, ms = steps_of(state, selection, system_prompt_key(state), has, prices)
+                fetched = self._fetch_layout(state, selection, work, ahead, has, Reads(costs, prices.tier))
+                if fetched is not None:
+                    own_ms = 1e3 * (costs.clock() - began) - (work.priced_ms - priced)
+                    costs.learn(costs.library, (1, len(selection.choices)), own_ms)
+                    return with_fields(fetched, ms=ms)
 
     def _fetch_layout(
         self, state: State, selection: Selection, work: Work, ahead: dict[str, SpanKV], has: Has, reads: Reads
@@ -220,7 +218,7 @@ class Assembly:
                 span = ahead.get(conditioning.span)
                 if span is None:
                     fallbacks, front = work.fallbacks, [c.entry for c in choices[: len(segments)]]
-                    span = self.prefill(segments, encoded, start, work, front, salt_of(segments))
+                    span = self.prefill(segments, encoded, start, work, front, salt_of(segments)[1])
                     span = None if work.fallbacks > fallbacks else span  # computed behind other KV than is served
                 if span is not None:
                     ahead[conditioning.span] = early[len(segments)] = span
@@ -228,12 +226,12 @@ class Assembly:
             counts.append(len(contents))
             segments.append(segment)
             start += encoded.advance
-        salt = salt_of(segments)
+        salt = salt_of(segments, newest.loaded.salt, len(standing))
         layout = Layout(
-            tuple(choices), tuple(segments), salt, tuple(contents), tuple(counts), state.tokens, selection.lanes,
+            tuple(choices), tuple(segments), salt[1], tuple(contents), tuple(counts), state.tokens, selection.lanes,
             standing=0 if cached else len(standing), loads=loads, ahead=early,
         )  # fmt: skip
-        newest.loaded = newest.loaded.followed_by(layout, len(standing))
+        newest.loaded = newest.loaded.followed_by(layout, len(standing), salt, self.repo)
         return layout
 
     def _encoded(self, entry: Placed) -> Encoded:
@@ -356,7 +354,7 @@ class Assembly:
             others = (*segments[:1], *segments[standing + 1 :], Segment(query, 0))
             amounts = workload(others, generation.forwards, layout.loads if standing else None).amounts
             costs.learn(costs.engine, amounts, watch.first or watch.ms)
-        self.repo.note_served([segment.patch_key for segment in segments if segment.patch is not None])
+        self.repo.note_served(map(attrgetter("patch_key"), segments))
         return generation
 
     def prefill(
@@ -415,31 +413,24 @@ class Assembly:
         entries, memorable = list(state.placed[:written]), list(layout.choices[:written])
         demand = cache(self.demand)  # asked of every open window: once an answer at most
         for i, choice in enumerate(layout.choices[written:], start=written + 1):
-            p = choice.entry
-            if choice.conditioning is p.kv and p.seen and not (p.unseen or choice.compute or choice.partial_base):
-                pass
-            elif choice.compute:
-                if i not in captured:
-                    lost = layout.segments[i].capture  # the engine could not read it back: stay uncomputed
-                    entries.append(p if lost else p.replace(kv=choice.conditioning, seen=True, unseen=()))
-                    continue
-                kv = self._store(state, choice.conditioning, captured, layout, i - 1, fidelity, demand)
+            p, in_place = choice.entry, choice.compute or choice.partial_base is not None
+            # What the engine could not read back stays uncomputed.
+            lost = in_place and i not in captured and (not choice.compute or layout.segments[i].capture)
+            if choice.compute and i in captured:
+                kv = self._store(state, layout, i - 1, captured, fidelity, demand)
                 choice = replace(choice, lane=kv.lane, conditioning=kv, compute=kv.patch is None)
+            elif in_place and i in captured:
+                self.put_chunk(layout, i - 1, captured[i], choice.conditioning)
+                choice = replace(choice, lane="resident", partial_base=None)
+            kv = choice.conditioning
+            if not lost and (p.unseen or not p.seen or (kv is not p.kv and kv != p.kv)) and choice.updates_entry:
                 p = p.replace(kv=kv, seen=True, unseen=())
-            elif choice.updates_entry:
-                if choice.partial_base is not None:
-                    if i not in captured:
-                        entries.append(p)
-                        continue
-                    self.put_chunk(layout, i - 1, captured[i], choice.conditioning)
-                    choice = replace(choice, lane="resident", partial_base=None)
-                if p.unseen or not p.seen or p.kv != choice.conditioning:
-                    p = p.replace(kv=choice.conditioning, seen=True, unseen=())
             entries.append(p)
-            memorable.append(choice)
+            if not in_place or i in captured:
+                memorable.append(choice)
         same_places = max(0, written - 1)  # the next one's place told where the last one was remembered
         places, memos = self.newest.remembered
-        self.newest.remembered = remember(self.memo, memorable, fidelity, places[:same_places], memos[:same_places])
+        self.newest.remembered = self.memo.remember(memorable, fidelity, places[:same_places], memos[:same_places])
         pairs = zip(layout.choices[written:], entries[written:], strict=True)
         choices = [*layout.choices[:written], *(c if c.entry is p else c.of_entry(p) for c, p in pairs)]
         self.newest.selection = selection.written_back(choices, tuple(entries), same)
@@ -448,10 +439,9 @@ class Assembly:
     def _store(
         self,
         state: State,
-        conditioning: Conditioning,
-        captured: Mapping[int, SpanKV],
         layout: Layout,
         index: int,
+        captured: Mapping[int, SpanKV],
         fidelity: Fidelity,
         demand: Callable[[], Demand],
     ) -> Conditioning:
@@ -460,8 +450,8 @@ class Assembly:
         It is stored as a patch where `ctxwin.window.storage_policy` says so. Runs no forward, as an answer waits for it.
         """
         encoded, absorbed, span = layout.segments[index + 1].encoded, layout.absorbed(index), captured[index + 1]
+        entry, conditioning = layout.choices[index].entry, layout.choices[index].conditioning
         if fidelity.mode == "patched" and fidelity.allows("patched") and conditioning.antecedents:
-            entry = layout.choices[index].entry
             base = conditioning.base
             if base is None:
                 _, canonical = canonical_key(state, entry.chunk_id)

@@ -7,10 +7,10 @@ from bisect import bisect_right
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, compress, count, islice, repeat
-from operator import attrgetter, is_, itemgetter
+from itertools import accumulate, islice
+from operator import call, sub
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ctxwin.engines.cost import Workload
 from ctxwin.engines.segments import Segment
@@ -18,45 +18,67 @@ from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.window.answer import PlanEntry
 from ctxwin.window.changes import common_front, with_fields
 from ctxwin.window.choice import Choice, ServedMemo
-from ctxwin.window.layout import Layout, Work
+from ctxwin.window.layout import Layout, Salt, Work
 from ctxwin.window.state import Conditioning, Placed, Prefix, State
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
     from ctxwin.kv.layout import SpanKV
     from ctxwin.kv.patch import Patch
+    from ctxwin.store.spans import SpanRepository
+
+
+_call: Any = call
 
 
 class LoadedChunk(NamedTuple):
     """How a chunk was loaded: its segment without KV, and the KV that was checked to be its own, while that is in memory.
-    ``patch`` is the span where it has none."""
+    ``patch`` is the span where it has none. ``patched``: how many chunks up to it have a patch, and their tokens."""
 
     front: Prefix
     conditioning: Conditioning
     segment: Segment
     span: weakref.ref[SpanKV]
     patch: weakref.ref[SpanKV] | weakref.ref[Patch]
+    patched: tuple[int, int]
 
 
 @dataclass(frozen=True)
 class LoadedFront:
-    """The first chunks of a layout that were loaded as they are stored; the rest is the layout's."""
+    """The first chunks of a layout that were loaded as they are stored; the rest is the layout's.
+
+    Attributes:
+        spans: the key of each chunk's KV; patches: of its patch, or the same where it has none.
+        segments: with the KV, as long as that is decoded in memory (`SpanRepository.attach`).
+    """
 
     chunks: Sequence[LoadedChunk] = ()
     choices: Sequence[Choice] = ()
     counts: Sequence[int] = (0,)
     contents: Sequence[str] = ()
+    salt: Salt = (0, "")
+    spans: Sequence[str] = ()
+    patches: Sequence[str] = ()
+    segments: Sequence[weakref.ref[Segment]] = ()
 
-    def followed_by(self, layout: Layout, count: int) -> LoadedFront:
+    def followed_by(self, layout: Layout, count: int, salt: Salt, repo: SpanRepository) -> LoadedFront:
         """Return that of the next layout, which took over the first ``count`` chunks."""
-        chunks = list(self.chunks[:count])
+        chunks, spans = list(self.chunks[:count]), list(self.spans[:count])
+        patches, segments = list(self.patches[:count]), list(self.segments[:count])
+        patched = chunks[-1].patched if chunks else (0, 0)
         for choice, segment in zip(layout.choices[count:], layout.segments[count + 1 :], strict=True):
             if choice.compute or choice.partial_base is not None or segment.span is None:
                 break
-            bare, span = with_fields(segment, span=None, patch=None), weakref.ref(segment.span)
+            kv, bare, span = choice.conditioning, with_fields(segment, span=None, patch=None), weakref.ref(segment.span)
             patch = span if segment.patch is None else weakref.ref(segment.patch)
-            chunks.append(LoadedChunk(choice.front, choice.conditioning, bare, span, patch))
-        return LoadedFront(chunks, layout.choices[: len(chunks)], layout.counts, layout.contents)
+            patched = patched if patch is span else (patched[0] + 1, patched[1] + segment.tokens)
+            chunks.append(LoadedChunk(choice.front, kv, bare, span, patch, patched))
+            spans.append(kv.span)
+            patches.append(kv.patch or kv.span)
+            segments.append(weakref.ref(segment))
+            repo.attach(segment, (kv.span, segment.span), (kv.patch, segment.patch))
+        front = layout.choices[: len(chunks)]
+        return LoadedFront(chunks, front, layout.counts, layout.contents, salt, spans, patches, segments)
 
 
 @dataclass(frozen=True)
@@ -65,7 +87,8 @@ class Selection:
 
     Attributes:
         placed: the chunks; ends: prompt tokens up to the end of each.
-        tiers: where each key lay that was looked up, "" for none; there may be further keys.
+        keys: what was looked up, by the first choice made on it; there may be further keys.
+        elsewhere: where those of the keys lay that were not at hand, "" for those that were not stored.
         rates: the prices of loads (`CostModel.load_rates`).
         ms: the price of each; that of a choice itself is the one that it was made at, or later.
         standing: how many first choices stand (`Choice.stands`), of one fidelity; loads: what `Prices.of_load` takes of each.
@@ -76,7 +99,8 @@ class Selection:
     choices: Sequence[Choice] = ()
     placed: Sequence[Placed] = ()
     ends: Sequence[int] = ()
-    tiers: Mapping[str, str] = field(default_factory=dict)
+    keys: Mapping[str, int] = field(default_factory=dict)
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
     rates: Sequence[object] = ()
     ms: Sequence[float] = ()
     standing: int = 0
@@ -84,15 +108,16 @@ class Selection:
     lanes: Mapping[Lane, int] = field(default_factory=Counter)
     written: int = 0
 
-    def on(self, tiers: Mapping[str, str]) -> tuple[Sequence[Choice], int]:
+    def on(self, elsewhere: Mapping[str, str]) -> tuple[Sequence[Choice], int]:
         """Return the choices for a store where the keys lie so, and how many of the first ones stand at the same prices. Those
         must be made anew that were made on keys which are or are not stored now."""
-        if tiers == self.tiers:
+        if elsewhere == self.elsewhere:
             return self.choices, self.standing
-        moved = {key for key, tier in tiers.items() if tier != self.tiers[key]}
-        changed = {key for key in moved if not (tiers[key] and self.tiers[key])}
+        moved = {key for key, _ in elsewhere.items() ^ self.elsewhere.items()}
+        changed = {key for key in moved if "" in (elsewhere.get(key), self.elsewhere.get(key))}
         choices, standing = list(self.choices), self.standing
-        for i, choice in enumerate(choices):
+        first = min(map(self.keys.__getitem__, moved))
+        for i, choice in enumerate(choices[first:], first):
             if choice.premises and not moved.isdisjoint(choice.premises.stored):
                 standing = min(standing, i)
                 if not changed.isdisjoint(choice.premises.stored):
@@ -103,7 +128,7 @@ class Selection:
         self,
         choices: Sequence[Choice],
         state: State,
-        tiers: Mapping[str, str] = MappingProxyType({}),
+        elsewhere: Mapping[str, str] = MappingProxyType({}),
         rates: Sequence[object] = (),
         ms: Sequence[float] = (),
         unchanged: int = 0,
@@ -111,14 +136,18 @@ class Selection:
     ) -> Selection:
         """Return those made next, at ``rates``, the first ``unchanged`` of which are these at prices ``ms``.
 
-        ``tiers``: of all keys that these were made on; ``tier`` gives that of another stored key.
+        ``elsewhere``: of all keys that these were made on; ``tier`` gives that of another stored key.
         """
         old_premises, premises = ([c.premises for c in both[unchanged:]] for both in (self.choices, choices))
         same = new = unchanged + common_front(old_premises, premises)
+        keys = self.keys
         if any(old_premises[same - unchanged :]):  # what others need of their keys is told by these
-            new, tiers = 0, {}
-        lookups = (c.premises.stored for c in choices[new:] if c.premises)
-        keys = {key: tier(key) if at else "" for stored in lookups for key, at in stored.items()}
+            new, keys, elsewhere = 0, {}, {}
+        lookups = [(i, c.premises.stored) for i, c in enumerate(choices[new:], new) if c.premises]
+        if lookups:
+            keys = {**keys, **{key: min(i, keys.get(key, i)) for i, stored in reversed(lookups) for key in stored}}
+            tiers = {key: tier(key) if at else "" for _, stored in lookups for key, at in stored.items()}
+            elsewhere = {**elsewhere, **{key: where for key, where in tiers.items() if where != "at hand"}}
         first = choices[0].premises.fidelity if choices and choices[0].premises else None
         standing = next((i for i, c in enumerate(choices[unchanged:], unchanged) if not c.stands(first)), len(choices))
         offset = self.ends[unchanged - 1] if unchanged else state.system_prompt_tokens
@@ -132,7 +161,7 @@ class Selection:
             for choice in different:
                 lanes[choice.lane] += sign * choice.entry.tokens
         return Selection(
-            choices, state.placed, [*self.ends[:unchanged], *islice(rest, 1, None)], {**tiers, **keys} if keys else tiers, rates,
+            choices, state.placed, [*self.ends[:unchanged], *islice(rest, 1, None)], keys, elsewhere, rates,
             [*ms[:unchanged], *(c.ms for c in choices[unchanged:])], standing,
             [*self.loads[:unchanged], *loads], +lanes, min(self.written, same),
         )  # fmt: skip
@@ -144,8 +173,10 @@ class Selection:
         if same == len(self.choices) == len(choices):
             standing = min(self.standing, written)
             return replace(self, choices=choices, placed=placed, standing=standing, written=written)
-        keys = {key: "?" if at else "" for c in choices if c.premises for key, at in c.premises.stored.items()}
-        return Selection(choices, placed, tiers=keys, written=written)
+        lookups = [(i, c.premises.stored) for i, c in enumerate(choices) if c.premises]
+        keys = {key: i for i, stored in reversed(lookups) for key in stored}
+        tiers = {key: "?" if at else "" for _, stored in lookups for key, at in stored.items()}
+        return Selection(choices, placed, keys=keys, elsewhere=tiers, written=written)
 
 
 @dataclass
@@ -176,45 +207,40 @@ class Continuation:
             ends: prompt tokens up to the end of each chunk; an engine's prefix cache holds the first ``cached`` tokens.
         """
         costs, began, chunks = engine.costs, engine.costs.clock(), self.loaded.chunks
-        same = common_front(self.loaded.choices, choices)
-        keys = [chunk.conditioning.patch for chunk in chunks]
-        patches = [*filter(None, keys)]
-        stored = engine.repo.at_hand([chunk.conditioning.span for chunk in chunks] + patches)
-        patch_of = {key: entry[0] for key, entry in zip(patches, stored[len(chunks) :], strict=True) if entry}
-        segments: list[Segment] = []
-        if not cached:  # as most stand: the segments that are kept beside their KV
-            there = next(compress(count(), map(is_, stored, repeat(None))), same)
-            notes = (entry[1] for entry in stored[: min(there, same)] if entry)
-            pairs = [*map(dict.get, notes, repeat("segment"), repeat((None, None)))]
-            first = common_front([*map(itemgetter(0), pairs)], [*map(attrgetter("segment"), chunks)])
-            segments += map(itemgetter(1), pairs[:first])
-            stored_patches = [patch_of.get(key or "") for key in keys[:first]]
-            del segments[common_front([*map(attrgetter("patch"), segments)], stored_patches) :]
-        rest = islice(zip(choices, chunks, ends, stored, strict=False), len(segments), None)
-        for i, (choice, chunk, end, entry) in enumerate(rest, len(segments)):
-            kv, bare = chunk.conditioning, chunk.segment
-            if i >= same and (choice.front is not chunk.front or choice.conditioning is not kv):
+        same, repo, segments = common_front(self.loaded.choices, choices), engine.repo, list[Any]()
+        for choice, chunk in zip(choices[same:], chunks[same:], strict=False):
+            if choice.front is not chunk.front or choice.conditioning is not chunk.conditioning:
                 break
+            same += 1
+        if not cached:  # as most stand: the segments that are kept beside their KV
+            segments += map(_call, self.loaded.segments[:same])
+            patches = self.loaded.patches if chunks and chunks[-1].patched[0] else ()
+            del segments[repo.count_attached(segments, self.loaded.spans, patches) :]
+        number = len(segments)
+        rest = slice(number, same)
+        for chunk, ref, end in zip(chunks[rest], self.loaded.segments[rest], ends[rest], strict=True):
+            kv, bare, whole = chunk.conditioning, chunk.segment, ref()
             if end <= cached:
                 segments.append(with_fields(bare, cached=True))
                 continue
-            if entry is None:
+            span, patch = repo.at_hand(kv.span), repo.at_hand(kv.patch) if kv.patch else None
+            if span is None or span is not chunk.span() or (kv.patch and (patch is None or patch is not chunk.patch())):
                 break
-            whole, patch = (
-                entry[1].get("segment"),
-                patch_of.get(kv.patch or ""),
-            )  # kept beside its KV, and as long as that
-            if whole is None or whole[0] is not bare or whole[1].patch is not patch:
-                if entry[0] is not chunk.span() or (kv.patch and (patch is None or patch is not chunk.patch())):
-                    break
-                whole = entry[1]["segment"] = bare, with_fields(bare, span=entry[0], patch=patch)
-            segments.append(whole[1])
+            if whole is None or whole.span is not span or whole.patch is not patch:
+                whole = with_fields(bare, span=span, patch=patch)
+                repo.attach(whole, (kv.span, span), (kv.patch, patch))
+            segments.append(whole)
+        if number < len(segments) and not cached:
+            refs = [*self.loaded.segments]
+            refs[number : len(segments)] = map(weakref.ref, segments[number:])
+            self.loaded = replace(self.loaded, segments=refs)
         loads, first = Workload(), bisect_right(ends, cached, hi=len(segments))
         if spans := len(segments) - first:
-            patched = [segment.tokens for segment in segments[first:] if segment.patch is not None] if patches else []
+            before = chunks[first - 1].patched if first else (0, 0)
+            patched, loads.patched = map(sub, chunks[len(segments) - 1].patched, before)
             loads.loaded, loads.spans = ends[len(segments) - 1] - ends[first] + segments[first].tokens, spans
-            loads.patched, ms = sum(patched), 1e3 * (costs.clock() - began)
-            costs.fetched("at hand", loads.loaded + loads.patched, ms, spans + len(patched))
+            ms = 1e3 * (costs.clock() - began)
+            costs.fetched("at hand", loads.loaded + loads.patched, ms, spans + patched)
             work.priced_ms += ms
         return segments, loads
 
@@ -240,34 +266,45 @@ class Continuation:
         return replace(layout, segments=(*layout.segments[:first], *rest))
 
 
-MAX_MEMO = 8192
-"""Most chunks whose serving a window remembers."""
+@dataclass(eq=False)
+class ServedMemos:
+    """How a window's last chunks were served, at most ``most`` of them, by the contents that preceded them."""
 
+    most: int = 8192
+    memos: OrderedDict[str, ServedMemo] = field(default_factory=OrderedDict)
+    _is_shared: bool = False
 
-def remember(
-    memo: OrderedDict[str, ServedMemo],
-    choices: Sequence[Choice],
-    fidelity: Fidelity,
-    places: Sequence[str] = (),
-    memos: Sequence[ServedMemo] = (),
-) -> tuple[list[str], list[ServedMemo]]:
-    """Remember how chunks were served, for the window's last `MAX_MEMO` chunks; return where, and the memos. Those of the
-    first chunks are known."""
-    if fidelity.mode != "patched":
-        return [], []  # exact KV is found by its provenance, and a canonical by its content
-    same = common_front(memos, [*map(memo.get, places)])
-    places, memos = list(places[:same]), list(memos[:same])
-    deque(map(memo.move_to_end, places), maxlen=0)
-    choices = choices[same:]
-    for choice, following in zip(choices, [*(c.front for c in choices[1:]), None], strict=False):
-        adjacent = following is not None and following.length == choice.front.length + 1
-        place = following.contents if following and adjacent else choice.front.contents_with(choice.entry)
-        known_memo = memo.get(place)
-        if choice.compute or known_memo is None or known_memo.conditioning is not choice.conditioning:
-            known_memo = memo[place] = ServedMemo.of(choice)
-        memo.move_to_end(place)
-        places.append(place)
-        memos.append(known_memo)
-    while len(memo) > MAX_MEMO:
-        memo.popitem(last=False)
-    return places, memos
+    def copy(self) -> ServedMemos:
+        """Return memos that begin with these. O(1): the memos themselves are copied once one of the two changes."""
+        self._is_shared = True
+        return replace(self)
+
+    def clear(self) -> None:
+        """Drop all of them."""
+        self.memos, self._is_shared = OrderedDict(), False
+
+    def remember(
+        self, choices: Sequence[Choice], fidelity: Fidelity, places: Sequence[str] = (), memos: Sequence[ServedMemo] = ()
+    ) -> tuple[list[str], list[ServedMemo]]:  # fmt: skip
+        """Remember how chunks were served; return where, and the memos. Those of the first chunks are known."""
+        if fidelity.mode != "patched":
+            return [], []  # exact KV is found by its provenance, and a canonical by its content
+        if self._is_shared:
+            self.memos, self._is_shared = self.memos.copy(), False
+        memo = self.memos
+        same = common_front(memos, [*map(memo.get, places)])
+        places, memos = list(places[:same]), list(memos[:same])
+        deque(map(memo.move_to_end, places), maxlen=0)
+        choices = choices[same:]
+        for choice, following in zip(choices, [*(c.front for c in choices[1:]), None], strict=False):
+            adjacent = following is not None and following.length == choice.front.length + 1
+            place = following.contents if following and adjacent else choice.front.contents_with(choice.entry)
+            known_memo = memo.get(place)
+            if choice.compute or known_memo is None or known_memo.conditioning is not choice.conditioning:
+                known_memo = memo[place] = ServedMemo.of(choice)
+            memo.move_to_end(place)
+            places.append(place)
+            memos.append(known_memo)
+        while len(memo) > self.most:
+            memo.popitem(last=False)
+        return places, memos

@@ -72,6 +72,7 @@ class WindowCore:
         observers: called with every `Event`; forks inherit them.
         operations: how many operations have begun, asks and failed ones included.
         vision_encodes: runs of the vision tower since the last answer.
+        leases: those of all that were forked from one another.
         idle: computes ahead of the next ask; None unless the state says so.
         heartbeat: called when an operation begins and ends, and for every chunk placed and token answered.
     """
@@ -113,11 +114,9 @@ class WindowCore:
         self._writer = threading.Lock()
         self._stopping: Callable[[int], bool] = lambda writer: False
         self._guard = threading.Lock()  # of leases and counts
-        self._leases = Leases(engine.repo)
-        if origin is not None:
-            with origin._guard:
-                self._leases = origin._leases.fork()
-        self._finalizer = weakref.finalize(self, engine.repo.abandon, self._leases.keys)  # for a window never closed
+        self.leases = origin.leases if origin is not None else Leases(engine.repo)
+        self._leased = [PlacedList[Placed]()]
+        self._finalizer = weakref.finalize(self, self.leases.abandon, self._leased)  # for a window never closed
         with _opening:
             _open.setdefault(engine.repo, weakref.WeakSet()).add(self)
         self.lease()
@@ -280,7 +279,7 @@ class WindowCore:
         """Assert the invariants of the state, its plan and its leases."""
         check_state(self.state, self.plan())
         stored = set(filter(self.engine.repo.contains, self.state.keys()))
-        lost = stored - self._leases.keys - self.assembly.missing
+        lost = stored - self.leases.keys - self.assembly.missing
         assert self.closed or not lost, f"unleased keys {lost}"
 
     def place(self, state: State, chunk: Chunk) -> Placed:
@@ -352,7 +351,7 @@ class WindowCore:
     def fork(self, system_prompt: str | None = None, budget: int | None = None) -> WindowCore:
         """Return a copy-on-write branch, with another system prompt or budget where given.
 
-        O(n) in C for n chunks and what is remembered of them; a new system prompt places them anew.
+        O(1), whatever is placed and remembered; a new system prompt places it all anew.
         """
         state = self.state
         if system_prompt is not None and system_prompt != state.system_prompt:
@@ -430,7 +429,7 @@ class WindowCore:
     def lease(self) -> None:
         """Lease the KV that the current state needs, and release the rest."""
         with self._guard:  # `plan` may run beside an ask
-            self._leases.follow(PlacedList() if self.closed else self.state.placed)
+            self.leases.follow(self._leased, PlacedList() if self.closed else self.state.placed)
 
     def close(self) -> None:
         """Release the leases; the window can be neither edited nor asked afterwards. Idempotent."""
@@ -441,7 +440,7 @@ class WindowCore:
         with self._guard:  # a thread that still edits must not lease behind this
             self.closed = True
             self._finalizer.detach()
-            self._leases.follow(PlacedList())
+            self.leases.follow(self._leased, PlacedList())
         if not self.read_only:  # an old version has the id of a window that goes on
             self.emit(self.event("close"))
 

@@ -390,7 +390,7 @@ def _form_removals(job: _Job, work: Work) -> bool:
     Returns False where no patch is missing. Of a version that is only expected nothing is computed but for patches.
     """
     window, assembly, fidelity = job.window, job.window.assembly, job.fidelity
-    choices = choose(job.state, fidelity, cache(assembly.has), assembly.prices, assembly.memo, assembly.engine)
+    choices = choose(job.state, fidelity, cache(assembly.has), assembly.prices, assembly.memo.memos, assembly.engine)
     needed = {i: c.conditioning for i, c in enumerate(choices) if c.compute and not _has_patch(assembly, c, fidelity)}
     removals = [i for i, here in needed.items() if here.base is not None]
     if not removals:

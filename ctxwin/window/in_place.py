@@ -46,7 +46,7 @@ def _in_place(assembly: Assembly, state: State, index: int, layout: Layout, work
     """Return KV of a placed chunk in its present context, and the layout it was computed after in the end."""
     segment, front = layout.segments[index + 1], layout.segments[: index + 1]
     fallbacks, entries = work.fallbacks, [c.entry for c in layout.choices[: index + 1]]
-    span = assembly.prefill(front, segment.encoded, segment.start, work, entries, salt_of(front))
+    span = assembly.prefill(front, segment.encoded, segment.start, work, entries, salt_of(front)[1])
     return span, layout.as_computed(state) if work.fallbacks > fallbacks else layout
 
 

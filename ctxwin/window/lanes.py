@@ -109,12 +109,14 @@ def choose(
     front, survival, differences = Prefix.of(state, ids), Survival(ids), None
     if engine is not None and fidelity.allows("edited"):
         differences = Differences(state, engine, fidelity.edited_tokens or 0)
-    # A chunk that must be exact needs an exact prefix.
-    last = max(compress(count(), map(attrgetter("exact_only"), placed)), default=-1)
     request_ms, of_load = prices.request_ms, cache(prices.of_load)
     none, choices = front.antecedents, list[Choice]()
     basis, same = previous[0].premises if previous else None, bool(previous) and previous[0].front.gives_kv_of(front)
-    if same and unchanged and last < 0 and basis is not None and basis.fidelity is fidelity:
+    if not same or basis is None or basis.fidelity is not fidelity:
+        unchanged = 0
+    # A chunk that must be exact needs an exact prefix. Where this fidelity chose, there was none.
+    last = max(compress(count(unchanged), map(attrgetter("exact_only"), placed[unchanged:])), default=-1)
+    if unchanged and last < 0:
         choices, offset = list(previous[:unchanged]), tokens
         front = previous[unchanged].front if unchanged < len(previous) else choices[-1].next_front
     else:

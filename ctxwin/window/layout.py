@@ -21,6 +21,10 @@ MAX_NAMED = 1024
 """Most contents that a record names; KV that absorbed more counts as having absorbed anything."""
 
 
+Salt = tuple[int, str]
+"""How many first chunks name a prefix-cache space, and its name."""
+
+
 @dataclass
 class Work(Tally):
     """Cost of one operation beyond `Engine.generate`: forwards run to form canonicals and patches, and misses."""

@@ -277,7 +277,7 @@ def _compress(core: WindowCore, state: State, p: Placed, demand: Demand | None, 
     absorbed = stored[1].get("absorbed", ())
     form = partial(assembly.form, stored[0], base, kv.provenance, encoded, core.fidelity, absorbed, front)
     key = form()
-    if key is None and repo.counters.refused > refused and repo.leases(kv.span) == 1:
+    if key is None and repo.counters.refused > refused and repo.leases(kv.span) == core.leases.windows(kv.span) == 1:
         repo.delete(kv.span)  # the store is full: what replaces it takes its place
         if formed is not None:
             assembly.put(base, formed, encoded, provenance=canonical_key(state, p.chunk_id)[0])

@@ -8,7 +8,7 @@ each, and Python only for what it changes.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from heapq import heapify, heappop, heapreplace
 from itertools import accumulate, chain, compress, count, repeat
 from operator import add, attrgetter, contains, gt, is_not, itemgetter, not_
@@ -235,14 +235,10 @@ class PlacedList(Sequence[P]):
             at += len(some)
         return PlacedList([*blocks, *_cut(items[at:], full=True)])
 
-    def difference(self, other: PlacedList[P]) -> tuple[list[P], list[P]]:
-        """Return the objects that only this list has, and those that only ``other`` has; that some have not seen what was placed
-        since is none. Not in order."""
-        ours, theirs = {*self._parts[0]}, {*other._parts[0]}
-        only, rest = ([*chain.from_iterable(map(_ENTRIES, some))] for some in (ours - theirs, theirs - ours))
-        by_id, rest_by_id = (dict(zip(map(id, some), some, strict=True)) for some in (only, rest))
-        keys, rest_keys = by_id.keys() - rest_by_id.keys(), rest_by_id.keys() - by_id.keys()
-        return [*map(by_id.__getitem__, keys)], [*map(rest_by_id.__getitem__, rest_keys)]
+    @property
+    def blocks(self) -> frozenset[Block]:
+        """Its blocks, as they are before what was placed since is noted in them."""
+        return frozenset(self._parts[0])
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -253,6 +249,14 @@ class PlacedList(Sequence[P]):
         return core_schema.no_info_wrap_validator_function(
             checked, core_schema.tuple_schema([entry], variadic_item_index=0)
         )
+
+
+def difference(ours: Set[Block], theirs: Set[Block]) -> tuple[list[Any], list[Any]]:
+    """Return the placements, as objects, that only blocks of ``ours`` have, and those that only ``theirs`` have. Not in order."""
+    only, rest = ([*chain.from_iterable(map(_ENTRIES, some))] for some in (ours - theirs, theirs - ours))
+    by_id, rest_by_id = (dict(zip(map(id, some), some, strict=True)) for some in (only, rest))
+    keys, rest_keys = by_id.keys() - rest_by_id.keys(), rest_by_id.keys() - by_id.keys()
+    return [*map(by_id.__getitem__, keys)], [*map(rest_by_id.__getitem__, rest_keys)]
 
 
 def unshared(olds: Sequence[PlacedList[Any]], news: Sequence[PlacedList[Any]]) -> int:

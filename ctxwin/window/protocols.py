@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from ctxwin.kv.layout import SpanKV
     from ctxwin.store.spans import SpanRepository
     from ctxwin.window.answer import Disposability
-    from ctxwin.window.choice import ServedMemo
+    from ctxwin.window.continuation import ServedMemos
     from ctxwin.window.layout import Layout, Work
     from ctxwin.window.state import Placed, State
 
@@ -187,4 +186,4 @@ class ServedAnswer:
     query: str
     max_tokens: int
     temperature: float
-    memos: OrderedDict[str, ServedMemo]
+    memos: ServedMemos

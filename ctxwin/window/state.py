@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -202,7 +203,7 @@ class State(BaseModel):
     @property
     def conditioned(self) -> bool:
         """True if no placed chunk is served without its context."""
-        return all(p.conditioned for p in self.placed)
+        return all(map(attrgetter("conditioned"), self.placed))
 
     @property
     def system_prompt_key(self) -> str:

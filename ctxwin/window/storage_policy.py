@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
+from ctxwin.window.placed_list import difference
 from ctxwin.window.state import Placed, State
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class DemandLedger:
             leaving: Sequence[Placed] = old.placed if old else ()
             coming: Sequence[Placed] = state.placed
             if old is not None and (old.window, old.system_prompt_key) == (state.window, state.system_prompt_key):
-                leaving, coming = old.placed.difference(state.placed)
+                leaving, coming = difference(old.placed.blocks, state.placed.blocks)
             self._count(state, coming, 1)
             self._count(old or state, leaving, -1)
         return Demand(self._bytes, limit, self._contexts)

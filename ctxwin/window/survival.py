@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import cached_property
+from itertools import count, islice
 
 import numpy as np
 
@@ -39,8 +40,15 @@ class Survival:
     """
 
     def __init__(self, now: Antecedents) -> None:
-        self._now, self._places = now, {placement: i for i, placement in enumerate(now)}
-        self._numbers = Numbers(self._places)
+        self._now = now
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return dict(zip(self._now, count(), strict=False))
+
+    @cached_property
+    def _numbers(self) -> Numbers:
+        return Numbers(self._places)
 
     def of(self, entry: Placed, front: Antecedents) -> tuple[Sequence[str], Evicted] | None:
         """Return ``not_attended`` and ``evicted_antecedents`` of a chunk behind ``front`` if it survives, else None."""

@@ -99,7 +99,7 @@ def laid_out_anew(window: Window) -> tuple[list[object], list[object]]:
         segments = [replace(segment, span=None, patch=None) for segment in layout.segments]
         numbers = layout.contents, layout.counts, layout.salt, layout.tokens, layout.exact
         after = assembly.write_back(state, layout, {}, fidelity)
-        both.append([kv, segments, numbers, after, list(assembly.memo.items())])
+        both.append([kv, segments, numbers, after, list(assembly.memo.memos.items())])
     return both[0], both[1]
 
 

@@ -155,17 +155,17 @@ def test_forgetting_repairing_and_refreshing_forget_how_things_were_served(engin
         window.ask("q")
         window.evict(ids[0])
         window.ask("q")
-        assert window.core.assembly.memo
+        assert window.core.assembly.memo.memos
         return window, ids
 
     window, ids = moved()
     window.recall(ids[0], repair=True)
-    assert not window.core.assembly.memo
+    assert not window.core.assembly.memo.memos
     window.close()
     window, ids = moved()
     window.evict(ids[1], forget=True)
-    assert not window.core.assembly.memo
+    assert not window.core.assembly.memo.memos
     window.close()
     window, ids = moved()
-    assert window.maintenance.refresh() and not window.core.assembly.memo
+    assert window.maintenance.refresh() and not window.core.assembly.memo.memos
     window.close()

@@ -90,7 +90,7 @@ class Book:
     def choices(self, window: Window) -> list[Choice]:
         assembly = window.core.assembly
         return choose(
-            window.snapshot(), window.fidelity, assembly.has, assembly.prices, assembly.memo, engine=window.engine
+            window.snapshot(), window.fidelity, assembly.has, assembly.prices, assembly.memo.memos, engine=window.engine
         )
 
     def text_before(self, state: State, index: int) -> list[int]:

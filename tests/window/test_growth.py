@@ -245,14 +245,14 @@ def test_a_fork_costs_what_has_changed() -> None:
 def test_kv_is_leased_until_the_last_of_a_windows_forks_releases_it(order: tuple[int, ...]) -> None:
     window = standing(4)
     repo, store, keys = window.engine.repo, window.engine.store, sorted(window.snapshot().keys())
-    windows = [window, fork := window.fork(), fork.fork()]
-    assert [repo.leases(key) for key in keys] == [3] * 4 and store.stats().leased == 4
+    windows, leases = [window, fork := window.fork(), fork.fork()], window.core.leases
+    assert [leases.windows(key) for key in keys] == [3] * 4 and store.stats().leased == 4
     windows[order[0]].evict(windows[order[0]].ids[0])
-    assert sorted(map(repo.leases, keys)) == [2, 3, 3, 3]
+    assert sorted(map(leases.windows, keys)) == [2, 3, 3, 3]
     for i, at in enumerate(order, start=1):
         windows[at].close()
-        assert sorted(map(repo.leases, keys)) == [3 - i] * 4
-        assert store.stats().leased == (4 if i < 3 else 0)
+        assert sorted(map(leases.windows, keys)) == [3 - i] * 4
+        assert store.stats().leased == (4 if i < 3 else 0) and all(repo.leases(key) == (i < 3) for key in keys)
 
 
 def forked(n: int) -> list[Window]:

@@ -115,7 +115,7 @@ def discard(window: Window) -> None:
 def lose_the_lease(window: Window) -> None:
     """What nobody leases leaves a store that needs room."""
     store = window.engine.store
-    window.core._leases.follow(PlacedList())
+    window.core.leases.follow(window.core._leased, PlacedList())
     assert store.put("span/large", bytes(store.limit() - 1)) and not list(store.list("patch/"))
     store.delete("span/large")
 
@@ -239,9 +239,9 @@ class AskedStore(WrapperStore):
         self.asked += 1
         return super().contains(key)
 
-    def look_up(self, keys: Collection[str]) -> set[str]:
+    def missing(self, keys: Collection[str]) -> list[str]:
         self.asked += 1
-        return self.inner.look_up(keys)
+        return self.inner.missing(keys)
 
 
 def test_kv_that_stays_is_looked_up_at_once_behind_a_slide() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctxwin import Chunk
-from ctxwin.window.placed_list import PlacedList, unshared
+from ctxwin.window.placed_list import PlacedList, difference, unshared
 from ctxwin.window.state import Placed
 
 CHUNK = Chunk.text("a")
@@ -88,18 +88,18 @@ def test_every_version_has_the_placements_of_an_ordinary_list(count: int, ops: l
 def test_an_edit_shares_all_placements_but_those_that_it_changes() -> None:
     old = PlacedList.of(entry(i) for i in range(1000))
     new = old.without(["0", "500"]).splice(998, 998, [entry(1000)])
-    left, came = old.difference(new)
+    left, came = difference(old.blocks, new.blocks)
     assert ({p.id for p in left}, {p.id for p in came}) == ({"0", "500"}, {"1000"})
     assert unshared([old], [new]) == 2 and unshared([new], [old]) == 1
     changed = [p.replace(read=9) if p.id == "7" else p for p in new]
-    left, came = new.difference(new.followed_by(changed))
+    left, came = difference(new.blocks, new.followed_by(changed).blocks)
     assert [p.id for p in left] == [p.id for p in came] == ["7"]
 
 
 def test_an_insertion_changes_none_behind_it_before_they_are_read() -> None:
     old = PlacedList.of(entry(i) for i in range(1000))
     new = old.splice(0, 0, [entry(1000)], late=("1000",))
-    left, came = old.difference(new)
+    left, came = difference(old.blocks, new.blocks)
     assert len(left) <= 32 and len(came) <= 33, "but for the block that it stands in"
     assert unshared([old], [new]) == 1000, "as many as there will be"
     assert list(new.without(["1000"])) == list(old)

@@ -78,7 +78,7 @@ def test_a_window_may_be_collected_while_the_store_is_locked(engine: FakeEngine)
     window = Window(engine, "hd")
     window.append(Chunk.text("aa"))
     window.ask("q")
-    [key] = [k for k in window.core._leases.keys if k.startswith("span/")]
+    [key] = [k for k in window.core.leases.keys if k.startswith("span/")]
     done = threading.Event()
 
     def collect() -> None:

@@ -12,7 +12,7 @@ import json
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -26,8 +26,7 @@ from ctxwin.hashing import digest
 from ctxwin.profiles import resolve
 from ctxwin.window.antecedents import pack
 from ctxwin.window.assembly import Assembly
-from ctxwin.window.choice import ServedMemo
-from ctxwin.window.continuation import Continuation
+from ctxwin.window.continuation import Continuation, ServedMemos
 from ctxwin.window.layout import Layout, Work
 from ctxwin.window.placement import initial_state, placement
 from ctxwin.window.state import FORMAT, Placed, State, system_prompt_provenance
@@ -66,7 +65,7 @@ class Conversation(Record):
 
     state: State
     seed: str
-    memo: OrderedDict[str, ServedMemo] = field(default_factory=OrderedDict)
+    memo: ServedMemos = field(default_factory=partial(ServedMemos, SERVED))
     newest: Continuation = field(default_factory=Continuation)
     write_backs: set[Future[None]] = field(default_factory=set)
     packed: dict[str, tuple[Placed, str]] = field(default_factory=dict)
@@ -196,8 +195,6 @@ class Conversations(Records[Conversation]):
         assembly = Assembly(turn.engine, memo=turn.conversation.memo)
         state = assembly.write_back(turn.state, turn.layout, captured, turn.fidelity)
         turn.conversation.newest.selection, *_ = assembly.choose(state, turn.fidelity)  # for the next request
-        while len(assembly.memo) > SERVED:
-            assembly.memo.popitem(last=False)
         span = captured.get(len(turn.layout.segments))
         if span is not None:  # stored as the chunk that it becomes in the next request
             entry = turn.layout.end(turn.state).computed(turn.engine.query_chunk.id, "computed")
