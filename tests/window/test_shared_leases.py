@@ -35,8 +35,8 @@ def test_a_fork_takes_as_much_memory_and_as_many_steps_however_large_its_window_
     for window in (few, many):
         window.fork().close()
     small, large = bytes_of(few.fork), bytes_of(many.fork)
-    assert large <= 1.2 * small
-    assert bytes_of(lambda: [many.fork() for _ in range(1000)]) <= 1.2 * 1000 * large
+    assert large <= 2 * small  # a copy of what is placed would take 32 times as much
+    assert bytes_of(lambda: [many.fork() for _ in range(1000)]) <= 2 * 1000 * large
     assert exponent(on(standing, lambda window: [window.fork() for _ in range(1000)]), 32, 1024) <= 0.1
 
 
