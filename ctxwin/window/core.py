@@ -114,7 +114,7 @@ class WindowCore:
         self._writer = threading.Lock()
         self._stopping: Callable[[int], bool] = lambda writer: False
         self._guard = threading.Lock()  # of leases and counts
-        self.leases = origin.leases if origin is not None else Leases(engine.repo)
+        self.leases: Leases = origin.leases if origin is not None else Leases(engine.repo)
         self._leased = [PlacedList[Placed]()]
         self._finalizer = weakref.finalize(self, self.leases.abandon, self._leased)  # for a window never closed
         with _opening:
