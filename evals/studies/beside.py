@@ -110,9 +110,11 @@ def beside_windows(servers: dict[str, Server], pairs: int, windows: int, seed: i
         yield {"plain": kind, "windows": windows, **_quantiles(off, on, seed)}
 
 
-def pool_engine(dtype: str) -> VLLMEngine:
+def pool_engine(dtype: str, processes: str = "single") -> VLLMEngine:
     """Return the bundled model on a vLLM with a cache of `BLOCKS`."""
-    return VLLMEngine(checkpoint_dir(), dtype=dtype, num_gpu_blocks_override=POOL, max_model_len=BLOCKS * BLOCK)
+    return VLLMEngine(
+        checkpoint_dir(), dtype=dtype, processes=processes, num_gpu_blocks_override=POOL, max_model_len=BLOCKS * BLOCK
+    )
 
 
 def load_of_all_blocks(engine: Any, seed: int, requests: int = REQUESTS) -> tuple[list[tuple[int, int, int]], int]:

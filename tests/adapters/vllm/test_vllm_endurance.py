@@ -303,6 +303,11 @@ def open_engine(folder: Path, processes: str) -> Any:
     return VLLMEngine(folder, dtype="float32", processes=processes, num_gpu_blocks_override=BLOCKS)
 
 
+def mode_of(processes: str) -> str:
+    """Return where vLLM runs: in this process, or in some of its own."""
+    return {"single": "single", "resident": "single"}.get(processes, processes.split()[-1])
+
+
 def view_of(engine: Any, store: FaultyStore) -> Any:
     view = engine.view("", store)
     view.repo._live = LRUCache(1)  # what has been decoded once is read again, so that reads can fail
@@ -321,7 +326,7 @@ def run_round(
     opened: Callable[[], Any], alone: Alone, engines: list[Any], processes: str, number: int
 ) -> dict[str, Any]:
     """One round; ``engines[0]`` is ``opened`` anew where it was killed."""
-    store, multi = FaultyStore(SHARE, str(number)), processes.endswith("multi")
+    store, apart = FaultyStore(SHARE, str(number)), mode_of(processes) != "single"
     served = getattr(engines[0], "copies_served", Count())
     oracle = Oracle(alone)
     views = [view_of(engine, store) for engine in engines]
@@ -334,7 +339,7 @@ def run_round(
     struck: Counter[str] = Counter()
     with oracle.watching(engines):
         for end in (ROUND // 2, ROUND):
-            kill_at = [end // WINDOWS // 2 if multi and end < ROUND and i == 0 else 0 for i in range(WINDOWS)]
+            kill_at = [end // WINDOWS // 2 if apart and end < ROUND and i == 0 else 0 for i in range(WINDOWS)]
             injected = [faults.Faults(engine, partial(_draw, oracle, engine)) for engine in engines]
             with injected[0], injected[1], ThreadPoolExecutor(WINDOWS) as threads:
                 for future in [threads.submit(p.go, end // WINDOWS, kill_at[p.index]) for p in programs]:
@@ -387,14 +392,14 @@ def _draw(oracle: Oracle, engine: Any) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("processes", ["single", "multi", "resident", "resident multi"])
+@pytest.mark.parametrize("processes", ["single", "multi", "resident", "resident multi", "resident async"])
 def test_no_answer_is_wrong(model_dir: Path, processes: str) -> None:
     lines = Path(FILE).read_text().splitlines() if FILE and Path(FILE).exists() else []
     rounds = [result for result in map(json.loads, lines) if result["processes"] == processes]
     done = sum(result["operations"] for result in rounds)
-    mode = "multi" if processes.endswith("multi") else "single"
+    mode = mode_of(processes)
     # Of a process that is forked no engine of this one may be open.
-    twin = open_engine(model_dir, mode if "resident" in processes else "single")
+    twin = open_engine(model_dir, "multi" if mode != "single" and "resident" in processes else "single")
     with contextlib.ExitStack() as stack:
         alone = Alone(model_dir, twin)
         opened = partial(open_engine, model_dir, mode)
@@ -411,7 +416,7 @@ def test_no_answer_is_wrong(model_dir: Path, processes: str) -> None:
                 print(f"{done} of {OPERATIONS} operations: {json.dumps(result)}", file=sys.stderr, flush=True)
             assert processes != "resident" or any(result["dropped"] for result in rounds)
         finally:
-            for one in (alone.driver, engines[1], *(engines[:1] if mode == "multi" or not copies else ())):
+            for one in (alone.driver, engines[1], *(engines[:1] if mode != "single" or not copies else ())):
                 one.close()
     assert np.median([away for result in rounds for away in result["without"]]) > 1000 * CLOSE, (
         "other KV would be noticed"
@@ -421,4 +426,4 @@ def test_no_answer_is_wrong(model_dir: Path, processes: str) -> None:
         name: sum((Counter(result[name]) for result in rounds), Counter()) for name in ("answers", "loads", "store")
     }
     assert set(totals["answers"]) == {"exact", "approximate", "plain"} and totals["loads"] and totals["store"]
-    assert sum(result["kills"] for result in rounds) == (len(rounds) if mode == "multi" else 0)
+    assert sum(result["kills"] for result in rounds) == (0 if mode == "single" else len(rounds))
