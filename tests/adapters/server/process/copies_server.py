@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from typing import Any
 
 from ctxwin.engines.torchvision_repair import repair
 
@@ -20,7 +21,12 @@ def main() -> None:
     from ctxwin_vllm.engine import VLLMEngine
     from interpreted import resident_copies
 
-    options = {"dtype": "float32", "processes": "multi", "num_gpu_blocks_override": BLOCKS, "max_model_len": 512}
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "processes": "multi",
+        "num_gpu_blocks_override": BLOCKS,
+        "max_model_len": 512,
+    }
     with (
         resident_copies(partial(VLLMEngine, checkpoint_dir(), **options), interpret=False) as engine,
         serving(store=f"disk:{sys.argv[1]}", make=lambda store: engine.view("", store)) as server,

@@ -83,7 +83,7 @@ class Client:
             self.after = self.placed | {found[-1]: self.added}
         assert found in (tuple(self.placed), tuple(self.after))
         self.placed = {i: (self.placed | self.after)[i] for i in found}
-        assert [window.chunk(i).content for i in found] == [*self.placed.values()]
+        assert all(window.chunk(i).parts == Chunk.text(text).parts for i, text in self.placed.items())
         window.check()
         with Window(oracle, HEADER) as want:
             want.extend([Chunk.text(text) for text in self.placed.values()])
@@ -94,8 +94,8 @@ class Client:
 def running_server(store: Path) -> Iterator[tuple[Any, OpenAI]]:
     command = [sys.executable, "-m", "adapters.server.process.copies_server", str(store)]
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, text=True, **pipes)  # type: ignore[call-overload]
+    environment, pipe = {**os.environ, "PYTHONPATH": path}, subprocess.PIPE
+    process: Any = subprocess.Popen(command, env=environment, text=True, stdin=pipe, stdout=pipe)
     with process:
         try:
             url = process.stdout.readline().strip()
