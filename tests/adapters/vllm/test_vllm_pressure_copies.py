@@ -74,7 +74,7 @@ def run_request_of_all_blocks(engine: Any, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", ["single", "multi", "async"])
+@pytest.mark.parametrize("processes", ["multi", "async"])
 def test_a_request_of_all_blocks_gets_them_beside_copies(
     processes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
