@@ -136,7 +136,7 @@ class SpanRepository(LeaseCounts):
         token_ids: Sequence[int] | None = None,
         *,
         positions: np.ndarray | None = None,
-        found: bool = False,
+        is_stored: bool = False,
         **expected: object,
     ) -> tuple[SpanKV, dict[str, Any]] | None:
         """Return the span and its metadata, or None.
@@ -145,7 +145,7 @@ class SpanRepository(LeaseCounts):
             key: a key of ``span/``.
             token_ids: ids that the span must have been computed from; others are a miss. None skips the comparison.
             positions: int64 ``[3, T]``, the positions its tokens must have relative to its origin; others are a miss.
-            found: the store was just found to hold ``key``, so that it is not asked again about a cached record.
+            is_stored: the store was just found to hold ``key``, so that it is not asked again about a cached record.
             expected: further metadata that must match: ``chunk``, ``provenance``, ``exact``.
 
         Cost: a read, a SHA-256 of the blob and a pass over its numbers; nothing while it is cached.
@@ -159,7 +159,7 @@ class SpanRepository(LeaseCounts):
             ids_match = token_ids is None or list(meta["token_ids"]) == list(token_ids)
             return positions_match and ids_match and all(meta.get(name) == value for name, value in expected.items())
 
-        match = self._get(_key(key, "span"), "span", partial(decode_span, spec=self.spec), same, found=found)
+        match = self._get(_key(key, "span"), "span", partial(decode_span, spec=self.spec), same, is_stored=is_stored)
         return None if match is None else (match[0], dict(match[1]["user"]))
 
     def put_span(self, key: str, span: SpanKV, meta: Mapping[str, Any]) -> bool:
@@ -230,8 +230,8 @@ class SpanRepository(LeaseCounts):
     def _meta(self, key: str, kind: str, header: Mapping[str, Any], bound: bool = True) -> dict[str, Any]:
         return {**header, "kind": kind, "key": key, "identity": self.identity if bound else ""}
 
-    def get_patch(self, key: str, *, found: bool = False) -> Patch | None:
-        """Return the patch under ``patch/`` or ``orbit/`` with its shared basis, or None; ``found`` as in `get_span`."""
+    def get_patch(self, key: str, *, is_stored: bool = False) -> Patch | None:
+        """Return the patch under ``patch/`` or ``orbit/`` with its shared basis, or None; ``is_stored`` as in `get_span`."""
 
         def decode(blob: bytes) -> tuple[Patch, dict[str, Any]]:
             from ctxwin.kv.patch import Patch
@@ -246,7 +246,7 @@ class SpanRepository(LeaseCounts):
             check_finite(patch.left, *right, *patch.states.values())
             return patch, header
 
-        return _record(self._get(_key(key, *_PATCHES), "patch", decode, found=found))
+        return _record(self._get(_key(key, *_PATCHES), "patch", decode, is_stored=is_stored))
 
     def put_patch(self, key: str, patch: Patch, *, serves: bool = True) -> bool:
         """Store a patch, and its shared basis where that is neither known nor stored; return False where one was refused.
@@ -422,12 +422,12 @@ class SpanRepository(LeaseCounts):
         decode: Callable[[bytes], Entry[R]],
         same: Callable[[R, Mapping[str, Any]], bool] = lambda record, header: True,
         bound: bool = True,
-        found: bool = False,
+        is_stored: bool = False,
     ) -> Entry[R] | None:
         pending = self._writer.get(key)
         cached = self._live.get(key) if pending is None else (cast("Entry[R]", pending), 0)
         # A record that left the store (deleted, expired, evicted) must not be served; the check also counts as a use.
-        if cached is not None and pending is None and not found and not self.store.contains(key):
+        if cached is not None and pending is None and not is_stored and not self.store.contains(key):
             self._live.pop(key)
             cached = None
         match: Entry[R] | None = None

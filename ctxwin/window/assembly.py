@@ -178,7 +178,7 @@ class Assembly:
                 source = choice.partial_base or choice.conditioning
                 reads.begin(source.span, choice.slots, self._span_read(source, encoded, choice.entry.chunk_id))
                 if (key := choice.conditioning.patch) is not None:
-                    reads.begin(key, encoded.tokens, partial(self.repo.get_patch, key, found=True))
+                    reads.begin(key, encoded.tokens, partial(self.repo.get_patch, key, is_stored=True))
         system_prompt = self.system_prompt(state, work, reads, cached, has)
         segments, counts = [system_prompt, *standing], [*newest.loaded.counts[: len(standing) + 1]]
         contents = dict.fromkeys(newest.loaded.contents[: counts[-1]])  # in order, each once
@@ -199,7 +199,7 @@ class Assembly:
                 read = self._span_read(source, encoded, entry.chunk_id)
                 stored = (formed, {}) if formed else self._stored(source.span, encoded.tokens, work, read, reads)
                 if stored is not None and (key := conditioning.patch) is not None:
-                    patch_read = partial(self.repo.get_patch, key, found=True)
+                    patch_read = partial(self.repo.get_patch, key, is_stored=True)
                     patch = self._stored(key, encoded.tokens, work, patch_read, reads)
                 if stored is None or (patch is None and conditioning.patch is not None):
                     return None
@@ -253,7 +253,7 @@ class Assembly:
             return Segment(encoded, 0, span_key=key, cached=True)
         if (has or self.has)(key):
             reads = reads or Reads(self.engine.costs, self.repo.tier)
-            read = partial(self.repo.get_span, key, encoded.token_ids, found=True)
+            read = partial(self.repo.get_span, key, encoded.token_ids, is_stored=True)
             stored = self._read(key, encoded.tokens, work, read, reads)
         span = None if stored is None else stored[0]
         return Segment(encoded, 0, span=span, capture=span is None, span_key=key)

@@ -35,20 +35,20 @@ class Leases:
         self._uses: Counter[str] = Counter()
         self._unleased: set[str] = set()
 
-    def follow(self, held: list[PlacedList[Placed]], placed: PlacedList[Placed]) -> None:
+    def follow(self, window_list: list[PlacedList[Placed]], chunks: PlacedList[Placed]) -> None:
         """Lease what a window's chunks need, also what is stored by now, and release what no window here needs any more.
 
         Args:
-            held: the list that the window followed last, alone; replaced by ``placed``.
+            window_list: the list that the window followed last, alone; replaced by ``chunks``.
 
         Cost: of what has changed, and a step in C for each block of a list that was another window's, too.
         """
         self._repo.release_abandoned()
-        self._replace(held, placed)
+        self._replace(window_list, chunks)
 
-    def abandon(self, held: list[PlacedList[Placed]]) -> None:
+    def abandon(self, window_list: list[PlacedList[Placed]]) -> None:
         """Release later what a window followed that was never closed; see `LeaseCounts.abandon`."""
-        self._repo.abandon(partial(self._replace, held, PlacedList()))
+        self._repo.abandon(partial(self._replace, window_list, PlacedList()))
 
     def windows(self, key: str) -> int:
         """Return how many of these windows need ``key``. O(chunks of all)."""
@@ -56,10 +56,10 @@ class Leases:
             needing = (i for i, (_, some) in self._lists.items() if any(key in p.keys for b in some for p in b.entries))
             return sum(map(self._windows.__getitem__, needing))
 
-    def _replace(self, held: list[PlacedList[Placed]], placed: PlacedList[Placed]) -> None:
+    def _replace(self, window_list: list[PlacedList[Placed]], chunks: PlacedList[Placed]) -> None:
         with self._lock:
-            leaving, coming = difference(*self._blocks_changed(held[0], placed))
-            held[0] = placed
+            leaving, coming = difference(*self._blocks_changed(window_list[0], chunks))
+            window_list[0] = chunks
             new = Counter(chain.from_iterable(p.keys for p in coming))
             self._uses.update(new)
             self._unleased.update(new.keys() - self.keys)
@@ -90,10 +90,10 @@ class Leases:
             if not self._windows[id(old)]:
                 del self._windows[id(old)]
                 _, leaving = self._lists.pop(id(old))
-        came, left = coming - leaving, leaving - coming
-        self._blocks.update(came)
-        self._blocks.subtract(left)
-        gone = {*compress(left, map(not_, map(self._blocks.get, left)))}
-        for block in gone:
+        additions, removals = coming - leaving, leaving - coming
+        self._blocks.update(additions)
+        self._blocks.subtract(removals)
+        unused = {*compress(removals, map(not_, map(self._blocks.get, removals)))}
+        for block in unused:
             del self._blocks[block]
-        return gone, {*compress(came, map(eq, map(self._blocks.get, came), repeat(1)))}
+        return unused, {*compress(additions, map(eq, map(self._blocks.get, additions), repeat(1)))}

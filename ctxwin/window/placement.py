@@ -59,8 +59,8 @@ def with_system_prompt(engine: Engine, state: State, system_prompt: str) -> Stat
     """Return ``state`` with another system prompt: the same chunks, with KV only where the fidelity may serve lane ``edited``."""
     new = initial_state(engine, system_prompt, state.budget, state.fidelity)
     keeps_kv = state.fidelity.mode == "auto" or state.fidelity.allows("edited")
-    before, after = (engine.encode_system_prompt(text).token_ids for text in (state.system_prompt, system_prompt))
-    change = Change.between(before, after)
+    old_ids, new_ids = (engine.encode_system_prompt(text).token_ids for text in (state.system_prompt, system_prompt))
+    change = Change.between(old_ids, new_ids)
 
     def behind(entry: Placed) -> Placed:
         kv = entry.kv
@@ -71,8 +71,8 @@ def with_system_prompt(engine: Engine, state: State, system_prompt: str) -> Stat
         return entry.replace(kv=kv.model_copy(update=changes), unseen=())
 
     entries, evicted = (tuple(map(behind, chunks)) for chunks in (state.placed, state.evicted))
-    kept = {name: getattr(state, name) for name in ("low_water", "prefill", "version", "arrivals")}
-    return new.replace(**kept, placed=entries, evicted=evicted)
+    fields = {name: getattr(state, name) for name in ("low_water", "prefill", "version", "arrivals")}
+    return new.replace(**fields, placed=entries, evicted=evicted)
 
 
 def placement(engine: Engine, state: State, chunk: Chunk, seed: str) -> Placed:
@@ -168,9 +168,9 @@ def _proven(
             return None
     exact = kv.patch is None and kv.span == span_key(kv.provenance) and kv.lane != "edited"
     absorbed = kv.absorbed if kv.absorbed or exact or not kv.antecedents else (0, state.arrivals)
-    known = arrivals.of(kv.antecedents)
-    if (known := known[known >= 0]).size:
-        absorbed = interval_union(absorbed, (int(known.min()), int(known.max())))
+    places = arrivals.of(kv.antecedents)
+    if (places := places[places >= 0]).size:
+        absorbed = interval_union(absorbed, (int(places.min()), int(places.max())))
     depth = 0 if exact else min(max(kv.depth, 1), _DEEPEST)
     changes = {"exact": exact, "depth": depth, "absorbed": absorbed}
     return kv if changes.items() <= vars(kv).items() else kv.model_copy(update=changes)

@@ -271,8 +271,10 @@ HABITS: dict[str, tuple[Callable[[History, int], History], Callable[[History, in
 def prefilled(client: OpenAI) -> dict[str, int]:
     """Tokens that were computed ahead of chats so far: used, and missed."""
     with urllib.request.urlopen(str(client.base_url.join("/metrics"))) as response:  # nosec B310: the address of our own server
-        found = re.findall(r'^ctxwin_prefilled_tokens_total{.*result="(\w+)".*} (\S+)$', response.read().decode(), re.M)
-    return {result: int(float(tokens)) for result, tokens in found}
+        counts = re.findall(
+            r'^ctxwin_prefilled_tokens_total{.*result="(\w+)".*} (\S+)$', response.read().decode(), re.M
+        )
+    return {result: int(float(tokens)) for result, tokens in counts}
 
 
 def habits(client: OpenAI, name: str, turns: int, screens: list[str], keep: int, think: float) -> Iterator[JsonRow]:
@@ -326,9 +328,9 @@ def clock(client: OpenAI, model: str, turns: int, pictures: list[str]) -> Iterat
         history: list[dict[str, Any]] = []
         for turn in range(turns):
             time_of_day = "" if way == "no clock" else f"\nIt is 12:{turn:02}."
-            caption, *shown = step(turn, pictures)
-            seen = {**caption, "text": caption["text"] + LOG}
-            history.append({"role": "user", "content": [seen, *shown]})
+            caption, *frames = step(turn, pictures)
+            message = {**caption, "text": caption["text"] + LOG}
+            history.append({"role": "user", "content": [message, *frames]})
             answer, *cost = ask([{"role": "system", "content": f"{SYSTEM}{time_of_day}\n{RULES}"}, *history])
             row.add(answer, *cost)  # type: ignore[arg-type]
             history.append({"role": "assistant", "content": answer or "-"})
