@@ -271,7 +271,7 @@ class Assembly:
         self, conditioning: Conditioning, encoded: Encoded, chunk: str
     ) -> Callable[[], tuple[SpanKV, dict[str, Any]] | None]:
         """Return a read of the span of ``conditioning`` and its record; a span that contradicts the snapshot is a miss."""
-        expected: dict[str, Any] = {"chunk": chunk, "found": True}  # by the choice, just now
+        expected: dict[str, Any] = {"chunk": chunk, "is_stored": True}  # by the choice, just now
         if conditioning.patch is None:
             expected["provenance"] = conditioning.provenance
         if conditioning.exact:
