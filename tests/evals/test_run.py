@@ -50,7 +50,7 @@ def run(
 def test_a_killed_run_ends_as_an_undisturbed_one(engine: HFEngine, tmp_path: Path) -> None:
     whole = run(engine, tmp_path / "whole", n=2).samples
     with pytest.raises(KeyboardInterrupt):
-        run(engine, tmp_path / "killed", n=2, stop_after=3)
+        run(engine, tmp_path / "killed", n=2, stop_after=20)
     torn = tmp_path / "killed" / "samples.jsonl"
     assert 0 < torn.read_text().count("\n") < len(whole.rows)
     torn.write_bytes(torn.read_bytes()[:-40])
@@ -336,3 +336,14 @@ def test_ls_names_every_arm_with_its_source() -> None:
     assert {"tiny/multi_hop", "mm-niah/retrieval-image", "video-mme"} <= set(listed["tasks"])
     assert all(arm["source"] and arm["about"] for arm in listed["arms"].values())
     assert invoke("ls").exit_code == 0
+
+
+def test_progress_counts_each_arm_as_it_is_served(engine: HFEngine, tmp_path: Path) -> None:
+    told: list[int] = []
+    runner, jobs = Runner(engine, Settings(), tmp_path, WINDOW), plan_jobs(parse_arms("blind,first_k:2"), WINDOW)
+    runner.run(jobs, 2, told.append)
+    assert sum(told) == len(runner.samples.rows) == 2 * 2 * len(WINDOW)
+    assert len([more for more in told if more]) >= 2 * len(WINDOW)
+    again: list[int] = []
+    runner.run(jobs, 2, again.append)
+    assert sum(again) == sum(told)

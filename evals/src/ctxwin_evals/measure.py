@@ -82,11 +82,13 @@ class Measurer:
         reference: Arm = REFERENCE,
         control: Arm | None = None,
         group: Group | None = None,
+        on_arm: Callable[[], None] = lambda: None,
     ) -> Iterator[Sample]:
         """Samples of every arm on every item, all of one shape, compared with ``reference``.
 
         ``base`` is what doing nothing would serve, the reference itself by default. The distance of ``control`` to each arm is
         also measured, along the reference's answer (``to_control``). ``group`` is that of the items where it exists already.
+        ``on_arm`` is called once each arm has been served.
 
         Cost: the reference, and for each arm its serving and its answers.
         """
@@ -115,6 +117,8 @@ class Measurer:
             entries = arm.serve(group)
             selected = [entries[row] for row in rows]
             results[arm] = selected, self._ask(group, items, selected, results[reference][1] if results else None)
+            if arm in arms:
+                on_arm()
         for arm in arms:
             for i, item in enumerate(items):
                 one, answer = results[arm][0][i], results[arm][1][i]

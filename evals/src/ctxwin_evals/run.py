@@ -155,7 +155,7 @@ class Runner:
     def run(self, jobs: Sequence[Job], n: int | None, progress: Callable[[int], None] = lambda done: None) -> None:
         """Compute the samples that are missing among the first ``n`` items of every job (None: all of a data set).
 
-        ``progress`` is called with the number of samples that each step finished. Interrupting loses at most the batch
+        ``progress`` is called with the number of samples that each arm finished. Interrupting loses at most the batch
         in work.
         """
         if n is not None and n < 1:
@@ -172,14 +172,22 @@ class Runner:
                 self._check_items(job, items)
                 name, has = job.task.name, self.samples.has
                 missing = [arm for arm in job.arms if any(not has(name, arm.name, index) for index in indices)]
+                left = len(job.arms)
+
+                def on_arm(more: int = len(indices)) -> None:
+                    nonlocal left
+                    left -= 1
+                    progress(more)
+
                 if missing:
+                    base = BASES[job.task.setting]
                     try:
-                        samples = list(self.measurer.samples(items, missing, base=BASES[job.task.setting]))
+                        samples = list(self.measurer.samples(items, missing, base=base, on_arm=on_arm))
                     except BadMedia as error:  # which only loading its media shows
                         unread, samples = error, []
                         job.task.leave_out(error)
                     self.samples.add(sample for sample in samples if sample.index in indices)
-                progress(len(indices) * len(job.arms))
+                progress(len(indices) * left)
             if not items:
                 raise ValueError(f"{job.task.name} must have items, got none among the first {n}; take a larger n")
             if unread and not any(row.task == job.task.name for row in self.samples.rows.values()):

@@ -95,7 +95,7 @@ def measure(
     done, total = 0, sum(tokens for _, tokens in cells) * (1 + settings.runs)
     rows: list[Row] = []
     for i, (op, tokens) in enumerate(cells):
-        on_progress(f"{op} {tokens}: preparing", done, total)
+        on_progress(f"{op} of {tokens} tokens, preparing; tokens in all", done, total)
         counters, start = engine.counters, replace(engine.counters)
         # Content of its own for every cell: nothing is resident because an earlier cell had it.
         seed, fidelity = settings.seed * 1000 + i, Fidelity("patched", rank=settings.rank, orbit=True)
@@ -107,7 +107,7 @@ def measure(
         bench.repeat(scene, f"{settings.seed}/warm/{i}") if i == 0 else bench.time_edits(scene)
         runs = []
         for run in range(settings.runs):
-            on_progress(f"{op} {tokens}: run {run + 1}", done, total)
+            on_progress(f"{op} of {tokens} tokens, run {run + 1}; tokens in all", done, total)
             if op in COMPUTED:
                 scene.window.close()
                 scene = MOVES[op](engine, tokens, fidelity, seed + 10**6 * (run + 1))
