@@ -1,8 +1,9 @@
 """Pydantic's complaints as one line, and texts that are none."""
 
+import json
 import re
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -26,10 +27,32 @@ def validate(validator: Callable[[Any], Any], data: Any, prefix: str = "the requ
 
 
 def as_list(name: str, values: Any, item: str) -> list[Any]:
-    """Return ``values`` as a list; raise TypeError where they are one value: pydantic's models are iterable, too."""
-    if not isinstance(values, Iterable) or isinstance(values, str | BaseModel):
+    """Return ``values`` as a list; raise TypeError for what has no order, and for one value: pydantic's models are iterable."""
+    if not isinstance(values, Iterable) or isinstance(values, str | bytes | BaseModel | Mapping | set | frozenset):
         raise TypeError(f"{name} must be a list, got {type(values).__name__}; pass a list, with {item} for each")
     return list(values)
+
+
+def check_integer(name: str, value: Any, low: int, high: int | None = None, note: str = "") -> None:
+    """Raise ValueError for what is no int, or outside ``low..high``; ``note`` follows the range in the message."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        accepted = f">= {low}" if high is None else f"in {low}..{high}"
+        raise ValueError(f"{name} must be an int {accepted}{note}, got {value!r}"[:300])
+
+
+def check_flags(**flags: Any) -> None:
+    """Raise TypeError for a flag that is no bool: the text "false" would be true."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}"[:300])
+
+
+def check_json(name: str, value: Any) -> None:
+    """Raise TypeError or ValueError for what JSON does not have: sets, bytes, objects, infinities."""
+    try:
+        None if isinstance(value, str | int | None) else json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name} must be JSON (text, numbers, lists, dicts), got {value!r}"[:300]) from None
 
 
 def check_unicode(name: str, text: str) -> None:

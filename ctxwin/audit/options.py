@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from ctxwin.audit.harm import CAP
+from ctxwin.validation import check_integer
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,7 @@ class Options:
         if not 0 <= self.quiet_s < math.inf:
             raise ValueError(f"quiet_s must be >= 0 and finite, got {self.quiet_s}")
         for name in ("questions", "queue", "token_limit"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ValueError(f"{name} must be an int >= 1, got {getattr(self, name)!r}")
+            check_integer(name, getattr(self, name), 1)
 
     @classmethod
     def from_environment(cls) -> Self:

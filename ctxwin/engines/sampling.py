@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from ctxwin.validation import validate
+from ctxwin.validation import check_integer, validate
 
 if TYPE_CHECKING:
     from ctxwin.fidelity import Fidelity
@@ -117,13 +117,10 @@ _RANGES = options_model(SamplingOptions)
 
 def check_sampling(sampling: Sampling) -> None:
     """Raise ValueError for settings that are out of range on every engine."""
-    if not isinstance(sampling.max_tokens, int) or sampling.max_tokens < 1:
-        raise ValueError(f"max_tokens must be an int >= 1, got {sampling.max_tokens!r}")
-    if not isinstance(sampling.logprobs, int) or sampling.logprobs < -1:
-        raise ValueError(f"logprobs must be an int >= -1 (-1: the whole vocabulary), got {sampling.logprobs!r}")
+    check_integer("max_tokens", sampling.max_tokens, 1)
+    check_integer("logprobs", sampling.logprobs, -1, note=" (-1: the whole vocabulary)")
     if not 0 < sampling.hold <= 1:
         raise ValueError(f"hold must be in (0, 1], got {sampling.hold}")
-    if not isinstance(sampling.hold_every, int) or sampling.hold_every < 1:
-        raise ValueError(f"hold_every must be an int >= 1, got {sampling.hold_every!r}")
+    check_integer("hold_every", sampling.hold_every, 1)
     values = {name: getattr(sampling, name) for name in _RANGES.model_fields}
     validate(partial(_RANGES.model_validate, strict=True), values, "")

@@ -12,6 +12,7 @@ from ctxwin.library.prepared import lend
 from ctxwin.library.records import Entry, Passage, Row
 from ctxwin.library.retrieval import Corpus, Retriever
 from ctxwin.store.spans import SpanRepository
+from ctxwin.validation import check_integer
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,7 @@ class LibraryView:
 
         Cost: the retriever's; the first search of a version reads its files.
         """
-        if not isinstance(k, int) or k < 1:
-            raise ValueError(f"k must be an int >= 1, got {k!r}")
+        check_integer("k", k, 1)
         corpus = self.library.corpus(self.rows)
         ranked = self.library.retriever.rank(corpus, query, k) if corpus.passages else []
         return [Hit(*corpus.passages[i], score) for i, score in ranked[:k]]

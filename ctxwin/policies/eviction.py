@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ctxwin.errors import BudgetExceeded
+from ctxwin.validation import check_integer
 
 if TYPE_CHECKING:
     from ctxwin.policies.base import Branch, WindowView
@@ -72,8 +73,7 @@ class ByDisposability:
     def __post_init__(self) -> None:
         if isinstance(self.queries, str) or not all(isinstance(q, str) and q for q in self.queries) or not self.queries:
             raise ValueError(f"queries must be a non-empty list of questions, got {self.queries!r}")
-        if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be an int >= 1, got {self.max_tokens!r}")
+        check_integer("max_tokens", self.max_tokens, 1)
         if self.kl is not None and not 0 <= self.kl < math.inf:
             raise ValueError(f"kl must be nats >= 0 or None, got {self.kl!r}")
         object.__setattr__(self, "queries", tuple(self.queries))

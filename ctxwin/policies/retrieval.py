@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctxwin.errors import ChunkUnavailable
 from ctxwin.store.lru import LRUCache
+from ctxwin.validation import check_integer
 
 if TYPE_CHECKING:
     import torch
@@ -126,8 +127,7 @@ class BySimilarity:
     _pools: Pools = field(default_factory=Pools, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.count, int) or self.count < 1:
-            raise ValueError(f"count must be an int >= 1, got {self.count!r}")
+        check_integer("count", self.count, 1)
         if not -1 <= self.least <= 1:
             raise ValueError(f"least must be a cosine in -1..1, got {self.least!r}")
 

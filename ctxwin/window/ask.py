@@ -20,7 +20,7 @@ from ctxwin.engines.sampling import MOST_CHOICES, Sampling, SamplingOptions, che
 from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.errors import AnswerStopped, BudgetExceeded
 from ctxwin.hashing import digest
-from ctxwin.validation import check_unicode
+from ctxwin.validation import as_list, check_flags, check_integer, check_unicode
 from ctxwin.window import edits
 from ctxwin.window.answer import Answer, Disposability, Usage
 from ctxwin.window.choice import Choice
@@ -110,8 +110,7 @@ class Question:
             raise ValueError(f"query must be a non-empty str, got {self.query!r}")
         check_unicode("query", self.query)
         check_sampling(self.sampling)
-        if not isinstance(self.n, int) or not 1 <= self.n <= MOST_CHOICES:
-            raise ValueError(f"n must be an int in 1..{MOST_CHOICES}, got {self.n!r}")
+        check_integer("n", self.n, 1, MOST_CHOICES)
 
     @classmethod
     def of(cls, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> Question:
@@ -120,14 +119,17 @@ class Question:
             raise TypeError(f"options must be of {', '.join(AskOptions.__annotations__)}, got {sorted(unknown)}")
         chosen: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         remember, stop, schema = chosen.pop("remember", False), chosen.pop("stop", ()), chosen.get("json_schema")
-        tools, libraries = tuple(chosen.pop("tools", ())), chosen.pop("libraries", ())
-        if not isinstance(libraries, list | tuple):
-            raise TypeError(f"libraries must be a list, got {type(libraries).__name__}")
+        if not callable(remember):
+            check_flags(remember=remember)
+        tools = as_list("tools", chosen.pop("tools", ()), "a dict")
+        libraries = as_list("libraries", chosen.pop("libraries", ()), "a library")
         for library in libraries:
             check_searchable("each of libraries", library)
         n, outputs = chosen.pop("n", 1), chosen.pop("outputs", None)
-        stops = [stop] if isinstance(stop, str | int) else list(stop)
-        if any(not isinstance(s, str | int) or s == "" for s in stops):
+        stops = [stop] if isinstance(stop, str | int) else as_list("stop", stop, "a text or token id")
+        if any(
+            isinstance(s, bool) or not ((isinstance(s, int) and s >= 0) or (isinstance(s, str) and s)) for s in stops
+        ):
             raise ValueError(f"stop must be non-empty texts or token ids, got {stop!r}")
         if schema is not None and not isinstance(schema, str):
             if not isinstance(schema, Mapping):
@@ -135,8 +137,8 @@ class Question:
             chosen["json_schema"] = json.dumps(dict(schema))
         sampling = Sampling(max_tokens, stop_ids=tuple(s for s in stops if isinstance(s, int)), **chosen)
         texts = tuple(s for s in stops if isinstance(s, str))
-        names = None if outputs is None else tuple(outputs)
-        return cls(query, sampling, remember, texts, tools=tools, libraries=tuple(libraries), n=n, outputs=names)
+        names = None if outputs is None else tuple(as_list("outputs", outputs, "a name"))
+        return cls(query, sampling, remember, texts, tools=tuple(tools), libraries=tuple(libraries), n=n, outputs=names)
 
 
 @dataclass
@@ -409,6 +411,7 @@ def _complete_exchange(
 
 def disposable(core: WindowCore, placement: str, query: str, max_tokens: int, *, clean: bool) -> Disposability:
     """See `Window.disposable`."""
+    check_flags(clean=clean)
     question = Question.of(query, max_tokens, logprobs=-1)
     core.state.index(placement)
     answers = []

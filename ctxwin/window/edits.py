@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from ctxwin.errors import BudgetExceeded
+from ctxwin.validation import check_integer
 from ctxwin.window.events import Op
 from ctxwin.window.state import Placed, State, provenance_of, span_key
 
@@ -20,8 +21,7 @@ _FEW = 64
 
 def normalize_index(index: int, length: int) -> int:
     """Return ``index`` in 0..length; negative ones count from the end as in ``list.insert``. Raises ValueError outside."""
-    if not isinstance(index, int) or isinstance(index, bool) or not -length <= index <= length:
-        raise ValueError(f"index must be an int in {-length}..{length}, got {index!r}")
+    check_integer("index", index, -length, length)
     return index + length if index < 0 else index
 
 
@@ -242,8 +242,7 @@ def leaving_for_budget(
         exact: True for a window that is: it falls to its mark, too, where that computes fewer tokens for each one that is freed
             than evictions that wait.
     """
-    if not isinstance(reserve_tokens, int) or reserve_tokens < 0:
-        raise ValueError(f"reserve_tokens must be an int >= 0, got {reserve_tokens!r}")
+    check_integer("reserve_tokens", reserve_tokens, 0)
     excess = state.tokens + reserve_tokens - state.budget
     if mark is None and state.low_water != "auto":
         mark = state.low_water

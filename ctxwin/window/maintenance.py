@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ctxwin.errors import BudgetExceeded, ReadOnlyWindow
+from ctxwin.validation import check_integer
 from ctxwin.window import edits, orbits
 from ctxwin.window.core import WindowCore
 from ctxwin.window.idle import PrefillCounts
@@ -132,8 +133,8 @@ class Maintenance:
         """
         if self.core.read_only:
             raise ReadOnlyWindow("an old version must not be refreshed; fork() it first")
-        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
-            raise ValueError(f"count must be an int >= 0, got {count!r}")
+        if count is not None:
+            check_integer("count", count, 0)
         work, done = Work(background=True), []
         with self.core.writing() as state:
             plan = self.core.assembly.plan(state, self.core.fidelity)
@@ -244,8 +245,7 @@ class Maintenance:
 
 def _orders(state: State, ids: Sequence[str], orders: int, seed: int) -> tuple[int, list[tuple[int, ...]]]:
     """Return the number of ``ids``, which are checked, and the orders of them to compute."""
-    if not isinstance(orders, int) or not 1 <= orders <= orbits.MAX_ORDERS:
-        raise ValueError(f"orders must be an int in 1..{orbits.MAX_ORDERS}, got {orders!r}")
+    check_integer("orders", orders, 1, orbits.MAX_ORDERS)
     indices = {state.index(i) for i in ids}
     k = len(indices)
     if not k or indices != set(range(k)):

@@ -16,7 +16,19 @@ from ctxwin.window.sliding import mark_tokens
 from ctxwin.window.state import State
 
 
-class WindowReader:
+class MovedNames:
+    """A window whose unknown attributes say where those that `Maintenance` has can be found."""
+
+    if not TYPE_CHECKING:  # a type checker would take every name for one of a window
+
+        def __getattr__(self, name: str) -> Any:
+            kind = type(self).__name__
+            moved = f"{kind}.{name} has become {kind}.maintenance.{name}"
+            unknown = f"{kind!r} object has no attribute {name!r}"
+            raise AttributeError(moved if hasattr(Maintenance, name) else unknown, name=name, obj=self)
+
+
+class WindowReader(MovedNames):
     """The attributes, plan and snapshot of a window."""
 
     core: WindowCore
@@ -141,13 +153,6 @@ class WindowReader:
         It runs in the thread of the operation, once that has taken effect; what it raises is logged and changes nothing.
         """
         return self.core.observe(observer)
-
-    if not TYPE_CHECKING:  # a type checker would take every name for one of a window
-
-        def __getattr__(self, name: str) -> Any:
-            moved = f"Window.{name} has become Window.maintenance.{name}"
-            unknown = f"{type(self).__name__!r} object has no attribute {name!r}"
-            raise AttributeError(moved if hasattr(Maintenance, name) else unknown, name=name, obj=self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse `copy` and `pickle`: a copy would edit this window."""

@@ -20,7 +20,7 @@ from ctxwin.engines.base import Engine
 from ctxwin.errors import UnsupportedModel
 from ctxwin.fidelity import Fidelity
 from ctxwin.store import parse_bytes
-from ctxwin.validation import as_list
+from ctxwin.validation import as_list, check_flags, check_integer
 from ctxwin.window import edits
 from ctxwin.window import placement as placing
 from ctxwin.window.answer import Answer, Disposability
@@ -83,8 +83,7 @@ class Window(WindowReader):
             raise TypeError(f"fidelity must be a Fidelity, got {fidelity!r}; pass Fidelity({fidelity!r})"[:200])
         limit = engine.spec.max_tokens
         budget = limit if budget is None else budget
-        if not isinstance(budget, int) or not 0 < budget <= limit:
-            raise ValueError(f"budget must be an int in 1..{limit} (what the engine takes), got {budget!r}")
+        check_integer("budget", budget, 1, limit, " (what the engine takes)")
         if budget_bytes is not None:
             budget = min(budget, parse_bytes(budget_bytes) // engine.spec.kv.token_bytes)
         state = placing.initial_state(engine, system_prompt, budget, fidelity or Fidelity())
@@ -165,6 +164,7 @@ class Window(WindowReader):
         Args:
             lazy: stands at the end until the prefix breaks at ``index`` or in front of it, then goes before what is there now.
         """
+        check_flags(lazy=lazy)
         with self.core.writing() as state:
             index = edits.normalize_index(index, len(state.placed))
             entry = self.core.place(state, chunk)
@@ -193,6 +193,7 @@ class Window(WindowReader):
         Raises UnknownChunk, ValueError for ``forget`` with ``lazy``. Cost: none now; with ``forget`` a forward over each chunk
         concerned at the next ask.
         """
+        check_flags(forget=forget, lazy=lazy)
         if forget and lazy:
             raise ValueError("forget must be False with lazy=True, got True: what is forgotten must not be shown again")
         with self.core.writing() as state:
@@ -216,8 +217,8 @@ class Window(WindowReader):
         Args:
             to: falls to so many tokens (a float: to that share of the budget) now, within the budget or not.
         """
-        if count is not None and (not isinstance(count, int) or count < 0):
-            raise ValueError(f"count must be an int >= 0, got {count!r}")
+        if count is not None:
+            check_integer("count", count, 0)
         if count is not None and to is not None:
             raise ValueError(f"slide must have a count or to, got {count!r} and {to!r}; leave one out")
         with self.core.writing() as state:
@@ -260,6 +261,7 @@ class Window(WindowReader):
 
         Raises UnknownChunk. Cost at the next ask: its lane's, never a vision encode.
         """
+        check_flags(repair=repair)
         with self.core.writing() as state:
             waiting = state.placed.place_of(placement)
             if at is None and waiting is not None and "evict" in state.placed[waiting].pending:
@@ -305,6 +307,7 @@ class Window(WindowReader):
         """
         if not isinstance(query, str | Chunk):
             raise TypeError(f"query must be a str or a Chunk, got {type(query).__name__}")
+        check_integer("reserve_tokens", reserve_tokens, 0)
         with self.core.writing() as state:
             with self.core.counting_encodes():
                 named = dict.fromkeys(self.retrieval.choose(self, query))
@@ -362,6 +365,7 @@ class Window(WindowReader):
         Kamera, appendix E. ``lazy``: see `evict`. Raises UnknownChunk, UnsupportedModel on a model with
         recurrent layers. Cost at the next ask: one forward where the canonical is not held.
         """
+        check_flags(conditioned=conditioned, lazy=lazy)
         kv = self.engine.spec.kv
         if kv.recurrent and not kv.maps and not conditioned:
             raise UnsupportedModel(
@@ -383,6 +387,7 @@ class Window(WindowReader):
 
     def pin(self, placement: str, *, pinned: bool = True) -> None:
         """Protect a chunk from `slide`, or lift that protection. Raises UnknownChunk."""
+        check_flags(pinned=pinned)
         with self.core.writing() as state:
             note = "pinned" if pinned else "free"
             self.core.commit(edits.update_entry(state, placement, pinned=pinned), "pin", [placement], note=note)
@@ -404,6 +409,7 @@ class Window(WindowReader):
         """
         if not isinstance(branch, Window):
             raise TypeError(f"branch must be a window that fork() returned, got {type(branch).__name__}")
+        check_flags(force=force)
         self.core.adopt(branch.core, force=force)
 
     def ask(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> Answer:
@@ -459,7 +465,7 @@ class Window(WindowReader):
         said = answer if isinstance(answer, str) else as_list("answer", answer, "a token id")
         if not isinstance(query, str) or not query or not said:
             raise ValueError(f"query and answer must be text (or token ids) and not empty, got {query!r}, {answer!r}")
-        ids = self.engine.encode(Chunk.text(answer)).token_ids if isinstance(answer, str) else tuple(answer)
+        ids = self.engine.encode(Chunk.text(answer)).token_ids if isinstance(answer, str) else tuple(said)
         return self.append(exchange(self.engine, query, ids)[0])
 
     def disposable(self, placement: str, query: str, max_tokens: int = 32, *, clean: bool = False) -> Disposability:

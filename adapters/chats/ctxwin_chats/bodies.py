@@ -16,9 +16,15 @@ decoded on opening), or run programs."""
 
 
 class Body(BaseModel):
-    """A JSON body; unknown fields are refused, so that a misspelt option is not ignored."""
+    """A JSON body; unknown fields are refused, so that a misspelt option is not ignored, and so are values of another type."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class FormBody(Body):
+    """Fields of a form or a URL, whose values are strings."""
+
+    model_config = ConfigDict(strict=False)
 
 
 def picture_size(raw: bytes) -> tuple[int, int]:

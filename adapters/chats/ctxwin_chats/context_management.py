@@ -104,7 +104,7 @@ class Policy(Body):
     budget: int | None = Field(default=None, ge=1)
     keep: int = Field(default=3, ge=0)
     clear_at_least: int = Field(default=0, ge=0)
-    exclude_tools: tuple[str, ...] = ()
+    exclude_tools: tuple[str, ...] = Field(default=(), strict=False)  # lists of a TOML file
     pictures: int | None = Field(default=None, ge=0)
     pictures_at_once: int = Field(default=1, ge=1)
 

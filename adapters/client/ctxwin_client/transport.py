@@ -18,7 +18,7 @@ from ctxwin.chunk import Chunk, Part, TextPart, TokensPart
 from ctxwin.errors import ChunkUnavailable, EngineFailed, UnsupportedModel
 from ctxwin.media import png
 from ctxwin.store.lru import LRUCache
-from ctxwin.validation import as_list, check_unicode
+from ctxwin.validation import as_list, check_json, check_unicode
 from ctxwin.window.answer import Answer
 from ctxwin.window.serialization import REFERENCE, answer_from
 from ctxwin.window.stream import AsyncTextStream
@@ -113,12 +113,16 @@ async def answer_of(stream: AsyncTextStream) -> Answer:
 
 
 def question(query: str, max_tokens: int, options: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """Return a question with its options as JSON, with libraries by name."""
-    libraries = [getattr(x, "name", x) for x in as_list("libraries", options.get("libraries") or (), "a library")]
-    return {"query": query, "max_tokens": max_tokens, **more, **options, "libraries": libraries}
+    """Return a question with its options as JSON, with libraries by name; None leaves a default."""
+    chosen = {name: value for name, value in options.items() if value is not None}
+    if "libraries" in chosen:
+        chosen["libraries"] = [getattr(x, "name", x) for x in as_list("libraries", chosen["libraries"], "a library")]
+    return {"query": query, "max_tokens": max_tokens, **more, **chosen}
 
 
 def _request(path: str, body: Mapping[str, Any], files: Files | None = None) -> dict[str, Any]:
+    for name, value in body.items():
+        check_json(name, value)
     headers = {"Idempotency-Key": uuid.uuid4().hex, **_session(path)}
     headers |= {"Content-Type": "multipart/form-data"} if files else {}
     return {"cast_to": object, "body": dict(body), "files": files, "options": {"headers": headers}}

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, cast
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, cast
 
 from openai import APIError, AsyncOpenAI, OpenAI
 
@@ -21,6 +21,7 @@ from ctxwin.window.answer import Answer, Disposability, Plan, PlanEntry
 from ctxwin.window.ask import AskOptions
 from ctxwin.window.idle import PrefillCounts
 from ctxwin.window.maintenance import Maintenance
+from ctxwin.window.reader import MovedNames
 from ctxwin.window.state import State, read_state
 from ctxwin.window.stream import AsyncTextStream
 from ctxwin.window.window import Window
@@ -86,7 +87,7 @@ def _summary(name: str, read: Callable[[Any], T]) -> T:
     return cast("T", property(lambda window: read(window._get("summary")[name])))
 
 
-class RemoteWindow:
+class RemoteWindow(MovedNames):
     """A window on a server started with ``ctxwin serve``; see `ctxwin.Window` for the meaning of the methods.
 
     Args:
@@ -226,6 +227,8 @@ class RemoteWindow:
 
     def adopt(self, branch: RemoteWindow, *, force: bool = False) -> None:
         """Take over a branch's state; raises a conflict if this window has changed since the fork, unless ``force``."""
+        if not isinstance(branch, RemoteWindow):
+            raise TypeError(f"branch must be a RemoteWindow that fork() returned, got {type(branch).__name__}")
         self._post("adopt", id=branch.id, force=force)
         self.fidelity = Fidelity.model_validate(self._get("summary")["fidelity"])
 
@@ -251,13 +254,6 @@ class RemoteWindow:
         """Compare the answers to ``query`` with and without a chunk. Cost: two asks."""
         response = self._post("disposable", id=placement, query=query, max_tokens=max_tokens, clean=clean)
         return serialization.disposability_from(response["disposability"])
-
-    if not TYPE_CHECKING:  # a type checker would take every name for one of a window
-
-        def __getattr__(self, name: str) -> Any:
-            moved = f"RemoteWindow.{name} has become RemoteWindow.maintenance.{name}"
-            unknown = f"{type(self).__name__!r} object has no attribute {name!r}"
-            raise AttributeError(moved if hasattr(RemoteMaintenance, name) else unknown, name=name, obj=self)
 
     def close(self) -> None:
         """Close the window on the server permanently. Idempotent; a window that no longer exists counts as closed."""

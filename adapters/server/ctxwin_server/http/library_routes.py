@@ -15,7 +15,7 @@ from ctxwin.hashing import digest
 from ctxwin.library.library import Hit
 from ctxwin.library.records import Row
 from ctxwin.validation import validate
-from ctxwin_chats.bodies import Body
+from ctxwin_chats.bodies import Body, FormBody
 from ctxwin_server.app.endpoints import LIBRARIES
 from ctxwin_server.http.request_context import CurrentRequest, openapi_body
 from ctxwin_server.http.responses import Route
@@ -33,7 +33,7 @@ class NewLibrary(Body):
     expires_after: float | None = Field(default=None, gt=0, le=10**10)
 
 
-class NewFile(Body):
+class NewFile(FormBody):
     """The fields beside ``file``: ``expires_after`` in seconds after its last use; ``purpose`` is OpenAI's, changes nothing."""
 
     name: str = ""

@@ -29,7 +29,7 @@ from ctxwin.window.answer import Answer
 from ctxwin.window.ask import Question
 from ctxwin.window.stream import TextDelta
 from ctxwin.window.window import Window
-from ctxwin_chats.bodies import Body
+from ctxwin_chats.bodies import Body, FormBody
 from ctxwin_client.errors import TooManyRequests
 from ctxwin_server.process.fair import FairPool, Put, Stopped
 from ctxwin_server.process.metrics import Metrics
@@ -42,7 +42,7 @@ _Name = Annotated[str, Field(min_length=1, max_length=200)]
 _Seconds = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class LiveOptions(Body):
+class LiveOptions(FormBody):
     """Options of a connection: parameters of its URL.
 
     Attributes:
