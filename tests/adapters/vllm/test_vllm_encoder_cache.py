@@ -106,7 +106,7 @@ class Feature:
     def __init__(self, identifier: str, offset: int, tokens: int = 9) -> None:
         self.identifier = identifier
         self.modality = "image"
-        self.data = None
+        self.data: Any = None
         self.mm_position = SimpleNamespace(offset=offset, length=tokens, get_num_embeds=lambda: tokens)
 
 
@@ -193,6 +193,22 @@ class TestScheduler:
         assert scheduler.ready(second, 0) and scheduler.holds("one") and reads == ["one"]
         scheduler.forget("b")
         assert not scheduler.held and scheduler.ready(first, 0) and reads == ["one", "one"]
+
+    def test_what_has_another_shape_is_read_and_warned_about_once(
+        self, scheduler: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Its request carries the picture, which vLLM encodes; the next request looks again, at what may be mended."""
+        put(scheduler.files, "one", embeddings(1, tokens=8))
+        get, reads = scheduler.files.get, list[str]()
+        monkeypatch.setattr(scheduler.files, "get", lambda name: (reads.append(name), get(name))[1])
+        feature = Feature("one", 2)
+        feature.data = {"pixels": SimpleNamespace(field=SimpleNamespace(keep_on_cpu=False))}
+        for computed in (0, 0, 4):
+            assert scheduler.ready(request("a", feature), computed) and not scheduler.holds("one")
+        assert reads == ["one"] and len(caplog.messages) == 1 and "must be [9, 64]" in caplog.text
+        scheduler.forget("a")
+        put(scheduler.files, "one", embeddings(1))
+        assert scheduler.ready(request("b", feature), 0) and scheduler.holds("one")
 
 
 GUARD = [pytest.mark.slow, pytest.mark.guard]

@@ -153,6 +153,7 @@ class Scheduler:
         self.unavailable: set[str] = set()
         self._current = ""  # the request that vLLM is about to schedule
         self._in_memory = WeakValueDictionary[str, torch.Tensor]()  # by name, those that are held
+        self._unfit: dict[str, set[str]] = {}  # names by request: read once, of another shape
 
     def ready(self, request: Request, computed: int) -> bool:
         """Hold the embeddings that the step after ``computed`` tokens may need; return False where some cannot be had.
@@ -182,6 +183,8 @@ class Scheduler:
     def _find(self, feature: MultiModalFeatureSpec) -> torch.Tensor | None:
         """Return a medium's embeddings, read now unless a request holds them; None where there are none of its shape."""
         name, width = name_of(feature.identifier), self._audio_width if feature.modality == "audio" else self._width
+        if name in self._unfit.get(self._current, ()):
+            return None
         embeddings = self._in_memory.get(name)
         if embeddings is None and (embeddings := self.files.get(name)) is not None:
             self._in_memory[name] = embeddings
@@ -190,6 +193,7 @@ class Scheduler:
             return embeddings
         got = f"{[*embeddings.shape]} of {embeddings.dtype}"
         _log.warning("the embeddings of %r must be %s of %s, got %s", name, [*shape], self._dtype, got)
+        self._unfit.setdefault(self._current, set()).add(name)
         return None
 
     def holds(self, name: str) -> bool:
@@ -205,6 +209,7 @@ class Scheduler:
     def forget(self, request: str) -> None:
         """Release all embeddings that a request holds."""
         self.held.pop(request, None)
+        self._unfit.pop(request, None)
         self.unavailable.discard(request)
 
 
