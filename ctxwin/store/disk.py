@@ -5,7 +5,8 @@ row, so that a full disk can be emptied although its index cannot grow. A crash 
 an orphaned file, never a row that lies; and every read checks the record's seal, in which the key stands too.
 
 The files are the truth. The time that a file was last modified is the record's last use, so reading writes nothing into
-the index; an index that is damaged or lost is made again from the records' own headers.
+the index; an index that is damaged or lost is made again from the records' own headers. Where the clock was set back, a use
+is dated just behind the latest one.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ class DiskStore(SealedStore):
             plain.errno = getattr(error, "errno", errno.EIO)
             raise plain from None
         remove_old((self.path / records.TEMP).glob("*.tmp"), 3600.0)
-        if self._guarded(0, lambda: sum(1 for _ in records.walk(self.path)) - self._total("count")) > 0:
+        used = [blob.used for blob in records.walk(self.path)]
+        self._newest = max(used, default=0)  # use, in nanoseconds: the order of uses outlives a clock that is set back
+        if self._guarded(0, lambda: len(used) - self._total("count")) > 0:
             self._collect(_ORPHAN_AGE_S)
 
     def _open_index(self) -> Any:
@@ -191,6 +194,7 @@ class DiskStore(SealedStore):
                 if not self._make_room(total, key, row):
                     return False
                 written = records.write_record(self.path, head, value, tail)
+                self._use(written)
                 try:
                     self._cache.set(key, Written(written, total), expire=self.ttl)
                 except BaseException:
@@ -400,8 +404,8 @@ class DiskStore(SealedStore):
         return 0
 
     def _use(self, row: Row) -> None:
-        now = time.time_ns()
-        with contextlib.suppress(OSError):
+        now = self._newest = max(time.time_ns(), self._newest + 1)
+        with contextlib.suppress(OSError, OverflowError):  # the latter behind a forged time
             os.utime(self.path / row.file, ns=(now, now))
 
     def _remove(self, key: str, row: Row | None) -> bool:

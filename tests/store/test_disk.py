@@ -431,6 +431,23 @@ class TestUpkeep:
         assert blobs(tmp_path) == []
         assert store.stats().items == 0
 
+    @pytest.mark.parametrize("reopened", [False, True])
+    def test_recency_survives_a_clock_that_is_set_back(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reopened: bool
+    ) -> None:
+        store, now = DiskStore(tmp_path, max_bytes=3500), time.time_ns
+        monkeypatch.setattr(time, "time_ns", lambda: now() + 3600 * 10**9)
+        for name in "abc":
+            store.put(f"span/{name}", name.encode() * 1000)
+            store.get(f"span/{name}")
+        monkeypatch.setattr(time, "time_ns", now)
+        if reopened:
+            store.close()
+            store = DiskStore(tmp_path, max_bytes=3500)
+        for name in "de":
+            store.put(f"span/{name}", name.encode() * 1000)
+        assert list(store.list()) == ["span/c", "span/d", "span/e"]
+
     def test_recency_survives_reopening(self, tmp_path: Path) -> None:
         store = DiskStore(tmp_path, max_bytes=3500)
         for name in "abc":

@@ -44,7 +44,7 @@ class Quarantine:
         journal: file that outlives the process; None remembers nothing over a restart. It holds digests, no content. Processes
             may share one: what one of them suspects the others do from their next request on.
         died: whether the engine has ended by itself; an attribute, too.
-        clock: seconds since the epoch; tests replace it.
+        clock: seconds since the epoch, as the journal has them; tests replace it, and ``elapsed``, which times waits.
     """
 
     def __init__(
@@ -52,10 +52,11 @@ class Quarantine:
         journal: Path | None = None,
         died: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.time,
+        elapsed: Callable[[], float] = time.monotonic,
     ) -> None:
         self._journal = journal
         self.died = died
-        self._clock = clock
+        self._clock, self._elapsed = clock, elapsed
         self._running: Counter[str] = Counter()
         self._alone: tuple[str, float] | None = None  # the running suspect, and its start
         self._next: tuple[str, float] | None = None  # the suspect that waits, and when it last tried
@@ -73,7 +74,7 @@ class Quarantine:
             Quarantined: it ended the engine twice. EngineFailed: the engine has ended. TooManyRequests: a suspect found
                 no moment to run alone.
         """
-        since = self._clock()
+        since = self._elapsed()
         while not self._enter(name, since):
             time.sleep(_PAUSE_S)
         with self._count(name):
@@ -82,7 +83,7 @@ class Quarantine:
     @asynccontextmanager
     async def running_async(self, name: str) -> AsyncIterator[None]:
         """Do as `running`, on an event loop."""
-        since = self._clock()
+        since = self._elapsed()
         while not self._enter(name, since):
             await asyncio.sleep(_PAUSE_S)
         with self._count(name):
@@ -92,9 +93,10 @@ class Quarantine:
         """Return whether the request may run now, and count it if so."""
         with self._lock:
             self._follow()
-            now = self._clock()
+            now = self._elapsed()
             suspect = self._suspects.get(name)
-            if suspect is not None and suspect.until <= now:
+            # Clocks are set back, too.
+            if suspect is not None and not 0 < suspect.until - self._clock() <= 2 * QUARANTINE_S:
                 suspect = None
                 self._clear(name)
             if suspect is not None and suspect.guilty:

@@ -111,12 +111,12 @@ class Engine:
 
     def __init__(self, journal: Path) -> None:
         self.journal = journal
-        self.now = 1000.0
+        self.now = self.elapsed = 1000.0
         self.restart()
 
     def restart(self) -> None:
         self.dead = False
-        self.quarantine = Quarantine(self.journal, lambda: self.dead, lambda: self.now)
+        self.quarantine = Quarantine(self.journal, lambda: self.dead, lambda: self.now, lambda: self.elapsed)
 
     def die_during(self, *names: str) -> None:
         """The engine dies while all of ``names`` run."""
@@ -208,8 +208,36 @@ def test_a_suspect_runs_alone_and_others_after_it(engine: Engine) -> None:
 def test_a_suspect_that_runs_for_long_holds_nobody_up(engine: Engine) -> None:
     engine.die_during("suspect")
     with engine.quarantine.running("suspect"):
-        engine.now += 61
+        engine.elapsed += 61
         assert engine.serves("other")
+
+
+@pytest.mark.parametrize("jump", [-QUARANTINE_S, QUARANTINE_S])
+def test_a_jump_of_the_clock_neither_prolongs_nor_ends_a_wait(engine: Engine, jump: float) -> None:
+    engine.die_during("suspect")
+    enters = engine.quarantine._enter
+    with engine.quarantine.running("other"):
+        assert not enters("suspect", engine.elapsed)  # its client leaves meanwhile
+    engine.now += jump
+    engine.elapsed += 2
+    assert enters("other", engine.elapsed)
+    engine.restart()
+    engine.die_during("another")
+    with engine.quarantine.running("another"):
+        engine.now += jump
+        enters = engine.quarantine._enter
+        assert not enters("other", engine.elapsed)
+        engine.elapsed += 61
+        assert enters("other", engine.elapsed)
+
+
+def test_a_clock_that_is_set_back_far_refuses_nothing_forever(engine: Engine) -> None:
+    engine.die_during("killer")
+    engine.die_during("killer")
+    engine.now -= QUARANTINE_S
+    assert not engine.serves("killer")
+    engine.now -= QUARANTINE_S
+    assert engine.serves("killer")
 
 
 def test_the_journal_is_bounded_and_names_no_content(engine: Engine) -> None:
