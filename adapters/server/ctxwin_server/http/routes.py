@@ -33,7 +33,7 @@ from ctxwin_server.http.responses import Route, encode_json, json_response, stre
 from ctxwin_server.process.fair import Put, Stopped
 from ctxwin_server.protocol.limits import Limits
 from ctxwin_server.protocol.multipart import read_form
-from ctxwin_server.protocol.schemas import CHUNK
+from ctxwin_server.protocol.schemas import CHUNK, FormChunk
 from ctxwin_server.registry.operations import OPERATIONS, AuditedAsk, OpenWindow, Operation
 from ctxwin_server.registry.snapshots import read_snapshot
 from ctxwin_server.registry.streams import MESSAGE, LiveOptions, Push, Recall, read_message, stream_answer
@@ -278,7 +278,8 @@ def _chunk_in(kind: str, limits: Limits, raw: bytes, max_text: int) -> tuple[Any
     if set(files) != {"file"}:
         raise ValueError("a multipart body must have a field chunk (JSON) that names its files, or one file named file")
     parse_json(limits, encode_json(form.fields), max_text)
-    return {"type": "image", "image": {"file": "file"}, **form.fields}, files
+    fields = validate(FormChunk.model_validate, form.fields).model_dump(exclude_unset=True)
+    return {"type": "image", "image": {"file": "file"}, **fields}, files
 
 
 def install(app: FastAPI) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union
 
-from pydantic import Field, TypeAdapter, create_model, model_validator
+from pydantic import ConfigDict, Field, TypeAdapter, create_model, model_validator
 
 from ctxwin.chunk import Chunk, MediaPart, Role, TextPart, TokensPart
 from ctxwin.media import pixels_digest, stack_frames
-from ctxwin_chats.bodies import Body, decode_data, picture_size
+from ctxwin_chats.bodies import Body, FormBody, decode_data, picture_size
 from ctxwin_server.protocol.limits import Allowance
 
 if TYPE_CHECKING:
@@ -104,6 +104,12 @@ class Own(Metadata):
 
     as_frames: bool = False
     id: str | None = None
+
+
+class FormChunk(Own, FormBody):
+    """Fields of a form beside its picture; the chunk that they become is validated as any other."""
+
+    model_config = ConfigDict(extra="allow")
 
 
 class PartsChunk(Own):

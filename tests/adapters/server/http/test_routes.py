@@ -75,6 +75,14 @@ def test_an_upload_is_idempotent_by_content(server: Server) -> None:
 def test_a_picture_comes_as_a_form_too(server: Server) -> None:
     body, kind = multipart(file=png(PIXELS), text=b"b")
     assert call(server, "/v1/chunks", body, content_type=kind)[1]["id"] == Chunk.image(PIXELS, text="b").id
+    fields = {"priority": b"3", "pin": b"true", "keep_source": b"false", "as_frames": b"false", "label": b"7"}
+    body, kind = multipart(file=png(PIXELS), text=b"5", **fields)  # fields of a form are text
+    status, made = call(server, "/v1/chunks", body, content_type=kind)
+    assert (status, made["id"]) == (201, Chunk.image(PIXELS, text="5").id)
+    for name, value, reason in (("priority", b"x", "valid integer"), ("prioritee", b"3", "prioritee")):
+        body, kind = multipart(file=png(PIXELS), **{name: value})
+        status, made = call(server, "/v1/chunks", body, content_type=kind)
+        assert status == 400 and reason in made["error"]["message"]
     spec = {"type": "video", "frames": [{"file": "x"}, {"file": "y"}], "fps": 1.5}
     body, kind = multipart(chunk=json.dumps(spec).encode(), x=png(PIXELS), y=png(PIXELS[::-1]))
     made = call(server, "/v1/chunks", body, content_type=kind)
