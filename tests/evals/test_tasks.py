@@ -140,6 +140,8 @@ def test_every_order_of_three_and_four_predecessors_is_asked_about_and_24_of_six
 def test_too_few_frames_are_refused() -> None:
     with pytest.raises(ValueError, match="frames must include 3 or more for task 'order'"):
         TASKS["order"].case(0, 0, (2,))
+    with pytest.raises(ValueError, match="frames must include 3 or more for task 'order'"):
+        open_task("tiny/order", TinyOptions(frames=(2,)))  # not when its first item is drawn, after other tasks' hours
     assert len(TASKS["order"].case(0, 0, (2, 5)).placed) == 5
 
 

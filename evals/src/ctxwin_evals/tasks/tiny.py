@@ -49,6 +49,12 @@ class Generated:
     amount: Amount | None = None
     turns: Callable[[float], int] | None = None
 
+    def counts(self, frames: Sequence[int]) -> list[int]:
+        """Those of ``frames`` that are enough; raises ValueError where none is."""
+        if counts := [f for f in frames if f >= self.least]:
+            return counts
+        raise ValueError(f"frames must include {self.least} or more for task {self.name!r}, got {list(frames)}")
+
     def case(
         self,
         seed: int,
@@ -64,9 +70,7 @@ class Generated:
 
         Raises ValueError where no number of frames is enough for this task.
         """
-        counts = [f for f in frames if f >= self.least]
-        if not counts:
-            raise ValueError(f"frames must include {self.least} or more for task {self.name!r}, got {list(frames)}")
+        counts = self.counts(frames)
         context, turn = divmod(index, self.turns(amount) if self.turns else 1)
         rng = np.random.default_rng((space, seed, zlib.crc32(self.name.encode()), round(amount * 10_000), context))
         drawn, first_order, order, question, meta = self.draw(rng, counts[context % len(counts)], amount, turn)
@@ -173,7 +177,7 @@ class TinyOptions:
 class TinyTask(GeneratedTask):
     """A kind of generated item, ``tiny/NAME`` or ``tiny/NAME@AMOUNT`` (`TASKS`).
 
-    Raises ValueError for an unknown name, or one without an amount that needs one.
+    Raises ValueError for an unknown name, one without an amount that needs one, or too few frames.
     """
 
     def __init__(self, name: str, options: TinyOptions | None = None) -> None:
@@ -183,6 +187,7 @@ class TinyTask(GeneratedTask):
         self.kind = TASKS[kind]
         self.amount = amount_in(name, self.kind.amount)
         self.options = TinyOptions() if options is None else options
+        self.kind.counts(self.options.frames)  # before a model is opened and other tasks are run
         self.name = f"tiny/{kind}@{self.amount:g}" if at else f"tiny/{kind}"
         self.about, self.setting, self.control = self.kind.about, self.kind.setting, kind in CONTROLS
 
