@@ -4,7 +4,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import compress, count, filterfalse, islice, repeat
-from operator import is_not
+from operator import contains, not_
 from typing import Generic, TypeVar
 
 V = TypeVar("V")
@@ -20,7 +20,7 @@ class LRUCache(Generic[V]):
         self.max_bytes = max_bytes
         self.nbytes = 0
         self._entries: OrderedDict[str, tuple[V, int]] = OrderedDict()
-        self._views: dict[str, object] = {}
+        self._views: dict[str, dict[int, object]] = {}  # by identity, the newest last
         self._lock = threading.Lock()
 
     def get(self, key: str) -> V | None:
@@ -69,16 +69,23 @@ class LRUCache(Generic[V]):
             return [*filterfalse(self._entries.__contains__, keys)]
 
     def attach(self, key: str, value: V, view: object) -> None:
-        """Keep ``view``, and none that came before, beside the value of ``key`` as long as it stays, if it is still ``value``."""
+        """Keep ``view`` beside the value of ``key`` as long as it stays, if it is still ``value``.
+
+        The two newest views are kept, so that a value that stands at two places of a window has one for each.
+        """
         with self._lock:
             if key in self._entries and self._entries[key][0] is value:
-                self._views[key] = view
+                views = self._views.setdefault(key, {})
+                views.pop(id(view), None)
+                while len(views) > 1:
+                    del views[next(iter(views))]
+                views[id(view)] = view
 
     def count_attached(self, views: Sequence[object], keys: Sequence[str]) -> int:
         """Return how many of the first ``views`` are attached to their keys; that counts as a use of these."""
         with self._lock:
-            pairs = map(is_not, map(self._views.get, keys, repeat(self)), views)
-            number = next(compress(count(), pairs), min(len(keys), len(views)))
+            attached = map(contains, map(self._views.get, keys, repeat(())), map(id, views))
+            number = next(compress(count(), map(not_, attached)), min(len(keys), len(views)))
             deque(map(self._entries.move_to_end, islice(keys, number)), maxlen=0)
         return number
 

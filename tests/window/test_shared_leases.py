@@ -13,7 +13,7 @@ import pytest
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.store.memory import MemoryStore
 from window.fake import FakeEngine, laid_out_anew, planned_anew
-from window.growth import engine_for, exponent, on, standing
+from window.growth import engine_for, exponent, lay_out, on, standing
 
 PATCHED = Fidelity("patched", rank=2, survivors="removal")
 
@@ -132,6 +132,24 @@ def test_a_chunk_that_stands_twice_is_loaded_at_both_places() -> None:
         window.ask("q", 1)
         goes_on, anew = laid_out_anew(window)
         assert goes_on == anew
+
+
+def holding_twice(n: int) -> Window:
+    """A window of ``n`` chunks behind one that stands at two of its places."""
+    window = Window(engine_for(n + 2), "h", 10**6, fidelity=PATCHED)
+    window.extend([Chunk.tokens([77]), Chunk.tokens([78]), Chunk.tokens([77])])
+    window.extend([Chunk.tokens([i % 40, i // 40]) for i in range(n)])
+    window.ask("q", 1)
+    for placement in (window.ids[0], window.ids[2]):
+        window.toggle(placement, conditioned=False)
+    for _ in range(3):
+        window.ask("q", 1)
+    assert [window.plan().entries[place].lane for place in (0, 2)] == ["canonical"] * 2  # served from one record
+    return window
+
+
+def test_a_chunk_that_stands_twice_costs_the_chunks_behind_it_nothing() -> None:
+    assert exponent(on(holding_twice, lay_out), 100, 1000) <= 0.1
 
 
 def test_a_forks_memory_of_what_was_served_is_its_own() -> None:
