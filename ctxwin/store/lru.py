@@ -4,7 +4,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import compress, count, filterfalse, islice, repeat
-from operator import contains, not_
+from operator import is_not
 from typing import Generic, TypeVar
 
 V = TypeVar("V")
@@ -20,7 +20,8 @@ class LRUCache(Generic[V]):
         self.max_bytes = max_bytes
         self.nbytes = 0
         self._entries: OrderedDict[str, tuple[V, int]] = OrderedDict()
-        self._views: dict[str, dict[int, object]] = {}  # by identity, the newest last
+        self._views: dict[str, object] = {}  # the newest of a key
+        self._former: dict[str, object] = {}  # the one before
         self._lock = threading.Lock()
 
     def get(self, key: str) -> V | None:
@@ -43,6 +44,7 @@ class LRUCache(Generic[V]):
                 oldest, (_, size) = self._entries.popitem(last=False)
                 self.nbytes -= size
                 self._views.pop(oldest, None)
+                self._former.pop(oldest, None)
 
     def get_or_build(self, key: str, build: Callable[[], V]) -> V:
         """Return the value; where there is none, the one that ``build`` returns, which is stored with a size of 1."""
@@ -57,6 +59,7 @@ class LRUCache(Generic[V]):
         with self._lock:
             self.nbytes -= self._entries.pop(key, (None, 0))[1]
             self._views.pop(key, None)
+            self._former.pop(key, None)
 
     def items(self) -> list[tuple[str, V]]:
         """Return the entries, the least recently used first. O(n)."""
@@ -75,17 +78,16 @@ class LRUCache(Generic[V]):
         """
         with self._lock:
             if key in self._entries and self._entries[key][0] is value:
-                views = self._views.setdefault(key, {})
-                views.pop(id(view), None)
-                while len(views) > 1:
-                    del views[next(iter(views))]
-                views[id(view)] = view
+                newest = self._views.get(key)
+                if view is not newest and view is not self._former.get(key):
+                    self._views[key], self._former[key] = view, newest
 
     def count_attached(self, views: Sequence[object], keys: Sequence[str]) -> int:
         """Return how many of the first ``views`` are attached to their keys; that counts as a use of these."""
         with self._lock:
-            attached = map(contains, map(self._views.get, keys, repeat(())), map(id, views))
-            number = next(compress(count(), map(not_, attached)), min(len(keys), len(views)))
+            others = compress(count(), map(is_not, map(self._views.get, keys, repeat(self)), views))
+            lacking = (at for at in others if self._former.get(keys[at], self) is not views[at])
+            number = next(lacking, min(len(keys), len(views)))
             deque(map(self._entries.move_to_end, islice(keys, number)), maxlen=0)
         return number
 
