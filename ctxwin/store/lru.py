@@ -80,7 +80,9 @@ class LRUCache(Generic[V]):
             if key in self._entries and self._entries[key][0] is value:
                 newest = self._views.get(key)
                 if view is not newest and view is not self._former.get(key):
-                    self._views[key], self._former[key] = view, newest
+                    self._views[key] = view
+                    if newest is not None:  # None in `count_attached` is a view that is not known
+                        self._former[key] = newest
 
     def count_attached(self, views: Sequence[object], keys: Sequence[str]) -> int:
         """Return how many of the first ``views`` are attached to their keys; that counts as a use of these."""
