@@ -81,7 +81,7 @@ class LRUCache(Generic[V]):
                 newest = self._views.get(key)
                 if view is not newest and view is not self._former.get(key):
                     self._views[key] = view
-                    if newest is not None:  # None in `count_attached` is a view that is not known
+                    if newest is not None:  # `count_attached` is asked about None where a caller has no view
                         self._former[key] = newest
 
     def count_attached(self, views: Sequence[object], keys: Sequence[str]) -> int:

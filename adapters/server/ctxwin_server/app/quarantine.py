@@ -95,7 +95,7 @@ class Quarantine:
             self._follow()
             now = self._elapsed()
             suspect = self._suspects.get(name)
-            # Clocks are set back, too.
+            # A clock that was set back would refuse it for as long as it was set back.
             if suspect is not None and not 0 < suspect.until - self._clock() <= 2 * QUARANTINE_S:
                 suspect = None
                 self._clear(name)
