@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, TypeAlias
 
 from ctxwin.engines.base import Engine
 from ctxwin.fidelity import Fidelity
@@ -99,34 +99,20 @@ class Session(Window):
         notes: small plain JSON that a node keeps with the window; it travels in the reference.
     """
 
-    @classmethod
-    def begin(
-        cls,
-        window: Window,
-        runtime: AnyRuntime,
-        execution: Execution | None,
-        base: tuple[int, int],
-        notes: Mapping[str, Any],
-        manifest: str = "",
-    ) -> Self:
-        """Return the session that edits ``window``.
-
-        Args:
-            base: operations and adoptions before this session.
-            manifest: of the version that ``window`` is at.
-        """
-        session = cls.over(window.core, window.eviction, window.retrieval)
-        session._start(runtime, execution, base, notes, manifest)
-        return session
-
     def _start(
         self,
         runtime: AnyRuntime,
         execution: Execution | None,
         base: tuple[int, int],
         notes: Mapping[str, Any],
-        manifest: str,
+        manifest: str = "",
     ) -> None:
+        """Set up a session that `over` has returned.
+
+        Args:
+            base: operations and adoptions before this session.
+            manifest: of the version that the window is at.
+        """
         self.lost = self.rebuilt = self._events = 0
         self.dropped: tuple[Mapping[str, Any], ...] = ()
         self._began = manifest
@@ -203,7 +189,8 @@ class Session(Window):
         window = super().fork(system_prompt)
         execution = self._execution and (*self._execution[:2], window.id)
         base = (self._base[0] + self.core.operations, self._base[1])
-        branch = Session.begin(window, self._runtime, execution, base, self.notes)
+        branch = Session.over(window.core, window.eviction, window.retrieval)
+        branch._start(self._runtime, execution, base, self.notes)
         branch.core.observers = (*(o for o in branch.core.observers if o != self.tell), branch.tell)
         return branch
 
@@ -334,7 +321,8 @@ def open_window(
     window = Window.restore(engine, opened.state, eviction=eviction, retrieval=retrieval, seed=seed)
     extras: Mapping[str, Any] = reference or {}
     window.core.vision_encodes, window.core.parent = extras.get("encodes", 0), extras.get("parent")
-    session = Session.begin(window, runtime, execution, base, extras.get("notes", {}), extras.get("manifest", ""))
+    session = Session.over(window.core, window.eviction, window.retrieval)
+    session._start(runtime, execution, base, extras.get("notes", {}), extras.get("manifest", ""))
     for watcher in (getattr(runtime.context, "ledger", None), getattr(runtime.context, "observer", None)):
         if watcher is not None and hasattr(watcher, "watch"):
             watcher.watch(session)
