@@ -54,6 +54,10 @@ class Answering(BaseChatModel):
     def _reply(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> Reply:
         """Return the call for these arguments, validated and with defaults filled in."""
 
+    @property
+    def _llm_type(self) -> str:
+        return "ctxwin"
+
     def _generate(
         self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> ChatResult:
@@ -192,10 +196,6 @@ class ChatCtxwin(Answering):
 
     def _resolve_model_profile(self) -> ModelProfile | None:
         return None if self.engine is None else profile_of(self.engine, self.budget)
-
-    @property
-    def _llm_type(self) -> str:
-        return "ctxwin"
 
     @property
     def _identifying_params(self) -> dict[str, Any]:

@@ -19,24 +19,22 @@ _Stop = Annotated[str, Field(max_length=1000)]
 _OPTIONS = tuple(SamplingOptions.__annotations__)
 
 
-class _Schema(BaseModel):
+class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
+
+class _Schema(_Strict):
     name: str
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None  # an answer is held to the schema either way
 
 
-class _Format(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class _Format(_Strict):
     type: Literal["text", "json_object"]
 
 
-class _SchemaFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class _SchemaFormat(_Strict):
     type: Literal["json_schema"]
     json_schema: _Schema
 

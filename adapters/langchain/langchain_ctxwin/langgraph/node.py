@@ -294,10 +294,6 @@ class _Answerer(Answering):
     asking: dict[str, Any]
     cache: bool = False  # the answer depends on more than the question
 
-    @property
-    def _llm_type(self) -> str:
-        return "ctxwin"
-
     def _reply(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> Reply:
         question = Question.of(str(messages[-1].content), **self.asking)
 
