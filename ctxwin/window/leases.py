@@ -9,7 +9,7 @@ from itertools import chain, compress, repeat
 from operator import eq, not_
 from typing import TYPE_CHECKING
 
-from ctxwin.window.placed_list import Block, PlacedList, difference
+from ctxwin.window.placed_list import Content, PlacedList, difference
 
 if TYPE_CHECKING:
     from ctxwin.store.spans import SpanRepository
@@ -30,8 +30,8 @@ class Leases:
         self.keys: set[str] = set()
         self._repo, self._lock = repo, threading.Lock()
         self._windows: Counter[int] = Counter()  # by the identity of their list
-        self._lists: dict[int, tuple[PlacedList[Placed], frozenset[Block]]] = {}
-        self._blocks: Counter[Block] = Counter()
+        self._lists: dict[int, tuple[PlacedList[Placed], frozenset[Content]]] = {}
+        self._blocks: Counter[Content] = Counter()
         self._uses: Counter[str] = Counter()
         self._unleased: set[str] = set()
 
@@ -76,14 +76,14 @@ class Leases:
                     self._repo.release(key)
                     self.keys.discard(key)
 
-    def _blocks_changed(self, old: PlacedList[Placed], new: PlacedList[Placed]) -> tuple[set[Block], set[Block]]:
+    def _blocks_changed(self, old: PlacedList[Placed], new: PlacedList[Placed]) -> tuple[set[Content], set[Content]]:
         """Count a window at ``new``, not at ``old``; return the blocks that no list has now, and those that none had before."""
-        leaving: frozenset[Block] = frozenset()
-        coming: frozenset[Block] = frozenset()
+        leaving: frozenset[Content] = frozenset()
+        coming: frozenset[Content] = frozenset()
         if new and new is not old:
             self._windows[id(new)] += 1
             if id(new) not in self._lists:
-                coming = new.blocks
+                coming = new.contents
                 self._lists[id(new)] = new, coming
         if old and new is not old:
             self._windows[id(old)] -= 1

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from functools import partial
 from heapq import heapify, heappop, heapreplace
-from itertools import accumulate, chain, compress, count, repeat
-from operator import add, attrgetter, contains, gt, is_not, itemgetter, not_
+from itertools import accumulate, chain, compress, count, filterfalse, repeat
+from operator import add, attrgetter, contains, gt, is_not, itemgetter, mul, not_
 from typing import Any, TypeVar, get_args, overload
 
 from pydantic import GetCoreSchemaHandler
@@ -22,32 +23,56 @@ P = TypeVar("P")
 SIZE = 32
 """Most placements of a block."""
 _FIELDS = attrgetter("id", "tokens", "arrival", "read", "pending", "unseen")
-_NAMES, _IDS, _ENTRIES, _COUNT = map(attrgetter, ("names", "ids", "entries", "size"))
+_NAMES, _UNSEEN, _IDS, _COUNT = map(attrgetter, ("names", "unseen", "ids", "size"))
+_ENTRIES, _CONTENT = attrgetter("entries"), attrgetter("content")
 _first, _last = itemgetter(0), itemgetter(-1)
+
+
+Notes = tuple[str | frozenset[str], ...]
+"""What the placements of a block have not seen since, and, as sets, what left of that which they had not seen before."""
+
+
+class Content:
+    """The placements of a block, which keep their store keys whatever they have not seen. Equal to itself alone."""
+
+    __slots__ = ("entries",)
+
+    def __init__(self, entries: tuple[Any, ...]) -> None:
+        self.entries = entries
 
 
 class Block:
     """Placements that follow one another. Equal to itself alone.
 
     Attributes:
-        names: their ids, and those that one of them has not seen.
+        content: that of the block that it follows from, where only what was not seen differs.
+        names: their ids; unseen: those that one of them has not seen.
         latest: the newest arrival.
         reads: when each was read, its arrival and its id, the least recently read first.
     """
 
-    __slots__ = ("entries", "ids", "latest", "names", "pending", "reads", "size", "tokens")
+    __slots__ = ("content", "entries", "ids", "latest", "names", "pending", "reads", "size", "tokens", "unseen")
 
-    def __init__(self, entries: Sequence[Any]) -> None:
+    def __init__(self, entries: Sequence[Any], content: Content | None = None) -> None:
         self.entries, self.size = tuple(entries), len(entries)
+        self.content = content or Content(self.entries)
         ids, tokens, arrivals, reads, pending, unseen = zip(*map(_FIELDS, entries), strict=True)
         self.ids: tuple[str, ...] = ids
-        self.names = frozenset(chain(ids, *unseen))
+        self.names, self.unseen = frozenset(ids), frozenset(chain.from_iterable(unseen))
         self.tokens, self.latest, self.pending = sum(tokens), max(arrivals), any(pending)
         self.reads = sorted(zip(reads, arrivals, ids, strict=True))
 
-    def with_unseen(self, late: tuple[str, ...]) -> tuple[Any, ...]:
-        """Return the placements behind what was placed in front of them since."""
-        return tuple(p.replace(unseen=(*p.unseen, *late)) for p in self.entries) if late else self.entries
+    def with_unseen(self, notes: Notes) -> tuple[Any, ...]:
+        """Return the placements behind what was placed in front of them, and what left, since."""
+        return (*_noted(self.entries, notes),) if notes else self.entries
+
+
+def _noted(entries: Sequence[Any], notes: Notes) -> Iterator[Any]:
+    new = tuple(note for note in notes if isinstance(note, str))
+    gone = {*chain.from_iterable(note for note in notes if not isinstance(note, str))}
+    for p in entries:
+        unseen = (*filterfalse(gone.__contains__, p.unseen), *new)
+        yield p if unseen == p.unseen else p.replace(unseen=unseen)
 
 
 def _cut(entries: Sequence[Any], *, full: bool) -> list[Block]:
@@ -59,11 +84,11 @@ def _cut(entries: Sequence[Any], *, full: bool) -> list[Block]:
 class PlacedList(Sequence[P]):
     """An immutable list of placements, equal to the tuple of them.
 
-    What an insertion puts in front of others is noted beside their blocks, and written into `Placed.unseen` when they are next
-    read in order, as an ask does.
+    What an insertion puts in front of others, and what leaves there again, is noted beside their blocks, and written into
+    `Placed.unseen` when they are next read in order, as an ask does.
     """
 
-    def __init__(self, blocks: Sequence[Block] = (), late: Sequence[tuple[str, ...]] = ()) -> None:
+    def __init__(self, blocks: Sequence[Block] = (), late: Sequence[Notes] = ()) -> None:
         # One attribute, so that a thread that reads meanwhile sees both of one kind.
         self._parts = tuple(blocks), tuple(late) or ((),) * len(blocks)
         self._ends: tuple[int, ...] = (*accumulate(map(_COUNT, blocks)),)
@@ -80,7 +105,8 @@ class PlacedList(Sequence[P]):
     def _blocks(self) -> tuple[Block, ...]:
         blocks, late = self._parts
         if any(late):
-            blocks = tuple(Block(b.with_unseen(ids)) if ids else b for b, ids in zip(blocks, late, strict=True))
+            pairs = zip(blocks, late, strict=True)
+            blocks = tuple(Block(b.with_unseen(notes), b.content) if notes else b for b, notes in pairs)
             self._parts = blocks, ((),) * len(blocks)
         return blocks
 
@@ -108,7 +134,7 @@ class PlacedList(Sequence[P]):
             raise IndexError(f"index must be in {-len(self)}..{len(self) - 1}, got {index}")
         block, (blocks, late) = bisect_right(self._ends, at), self._parts
         entry = blocks[block].entries[at - self._ends[block]]  # counted from its end
-        return entry.replace(unseen=(*entry.unseen, *late[block])) if late[block] else entry
+        return next(_noted([entry], late[block])) if late[block] else entry
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Sequence) and (*self,) == (*other,))
@@ -138,8 +164,7 @@ class PlacedList(Sequence[P]):
         """Return the index of a placement id; None where there is none."""
         blocks = self._parts[0] if isinstance(placement, str) else ()  # a list of ids, say, has no hash
         for at in compress(count(), map(contains, map(_NAMES, blocks), repeat(placement))):
-            if placement in blocks[at].ids:
-                return self._ends[at] - blocks[at].size + blocks[at].ids.index(placement)
+            return self._ends[at] - blocks[at].size + blocks[at].ids.index(placement)
         return None
 
     def get(self, placement: str) -> P | None:
@@ -195,16 +220,14 @@ class PlacedList(Sequence[P]):
 
     def without(self, ids: Iterable[str]) -> PlacedList[P]:
         """Return the list without these ids, also where others have not seen them."""
-        out, (blocks, late) = {*ids}, self._parts
+        gone, (blocks, late) = frozenset(ids), self._parts
+        others: Any = partial(filterfalse, {*gone, gone}.__contains__)
         if any(late):
-            late = tuple(tuple(i for i in some if i not in out) for some in late)
-
-        def remaining(entry: Any) -> Any:
-            if out.isdisjoint(entry.unseen):
-                return None if entry.id in out else entry
-            return None if entry.id in out else entry.replace(unseen=tuple(u for u in entry.unseen if u not in out))
-
-        return PlacedList(blocks, late)._updated(map(not_, map(out.isdisjoint, map(_NAMES, blocks))), remaining)
+            late = (*map(tuple, map(others, late)),)
+        stale = map(not_, map(gone.isdisjoint, map(_UNSEEN, blocks)))
+        placed = PlacedList[P](blocks, (*map(add, late, map(mul, repeat((gone,)), stale)),))
+        own = map(not_, map(gone.isdisjoint, map(_NAMES, blocks)))
+        return placed._updated(own, lambda entry: None if entry.id in gone else entry)
 
     def read_until(self, version: int) -> PlacedList[P]:
         """Return the list where nothing was read behind ``version``."""
@@ -215,7 +238,7 @@ class PlacedList(Sequence[P]):
         newest = map(_first, map(_last, map(attrgetter("reads"), self._parts[0])))
         return self._updated(map(gt, newest, repeat(version)), until)
 
-    def _updated(self, touched: Iterable[object], change: Callable[[P], P | None]) -> PlacedList[P]:
+    def _updated(self, touched: Iterable[object], change: Callable[[Any], P | None]) -> PlacedList[P]:
         """Return the list with what ``change`` makes of the placements in blocks that are ``touched``; it drops None."""
         blocks, late = self._parts
         new: list[Block | None] = [*blocks]
@@ -236,9 +259,9 @@ class PlacedList(Sequence[P]):
         return PlacedList([*blocks, *_cut(items[at:], full=True)])
 
     @property
-    def blocks(self) -> frozenset[Block]:
-        """Its blocks, as they are before what was placed since is noted in them."""
-        return frozenset(self._parts[0])
+    def contents(self) -> frozenset[Content]:
+        """The contents of its blocks."""
+        return frozenset(map(_CONTENT, self._parts[0]))
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -251,8 +274,8 @@ class PlacedList(Sequence[P]):
         )
 
 
-def difference(ours: Set[Block], theirs: Set[Block]) -> tuple[list[Any], list[Any]]:
-    """Return the placements, as objects, that only blocks of ``ours`` have, and those that only ``theirs`` have. Not in order."""
+def difference(ours: Set[Content], theirs: Set[Content]) -> tuple[list[Any], list[Any]]:
+    """Return the placements, as objects, that only ``ours`` have, and those that only ``theirs`` have. Not in order."""
     only, rest = ([*chain.from_iterable(map(_ENTRIES, some))] for some in (ours - theirs, theirs - ours))
     by_id, rest_by_id = (dict(zip(map(id, some), some, strict=True)) for some in (only, rest))
     keys, rest_keys = by_id.keys() - rest_by_id.keys(), rest_by_id.keys() - by_id.keys()
@@ -266,7 +289,7 @@ def unshared(olds: Sequence[PlacedList[Any]], news: Sequence[PlacedList[Any]]) -
     return len(only - rest) + changing
 
 
-def _objects(parts: Iterable[tuple[Block, tuple[str, ...]]]) -> tuple[set[int], int]:
+def _objects(parts: Iterable[tuple[Block, Notes]]) -> tuple[set[int], int]:
     """Return the identities of placements that stay the same once they are read in order, and the number of the others."""
     blocks, late = zip(*parts, strict=True) if parts else ((), ())
     same = chain.from_iterable(map(_ENTRIES, compress(blocks, map(not_, late))))

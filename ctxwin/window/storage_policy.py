@@ -83,7 +83,7 @@ class DemandLedger:
             leaving: Sequence[Placed] = old.placed if old else ()
             coming: Sequence[Placed] = state.placed
             if old is not None and (old.window, old.system_prompt_key) == (state.window, state.system_prompt_key):
-                leaving, coming = difference(old.placed.blocks, state.placed.blocks)
+                leaving, coming = difference(old.placed.contents, state.placed.contents)
             self._count(state, coming, 1)
             self._count(old or state, leaving, -1)
         return Demand(self._bytes, limit, self._contexts)

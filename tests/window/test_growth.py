@@ -27,6 +27,14 @@ def without_middle(n: int) -> Window:
     return window
 
 
+def with_unasked(n: int) -> Window:
+    """A window that shows a chunk at its front that no answer has seen, and was planned with it."""
+    window = opened(n)
+    window.insert(0, Chunk.tokens([7]))
+    window.plan()
+    return window
+
+
 def rotated(n: int) -> Window:
     window = opened(n)
     window.reorder([window.ids[-1], *window.ids[:-1]])
@@ -90,6 +98,9 @@ EDITS: dict[str, Setup] = {
     "slide into the budget": on(full, lambda window: window.slide()),
     "evict": on(opened, lambda window: window.evict(window.ids[len(window.ids) // 2])),
     "evict lazily": on(opened, lambda window: window.evict(window.ids[len(window.ids) // 2], lazy=True)),
+    "evict what was never asked about": on(with_unasked, lambda window: window.evict(window.ids[0])),
+    "slide past what was never asked about": on(with_unasked, lambda window: window.slide(1)),
+    "append behind what was never asked about": on(with_unasked, lambda window: window.append(Chunk.tokens([8]))),
     "recall": on(without_middle, lambda window: window.recall(window.evicted[0])),
     "look back": on(without_middle, lambda window: window.look_back(window.evicted[0])),
     "toggle": on(opened, lambda window: window.toggle(window.ids[-1], conditioned=False)),

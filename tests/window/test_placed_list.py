@@ -88,22 +88,35 @@ def test_every_version_has_the_placements_of_an_ordinary_list(count: int, ops: l
 def test_an_edit_shares_all_placements_but_those_that_it_changes() -> None:
     old = PlacedList.of(entry(i) for i in range(1000))
     new = old.without(["0", "500"]).splice(998, 998, [entry(1000)])
-    left, came = difference(old.blocks, new.blocks)
+    left, came = difference(old.contents, new.contents)
     assert ({p.id for p in left}, {p.id for p in came}) == ({"0", "500"}, {"1000"})
     assert unshared([old], [new]) == 2 and unshared([new], [old]) == 1
     changed = [p.replace(read=9) if p.id == "7" else p for p in new]
-    left, came = difference(new.blocks, new.followed_by(changed).blocks)
+    left, came = difference(new.contents, new.followed_by(changed).contents)
     assert [p.id for p in left] == [p.id for p in came] == ["7"]
 
 
 def test_an_insertion_changes_none_behind_it_before_they_are_read() -> None:
     old = PlacedList.of(entry(i) for i in range(1000))
     new = old.splice(0, 0, [entry(1000)], late=("1000",))
-    left, came = difference(old.blocks, new.blocks)
+    left, came = difference(old.contents, new.contents)
     assert len(left) <= 32 and len(came) <= 33, "but for the block that it stands in"
     assert unshared([old], [new]) == 1000, "as many as there will be"
     assert list(new.without(["1000"])) == list(old)
     assert all(p.unseen == ("1000",) for p in list(new)[1:])
+    assert difference(old.contents, new.contents) == (left, came), "once they are read, too"
+
+
+def test_what_leaves_again_changes_none_behind_it_before_they_are_read() -> None:
+    old = PlacedList.of(entry(i) for i in range(1000))
+    new = old.splice(0, 0, [entry(1000)], late=("1000",))
+    assert all(p.unseen == ("1000",) for p in list(new)[1:])
+    again = new.without(["1000"])
+    assert len(difference(new.contents, again.contents)[0]) <= 33, "but for the block that it stood in"
+    assert not again[999].unseen and again.place_of("1000") is None
+    back = again.splice(500, 500, [entry(1000)], late=("1000",))
+    assert [p.unseen for p in back] == [*[()] * 501, *[("1000",)] * 500]
+    assert list(again) == list(back.without(["1000"])) == list(old)
 
 
 def test_many_edits_leave_blocks_that_are_not_small() -> None:
