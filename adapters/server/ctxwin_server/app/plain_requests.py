@@ -276,7 +276,8 @@ class PlainRequest:
         follow = partial(self._tenant_state.histories.follow, shelf=options.shelf)
         foresight = await self._run(follow, self._data, turns, options.name, room)
         if foresight.current is not None:
-            service.metrics.count_prefilled(self._tenant, foresight.current.tokens, used=foresight.hit)
+            result, tokens = "used" if foresight.hit else "missed", foresight.current.tokens
+            service.metrics.count(service.metrics.prefilled, self._tenant, result, by=tokens)
             if foresight.hit:
                 service.chat_prefill.refund(self._tenant, foresight.current)
                 options.prefilled = foresight.current.tokens

@@ -153,7 +153,7 @@ class Service:
         self.quotas = {tenant.name: (requests, size) for tenant, requests, size in rates}
         self._open_windows = OpenWindows(self.limits.max_windows_total)
         self.metrics = metrics or Metrics(by_tenant=bool(tenants))
-        self.chat_prefill = ChatPrefill(self.busy, self.metrics.count_prefill)
+        self.chat_prefill = ChatPrefill(self.busy, partial(self.metrics.count, self.metrics.prefills))
         self._stores_asked = float("-inf"), True
         self._asking_stores = threading.Lock()
         self._tenants: dict[str, Tenant | None] = {"": None, **{t.name: t for t in tenants}}
@@ -284,7 +284,7 @@ class Service:
             window.observe(lambda event: self.metrics.observe(name, event))
 
         def missed(prediction: Prediction) -> None:
-            self.metrics.count_prefilled(name, prediction.tokens, used=False)
+            self.metrics.count(self.metrics.prefilled, name, "missed", by=prediction.tokens)
 
         records = self._open_records(name) if self._open_records else None
         uploads = Uploads(engine, self.limits, partial(self._decoders.decode, tenant=name))
@@ -294,7 +294,7 @@ class Service:
         conversations, histories = Conversations(*bounds), Histories(*bounds, missed)
         volatile = VolatilePrompts(*bounds, engine.spec.max_tokens)
         saved = [*conversations.saved(), *volatile.saved(), *histories.saved()]
-        count = partial(self.metrics.count_record, name)
+        count = partial(self.metrics.count, self.metrics.chat_records, name)
         shared = SharedConversations(windows.records, saved, SAVED * most, self.limits.window_ttl_s, count)
         libraries = Libraries(name, engine, self._references, self.limits, split, self.preparation.due)
         outputs = OutputReferences(self.limits.max_output_bytes, self.limits.output_ttl)

@@ -140,7 +140,7 @@ class LiveSession:
     async def _fail(self, error: Exception, reply_fields: dict[str, Any]) -> None:
         client_error = self._service.to_client_error(error)
         metrics = self._service.metrics
-        metrics.with_labels(metrics.errors, self._tenant, kind_of(client_error).code).inc()
+        metrics.count(metrics.errors, self._tenant, kind_of(client_error).code)
         await self._send({"type": "error", **reply_fields, **to_body(client_error)[1]})
 
     async def _send(self, message: dict[str, Any]) -> None:

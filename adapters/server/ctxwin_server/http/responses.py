@@ -61,7 +61,7 @@ def _count_error(request: Request, error: Exception) -> tuple[int, dict[str, Any
     if status >= 500:
         _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     if request.method != "GET":  # a missing chunk is a valid answer to a GET
-        service.metrics.with_labels(service.metrics.errors, request.scope.get(TENANT) or "", kind_of(error).code).inc()
+        service.metrics.count(service.metrics.errors, request.scope.get(TENANT) or "", kind_of(error).code)
     return status, body
 
 

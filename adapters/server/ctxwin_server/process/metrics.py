@@ -125,17 +125,21 @@ class Metrics:
         labels = (*((tenant,) if self._by_tenant else ()), *values)
         return metric.labels(*labels) if labels else metric
 
+    def count(self, metric: Counter, tenant: str, *values: str, by: float = 1) -> None:
+        """Count ``by`` more of ``metric`` for one tenant and these values of its labels."""
+        self.with_labels(metric, tenant, *values).inc(by)
+
     def observe(self, tenant: str, event: Event) -> None:
         """Count one operation of a window; an observer of windows."""
-        self.with_labels(self.edits, tenant, event.op).inc()
+        self.count(self.edits, tenant, event.op)
         if event.op == "audit":
-            self.with_labels(self.audit_fallbacks, tenant).inc(len(event.ids))
+            self.count(self.audit_fallbacks, tenant, by=len(event.ids))
         if event.op != "ask" or event.answer is None:
             return
         usage = event.answer.usage
-        self.with_labels(self.asks, tenant).inc()
+        self.count(self.asks, tenant)
         for lane, tokens in usage.reused_tokens.items():
-            self.with_labels(self.lane_tokens, tenant, lane).inc(tokens)
+            self.count(self.lane_tokens, tenant, lane, by=tokens)
         with self._lock:
             self._media[tenant] += sum(len(p.chunk.media) for p in event.state.placed)
         counted = {
@@ -149,45 +153,29 @@ class Metrics:
             self.fallbacks: usage.fallbacks,
         }
         for metric, value in counted.items():
-            self.with_labels(metric, tenant).inc(value)
-        self.with_labels(self.prefilled, tenant, "used").inc(usage.prefilled_tokens)
-        self.with_labels(self.prefilled, tenant, "missed").inc(usage.missed_tokens)
+            self.count(metric, tenant, by=value)
+        self.count(self.prefilled, tenant, "used", by=usage.prefilled_tokens)
+        self.count(self.prefilled, tenant, "missed", by=usage.missed_tokens)
         self.with_labels(self.ttft, tenant).observe(usage.ttft_s)
         self.with_labels(self.seconds, tenant).observe(usage.total_s)
 
     def chat(self, tenant: str, usage: Mapping[str, Any]) -> None:
         """Count a plain chat that was served with a window; ``usage`` is that of its answer."""
-        self.with_labels(self.chats, tenant, "window").inc()
+        self.count(self.chats, tenant, "window")
         for lane, tokens in usage["lanes"].items():
-            self.with_labels(self.lane_tokens, tenant, lane).inc(tokens)
-        self.with_labels(self.computed, tenant).inc(usage["computed_tokens"])
+            self.count(self.lane_tokens, tenant, lane, by=tokens)
+        self.count(self.computed, tenant, by=usage["computed_tokens"])
 
     def chat_left_alone(self, tenant: str, why: str, *, failed: bool) -> None:
         """Count a plain chat that was served without its window, and the reason ``why``."""
-        self.with_labels(self.alone, tenant, why.partition(", got")[0]).inc()
-        self.with_labels(self.chats, tenant, "failed" if failed else "none").inc()
+        self.count(self.alone, tenant, why.partition(", got")[0])
+        self.count(self.chats, tenant, "failed" if failed else "none")
 
     def count_rewrite(self, tenant: str, result: str, tokens: int, pictures: int = 0) -> None:
         """Count a plain chat whose prompt is not what was sent; ``pictures`` were kept."""
-        self.with_labels(self.rewrites, tenant, result).inc()
-        self.with_labels(self.rewrite_tokens, tenant, result).inc(tokens)
-        self.with_labels(self.kept_pictures, tenant).inc(pictures)
-
-    def count_record(self, tenant: str, result: str) -> None:
-        """Count what happened to the record of a plain chat in the store."""
-        self.with_labels(self.chat_records, tenant, result).inc()
-
-    def count_prefill(self, tenant: str, result: str) -> None:
-        """Count a prompt that was computed ahead of a plain chat, or was to be."""
-        self.with_labels(self.prefills, tenant, result).inc()
-
-    def count_prefilled(self, tenant: str, tokens: int, *, used: bool) -> None:
-        """Count tokens that were computed ahead of a plain chat, or of one that never came."""
-        self.with_labels(self.prefilled, tenant, "used" if used else "missed").inc(tokens)
-
-    def fallback(self, tenant: str) -> None:
-        """Count a load that failed and was recomputed."""
-        self.with_labels(self.fallbacks, tenant).inc()
+        self.count(self.rewrites, tenant, result)
+        self.count(self.rewrite_tokens, tenant, result, by=tokens)
+        self.count(self.kept_pictures, tenant, by=pictures)
 
     def read(self, tenant: str, engine: Engine, windows: int, waiting: int) -> None:
         """Update metrics from counters kept elsewhere; called before the metrics are shown."""
@@ -238,7 +226,7 @@ class Metrics:
 
     def _rise(self, metric: Any, total: float, tenant: str, *values: str) -> None:
         key = (id(metric), tenant, *values)
-        self.with_labels(metric, tenant, *values).inc(max(0.0, total - self._seen.get(key, 0.0)))
+        self.count(metric, tenant, *values, by=max(0.0, total - self._seen.get(key, 0.0)))
         self._seen[key] = max(total, self._seen.get(key, 0.0))
 
     def _make(self, kind: type[M], name: str, text: str, *labels: str, **options: Any) -> M:

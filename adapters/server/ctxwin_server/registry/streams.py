@@ -162,7 +162,7 @@ class LiveStream:
 
     def _count(self, result: str) -> None:
         metrics = self.streams.metrics
-        metrics.with_labels(metrics.live_frames, self.streams.tenant, result).inc()
+        metrics.count(metrics.live_frames, self.streams.tenant, result)
 
     def _place(self, frame: Frame) -> dict[str, Any]:
         """Decode a frame, make room for it, place and prefill it. All or nothing, except for the prefill."""

@@ -183,7 +183,7 @@ class ChatClient:
             elif turn is not None and not ended:
                 self._finish(request, state, turn, finished=False)
         _log.warning("loading KV for request %s failed; the prompt is computed instead", request_id)
-        self._service.metrics.fallback(request.tenant)
+        self._service.metrics.count(self._service.metrics.fallbacks, request.tenant)
         request.usage.clear()
         self._bypass(request, "its KV could not be loaded", failed=True)
         async with aclosing(self._generate(rendered.engine_input, sampling, request_id, options)) as outputs:
@@ -255,7 +255,7 @@ class ChatClient:
                 await self._service.chat_pool.run(request.tenant, lambda: conversations.finish(turn, finished=finished))
             except Exception as error:
                 _log.warning("KV of a chat was not read back (%s); it is computed again", error)
-                self._service.metrics.fallback(request.tenant)
+                self._service.metrics.count(self._service.metrics.fallbacks, request.tenant)
                 if not turn.written_back.done():  # it was not accepted: the queue is full, or the server shuts down
                     await asyncio.to_thread(conversations.finish, turn, finished=False)
             state.shared.save(request.shelf)

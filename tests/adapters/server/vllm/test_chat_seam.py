@@ -76,7 +76,8 @@ class Seam:
         metrics = SimpleNamespace(
             chat=lambda *_: self.counted.append("window"),
             chat_left_alone=lambda _, why, *, failed: self.counted.append(f"{'failed' if failed else 'none'}: {why}"),
-            fallback=lambda *_: self.counted.append("fallback"),
+            fallbacks="fallback",
+            count=lambda metric, _: self.counted.append(metric),
         )
 
         async def run(tenant: str, work: Any, *args: Any) -> Any:
