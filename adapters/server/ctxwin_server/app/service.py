@@ -59,6 +59,7 @@ OpenEngine = Callable[[str, Tenant | None], Engine]
 SAVED = 16
 """Plain chats in a tenant's store for each that is remembered here: servers share it."""
 _BRIEF_THREADS = 4
+_HEADER_BYTES = 512 << 20
 _STORES_S = 1.0
 _log = logging.getLogger("ctxwin.serve")
 
@@ -177,7 +178,7 @@ class Service:
             self.limits.grammar_seconds, self.limits.grammar_bytes, grammar_vocabulary,
             compiles=grammars_compiled, shared=bool(tenants),
         )  # fmt: skip
-        self.video_headers = VideoHeaders(self.limits.decode_seconds)
+        self.video_headers = VideoHeaders(self.limits.decode_seconds, _HEADER_BYTES, count=1)
         self._sweeper: asyncio.Task[None] | None = None
         self.closing = threading.Event()
         self.preparation = Preparation(self.closing)

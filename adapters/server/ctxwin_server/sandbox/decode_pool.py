@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import queue
-from collections.abc import Sequence
 from concurrent.futures import CancelledError
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ctxwin.chunk import Chunk
 from ctxwin.errors import BadMedia, EngineFailed
 from ctxwin.media import unpack_frames
-from ctxwin_chats.bodies import FORMATS
 from ctxwin_server.process.fair import FairPool
 from ctxwin_server.sandbox.helper import DONE, Helper, OutOfBounds, pack, unpack
 
@@ -20,33 +18,35 @@ if TYPE_CHECKING:
 
     from ctxwin.library.records import Passage
 
-_PROGRAMS = "ctxwin_server.sandbox.decoders"
-_HEADER_BYTES = 512 << 20
-
 
 class ProcessPool:
     """A few processes of one program, shared fairly by tenants and started on first use. Thread-safe.
 
     Args:
-        program: module that is run; arguments: its command line.
         seconds: time limit of one file, after which its process is killed.
+        most_bytes: memory that one file may take.
         count: number of processes; further files wait.
         shared: whether there are several tenants. Each then gets all processes but one at most, so that a file does not wait
             for another tenant's long one.
     """
 
-    def __init__(self, program: str, arguments: Sequence[str], seconds: float, count: int, shared: bool) -> None:
+    module: ClassVar[str] = "ctxwin_server.sandbox.decoders"
+    program: ClassVar[str]
+    """What `module` is run for."""
+
+    def __init__(self, seconds: float, most_bytes: int, count: int = 2, *, shared: bool = False) -> None:
         self._idle: queue.LifoQueue[Helper] = queue.LifoQueue()
         each = max(1, count - 1) if shared else count
-        self._turns = FairPool(count, each=each, name=program.rpartition(".")[2])
+        self._turns = FairPool(count, each=each, name=self.program)
         self._closed = False
         for _ in range(count):
-            self._idle.put(Helper(program, arguments, seconds, writes_files=True))
+            self._idle.put(Helper(self.module, [self.program, str(most_bytes)], seconds, writes_files=True))
 
-    def ask(self, *parts: bytes, tenant: str = "") -> tuple[int, bytes]:
-        """Return status and bytes of one process's answer. Blocks until one is free and it is the tenant's turn.
+    def ask(self, head: Any, raw: bytes, tenant: str = "", refusal: str = "") -> tuple[Any, list[bytes]]:
+        """Return head and bytes of one process's answer about a file. Blocks until one is free and it is the tenant's turn.
 
-        Raises BadMedia if the process ends first, EngineFailed if the server shuts down.
+        Raises BadMedia, with its reason after ``refusal``, if the process refuses the file or ends first, EngineFailed if the
+        server shuts down.
         """
         try:
             give_back = self._turns.reserve(tenant).result()
@@ -54,15 +54,17 @@ class ProcessPool:
             raise EngineFailed("the server is shutting down; try another one") from error
         helper = self._idle.get()
         try:
-            return helper.ask(*parts)
+            status, answer = helper.ask(*pack(head, raw))
         except OutOfBounds as error:
-            size = len(parts[-1])
-            raise BadMedia(f"a file of {size} bytes must be decodable within bounds: {error}") from None
+            raise BadMedia(f"a file of {len(raw)} bytes must be decodable within bounds: {error}") from None
         finally:
             if self._closed:
                 helper.close()
             self._idle.put(helper)
             give_back()
+        if status != DONE:
+            raise BadMedia(refusal + answer.decode("utf-8", "replace"))
+        return unpack(answer)
 
     def close(self) -> None:
         """End the processes; busy ones end after their file. Idempotent."""
@@ -78,18 +80,9 @@ class ProcessPool:
 
 
 class MediaDecoders(ProcessPool):
-    """Decodes pictures.
+    """Decodes pictures."""
 
-    Args:
-        seconds: how long one picture may take.
-        most_bytes: memory that one picture may take.
-        count, shared: processes, and whether there are several tenants.
-    """
-
-    def __init__(
-        self, seconds: float, most_bytes: int, count: int = 2, formats: Sequence[str] = FORMATS, *, shared: bool = False
-    ) -> None:
-        super().__init__(_PROGRAMS, ["picture", str(most_bytes), *formats], seconds, count, shared)
+    program = "picture"
 
     def decode(self, raw: bytes, width: int, height: int, *, tenant: str = "") -> np.ndarray:
         """Return the pixels ``[H, W, 3]`` uint8 of an encoded picture, upright; raise BadMedia if it cannot be decoded in bounds.
@@ -98,18 +91,15 @@ class MediaDecoders(ProcessPool):
         """
         import numpy as np
 
-        status, answer = self.ask(*pack((width, height), raw), tenant=tenant)
-        if status != DONE:
-            raise BadMedia(f"an image must be decodable, got {len(raw)} bytes: {answer.decode('utf-8', 'replace')}")
-        (width, height), (pixels,) = unpack(answer)
+        refusal = f"an image must be decodable, got {len(raw)} bytes: "
+        (width, height), (pixels,) = self.ask((width, height), raw, tenant, refusal)
         return np.frombuffer(pixels, np.uint8).reshape(height, width, 3)
 
 
 class FileSplitters(ProcessPool):
-    """Splits files of libraries into passages (`ctxwin.library.files`); arguments as for `MediaDecoders`."""
+    """Splits files of libraries into passages (`ctxwin.library.files`)."""
 
-    def __init__(self, seconds: float, most_bytes: int, count: int = 2, *, shared: bool = False) -> None:
-        super().__init__(_PROGRAMS, ["file", str(most_bytes)], seconds, count, shared)
+    program = "file"
 
     def split(
         self, name: str, raw: bytes, caption: str = "", most_pixels: int = 64 << 20, *, tenant: str = ""
@@ -117,10 +107,7 @@ class FileSplitters(ProcessPool):
         """Return the passages of a file, with their pixels; raise BadMedia if it cannot be split in bounds."""
         from ctxwin.library.records import Passage
 
-        status, answer = self.ask(*pack((name, caption, most_pixels), raw), tenant=tenant)
-        if status != DONE:
-            raise BadMedia(answer.decode("utf-8", "replace"))
-        head, blobs = unpack(answer)
+        head, blobs = self.ask((name, caption, most_pixels), raw, tenant)
         frames, passages = iter(blobs), [Passage.model_validate(one) for one in head]
 
         def with_pixels(chunk: Chunk) -> Chunk:
@@ -130,17 +117,13 @@ class FileSplitters(ProcessPool):
 
 
 class VideoHeaders(ProcessPool):
-    """Reads the size of videos; each may take ``seconds``."""
+    """Reads the size of videos."""
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__(_PROGRAMS, ["video", str(_HEADER_BYTES)], seconds, 1, False)
+    program = "video"
 
     def size(self, raw: bytes) -> tuple[int, int]:
         """Return width and height; raises BadMedia, with the reason, where vLLM's reader finds no video stream."""
-        status, answer = self.ask(*pack(None, raw))
-        if status != DONE:
-            raise BadMedia(answer.decode("utf-8", "replace"))
-        (width, height, reason), _ = unpack(answer)
+        (width, height, reason), _ = self.ask(None, raw)
         if min(width, height) <= 0:
             unread = f"a video must have a stream that this server can read, got {len(raw)} bytes without one"
             raise BadMedia(reason or unread)

@@ -1,7 +1,7 @@
 """Programs that decode files of clients for `ctxwin_server.sandbox.decode_pool`, in processes that may be killed.
 
-``python -m ctxwin_server.sandbox.decoders PROGRAM BYTES FORMAT...`` runs one, with at most BYTES of memory for a file. A request
-and its answer are what `ctxwin_server.sandbox.helper.pack` makes of a head and bytes:
+``python -m ctxwin_server.sandbox.decoders PROGRAM BYTES`` runs one, with at most BYTES of memory for a file. A request and its
+answer are what `ctxwin_server.sandbox.helper.pack` makes of a head and bytes:
 
 - ``picture``: (width, height) and a file to the size of the upright picture and its pixels, row by row as RGB;
 - ``file``: (name, caption, most pixels) and a file of a library to its passages and the frames of their media;
@@ -20,16 +20,17 @@ from ctxwin_server.sandbox.helper import pack, serve, unpack
 Answer = Callable[[Any, bytes], Sequence[bytes]]
 
 
-def picture(formats: Sequence[str]) -> Answer:
-    """Return the program for pictures of Pillow's named formats."""
+def picture() -> Answer:
+    """Return the program for pictures."""
     from PIL import Image
 
     from ctxwin.media import open_picture, to_rgb
+    from ctxwin_chats.bodies import FORMATS
 
     Image.init()  # loads Pillow's formats before memory is bounded
 
     def answer(size: Any, raw: bytes) -> Sequence[bytes]:
-        with open_picture(raw, formats) as opened:
+        with open_picture(raw, FORMATS) as opened:
             if [*opened.size] != size:
                 raise ValueError(f"{opened.size} pixels instead of {tuple(size)}")
             upright = to_rgb(opened)
@@ -38,7 +39,7 @@ def picture(formats: Sequence[str]) -> Answer:
     return answer
 
 
-def file(_: Sequence[str]) -> Answer:
+def file() -> Answer:
     """Return the program for files of libraries."""
     from ctxwin.library.files import passages_of
     from ctxwin.media import pack_frames
@@ -65,7 +66,7 @@ def file(_: Sequence[str]) -> Answer:
     return answer
 
 
-def video(_: Sequence[str]) -> Answer:
+def video() -> Answer:
     """Return the program for headers of videos."""
     import cv2
 
@@ -91,8 +92,8 @@ def video(_: Sequence[str]) -> Answer:
 
 def main() -> None:
     """Run a program; see the module."""
-    name, most_bytes, *formats = sys.argv[1:]
-    answer = {"picture": picture, "file": file, "video": video}[name](formats)
+    name, most_bytes = sys.argv[1:]
+    answer = {"picture": picture, "file": file, "video": video}[name]()
 
     def answer_packed(raw: bytes) -> bytes:
         head, blobs = unpack(raw)

@@ -16,9 +16,10 @@ from ctxwin_server.sandbox import helper
 from ctxwin_server.sandbox.decode_pool import ProcessPool
 
 PROGRAM = """
-import os, struct, sys, tempfile, time
+import json, os, struct, sys, tempfile, time
 while head := sys.stdin.buffer.read(8):
-    name = sys.stdin.buffer.read(struct.unpack("<Q", head)[0]).decode()
+    raw = sys.stdin.buffer.read(struct.unpack("<Q", head)[0])
+    name = json.loads(raw)[0] if raw else ""
     if not name:  # answered once it has started
         sys.stdout.buffer.write(struct.pack("<BQ", 0, 0)), sys.stdout.buffer.flush()
         continue
@@ -28,7 +29,7 @@ while head := sys.stdin.buffer.read(8):
     print(name, file=open(sys.argv[1], "a"), flush=True)
     while name.startswith("/") and not os.path.exists(name):
         time.sleep(0.01)
-    sys.stdout.buffer.write(struct.pack("<BQ", 0, len(name)) + name.encode())
+    sys.stdout.buffer.write(struct.pack("<BQ", 0, len(raw)) + raw)
     sys.stdout.buffer.flush()
 """
 
@@ -44,11 +45,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def processes(folder: Path, count: int, seconds: float = 60.0) -> ProcessPool:
-    return ProcessPool("helper_program", [str(folder.parent / "log")], seconds, count, True)
+    class Programs(ProcessPool):
+        module, program = "helper_program", str(folder.parent / "log")
+
+    return Programs(seconds, 1 << 30, count, shared=True)
 
 
 def ask(of: ProcessPool, tenant: str, name: str) -> str:
-    return of.ask(name.encode(), tenant=tenant)[1].decode()
+    head, _ = of.ask(name, b"", tenant)
+    return str(head)
 
 
 @pytest.mark.parametrize("count", [2, 3])
