@@ -11,7 +11,7 @@ from typing import Any
 from ctxwin.errors import UnsupportedModel
 from ctxwin.tiny import checkpoint_dir
 from ctxwin_server.app.settings import Settings
-from ctxwin_server.vllm import launchers
+from ctxwin_server.vllm.launchers import command_line
 from ctxwin_vllm.core import engine_arguments
 from ctxwin_vllm.lifecycle import startup
 
@@ -24,10 +24,11 @@ SERVED: list[Any] = []
 
 def parse(model: str, arguments: Sequence[str]) -> Namespace:
     """Return vLLM's namespace for ``vllm serve MODEL ARGUMENTS...``; exit as a command line does for unknown arguments."""
-    launchers.set_environment()
+    set_environment, _, validate = command_line()
+    set_environment()
     args: Namespace = _parser().parse_args([model, *arguments])
     args.model = args.model_tag
-    launchers.validate_arguments(args)
+    validate(args)
     return args
 
 
@@ -95,7 +96,10 @@ class _Unlogged(str):
 
 
 def _parser() -> Any:
-    return launchers.server_parser("ctxwin serve")
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    _, add_arguments, _ = command_line()
+    return add_arguments(FlexibleArgumentParser(prog="ctxwin serve"))
 
 
 def _chosen(args: Namespace, words: Set[str], names: set[str]) -> dict[str, Any]:
