@@ -7,6 +7,7 @@ client of the engine looks them up and records the usage. The answer gets a head
 """
 
 import asyncio
+import re
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from ctxwin_server.app.accounts import decode_json, encode_json
 REQUEST_OPTIONS = "ctxwin.request_options"
 """Key of a request's `RequestOptions` in its ASGI scope; absent if it may not use a window."""
 _CARRIER, _MEMBER = "tracestate", "ctxwin="
+_FRAME = re.compile(rb".*?\n\n|.+", re.DOTALL)
+"""An event of a stream, with its trailing empty line if it has one."""
 
 
 @dataclass
@@ -144,7 +147,7 @@ class ReportingSend:
             else:
                 complete, end, rest = self._body.rpartition(b"\n\n") if has_more else (self._body, b"", b"")
                 self._body = rest
-                ready = b"".join(self._events_of(frame) for frame in _frames(complete + end))
+                ready = b"".join(map(self._events_of, _FRAME.findall(complete + end)))
             message = {**message, "body": ready}
         await self._send(message)
 
@@ -189,9 +192,3 @@ class ReportingSend:
                 holder.update(self._asked.reports)
                 break
         return data
-
-
-def _frames(events: bytes) -> list[bytes]:
-    """Split a stream into events, each with its trailing empty line."""
-    parts = events.split(b"\n\n")
-    return [part + b"\n\n" for part in parts[:-1]] + ([parts[-1]] if parts[-1] else [])
