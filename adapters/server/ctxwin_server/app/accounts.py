@@ -19,7 +19,7 @@ from ctxwin_client.errors import TooLarge, TooManyRequests
 from ctxwin_server.protocol.limits import Limits
 
 if TYPE_CHECKING:
-    from starlette.types import Message, Receive
+    from starlette.types import Message, Receive, Scope
 
 _SLICE = 1 << 20
 """Bytes of a body that are counted at a time; other threads may go on in between."""
@@ -290,18 +290,20 @@ class BodyReader:
             if self.cut_off or not message.get("more_body", False):
                 return b"".join(parts)
 
-    def replay(self, raw: bytes) -> Receive:
-        """Return a ``receive`` that returns ``raw`` as the whole body, then the messages that follow it."""
-        messages: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
-
-        async def receive() -> Message:
-            return messages.pop() if messages else await self._receive()
-
-        return receive
-
     def give_back(self) -> None:
         """Count the body as no longer in memory."""
         self._held.give_back(self._tenant, self._size)
 
     def _refuse(self, got: str) -> None:
         raise TooLarge(f"a body must have at most {self._limit} bytes (--max-upload-bytes), got {got}")
+
+
+def replace_body(scope: Scope, receive: Receive, raw: bytes) -> tuple[list[tuple[bytes, bytes]], Receive]:
+    """Return the headers of a request whose body is ``raw`` instead, and a ``receive`` that returns it as a whole first."""
+    headers = [(k, v) for k, v in scope["headers"] if k.lower() not in (b"content-length", b"transfer-encoding")]
+    messages: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
+
+    async def receive_body() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return [*headers, (b"content-length", str(len(raw)).encode())], receive_body

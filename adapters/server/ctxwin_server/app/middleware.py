@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ctxwin import tracing
 from ctxwin_chats.prefill import Ahead
 from ctxwin_client.errors import MemoryShort
-from ctxwin_server.app.accounts import encode_json
+from ctxwin_server.app.accounts import encode_json, replace_body
 from ctxwin_server.app.authentication import OPEN
 from ctxwin_server.app.error_shape import reshape_errors, to_body
 from ctxwin_server.app.plain_requests import AHEAD, FOLLOW, EarlyResponse, route
@@ -112,21 +112,15 @@ class Gateway:
 
     async def _sub_request(self, scope: Scope, receive: Receive, data: dict[str, Any]) -> tuple[int, Any]:
         """Return status and JSON of the response to a further request of the same client to the same route."""
-        raw = encode_json(data)
-        dropped = (b"content-length", b"transfer-encoding", b"idempotency-key")
-        headers = [(k, v) for k, v in scope["headers"] if k.lower() not in dropped]
-        pending: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
+        headers, receive_body = replace_body(scope, receive, encode_json(data))  # then that the client has left
         status, parts = 0, list[bytes]()
-
-        async def receive_body() -> Message:
-            return pending.pop() if pending else await receive()  # that the client has left
 
         async def collect(message: Message) -> None:
             nonlocal status
             status = message.get("status", status)
             parts.append(message.get("body", b""))
 
-        sub_scope = {**scope, FOLLOW: True, "headers": [*headers, (b"content-length", str(len(raw)).encode())]}
+        sub_scope = {**scope, FOLLOW: True, "headers": [(k, v) for k, v in headers if k.lower() != b"idempotency-key"]}
         await self(sub_scope, receive_body, collect)
         try:
             return status, json.loads(b"".join(parts))

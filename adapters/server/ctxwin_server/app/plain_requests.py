@@ -27,7 +27,7 @@ from ctxwin_chats.prefill import Ahead
 from ctxwin_chats.typed_tools import describe_tools
 from ctxwin_client.errors import NotAllowed, TooLarge
 from ctxwin_server.app import endpoints
-from ctxwin_server.app.accounts import BodyReader, Malformed, encode_json, parse_json
+from ctxwin_server.app.accounts import BodyReader, Malformed, encode_json, parse_json, replace_body
 from ctxwin_server.app.endpoints import CHAT, COUNT, PLAIN, names_chunks
 from ctxwin_server.app.isolation import bind, check_options, check_scores, plain_salt
 from ctxwin_server.app.request_options import REQUEST_OPTIONS, RequestOptions
@@ -87,16 +87,15 @@ async def route(
     if (options := request.options) is not None:
         scope[REQUEST_OPTIONS] = options
         if any(rewrite["parts"] for rewrite in options.rewrites.values()):
-            options.resend = body.replay(request.raw)
+            _, options.resend = replace_body(scope, receive, request.raw)
     raw = await request.encode()
     if is_bound and PLAIN[path].generates and AHEAD not in scope:
         await stack.enter_async_context(service.pool.slot(tenant))
+    replaced, receive = replace_body(scope, receive, raw)
     if raw is not request.raw:
-        lengths = (b"content-length", b"transfer-encoding")
-        others = [(k, v) for k, v in scope["headers"] if k.lower() not in lengths]
-        scope["headers"] = [*others, (b"content-length", str(len(raw)).encode())]
+        scope["headers"] = replaced
     await stack.enter_async_context(service.quarantine.running_async(request.name))
-    return body.replay(raw)
+    return receive
 
 
 def apply_edits(data: dict[str, Any], count: Count) -> bool:
