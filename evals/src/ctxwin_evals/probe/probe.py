@@ -115,7 +115,6 @@ class Probe:
         sizes: how much is measured.
         seconds: time after which stages are cut short; each makes at least one batch.
         progress: called with the stage, the amount done and the total.
-        inside: whether to read inside the model; None: where the engine allows it.
     """
 
     def __init__(
@@ -126,7 +125,6 @@ class Probe:
         sizes: Sizes | None = None,
         seconds: float = 240.0,
         progress: Callable[[str, int, int], None] = lambda *_: None,
-        inside: bool | None = None,
     ) -> None:
         if not sources:
             raise ValueError("a probe needs at least one source of contexts, got none")
@@ -135,7 +133,7 @@ class Probe:
         self.engine, self.sources = engine, tuple(sources)
         self.limits, self.sizes = limits or Limits(), sizes or Sizes()
         self.seconds, self.progress = seconds, progress
-        self._inside = hasattr(engine, "text_model") if inside is None else inside
+        self._inside = hasattr(engine, "text_model")
         self.decoder: Any = Decoder(engine) if self._inside else Reader(engine)  # type: ignore[arg-type]
         self.served: Setting | None = None
         self._begun = time.monotonic()
