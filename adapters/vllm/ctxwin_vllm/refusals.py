@@ -21,6 +21,7 @@ its answers with the eager engine's.
 from collections.abc import Iterator
 from typing import Any
 
+from ctxwin.engines.vllm_support import on_a_processor
 from ctxwin.errors import UnsupportedModel
 from ctxwin_vllm.draft_model import METHODS
 from ctxwin_vllm.paged import FP8
@@ -100,7 +101,7 @@ def _rules(config: Any) -> Iterator[tuple[str, str, object, bool, str]]:
     revision = getattr(drafter, "revision", None)
     reason = "its KV is named by the weights that its model's name leads to; open a local folder of that revision"
     yield "the drafter's revision", "unset", repr(revision), revision is None, reason
-    whole = bool(getattr(model, "is_mm_prefix_lm", False)) and _on_a_processor()
+    whole = bool(getattr(model, "is_mm_prefix_lm", False)) and on_a_processor()
     reason = "vLLM's attention on a processor lets no token see those behind it; open it as hf:MODEL, or on a GPU"
     sees = "one whose tokens of a picture see those behind them"
     yield "the model", "causal in its pictures", sees, not whole, reason
@@ -134,9 +135,3 @@ def _hybrid_rules(config: Any) -> Iterator[tuple[str, str, object, bool, str]]:
     ahead = bool(config.scheduler_config.async_scheduling)
     reason = "a state would be a step ahead of the tokens that it is read back with"
     yield "async_scheduling", "False for a model with recurrent layers", ahead, not ahead, reason
-
-
-def _on_a_processor() -> bool:
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
