@@ -54,7 +54,7 @@ def page(recording: Recording, title: str, *, limit: int = LIMIT, live: str | No
     text: str = template.render(
         title=title,
         models=sorted({event["model"] for event in recording.events if "model" in event}),
-        version=recording.system_prompt.get("version", "?"),
+        version=recording.header.get("version", "?"),
         summary=in_words(totals(recording)),
         style=Markup((_FOLDER / "page.css").read_text(encoding="utf-8")),
         lanes=LANES,

@@ -152,13 +152,13 @@ def messages(trace: Path, offset: int, stopping: Event) -> Iterator[bytes]:
 
     Ends when ``stopping`` is set.
     """
-    system_prompt = _system_prompt(trace)
+    header = _header(trace)
     quiet = time.monotonic()
     yield b": follows the trace\n\n"
     while not stopping.is_set():
         try:
             size = trace.stat().st_size
-            if size < offset or _system_prompt(trace) != system_prompt:
+            if size < offset or _header(trace) != header:
                 yield b"event: reset\ndata: the trace was replaced\n\n"
                 return
             fresh = b""
@@ -179,6 +179,6 @@ def messages(trace: Path, offset: int, stopping: Event) -> Iterator[bytes]:
             stopping.wait(POLL_S)
 
 
-def _system_prompt(trace: Path) -> bytes:
+def _header(trace: Path) -> bytes:
     with trace.open("rb") as file:
         return file.readline(4096)

@@ -291,12 +291,12 @@ class Recording:
     """A trace read from a file.
 
     Attributes:
-        system_prompt: format, version of ctxwin and time of the start (seconds since 1970).
+        header: format, version of ctxwin and time of the start (seconds since 1970).
         lines: chunks, events and notes in the order of the file.
         size: bytes of the file up to its last complete line.
     """
 
-    system_prompt: dict[str, Any]
+    header: dict[str, Any]
     lines: list[dict[str, Any]]
     size: int
 
@@ -335,12 +335,12 @@ def read_trace(path: str | Path) -> Recording:
     data = Path(path).read_bytes()
     size = data.rfind(b"\n") + 1
     lines = _parse(path, data[:size])
-    system_prompt = next(lines, None)
-    if system_prompt is None:
+    header = next(lines, None)
+    if header is None:
         raise ValueError(
             f"a trace must begin with a line of its format, got {str(path)!r} without a whole line; record a run first"
         )
-    return Recording(system_prompt, list(lines), size)
+    return Recording(header, list(lines), size)
 
 
 def _parse(path: str | Path, data: bytes) -> Iterator[dict[str, Any]]:
@@ -350,13 +350,13 @@ def _parse(path: str | Path, data: bytes) -> Iterator[dict[str, Any]]:
         except ValueError:
             line = None
         if number == 1:
-            _check_system_prompt(path, line)
+            _check_header(path, line)
         elif not _is_valid(line):
             raise ValueError(f"line {number} of {str(path)!r} must be a chunk, an event or a note, got {raw[:60]!r}")
         yield line
 
 
-def _check_system_prompt(path: str | Path, line: Any) -> None:
+def _check_header(path: str | Path, line: Any) -> None:
     if not isinstance(line, dict) or line.get("kind") != "trace":
         raise ValueError(
             f"{str(path)!r} must be a trace of ctxwin, got another kind of file; record one with ctxwin.view.trace.Trace"
