@@ -225,7 +225,7 @@ class TestConcurrently:
         driver = engine._core.driver
         scheduler = driver.llm.llm_engine.engine_core.engine_core.scheduler
         steps: list[int] = []
-        step = driver._engine.step
+        step = driver.engine.step
 
         def counted() -> Any:
             made = step()
@@ -238,14 +238,14 @@ class TestConcurrently:
         # Two tenants: neither store nor prefix cache of one knows what the other has computed.
         with engine.view("alone") as first, engine.view("together") as second:
             windows, again = self.with_holes(first), self.with_holes(second)
-            driver._engine.step = counted
+            driver.engine.step = counted
             try:
                 alone = [ask(window) for window in windows]
                 one_by_one = len(steps)
                 steps.clear()
                 together = self.at_once(driver, [partial(ask, window) for window in again])
             finally:
-                del driver._engine.step
+                del driver.engine.step
         assert max(steps) == self.WINDOWS, "the first requests of all windows run in one step"
         assert len(steps) < one_by_one
         for a, b in zip(alone, together, strict=True):

@@ -123,7 +123,7 @@ def mixed(engine: Engine, chunks: list[Chunk], questions: list[str], bound: floa
     fidelities = [Fidelity("exact"), Fidelity("blind"), Fidelity(**PATCHES)]
     answers: dict[str, Answers] = {}
     steps: dict[str, int] = {}
-    vllm = engine.core.driver._engine  # type: ignore[attr-defined]  # of `VLLMEngine`
+    vllm = engine.core.driver.engine  # type: ignore[attr-defined]  # of `VLLMEngine`
     for way, threads in (("alone", 1), ("together", 16)):
         with ExitStack() as stack, ThreadPoolExecutor(threads) as pool:
             windows = []

@@ -66,12 +66,14 @@ class Driver(ABC):
     """Requests to one vLLM engine. Thread-safe.
 
     Attributes:
+        engine: its ``LLMEngine`` or ``AsyncLLM``; None once closed.
         config: its ``VllmConfig``.
         local: whether its model runs in this process.
         on_reset: called once vLLM's prefix cache is empty.
         between_steps: called before the next step in this process, once the last one's outputs are on their way.
     """
 
+    engine: Any
     config: Any
     renderer: Any
     local: bool
@@ -82,11 +84,6 @@ class Driver(ABC):
         self._counting = threading.Lock()
         self.on_reset: Callable[[], None] = lambda: None
         self.between_steps: Callable[[], object] = lambda: None
-
-    @property
-    @abstractmethod
-    def engine(self) -> Any:
-        """Its ``LLMEngine`` or ``AsyncLLM``; None once closed."""
 
     @contextlib.contextmanager
     def counted(self, background: bool, requests: int = 1) -> Iterator[None]:
@@ -175,10 +172,10 @@ class StepDriver(Driver):
     def __init__(self, llm: Any, stop: Callable[[Any], None]) -> None:
         super().__init__()
         self.llm = llm
-        self._engine: Any = llm.llm_engine
-        self.config = self._engine.vllm_config
-        self.renderer = self._engine.renderer
-        self.local = internals.in_process(self._engine)
+        self.engine = llm.llm_engine
+        self.config = self.engine.vllm_config
+        self.renderer = self.engine.renderer
+        self.local = internals.in_process(self.engine)
         self._stop = stop
         self._tasks: deque[Callable[[], None]] = deque()
         self._tickets: dict[str, Ticket] = {}
@@ -192,10 +189,6 @@ class StepDriver(Driver):
             threading.Thread(target=self._watch, name="ctxwin-vllm-watch", daemon=True).start()
         _running.add(self)
 
-    @property
-    def engine(self) -> Any:
-        return self._engine
-
     def together(self) -> contextlib.AbstractContextManager[Any]:
         return self._wake
 
@@ -205,7 +198,7 @@ class StepDriver(Driver):
         def add() -> None:
             try:
                 options = {"lora_request": lora, "priority": priority}
-                request = self._engine.add_request(ticket.name, prompt, parameters, **options)
+                request = self.engine.add_request(ticket.name, prompt, parameters, **options)
             except Exception as error:
                 ticket.outputs.put(_ours(error))
             else:
@@ -218,7 +211,7 @@ class StepDriver(Driver):
     def cancel(self, ticket: Ticket) -> None:
         def abort() -> None:
             if self._forget(ticket):
-                self._engine.abort_request([ticket.request], internal=True)
+                self.engine.abort_request([ticket.request], internal=True)
 
         with contextlib.suppress(EngineFailed):
             self.call(abort)
@@ -238,14 +231,14 @@ class StepDriver(Driver):
 
     def step(self) -> None:
         """Have vLLM take a step for its connector, where no request is in flight; else return between two steps."""
-        self.call(lambda: None if self._tickets else self._engine.step())
+        self.call(lambda: None if self._tickets else self.engine.step())
 
     def _rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         results: list[Any] = self.call(lambda: self.llm.collective_rpc(method, args=args))
         return results
 
     def _reset_prefix_cache(self) -> bool:
-        return bool(self.call(self._engine.reset_prefix_cache))
+        return bool(self.call(self.engine.reset_prefix_cache))
 
     @property
     def dead(self) -> BaseException | None:
@@ -261,7 +254,7 @@ class StepDriver(Driver):
         if threading.current_thread() is not self._thread:
             self._thread.join()
         self._end(EngineFailed(_CLOSED))
-        llm, self.llm, self._engine = self.llm, None, None
+        llm, self.llm, self.engine = self.llm, None, None
         self._stop(llm)
 
     def _post(self, task: Callable[[], None]) -> None:
@@ -290,7 +283,7 @@ class StepDriver(Driver):
     def _wait_for_work(self) -> bool:
         """Return once there is any; False where the driver closes."""
         with self._wake:
-            while not (self._tasks or self._tickets or self._closing or internals.steps_ahead(self._engine)):
+            while not (self._tasks or self._tickets or self._closing or internals.steps_ahead(self.engine)):
                 self._wake.wait()
             return not self._closing
 
@@ -298,15 +291,15 @@ class StepDriver(Driver):
         """Run the tasks, then a step if there are requests; return its outputs."""
         with in_turn() if self.local else contextlib.nullcontext():
             # Steps that vLLM ran ahead of the last answer's end keep its blocks.
-            while not self._tickets and internals.steps_ahead(self._engine):
-                self._engine.step()
+            while not self._tickets and internals.steps_ahead(self.engine):
+                self.engine.step()
             while (task := self._next_task()) is not None:  # one by one: a fault leaves the others to `_end`
                 task()
             self.between_steps()  # of requests that a task has aborted
             if not self._tickets:
                 return ()
             with _no_compilation(self.config):
-                outputs: Sequence[Any] = self._engine.step()
+                outputs: Sequence[Any] = self.engine.step()
                 return outputs
 
     def _next_task(self) -> Callable[[], None] | None:
@@ -317,7 +310,7 @@ class StepDriver(Driver):
         """Wake vLLM's thread where its engine process was killed."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        engine = self._engine
+        engine = self.engine
         while not internals.core_died(engine):
             if self._ended.wait(WATCH_S):
                 return
@@ -345,7 +338,7 @@ class StepDriver(Driver):
         # A vLLM that another program runs goes on, and must not return outputs of our requests.
         if self._dead is None and waiting:
             with contextlib.suppress(Exception):
-                self._engine.abort_request(list(waiting), internal=True)
+                self.engine.abort_request(list(waiting), internal=True)
         for ticket in waiting.values():
             ticket.outputs.put(error if isinstance(error, EngineFailed) else _ended(error))
 
@@ -363,7 +356,7 @@ class LoopDriver(Driver):
 
     def __init__(self, llm: Any, loop: asyncio.AbstractEventLoop, stop: Callable[[], None] | None = None) -> None:
         super().__init__()
-        self.llm = llm
+        self.engine = llm
         self.config = llm.vllm_config
         self.renderer = llm.renderer
         self._loop = loop
@@ -371,10 +364,6 @@ class LoopDriver(Driver):
         self._tasks: dict[str, Future[None]] = {}
         self._closed = False
         _running.add(self)
-
-    @property
-    def engine(self) -> Any:
-        return self.llm
 
     def submit(self, prompt: dict[str, Any], parameters: Any, priority: int, lora: Any = None) -> Ticket:
         ticket, trace = Ticket(), tracing.headers()
@@ -384,7 +373,7 @@ class LoopDriver(Driver):
         async def pump() -> None:
             try:
                 options = {"priority": priority, "trace_headers": trace, "lora_request": lora}
-                outputs = self.llm.generate(prompt, parameters, ticket.name, **options)
+                outputs = self.engine.generate(prompt, parameters, ticket.name, **options)
                 async for output in outputs:
                     ticket.outputs.put(output)
             except asyncio.CancelledError:
@@ -403,24 +392,24 @@ class LoopDriver(Driver):
         if task is not None and not self._closed:
             task.cancel()  # reaches vLLM's generator, which aborts the request
             with contextlib.suppress(Exception):
-                self._start(self.llm.abort(ticket.name)).result(timeout=10)
+                self._start(self.engine.abort(ticket.name)).result(timeout=10)
 
     def _unfinished(self) -> int:
-        llm = self.llm
+        llm = self.engine
         return 0 if llm is None else internals.unfinished(llm)
 
     def _rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         if self.dead is not None:
             raise _ended(self.dead)
-        results: list[Any] = self._wait(self._start(self.llm.collective_rpc(method, args=args)))
+        results: list[Any] = self._wait(self._start(self.engine.collective_rpc(method, args=args)))
         return results
 
     def _reset_prefix_cache(self) -> bool:
-        return bool(self._wait(self._start(self.llm.reset_prefix_cache())))
+        return bool(self._wait(self._start(self.engine.reset_prefix_cache())))
 
     @property
     def dead(self) -> BaseException | None:
-        llm = self.llm
+        llm = self.engine
         if self._closed or llm is None:
             return EngineFailed(_CLOSED)
         if not self._loop.is_running():
@@ -434,7 +423,7 @@ class LoopDriver(Driver):
             task.cancel()
         self._closed = True
         stop, self._stop = self._stop, None
-        self.llm = None
+        self.engine = None
         if stop is not None:
             stop()
 

@@ -72,7 +72,7 @@ def cold(engine: Any) -> None:
         if isinstance(driver, StepDriver):
             driver.call(getattr(driver.engine, name))
         else:
-            driver._start(getattr(driver.llm, name)()).result()
+            driver._start(getattr(driver.engine, name)()).result()
 
 
 def encoded(engine: Any, chunks: Sequence[Chunk]) -> list[Encoded]:

@@ -64,10 +64,8 @@ class WorkerHalf:
             if endpoint.draft_model is not None or endpoint.outputs is not None:  # what no layer's attention waits for
                 _finish()
         except Exception as error:
-            for stream in STREAMS.values():
-                stream.event(
-                    loads=True
-                ).synchronize()  # whoever gets its blocks next must find nothing of it on the way
+            for stream in STREAMS.values():  # whoever gets its blocks next must find nothing of it on the way
+                stream.event(loads=True).synchronize()
             self._fail(load, error)
         if load.background:
             self._receiving[load.source, load.request] = [stream.event(loads=True) for stream in STREAMS.values()]
