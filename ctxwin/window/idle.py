@@ -83,7 +83,7 @@ class _Job:
 
     Attributes:
         quiet_s: seconds that the engine must have been idle.
-        slid: chunks of a version that is only expected; empty for the window as it stands.
+        expected: True for a version that is only expected, False for the window as it stands.
         cancelled: give up the forward in progress; last: begin no further one.
         place: index of the chunk in progress; began: when its forward began.
     """
@@ -91,7 +91,7 @@ class _Job:
     window: IdlePrefill
     state: State
     fidelity: Fidelity
-    slid: Sequence[tuple[str, bool]] = ()
+    expected: bool = False
     quiet_s: float = _QUIET_S
     cancelled: bool = False
     last: bool = False
@@ -159,7 +159,7 @@ class IdlePrefill:
             prefiller.cancel(self)
         elif leaving:
             expected, _ = edits.apply_if_broken(state, edits.evict(state, leaving))
-            prefiller.submit(_Job(self, expected, fidelity, survivors(expected, ())))
+            prefiller.submit(_Job(self, expected, fidelity, expected=True))
         else:
             prefiller.submit(_Job(self, state, fidelity))
 
@@ -353,7 +353,7 @@ class Prefiller:
         with self._wake:
             if not job.last and not job.cancelled:
                 quiet_s = min(2 * job.quiet_s, _LONGEST_QUIET_S)
-                self._jobs.setdefault(job.window, _Job(job.window, job.state, job.fidelity, job.slid, quiet_s))
+                self._jobs.setdefault(job.window, _Job(job.window, job.state, job.fidelity, job.expected, quiet_s))
 
     def _allowance(self, tenant: str) -> Allowance:
         return self._allowances.setdefault(tenant, Allowance())
@@ -378,7 +378,7 @@ class Prefiller:
                     key = choice.conditioning.span
                     window.pending[key] = window.pending.get(key, 0) + work.tokens - tokens
                     tokens = work.tokens
-                    window.slid = (not job.cancelled and job.slid) or window.slid
+                    window.slid = survivors(job.state, ()) if job.expected and not job.cancelled else window.slid
         finally:
             window.counts.tokens += work.tokens
             window.counts.missed += work.tokens - tokens  # in front of a forward that was given up
@@ -394,8 +394,8 @@ def _form_removals(job: _Job, work: Work) -> bool:
     needed = {i: c.conditioning for i, c in enumerate(choices) if c.compute and not _has_patch(assembly, c, fidelity)}
     removals = [i for i, here in needed.items() if here.base is not None]
     if not removals:
-        return bool(job.slid)
-    last = removals[-1] if job.slid else max(needed)
+        return job.expected
+    last = removals[-1] if job.expected else max(needed)
     tokens = 0
     try:
         layout = assembly.build_layout(job.state, Fidelity("exact"), work)
@@ -416,7 +416,7 @@ def _form_removals(job: _Job, work: Work) -> bool:
                 # What was forgotten may be formed a second time.
                 window.pending[key] = window.pending.get(key, 0) + work.tokens - tokens
                 tokens = work.tokens
-                window.slid = (not job.cancelled and job.slid) or window.slid
+                window.slid = survivors(job.state, ()) if job.expected and not job.cancelled else window.slid
         window.spans = {}
         return True
     finally:

@@ -163,14 +163,19 @@ class PlacedList(Sequence[P]):
     def place_of(self, placement: str) -> int | None:
         """Return the index of a placement id; None where there is none."""
         blocks = self._parts[0] if isinstance(placement, str) else ()  # a list of ids, say, has no hash
-        for at in compress(count(), map(contains, map(_NAMES, blocks), repeat(placement))):
-            return self._ends[at] - blocks[at].size + blocks[at].ids.index(placement)
-        return None
+        at = next(compress(count(), map(contains, map(_NAMES, blocks), repeat(placement))), None)
+        return None if at is None else self._ends[at] - blocks[at].size + blocks[at].ids.index(placement)
 
     def get(self, placement: str) -> P | None:
         """Return the placement of this id; None where there is none."""
         at = self.place_of(placement)
         return None if at is None else self[at]
+
+    def having(self, ids: Set[str]) -> list[P]:
+        """Return the placements of these ids, in order."""
+        touched = map(not_, map(ids.isdisjoint, map(_NAMES, self._parts[0])))
+        some = compress(zip(*self._parts, strict=True), touched)
+        return [p for block, late in some for p in block.with_unseen(late) if p.id in ids]
 
     def place_behind(self, arrival: int) -> int:
         """Return the index of the first placement that arrived later; that behind the last one where there is none."""

@@ -11,10 +11,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import attrgetter
 
 from ctxwin.errors import BudgetExceeded
 from ctxwin.window import edits
 from ctxwin.window.defaults import LeastRecentlyRead
+from ctxwin.window.placed_list import difference
 from ctxwin.window.protocols import Eviction, Ranking
 from ctxwin.window.state import Placed, State
 
@@ -23,6 +25,8 @@ _TURNS = 5
 _WEIGHT, _TRUSTED = 0.4, 0.55
 """Weight of the last turn in a rule's score, and the least score that is trusted: a rule that was always right may be wrong once,
 and one that was wrong must be right twice."""
+
+_VIEW = attrgetter("id", "conditioned")
 
 
 @dataclass
@@ -51,7 +55,7 @@ def _by_budget(turns: SlidePredictor, state: State, expected: int) -> list[Place
 
 def _by_count(turns: SlidePredictor, state: State, expected: int) -> list[Placed]:
     """As many leave as before the last question, in the order of the eviction."""
-    count = len(turns.places) - len(turns.departed_places(state))
+    count = len(turns.places) - len(turns.changes(state)[0])
     leaving = edits.free_tail(state)[: max(0, count)]
     stay = [p.id for p in (*leaving, *edits.leaving_soon(state))]
     others = edits.free_in_order(state, turns.ranked(state), stay)
@@ -61,8 +65,7 @@ def _by_count(turns: SlidePredictor, state: State, expected: int) -> list[Placed
 def _by_place(turns: SlidePredictor, state: State, expected: int) -> list[Placed]:
     """Chunks leave from the same places as before the last question."""
     base = turns.base.placed if turns.base is not None else ()
-    ids = {base[i].id for i in turns.places if i < len(base)}
-    return [p for p in state.placed if p.id in ids]
+    return state.placed.having({base[i].id for i in turns.places if i < len(base)})
 
 
 _RULES: tuple[Rule, ...] = (_by_budget, _by_count, _by_place)
@@ -70,7 +73,8 @@ _RULES: tuple[Rule, ...] = (_by_budget, _by_count, _by_place)
 
 @dataclass
 class SlidePredictor:
-    """Prediction of one window's turns from its last ones. O(n log n) an edit for n placed chunks.
+    """Prediction of one window's turns from its last ones. An edit costs what has changed since the last answer, and the order
+    of the eviction; a question O(n log n) for n placed chunks.
 
     Attributes:
         base: the state behind the last answer; None before the first.
@@ -117,10 +121,11 @@ class SlidePredictor:
         ranked = self.eviction.ranked(state) if isinstance(self.eviction, Ranking) else None
         return LeastRecentlyRead().ranked(state) if ranked is None else ranked
 
-    def departed_places(self, state: State) -> tuple[int, ...]:
-        """Return the places in `base` of chunks that ``state`` does not have, but for those that left by a lazy edit."""
-        ids = {p.id for p in state.placed} | self._lazy
-        return tuple(i for i, p in enumerate(self.base.placed if self.base else ()) if p.id not in ids)
+    def changes(self, state: State) -> tuple[list[Placed], list[Placed]]:
+        """Return what left `base` up to ``state``, but for what left by a lazy edit, and what arrived; neither in order."""
+        old, new = difference(self.base.placed.contents if self.base else frozenset(), state.placed.contents)
+        both = {p.id for p in old} & {p.id for p in new}
+        return [p for p in old if p.id not in both | self._lazy], [p for p in new if p.id not in both]
 
     def unchanged(self, state: State) -> bool:
         """Return True if there was no edit since the last answer."""
@@ -147,9 +152,9 @@ class SlidePredictor:
         """
         base = self.base
         if base is not None and not self.unchanged(state):
-            base_ids, departed = {p.id for p in base.placed}, self.departed_places(state)
+            base_ids, present, left = {*base.placed.ids}, {*state.placed.ids}, {p.id for p in self.changes(state)[0]}
+            departed = tuple(i for i, placement in enumerate(base.placed.ids) if placement in left)
             arrived = [p for p in state.placed if p.id not in base_ids]
-            present = {p.id for p in state.placed}
             # No rule foresees what an edit had leave lazily: for an early one before the turn, for a late one until its end.
             early_lazy, lazy = {p.id for p in edits.leaving_soon(base)} - present, self._lazy - present
             entries = (p.replace(pending={"evict": ""}) if p.id in lazy else p for p in (*base.placed, *arrived))
@@ -172,8 +177,7 @@ class SlidePredictor:
         """Return True if all that a turn brings has arrived in ``state``, and the tokens that are still to arrive."""
         if not self._arrivals:
             return False, 0
-        base_ids = {p.id for p in self.base.placed} if self.base else set()
-        arrived = [p.tokens for p in state.placed if p.id not in base_ids]
+        arrived = [p.tokens for p in self.changes(state)[1]]
         count, tokens = (statistics.median_high(column) for column in zip(*self._arrivals, strict=True))
         late = len(arrived) >= max(1, count)
         return late, 0 if late else max(0, tokens - sum(arrived))
@@ -181,10 +185,9 @@ class SlidePredictor:
 
 def survivors(state: State, leaving: Sequence[Placed]) -> list[tuple[str, bool]]:
     """Return id and view of each chunk that stays, in order."""
-    ids = {p.id for p in leaving}
-    return [(p.id, p.conditioned) for p in state.placed if p.id not in ids]
+    return [*map(_VIEW, state.placed.without(p.id for p in leaving))]
 
 
 def follows(state: State, prefix: Sequence[tuple[str, bool]]) -> bool:
     """Return True if ``state`` begins with ``prefix``."""
-    return survivors(state, ())[: len(prefix)] == list(prefix)
+    return [*map(_VIEW, islice(state.placed, len(prefix)))] == list(prefix)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -14,6 +15,7 @@ from ctxwin.window import idle as idling
 from ctxwin.window.idle import prefiller_of
 from twins import seeds
 from window.fake import FakeEngine
+from window.growth import NullEngine, exponent, on
 from window.slow_engine import RESERVED, SlowEngine
 
 pytestmark = pytest.mark.usefixtures("all_of_the_time")
@@ -162,3 +164,33 @@ def test_what_is_forgotten_is_not_kept_for_predictions(engine: FakeEngine, idle:
     predictor = idle.core.idle.predictor  # type: ignore[union-attr]
     assert predictor.base is None and gone not in repr(predictor)
     assert idle.ask("what?", 4).text
+
+
+def evict_in_the_middle(window: Window) -> None:
+    window.evict(window.ids[len(window.ids) // 2])
+
+
+TURNS: list[Callable[[Window], object]] = [lambda window: None, lambda window: window.slide(1), evict_in_the_middle]
+SIZES = [(32, 128), pytest.param(500, 5000, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("turn", TURNS, ids=["grows", "slides", "loses its middle"])
+@pytest.mark.parametrize(("few", "many"), SIZES)
+def test_an_edit_looks_at_what_has_changed_alone(
+    turn: Callable[[Window], object], few: int, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind turns that are foreseen, in lines of Python; what is computed ahead is left out."""
+    monkeypatch.setattr(idling.Prefiller, "submit", lambda prefiller, job: None)
+
+    def edited(n: int) -> Window:
+        window = Window(NullEngine(max_tokens=10**6), "h", 10**6, Fidelity("exact"), prefill="idle")
+        window.extend([Chunk.tokens([i % 40, i // 40]) for i in range(n)])
+        for i in range(4):
+            window.ask("q", 1)
+            window.append(Chunk.tokens([i, 7, 7]))
+            turn(window)
+        window.ask("q", 1)
+        return window
+
+    assert exponent(on(edited, lambda window: window.append(Chunk.tokens([9]))), few, many) <= 0.1
+    assert exponent(on(edited, evict_in_the_middle), few, many) <= 0.1
