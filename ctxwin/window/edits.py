@@ -11,6 +11,7 @@ from typing import Any, Literal
 from ctxwin.errors import BudgetExceeded
 from ctxwin.validation import check_integer
 from ctxwin.window.events import Op
+from ctxwin.window.placed_list import PlacedList
 from ctxwin.window.state import Placed, State, provenance_of, span_key
 
 # Evicted chunks a window remembers; the oldest are dropped, so that an endless stream stays bounded.
@@ -44,21 +45,19 @@ def insert(state: State, entry: Placed, index: int, *, repair: bool = False) -> 
     then stale ones lose theirs."""
     if not repair:
         return state.replace(placed=state.placed.splice(index, index, [entry], late=(entry.id,)))
-    following = state.placed[index:]
-    stale = stale_dependents(entry.id, following)
-    repaired = (p.replace(kv=None, unseen=()) if p.id in stale else p for p in following)
-    return state.replace(placed=(*state.placed[:index], entry, *repaired))
+    stale = stale_dependents(entry.id, state.placed, index)
+    return state.replace(placed=state.placed.changed(stale, kv=None, unseen=()).splice(index, index, [entry]))
 
 
-def stale_dependents(placement: str, following: Sequence[Placed]) -> set[str]:
-    """Return the ids in ``following`` whose KV is stale once ``placement`` precedes them: chunks that never absorbed it and, by
-    the edges of the cascade graph, chunks that absorbed one of those.
+def stale_dependents(placement: str, placed: PlacedList[Placed], begin: int = 0) -> set[str]:
+    """Return the ids from index ``begin`` on whose KV is stale once ``placement`` precedes them: chunks that never absorbed it
+    and, by the edges of the cascade graph, chunks that absorbed one of those.
 
-    A chunk that absorbed it before it left, and no stale chunk, is not stale.
+    A chunk that absorbed it before it left, and no stale chunk, is not stale. Cost: of what follows the first one that is.
     """
     stale: set[str] = set()
-    for p in following:
-        if p.kv is None or placement not in p.kv.antecedents or any(one in p.kv.antecedents for one in stale):
+    for p in placed[placed.absorbed_until(placement, begin) :]:
+        if p.kv is None or placement not in p.kv.antecedents or not stale.isdisjoint(p.kv.antecedents):
             stale.add(p.id)
     return stale
 

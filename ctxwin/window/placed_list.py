@@ -12,19 +12,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
 from heapq import heapify, heappop, heapreplace
 from itertools import accumulate, chain, compress, count, filterfalse, repeat
-from operator import add, attrgetter, contains, gt, is_not, itemgetter, mul, not_
+from operator import add, attrgetter, contains, ge, gt, is_not, itemgetter, mul, not_, or_
 from typing import Any, TypeVar, get_args, overload
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
+from ctxwin.window.antecedents import Antecedents, Order
+
 P = TypeVar("P")
 """`ctxwin.window.state.Placed`, whose module imports this one."""
 SIZE = 32
 """Most placements of a block."""
-_FIELDS = attrgetter("id", "tokens", "arrival", "read", "pending", "unseen")
+_FIELDS = attrgetter("id", "tokens", "arrival", "read", "pending", "unseen", "kv")
 _NAMES, _UNSEEN, _IDS, _COUNT = map(attrgetter, ("names", "unseen", "ids", "size"))
 _ENTRIES, _CONTENT = attrgetter("entries"), attrgetter("content")
+_RUN, _BEGIN, _END = map(attrgetter, ("run", "begin", "end"))
+_FRONT = attrgetter("antecedents.order", "antecedents.version", "antecedents.begin", "antecedents.end")
 _first, _last = itemgetter(0), itemgetter(-1)
 
 
@@ -49,18 +53,28 @@ class Block:
         names: their ids; unseen: those that one of them has not seen.
         latest: the newest arrival.
         reads: when each was read, its arrival and its id, the least recently read first.
+        run: order and version of ids that the KV of all of them was conditioned on, between ``begin`` and ``end`` at least; None
+            where there are several, or some have none.
     """
 
-    __slots__ = ("content", "entries", "ids", "latest", "names", "pending", "reads", "size", "tokens", "unseen")
+    __slots__ = (
+        "begin", "content", "end", "entries", "ids", "latest", "names", "pending", "reads", "run", "size", "tokens", "unseen",
+    )  # fmt: skip
 
     def __init__(self, entries: Sequence[Any], content: Content | None = None) -> None:
         self.entries, self.size = tuple(entries), len(entries)
         self.content = content or Content(self.entries)
-        ids, tokens, arrivals, reads, pending, unseen = zip(*map(_FIELDS, entries), strict=True)
+        ids, tokens, arrivals, reads, pending, unseen, kvs = zip(*map(_FIELDS, entries), strict=True)
         self.ids: tuple[str, ...] = ids
         self.names, self.unseen = frozenset(ids), frozenset(chain.from_iterable(unseen))
         self.tokens, self.latest, self.pending = sum(tokens), max(arrivals), any(pending)
         self.reads = sorted(zip(reads, arrivals, ids, strict=True))
+        self.run: tuple[Order, int] | None = None
+        self.begin = self.end = 0
+        if all(kvs):
+            orders, versions, begins, ends = zip(*map(_FRONT, kvs), strict=True)
+            run, *others = {*zip(orders, versions, strict=True)}
+            self.run, self.begin, self.end = None if others else run, max(begins), min(ends)
 
     def with_unseen(self, notes: Notes) -> tuple[Any, ...]:
         """Return the placements behind what was placed in front of them, and what left, since."""
@@ -187,6 +201,19 @@ class PlacedList(Sequence[P]):
         arrivals = (p.arrival > arrival for p in blocks[at].entries)
         return self._ends[at] - blocks[at].size + next(compress(count(), arrivals))
 
+    def absorbed_until(self, placement: str, begin: int) -> int:
+        """Return an index from ``begin`` on up to which the KV of all has absorbed ``placement``; of more, perhaps."""
+        first = bisect_right(self._ends, begin)
+        blocks = self._parts[0][first:]
+        if blocks:
+            blocks = Block(blocks[0].entries[begin - self._ends[first] :]), *blocks[1:]
+        runs = [*map(_RUN, blocks)]
+        known = (r for r in {*runs} if r and placement in Antecedents(r[0], length=0, version=r[1]))
+        at = [*map({r: r[0].places[placement] for r in known}.get, runs, repeat(-1))]
+        lacking = map(or_, map(gt, map(_BEGIN, blocks), at), map(ge, at, map(_END, blocks)))
+        until: int = next(compress(accumulate(map(_COUNT, blocks), initial=begin), lacking), len(self))
+        return until
+
     def least_recently_read(self) -> Iterator[str]:
         """Yield ids by `Placed.read`, the oldest arrival first among equals."""
         rows = [*map(attrgetter("reads"), self._parts[0])]
@@ -233,6 +260,11 @@ class PlacedList(Sequence[P]):
         placed = PlacedList[P](blocks, (*map(add, late, map(mul, repeat((gone,)), stale)),))
         own = map(not_, map(gone.isdisjoint, map(_NAMES, blocks)))
         return placed._updated(own, lambda entry: None if entry.id in gone else entry)
+
+    def changed(self, ids: Set[str], **changes: Any) -> PlacedList[P]:
+        """Return the list with these fields of these placements changed."""
+        touched = map(not_, map(ids.isdisjoint, map(_NAMES, self._parts[0])))
+        return self._updated(touched, lambda entry: entry.replace(**changes) if entry.id in ids else entry)
 
     def read_until(self, version: int) -> PlacedList[P]:
         """Return the list where nothing was read behind ``version``."""

@@ -64,6 +64,15 @@ def streamed(n: int) -> Window:
     return window
 
 
+def streamed_on(n: int) -> Window:
+    """A stream that lost the chunk in its middle, and has a chunk that was computed without it."""
+    window = streamed(n)
+    window.evict(window.ids[n // 2])
+    window.append(Chunk.tokens([7]))
+    window.ask("q", 1)
+    return window
+
+
 def without_its_middles(n: int) -> Window:
     """A window that lost the chunk in its middle and got a new one, as many times as chunks stand behind that (64 at most)."""
     window = opened(n)
@@ -102,6 +111,8 @@ EDITS: dict[str, Setup] = {
     "slide past what was never asked about": on(with_unasked, lambda window: window.slide(1)),
     "append behind what was never asked about": on(with_unasked, lambda window: window.append(Chunk.tokens([8]))),
     "recall": on(without_middle, lambda window: window.recall(window.evicted[0])),
+    "recall and repair": on(without_middle, lambda window: window.recall(window.evicted[0], repair=True)),
+    "recall and repair a stream": on(streamed_on, lambda window: window.recall(window.evicted[-1], repair=True)),
     "look back": on(without_middle, lambda window: window.look_back(window.evicted[0])),
     "toggle": on(opened, lambda window: window.toggle(window.ids[-1], conditioned=False)),
     "touch": on(opened, lambda window: window.maintenance.touch(window.ids[0])),

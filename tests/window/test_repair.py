@@ -10,6 +10,7 @@ from ctxwin import Chunk, Fidelity, Window
 from ctxwin.errors import UnknownChunk
 from ctxwin.window.edits import stale_dependents
 from window.fake import FakeEngine
+from window.growth import NullEngine
 
 PATCHED = Fidelity("patched", rank=2)
 
@@ -73,6 +74,43 @@ def test_against_a_naive_walk_of_the_cascade_graph(engine: FakeEngine, seed: int
         while more := {i for i, seen in edges.items() if i not in naive and seen and seen & naive}:
             naive |= more
         assert stale_dependents(back, placed) == naive
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_stale_behind_any_place_of_a_long_window(seed: int) -> None:
+    """Of chunks that left, were inserted, came back and changed places, with and without an ask between them."""
+    rng = random.Random(seed)
+    with Window(NullEngine(max_tokens=10**6), "h", fidelity=PATCHED) as window:
+        window.extend([Chunk.tokens([i % 40, i // 40]) for i in range(100)])
+        found = 0
+        for step in range(20):
+            if rng.random() < 0.7:
+                window.ask("q", 1)
+            window.evict(rng.choice(window.ids))
+            window.insert(rng.choice([0, 50, len(window.ids)]), Chunk.tokens([step, 7, 7]))
+            if step % 4 == 3:
+                window.recall(rng.choice(window.evicted), repair=step % 8 == 3)
+                window.reorder([*window.ids[5:], *window.ids[:5]] if step % 8 == 7 else window.ids)
+            placed, back = window.snapshot().placed, rng.choice(window.evicted)
+            for begin in (0, rng.randrange(len(placed)), len(placed)):
+                naive: set[str] = set()
+                for p in placed[begin:]:
+                    if p.kv is None or not {back}.issubset(p.kv.antecedents) or naive & {*p.kv.antecedents}:
+                        naive.add(p.id)
+                assert stale_dependents(back, placed, begin) == naive
+                found += 0 < len(naive) < len(placed) - begin
+        assert found, "some of them are stale, and others are not"
+
+
+def test_many_that_came_when_it_was_out() -> None:
+    """What they were conditioned on lies around its place."""
+    with Window(NullEngine(max_tokens=10**6), "h", fidelity=PATCHED) as window:
+        ids = window.extend([Chunk.tokens([i % 40]) for i in range(64)])
+        window.ask("q", 1)
+        window.evict(ids[20])
+        new = window.extend([Chunk.tokens([i, 7]) for i in range(100)])
+        window.ask("q", 1)
+        assert stale_dependents(ids[20], window.snapshot().placed, 20) == {*new}
 
 
 def test_refresh_of_some(engine: FakeEngine) -> None:
