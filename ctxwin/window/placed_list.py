@@ -31,7 +31,6 @@ _RUN, _BEGIN, _END = map(attrgetter, ("run", "begin", "end"))
 _FRONT = attrgetter("antecedents.order", "antecedents.version", "antecedents.begin", "antecedents.end")
 _first, _last = itemgetter(0), itemgetter(-1)
 
-
 Notes = tuple[str | frozenset[str], ...]
 """What the placements of a block have not seen since, and, as sets, what left of that which they had not seen before."""
 
@@ -53,8 +52,7 @@ class Block:
         names: their ids; unseen: those that one of them has not seen.
         latest: the newest arrival.
         reads: when each was read, its arrival and its id, the least recently read first.
-        run: order and version of ids that the KV of all of them was conditioned on, between ``begin`` and ``end`` at least; None
-            where there are several, or some have none.
+        run: the one order and version that the KV of all was conditioned on, from ``begin`` to ``end`` at least, or None.
     """
 
     __slots__ = (
