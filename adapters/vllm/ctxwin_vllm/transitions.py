@@ -13,6 +13,7 @@ that is composed where it was computed gives back vLLM's own state, whatever its
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -107,32 +108,6 @@ class Transitions:
 _open: weakref.WeakValueDictionary[int, Transitions] = weakref.WeakValueDictionary()  # by the memory of states
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """Signature of one of vLLM's rules, by names of its arguments.
-
-    Attributes:
-        states: states of all blocks; those of fresh sequences are zeros.
-        blocks: the block of each sequence.
-        gates: returns keys ``[T, heads, k]`` (normalised), log decay and step size ``[T, heads]`` of all tokens of a call.
-    """
-
-    states: str
-    blocks: str
-    gates: _Gates
-
-    def hooked(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the rule ``plain`` with captures around its calls."""
-
-        def rule(*args: Any, **kwargs: Any) -> Any:
-            states, blocks = kwargs[self.states], kwargs[self.blocks]
-            call = functools.partial(plain, *args, **kwargs)
-            return _run_captured(call, kwargs, states, blocks, lambda i: states[blocks[i]], self.gates)
-
-        setattr(rule, _UNHOOKED, plain)
-        return rule
-
-
 def _run_captured(
     call: Callable[[], Any],
     kwargs: dict[str, Any],
@@ -141,9 +116,10 @@ def _run_captured(
     initial: Callable[[int], torch.Tensor],
     gates: _Gates,
 ) -> Any:
-    """Call a rule and extend the captures of its sequences; see `_Rule`.
+    """Call a rule and extend the captures of its sequences.
 
     ``states`` are those of all blocks, ``blocks`` each sequence's; ``initial`` returns the state before its tokens.
+    ``gates`` returns keys ``[T, heads, k]`` (normalised), log decay and step size ``[T, heads]`` of all tokens of a call.
     """
     transitions = _open.get(states.data_ptr())
     pending = {} if transitions is None else transitions.pending(states.data_ptr(), blocks)
@@ -181,30 +157,39 @@ def _decode_gates(kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, t
     return _keys(kwargs["k"], beta.shape[-1], kwargs["use_qk_l2norm_in_kernel"]), decay, beta
 
 
-def _hook(module: Any, name: str, rule: _Rule) -> None:
-    """Replace a rule of a module by its hooked form. Idempotent."""
+def _hook(module: Any, name: str, states_name: str, blocks_name: str, gates: _Gates) -> None:
+    """Put captures around the calls of a module's rule, which takes states and blocks under these names. Idempotent.
+
+    The states of fresh sequences are zeros.
+    """
     plain = getattr(module, name)
-    if not hasattr(plain, _UNHOOKED):
-        setattr(module, name, rule.hooked(plain))
+    if hasattr(plain, _UNHOOKED):
+        return
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        states, blocks = kwargs[states_name], kwargs[blocks_name]
+        call = functools.partial(plain, *args, **kwargs)
+        return _run_captured(call, kwargs, states, blocks, lambda i: states[blocks[i]], gates)
+
+    setattr(rule, _UNHOOKED, plain)
+    setattr(module, name, rule)
 
 
 def _hook_cpu() -> None:
     import vllm._custom_ops as ops
 
-    _hook(ops, "chunk_gated_delta_rule_cpu", _Rule("initial_state", "initial_state_indices", _chunk_gates))
-    decode = _Rule("initial_state_source", "initial_state_indices", _decode_gates)
-    _hook(ops, "fused_sigmoid_gating_delta_rule_update_cpu", decode)
+    _hook(ops, "chunk_gated_delta_rule_cpu", "initial_state", "initial_state_indices", _chunk_gates)
+    decode = "fused_sigmoid_gating_delta_rule_update_cpu"
+    _hook(ops, decode, "initial_state_source", "initial_state_indices", _decode_gates)
 
 
 def _hook_gpu(layers: Sequence[Any]) -> None:
-    import sys
-
     for layer in layers:
         layer.enable_packed_recurrent_decode = False  # its fused kernel calls no rule that could be hooked
         layer.chunk_gated_delta_rule._forward_method = _hooked_layer(layer)
         module = sys.modules[type(layer).__module__]
-        rule = _Rule("initial_state", "ssm_state_indices", _decode_gates)
-        _hook(module, "fused_sigmoid_gating_delta_rule_update", rule)
+        decode = "fused_sigmoid_gating_delta_rule_update"
+        _hook(module, decode, "initial_state", "ssm_state_indices", _decode_gates)
 
 
 def _hooked_layer(layer: Any) -> Callable[..., Any]:

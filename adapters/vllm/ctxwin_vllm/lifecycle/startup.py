@@ -208,7 +208,7 @@ def _arguments(transport: Transport, options: dict[str, Any]) -> dict[str, Any]:
             raise UnsupportedModel(
                 f"{name} must be 1, got {options[name]!r}: {reason}; use tensor_parallel_size, or serve from several replicas"
             )
-    fixed, unset = dict(_FIXED), ["kv_transfer_config", "kv_offloading_size"]
+    fixed = dict(_FIXED)
     if transport.kv.recurrent:  # see `refusals`
         fixed |= {"enable_prefix_caching": False, "async_scheduling": False}
         if transport.kv.maps:
@@ -216,23 +216,6 @@ def _arguments(transport: Transport, options: dict[str, Any]) -> dict[str, Any]:
             fixed["enforce_eager"] = True  # a recorded graph skips the hooks on its layers
     else:
         fixed["disable_hybrid_kv_cache_manager"] = True  # or it would drop what left a sliding window
-    between = isinstance(transport, SharedMemoryTransport)
-    if between:
-        fixed["worker_extension_cls"] = "ctxwin_vllm.vision.WorkerExtension"
-        unset.append("ec_transfer_config")
-    for name, value in fixed.items():
-        if options.get(name) not in (None, "", value):
-            raise ValueError(f"{name} must be {value!r} under ctxwin, got {options[name]!r}; leave it out")
-    for name in unset:
-        if options.get(name):
-            raise ValueError(f"{name} must not be set under ctxwin, got {options[name]!r}; leave it out")
-    if isinstance(transport, SharedMemoryTransport):
-        fixed["ec_transfer_config"] = {
-            "ec_connector": "EncoderCacheConnector",
-            "ec_connector_module_path": "ctxwin_vllm.connector.encoder_cache",
-            "ec_role": "ec_consumer",  # a producer encodes an item of the largest size at start-up, and must have a tower
-            "ec_connector_extra_config": {"folder": str(transport.embeddings), "identity": transport.kv.identity},
-        }
     connector = {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": "ctxwin_vllm.connector",
@@ -240,7 +223,22 @@ def _arguments(transport: Transport, options: dict[str, Any]) -> dict[str, Any]:
         "kv_load_failure_policy": "fail",
         "kv_connector_extra_config": {PARAM: transport.source, "lora": bool(options.get("enable_lora"))},
     }
-    return {"seed": 0, **options, **fixed, "kv_transfer_config": connector}
+    connectors = {"kv_transfer_config": connector}
+    if isinstance(transport, SharedMemoryTransport):
+        fixed["worker_extension_cls"] = "ctxwin_vllm.vision.WorkerExtension"
+        connectors["ec_transfer_config"] = {
+            "ec_connector": "EncoderCacheConnector",
+            "ec_connector_module_path": "ctxwin_vllm.connector.encoder_cache",
+            "ec_role": "ec_consumer",  # a producer encodes an item of the largest size at start-up, and must have a tower
+            "ec_connector_extra_config": {"folder": str(transport.embeddings), "identity": transport.kv.identity},
+        }
+    for name, value in fixed.items():
+        if options.get(name) not in (None, "", value):
+            raise ValueError(f"{name} must be {value!r} under ctxwin, got {options[name]!r}; leave it out")
+    for name in (*connectors, "kv_offloading_size"):
+        if options.get(name):
+            raise ValueError(f"{name} must not be set under ctxwin, got {options[name]!r}; leave it out")
+    return {"seed": 0, **options, **fixed, **connectors}
 
 
 def _correct_rotation(arguments: dict[str, Any]) -> None:
