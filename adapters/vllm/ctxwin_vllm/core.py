@@ -266,7 +266,9 @@ class Core:
             self._users += 1
 
     def release(self) -> None:
-        """Release one engine; the last one ends what `start` began."""
+        """Release one engine; the last one ends what `start` began. A forked process leaves that to its parent."""
+        if self.driver.inherited:
+            return
         with self._lock:
             self._users -= 1
             if self._users:

@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import itertools
 import math
+import os
 import queue
 import threading
 import time
@@ -37,6 +38,10 @@ _serial = itertools.count()
 _turn, _next = threading.Lock(), threading.Lock()
 _running: weakref.WeakSet[Driver] = weakref.WeakSet()
 _CLOSED = "the engine is closed; open a new one"
+_INHERITED = (
+    "vLLM runs in the process that this one was forked from; open an engine in this process, or start it by "
+    'multiprocessing.get_context("spawn")'
+)
 
 
 @contextlib.contextmanager
@@ -82,8 +87,14 @@ class Driver(ABC):
         self._under_way = {False: 0, True: 0}  # requests of ours, by whether they are in the background
         self._waited = -math.inf  # when a foreground request was last observed
         self._counting = threading.Lock()
+        self._process = os.getpid()
         self.on_reset: Callable[[], None] = lambda: None
         self.between_steps: Callable[[], object] = lambda: None
+
+    @property
+    def inherited(self) -> bool:
+        """True in a fork of the process that opened it: vLLM's threads are not there, its sockets and children are another's."""
+        return os.getpid() != self._process
 
     @contextlib.contextmanager
     def counted(self, background: bool, requests: int = 1) -> Iterator[None]:
@@ -155,11 +166,11 @@ class Driver(ABC):
     @property
     @abstractmethod
     def dead(self) -> BaseException | None:
-        """Why vLLM has ended; None while it runs."""
+        """Why vLLM has ended or cannot be reached; None while it runs."""
 
     @abstractmethod
     def close(self) -> None:
-        """End what the driver started; requests in flight get EngineFailed. Idempotent."""
+        """End what the driver started; requests in flight get EngineFailed. Idempotent; does nothing where it is inherited."""
 
 
 class StepDriver(Driver):
@@ -242,9 +253,11 @@ class StepDriver(Driver):
 
     @property
     def dead(self) -> BaseException | None:
-        return self._dead
+        return EngineFailed(_INHERITED) if self.inherited else self._dead
 
     def close(self) -> None:
+        if self.inherited:
+            return
         with self._wake:
             if self._closing:
                 return
@@ -258,6 +271,8 @@ class StepDriver(Driver):
         self._stop(llm)
 
     def _post(self, task: Callable[[], None]) -> None:
+        if self.inherited:  # another thread may have held the lock when the process was forked
+            raise EngineFailed(_INHERITED)
         with self._wake:
             if self._closing:
                 raise EngineFailed(_CLOSED)
@@ -340,7 +355,7 @@ class StepDriver(Driver):
             with contextlib.suppress(Exception):
                 self.engine.abort_request(list(waiting), internal=True)
         for ticket in waiting.values():
-            ticket.outputs.put(error if isinstance(error, EngineFailed) else _ended(error))
+            ticket.outputs.put(_ended(error))
 
 
 class LoopDriver(Driver):
@@ -410,14 +425,18 @@ class LoopDriver(Driver):
     @property
     def dead(self) -> BaseException | None:
         llm = self.engine
+        if self.inherited:
+            return EngineFailed(_INHERITED)
         if self._closed or llm is None:
             return EngineFailed(_CLOSED)
         if not self._loop.is_running():
-            return EngineFailed("the event loop that it was started on has ended")
+            return EngineFailed(
+                "the event loop that vLLM was started on has ended; close this engine and open a new one"
+            )
         return llm.dead_error if llm.errored else None
 
     def close(self) -> None:
-        if self._closed:
+        if self._closed or self.inherited:
             return
         for task in list(self._tasks.values()):
             task.cancel()
@@ -428,9 +447,9 @@ class LoopDriver(Driver):
             stop()
 
     def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        if self._closed or not self._loop.is_running():
+        if self._closed or self.inherited or not self._loop.is_running():
             work.close()
-            raise EngineFailed(_CLOSED)
+            raise EngineFailed(_INHERITED if self.inherited else _CLOSED)
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _wait(self, future: Future[T]) -> T:
@@ -457,6 +476,8 @@ def _ended(error: BaseException) -> EngineFailed:
     """Return the error for vLLM's end; vLLM's own message points to a stack trace that does not exist."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
+    if isinstance(error, EngineFailed):
+        return error
     cause = "it was killed, or failed by itself" if isinstance(error, EngineDeadError) else str(error) or repr(error)
     return EngineFailed(f"vLLM's engine process has ended ({cause}); close this engine and open a new one")
 

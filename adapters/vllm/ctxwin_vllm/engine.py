@@ -347,5 +347,6 @@ class VLLMEngine(EncodingEngine):
         if hasattr(self, "asks"):  # it may have failed to open
             if not self.asks.close():
                 return
-            self.repo.flush()
+            if not self._core.driver.inherited:  # no thread writes behind there
+                self.repo.flush()
         self._core.release()
