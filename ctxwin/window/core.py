@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
+from ctxwin.engines.forks import check_process
 from ctxwin.errors import ReadOnlyWindow, UnknownVersion, WindowBusy
 from ctxwin.hashing import digest
 from ctxwin.window import edits, placement
@@ -135,9 +136,10 @@ class WindowCore:
     def writing(self, *, edit: bool = True, stopped: Callable[[], bool] = lambda: False) -> Iterator[State]:
         """The current state, for the one thread that may `commit`.
 
-        Announced events are sent when the block ends without an error. Raises ReadOnlyWindow, and WindowBusy where another
-        thread is writing; once that one's ``stopped`` is true, it is waited for.
+        Announced events are sent when the block ends without an error. Raises ReadOnlyWindow, EngineFailed in a forked process,
+        and WindowBusy where another thread is writing; once that one's ``stopped`` is true, it is waited for.
         """
+        check_process()
         if self.closed:
             raise ReadOnlyWindow("this window is closed; restore its snapshot to go on")
         if edit and self.read_only:

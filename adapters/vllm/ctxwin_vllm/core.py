@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
+from ctxwin.engines.forks import note_engine
 from ctxwin.engines.outputs import outputs_identity
 from ctxwin.engines.sampling import check_sampling
 from ctxwin.engines.segments import check_states
@@ -200,6 +201,7 @@ class Core:
         cls, model: str | Path, processes: str | None, options: dict[str, Any], lora: Adapter | None = None
     ) -> Core:
         """See `VLLMEngine`; ``lora``: an adapter that has to be servable."""
+        note_engine()
         options = dict(options)
         if options.get("enable_lora") and lora is None:
             raise ValueError("enable_lora must not be set under ctxwin, got True; name the adapter: lora=FOLDER")

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import torch
 
 from ctxwin import tracing
+from ctxwin.engines.forks import REMEDY
 from ctxwin.errors import EngineFailed
 from ctxwin_vllm import internals
 
@@ -38,10 +39,7 @@ _serial = itertools.count()
 _turn, _next = threading.Lock(), threading.Lock()
 _running: weakref.WeakSet[Driver] = weakref.WeakSet()
 _CLOSED = "the engine is closed; open a new one"
-_INHERITED = (
-    "vLLM runs in the process that this one was forked from; open an engine in this process, or start it by "
-    'multiprocessing.get_context("spawn")'
-)
+_INHERITED = f"vLLM runs in the process that this one was forked from; {REMEDY}"
 
 
 @contextlib.contextmanager

