@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +33,7 @@ from ctxwin_server.app.audit_log import AuditLog
 from ctxwin_server.app.authentication import Authentication, Keys
 from ctxwin_server.app.memory import Memory
 from ctxwin_server.app.quarantine import Quarantine
-from ctxwin_server.app.request_options import PendingRequests
+from ctxwin_server.app.request_options import PendingRequests, RequestOptions
 from ctxwin_server.app.tenants import Tenant
 from ctxwin_server.chat.conversations import Conversations
 from ctxwin_server.process.fair import BackgroundWork, FairPool, Put, Stopped
@@ -203,6 +203,13 @@ class Service:
     def tenant_state(self, tenant: str) -> TenantState:
         """Return the state of ``tenant``."""
         return self._tenant_states[tenant]
+
+    def pending_request(
+        self, headers: Mapping[str, str] | None
+    ) -> tuple[RequestOptions | None, TenantState | None, dict[str, str] | None]:
+        """Return the options of a request with these tracing headers and its tenant's state; see `PendingRequests.read`."""
+        options, others = self.pending_requests.read(headers)
+        return options, None if options is None else self._tenant_states[options.tenant], others
 
     def tenant_states(self) -> list[TenantState]:
         """Return the states of all tenants."""

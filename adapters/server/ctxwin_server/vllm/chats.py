@@ -67,8 +67,7 @@ class ChatClient:
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
         """Do as ``AsyncLLM.generate``, for a request of the server."""
-        request, options["trace_headers"] = self._service.pending_requests.read(options.get("trace_headers"))
-        state = None if request is None else self._service.tenant_state(request.tenant)
+        request, state, options["trace_headers"] = self._service.pending_request(options.get("trace_headers"))
         if getattr(sampling_params, "extra_args", None):
             sampling_params = with_handle(sampling_params, "")  # a client can only have forged one
         reason, rendered = "", None
@@ -198,9 +197,7 @@ class ChatClient:
         """Prepare the turn in a worker thread; return None if that failed."""
         assert isinstance(state.engine, VLLMEngine)
         build = lru_cache(1)(partial(RenderedRequest, state.engine, rendered, reserved))  # in a worker thread, and once
-
-        def begin(patient: bool) -> Turn:
-            return state.conversations.prepare(build(), request.name, fidelity, request.shelf, patient=patient)
+        begin = partial(state.conversations.begin, build, request.name, fidelity, request.shelf)
 
         async def prepare() -> Turn:
             try:

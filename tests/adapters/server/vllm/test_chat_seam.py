@@ -83,9 +83,12 @@ class Seam:
         async def run(tenant: str, work: Any, *args: Any) -> Any:
             return await asyncio.to_thread(work, *args)
 
+        def pending_request(headers: Any) -> tuple[Any, Any, Any]:
+            request, others = self.asked.read(headers)
+            return request, tenant_state, others
+
         service: Any = SimpleNamespace(
-            pending_requests=self.asked,
-            tenant_state=lambda _: tenant_state,
+            pending_request=pending_request,
             chat_pool=SimpleNamespace(run=run),
             metrics=metrics,
             limits=SimpleNamespace(fidelity=Fidelity("exact")),
