@@ -6,7 +6,7 @@ from ctxwin.errors import EngineFailed
 
 REMEDY = 'start it by multiprocessing.get_context("spawn"), or before any engine is opened'
 _process: int | None = None
-"""The first process that has opened an engine."""
+"""The process that has last opened an engine."""
 
 
 def note_engine() -> None:
