@@ -36,12 +36,18 @@ LENIENT = Limits(flips=0.2)
 
 
 def probed(engine: HFEngine, sizes: Sizes = SMALL) -> dict[str, Any]:
-    stages: list[str] = []
+    stages: dict[str, int] = {}
     made = Probe(
-        engine, [World(), Scenes()], LENIENT, sizes, seconds=3600, progress=lambda stage, *_: stages.append(stage)
+        engine,
+        [World(), Scenes()],
+        LENIENT,
+        sizes,
+        seconds=3600,
+        progress=lambda stage, done, _: stages.setdefault(stage, done),
     )
     result = made.run()
     assert {"does it read its context", "what blind reuse changes"} <= set(stages)
+    assert not any(stages.values()), "each is named when it begins"
     text = html(result)
     assert result["verdict"]["sentence"].split(":")[0] in text
     assert "http://" not in text and "https://" not in text, "one file, nothing from elsewhere"

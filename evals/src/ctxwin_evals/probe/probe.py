@@ -207,6 +207,7 @@ class Probe:
         for item in items:
             contexts.setdefault(item.context, []).append(item)
         size, rows, done = self._size(items), list(contexts.values()), 0
+        self.progress(stage, 0, len(rows))  # its first batch may take minutes
         for at in range(0, len(rows), BATCH):
             for batch in by_shape([item for row in rows[at : at + BATCH] for item in row], size):
                 yield batch
@@ -216,6 +217,7 @@ class Probe:
 
     def _timely(self, stage: str, sizes: Sequence[int], until: float) -> Iterator[int]:
         """Sizes one by one; as `_batches` otherwise."""
+        self.progress(stage, 0, len(sizes))
         for done, size in enumerate(sizes, 1):
             yield size
             if self._late(stage, done, len(sizes), until):
