@@ -1,8 +1,8 @@
 """A store in a Redis server, shared by processes and machines.
 
 A value is one string: a sealed record (`ctxwin.store.codec.Seal`), so that whatever else stands there is a miss. The index
-changes in the same transaction as the value, by Lua scripts that run as a whole or not at all. redis-py is imported when
-a store is opened.
+changes in the same transaction as the value, by a Lua script, `redis.lua`, whose commands run as a whole or not at all. redis-py
+is imported when a store is opened.
 
 The index: ``used`` (sorted set: key by last use), ``sizes`` (hash: bytes by key), ``expires`` (sorted set: key by time,
 ms), ``tokens`` (hash: fencing token by key), ``holders`` (sorted set: who holds leases, by the time in ms at which they end;
@@ -12,24 +12,29 @@ hold a blank, which no key may. All names share a hash tag, so that they stay in
 machines' clocks may differ.
 """
 
+import hashlib
 import logging
 import secrets
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from ctxwin.errors import StaleOwner, StoreCorrupt, StoreUnavailable
 from ctxwin.extras import optional_imports
 from ctxwin.hashing import digest
-from ctxwin.store import redis_scripts as scripts
 from ctxwin.store.base import StoreStats, check_key, check_value
 from ctxwin.store.sealed import SealedStore
 
 log = logging.getLogger(__name__)
 
+_INDEX: Final = ("used", "sizes", "expires", "tokens", "holders", "leases")
+_SCRIPT: Final = Path(__file__).with_name("redis.lua").read_bytes()
+_SHA: Final = hashlib.sha1(_SCRIPT, usedforsecurity=False).hexdigest()
+"""Name under which a server knows the script, once it is loaded."""
 _LARGEST: Final = 512 << 20  # of a Redis string
 _UNINDEXED_MS: Final = 60_000
 _FIRST_PAUSE_S: Final = 0.5
@@ -122,14 +127,14 @@ class RedisStore(SealedStore):
     def _enter(self, space: str) -> None:
         names = ("value:", "passing:", "retired:", "held:")
         self._values, self._passing, self._retired, self._held = (space + name for name in names)
-        self._index = [space + name for name in scripts.INDEX]
+        self._index = [space + name for name in _INDEX]
         self._holder = f"{space}holder:{secrets.token_hex(16)}"
 
     def _read(self, key: str, *, use: bool = False) -> bytes | None:
         def both(client: Any) -> Any:
             with client.pipeline(transaction=True) as pipe:
                 pipe.get(self._values + key)
-                self._eval(pipe, scripts.TOUCH, key)
+                self._eval(pipe, "touch", key)
                 got = pipe.execute(raise_on_error=False)
                 if isinstance(got[1], self._no_script):
                     raise got[1]
@@ -147,12 +152,12 @@ class RedisStore(SealedStore):
 
     def _remove(self, key: str, blob: Any) -> bool:
         tail = blob[-32:] if isinstance(blob, bytes) else b""
-        return bool(self._try("delete", key, lambda client: self._eval(client, scripts.REJECT, key, tail)))
+        return bool(self._try("delete", key, lambda client: self._eval(client, "reject", key, tail)))
 
     def contains(self, key: str) -> bool:
         """Return True if `get` would find a value; counts as a use. The blob is not read."""
         check_key(key)
-        return bool(self._try("look for", key, lambda client: self._eval(client, scripts.TOUCH, key)))
+        return bool(self._try("look for", key, lambda client: self._eval(client, "touch", key)))
 
     def reachable(self) -> bool:
         """Return True if the server answers; False without a request during the pause after a failure."""
@@ -160,7 +165,7 @@ class RedisStore(SealedStore):
 
     def list(self, prefix: str = "") -> Iterator[str]:
         """Iterate over a sorted snapshot of the keys; empty where the server cannot be reached."""
-        raw_keys = self._try("list", "its keys", lambda client: self._eval(client, scripts.LIST)) or []
+        raw_keys = self._try("list", "its keys", lambda client: self._eval(client, "list")) or []
         keys = (raw.decode("ascii", "replace") for raw in raw_keys)
         return iter(sorted(key for key in keys if key.startswith(prefix)))
 
@@ -193,7 +198,7 @@ class RedisStore(SealedStore):
                 # A script that fails half-way is not undone: a value without an index entry must expire.
                 pipe.set(passing, blob, px=_UNINDEXED_MS)
                 names = (*self._index, passing)
-                pipe.evalsha(scripts.sha(scripts.PUT), len(names), *names, self._values, *arguments)
+                pipe.evalsha(_SHA, len(names), *names, "put", self._values, *arguments)
                 return pipe.execute()[1]
 
         stored, evicted = self._try("write", key, both) or (None, 0)
@@ -204,7 +209,7 @@ class RedisStore(SealedStore):
     def delete(self, key: str) -> bool:
         """Remove ``key``, leased or not; return False where there was none."""
         check_key(key)
-        existed = bool(self._try("delete", key, lambda client: self._eval(client, scripts.DELETE, key)))
+        existed = bool(self._try("delete", key, lambda client: self._eval(client, "delete", key)))
         if existed:
             self._unlease(key)
         return existed
@@ -219,7 +224,7 @@ class RedisStore(SealedStore):
         """Protect ``key`` from evictions by all users of the store, until its release or `lease_s` after this process ends."""
         arguments = (check_key(key), self._holder, self._lease_ms)
         with self._leasing:
-            leased = bool(self._try("lease", key, lambda client: self._eval(client, scripts.LEASE, *arguments)))
+            leased = bool(self._try("lease", key, lambda client: self._eval(client, "lease", *arguments)))
             if leased:
                 self._tally.lease(key)
                 self._released.discard(key)
@@ -240,7 +245,7 @@ class RedisStore(SealedStore):
     def _release_leases(self) -> None:
         released = tuple(self._released)
         arguments = (self._holder, *released)
-        if released and self._try("release", "leases", lambda client: self._eval(client, scripts.RELEASE, *arguments)):
+        if released and self._try("release", "leases", lambda client: self._eval(client, "release", *arguments)):
             self._released.difference_update(released)
 
     def renew(self) -> None:
@@ -250,15 +255,15 @@ class RedisStore(SealedStore):
                 return
             self._release_leases()
             arguments, leased = (self._holder, self._lease_ms), self._tally.leased() | self._released
-            known = self._try("renew", "leases", lambda client: self._eval(client, scripts.RENEW, *arguments))
+            known = self._try("renew", "leases", lambda client: self._eval(client, "renew", *arguments))
             if known is not None and known != len(leased):
                 restored = (self._holder, *self._tally.leased())
-                self._try("restore", "leases", lambda client: self._eval(client, scripts.RESTORE, *restored))
+                self._try("restore", "leases", lambda client: self._eval(client, "restore", *restored))
 
     def claim(self, key: str) -> tuple[int, bytes] | None:
         """Take over a fenced record. Cost: a round trip with the value, as one script."""
         check_key(key)
-        reply = self._answer(key, self._try("claim", key, lambda client: self._eval(client, scripts.CLAIM, key)))
+        reply = self._answer(key, self._try("claim", key, lambda client: self._eval(client, "claim", key)))
         value = None if reply == 0 else self._open(key, reply[1])
         return None if value is None else (int(reply[0]), value)
 
@@ -279,7 +284,7 @@ class RedisStore(SealedStore):
 
         def read(client: Any) -> Any:
             with client.pipeline(transaction=False) as pipe:
-                pipe.hget(self._index[scripts.INDEX.index("tokens")], check_key(key))
+                pipe.hget(self._index[_INDEX.index("tokens")], check_key(key))
                 pipe.exists(self._values + key)
                 pipe.exists(self._retired + key)
                 return pipe.execute()
@@ -290,7 +295,7 @@ class RedisStore(SealedStore):
     def retire(self, key: str) -> bool:
         """Remove a fenced record; no former owner can restore it within the hour. Cost: a round trip."""
         arguments = (check_key(key), self._retired + key, _RETIRED_MS)
-        reply = self._try("retire", key, lambda client: self._eval(client, scripts.RETIRE, *arguments))
+        reply = self._try("retire", key, lambda client: self._eval(client, "retire", *arguments))
         there = self._answer(key, reply)
         self._unlease(key)
         return bool(there)
@@ -298,7 +303,7 @@ class RedisStore(SealedStore):
     def hold(self, key: str, value: str, seconds: float) -> str:
         """Claim a name and return its current value, by the server's clock. Cost: a round trip."""
         arguments = (self._held + check_key(key), value, round(seconds * 1000))
-        reply = self._answer(key, self._try("hold", key, lambda client: self._eval(client, scripts.HOLD, *arguments)))
+        reply = self._answer(key, self._try("hold", key, lambda client: self._eval(client, "hold", *arguments)))
         return str(reply.decode())
 
     def _answer(self, key: str, reply: Any) -> Any:
@@ -311,7 +316,7 @@ class RedisStore(SealedStore):
 
     def stats(self) -> StoreStats:
         """Return this process's counters, and the tenant's items and bytes, 0 where the server cannot be reached."""
-        items, size = self._try("read", "its index", lambda client: self._eval(client, scripts.STATS)) or (0, 0)
+        items, size = self._try("read", "its index", lambda client: self._eval(client, "stats")) or (0, 0)
         return self._tally.stats(items, size)
 
     def close(self) -> None:
@@ -319,12 +324,12 @@ class RedisStore(SealedStore):
         if not self._closed:
             if self._renewal is not None:
                 self._renewal.set()
-                self._try("release", "leases", lambda client: self._eval(client, scripts.RESTORE, self._holder))
+                self._try("release", "leases", lambda client: self._eval(client, "restore", self._holder))
             self._closed = True
             self._client.close()
 
-    def _eval(self, client: Any, script: str, *arguments: Any) -> Any:
-        return client.evalsha(scripts.sha(script), len(scripts.INDEX), *self._index, self._values, *arguments)
+    def _eval(self, client: Any, command: str, *arguments: Any) -> Any:
+        return client.evalsha(_SHA, len(_INDEX), *self._index, command, self._values, *arguments)
 
     def _try(self, action: str, key: str, call: Callable[[Any], Any]) -> Any:
         """Return ``call(client)``; None where the server does not answer or refuses, or during the pause after a failure."""
@@ -337,8 +342,7 @@ class RedisStore(SealedStore):
             try:
                 result = call(self._client)
             except self._no_script:  # a server that has just started; nothing but a passing value was written
-                for script in scripts.ALL:
-                    self._client.script_load(scripts.COMMON + script)
+                self._client.script_load(_SCRIPT)
                 result = call(self._client)
         except self._errors as error:
             self._log_failure(action, key, error)
