@@ -287,6 +287,10 @@ class Plan:
             total += f"\n{self.prefilled_tokens} tokens were computed ahead while the engine was idle"
         return "\n".join([*rows, total])
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show it in a notebook as `print` does."""
+        printer.text(str(self))
+
 
 @dataclass(frozen=True)
 class Disposability:

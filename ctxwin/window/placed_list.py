@@ -87,6 +87,11 @@ def _noted(entries: Sequence[Any], notes: Notes) -> Iterator[Any]:
         yield p if unseen == p.unseen else p.replace(unseen=unseen)
 
 
+def _meeting(ids: Set[str], sets: Iterable[frozenset[str]]) -> Iterator[bool]:
+    """Yield whether each of the sets has one of ``ids``."""
+    return map(not_, map(ids.isdisjoint, sets))
+
+
 def _cut(entries: Sequence[Any], *, full: bool) -> list[Block]:
     """Return blocks of ``entries``: full ones and a rest, or ones of about the same size, which leave room to insert."""
     size = SIZE if full else -(-len(entries) // -(-len(entries) // SIZE or 1)) or 1
@@ -185,8 +190,7 @@ class PlacedList(Sequence[P]):
 
     def having(self, ids: Set[str]) -> list[P]:
         """Return the placements of these ids, in order."""
-        touched = map(not_, map(ids.isdisjoint, map(_NAMES, self._parts[0])))
-        some = compress(zip(*self._parts, strict=True), touched)
+        some = compress(zip(*self._parts, strict=True), _meeting(ids, map(_NAMES, self._parts[0])))
         return [p for block, late in some for p in block.with_unseen(late) if p.id in ids]
 
     def place_behind(self, arrival: int) -> int:
@@ -254,14 +258,13 @@ class PlacedList(Sequence[P]):
         others: Any = partial(filterfalse, {*gone, gone}.__contains__)
         if any(late):
             late = (*map(tuple, map(others, late)),)
-        stale = map(not_, map(gone.isdisjoint, map(_UNSEEN, blocks)))
+        stale = _meeting(gone, map(_UNSEEN, blocks))
         placed = PlacedList[P](blocks, (*map(add, late, map(mul, repeat((gone,)), stale)),))
-        own = map(not_, map(gone.isdisjoint, map(_NAMES, blocks)))
-        return placed._updated(own, lambda entry: None if entry.id in gone else entry)
+        return placed._updated(_meeting(gone, map(_NAMES, blocks)), lambda entry: None if entry.id in gone else entry)
 
     def changed(self, ids: Set[str], **changes: Any) -> PlacedList[P]:
         """Return the list with these fields of these placements changed."""
-        touched = map(not_, map(ids.isdisjoint, map(_NAMES, self._parts[0])))
+        touched = _meeting(ids, map(_NAMES, self._parts[0]))
         return self._updated(touched, lambda entry: entry.replace(**changes) if entry.id in ids else entry)
 
     def read_until(self, version: int) -> PlacedList[P]:

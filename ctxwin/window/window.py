@@ -80,7 +80,7 @@ class Window(WindowReader):
         if not hasattr(engine, "spec"):
             raise TypeError(f"engine must be one that open_engine returns, got {engine!r}"[:200])
         if not isinstance(fidelity, Fidelity | None):
-            raise TypeError(f"fidelity must be a Fidelity, got {fidelity!r}; pass Fidelity({fidelity!r})"[:200])
+            raise TypeError(f"fidelity must be a Fidelity, as Fidelity('exact'), got {fidelity!r}"[:200])
         limit = engine.spec.max_tokens
         budget = limit if budget is None else budget
         check_integer("budget", budget, 1, limit, " (what the engine takes)")
@@ -190,8 +190,8 @@ class Window(WindowReader):
                 computes less for each token that it frees. `recall` before that, or `undo`, lets it stay. `Window.pending`
                 names such chunks, `Maintenance.apply_pending` applies their edits now.
 
-        Raises UnknownChunk, ValueError for ``forget`` with ``lazy``. Cost: none now; with ``forget`` a forward over each chunk
-        concerned at the next ask.
+        Raises UnknownChunk, ValueError for ``forget`` with ``lazy``. Cost: none now; with ``forget`` a read of each stored span
+        and patch, and a forward over each chunk concerned at the next ask.
         """
         check_flags(forget=forget, lazy=lazy)
         if forget and lazy:

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+from hypothesis.vendor.pretty import pretty
 
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.engines.cost import CostModel, Fit
@@ -134,7 +135,7 @@ def test_the_plan_prices_chunks_and_the_ask(engine: FakeEngine) -> None:
         plan = window.plan()
         assert [e.ms for e in plan.entries] == pytest.approx([40.0, 40.0])
         assert plan.ms == pytest.approx(3.0 + 1.0 + 2 * 0.5 + 80.0 + 2.0 * plan.system_prompt_tokens)
-        assert "ms" in str(plan)
+        assert "ms" in str(plan) and pretty(plan) == str(plan), "a notebook shows the table, too"
 
 
 def test_prices_go_over_http() -> None:

@@ -69,7 +69,7 @@ from window.fake import FakeEngine
         (lambda w: LowWater(0.5, "lru"), TypeError, r"eviction must be a policy .* got 'lru'"),
         (lambda w: Library("disk:./shelf", "manuals"), TypeError, r"pass open_store\('disk:./shelf'\)"),
         (lambda w: Window("tiny"), TypeError, "engine must be one that open_engine returns, got 'tiny'"),
-        (lambda w: Window(w.engine, fidelity="exact"), TypeError, r"pass Fidelity\('exact'\)"),
+        (lambda w: Window(w.engine, fidelity="exact"), TypeError, r"as Fidelity\('exact'\), got 'exact'"),
         (lambda w: Window(w.engine, eviction="lru"), TypeError, r"eviction must be a policy .* got 'lru'"),
         (lambda w: Window(w.engine, eviction=LeastRecentlyRead), TypeError, r"pass LeastRecentlyRead\(\)"),
         (lambda w: Window(w.engine, retrieval=LeastRecentlyRead()), TypeError, r"which has no choose\(\)"),

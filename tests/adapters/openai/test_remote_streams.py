@@ -156,7 +156,7 @@ def test_closing_is_tried_again_where_the_server_was_not_reached(
             TypeError,
             "client must be an openai.OpenAI, got NoneT",
         ),
-        (lambda w, c: RemoteWindow(c, "h", 900, "exact"), TypeError, r"got 'exact'; pass Fidelity\('exact'\)"),
+        (lambda w, c: RemoteWindow(c, "h", 900, "exact"), TypeError, r"as Fidelity\('exact'\), got 'exact'"),
         (lambda w, c: RemoteWindow(c, "caf\udce9"), ValueError, "text must be Unicode, got half of a surrogate pair"),
         (lambda w, c: w.ask("caf\udce9"), ValueError, "text must be Unicode, got half of a surrogate pair"),
         (
