@@ -148,7 +148,7 @@ class Auditor:
         self._interruptions = 0.0
         self.sampler = Sampler(options.seed)
         self._allowance = Allowance()
-        self._shadows: OrderedDict[str, tuple[str, dict[str, dict[str, Conditioning]]]] = OrderedDict()
+        self._shadows: LRUCache[tuple[str, dict[str, dict[str, Conditioning]]]] = LRUCache(_WINDOWS)
         self._chunks: LRUCache[None] = LRUCache(_CHUNKS)  # computed before, by tenant and chunk
         self._followed: LRUCache[bool] = LRUCache(_DECIDED)  # by window
         self._trial_tokens: dict[str, float] = {}  # that trials may still compute, by tenant
@@ -422,14 +422,12 @@ class Auditor:
         Behind another system prompt a window begins with none: what that leaves of its KV stands in its state.
         """
         system_prompt = job.state.system_prompt_key
-        if self._shadows.get(job.window, ("", {}))[0] != system_prompt:
-            key, inherited = self._shadows.get(job.parent or "", ("", {}))
-            copies = {name: dict(kv_by_id) for name, kv_by_id in inherited.items()} if key == system_prompt else {}
-            self._shadows[job.window] = system_prompt, copies
-        self._shadows.move_to_end(job.window)
-        while len(self._shadows) > _WINDOWS:
-            self._shadows.popitem(last=False)
-        return self._shadows[job.window][1]
+        key, shadows = self._shadows.get(job.window) or ("", {})
+        if key != system_prompt:
+            key, inherited = self._shadows.get(job.parent or "") or ("", {})
+            shadows = {name: dict(kv_by_id) for name, kv_by_id in inherited.items()} if key == system_prompt else {}
+            self._shadows.put(job.window, (system_prompt, shadows), 1)
+        return shadows
 
 
 _auditors: weakref.WeakKeyDictionary[Any, Auditor] = weakref.WeakKeyDictionary()

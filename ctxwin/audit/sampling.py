@@ -2,11 +2,10 @@
 
 import random
 import threading
-from collections import OrderedDict
 from collections.abc import Hashable
-from typing import TypeVar
 
-Value = TypeVar("Value")
+from ctxwin.store.lru import LRUCache
+
 FIRST = 50
 """The n-th answer of a kind is audited with a probability of at least about this over n: half of them around the 50th."""
 SPARSE = 2
@@ -23,9 +22,9 @@ class Sampler:
 
     def __init__(self, seed: int | None = None) -> None:
         self._random, self._lock = random.Random(seed), threading.Lock()
-        self._kinds: OrderedDict[Hashable, int] = OrderedDict()
-        self._layouts: OrderedDict[Hashable, int] = OrderedDict()
-        self._first: OrderedDict[Hashable, str] = OrderedDict()
+        self._kinds: LRUCache[int] = LRUCache(_MAX_KEYS)
+        self._layouts: LRUCache[int] = LRUCache(_MAX_KEYS)
+        self._first: LRUCache[str] = LRUCache(_MAX_KEYS)
 
     def draw(self, rate: float) -> bool:
         """Return True for a share ``rate`` of the calls."""
@@ -49,18 +48,11 @@ class Sampler:
         runs repeatedly would be many units.
         """
         with self._lock:
-            first = _value(self._first, (strategy, question), unit)
+            first = self._first.get_or_build((strategy, question), lambda: unit)
             return first == unit and self._random.random() * _count(self._layouts, (strategy, unit)) < SPARSE
 
 
-def _count(counts: OrderedDict[Hashable, int], key: Hashable) -> int:
-    counts[key] = _value(counts, key, 0) + 1
-    return counts[key]
-
-
-def _value(values: OrderedDict[Hashable, Value], key: Hashable, default: Value) -> Value:
-    """Return the value of a key (``default`` for a new one) and mark it as the most recently used."""
-    values[key] = value = values.pop(key, default)
-    while len(values) > _MAX_KEYS:
-        values.popitem(last=False)
-    return value
+def _count(counts: LRUCache[int], key: Hashable) -> int:
+    count = (counts.get(key) or 0) + 1
+    counts.put(key, count, 1)
+    return count

@@ -3,8 +3,9 @@
 import logging
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
+
+from ctxwin.store.lru import LRUCache
 
 _PAUSE_S = 60.0
 _KINDS = 1024  # that are remembered
@@ -18,21 +19,17 @@ class _OncePerMinute(logging.Filter):
         super().__init__()
         self._clock = clock
         self._lock = threading.Lock()
-        self._kinds: OrderedDict[Hashable, tuple[float, int]] = (
-            OrderedDict()
-        )  # when the next one passes, and how many did not
+        self._kinds: LRUCache[tuple[float, int]] = LRUCache(_KINDS)  # when the next one passes, and how many did not
 
     def filter(self, record: logging.LogRecord) -> bool:
         kind = getattr(record, "kind", None)
         if kind is None:
             return True
         with self._lock:
-            due, dropped = self._kinds.pop(kind, (0.0, 0))
+            due, dropped = self._kinds.get(kind) or (0.0, 0)
             now = self._clock()
             passes = now >= due
-            self._kinds[kind] = (now + _PAUSE_S, 0) if passes else (due, dropped + 1)
-            while len(self._kinds) > _KINDS:
-                self._kinds.popitem(last=False)
+            self._kinds.put(kind, (now + _PAUSE_S, 0) if passes else (due, dropped + 1), 1)
         if passes and dropped:
             record.msg = f"{record.msg} (and {dropped} more like it)"
         return passes

@@ -2,10 +2,10 @@
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from itertools import compress, count, filterfalse, islice, repeat
 from operator import is_not
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 V = TypeVar("V")
 
@@ -19,12 +19,12 @@ class LRUCache(Generic[V]):
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.nbytes = 0
-        self._entries: OrderedDict[str, tuple[V, int]] = OrderedDict()
-        self._views: dict[str, object] = {}  # the newest of a key
-        self._former: dict[str, object] = {}  # the one before
+        self._entries: OrderedDict[Any, tuple[V, int]] = OrderedDict()
+        self._views: dict[Any, object] = {}  # the newest of a key
+        self._former: dict[Any, object] = {}  # the one before
         self._lock = threading.Lock()
 
-    def get(self, key: str) -> V | None:
+    def get(self, key: Hashable) -> V | None:
         """Return the value, which counts as a use, or None."""
         with self._lock:
             if key not in self._entries:
@@ -32,7 +32,7 @@ class LRUCache(Generic[V]):
             self._entries.move_to_end(key)
             return self._entries[key][0]
 
-    def put(self, key: str, value: V, nbytes: int) -> None:
+    def put(self, key: Hashable, value: V, nbytes: int) -> None:
         """Store ``value``, of ``nbytes``, unless it alone exceeds the bound; then nothing is evicted for it either."""
         self.pop(key)
         if nbytes > self.max_bytes:
@@ -46,7 +46,7 @@ class LRUCache(Generic[V]):
                 self._views.pop(oldest, None)
                 self._former.pop(oldest, None)
 
-    def get_or_build(self, key: str, build: Callable[[], V]) -> V:
+    def get_or_build(self, key: Hashable, build: Callable[[], V]) -> V:
         """Return the value; where there is none, the one that ``build`` returns, which is stored with a size of 1."""
         value = self.get(key)
         if value is None:
@@ -54,7 +54,7 @@ class LRUCache(Generic[V]):
             self.put(key, value, 1)
         return value
 
-    def pop(self, key: str) -> None:
+    def pop(self, key: Hashable) -> None:
         """Remove ``key``, if it is present."""
         with self._lock:
             self.nbytes -= self._entries.pop(key, (None, 0))[1]
@@ -93,6 +93,6 @@ class LRUCache(Generic[V]):
             deque(map(self._entries.move_to_end, islice(keys, number)), maxlen=0)
         return number
 
-    def __contains__(self, key: str) -> bool:
+    def __contains__(self, key: Hashable) -> bool:
         with self._lock:
             return key in self._entries

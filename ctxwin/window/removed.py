@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ctxwin.errors import ChunkUnavailable
+from ctxwin.store.lru import LRUCache
 
 if TYPE_CHECKING:
     from ctxwin.chunk import Chunk
 
-_MOST = 1 << 16
-_origins: OrderedDict[str, None] = OrderedDict()
-_lock = threading.Lock()
+_origins: LRUCache[None] = LRUCache(1 << 16)
 
 
 def note_removed(origins: Iterable[str]) -> None:
     """Remember that the files of these `Chunk.origin` are gone; the newest 65,536 are remembered."""
-    with _lock:
-        for origin in origins:
-            _origins[origin] = None
-            _origins.move_to_end(origin)
-        while len(_origins) > _MOST:
-            _origins.popitem(last=False)
+    for origin in origins:
+        _origins.put(origin, None, 1)
 
 
 def note_present(origins: Iterable[str]) -> None:
     """Undo `note_removed`."""
-    with _lock:
-        for origin in origins:
-            _origins.pop(origin, None)
+    for origin in origins:
+        _origins.pop(origin)
 
 
 def is_removed(chunk: Chunk) -> bool:
