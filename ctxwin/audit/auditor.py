@@ -169,9 +169,7 @@ class Auditor:
             # One vLLM has several identities: with and without an adapter.
             key = engine.tenant, engine.spec.identity, reference
             if key not in self._ledgers:
-                names = "budget", "excess_budget", "level", "token_limit"
-                options = {name: getattr(self.options, name) for name in names}
-                self._ledgers[key] = Ledger.of(engine, reference, **options)
+                self._ledgers[key] = Ledger.of(engine, reference, self.options)
             return self._ledgers[key]
 
     def offer(self, job: Job) -> None:

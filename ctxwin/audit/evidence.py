@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctxwin.audit.confidence import Change, is_below, units_needed
 from ctxwin.audit.harm import CAP, Difference, Harm, Kind, Part, share_of
+from ctxwin.audit.options import Options
 from ctxwin.audit.record import SUFFIX, Decision, Evidence, Pending, Record, Tally, Verb
 from ctxwin.audit.strategies import STRATEGIES, error_of
 from ctxwin.fidelity import Reference
@@ -65,6 +66,7 @@ UNIT_TRIALS = 8
 """Maximum trials of one unit that count: steps of 1/8 distinguish a rare harm from a frequent one well enough."""
 BEHIND = 16
 """Number of later units after which a unit counts with the trials it has."""
+DEFAULTS = Options()
 PAST = 2048
 """Units that a record remembers of each strategy so that none counts twice: several times those of a promotion."""
 
@@ -99,22 +101,13 @@ class Ledger:
     Args:
         record: initial record if there is no file yet; its ``binding`` names the file.
         folder: folder of the file; None keeps the record in memory.
-        budget, excess_budget, level, token_limit: as in `ctxwin.audit.Options`.
+        options: budgets, level and limit of what is decided.
     """
 
-    def __init__(
-        self,
-        record: Record,
-        folder: Path | None,
-        *,
-        budget: float = 0.01,
-        excess_budget: float = 0.01,
-        level: float = 0.95,
-        token_limit: int = 20_000_000,
-    ) -> None:
+    def __init__(self, record: Record, folder: Path | None, options: Options = DEFAULTS) -> None:
         self._path = None if folder is None else folder / f"{record.binding[:32]}{SUFFIX}"
-        self._budget, self._excess_budget, self._level, self._token_limit = budget, excess_budget, level, token_limit
-        self._limits: dict[Kind, float] = {"scored": budget, "text": excess_budget / CAP}
+        self._options = options
+        self._limits: dict[Kind, float] = {"scored": options.budget, "text": options.excess_budget / CAP}
         self._kinds: deque[Kind] = deque(maxlen=RECENT_KINDS)
         self._lock = threading.RLock()
         self._record = record
@@ -124,7 +117,7 @@ class Ledger:
         self._failed = False
 
     @classmethod
-    def of(cls, engine: Engine, reference: Reference = "stricter", **options: Any) -> Ledger:
+    def of(cls, engine: Engine, reference: Reference, options: Options) -> Ledger:
         """Return the ledger of an engine and its tenant. Cost: a digest of the weights, once per process."""
         spec = engine.spec
         folder: Path | None = None
@@ -145,7 +138,7 @@ class Ledger:
             tenant=tenant,
             reference=reference,
         )
-        return cls(record, folder, **options)
+        return cls(record, folder, options)
 
     @property
     def record(self) -> Record:
@@ -175,7 +168,7 @@ class Ledger:
     def units_needed(self, strategy: str) -> int:
         """Return the number of further units that promote a strategy if none of them is harmed."""
         evidence = self._evidence(strategy)
-        error = error_of(strategy, evidence.attempt, self._level)
+        error = error_of(strategy, evidence.attempt, self._options.level)
         tallies = evidence.tallies() or {"scored": evidence.scored}
         return max(units_needed(self._limits[kind], error, t.harm_counts()) for kind, t in tallies.items())
 
@@ -200,8 +193,9 @@ class Ledger:
         share = kinds.count("text") / max(1, len(kinds))
         mix = "text" if share > 0.8 else "mixed" if share > 0.2 else "scored"
         mix = before.partition(",")[0] or mix if len(kinds) < FEW_KINDS else mix
-        limits = f"{self._budget:g} lost, {self._excess_budget:g} nats, level {self._level:g}"
-        return f"{mix}, {limits}, {self._token_limit} tokens"
+        own = self._options
+        limits = f"{own.budget:g} lost, {own.excess_budget:g} nats, level {own.level:g}"
+        return f"{mix}, {limits}, {own.token_limit} tokens"
 
     def lacks(self, part: Part, unit: str) -> bool:
         """Return True if a part of the floor is to be measured on a unit."""
@@ -261,9 +255,7 @@ class Ledger:
             update = {
                 "ways": ways,
                 "decisions": (*self._record.decisions, *decisions)[-DECISIONS:],
-                "budget": self._budget,
-                "excess_budget": self._excess_budget,
-                "level": self._level,
+                **{name: getattr(self._options, name) for name in ("budget", "excess_budget", "level")},
             }
             self._record = self._record.model_copy(update=update)
             self._write()
@@ -297,7 +289,7 @@ class Ledger:
                 return self._next_attempt(new), self._decision(trial.strategy, "rejected", new)
         if len(past) == len(old.past):
             return new, None
-        error = error_of(trial.strategy, new.attempt, self._level)
+        error = error_of(trial.strategy, new.attempt, self._options.level)
         harms = {kind: tally.harm_counts() for kind, tally in new.tallies().items()}
         if all(is_below(counts, self._limits[kind], error) for kind, counts in harms.items()):
             promotion: dict[str, Any] = {"promoted": True, "since": _now(), "served": 0, "audited": 0, "harmed": 0.0}
@@ -305,7 +297,7 @@ class Ledger:
                 promotion[kind] = tally.model_copy(update={"wealth": ()})
             return new.model_copy(update=promotion), self._decision(trial.strategy, "promoted", new)
         needed = max(units_needed(self._limits[kind], error, counts) for kind, counts in harms.items())
-        if new.tokens * (1 + needed / new.begun) > self._token_limit:
+        if new.tokens * (1 + needed / new.begun) > self._options.token_limit:
             stop = {"stopped": self.circumstances(), "since": _now()}
             return new.model_copy(update=stop), self._decision(trial.strategy, "stopped", new)
         return new, None
@@ -328,7 +320,7 @@ class Ledger:
 
     def _decision(self, strategy: str, what: Verb, evidence: Evidence) -> Decision:
         fields = ("served", "audited", "harmed") if what == "demoted" else ()
-        error = error_of(strategy, evidence.attempt, self._level)
+        error = error_of(strategy, evidence.attempt, self._options.level)
         return Decision(
             date=_now(),
             way=strategy,

@@ -72,9 +72,8 @@ class Engine(ABC):
     """Opens the audits of a window (`ctxwin.window.auditing.Auditing`); None: its answers are not audited."""
     window_prefix = ""
     """Beginning of new windows' ids, by which a router finds the process that opened them."""
-    forecasts = (
-        False  # True where a request may compute other tokens than those without KV; `forecast` then counts them
-    )
+    forecasts = False
+    """True where a request may compute other tokens than those without KV; `forecast` then counts them."""
 
     def __repr__(self) -> str:
         if not hasattr(self, "spec"):  # it is being opened

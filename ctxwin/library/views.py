@@ -33,23 +33,18 @@ class ReadableLibrary(Protocol):
 
     def entry(self, row: Row) -> Entry:
         """Return the file of ``row``. Raises ChunkUnavailable."""
-        ...
 
     def corpus(self, rows: Sequence[Row]) -> Corpus:
         """Return the passages of ``rows`` for retrievers."""
-        ...
 
     def used(self, names: Sequence[str]) -> None:
         """Renew the expiry of used files."""
-        ...
 
     def sweep(self, engine: Engine | None = None) -> None:
         """Remove expired files, and records that removed files left."""
-        ...
 
     def trace(self, row: Row, engine: Engine) -> str:
         """Record which keys a file will leave in the stores of ``engine`` and of the library; return its `Chunk.origin`."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -111,12 +111,10 @@ def read_prefix(raw: Buffer, available: int | None) -> Prefix:
     magic, version, kind, header_bytes, body_bytes, sum_bytes = PREFIX.unpack_from(raw)
     if magic != MAGIC:
         raise StoreCorrupt(f"a blob must start with {MAGIC!r}, got {bytes(magic)!r}")
-    if (
-        version != VERSION
-    ):  # a small one is another ctxwin's, and may be a library's only copy of a file; others are damage
-        raise (ForeignRecordError if 0 < version < 16 else StoreCorrupt)(
-            f"blob version must be {VERSION}, got {version}"
-        )
+    if version != VERSION:
+        # A small one is another ctxwin's, and may be a library's only copy of a file; others are damage.
+        kind_of_error = ForeignRecordError if 0 < version < 16 else StoreCorrupt
+        raise kind_of_error(f"blob version must be {VERSION}, got {version}")
     if sum_bytes not in (0, SUM_BYTES, 2 * SUM_BYTES):
         raise StoreCorrupt(f"the sum of a blob must have {SUM_BYTES} bytes or twice that, got {sum_bytes}")
     prefix = Prefix(kind, header_bytes, body_bytes, sum_bytes)

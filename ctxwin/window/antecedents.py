@@ -6,7 +6,7 @@ behind other ones than the one before it. Lists of ids would be O(n^2), too many
 
 As JSON a state has a list ``orders``, each with its ids and the indices of those that left, or came back, one after another.
 Antecedents are ``[order, begin, end, version]``: what stands from ``begin`` up to ``end`` after the first ``version`` of these
-steps. Format 1 had one list ``ids``, and antecedents were ``[begin, length]``, a slice of it.
+steps.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Order:
     that windows that were forked share an order, too. Thread-safe.
 
     Attributes:
-        places: index by id; repeats: whether an id stands here twice, as in some snapshots of format 1.
+        places: index by id; repeats: whether an id stands here twice, as a snapshot from anybody may have it.
         versions: of each, the version from which it follows and the index of the id that left or came back.
     """
 
@@ -235,17 +235,17 @@ def pack(data: dict[str, Any], fronts: Mapping[str, Sequence[Antecedents | None]
 
 
 def unpack(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the dict that `pack` was given, in format 1 or since, with `Antecedents`. Raises ValueError for a malformed one."""
-    listed = data["orders"] if "orders" in data else [[data["ids"], []]]
+    """Return the dict that `pack` was given, with `Antecedents`. Raises ValueError for a malformed one."""
+    listed = data["orders"]
     orders = list(map(_order, listed if isinstance(listed, list | tuple) else [listed]))
-    unpacked = {name: value for name, value in data.items() if name not in ("ids", "orders")}
+    unpacked = {name: value for name, value in data.items() if name != "orders"}
     runs = []
     for name in ("placed", "evicted"):
         chunks = unpacked[name] = list(data[name]) if isinstance(data.get(name), list | tuple) else data.get(name, ())
         for i, chunk in enumerate(chunks if isinstance(chunks, list) else ()):
             kv = chunk.get("kv") if isinstance(chunk, dict) else None
             front = kv.get("antecedents") if isinstance(kv, dict) else None
-            if isinstance(front, list | tuple) and len(front) in (2, 4) and not isinstance(front[0], str):
+            if isinstance(front, list | tuple) and len(front) == 4 and not isinstance(front[0], str):
                 runs.append((_bounds(front, orders), chunks, i))
     for (order, version, begin, end), chunks, i in sorted(runs, key=itemgetter(0)):
         length = orders[order].members(version).count(1, begin, end)
@@ -263,9 +263,9 @@ def _order(order: Any) -> Order:
 
 
 def _bounds(front: Sequence[Any], orders: Sequence[Order]) -> tuple[int, int, int, int]:
-    """Return order, version, begin and end of antecedents; in format 1 they are ``[begin, length]``."""
+    """Return order, version, begin and end of antecedents."""
     if all(type(i) is int for i in front):
-        order, begin, end, version = front if len(front) == 4 else (0, front[0], sum(front), 0)
+        order, begin, end, version = front
         source = orders[order] if 0 <= order < len(orders) else Order()
         if 0 <= version < len(source.versions) and 0 <= begin <= end <= len(source.ids) and source.ids:
             return order, version, begin, end

@@ -402,10 +402,8 @@ def plan_of(
         old_entries, ms = previous[1][:unchanged], selection.ms[:unchanged]
         same = ms == previous[2][:unchanged]
         entries += old_entries if same else [with_fields(e, ms=price) for e, price in zip(old_entries, ms, strict=True)]
-        offset, start = (
-            entries[-1].offset + entries[-1].tokens,
-            entries[-1].start + choices[unchanged - 1].entry.advance,
-        )
+        last = entries[-1]
+        offset, start = last.offset + last.tokens, last.start + choices[unchanged - 1].entry.advance
     canonicals: set[str] = set()  # placed twice, one is formed once
     for choice, price in zip(choices[unchanged:], selection.ms[unchanged:], strict=True):
         p = choice.entry

@@ -135,11 +135,8 @@ def prepare(
     from ctxwin.kv.deficit import deficit
     from ctxwin.kv.orbit import OrbitMean, mixture, set_weights
 
-    engine, repo, (entries, keys, patched, unformed) = (
-        provider.engine,
-        provider.repo,
-        _extent(provider, state, k, orders),
-    )
+    engine, repo = provider.engine, provider.repo
+    entries, keys, patched, unformed = _extent(provider, state, k, orders)
     spec, encodeds = engine.spec, [engine.encode(p.chunk) for p in entries]
     system_prompt = provider.computed_system_prompt(state, provider.system_prompt(state, work), work)
     bases: dict[str, SpanKV | None] = {}

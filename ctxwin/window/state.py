@@ -23,7 +23,7 @@ from ctxwin.window.difference import Difference
 from ctxwin.window.placed_list import PlacedList
 
 FORMAT = 2
-"""Format of snapshots. Format 1, which is read as well, had one list of ids (`ctxwin.window.antecedents`)."""
+"""Format of snapshots."""
 _SHOWN = 8
 _OF_TEXT: tuple[Lane, ...] = ("computed", "formed", "resident", "edited")
 """Lanes that add no other approximation than a difference of text."""
@@ -184,10 +184,9 @@ class State(BaseModel):
             return data
         if not isinstance(data, dict):
             raise ValueError(f"a snapshot must be a State, its dict or its JSON, got {type(data).__name__}")
-        if data.get("format", FORMAT) not in (1, FORMAT):  # before its fields, which may be others
-            raise ValueError(f"snapshot format must be 1 or 2, got {data['format']!r}; use the ctxwin that wrote it")
-        data = data | {"format": FORMAT}
-        return unpack(data) if "ids" in data or "orders" in data else data
+        if data.get("format", FORMAT) != FORMAT:  # before its fields, which may be others
+            raise ValueError(f"snapshot format must be {FORMAT}, got {data['format']!r}; use the ctxwin that wrote it")
+        return unpack(data) if "orders" in data else data
 
     @property
     def unit(self) -> str:

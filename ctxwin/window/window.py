@@ -451,9 +451,8 @@ class Window(WindowReader):
             stopped: polled; once it is true, AnswerStopped is raised and the window stays as it was.
         """
         if question.n > 1:
-            first, *others = split_choices(
-                question
-            )  # the first is asked last, so that the others do not see what it remembers
+            # The first is asked last, so that the others do not see what it remembers.
+            first, *others = split_choices(question)
             other_answers = tuple(self.answer(other, stopped=stopped) for other in others)
             return replace(self.answer(first, on_token=on_token, stopped=stopped), others=other_answers)
         if question.tools or question.libraries:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ctxwin.audit import evidence
+from ctxwin.audit import Options, evidence
 from ctxwin.audit.confidence import units_needed
 from ctxwin.audit.evidence import BEHIND, PAUSE, UNIT_TRIALS, Ledger, Trial
 from ctxwin.audit.harm import CAP, FLOOR_UNITS, Harm
@@ -148,15 +148,15 @@ def test_trials_stop_where_a_promotion_would_cost_too_much_and_go_on_when_someth
     def dear(count: int) -> list[Trial]:
         return [replace(t, tokens=1000) for t in good(count)]
 
-    ledger = Ledger(record(), tmp_path, token_limit=100_000)
+    ledger = Ledger(record(), tmp_path, Options(token_limit=100_000))
     made = ledger.take(dear(3 * BEHIND))
     assert [d.what for d in made] == ["stopped"]
     assert "17,000 tokens" in str(made[0])
     assert "survivor" not in ledger.candidates() and "blind" in ledger.candidates()
     assert ledger.take(dear(1)) == ledger.take([]) == []  # said once
-    again = Ledger(record(), tmp_path, token_limit=100_000)
+    again = Ledger(record(), tmp_path, Options(token_limit=100_000))
     assert again.take([]) == [] and "survivor" not in again.candidates()
-    richer = Ledger(record(), tmp_path, token_limit=10_000_000)
+    richer = Ledger(record(), tmp_path, Options(token_limit=10_000_000))
     assert [d.what for d in richer.take([])] == ["resumed"]
     assert "survivor" in richer.candidates()
     promoted = richer.take(dear(NEEDED + BEHIND))
@@ -164,7 +164,7 @@ def test_trials_stop_where_a_promotion_would_cost_too_much_and_go_on_when_someth
 
 
 def test_another_mix_of_answers_resumes_trials() -> None:
-    ledger = Ledger(record(), None, token_limit=1)
+    ledger = Ledger(record(), None, Options(token_limit=1))
     for _ in range(50):
         ledger.count_kind("scored")
     ledger.take([replace(t, tokens=10) for t in good(BEHIND + 1)])
@@ -221,7 +221,7 @@ def test_odd_entries_are_left_out_and_the_rest_counts(tmp_path: Path, caplog: py
 
 
 def test_of_several_that_computes_least_is_served() -> None:
-    ledger = Ledger(record(), None, budget=0.5)
+    ledger = Ledger(record(), None, Options(budget=0.5))
     ledger.take([replace(t, computed=0) for t in good(60, "blind")])
     ledger.take([replace(t, computed=30) for t in good(60, "survivor")])
     assert ledger.promoted() == "blind"

@@ -75,7 +75,7 @@ from window.fake import FakeEngine
         (lambda w: Window(w.engine, retrieval=LeastRecentlyRead()), TypeError, r"which has no choose\(\)"),
         (lambda w: Window.restore(w.engine, None), ValueError, "its dict or its JSON, got NoneType"),
         (lambda w: Window.restore(w.engine, {"format": 3, "panes": []}), ValueError, "use the ctxwin that wrote"),
-        (lambda w: Window.restore(w.engine, '{"format": 3, "panes": []}'), ValueError, "format must be 1 or 2, got 3"),
+        (lambda w: Window.restore(w.engine, '{"format": 3, "panes": []}'), ValueError, "format must be 2, got 3"),
     ],
 )
 def test_bad_input_is_refused_and_changes_nothing(

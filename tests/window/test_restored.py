@@ -28,7 +28,7 @@ def test_a_snapshot_is_small_json_and_restores_elsewhere(engine: FakeEngine, win
         assert again.ids == window.ids
         assert lanes(again) == lanes(window)
         assert again.ask("q").token_ids == window.ask("q").token_ids
-    with pytest.raises(ValueError, match="format must be 1 or 2, got 3; use the ctxwin that"):
+    with pytest.raises(ValueError, match="format must be 2, got 3; use the ctxwin that"):
         Window.restore(engine, {**json.loads(text), "format": 3})
 
 

@@ -122,22 +122,6 @@ def test_a_state_packs_and_unpacks_to_the_same_antecedents(lists: list[list[str]
     unpacked = unpack(packed)
     for name, row in fronts.items():
         assert [c["kv"] and c["kv"].get("antecedents", ()) for c in unpacked[name]] == row
-    if not any(front and front.version for row in fronts.values() for front in row):  # as format 1 had it
-        ids, begins = list[str](), list[int]()
-        for order, _ in packed["orders"]:
-            begins.append(len(ids))
-            ids += order
-        slices = {n: [_sliced(c, begins) for c in packed[n]] for n in fronts}
-        first = unpack({"ids": ids, **slices})
-        for name, row in fronts.items():
-            assert [c["kv"] and c["kv"].get("antecedents", ()) for c in first[name]] == row
-
-
-def _sliced(chunk: dict[str, Any], begins: list[int]) -> dict[str, Any]:
-    if not chunk["kv"] or "antecedents" not in chunk["kv"]:
-        return chunk
-    order, begin, end, _ = chunk["kv"]["antecedents"]
-    return {"kv": {"span": "s", "antecedents": [begins[order] + begin, end - begin]}}
 
 
 @given(IDS, st.data())

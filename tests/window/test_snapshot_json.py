@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,7 +51,7 @@ def test_it_takes_a_few_hundred_bytes_a_chunk() -> None:
 @pytest.mark.parametrize(
     "run",
     [
-        *([0, 99], [-1, 2], [0, -1], [0.0, 1], [None, 1], [True, 1], [99, 0], [{}, []]),
+        *([0, 1], [None, 1], [99, 0], [{}, []]),
         *([9, 0, 1, 0], [-1, 0, 1, 0], [0, 2, 1, 0], [0, -1, 1, 0], [0, 0, 99, 0], [0, 0, 1, 99], [0, 0, 1, -1]),
         *([0, 0, 1, True], [0, 0, None, 0], [0, 0, 1.0, 0]),
     ],
@@ -68,65 +67,11 @@ NO_IDS: list[Any] = [None, "abc", [1, 2, 3], {}]
 NO_ORDERS: list[Any] = [None, {}, "ab", [[["a"]]], [["a", []]], [[["a"], [1]]], [[["a"], [-1]]], [[["a"], [True]]]]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        *({"ids": ids, "format": 1} for ids in NO_IDS),
-        *({"orders": o} for o in (*NO_ORDERS, *([[i, []]] for i in NO_IDS))),
-    ],
-)
-def test_ids_that_are_none_are_refused(change: dict[str, Any]) -> None:
-    data = state_of(3).model_dump(mode="json")
-    del data["orders"]
+@pytest.mark.parametrize("orders", [*NO_ORDERS, *([[ids, []]] for ids in NO_IDS)])
+def test_ids_that_are_none_are_refused(orders: Any) -> None:
+    data = {**state_of(3).model_dump(mode="json"), "orders": orders}
     with pytest.raises(ValueError, match="ids"):
-        State.model_validate({**data, **change})
-
-
-def edited(engine: FakeEngine) -> Window:
-    """The window of which `FORMAT_1` is a snapshot, as far as ids of placements do not show."""
-    window = Window(engine, "h", fidelity=Fidelity("patched", rank=2))
-    for i in range(8):
-        window.append(Chunk.tokens([i, 7]))
-        window.ask("?", 1)
-        if i > 3:
-            window.evict(window.ids[2])
-    window.recall(window.evicted[0])
-    window.ask("?", 1)
-    window.toggle(window.ids[-1], conditioned=False)
-    window.ask("?", 1)
-    return window
-
-
-FORMAT_1 = (Path(__file__).parent / "snapshot_format_1.json").read_text()
-
-
-def facts(state: State) -> list[Any]:
-    """All that a state holds but names that are drawn: placements by their arrival."""
-    chunks = []
-    for p in (*state.placed, *state.evicted):
-        ids = [placement.split("-")[0] for placement in (p.id, *p.unseen, *(p.kv.antecedents if p.kv else ()))]
-        kv = p.kv and p.kv.without_antecedents()
-        chunks.append((ids, p.replace(id="", unseen=(), kv=None), kv))
-    return [chunks, state.replace(window="", placed=(), evicted=())]
-
-
-def test_a_snapshot_of_format_1_goes_on_with_the_kv_that_it_names() -> None:
-    with FakeEngine(max_tokens=10_000) as engine, edited(engine) as window:
-        assert json.loads(FORMAT_1)["format"] == 1
-        unnamed = {
-            name: value for name, value in json.loads(FORMAT_1).items() if name != "format"
-        }  # as chats left it out
-        for snapshot in (FORMAT_1, json.loads(FORMAT_1), unnamed):
-            with Window.restore(engine, snapshot) as again:
-                again.check()
-                state = again.snapshot()
-                assert facts(state) == facts(window.snapshot()), "provenance, keys and what is exact"
-                assert state.format == 2 and State.model_validate_json(state.model_dump_json()) == state
-                assert [(e.lane, e.exact) for e in again.plan().entries] == [
-                    (e.lane, e.exact) for e in window.plan().entries
-                ]
-                assert again.ask("?", 1).usage.misses == 0
-                assert again.ask("?", 1).token_ids == window.ask("?", 1).token_ids
+        State.model_validate(data)
 
 
 @pytest.mark.parametrize(

@@ -177,9 +177,8 @@ def run_tower(model: Any, family: Family, config: Any, pixels: torch.Tensor, gri
 
     if is_clip(config, pixels):
         return model.get_video_features(pixels[None], return_dict=True)
-    images = (
-        getattr(model, "get_image_features", None) or model.base_model.get_image_features
-    )  # DeepSeek-VL's is within
+    # DeepSeek-VL's is within.
+    images = getattr(model, "get_image_features", None) or model.base_model.get_image_features
     if further := _IN_TWO_SIZES.get(str(config.model_type)):
         count, side, tile = (int(n) for n in grids[0])
         first, rest = pixels[: 3 * side**2], pixels[3 * side**2 :]

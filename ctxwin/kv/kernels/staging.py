@@ -86,9 +86,8 @@ def to_host(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     """
     if k.device.type != "cuda":
         return k.to("cpu"), v.to("cpu")
-    beside = (
-        k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr() and v.data_ptr() == k.data_ptr() + k.nbytes
-    )
+    same_storage = k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+    beside = same_storage and v.data_ptr() == k.data_ptr() + k.nbytes
     if beside and k.is_contiguous() and v.is_contiguous():
         flat = k.as_strided((k.numel() + v.numel(),), (1,))
     else:

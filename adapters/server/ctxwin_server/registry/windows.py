@@ -346,7 +346,7 @@ class WindowRegistry:
             signed = hmac.compare_digest(str(record["mac"]), _mac(window_id, [data, keys]))
             parse = State.model_validate if signed else partial(read_snapshot, limits=self._limits)
             state = parse(data)
-            bare = {name: value for name, value in data.items() if name not in ("placed", "evicted", "ids", "orders")}
+            bare = {name: value for name, value in data.items() if name not in ("placed", "evicted", "orders")}
             older = pages.read(keys, lambda page: parse({**bare, **page}))
             state = state.replace(evicted=(*older, *state.evicted))
             if not signed:

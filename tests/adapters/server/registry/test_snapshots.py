@@ -126,7 +126,6 @@ def test_a_snapshot_that_names_more_antecedents_than_values_are_taken_is_refused
     ids, placed, orders = [f"{i}" for i in range(5000)], state["placed"][-1], state.pop("orders")
     steps = [4, 4] * 100_000
     for antecedents, named in [
-        ([0, 4000], {"format": 1, "ids": ids}),
         ([0, 0, 4000, 0], {"orders": [[ids, []]]}),
         ([0, 0, 5, len(steps)], {"orders": [[ids, steps]]}),
     ]:
