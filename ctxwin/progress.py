@@ -103,7 +103,7 @@ def stages() -> Iterator[OnProgress]:
 
 
 class _Lines:
-    """Progress off a terminal: a line when work begins, and one every `EVERY` seconds at most."""
+    """Progress off a terminal: a line when a stage begins, and one every `EVERY` seconds at most."""
 
     EVERY, KEPT = 10.0, 0.05  # what takes less was kept from an earlier run, and says nothing of the pace
 
@@ -116,7 +116,7 @@ class _Lines:
         if stage != self._stage or now - self._last < self.KEPT:
             self._stage, self._began, self._before = stage, now, done
         self._last = now
-        if now >= self._next:
+        if now >= self._next or not done:
             self._next = now + self.EVERY
             sys.stderr.write(f"{progress_line(stage, done, total, now - self._began, self._before)}\n")
 

@@ -34,10 +34,10 @@ class LRUCache(Generic[V]):
 
     def put(self, key: Hashable, value: V, nbytes: int) -> None:
         """Store ``value``, of ``nbytes``, unless it alone exceeds the bound; then nothing is evicted for it either."""
-        self.pop(key)
-        if nbytes > self.max_bytes:
-            return
-        with self._lock:
+        with self._lock:  # throughout: nobody misses what is replaced, and two that replace it count one size
+            self._drop(key)
+            if nbytes > self.max_bytes:
+                return
             self._entries[key] = value, nbytes
             self.nbytes += nbytes
             while self.nbytes > self.max_bytes:
@@ -57,9 +57,12 @@ class LRUCache(Generic[V]):
     def pop(self, key: Hashable) -> None:
         """Remove ``key``, if it is present."""
         with self._lock:
-            self.nbytes -= self._entries.pop(key, (None, 0))[1]
-            self._views.pop(key, None)
-            self._former.pop(key, None)
+            self._drop(key)
+
+    def _drop(self, key: Hashable) -> None:
+        self.nbytes -= self._entries.pop(key, (None, 0))[1]
+        self._views.pop(key, None)
+        self._former.pop(key, None)
 
     def items(self) -> list[tuple[str, V]]:
         """Return the entries, the least recently used first. O(n)."""

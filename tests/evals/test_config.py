@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from ctxwin.cli.commands import Commands
-from ctxwin.progress import progress, progress_line
+from ctxwin.progress import progress, progress_line, stages
 from ctxwin_evals.console import Config, preset
 
 app = typer.Typer(cls=Commands, add_completion=False)
@@ -109,6 +109,14 @@ def test_progress_off_a_terminal_says_what_is_done_and_left(capsys: pytest.Captu
     assert progress_line("samples", 1, 100, 30.0) == "samples: 1 of 100, about 50 min left"
     assert progress_line("samples", 100, 100, 30.0) == "samples: 100 of 100"
     assert progress_line("starting vLLM", 0, 0, 1.0) == "starting vLLM"
+
+
+def test_a_stage_that_begins_is_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with stages() as tell:
+        for stage in ("read", "compare"):
+            for done in range(3):
+                tell(stage, done, 2)
+    assert capsys.readouterr().err == "read: 0 of 2\ncompare: 0 of 2\n"
 
 
 def test_what_an_earlier_run_has_kept_says_nothing_of_the_time_left(
