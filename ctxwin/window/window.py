@@ -80,7 +80,7 @@ class Window(WindowReader):
         if not hasattr(engine, "spec"):
             raise TypeError(f"engine must be one that open_engine returns, got {engine!r}"[:200])
         if not isinstance(fidelity, Fidelity | None):
-            raise TypeError(f"fidelity must be a Fidelity, as Fidelity('exact'), got {fidelity!r}"[:200])
+            raise TypeError(f"fidelity must be a Fidelity, such as Fidelity('exact'), got {fidelity!r}"[:200])
         limit = engine.spec.max_tokens
         budget = limit if budget is None else budget
         check_integer("budget", budget, 1, limit, " (what the engine takes)")

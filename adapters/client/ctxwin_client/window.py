@@ -125,7 +125,7 @@ class RemoteWindow(MovedNames):
         async_client: AsyncOpenAI | None = None,
     ) -> None:
         if not isinstance(fidelity, Fidelity | None):
-            raise TypeError(f"fidelity must be a Fidelity, as Fidelity('exact'), got {fidelity!r}"[:200])
+            raise TypeError(f"fidelity must be a Fidelity, such as Fidelity('exact'), got {fidelity!r}"[:200])
         body: dict[str, Any] = {"system_prompt": system_prompt, "budget": budget, "budget_bytes": budget_bytes}
         body |= {"prefill": prefill, "low_water": low_water, "fidelity": fidelity and fidelity.model_dump(mode="json")}
         self._open(client, async_client, "/windows", body)
