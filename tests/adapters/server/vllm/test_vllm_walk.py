@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-MOST_STAYS, MOST_WITH_OTHERS = 12, 32
+MOST_STAYS, MOST_WITH_OTHERS = 12, 34
 """Stays in rooms of the server, and with those in other distributions."""
 MOST_CALLS = {5: 2400, 13: 3600}
 """Calls of functions of ours by turn of a chat with pictures; runs differ by up to 500."""

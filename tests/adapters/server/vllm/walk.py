@@ -118,12 +118,15 @@ def _picture(turn: int) -> str:
 
 async def _walk(content: Callable[[int], Any], app: Any, turns: Sequence[int], **options: Any) -> list[Walk]:
     """Return the walks of these turns of a chat, each of whose questions is ``content`` of its turn."""
+    from ctxwin_server.chat.conversations import resolved_fidelity
+
     messages: list[dict[str, Any]] = [{"role": "system", "content": "You remember."}]
     walks = []
     for turn in range(1, turns[-1] + 1):
         messages.append({"role": "user", "content": content(turn)})
         body = {"model": "tiny", "messages": messages, "max_tokens": 4, "temperature": 0, **options}
         walk = Walk() if turn in turns else None
+        resolved_fidelity.cache_clear()  # as where a second has passed since the turn before
         answer = await asyncio.create_task(_chat(app, body, walk))
         walks += [] if walk is None else [walk]
         messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"] or ""})
