@@ -28,9 +28,11 @@ os.environ.setdefault("CTXWIN_AUDITS", "0")  # work in the background would be c
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny; threads would only wait for each other
 
-# The same programs in every run, so that a change is not blamed for what it did not break. Others, and so new faults, are found
-# by `make test PYTEST_ARGS=--hypothesis-profile=default`. How long a busy machine takes for one is no fault of the code.
-settings.register_profile("repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# The same programs in every run, so that a change is not blamed for what it did not break. Others, twice as many, and so new
+# faults, are found by `make test PYTEST_ARGS=--hypothesis-profile=default`. A busy machine is no fault of the code.
+settings.register_profile(
+    "repeatable", max_examples=50, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("repeatable")
 
 LONG = frozenset((ROOT / "long.txt").read_text().split())

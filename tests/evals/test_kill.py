@@ -106,6 +106,7 @@ def test_ten_kills_of_a_run_change_no_sample(tmp_path: Path) -> None:
     check([*run, "--threads", "1", "--output", "{folder}"], tmp_path / "whole", tmp_path / "torn", longest=0.3)
 
 
+@pytest.mark.slow
 def test_a_probe_of_texts_goes_on_where_it_was_killed(tmp_path: Path) -> None:
     from engines.models import write_text_model
 

@@ -47,6 +47,8 @@ def test_bytes_and_launches_of_edits_are_the_models(tmp_path: Path) -> None:
     assert "slide, rank 0: bytes of KV through the host 0, waits of vLLM's thread 0, launches of the k" in done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.guard
 def test_kv_that_crosses_again_and_what_waits_is_found() -> None:
     pytest.importorskip("triton")
     script = """if True:

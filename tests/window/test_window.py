@@ -288,7 +288,7 @@ def test_forks_of_a_window_that_slides_meanwhile_answer_for_themselves() -> None
 
         def fork(seed: int) -> list[tuple[list[Chunk], str]]:
             found = []
-            for i in range(20):
+            for i in range(8):
                 with window.fork() as branch:
                     branch.append(Chunk.text(f"{seed} {i}"))
                     branch.check()

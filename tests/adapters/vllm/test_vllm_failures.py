@@ -430,7 +430,7 @@ class TestResidentCopies(TestLoads, TestRoom):
     """The same with KV that is loaded from copies where vLLM keeps it, as on a GPU."""
 
     @pytest.fixture(
-        scope="class", params=["single", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("multi", "async"))]
+        scope="class", params=[pytest.param(mode, marks=pytest.mark.slow) for mode in ("single", "multi", "async")]
     )
     @classmethod
     def opened(cls, model_dir: Path, request: pytest.FixtureRequest) -> Iterator[Any]:

@@ -110,6 +110,7 @@ def between_idle_layers(folder: Path, front: int, behind: int) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_model_that_conditions_in_middle_layers_gets_patches_of_these(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

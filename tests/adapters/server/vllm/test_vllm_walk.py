@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from twins import guard
+
 MOST_STAYS, MOST_WITH_OTHERS = 12, 34
 """Stays in rooms of the server, and with those in other distributions."""
 MOST_CALLS = {5: 2400, 13: 3600}
 """Calls of functions of ours by turn of a chat with pictures; runs differ by up to 500."""
 
 
+@guard
 def test_a_plain_chat_takes_few_steps_to_the_engine() -> None:
     program = Path(__file__).with_name("walk.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
