@@ -48,7 +48,6 @@ def test_bytes_and_launches_of_edits_are_the_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.guard
 def test_kv_that_crosses_again_and_what_waits_is_found() -> None:
     pytest.importorskip("triton")
     script = """if True:
@@ -70,7 +69,6 @@ def test_kv_that_crosses_again_and_what_waits_is_found() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.guard
 def test_everything_is_compared_and_measured(tmp_path: Path) -> None:
     done = run(tmp_path, "tools/gpu_check")
     assert done.returncode == 0, done.stderr
@@ -87,7 +85,6 @@ def test_everything_is_compared_and_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.guard
 def test_a_wrong_kernel_is_found(tmp_path: Path) -> None:
     script = """if True:
         import runpy, sys
@@ -112,7 +109,6 @@ def test_a_wrong_kernel_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.guard
 @pytest.mark.vllm
 def test_the_engine_answers_right_and_is_timed(tmp_path: Path) -> None:
     done = run(tmp_path, "tools/gpu_check", "--only", "engines")

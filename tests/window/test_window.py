@@ -270,7 +270,8 @@ def test_a_window_is_neither_copied_nor_pickled(window: Window) -> None:
             take(window)
 
 
-def test_forks_of_a_window_that_slides_meanwhile_answer_for_themselves() -> None:
+@pytest.mark.parametrize("forks", [8, pytest.param(20, marks=(pytest.mark.slow, pytest.mark.guard))])
+def test_forks_of_a_window_that_slides_meanwhile_answer_for_themselves(forks: int) -> None:
     """Taken in other threads, at any moment of its edits and asks."""
     stop, interval, setting = threading.Event(), sys.getswitchinterval(), ("hd", 400, Fidelity("exact"))
     with FakeEngine() as engine, Window(engine, *setting) as window, ThreadPoolExecutor(3) as pool:
@@ -288,7 +289,7 @@ def test_forks_of_a_window_that_slides_meanwhile_answer_for_themselves() -> None
 
         def fork(seed: int) -> list[tuple[list[Chunk], str]]:
             found = []
-            for i in range(8):
+            for i in range(forks):
                 with window.fork() as branch:
                     branch.append(Chunk.text(f"{seed} {i}"))
                     branch.check()

@@ -25,7 +25,6 @@ from ctxwin.engines.sampling import Sampling
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.kv.merge import merge, merged_slots
 from interpreted import resident_copies
-from twins import guard
 
 ANY = -1
 
@@ -161,7 +160,6 @@ def test_slots_leave_a_running_request_in_another_process(oracle: HFEngine, mode
             assert not len(engine._core.transport)
 
 
-@guard
 def test_slots_leave_a_running_request_of_the_second_model_runner(engine: Any, model_dir: Path) -> None:
     """The same tokens as of the first one; drawn ones by the seed that each piece would have."""
     command = [sys.executable, second_runner.__file__, str(model_dir)]

@@ -426,12 +426,11 @@ class TestCancellation:
         assert same(right, engine.generate(laid(parts), query, ALL))
 
 
+@pytest.mark.slow
 class TestResidentCopies(TestLoads, TestRoom):
     """The same with KV that is loaded from copies where vLLM keeps it, as on a GPU."""
 
-    @pytest.fixture(
-        scope="class", params=[pytest.param(mode, marks=pytest.mark.slow) for mode in ("single", "multi", "async")]
-    )
+    @pytest.fixture(scope="class", params=["single", "multi", "async"])
     @classmethod
     def opened(cls, model_dir: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
         pytest.importorskip("triton")
