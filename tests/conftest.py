@@ -38,6 +38,13 @@ settings.load_profile("repeatable")
 LONG = frozenset((ROOT / "long.txt").read_text().split())
 """Files that took more than 1.5 s of one processor when measured; `make test` runs them."""
 
+LONGEST = tuple((ROOT / "longest.txt").read_text().splitlines())
+"""Tests that took more than 4 s of one processor when measured, and are not the only ones of their subject: guards."""
+
+# Modules of a test process stay, and searching them for garbage took a fifth of what tests on vLLM take.
+gc.disable()
+gc.set_threshold(20_000, 20, 50)
+
 # The studies are part of no wheel: `evals.studies` is found in the checkout, everything else where it is installed.
 sys.path.append(str(Path(__file__).parents[1]))
 
@@ -156,7 +163,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(missing)
         if _name(item) in LONG:
             item.add_marker("long")
-        if item.get_closest_marker("slow") and item.nodeid.removeprefix("tests/").startswith(GUARDS):
+        if item.nodeid.removeprefix("tests/") in LONGEST:
+            item.add_marker("slow")
+            item.add_marker("guard")
+        elif item.get_closest_marker("slow") and item.nodeid.removeprefix("tests/").startswith(GUARDS):
             item.add_marker("guard")
     if config.getoption("--quick"):
         left_out = [item for item in items if any(item.get_closest_marker(name) for name in ("long", *_NEEDS))]
@@ -169,6 +179,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         shares = sorted({item.nodeid.rpartition("::")[0] for item in guards})[number % turns :: turns]
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid.rpartition("::")[0] not in shares])
         items[:] = [item for item in items if item.nodeid.rpartition("::")[0] in shares]
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 def pytest_report_header() -> str:

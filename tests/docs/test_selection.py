@@ -26,6 +26,14 @@ def test_guards_name_tests_that_exist() -> None:
         assert "slow" in found, guard
 
 
+def test_longest_tests_exist() -> None:
+    listed = (TESTS / "longest.txt").read_text().splitlines()
+    assert listed == sorted(set(listed))
+    for test in listed:
+        name, first, *_ = test.partition("[")[0].split("::")  # of a class the class: its tests may be inherited
+        assert re.search(rf"^(def|class) {first}\b", (TESTS / name).read_text(), re.MULTILINE), test
+
+
 def test_files_for_the_newest_vllm_exist() -> None:
     listed = re.search(r"NEXT_TESTS \?= ((?:.*\\\n)*.*)", (ROOT / "Makefile").read_text())
     assert listed is not None

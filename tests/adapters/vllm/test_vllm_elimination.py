@@ -160,6 +160,7 @@ def test_slots_leave_a_running_request_in_another_process(oracle: HFEngine, mode
             assert not len(engine._core.transport)
 
 
+@pytest.mark.newest
 def test_slots_leave_a_running_request_of_the_second_model_runner(engine: Any, model_dir: Path) -> None:
     """The same tokens as of the first one; drawn ones by the seed that each piece would have."""
     command = [sys.executable, second_runner.__file__, str(model_dir)]
