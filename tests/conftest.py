@@ -36,7 +36,7 @@ settings.register_profile(
 settings.load_profile("repeatable")
 
 LONG = frozenset((ROOT / "long.txt").read_text().split())
-"""Files that took more than 2 s of one processor when measured; `make test` runs them."""
+"""Files that took more than 1.3 s of one processor when measured; `make test` runs them."""
 
 LONGEST = (ROOT / "longest.txt").read_text().splitlines()
 """Tests that took more than 4 s of one processor when measured, and are not the only ones of their subject; and tests of many
