@@ -197,9 +197,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         number, turns = (int(part) for part in turn.split("/"))
         guards = [item for item in items if item.get_closest_marker("guard")]
         # A class or file as a whole: its tests share an engine.
-        shares = sorted({item.nodeid.rpartition("::")[0] for item in guards})[number % turns :: turns]
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid.rpartition("::")[0] not in shares])
-        items[:] = [item for item in items if item.nodeid.rpartition("::")[0] in shares]
+        share = {item: item.nodeid.partition("[")[0].rpartition("::")[0] for item in items}
+        shares = sorted({share[item] for item in guards})[number % turns :: turns]
+        config.hook.pytest_deselected(items=[item for item in items if share[item] not in shares])
+        items[:] = [item for item in items if share[item] in shares]
 
 
 def pytest_collection_finish() -> None:
