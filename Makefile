@@ -1,5 +1,5 @@
 # Two commands set everything up on a fresh machine: `make demo` and `make test`.
-# `make check` is for every save: lint, types, and the tests that need neither vLLM nor a browser, in under a minute.
+# `make check` is for every save: lint, types, and the tests that need neither vLLM nor a browser and are quick, in about a minute.
 # `make docs` builds the documentation strictly; `make guard` runs the slow checks that nothing else stands for.
 # `make gpu-check` measures and checks the kernels on this machine's GPU (tools/gpu_check).
 # `make system-deps` adds Debian's packages that some tests need; `make test` does so itself when run as root.

@@ -22,7 +22,11 @@ from window.fake import FakeEngine
     [
         (lambda w: w.evict("nope"), UnknownChunk, "must be a placed chunk, got 'nope'"),
         (lambda w: w.evict([w.ids[0]]), UnknownChunk, r"must be a placed chunk, got \['0-.*\]: pass one id, a str; "),
-        (lambda w: w.evict(w.chunks[0]), UnknownChunk, r"got PlanEntry\(.{70}: pass one id, a str; this version places"),
+        (
+            lambda w: w.evict(w.chunks[0]),
+            UnknownChunk,
+            r"got PlanEntry\(.{70}: pass one id, a str; this version places",
+        ),
         (lambda w: w.recall("nope"), UnknownChunk, "must be an evicted chunk"),
         (lambda w: w.recall({w.ids[0]}), UnknownChunk, r"must be an evicted chunk, got \{'0-"),
         (lambda w: w.extend(Chunk.text("x")), TypeError, "chunks must be a list, got Chunk; pass a list, with a Chunk"),
