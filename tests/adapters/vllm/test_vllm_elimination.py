@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.vllm import second_runner
+from adapters.vllm.held_answers import answers, once, question
 from adapters.vllm.layouts import encoded, laid, spans_of
 from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.engines.sampling import Sampling
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.kv.merge import merge, merged_slots
-from interpreted import resident_copies
 
 ANY = -1
 
@@ -38,10 +36,6 @@ def engine(shared_engine: Any) -> Any:
 def oracle(model_dir: Path) -> Iterator[HFEngine]:
     with HFEngine(model_dir, dtype="float32") as opened:
         yield opened
-
-
-def question(engine: Any, seeds: list[int]) -> tuple[list[Any], Any]:
-    return laid(encoded(engine, seeds), capture=False), engine.encode_query("what color is the left one")
 
 
 @given(
@@ -120,16 +114,6 @@ def test_a_lost_load_is_submitted_again(engine: Any) -> None:
     assert engine.generate(layout, query, sampling).token_ids == right.token_ids
 
 
-def answers(engine: Any, sampling: Sampling, whole: bool, **options: Any) -> tuple[Any, int]:
-    """An answer in one request behind the prompt's, or in pieces; and the number of requests."""
-    layout, query = question(engine, [1, 2])
-    with (
-        mock.patch.object(engine._core, "shortens", whole),
-        mock.patch.object(engine._core.driver, "submit", wraps=engine._core.driver.submit) as submitted,
-    ):
-        return engine.generate(layout, query, sampling, salt="shorter", **options), submitted.call_count
-
-
 @pytest.mark.parametrize("merging", [False, True])
 def test_slots_leave_a_running_request(engine: Any, merging: bool) -> None:
     sampling = Sampling(60, hold=0.4, hold_every=4, merge_prompt=merging, token_logprobs=0)
@@ -189,57 +173,9 @@ def test_an_answer_that_is_preempted_or_not_moved_is_generated_again(engine: Any
     assert again.token_ids == right.token_ids and (requests, engine.counters.retries) == (3, retries + 1)
     from ctxwin_vllm.transport.base import Endpoint
 
-    with mock.patch.object(Endpoint, "_compact", autospec=True, side_effect=_once(Endpoint._compact)):
+    with mock.patch.object(Endpoint, "_compact", autospec=True, side_effect=once(Endpoint._compact)):
         again, requests = answers(engine, sampling, True)
     assert again.token_ids == right.token_ids and (requests, engine.counters.retries) == (3, retries + 2)
-
-
-@pytest.mark.slow
-@pytest.mark.guard
-def test_an_answer_in_another_process_is_generated_again(model_dir: Path) -> None:
-    """Where the copy of its prompt has gone, its first move fails, or it is preempted between two."""
-    from ctxwin_vllm.engine import VLLMEngine
-    from ctxwin_vllm.paged import PagedKV
-    from ctxwin_vllm.transport.base import Endpoint
-
-    sampling = Sampling(40, hold=0.5, hold_every=8, token_logprobs=0)
-    start = partial(VLLMEngine, model_dir, dtype="float32", processes="multi")
-    # In the process that is forked from this one.
-    failing = mock.patch.object(Endpoint, "_compact", autospec=True, side_effect=_once(Endpoint._compact))
-    lost = mock.patch.object(PagedKV, "select", autospec=True, side_effect=_once(PagedKV.select))
-    with failing, lost, resident_copies(start, interpret=False) as engine:
-        moved, requests = answers(engine, sampling, True)
-        assert (requests, engine.counters.retries) == (4, 2) and engine.bytes_copied.value, (
-            "sent by the host, then moved"
-        )
-        copied = engine.bytes_copied.value
-        right, requests = answers(engine, sampling, True)
-        assert requests == 2 and right.token_ids == moved.token_ids and engine.bytes_copied.value == copied
-        driver = engine._core.driver
-
-        def preempting(token: Any, text: str) -> bool:
-            if token.index in (12, 25) and engine.counters.retries == 2:
-                with contextlib.suppress(Exception):  # it preempts, and then finds blocks of a step that it is ahead of
-                    driver.call(lambda: driver.engine.reset_prefix_cache(True))
-            return True
-
-        again, requests = answers(engine, sampling, True, on_token=preempting)
-        assert again.token_ids == right.token_ids and (requests, engine.counters.retries) == (3, 3)
-        spans, parts = spans_of(engine, [1, 2], "kept"), encoded(engine, [1, 2])
-        assert not engine.generate(
-            laid(parts, spans), engine.encode_query("what color"), Sampling(1), salt="moved"
-        ).fallbacks
-
-
-def _once(move: Callable[..., Any]) -> Callable[..., Any]:
-    fails = iter([OSError("once")])
-
-    def moved(*args: Any) -> Any:
-        for error in fails:
-            raise error
-        return move(*args)
-
-    return moved
 
 
 def test_a_caller_stops_between_and_within_pieces(engine: Any) -> None:
