@@ -221,7 +221,7 @@ class State(BaseModel):
             return at
         is_evicted = self.evicted.place_of(placement) is not None
         hint = "it is evicted: recall it first" if is_evicted else f"this version places {_named(self.placed)}"
-        raise UnknownChunk(f"id must be a placed chunk, got {_shown(placement)}; {hint}")
+        raise UnknownChunk(f"id must be a placed chunk, got {_describe_id(placement)}; {hint}")
 
     def find_evicted(self, placement: str) -> Placed:
         """Return the evicted placement of this id. Raises UnknownChunk if there is none."""
@@ -229,13 +229,13 @@ class State(BaseModel):
         if entry is not None:
             return entry
         hint = "it is placed already" if self.placed.get(placement) else f"evicted are {_named(self.evicted)}"
-        raise UnknownChunk(f"id must be an evicted chunk, got {_shown(placement)}; {hint}")
+        raise UnknownChunk(f"id must be an evicted chunk, got {_describe_id(placement)}; {hint}")
 
     def find(self, placement: str) -> Placed:
         """Return a placed or evicted chunk. Raises UnknownChunk."""
         entry = self.placed.get(placement) or self.evicted.get(placement)
         if entry is None:
-            raise UnknownChunk(f"id must be a placed or evicted chunk, got {_shown(placement)}")
+            raise UnknownChunk(f"id must be a placed or evicted chunk, got {_describe_id(placement)}")
         return entry
 
     def replace(self, **changes: Any) -> State:
@@ -262,8 +262,8 @@ class State(BaseModel):
         return {key for p in self.placed for key in p.keys}
 
 
-def _shown(placement: object) -> str:
-    """What was passed as an id, with the remedy where it is a list or a chunk."""
+def _describe_id(placement: object) -> str:
+    """Return the text of an id for an error message, with the remedy if it is a list or a chunk."""
     return repr(placement) if isinstance(placement, str) else f"{repr(placement)[:80]}: pass one id, a str"
 
 
