@@ -26,6 +26,7 @@ import numpy as np
 _KEPT, _SIZES, _NOTED = 6, 40, 4096
 _ALL_UNTIL, _EVERY, _ROUNDS, _TIERS = 32, 8, 10, 8
 _PAUSE_S, _SAME = 0.1, 0.03
+_FORGOTTEN = 256  # calls
 
 
 class Fit:
@@ -37,7 +38,8 @@ class Fit:
     The six newest calls of each of forty sizes are kept. Weighted least squares with weights by the last residuals finds the
     least sum of relative absolute errors; a weak pull to the prior decides what the calls leave open. Cost of `refit`:
     below a millisecond, due after each of the first 32 calls and every eighth later; rates change at no other time, and then
-    where they price a kept call otherwise by 3 %: with each change all that is placed is priced anew.
+    where they price a kept call otherwise by 3 %: with each change all that is placed is priced anew. Calls with an amount that
+    the last 256 calls had nothing of are dropped, so that the prior prices it.
     """
 
     def __init__(self, prior: Sequence[float]) -> None:
@@ -45,6 +47,7 @@ class Fit:
         self.calls = 0
         self._prior = np.array(self.rates)
         self._sizes: OrderedDict[tuple[int, ...], deque[tuple[tuple[float, ...], float]]] = OrderedDict()
+        self._newest = [0] * len(self.rates)  # the last call with some of each amount
 
     def __call__(self, *amounts: float) -> float:
         """Milliseconds for these amounts."""
@@ -61,10 +64,12 @@ class Fit:
         if len(self._sizes) > _SIZES:
             self._sizes.popitem(last=False)
         self.calls += 1
+        self._newest = [self.calls if amount else call for amount, call in zip(amounts, self._newest, strict=True)]
         return self.calls <= _ALL_UNTIL or self.calls % _EVERY == 0
 
     def refit(self) -> None:
         """Fits the rates to the calls."""
+        self._drop_old_calls()
         observations = [call for calls in self._sizes.values() for call in calls]
         took = np.array([ms for _, ms in observations])
         # In units of the prior, and of what each call took: rates near one, residuals that are shares.
@@ -80,6 +85,14 @@ class Fit:
         before, now = shares @ (self.rates / self._prior), shares @ rates
         if (np.abs(now - before) > _SAME * before).any():
             self.rates = tuple((rates * self._prior).tolist())
+
+    def _drop_old_calls(self) -> None:
+        old = [i for i, call in enumerate(self._newest) if call and self.calls - call >= _FORGOTTEN]
+        if old:
+            for size in [size for size in self._sizes if any(size[i] for i in old)]:
+                del self._sizes[size]
+            for i in old:
+                self._newest[i] = 0
 
 
 def _not_negative(square: np.ndarray, target: np.ndarray) -> np.ndarray:
@@ -157,6 +170,9 @@ class CostModel:
         self._running = 0
         self._crowds = 0
         self._waits = False  # whether `settle_later` has a thread wait
+        self._reads: dict[
+            str, tuple[int, int]
+        ] = {}  # by tier: its reads, and the engine's calls when there was a new one
 
     def forward_ms(self, tokens: int, offset: int) -> float:
         """A forward over ``tokens`` tokens behind ``offset`` others, in a request that runs anyway."""
@@ -191,7 +207,7 @@ class CostModel:
         with self._lock:
             if name not in self.tiers and len(self.tiers) >= _TIERS:
                 name = next(iter(self.tiers))
-            return self.tiers.setdefault(name, Fit(_PRIORS.get(name, (0.5, 0.01))))
+            return self.tiers.setdefault(name, Fit(_PRIORS.get(name, _PRIOR)))
 
     def fetched(self, tier: str, tokens: int, ms: float, reads: int = 1) -> None:
         """Notes one or more reads."""
@@ -207,6 +223,13 @@ class CostModel:
                     due[id(fit)] = fit
             for fit in due.values():
                 fit.refit()
+            for name, tier in list(self.tiers.items()):
+                reads, calls = self._reads.get(name, (0, 0))
+                if tier.calls != reads:
+                    self._reads[name] = tier.calls, self.engine.calls
+                elif reads and self.engine.calls - calls >= _FORGOTTEN:
+                    self._reads[name] = 0, 0
+                    self.tiers[name] = Fit(_PRIORS.get(name, _PRIOR))
 
     def settle_later(self) -> None:
         """Has `settle` called by a thread, once for all asks of `_PAUSE_S`: the next one mostly follows at once, and would share
@@ -252,6 +275,7 @@ def _thread(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="ctxwin-prices")
 
 
+_PRIOR = (0.5, 0.01)  # of a tier; these are better known:
 _PRIORS = {"at hand": (0.02, 0.0001), "MemoryStore": (0.1, 0.002)}
 
 

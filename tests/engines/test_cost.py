@@ -137,6 +137,41 @@ def test_stores_of_many_kinds_stay_few() -> None:
     assert len(model.tiers) <= 8
 
 
+def test_what_a_busy_moment_made_dear_is_tried_again() -> None:
+    """Loads dearer than a forward are not made, so that no later call would correct their price."""
+    model, rng, loads = CostModel(), random.Random(5), []
+    for ask in range(2000):
+        is_load = ask >= 10 and model.load_ms(300, False) + model.fetch_ms("disk", 300) < model.forward_ms(300, 50)
+        work = Workload(1)
+        busy = 400 <= ask < 420
+        if is_load:
+            loads.append(ask)
+            work.load(300, False)
+            model.fetched("disk", 300, 900.0 if busy else rng.uniform(1, 3))
+        work.compute(12 if is_load else 312, 50)
+        model.learn(
+            model.engine, work.amounts, cost(work.amounts) * (100.0 if busy and is_load else rng.uniform(0.9, 1.1))
+        )
+        model.settle()
+    assert 390 in loads and 419 not in loads
+    resumed = next(ask for ask in loads if ask >= 420)
+    assert resumed <= 420 + 256 + 16, "the time is over, and a fit is due at every eighth call"
+    assert len(loads) > 0.98 * (2000 - resumed + 390)
+
+
+def test_loads_that_stay_dear_are_tried_seldom() -> None:
+    model, loads = CostModel(), 0
+    for ask in range(4000):
+        is_load, work = ask >= 10 and model.load_ms(300, False) < model.forward_ms(300, 50), Workload(1)
+        loads += is_load
+        if is_load:
+            work.load(300, False)
+        work.compute(12 if is_load else 312, 50)
+        model.learn(model.engine, work.amounts, cost(work.amounts) + 300 * work.spans)
+        model.settle()
+    assert 0 < loads <= 4 * 4000 / 256
+
+
 def test_what_is_noted_changes_prices_once_it_is_settled() -> None:
     model, reference = CostModel(), CostModel()
     before = model.fetch_ms("MemoryStore", 100)
