@@ -99,8 +99,12 @@ def _conversion(array: np.ndarray) -> str:
     """Return how an array ``x`` of other values or another shape becomes an image."""
     if array.dtype.kind == "f":
         return "convert it first: (x * 255).astype('uint8') if its values are from 0 to 1"
-    if str(array.dtype) != "uint8":
+    if array.dtype == "uint16":
         return "convert it first: (x // 257).astype('uint8') if its values are of 16 bits"
+    if array.dtype == "bool":
+        return "convert it first: x.astype('uint8') * 255"
+    if array.dtype != "uint8":
+        return "convert it first: x.astype('uint8') if its values are from 0 to 255"
     if array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4):
         return "put its channels last: x.transpose(1, 2, 0)"
     return "where it is grey or has alpha, pass a Pillow image: Image.fromarray(x.squeeze())"
@@ -148,7 +152,15 @@ def open_picture(media: str | Path | bytes | bytearray, formats: Sequence[str] =
     from PIL import Image, UnidentifiedImageError
 
     if not isinstance(media, str | Path | bytes | bytearray):
-        raise BadMedia(f"an image must be a path, PIL image, HxWx3 uint8 array or bytes, got {type(media).__name__}")
+        ways = {
+            "getvalue": "pass its getvalue()",
+            "read": "pass what its read() returns",
+            "numpy": "pass x.cpu().numpy()",
+        }
+        remedy = next((f"; {way}" for name, way in ways.items() if hasattr(media, name)), "")
+        raise BadMedia(
+            f"an image must be a path, PIL image, HxWx3 uint8 array or bytes, got {type(media).__name__}{remedy}"
+        )
     if isinstance(media, str | Path):
         check_file(media, "an image")
     try:

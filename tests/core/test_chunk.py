@@ -195,6 +195,29 @@ def test_pixels_that_are_no_bytes_are_no_picture_to_send(pixels: np.ndarray) -> 
     assert np.array_equal(as_rgb(png(whole)), whole)
 
 
+@pytest.mark.parametrize("dtype", ["bool", "int64", "uint16"])
+def test_the_conversion_that_is_named_makes_a_picture(dtype: str, picture: np.ndarray) -> None:
+    x = picture > 99 if dtype == "bool" else picture.astype(dtype) * (257 if dtype == "uint16" else 1)
+    with pytest.raises(BadMedia, match=f"dtype {dtype}; convert it first: ") as refused:
+        Chunk.image(x)
+    named = str(refused.value).partition("convert it first: ")[2].partition(" if ")[0]
+    assert np.array_equal(as_rgb(eval(named, {"x": x})), (x * 255 if dtype == "bool" else picture))
+
+
+@pytest.mark.parametrize("held", ["file", "buffer", "tensor"])
+def test_what_holds_a_picture_is_refused_with_the_way_to_it(held: str, picture: np.ndarray, tmp_path: Path) -> None:
+    import torch
+
+    Image.fromarray(picture).save(path := tmp_path / "x.png")
+    ways: dict[str, tuple[Any, str]] = {
+        "file": (path.open("rb"), "what its read() returns"),
+        "buffer": (io.BytesIO(path.read_bytes()), "its getvalue()"),
+        "tensor": (torch.from_numpy(picture), "x.cpu().numpy()"),
+    }
+    with pytest.raises(BadMedia, match="got .*; pass " + re.escape(ways[held][1])):
+        Chunk.image(ways[held][0])
+
+
 def test_a_cut_image_is_refused(picture: np.ndarray) -> None:
     buffer = io.BytesIO()
     Image.fromarray(picture).save(buffer, "PNG")
