@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import math
 import warnings
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from ctxwin.errors import BadMedia, MissingExtra
 from ctxwin.extras import optional_imports
 from ctxwin.hashing import digest
 from ctxwin.media import check_file
+from ctxwin.validation import check_numbers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -91,17 +93,18 @@ def pack_samples(samples: np.ndarray, rate: int) -> bytes:
 
 
 def _validate_rate(rate: Any, frames: int) -> int:
-    if not isinstance(rate, int) or not RATES[0] <= rate <= RATES[1]:
-        raise BadMedia(f"the sampling rate must be an integer from {RATES[0]:,} to {RATES[1]:,} a second, got {rate}")
+    if not isinstance(rate, Integral) or not RATES[0] <= int(rate) <= RATES[1]:
+        raise BadMedia(f"the sampling rate must be an integer from {RATES[0]:,} to {RATES[1]:,} a second, got {rate!r}")
     if frames < 1:
         raise BadMedia("audio must hold at least one sample, got none")
-    return rate
+    return int(rate)
 
 
 def _range(start: float | None, end: float | None, rate: int, frames: int, channels: int = 1) -> tuple[int, int]:
     """Return the index of the first sample and the one after the last."""
+    check_numbers(start=start, end=end)
     begin = 0.0 if start is None else float(start)
-    if begin < 0 or (end is not None and not begin < end):
+    if not 0 <= begin < math.inf or (end is not None and not begin < end < math.inf):
         raise BadMedia(f"an audio range must be 0 <= start < end, got start={start} end={end}")
     first, last = round(begin * rate), frames if end is None else round(end * rate)
     if first >= frames or last > frames:

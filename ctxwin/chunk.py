@@ -237,7 +237,7 @@ class Chunk(BaseModel):
         else:
             if start is not None or end is not None or frames is not None:
                 raise BadMedia("start, end and frames need a video path, got a list of frames; slice the list instead")
-            rate = 2.0 if fps is None else float(fps)
+            rate = 2.0 if fps is None else fps
             check_rate(rate, len(video))
             pixels = stack_frames(video)
         sampling: dict[str, Any] = {"fps": rate, "start": start, "end": end, "frames": frames}
@@ -373,4 +373,8 @@ def _block(block: Any) -> Chunk:
             return Chunk.video(video, **{k: block[k] for k in options if k in block})
         case {"type": "audio", "audio": audio}:
             return Chunk.audio(audio, **{k: block[k] for k in ("sampling_rate", "start", "end") if k in block})
-    raise ValueError(f"a content block must be a str, a Chunk or a text/image/video/audio dict, got {block!r}"[:200])
+    got = repr(block)[:200] if isinstance(block, dict | int | float | bytes) else type(block).__name__
+    raise ValueError(
+        f"a content block must be a str, a Chunk or a text/image/video/audio dict, got {got}; a picture is "
+        '{"type": "image", "image": a path, PIL image, array or bytes}'
+    )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctxwin.errors import BadMedia
 from ctxwin.hashing import digest
+from ctxwin.validation import check_numbers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,7 +59,9 @@ def check_size(width: int, height: int) -> None:
 
 
 def check_rate(fps: float | None, frames: int = 0) -> None:
-    """Raise BadMedia for a rate outside `FPS`, more than `MAX_FRAMES`, or a video longer than `MAX_SECONDS`."""
+    """Raise BadMedia for a rate outside `FPS`, more than `MAX_FRAMES`, or a video longer than `MAX_SECONDS`; TypeError for what
+    is no number."""
+    check_numbers(fps=fps)
     if fps is not None and not FPS[0] <= fps <= FPS[1]:
         raise BadMedia(f"fps must be from {FPS[0]:g} to {FPS[1]:g}, got {fps:g}")
     if frames > MAX_FRAMES:

@@ -4,6 +4,7 @@ import json
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -45,6 +46,13 @@ def check_flags(**flags: Any) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, got {value!r}"[:300])
+
+
+def check_numbers(**values: Any) -> None:
+    """Raise TypeError for what is no real number and not None."""
+    for name, value in values.items():
+        if value is not None and (not isinstance(value, Real) or isinstance(value, bool)):
+            raise TypeError(f"{name} must be a number, got {value!r}"[:300])
 
 
 def check_json(name: str, value: Any) -> None:

@@ -16,12 +16,14 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ctxwin.errors import BadMedia
 from ctxwin.extras import optional_imports
 from ctxwin.media import FPS, MAX_PIXELS, check_file, check_pixels, check_rate, check_size
+from ctxwin.validation import check_numbers
 from ctxwin.video_container import codec_tag, is_cut
 
 if TYPE_CHECKING:
@@ -212,9 +214,10 @@ def _validate_range(start: float | None, end: float | None, fps: float | None, f
     """Return the beginning of a valid range; raises BadMedia."""
     if fps is not None and frames is not None:
         raise BadMedia("a video must be sampled by fps or by frames, got both; drop one")
+    check_numbers(start=start, end=end)
+    if frames is not None and (not isinstance(frames, Integral) or isinstance(frames, bool) or frames < 1):
+        raise BadMedia(f"frames must be an int >= 1, got {frames!r}")
     check_rate(fps, frames or 0)
-    if frames is not None and frames < 1:
-        raise BadMedia(f"frames must be >= 1, got {frames}")
     begin = 0.0 if start is None else float(start)
     if not 0 <= begin < math.inf or (end is not None and not begin < end):
         raise BadMedia(f"a video range must be 0 <= start < end, got start={start} end={end}")

@@ -134,7 +134,10 @@ class TokenStream(Iterator[str]):
                 raise StopIteration
             if isinstance(item, BaseException):
                 self.close()
-                raise item
+                try:
+                    raise item
+                finally:
+                    del item  # whose traceback refers to this frame: other streams of its caller would stay open
             if item:
                 return item
 
@@ -183,6 +186,7 @@ class AsyncTextStream(AsyncIterator[str]):
                 elif isinstance(item, str) and item:
                     return item
         except BaseException:
+            item = None  # see `TokenStream`
             await self.aclose()
             raise
         raise StopAsyncIteration

@@ -218,6 +218,40 @@ def test_what_holds_a_picture_is_refused_with_the_way_to_it(held: str, picture: 
         Chunk.image(ways[held][0])
 
 
+@pytest.mark.parametrize("name", ["start", "end", "fps", "frames", "sampling_rate"])
+@pytest.mark.parametrize("value", ["1", True, [1], b"1", 1j, float("nan"), {}], ids=repr)
+def test_what_is_no_number_is_none_of_seconds_frames_and_rates(name: str, value: Any, picture: np.ndarray) -> None:
+    sound = np.zeros(16_000, np.float32)
+    makes: list[Callable[[], Chunk]] = []
+    if name != "sampling_rate":
+        makes.append(lambda: Chunk.video("there is no such file.mp4", **{name: value}))
+    if name == "fps":
+        makes.append(lambda: Chunk.video([picture], fps=value))
+    if name in ("start", "end", "sampling_rate"):
+        makes.append(lambda: Chunk.audio(sound, **{"sampling_rate": 16_000, name: value}))
+    for make in makes:
+        with pytest.raises((TypeError, BadMedia), match=r"(must be|range must).*got ") as refused:
+            make()
+        assert repr(value) in str(refused.value) and "no such file" not in str(refused.value)
+
+
+def test_numbers_of_numpy_are_numbers(picture: np.ndarray) -> None:
+    sound = np.zeros(16_000, np.float32)
+    assert Chunk.audio(sound, np.int32(16_000), end=np.float32(0.5)).id == Chunk.audio(sound, 16_000, end=0.5).id
+    assert Chunk.video([picture], fps=np.float32(1)).id == Chunk.video([picture], fps=1.0).id
+
+
+@pytest.mark.parametrize(
+    "block", [{"type": "image_url", "image_url": {"url": "x"}}, np.zeros((9, 9, 3)), b"x" * 999, None]
+)
+def test_what_is_no_block_is_refused_with_the_form_of_a_picture(block: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r'a content block must be .*, got .*; a picture is {"type": "image"'
+    ) as refused:
+        Chunk.message("user", ["look", block])
+    assert len(str(refused.value)) < 400
+
+
 def test_a_cut_image_is_refused(picture: np.ndarray) -> None:
     buffer = io.BytesIO()
     Image.fromarray(picture).save(buffer, "PNG")
@@ -255,7 +289,7 @@ def test_sampling_rules(clip: Path) -> None:
     [
         ({"fps": 1.0, "frames": 2}, "fps or by frames, got both"),
         ({"fps": 0.0}, "fps must be from 0.001 to 1000"),
-        ({"frames": 0}, "frames must be >= 1"),
+        ({"frames": 0}, "frames must be an int >= 1"),
         ({"start": 3.0, "end": 2.0}, "0 <= start < end"),
         ({"start": -1.0}, "0 <= start < end"),
         ({"start": 1.0, "end": 9.0}, "must lie inside the file"),

@@ -47,6 +47,13 @@ async def reached(engine: GuardedEngine) -> None:
         await asyncio.sleep(0)
 
 
+async def open_later(engine: GuardedEngine) -> None:
+    """Let a call pass the gate some turns of the event loop later: in them a stream that was closed or dropped stops it."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+    engine.go.set()
+
+
 @pytest.mark.parametrize("gate", ["encode_system_prompt", "encode", "put", "generate", "token", "release"])
 def test_the_event_loop_turns_while_a_call_stands_still(gate: str) -> None:
     async def body(engine: GuardedEngine) -> None:
@@ -242,8 +249,9 @@ def test_a_stream_that_is_closed_early_stops_the_engine() -> None:
             async with aclosing(window.stream("q", 3, remember=True)) as texts:
                 async for text in texts:
                     assert expected.text.startswith(text)
-                    asyncio.get_running_loop().call_soon(engine.go.set)  # once the stream is being closed
+                    opening = asyncio.create_task(open_later(engine))
                     break
+            await opening
             assert texts.answer is None and engine.tokens == tokens + 2
             assert [text async for text in texts] == []
             assert await window.snapshot() == before
@@ -252,8 +260,9 @@ def test_a_stream_that_is_closed_early_stops_the_engine() -> None:
             engine.gate = "token"
             async for _ in window.stream("q", 3):
                 break  # dropped, not closed: the next call waits for its turn
-            asyncio.get_running_loop().call_soon(engine.go.set)
+            opening = asyncio.create_task(open_later(engine))
             assert (await window.ask("q", 3)).token_ids == expected.token_ids
+            await opening
             never = window.stream("q", 3)
             await never.aclose()
             assert [text async for text in never] == [] and engine.tokens == tokens + 4 + len(expected.token_ids)

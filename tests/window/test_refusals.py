@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from ctxwin import Chunk, Fidelity, Library, Window, open_store
-from ctxwin.errors import BudgetExceeded, EngineFailed, UnknownChunk
+from ctxwin.errors import BudgetExceeded, EngineFailed, UnknownChunk, WindowBusy
 from ctxwin.policies import LeastRecentlyRead, LowWater
 from ctxwin.profiles import Profile, model_digest, write_profile
 from window.fake import FakeEngine
@@ -194,6 +195,25 @@ def test_a_dropped_stream_frees_the_window(engine: FakeEngine, window: Window) -
         break
     assert len(window.ids) == 3
     window.append(Chunk.text("free"))
+
+
+def test_the_refusal_of_a_second_stream_keeps_no_first_one_open(engine: FakeEngine, window: Window) -> None:
+    """Without a search for garbage: what is refused refers to the frame that dropped the first one."""
+
+    def ask_twice() -> None:
+        first, second = window.stream("q", max_tokens=3), window.stream("r", max_tokens=3)
+        next(first)
+        next(second)
+
+    engine.delay = 0.05
+    gc.disable()
+    try:
+        with pytest.raises(WindowBusy) as refused:
+            ask_twice()
+        del refused
+        window.append(Chunk.text("free"))
+    finally:
+        gc.enable()
 
 
 def test_an_exact_window_is_not_compressed(engine: FakeEngine) -> None:
