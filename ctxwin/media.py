@@ -116,10 +116,10 @@ def _conversion(array: np.ndarray) -> str:
 def check_file(path: str | Path, what: str) -> None:
     """Raise BadMedia unless ``path`` is a file."""
     try:
-        found = Path(path).is_file()
+        exists = Path(path).is_file()
     except OSError:  # too long for a name, as a data URL is
-        found = False
-    if not found:
+        exists = False
+    if not exists:
         remedy = "; URLs are not opened, pass the file's bytes" if re.match("[a-z]{2,}:", str(path)) else ""
         raise BadMedia(f"{what} path must be a readable file, got {str(path)[:200]!r}{remedy}")
 

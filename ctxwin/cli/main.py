@@ -19,6 +19,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["--help", "-h"]},
     help="A context window whose edits are cache edits.",
 )
 _ANY = {"allow_extra_args": True, "ignore_unknown_options": True}

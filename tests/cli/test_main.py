@@ -64,6 +64,7 @@ def test_help_has_one_style(command: str) -> None:
     assert shown.output.startswith(f"Usage: {f'ctxwin {command}'.strip()} ")
     assert "\nOptions:\n" in shown.output
     assert "╭" not in shown.output
+    assert invoke(*command.split(), "-h").output == shown.output
 
 
 @pytest.mark.parametrize(

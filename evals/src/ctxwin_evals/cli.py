@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from ctxwin_evals.score import Result
 
 _ABOUT = "How close reuse stays to a full re-prefill."
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, help=_ABOUT)
+_HELP = {"help_option_names": ["--help", "-h"]}
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, rich_markup_mode=None, context_settings=_HELP, help=_ABOUT
+)
 app.command("probe")(probe)
 
 _RULES = "vlmevalkit, qwen-vl-utils, linspace, hf-qwen2-vl, lmms-eval"

@@ -109,7 +109,7 @@ def names(text: str) -> tuple[str, ...]:
 def numbers(text: str) -> list[int]:
     """The numbers of a comma-separated list, each once."""
     if not (parts := names(text)) or not all(p.isdigit() for p in parts):
-        raise ValueError(f"numbers must be a comma-separated list, got {text!r}")
+        raise ValueError(f"numbers must be integers >= 0 separated by commas, like 512,2048, got {text!r}")
     return [int(p) for p in parts]
 
 

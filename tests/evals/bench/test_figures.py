@@ -98,7 +98,7 @@ def test_the_table_has_a_line_a_row() -> None:
         (["--ops", "slide,fly"], f"ops must be some of {', '.join(MOVES)}, got fly"),
         (["--ops", ","], "ops must be some of"),
         (["--tokens", "8"], "tokens must be numbers of at least 16, got [8]"),
-        (["--tokens", "many"], "numbers must be a comma-separated list"),
+        (["--tokens", "many"], "numbers must be integers >= 0 separated by commas"),
         (["--rank", "0"], "rank must be at least 1, got 0"),
         (["--runs", "0"], "runs must be at least 1, got 0"),
         (["--engine", "tgi"], "engine must be hf or vllm and its options a JSON object, got 'tgi'"),
