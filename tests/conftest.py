@@ -139,15 +139,9 @@ def _name(item: pytest.Item | pytest.File) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A process runs a file, or the files that share a server."""
-    from xdist.scheduler import LoadFileScheduling
+    from schedulers import make_scheduler
 
-    class FileScheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            return SERVER_OF.get(file.removeprefix("tests/"), file)
-
-    return FileScheduling(config, log) if config.getoption("dist") == "loadfile" else None
+    return make_scheduler(config, log)
 
 
 def _mark_longest(items: list[pytest.Item]) -> None:
