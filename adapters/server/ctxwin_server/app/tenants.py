@@ -15,15 +15,25 @@ The same as JSON: ``{"tenant": [{"name": ..., "keys": [...]}]}``.
 """
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from ctxwin.store import parse_bytes
 from ctxwin.validation import validate
 from ctxwin_chats.bodies import Body
+
+_KEY = re.compile("[!-~]+")
+
+
+def _check_keys(keys: Any) -> Any:
+    """Refuse what is no list of keys, in words that repeat none of them."""
+    if not isinstance(keys, list) or not keys or not all(isinstance(key, str) and _KEY.fullmatch(key) for key in keys):
+        raise ValueError("keys must be a list of texts in printable ASCII without spaces, as a header has them")
+    return keys
 
 
 class Tenant(Body):
@@ -37,7 +47,7 @@ class Tenant(Body):
     """
 
     name: str = Field(min_length=1, max_length=200)
-    keys: list[Annotated[str, Field(min_length=1)]] = Field(min_length=1)
+    keys: Annotated[list[str], BeforeValidator(_check_keys)]
     max_bytes: int | str | None = None
     max_windows: Annotated[int, Field(gt=0)] | None = None
     max_concurrency: Annotated[int, Field(gt=0)] | None = None
@@ -52,19 +62,27 @@ class _File(Body):
 def load_tenants(path: str | Path) -> list[Tenant]:
     """Read the tenants of a TOML or JSON file. Raises ValueError, which names the fault, and OSError."""
     path = Path(path)
-    text = path.read_text(encoding="utf-8-sig")
     try:
+        text = path.read_text(encoding="utf-8-sig")
         data: Any = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except ValueError as error:
-        raise ValueError(f"the tenants file {str(path)!r} must be TOML (or JSON as *.json): {error}") from None
-    tenants: list[Tenant] = validate(_File.model_validate, data).tenant
+        raise ValueError(f"the tenants file {str(path)!r} must be TOML (or JSON as *.json) in UTF-8: {error}") from None
+    rows = data.get("tenant", []) if isinstance(data, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(
+            f"the tenants file {str(path)!r} must have a table [[tenant]] for each tenant, got another form"
+        )
+    prefix = f"the tenants file {str(path)!r} is malformed: "
+    tenants: list[Tenant] = validate(_File.model_validate, data, prefix).tenant
     names = [t.name for t in tenants]
     keys = [key for t in tenants for key in t.keys]
     for kind, values in (("name", names), ("key", keys)):
         if len(set(values)) < len(values):
             raise ValueError(f"every {kind} in {str(path)!r} must be one tenant's, got one twice")
     for tenant in tenants:
-        for size in (tenant.max_bytes, tenant.bytes_per_minute):
-            if size is not None:
-                parse_bytes(size)
+        sizes = [size for size in (tenant.max_bytes, tenant.bytes_per_minute) if size is not None]
+        try:
+            [*map(parse_bytes, sizes)]
+        except ValueError as error:
+            raise ValueError(f"{prefix}{tenant.name}: {error}") from None
     return tenants

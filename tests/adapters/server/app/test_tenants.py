@@ -205,15 +205,26 @@ def test_the_tenants_file(tmp_path: Path) -> None:
     assert Keys.of([], []).tenant(None) == "" and keys.tenant(None) is None
     for text, said in (
         ("name = 1", "tenant"),
-        ('[[tenant]]\nname = "a"\nkeys = []', "keys"),
+        ('[[tenant]]\nname = "a"\nkeys = []', "keys must be a list"),
+        ('[[tenant]]\nname = "a"\nkeys = "sk-secret"', "keys must be a list"),
+        ('[[tenant]]\nname = "a"\nkeys = ["sk-secret "]', "without spaces"),
+        ('[[tenant]]\nname = "a"\nkeys = ["sk-secret", 1]', "keys must be a list"),
+        ('[[tenant]]\nname = "a"\nkey = "sk-secret"', "there is no such field"),
+        ('[tenant]\nname = "a"\nkeys = ["sk-secret"]', r"\[\[tenant\]\]"),
+        ('[[tenants]]\nname = "a"\nkeys = ["sk-secret"]', "tenants must be left out"),
+        ('tenant = ["sk-secret"]', "tenant"),
         ('[[tenant]]\nname = "a"\nkeys = ["k"]\n[[tenant]]\nname = "b"\nkeys = ["k"]', "key"),
         ('[[tenant]]\nname = "a"\nkeys = ["k"]\nmax_bytes = "lots"', "size"),
         ('[[tenant]]\nname = "a"\nkeys = ["k"]\nquota = 1', "quota"),
         ("[[", "TOML"),
     ):
         toml.write_text(text)
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=said) as refused:
             load_tenants(toml)
+        assert str(toml) in str(refused.value) and "sk-secret" not in str(refused.value)
+    toml.write_bytes('[[tenant]]\nname = "café"\nkeys = ["k"]'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"tenants\.toml' must be TOML .* in UTF-8"):
+        load_tenants(toml)
     with pytest.raises(ValueError, match="api-key"):
         Keys.of(["k3"], load_tenants(plain))
 
