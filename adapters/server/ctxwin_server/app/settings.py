@@ -9,7 +9,7 @@ from ctxwin.fidelity import Fidelity, Mode
 from ctxwin.store import check_address, parse_bytes
 from ctxwin_chats.context_management import Policy
 from ctxwin_chats.options import AS_SENT
-from ctxwin_server.app.tenants import load_tenants
+from ctxwin_server.app.tenants import is_key, load_tenants
 from ctxwin_server.protocol.limits import Limits
 
 
@@ -77,14 +77,15 @@ class Settings:
             )
         for address in filter(None, (self.store, self.registry, self.libraries)):
             check_address(address)
-        for size in filter(None, (self.store_bytes, self.registry_bytes)):
-            parse_bytes(size)
+        sizes = {name: self._size(name) for name in ("store_bytes", "registry_bytes", "max_upload_bytes", "max_memory")}
+        if self.max_concurrency < 1:
+            raise ValueError(f"--max-concurrency must be > 0, got {self.max_concurrency}")
         same = {name for name in vars(self) if name in Limits.__dataclass_fields__}
         same -= {"max_upload_bytes", "max_text", "max_memory", "fidelity"}
         limits = Limits(
-            max_upload_bytes=parse_bytes(self.max_upload_bytes),
+            max_upload_bytes=sizes["max_upload_bytes"] or parse_bytes(Settings.max_upload_bytes),
             max_text=self.max_text or None,
-            max_memory=parse_bytes(self.max_memory) if self.max_memory else None,
+            max_memory=sizes["max_memory"],
             window_ttl_s=self.window_ttl,
             threads=self.max_concurrency,
             fidelity=Fidelity(self.fidelity),  # type: ignore[arg-type]
@@ -99,9 +100,17 @@ class Settings:
             **{name: getattr(self, name) for name in ("private_metrics", "audit_log", "windows")},
         }
 
+    def _size(self, name: str) -> int | None:
+        """Return the bytes that an option says, if it is given."""
+        text: str = getattr(self, name)
+        try:
+            return parse_bytes(text) if text else None
+        except ValueError as error:
+            raise ValueError(f"--{name.replace('_', '-')}: {error}") from None
+
 
 def _key_in(path: str) -> str:
-    key = Path(path).read_text(encoding="utf-8-sig").strip()
-    if not key or any(sign.isspace() for sign in key):
-        raise ValueError(f"--metrics-key-file must be a file with one key in it, got {path!r}")
+    key = Path(path).read_text(encoding="utf-8-sig", errors="replace").strip()
+    if not is_key(key):
+        raise ValueError(f"--metrics-key-file must be a file with one key in printable ASCII in it, got {path!r}")
     return key

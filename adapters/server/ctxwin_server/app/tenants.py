@@ -26,12 +26,15 @@ from ctxwin.store import parse_bytes
 from ctxwin.validation import validate
 from ctxwin_chats.bodies import Body
 
-_KEY = re.compile("[!-~]+")
+
+def is_key(text: Any) -> bool:
+    """Return True for a text that a client can send as its key: printable ASCII without spaces."""
+    return isinstance(text, str) and re.fullmatch("[!-~]+", text) is not None
 
 
 def _check_keys(keys: Any) -> Any:
     """Refuse what is no list of keys, in words that repeat none of them."""
-    if not isinstance(keys, list) or not keys or not all(isinstance(key, str) and _KEY.fullmatch(key) for key in keys):
+    if not isinstance(keys, list) or not keys or not all(map(is_key, keys)):
         raise ValueError("keys must be a list of texts in printable ASCII without spaces, as a header has them")
     return keys
 
