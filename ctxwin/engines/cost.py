@@ -223,13 +223,17 @@ class CostModel:
                     due[id(fit)] = fit
             for fit in due.values():
                 fit.refit()
-            for name, tier in list(self.tiers.items()):
-                reads, calls = self._reads.get(name, (0, 0))
-                if tier.calls != reads:
-                    self._reads[name] = tier.calls, self.engine.calls
-                elif reads and self.engine.calls - calls >= _FORGOTTEN:
-                    self._reads[name] = 0, 0
-                    self.tiers[name] = Fit(_PRIORS.get(name, _PRIOR))
+            if id(self.engine) in due:
+                self._reset_unread_tiers()
+
+    def _reset_unread_tiers(self) -> None:
+        for name, tier in list(self.tiers.items()):
+            reads, calls = self._reads.get(name, (0, 0))
+            if tier.calls != reads:
+                self._reads[name] = tier.calls, self.engine.calls
+            elif reads and self.engine.calls - calls >= _FORGOTTEN:
+                self._reads[name] = 0, 0
+                self.tiers[name] = Fit(_PRIORS.get(name, _PRIOR))
 
     def settle_later(self) -> None:
         """Has `settle` called by a thread, once for all asks of `_PAUSE_S`: the next one mostly follows at once, and would share
