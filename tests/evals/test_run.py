@@ -294,7 +294,7 @@ def test_decoded_frames_differ_and_work(model_dir: Path, tmp_path: Path) -> None
         (["run", "tiny/none"], "must be one of"),
         (["run", "video-mme", "--arms", "stale:8", "--data", "/no/such"], "needs a task of setting recall"),
         (["run", "--frames", "2-9"], "frames must be numbers from 2 to 6"),
-        (["run", "--frames", "two"], "comma-separated"),
+        (["run", "--frames", "two"], "separated by commas"),
         (["run", "--layout", "diagonal"], "layout must be one of"),
         (["run", "--model", "/no/such/model"], "/no/such/model"),
         (["run", "--engine", "vllm", "--arms", "blind,quest:0.5"], "got quest:0.5, which read inside the model"),
