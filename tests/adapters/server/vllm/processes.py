@@ -57,6 +57,7 @@ def free_port() -> int:
 
 
 SERVER = Path(__file__).parents[4] / "adapters" / "server"
+FIXED_PRICES = Path(__file__).parent / "fixed_prices"
 
 
 def installed_plugin(folder: Path) -> Path:
@@ -90,8 +91,8 @@ def running_server(
     command = [
         sys.executable, "-m", *program, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", *arguments,
     ]  # fmt: skip
-    if plugins is not None:
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(plugins), os.environ.get("PYTHONPATH")]))
+    folders = [FIXED_PRICES, plugins, os.environ.get("PYTHONPATH")]
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, filter(None, folders)))
     log = folder / "log.txt"
     with log.open("wb") as out:
         process = subprocess.Popen(

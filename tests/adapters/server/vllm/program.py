@@ -21,13 +21,12 @@ def question(i: int) -> str:
     return f"color of {FRAMES[i].marks[0]:02d}?"
 
 
-def plain_messages(indices: list[int], query: str, scale: int = 1) -> list[Any]:
-    """The same prompt with the pictures in it, as much wider and higher as ``scale`` says."""
+def plain_messages(indices: list[int], query: str) -> list[Any]:
+    """The same prompt with the pictures in it."""
     parts: list[Any] = []
     for i in indices:
         buffer = io.BytesIO()
-        picture = Image.fromarray(world.render(FRAMES[i]))
-        picture.resize((scale * picture.width, scale * picture.height), Image.Resampling.NEAREST).save(buffer, "PNG")
+        Image.fromarray(world.render(FRAMES[i])).save(buffer, "PNG")
         url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
         parts += [{"type": "text", "text": f"t={i} s\n"}, {"type": "image_url", "image_url": {"url": url}}]
     parts.append({"type": "text", "text": query})

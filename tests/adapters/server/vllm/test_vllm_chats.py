@@ -37,12 +37,9 @@ def reported(answer: Any) -> dict[str, Any]:
 
 
 def sliding(server: Process, behind: dict[str, Any], salt: str, **options: Any) -> list[Any]:
-    """Asks about four frames, slid by one each time, and once back again.
-
-    They are so large that computing one is dearer than to load it by far, also at the prices that a busy machine teaches.
-    """
+    """Asks about four frames, slid by one each time, and once back again."""
     shown = [[i % 8 for i in range(k, k + 4)] for k in (0, 1, 2, 3, 2)]
-    return [create(server, behind, salt, messages=plain_messages(s, question(s[2]), 2), **options) for s in shown]
+    return [create(server, behind, salt, messages=plain_messages(s, question(s[2])), **options) for s in shown]
 
 
 def test_exact_windows_answer_what_vllm_answers_and_a_profile_computes_less(server: Process) -> None:
@@ -67,7 +64,7 @@ def test_a_clock_in_the_system_prompt_leaves_a_chat_its_kv(server: Process) -> N
     few: Any = {"windows": "auto", "fidelity": {"mode": "patched", "survivors": "refresh", "edited_tokens": 16}}
 
     def told(behind: dict[str, Any], salt: str, minute: int) -> dict[str, Any]:
-        system, *others = plain_messages([0, 1, 2, 3], question(1), 2)
+        system, *others = plain_messages([0, 1, 2, 3], question(1))
         clock = {**system, "content": f"{HEADER} the number is {minute}"}
         return reported(create(server, behind, salt, messages=[clock, *others], user=salt))
 
