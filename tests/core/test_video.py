@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import random
 import re
 import warnings
@@ -280,6 +281,12 @@ def test_a_truncated_file_is_called_that(kind: str, share: float) -> None:
     if share >= 0.5 and kind not in ("index behind", "mov", "fragments"):  # what is there is read
         pixels, _ = decode_video(cut, end=0.5, fps=10.0)
         assert [number_of(p) for p in pixels] == [0, 1, 2, 3, 4]
+
+
+def test_writing_a_file_of_av1_leaves_the_process_its_priority() -> None:
+    before = os.sched_getscheduler(0)
+    assert write("mp4", "libsvtav1", encoding={"preset": "12"})
+    assert os.sched_getscheduler(0) == before
 
 
 @pytest.mark.parametrize("kind", ["live webm", "piped mkv", "piped ts", "steady ts"])

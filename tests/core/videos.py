@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import struct
 import tempfile
 from bisect import bisect_right
@@ -68,6 +70,17 @@ def number_of(picture: np.ndarray) -> int:
     return sum((int(middle[width * (2 * bit + 1) // (2 * BITS)].mean()) > 128) << bit for bit in range(BITS))
 
 
+@contextlib.contextmanager
+def usual_priority() -> Iterator[None]:
+    """Undo what SVT-AV1 does to the thread that encodes where it runs as root: it and all that it starts later would go first,
+    in real time (SCHED_FIFO), and a browser that waits for another process in a loop would keep that one from running."""
+    policy, parameter = os.sched_getscheduler(0), os.sched_getparam(0)
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, policy, parameter)
+
+
 def write(
     container: str,
     codec: str,
@@ -93,7 +106,10 @@ def write(
     """
     import av
 
-    with tempfile.TemporaryDirectory() as folder:  # an index in front is written by reading the file once more
+    with (
+        usual_priority(),
+        tempfile.TemporaryDirectory() as folder,
+    ):  # an index in front is written by reading the file once more
         path, pipe = Path(folder, "clip"), _Pipe()
         with av.open(str(path) if seekable else pipe, "w", format=container, options=options or {}) as out:
             stream: Any = out.add_stream(
