@@ -77,15 +77,17 @@ class Settings:
             )
         for address in filter(None, (self.store, self.registry, self.libraries)):
             check_address(address)
-        sizes = {name: self._size(name) for name in ("store_bytes", "registry_bytes", "max_upload_bytes", "max_memory")}
+        for name in ("store_bytes", "registry_bytes"):
+            if getattr(self, name):
+                self._size(name)
         if self.max_concurrency < 1:
             raise ValueError(f"--max-concurrency must be > 0, got {self.max_concurrency}")
         same = {name for name in vars(self) if name in Limits.__dataclass_fields__}
         same -= {"max_upload_bytes", "max_text", "max_memory", "fidelity"}
         limits = Limits(
-            max_upload_bytes=sizes["max_upload_bytes"] or parse_bytes(Settings.max_upload_bytes),
+            max_upload_bytes=self._size("max_upload_bytes"),
             max_text=self.max_text or None,
-            max_memory=sizes["max_memory"],
+            max_memory=self._size("max_memory") if self.max_memory else None,
             window_ttl_s=self.window_ttl,
             threads=self.max_concurrency,
             fidelity=Fidelity(self.fidelity),  # type: ignore[arg-type]
@@ -100,11 +102,10 @@ class Settings:
             **{name: getattr(self, name) for name in ("private_metrics", "audit_log", "windows")},
         }
 
-    def _size(self, name: str) -> int | None:
-        """Return the bytes that an option says, if it is given."""
-        text: str = getattr(self, name)
+    def _size(self, name: str) -> int:
+        """Return the bytes that an option says. Raises ValueError, which names the option."""
         try:
-            return parse_bytes(text) if text else None
+            return parse_bytes(getattr(self, name))
         except ValueError as error:
             raise ValueError(f"--{name.replace('_', '-')}: {error}") from None
 

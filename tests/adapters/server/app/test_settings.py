@@ -19,6 +19,11 @@ def test_a_size_is_refused_by_its_option(name: str, size: str) -> None:
         Settings(**{name: size}).service()
 
 
+def test_an_empty_size_is_no_default_where_there_must_be_one() -> None:
+    with pytest.raises(ValueError, match="--max-upload-bytes: a size must be"):
+        Settings(max_upload_bytes="").service()
+
+
 @pytest.mark.parametrize("name", SIZES)
 def test_a_size_is_taken_with_its_unit(name: str) -> None:
     limits = Settings(**{name: "10 GB"}).service()["limits"]
