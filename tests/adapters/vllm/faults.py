@@ -110,16 +110,16 @@ class Faults:
 
 
 def _damage(folder: Path, handle: str, kind: str) -> None:
-    """Points the first span of a job at a damaged copy of its file, which no other job reads."""
+    """Points the last span of a job, which the prefix cache makes needless last, at a damaged copy of its file."""
     path, bad = folder / f"job-{handle}.json", folder / f"bad-{handle}"
     job = json.loads(path.read_bytes())
-    blob = bytearray((folder / job["loads"][0]["span"][0]).read_bytes())
+    blob = bytearray((folder / job["loads"][-1]["span"][0]).read_bytes())
     if kind == "cut":
         bad.write_bytes(blob[: len(blob) // 2])
     elif kind == "turned":
         blob[len(blob) * 2 // 3] ^= 1
         bad.write_bytes(blob)
-    job["loads"][0]["span"][0] = bad.name
+    job["loads"][-1]["span"][0] = bad.name
     path.write_text(json.dumps(job))
 
 
