@@ -114,6 +114,13 @@ def test_vllms_arguments_are_vllms(tmp_path: Path) -> None:
     assert "--chat-template: for chats only" in done.stderr
 
 
+def last_line_on(port: str) -> str:
+    command = [sys.executable, "-m", "ctxwin", "serve", "tiny", "--host", "127.0.0.1", "--port", port]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    return done.stderr.splitlines()[-1]
+
+
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_a_port_that_is_taken_is_one_line() -> None:
@@ -121,8 +128,12 @@ def test_a_port_that_is_taken_is_one_line() -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = str(other.getsockname()[1])
-        command = [sys.executable, "-m", "ctxwin", "serve", "tiny", "--host", "127.0.0.1", "--port", port]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 2
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("error:") and port in last and "--port" in last and "Traceback" not in done.stderr
+        last = last_line_on(port)
+    assert last.startswith("error:") and port in last and "--port" in last
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("port", ["70000", "-1"])
+def test_a_port_that_is_none_is_one_line(port: str) -> None:
+    assert last_line_on(port) == f"error: --port must be 0 to 65535, got {port}"

@@ -225,6 +225,12 @@ def test_the_command_on_transformers(folder: Path) -> None:
     check_rows(json.loads(told.stdout), runs=2)
 
 
+def test_tokens_that_a_generated_model_does_not_take_are_refused_before_it_is_made(tmp_path: Path) -> None:
+    told = run(["--engine", "hf", "--model-dir", str(tmp_path), "--tokens", "9000"])
+    assert told.exit_code and "9216 of the model, got 9000" in told.output + str(told.exception)
+    assert not list(tmp_path.iterdir())
+
+
 @guard
 @pytest.mark.vllm
 def test_the_command_on_vllm(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

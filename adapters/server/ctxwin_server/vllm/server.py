@@ -79,7 +79,9 @@ async def _run(args: Namespace, windows: Windows, arguments: Sequence[str]) -> N
     decorate_logs("APIServer", skip_if_decorated=True)
     try:
         address, listening = setup_server(args, reuse_port=False)
-    except (OSError, OverflowError) as error:
+    except OverflowError as error:
+        raise ValueError(f"--port must be 0 to 65535, got {args.port}") from error
+    except OSError as error:
         where = args.uds or f"port {args.port} of {args.host or 'this machine'}"
         raise OSError(f"{where} must be free to listen on, got {error}; choose another with --port") from error
     with listening:

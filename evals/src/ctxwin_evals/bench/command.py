@@ -64,10 +64,12 @@ def reuse(
     from ctxwin_evals.bench.reuse import Settings, measure
     from ctxwin_evals.console import engine_keywords, names, numbers, prepare, show
 
-    settings = Settings(names(ops), tuple(numbers(tokens)), rank, runs, seed)
+    settings, sizes = Settings(names(ops), tuple(numbers(tokens)), rank, runs, seed), SMALL if quick else Sizes()
     options, others = engine_keywords(engine, engine_options), names(peers)
     check_peers(others, engine)
     check_model(model, model_dir)
+    if not model:
+        settings.check(sizes.max_tokens)  # before one is generated
     if out is not None and (not out.parent.is_dir() or out.is_dir()):
         raise ValueError(f"--out must be a file in a folder that exists, got {str(out)!r}")
     if out is not None:
@@ -79,7 +81,7 @@ def reuse(
     with stages() as on_progress:
         on_progress("model", 0, 0)
         prepare(threads)
-        folder = open_model(model, SMALL if quick else Sizes(), seed, model_dir)
+        folder = open_model(model, sizes, seed, model_dir)
         opened, running, refused = open_engine(f"{engine}:{folder}", **options), dict[str, Peer](), dict[str, str]()
         try:
             for name in others:

@@ -62,9 +62,9 @@ class Settings:
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
-    def check(self, engine: Engine) -> None:
-        """Raise ValueError where the longest prompt does not fit the engine."""
-        needed, room = 2 * max(self.tokens) + 64, engine.spec.max_tokens  # who appends holds twice the window
+    def check(self, room: int) -> None:
+        """Raise ValueError where the longest prompt does not fit in the ``room`` of a model, in tokens."""
+        needed = 2 * max(self.tokens) + 64  # who appends holds twice the window
         if needed > room:
             raise ValueError(f"tokens must leave room in the {room} of the model, got {max(self.tokens)}: {needed}")
 
@@ -88,7 +88,7 @@ def measure(
     Raises ValueError for sizes that do not fit the engine, or a rank at which patches outweigh the KV they stand for.
     Cost: two to eight prefills of every prompt a run, and what `moves` prepares.
     """
-    settings.check(engine)
+    settings.check(engine.spec.max_tokens)
     load_before = load()
     bench = _Bench(engine, peers or {})
     cells = [(op, tokens) for tokens in sorted(settings.tokens) for op in settings.ops]
