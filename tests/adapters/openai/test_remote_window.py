@@ -434,10 +434,7 @@ def test_snapshots_and_attaching(client: OpenAI, engine: Engine, window: RemoteW
 def test_what_is_disposable(client: OpenAI, engine: Engine) -> None:
     """Of no other test, so that both compute it in the same cuts: in others bfloat16 rounds differently on some processors."""
     system_prompt = "You watch a camera that nobody else does."
-    with (
-        Window(engine, system_prompt, budget=900) as local,
-        RemoteWindow(client, system_prompt, budget=900) as remote,
-    ):
+    with Window(engine, system_prompt, budget=900) as local, RemoteWindow(client, system_prompt, budget=900) as remote:
         expected, found = (w.disposable(w.extend(CHUNKS[:3])[2], QUESTION, 3) for w in (local, remote))
     assert found.kl == pytest.approx(expected.kl, rel=1e-4)
     assert dataclasses.replace(found, kl=expected.kl) == expected
