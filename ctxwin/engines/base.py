@@ -81,6 +81,10 @@ class Engine(ABC):
         tenant = f" of {self.tenant!r}" if self.tenant else ""
         return f"<{type(self).__name__}{tenant} {self.spec.model}, {self.spec.max_tokens:,} tokens, {self.store!r}>"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse `copy` and `pickle`: its model, threads and store are of this process."""
+        raise TypeError("an engine must be opened where it is used, not copied or pickled; send its model's name")
+
     @property
     def caches_prefixes(self) -> bool:
         """True where KV of an exact prompt serves the next one that begins alike, whether it was captured or not."""

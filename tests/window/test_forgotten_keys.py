@@ -6,7 +6,6 @@ does not depend on a chunk: system prompts and shared bases.
 
 from __future__ import annotations
 
-import copy
 import uuid
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -145,7 +144,8 @@ def opened() -> Iterator[Engine]:
 
 def on(engine: Any, store: str, tenant: str = "") -> Engine:
     """The engine over another store, as if it had been opened so."""
-    view = copy.copy(engine)
+    view = object.__new__(type(engine))
+    vars(view).update(vars(engine))
     view.store = open_store(store, tenant=tenant)
     view.repo = SpanRepository(view.store, engine.spec.identity, spec=engine.spec.kv)
     checkpoint, identity = engine.encoder.checkpoint, engine.spec.identity

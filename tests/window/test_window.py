@@ -270,6 +270,12 @@ def test_a_window_is_neither_copied_nor_pickled(window: Window) -> None:
             take(window)
 
 
+def test_an_engine_is_neither_copied_nor_pickled(engine: FakeEngine) -> None:
+    for take in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="opened where it is used"):
+            take(engine)
+
+
 @pytest.mark.parametrize("forks", [8, pytest.param(20, marks=(pytest.mark.slow, pytest.mark.guard))])
 def test_forks_of_a_window_that_slides_meanwhile_answer_for_themselves(forks: int) -> None:
     """Taken in other threads, at any moment of its edits and asks."""
