@@ -110,7 +110,7 @@ class Faults:
 
 
 def _damage(folder: Path, handle: str, kind: str) -> None:
-    """Points the last span of a job, which the prefix cache makes needless last, at a damaged copy of its file."""
+    """Points the last span of a job at a damaged copy of its file; vLLM's prefix cache may hold what the first ones bring."""
     path, bad = folder / f"job-{handle}.json", folder / f"bad-{handle}"
     job = json.loads(path.read_bytes())
     blob = bytearray((folder / job["loads"][-1]["span"][0]).read_bytes())

@@ -49,7 +49,7 @@ _FIXED: dict[str, Any] = {
     "scheduling_policy": "priority",  # work that nobody waits for comes last
     "mm_device_do_normalize": False,  # pixels come normalised from the model's own processor
 }
-_GUARD = "open it under `if __name__ == '__main__':`, as the processes that it starts import this script"
+_MAIN_GUARD = "open it under `if __name__ == '__main__':`, as the processes that it starts import this script"
 _log = logging.getLogger("ctxwin.engines")
 _lock = threading.Lock()
 _open = 0
@@ -77,7 +77,7 @@ def start(
     if processes == "single" and ranks(options) != 1:
         raise ValueError("tensor_parallel_size, pipeline_parallel_size need processes='multi' or 'async', got 'single'")
     if processes != "single" and getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise EngineFailed(f"vLLM could not open {model!r} while a process imports its script: {_GUARD}")
+        raise EngineFailed(f"vLLM could not open {model!r} while a process imports its script: {_MAIN_GUARD}")
     versions.check(options.get("allow_untested_vllm"))
     with _lock, in_turn() if processes == "single" else contextlib.nullcontext(), _unnoticed(processes, options):
         from vllm import envs
@@ -107,12 +107,12 @@ def start(
             refusal = transport.refusal if isinstance(transport, SharedMemoryTransport) else None
             if refusal is not None:
                 raise UnsupportedModel(refusal) from error
-            remedy = f"; {_GUARD}" if processes != "single" and _is_unguarded() else ""
+            remedy = f"; {_MAIN_GUARD}" if processes != "single" and _lacks_main_guard() else ""
             raise EngineFailed(f"vLLM could not open {model!r}: {error}{remedy}") from error
 
 
-def _is_unguarded() -> bool:
-    """Return True if the program is a script that does all it does when it is imported, too."""
+def _lacks_main_guard() -> bool:
+    """Return True if the program is a script that never asks for ``__main__``, so that importing it runs all of it."""
     script = getattr(sys.modules["__main__"], "__file__", None)
     try:
         return script is not None and "__main__" not in Path(script).read_text(encoding="utf-8")
