@@ -12,7 +12,8 @@ Arms are spelled as `ctxwin eval run` has them. ``slideN/ARM``: the placed chunk
 - ``floor/bfloat16-pieces``: bfloat16 in pieces of 100 against bfloat16 in one pass.
 
 Every row is kept in ``OUTPUT/samples.jsonl`` as it is done, so a run goes on where it stopped, with other arms or more contexts.
-``--workers`` shares the contexts among processes, each with the model on ``--device``.
+``--workers`` shares the contexts among processes, each with the model on ``--device``. Patches of arms that name no variant are
+of ``--layout``; a shared basis is fitted on the contexts in front of ``--first``.
 """
 
 import multiprocessing
@@ -21,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,6 +32,7 @@ import typer
 from torch import Tensor
 
 from ctxwin.chunk import Chunk
+from ctxwin.kv.patch import Layout
 from ctxwin.progress import progress
 from ctxwin_evals.arms import BASES, Arm, Served, parse_arm
 from ctxwin_evals.console import Device, Json, Threads, open_model, show
@@ -121,12 +124,28 @@ class Views:
         return self.read(Served(group.spans(memory)[0]))
 
 
+@dataclass(frozen=True)
+class Patching:
+    """The layout of patches; a shared basis is fitted on the first ``fitted`` contexts of a task and kept in ``folder``."""
+
+    layout: Layout = "joint"
+    task: str = ""
+    seed: int = 0
+    fitted: int = 0
+    folder: Path | None = None
+
+
 class Study:
     """Serves contexts in every way and keeps a row for each; ``rounded`` opens the model in bfloat16 when a floor asks for it."""
 
-    def __init__(self, decoder: Decoder, rounded: Callable[[], Decoder]) -> None:
+    def __init__(self, decoder: Decoder, rounded: Callable[[], Decoder], patching: Patching = Patching()) -> None:
         self.decoder, self._rounded = decoder, cache(rounded)
-        self._patcher = fitted(decoder, ("joint", "all", "none"), lambda: iter(()))
+
+        def groups() -> Iterator[Group]:
+            contexts = Texts(decoder.engine, patching.seed).contexts(patching.task, patching.fitted)
+            return (Views(decoder, Patcher(decoder.spec), context).group("") for context in contexts)
+
+        self._patcher = fitted(decoder, (patching.layout, "all", "none"), groups, keep=patching.folder)
         self._patcher.floor = _RANK
 
     def serve(self, jobs: Iterable[Job]) -> Iterator[list[Sample]]:
@@ -228,8 +247,8 @@ def run(
 class Processes:
     """Processes that each open the model, with so many ``threads``, and serve contexts of their own."""
 
-    def __init__(self, count: int, model: str, device: str, threads: int) -> None:
-        self._count, self._opening = count, (model, device, threads)
+    def __init__(self, count: int, model: str, device: str, threads: int, patching: Patching = Patching()) -> None:
+        self._count, self._opening = count, (model, device, threads, patching)
         # CUDA does not survive a fork.
         self._executor = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"))
 
@@ -245,12 +264,12 @@ class Processes:
 
 
 @cache
-def _open_study(model: str, device: str, threads: int) -> Study:
+def _open_study(model: str, device: str, threads: int, patching: Patching) -> Study:
     decoder = Decoder(open_model(model, "float32", device, threads))
-    return Study(decoder, lambda: Decoder(open_model(model, "bfloat16", device, threads)))
+    return Study(decoder, lambda: Decoder(open_model(model, "bfloat16", device, threads)), patching)
 
 
-def _serve_in_process(opening: tuple[str, str, int], job: Job) -> list[Sample]:
+def _serve_in_process(opening: tuple[str, str, int, Patching], job: Job) -> list[Sample]:
     return list(_open_study(*opening).rows(*job))
 
 
@@ -327,6 +346,7 @@ def main(
     arms: Annotated[str, typer.Option(help="main, more, or arms, separated by commas.")] = "main",
     n: Annotated[int, typer.Option(help="Contexts of each set.", min=1)] = 300,
     first: Annotated[int, typer.Option(help="Number of the first one, where machines share a run.", min=0)] = 0,
+    layout: Annotated[Layout, typer.Option(help="Factors of patches whose arm names no variant.")] = "joint",
     minutes: Annotated[float, typer.Option(help="End after so many minutes with what is there; 0: never.", min=0)] = 0,
     seed: Seed = 0,
     threads: Threads = 0,
@@ -340,15 +360,20 @@ def main(
         words = [word.strip() for word in arms.split(",") if word.strip()]
         names = [name for word in words for name in {"main": MAIN, "more": MORE}.get(word, (word,))]
         names = list(dict.fromkeys([REPREFILL, *names, *(base_of(name) for name in names)]))
-        begun = time.monotonic()
-        study = _open_study(model, device if workers == 1 else "cpu", threads)
+        if layout == "shared" and not first:
+            raise ValueError(
+                "--first must be at least 1, so that --layout shared has contexts to fit its basis on; got 0"
+            )
+        begun, tasks = time.monotonic(), [task.strip() for task in sets.split(",")]
+        folder = output or Path("eval-output") / f"released-{Path(model).name}-{seed}"
+        patching = Patching(layout, tasks[0], seed, first, folder)
+        study = _open_study(model, device if workers == 1 else "cpu", threads, patching)
         engine, serve = study.decoder.engine, study.serve
         if workers > 1:
-            serve = Processes(workers, model, device, threads or 1).serve
+            serve = Processes(workers, model, device, threads or 1, patching).serve
         texts = Texts(engine, seed)
-        folder = output or Path("eval-output") / f"released-{Path(model).name}-{seed}"
-        config = {"format": FORMAT, "study": "released", "model": engine.spec.identity, "seed": seed}
-        contexts = [texts.contexts(task.strip(), n)[first:] for task in sets.split(",")]
+        config = {"format": FORMAT, "study": "released", "model": engine.spec.identity, "seed": seed, "layout": layout}
+        contexts = [texts.contexts(task, n)[first:] for task in tasks]
         deadline = begun + 60 * minutes if minutes else float("inf")
         with open_samples(folder, config) as samples:
             with progress("contexts", sum(map(len, contexts))) as advance:

@@ -136,6 +136,27 @@ def test_a_run_that_stopped_gives_the_table_of_one_that_did_not(tmp_path: Path) 
     )
 
 
+@pytest.mark.parametrize("layout", ["quantized", "shared"])
+def test_every_arm_patches_in_the_layout_of_the_run(tmp_path: Path, layout: str) -> None:
+    """Windows serve quantized patches in every lane; a shared basis is fitted on contexts in front of those that are judged."""
+    app = typer.Typer(add_completion=False)
+    app.command()(main)
+    options = ["--model", "tiny", "--sets", SET, "--threads", "1", "--json", "--arms", "patched:4,recall/update:4"]
+    options += ["--layout", layout, "--output", str(tmp_path)]
+    for n, first in ((2, 1), (3, 1)):
+        result = CliRunner().invoke(app, [*options, "--n", str(n), "--first", str(first)])
+        assert result.exit_code == 0, result.output
+        figures = json.loads(result.stdout)["sets"][SET]
+        assert figures["patched:4"]["n"] == n - first and figures["patched:4"]["bytes_share"] > 0
+        assert figures["recall/update:4"]["kl"] < figures["recall/blind"]["kl"]
+    assert (tmp_path / "basis.safetensors").exists() == (layout == "shared")
+    joint = CliRunner().invoke(app, [*options, "--first", "1", "--n", "2", "--layout", "joint"])
+    assert joint.exit_code == 2 and "layout" in joint.output
+    if layout == "shared":
+        result = CliRunner().invoke(app, [*options, "--n", "2"])
+        assert result.exit_code == 2 and "--first must be at least 1" in result.output
+
+
 def test_processes_give_the_rows_of_one(tiny: HFEngine) -> None:
     contexts, names = Texts(tiny, 0).contexts(SET, 3), ["reprefill", "blind", "patched:4", "floor/bfloat16"]
     jobs = [(context, names) for context in contexts]
