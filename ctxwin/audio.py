@@ -61,7 +61,7 @@ def as_samples(
             raise BadMedia("an audio array needs its sampling_rate, got none; pass e.g. sampling_rate=16000")
         rate = _validate_rate(sampling_rate, len(audio))
         first, last = _range(start, end, rate, len(audio))
-        samples = np.ascontiguousarray(audio[first:last])
+        samples = np.array(audio[first:last])  # its owner may write what comes next into it
     else:
         if sampling_rate is not None:
             raise BadMedia("sampling_rate is for arrays; a file has its own, so omit it")

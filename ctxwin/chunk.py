@@ -283,6 +283,9 @@ class Chunk(BaseModel):
         Args:
             role: ``user``, ``assistant``, ``system`` or ``tool``.
             content: a string, a chunk or a ``{"type": "text"|"image"|"video"|"audio", ...}`` block, or a list of these.
+            metadata: fields of `Chunk`; ``as_frames``, ``keep_source``, ``pin`` and ``origin`` are else those of the content.
+
+        Raises ValueError for other content, an unknown key of a block, and videos of which only some are ``as_frames``.
         """
         if role not in ("user", "assistant", "system", "tool"):
             raise ValueError(f"role must be user, assistant, system or tool, got {role!r}")
@@ -291,13 +294,13 @@ class Chunk(BaseModel):
         blocks = [content] if isinstance(content, str | Mapping | Chunk) else content
         if not isinstance(blocks, Iterable):
             raise ValueError(f"a message's content must be a str or a list of blocks, got {type(content).__name__}")
-        for block in blocks:
-            chunk = block if isinstance(block, Chunk) else _block(block)
+        chunks = [block if isinstance(block, Chunk) else _block(block) for block in blocks]
+        for chunk in chunks:
             parts += chunk.parts
             pixels |= chunk._frames
         if not parts:
             raise ValueError("a message must have content, got none")
-        return cls._of(tuple(parts), {"role": role, **metadata}).holding(pixels)
+        return cls._of(tuple(parts), {"role": role, **_fields_of(chunks), **metadata}).holding(pixels)
 
     @classmethod
     def _with_media(cls, media: Sequence[tuple[MediaPart, np.ndarray]], text: str, metadata: dict[str, Any]) -> Chunk:
@@ -362,17 +365,39 @@ def _decode_audio(
     return MediaPart(media="audio", content=content, shape=shape, rate=rate, track=track, **origin), samples
 
 
+_OPTIONS = {
+    "image": frozenset[str](),
+    "video": frozenset({"start", "end", "fps", "frames", "audio", "sampling_rate", "as_frames"}),
+    "audio": frozenset({"sampling_rate", "start", "end"}),
+}
+"""What a content block may say of its media, by type."""
+
+
+def _fields_of(chunks: Sequence[Chunk]) -> dict[str, Any]:
+    """Return the fields that a message takes over from the chunks in it."""
+    as_frames = {chunk.as_frames for chunk in chunks if any(part.media == "video" for part in chunk.media)}
+    if len(as_frames) > 1:
+        raise ValueError("as_frames must be the same for all videos of a message, got both; make it two messages")
+    return {
+        "as_frames": True in as_frames,
+        "keep_source": all(chunk.keep_source for chunk in chunks),
+        "pin": any(chunk.pin for chunk in chunks),
+        "origin": next((chunk.origin for chunk in chunks if chunk.origin), ""),
+    }
+
+
 def _block(block: Any) -> Chunk:
     match block:
         case str() | {"type": "text", "text": str()}:
             return Chunk.text(block if isinstance(block, str) else block["text"])
-        case {"type": "image", "image": image}:
-            return Chunk.image(image)
-        case {"type": "video", "video": video}:
-            options = ("start", "end", "fps", "frames", "audio", "sampling_rate")
-            return Chunk.video(video, **{k: block[k] for k in options if k in block})
-        case {"type": "audio", "audio": audio}:
-            return Chunk.audio(audio, **{k: block[k] for k in ("sampling_rate", "start", "end") if k in block})
+        case {"type": "image" | "video" | "audio" as media} if media in block:
+            options = {name: value for name, value in block.items() if name not in ("type", media)}
+            if unknown := options.keys() - _OPTIONS[media]:
+                allowed = ", ".join(sorted(_OPTIONS[media])) or "nothing else"
+                raise ValueError(
+                    f"{media} blocks must hold type, {media} and {allowed}, got {sorted(map(str, unknown))}"
+                )
+            return cast("Chunk", getattr(Chunk, media)(block[media], **options))
     got = repr(block)[:200] if isinstance(block, dict | int | float | bytes) else type(block).__name__
     raise ValueError(
         f"a content block must be a str, a Chunk or a text/image/video/audio dict, got {got}; a picture is "

@@ -85,7 +85,7 @@ def as_rgb(image: Any) -> np.ndarray:
                 f"an image array must be HxWx3 uint8 RGB, got shape {image.shape} dtype {image.dtype}; {_conversion(image)}"
             )
         check_size(image.shape[1], image.shape[0])
-        return np.ascontiguousarray(image)
+        return np.array(image, order="C")  # its owner may write the next frame into it
     picture = image if isinstance(image, Image.Image) else open_picture(image)
     try:
         check_size(*picture.size)

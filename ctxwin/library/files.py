@@ -16,7 +16,8 @@ VIDEOS = frozenset({".mp4", ".m4v", ".avi", ".mov", ".mkv", ".webm", ".ts", ".m2
 MAX_FILE_BYTES = 256 << 20
 MAX_PAGES = 2000
 MAX_TEXT = 1200
-"""Characters of a passage of text; a paragraph that is longer is cut at blanks."""
+"""Characters of a passage of text; a paragraph that is longer is cut at ends of lines and blanks."""
+_NOT_BLANK = re.compile(r"\S")
 _PDF_SCALE = 1.0  # pixels a point: a page of A4 is 595 x 842
 _CLIP_SECONDS = 4
 
@@ -86,13 +87,18 @@ def _texts(name: str, data: bytes) -> list[str]:
 
 
 def _pieces(paragraph: str) -> Iterator[str]:
-    while len(paragraph) > MAX_TEXT:
-        cut = paragraph.rfind(" ", 1, MAX_TEXT)
-        cut = MAX_TEXT if cut < 0 else cut
-        yield paragraph[:cut]
-        paragraph = paragraph[cut:].lstrip()
+    """Yield a paragraph, which begins and ends in no blank, in pieces: cut at the end of a line if there is one in the latter
+    half of a piece, so that rows stay whole, else at a blank."""
+    at = 0
+    while len(paragraph) - at > MAX_TEXT:
+        end = at + MAX_TEXT
+        cut = paragraph.rfind("\n", at + MAX_TEXT // 2, end)
+        cut = cut if cut >= 0 else max(paragraph.rfind(blank, at + 1, end) for blank in " \t\n")
+        cut = cut if cut >= 0 else end
+        yield paragraph[at:cut]
+        at = _NOT_BLANK.search(paragraph, cut).start()  # type: ignore[union-attr]  # it ends in one
     if paragraph:
-        yield paragraph
+        yield paragraph[at:]
 
 
 def _pages(name: str, data: bytes) -> Iterator[tuple[Chunk, str]]:

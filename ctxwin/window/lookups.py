@@ -161,7 +161,7 @@ class LookUps:
             talk.append(Chunk.text(f"A look-up must have a query and a library out of {names}."))
             return LookUp(str(name), str(query), (), 0)
         if library.name not in self._views:
-            view = self._views[library.name] = library.view(self.versions.get(library.name))
+            view = self._views[library.name] = library.view(self.versions.get(library.name) or None)
             self.versions[library.name] = view.version
         matches = self._views[library.name].find(query, HITS, talk.engine)
         chunks = []

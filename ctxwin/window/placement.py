@@ -71,7 +71,8 @@ def with_system_prompt(engine: Engine, state: State, system_prompt: str) -> Stat
         return entry.replace(kv=kv.model_copy(update=changes), unseen=())
 
     entries, evicted = (tuple(map(behind, chunks)) for chunks in (state.placed, state.evicted))
-    fields = {name: getattr(state, name) for name in ("low_water", "prefill", "version", "arrivals")}
+    kept = ("window", "root", "low_water", "prefill", "version", "arrivals", "libraries")
+    fields = {name: getattr(state, name) for name in kept}
     return new.replace(**fields, placed=entries, evicted=evicted)
 
 

@@ -58,13 +58,18 @@ class ToolBranch:
 
     def _synced_branch(self, window: AskableWindow, tools: Sequence[Mapping[str, Any]]) -> AskableWindow:
         """Return the branch, with the chunks that ``window`` has now."""
-        tools_json = json.dumps([_validate_tool(tool) for tool in tools])
-        if self._branch is None or self._key != tools_json:
+        own_prompt, definitions = window.core.state.system_prompt, [_validate_tool(tool) for tool in tools]
+        key = json.dumps([own_prompt, definitions])
+        if self._branch is None or self._key != key:
             self.close()
-            system_prompt = template_of(window.engine).system(window.core.state.system_prompt, json.loads(tools_json))
+            system_prompt = template_of(window.engine).system(own_prompt, json.loads(key)[1])
             if not is_plain_text(window.engine, system_prompt):
                 raise UnsupportedModel("the chat template has special tokens for tools, which no system prompt holds")
-            self._branch, self._key = window.fork(system_prompt), tools_json
+            self._branch, self._key = window.fork(system_prompt), key
+            with self._branch.core.writing() as state:
+                self._branch.core.commit(
+                    edits.without_pending(state)
+                )  # it follows the window, which may take them back
         sync(self._branch.core, [entry.chunk for entry in window.core.state.placed])
         for own_entry, entry in zip(self._branch.core.state.placed, window.core.state.placed, strict=True):
             self._branch.toggle(own_entry.id, conditioned=entry.conditioned)

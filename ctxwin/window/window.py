@@ -201,6 +201,7 @@ class Window(WindowReader):
                 self.core.commit(edits.add_pending(state, placement, "evict"))
             elif forget:
                 entry = state.find(placement)
+                self._tool_branch.close()  # its chunks absorbed this one, too
                 self.core.forget(edits.forget(state, entry), entry)
             else:
                 self.core.commit(edits.evict(state, [state.placed[state.index(placement)]]), "evict", [placement])
@@ -326,20 +327,22 @@ class Window(WindowReader):
 
         What is placed already stays where it is, and what had left comes back under its id. Others leave in the order of
         `eviction` where the budget, with ``reserve_tokens`` tokens free, needs it. All or nothing. A window goes on reading the
-        version of a library that it read first, whatever is replaced there meanwhile. Raises BudgetExceeded where they do not
-        fit, UnknownVersion where that version is kept no more, ChunkUnavailable. Cost: the search, and no vision encode of what
-        was prepared (`Library.prepare`).
+        version of a library that it read first, whatever is replaced there meanwhile, unless that had no files yet. Raises
+        BudgetExceeded where they do not fit, UnknownVersion where that version is kept no more, ChunkUnavailable. Cost: the
+        search, and no vision encode of what was prepared (`Library.prepare`).
         """
         check_searchable("library", library)
         with self.core.writing() as state:
-            view = library.view(state.libraries.get(library.name))
+            view = library.view(state.libraries.get(library.name) or None)
             with self.core.counting_encodes():
                 matches = view.find(query, k, self.engine)
             new = state
             ids: dict[str, None] = {}
             for chunk in matches:
                 here = next((p.id for p in new.placed if p.chunk_id == chunk.id), None)
-                if here is None:
+                if here is not None:
+                    new = edits.drop_pending(new, here, "evict")
+                else:
                     back = next((p for p in reversed(new.evicted) if p.chunk_id == chunk.id), None)
                     entry = self.core.place(new, chunk)
                     new = edits.recall(new, back, len(new.placed))[0] if back else edits.append(new, entry)

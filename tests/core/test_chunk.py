@@ -359,6 +359,33 @@ def test_a_block_alone_is_a_message_of_one_block(block: Any) -> None:
     assert Chunk.message("user", block).parts == Chunk.text("a note").parts
 
 
+def test_a_buffer_that_is_filled_again_does_not_change_a_chunk(picture: np.ndarray) -> None:
+    """OpenCV's ``read(buffer)`` and sound cards write every frame into the same memory."""
+    frame, samples = picture.copy(), np.linspace(-1, 1, 800, dtype=np.float32)
+    seen, heard = Chunk.image(frame), Chunk.audio(samples, 8000)
+    wanted = samples.copy()
+    frame[:] = 0
+    samples[:] = 0
+    assert np.array_equal(seen.pixels(seen.media[0])[0], picture)  # type: ignore[index]
+    assert np.array_equal(heard.pixels(heard.media[0]), wanted)  # type: ignore[arg-type]
+
+
+def test_a_message_is_what_the_chunks_in_it_are(picture: np.ndarray) -> None:
+    frames = [picture, picture // 2]
+    clip = Chunk.video(frames, fps=1.0, as_frames=True, keep_source=False, pin=True).drawn_from("library")
+    turn = Chunk.message("user", ["look", clip])
+    assert (turn.as_frames, turn.keep_source, turn.pin, turn.origin) == (True, False, True, "library")
+    block = {"type": "video", "video": frames, "fps": 1.0, "as_frames": True}
+    assert Chunk.message("user", ["look", block]).id == turn.id
+    assert not Chunk.message("user", [clip], pin=False).pin
+    plain = Chunk.video(frames, fps=1.0)
+    assert Chunk.message("user", [plain, Chunk.image(picture)]).as_frames is False
+    with pytest.raises(ValueError, match="as_frames must be the same for all videos of a message"):
+        Chunk.message("user", [clip, plain])
+    with pytest.raises(ValueError, match=r"video blocks must hold type, video and .*as_frames.*, got \['rate'\]"):
+        Chunk.message("user", [{"type": "video", "video": frames, "rate": 1.0}])
+
+
 def test_importing_ctxwin_loads_no_heavy_library() -> None:
     """Nor does naming everything public, up to the engine that is opened."""
     code = (

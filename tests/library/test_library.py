@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from ctxwin.errors import (
     UnknownFile,
     UnknownVersion,
 )
-from ctxwin.library.files import MAX_TEXT
+from ctxwin.library.files import MAX_TEXT, _pieces, passages_of
 from ctxwin.library.library import KEPT, granted, libraries
 from ctxwin.media import png
 from library.conftest import Clock
@@ -51,6 +52,27 @@ def test_files_are_cut_into_passages(shelf: Library, tmp_path: Path) -> None:
     (passage,) = shot.passages
     assert passage.text == "a dark square" and passage.chunk.id == Chunk.image(picture(9)).id
     assert [row.name for row in shelf.files()] == ["notes.md", "shot.png"]
+
+
+def test_rows_stay_whole_and_a_long_file_takes_linear_work() -> None:
+    rows = [f"{i},item{i},{37 * i}" for i in range(1000)]
+    pieces = [passage.text for passage in passages_of("a.csv", "\n".join(rows).encode())]
+    assert [row for piece in pieces for row in piece.split()] == rows
+    assert max(map(len, pieces)) <= MAX_TEXT < 2.2 * min(map(len, pieces[:-1]))
+    words = "\t".join(f"word{i}" for i in range(3000))
+    assert "\t".join(passage.text for passage in passages_of("a.log", words.encode())) == words
+    assert "".join(passage.text for passage in passages_of("a.txt", b"x" * 3000)) == "x" * 3000
+
+    class Counted(str):
+        copied = 0
+
+        def __getitem__(self, at: Any) -> str:
+            piece = str.__getitem__(self, at)
+            Counted.copied += len(piece)
+            return piece
+
+    text = Counted("2024-01-01 host7 ok took 12.5 ms \n" * 10_000 + "end")
+    assert sum(map(len, _pieces(text))) == Counted.copied <= len(text)
 
 
 def test_pages_of_a_pdf_are_pictures_found_by_their_words(shelf: Library) -> None:

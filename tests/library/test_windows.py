@@ -56,6 +56,30 @@ def test_a_running_window_keeps_what_it_opened_with(zoo: Library, engine: FakeEn
     assert old.fork().retrieve("dog", zoo) == [dog_before]
 
 
+def test_a_window_that_looked_before_there_was_a_file_reads_the_first_ones(shelf: Library, engine: FakeEngine) -> None:
+    with Window(engine, "hd") as window:
+        assert window.retrieve("pump", shelf) == []
+        shelf.add(b"The pump is red.", "a.txt")
+        assert len(window.retrieve("pump", shelf)) == 1
+        shelf.add(b"The pump is blue.", "a.txt", replace=True)
+        with window.fork("another") as branch, Window(engine, "hd") as late:
+            for reader in (window, branch, late):
+                (found,) = reader.retrieve("pump", shelf)
+                assert ("red" in str(reader.chunk(found).parts)) == (reader is not late)
+            assert branch.snapshot().unit == window.id != late.snapshot().unit
+
+
+def test_what_is_found_does_not_leave_with_a_lazy_eviction(shelf: Library, engine: FakeEngine) -> None:
+    shelf.add(b"The pump is red.", "a.txt")
+    with Window(engine, "hd", budget=60) as window:
+        window.append(Chunk.text("a word in front of it."))
+        (pump,) = window.retrieve("pump", shelf, k=1)
+        window.append(Chunk.text("and one behind it"))
+        window.evict(pump, lazy=True)
+        assert window.retrieve("pump", shelf, k=1, reserve_tokens=60 - window.tokens + 5) == [pump]
+        assert pump in window.ids and not window.pending
+
+
 def test_others_leave_for_what_is_found(zoo: Library, engine: FakeEngine) -> None:
     with Window(engine, "hd", budget=20) as window:
         window.extend([Chunk.text("aaaaaa"), Chunk.text("bbbbbb")])

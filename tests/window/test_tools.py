@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ctxwin import Chunk, Window, open_engine
+from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.engines.base import Engine
 from ctxwin.errors import ReadOnlyWindow, UnsupportedModel
 from engines.scripted import ScriptedEngine
@@ -111,6 +112,47 @@ def test_a_closed_window_gives_back_what_its_branch_held(engine: Engine) -> None
         spans = [p.kv.span for p in window._tool_branch._branch.core.state.placed if p.kv]  # type: ignore[union-attr]
         assert spans and all(repo.leased(span) for span in spans)
     assert not any(repo.leased(span) for span in spans)
+
+
+def test_what_is_forgotten_leaves_nothing_in_the_branch(tmp_path: Path) -> None:
+    with (
+        open_engine(f"hf:{write_tool_model(tmp_path)}", dtype="float32") as engine,
+        Window(engine, "You read logs.", fidelity=Fidelity("patched")) as window,
+    ):
+        first, *others = fill(window, 3)
+        window.ask("What?", 4, tools=[LOOK])
+        window.evict(first, forget=True)
+        window.ask("What?", 4, tools=[LOOK])
+        chunks = window._tool_branch._branch.chunks  # type: ignore[union-attr]
+        assert [(chunk.exact, chunk.missing) for chunk in chunks] == [(True, ())] * 2
+        for other in others:
+            window.evict(other, forget=True)
+        spans = [key for key in engine.store.list() if key.startswith("span/")]
+        assert len(spans) <= 2  # of the system prompts, with tools and without
+
+
+def test_the_branch_follows_another_system_prompt_and_edits_that_are_taken_back(engine: Engine) -> None:
+    def assert_as_opened_anew(window: Window) -> None:
+        with Window(engine, window.system_prompt) as fresh:
+            for placed in window.core.state.placed:
+                fresh.append(placed.chunk)
+            wanted = fresh.ask("What is wrong?", 8, tools=[LOOK], logprobs=5)
+        made = window.ask("What is wrong?", 8, tools=[LOOK], logprobs=5)
+        assert made.usage.prompt_tokens == wanted.usage.prompt_tokens and made.token_ids == wanted.token_ids
+
+    with Window(engine, "You read logs.") as window:
+        first, second, _ = fill(window, 3)
+        assert_as_opened_anew(window)
+        window.adopt(window.fork("You are a very different assistant that reads no logs."))
+        assert_as_opened_anew(window)
+        window.undo()
+        assert_as_opened_anew(window)
+        window.evict(second, lazy=True)
+        with window.fork("You read.") as branch:  # its branch is opened while the edit waits
+            assert_as_opened_anew(branch)
+            branch.recall(second)
+            branch.evict(first)
+            assert_as_opened_anew(branch)
 
 
 def test_several_answers_are_those_of_their_seeds(engine: Engine) -> None:
