@@ -15,7 +15,7 @@ class TieredStore(Store):
     """``tiers`` from the fastest to the most durable; closing it closes them.
 
     A value is held where any tier holds it, so a put counts as stored when one tier took it; a lease protects it in
-    every tier that holds it at that moment.
+    every tier that holds it at that moment. What is deleted while it is read is not copied up again.
     """
 
     def __init__(self, tiers: Sequence[Store]) -> None:
@@ -26,6 +26,7 @@ class TieredStore(Store):
         self._lock = threading.Lock()
         self._leases: dict[str, list[tuple[Store, ...]]] = {}
         self._tally = Tally()
+        self._deletions = 0
         self._fetcher: ThreadPoolExecutor | None = None
         self._wanted = 0
 
@@ -35,11 +36,11 @@ class TieredStore(Store):
     def get(self, key: str) -> bytes | None:
         """The value from the first tier that holds it, copied to the tiers above. Cost: of the tiers asked."""
         check_key(key)
+        deletions = self._deletions
         for depth, tier in enumerate(self.tiers):
             value = tier.get(key)
             if value is not None:
-                for above in self.tiers[:depth]:
-                    above.put(key, value)
+                self._copy(key, value, self.tiers[:depth], deletions)
                 # What is hot above must not look cold below: `contains` counts as a use.
                 for below in self.tiers[depth + 1 :]:
                     below.contains(key)
@@ -64,7 +65,17 @@ class TieredStore(Store):
     def delete(self, key: str) -> bool:
         with self._lock:
             self._leases.pop(key, None)
+            self._deletions += 1  # before the tiers' own: a read that began earlier copies nothing behind them
         return any([tier.delete(key) for tier in self.tiers])
+
+    def _copy(self, key: str, value: bytes, tiers: Sequence[Store], deletions: int) -> None:
+        """Put a value that was read into ``tiers``, unless a value was deleted since there were so many ``deletions``."""
+        for tier in tiers:
+            if self._deletions == deletions:
+                tier.put(key, value)
+        if self._deletions != deletions and not any(tier.contains(key) for tier in self.tiers if tier not in tiers):
+            for tier in tiers:
+                tier.delete(key)
 
     def contains(self, key: str) -> bool:
         return any([tier.contains(key) for tier in self.tiers])
@@ -113,11 +124,12 @@ class TieredStore(Store):
 
     def _fetch(self, key: str) -> None:
         first, *below = self.tiers
+        deletions = self._deletions
         try:
             if not first.contains(key):
                 value = next((value for tier in below if (value := tier.get(key)) is not None), None)
                 if value is not None:
-                    first.put(key, value)
+                    self._copy(key, value, [first], deletions)
         except ValueError:
             pass  # a tier was closed meanwhile
         finally:

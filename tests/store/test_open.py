@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -145,6 +147,37 @@ class TestTiers:
         before = slow.stats().hits
         tiered.get("span/a")
         assert slow.stats().hits == before
+
+    @pytest.mark.parametrize("read", ["get", "prefetch"])
+    @pytest.mark.parametrize("held_below", [False, True])
+    def test_what_is_deleted_while_it_is_read_does_not_come_back(self, read: str, held_below: bool) -> None:
+        """Of a slow disk, or a server far away: the read is under way when the deletion begins, or has ended."""
+        fast, slow = MemoryStore(), MemoryStore()
+        reached, may_go_on = threading.Event(), threading.Event()
+        below = slow.get
+
+        def take_long(key: str) -> bytes | None:
+            value = below(key)
+            reached.set()
+            assert may_go_on.wait(60)
+            return value
+
+        slow.put("span/a", b"secret")
+        slow.get = take_long  # type: ignore[method-assign]
+        with closing(TieredStore([fast, slow])) as tiered, ThreadPoolExecutor(1) as threads:
+            if read == "get":
+                threads.submit(tiered.get, "span/a")
+            else:
+                tiered.prefetch(["span/a"])
+            assert reached.wait(60)
+            tiered.delete("span/other" if held_below else "span/a")
+            may_go_on.set()
+            threads.shutdown()
+            if tiered._fetcher is not None:
+                tiered._fetcher.shutdown()
+            slow.get = below  # type: ignore[method-assign]
+            assert tiered.contains("span/a") == slow.contains("span/a") == held_below
+            assert fast.contains("span/a") is False
 
     def test_what_leaves_the_fast_tier_is_still_below(self, tmp_path: Path) -> None:
         tiered = TieredStore([MemoryStore(2500), DiskStore(tmp_path)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, closing
@@ -25,7 +24,7 @@ from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableLambda, RunnableMap, RunnablePassthrough
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ctxwin.engines.base import Engine
 from ctxwin.errors import BudgetExceeded
@@ -38,8 +37,8 @@ from ctxwin.window.events import Observer
 from ctxwin.window.stream import AsyncTokenStream, TokenStream, aask
 from ctxwin.window.toolcalls import Part, Reader, Syntax, learn
 from langchain_ctxwin.decoding import ChatDecoding, scores_to
-from langchain_ctxwin.messages import Conversation, converse
-from langchain_ctxwin.pool import Pool, profile_of, remembers
+from langchain_ctxwin.messages import Conversation, converse, in_order
+from langchain_ctxwin.pool import Opened, Pool, profile_of, remembers
 
 _log = logging.getLogger("ctxwin")
 
@@ -123,6 +122,7 @@ class ChatCtxwin(Answering):
         max_windows: number of windows kept for later calls.
         observers: called after every edit and answer of the windows, see `Window.observe`.
         profile: the model's capabilities; read from the engine once it is open.
+        opened: what is open, which copies share, those of ``configurable_fields`` among them.
 
     Raises ContextOverflowError if messages and answer exceed the budget; nothing is truncated silently. Arguments that are no
     attributes are refused, but for LangChain's own of models that send requests (``api_key``, ``timeout``, ``max_retries``).
@@ -144,8 +144,7 @@ class ChatCtxwin(Answering):
     max_windows: int = Field(default=8, ge=1)
     observers: tuple[Observer, ...] = Field(default=(), exclude=True, repr=False)
 
-    _pool: Pool | None = PrivateAttr(default=None)
-    _opening: threading.RLock = PrivateAttr(default_factory=threading.RLock)
+    opened: Opened = Field(default_factory=Opened, exclude=True, repr=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -171,22 +170,25 @@ class ChatCtxwin(Answering):
         return self._open_pool().engine
 
     def _open_pool(self) -> Pool:
-        with self._opening:
-            if self._pool is None:
-                engine = self.engine or open_engine(self.model)
-                self._pool = Pool(engine, self.budget, self.fidelity, self.max_windows, self.observers)
-                if self.profile is None:
-                    self.profile = profile_of(engine, self.budget)
-            return self._pool
+        with self.opened.lock:
+            pool = self.opened.pools.get(self._pool_key)
+            if pool is None:
+                engine = self.engine or self.opened.engines.get(self.model) or open_engine(self.model)
+                self.opened.engines |= {} if self.engine else {self.model: engine}
+                pool = Pool(engine, self.budget, self.fidelity, self.max_windows, self.observers)
+                self.opened.pools[self._pool_key] = pool
+            if self.profile is None:
+                self.profile = profile_of(pool.engine, self.budget)
+            return pool
+
+    @property
+    def _pool_key(self) -> tuple[Any, ...]:
+        fidelity, observers = self.fidelity and self.fidelity.model_dump_json(), tuple(map(id, self.observers))
+        return self.model, id(self.engine), self.budget, fidelity, self.max_windows, observers
 
     def close(self) -> None:
-        """Close the windows, and the engine if this model opened it. A later call opens it again."""
-        with self._opening:
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.close()
-            if self.engine is None:
-                pool.engine.close()
+        """Close the windows, and the engine if this model or a copy opened it. A later call opens it again."""
+        self.opened.close()
 
     def __enter__(self) -> Self:
         return self
@@ -219,7 +221,7 @@ class ChatCtxwin(Answering):
         Raises UnsupportedModel if the template takes no tools, or writes calls in a form that cannot be parsed: now if
         the engine is open, else with the first answer. An agent binds in its event loop, where opening would block.
         """
-        pool = self._open_pool() if self.engine is not None else self._pool
+        pool = self._open_pool() if self.engine is not None else self.opened.pools.get(self._pool_key)
         schemas = [convert_to_openai_tool(tool) for tool in tools]
         names = [schema["function"]["name"] for schema in schemas]
         if isinstance(tool_choice, dict):
@@ -255,10 +257,7 @@ class ChatCtxwin(Answering):
         A truncated answer raises ValueError, or sets ``parsing_error`` with ``include_raw``.
         """
         if method == "function_calling":
-            runnable: Runnable[LanguageModelInput, Any] = super().with_structured_output(
-                schema, include_raw=include_raw, **kwargs
-            )
-            return runnable
+            return cast("Runnable[Any, Any]", super().with_structured_output(schema, include_raw=include_raw, **kwargs))
         kwargs.pop("strict", None)  # decoding is constrained to the schema in any case
         if method not in ("json_schema", "json_mode") or kwargs:
             raise ValueError(f"method must be function_calling, json_schema or json_mode, got {method!r} and {kwargs}")
@@ -284,12 +283,19 @@ class ChatCtxwin(Answering):
         return RunnableMap(raw=bound) | parsed.with_fallbacks([broken], exception_key="parsing_error")
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
-        """Return the number of prompt tokens of these messages, pictures and ``tools`` included.
+        """Return the number of prompt tokens of these messages, in whatever order, with their pictures and ``tools``.
 
         Cost: new pictures go through the vision tower, once.
         """
         pool, schemas = self._open_pool(), [convert_to_openai_tool(tool) for tool in tools or ()]
-        return pool.run(self._talk(messages, schemas, ask=False), pool.tokens)
+        try:
+            return pool.run(self._talk(messages, schemas, ask=False), pool.tokens)
+        except ValueError:
+            return pool.run(self._talk(in_order(messages), schemas, ask=False), pool.tokens)
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Return the token ids of ``text`` by the model's tokenizer."""
+        return list(self._open_pool().engine.text_ids(text))
 
     def _talk(self, messages: list[BaseMessage], tools: Sequence[Any], **options: Any) -> Callable[..., Conversation]:
         files = self.allowed_local_media_path

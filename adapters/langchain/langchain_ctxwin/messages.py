@@ -137,6 +137,18 @@ def converse(
     return Conversation(system_prompt, builder.pieces, query)
 
 
+def in_order(messages: Sequence[BaseMessage]) -> list[BaseMessage]:
+    """Return messages that `converse` takes: system messages first, and a result apart from its call as the user's message."""
+    first: list[BaseMessage] = []
+    rest: list[Any] = []
+    for message in convert_to_messages(list(messages)):
+        answers = rest and (isinstance(rest[-1], ToolMessage) or getattr(rest[-1], "tool_calls", None))
+        if isinstance(message, ToolMessage) and not answers:
+            message = HumanMessage(message.content)
+        (first if isinstance(message, SystemMessage) else rest).append(message)
+    return [*first, *rest]
+
+
 def message_key(message: BaseMessage) -> str:
     """Return the content identity of a message: type, content and tool calls, without LangChain's generated ids. O(content)."""
     calls = [
@@ -352,7 +364,7 @@ def _media(block: dict[str, Any], kind: str, folder: str | Path | None) -> Any:
             return [_load(item, kind, folder) for item in source]
         if source is not None:
             return _load(Path(source) if name == "path" else source, kind, folder)
-    remedy = "; put the picture itself there: its window and the store have lost it" if "chunk" in block else ""
+    remedy = "; put the picture itself there: this window has no such picture, or the store has lost it" if "chunk" in block else ""
     raise ValueError(f"an {kind} block must have base64, data, path or a url, got {_short(block)}{remedy}")
 
 

@@ -114,7 +114,8 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
         policy: order in which messages leave.
         recall: put a line in place of evicted messages and give the model a tool ``recall(number)``. The tool is offered
             from the first eviction on: until then the prompt is the one without this middleware, and the first eviction
-            changes all of it. ``"always"`` offers the tool from the start.
+            changes all of it. ``"always"`` offers the tool from the start. A `ChatCtxwin` whose chat template takes no tools
+            gets none, and no line.
         media_only: evict only pictures and videos and keep the text around them, as WebVoyager does with its screenshots;
             ``messages`` then counts messages that contain media.
         token_counter: counts messages; default: the model's own count for `ChatCtxwin`, else LangChain's estimate.
@@ -162,11 +163,13 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
     def _decide(self, request: ModelRequest) -> tuple[ModelRequest, dict[str, Omitted]]:
         """Return the request for the model, and the new decisions."""
         history: dict[str, Omitted] = dict(request.state.get(KEY) or {})  # type: ignore[call-overload]
+        request = request if self._recalls(request) else self._with_tools(request, {})
         units = units_of(request.messages, {key: entry["read"] for key, entry in history.items()})
         decisions = {unit.key: history[unit.key] for unit in units if unit.key in history}
         new_decisions: dict[str, Omitted] = {}
         if self._clauses:
-            counter, view = self._counting(request), self._view(units, decisions)
+            counter = self._counting(self._with_tools(request, decisions))  # as the prompt would go out
+            view = self._view(units, decisions, request)
             here = [u for u in units if u.key not in decisions or not decisions[u.key]["out"]]
             size = sum(map(self._size, here))
 
@@ -185,16 +188,16 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
                     new_decisions[unit.key] = Omitted(number=unit_number, out=True, read=unit.read)
                 decisions |= new_decisions
         omitted = any(entry["out"] for entry in decisions.values())
-        view = self._view(units, decisions) if omitted else list(request.messages)
-        return request.override(messages=view, tools=self._tools_of(request, decisions)), new_decisions
+        view = self._view(units, decisions, request) if omitted else list(request.messages)
+        return self._with_tools(request, decisions).override(messages=view), new_decisions
 
     def _size(self, unit: Unit) -> int:
         """Return the number of ``messages`` that a unit counts as."""
         return int(unit.has_media) if self._media_only else len(unit.messages)
 
-    def _view(self, units: Sequence[Unit], decisions: Mapping[str, Omitted]) -> list[Any]:
+    def _view(self, units: Sequence[Unit], decisions: Mapping[str, Omitted], request: ModelRequest) -> list[Any]:
         out = {key for key, entry in decisions.items() if entry["out"]}
-        numbers = {key: decisions[key]["number"] for key in out} if self._recall else None
+        numbers = {key: decisions[key]["number"] for key in out} if self._recalls(request) else None
         return render(units, out, numbers, media_only=self._media_only)
 
     def _leaving(
@@ -208,7 +211,7 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
         remaining = measured("messages" if kind == "messages" else "tokens")
         if kind != "messages":
             target, counter = target * _limit(request.model) if kind == "fraction" else target, self._counting(request)
-            sizes = {u.key: counter(u.messages) - counter(self._remainder(u)) for u in candidates}
+            sizes = {u.key: counter(u.messages) - counter(self._remainder(u, request)) for u in candidates}
             candidates = [replace(u, tokens=sizes[u.key]) for u in candidates]
         protected, late = _protected(units)
         leaving: set[str] = set()
@@ -218,7 +221,7 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
             if unit.key not in protected | leaving:
                 leaving.add(unit.key)
                 remaining -= sizes[unit.key]
-        if leaving and not self._recall and not self._media_only:
+        if leaving and not self._recalls(request) and not self._media_only:
             # Many models want a conversation to begin with its user: answers leave with their question.
             for unit in (u for u in here if u.key not in leaving):
                 if isinstance(unit.messages[0], HumanMessage) or unit.key in protected:
@@ -226,22 +229,28 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
                 leaving.add(unit.key)
         return [u for u in units if u.key in leaving]
 
-    def _remainder(self, unit: Unit) -> list[Any]:
+    def _remainder(self, unit: Unit, request: ModelRequest) -> list[Any]:
         """Return the messages that stay of an evicted unit; the placeholder of entire messages is shared and not counted."""
-        numbers = {unit.key: 1} if self._recall else None
+        numbers = {unit.key: 1} if self._recalls(request) else None
         return render([unit], {unit.key}, numbers, media_only=True) if self._media_only else []
 
-    def _tools_of(self, request: ModelRequest, decisions: Mapping[str, Omitted]) -> list[Any]:
-        """Return the tools of this call: ``recall`` only if there is a message to recall."""
-        if self._recall == "always" or decisions:
-            return request.tools
+    def _recalls(self, request: ModelRequest) -> bool:
+        """Return whether messages can be recalled: a chat template may take no tools."""
+        model = request.model
+        return bool(self._recall) and not (
+            isinstance(model, ChatCtxwin) and _profile(model).get("tool_calling") is False
+        )
+
+    def _with_tools(self, request: ModelRequest, decisions: Mapping[str, Omitted]) -> ModelRequest:
+        """Return the request with the tools of this call: ``recall`` only if there is a message to recall."""
+        if self._recalls(request) and (self._recall == "always" or decisions):
+            return request
         ours = {t.name for t in self.tools}
-        return [t for t in request.tools if not (isinstance(t, BaseTool) and t.name in ours)]
+        return request.override(tools=[t for t in request.tools if not (isinstance(t, BaseTool) and t.name in ours)])
 
     def _counting(self, request: ModelRequest) -> TokenCounter:
         system = [request.system_message] if request.system_message else []
-        if self._counter is not None:
-            counter = self._counter
+        if (counter := self._counter) is not None:
             return lambda messages: counter([*system, *messages])
         model, tools = request.model, request.tools
         if isinstance(model, ChatCtxwin):
@@ -281,10 +290,14 @@ def _protected(units: Sequence[Unit]) -> tuple[set[str], set[str]]:
     return hard, {u.key for u in back if u.read > question}
 
 
-def _limit(model: BaseChatModel) -> int:
+def _profile(model: BaseChatModel) -> Mapping[str, Any]:
     if model.profile is None and isinstance(model, ChatCtxwin):
         model.open()
-    limit = (model.profile or {}).get("max_input_tokens")
+    return model.profile or {}
+
+
+def _limit(model: BaseChatModel) -> int:
+    limit = _profile(model).get("max_input_tokens")
     if not isinstance(limit, int):
         raise ValueError(
             f"a fraction needs the model's max_input_tokens, got profile {model.profile!r}; "
@@ -294,9 +307,8 @@ def _limit(model: BaseChatModel) -> int:
 
 
 def _record(response: ModelResponse[Any], decided: dict[str, Omitted]) -> ModelCallResult[Any]:
-    if not decided:
-        return response
-    return ExtendedModelResponse(model_response=response, command=Command(update={KEY: decided}))
+    command = Command(update={KEY: decided})
+    return ExtendedModelResponse(model_response=response, command=command) if decided else response
 
 
 def _recall_tool() -> BaseTool:

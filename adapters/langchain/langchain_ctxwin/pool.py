@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from langchain_core.language_models import ModelProfile
@@ -70,8 +71,7 @@ class Pool:
         """Open a window that places exactly ``chunks``: a synced fork of the one that shares most with them.
 
         The window joins the pool when the block ends without an error, and replaces the one it was forked from if they
-        are much the same.
-        Raises like `ctxwin.window.sync.sync`.
+        are much the same. Raises like `ctxwin.window.sync.sync`.
         """
         base, window = self._fork(system_prompt, chunks)
         try:
@@ -121,19 +121,35 @@ class Pool:
             old.close()
 
 
+@dataclass(eq=False)
+class Opened:
+    """Engines by model name, and windows by settings, of a chat model and its copies; the next call opens them again."""
+
+    engines: dict[str, Engine] = field(default_factory=dict)
+    pools: dict[tuple[Any, ...], Pool] = field(default_factory=dict)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def close(self) -> None:
+        """Close the windows and engines. Idempotent."""
+        with self.lock:
+            everything: list[Any] = [*self.pools.values(), *self.engines.values()]
+            self.pools, self.engines = {}, {}
+        for opened in everything:
+            opened.close()
+
+
 def profile_of(engine: Engine, budget: int | None) -> ModelProfile:
     """Return `BaseChatModel.profile` of an engine's model; ``max_input_tokens`` is the window's budget."""
     try:
         tools = bool(learn(engine))
     except UnsupportedModel:
         tools = False
-    vision = engine.spec.vision
-    limit = min(budget or engine.spec.max_tokens, engine.spec.max_tokens)
+    vision, most = engine.spec.vision, engine.spec.max_tokens
     kinds = ("_inputs", "_outputs", "_output", "_choice")
     profile: dict[str, Any] = {name: False for name in ModelProfile.__annotations__ if name.endswith(kinds)}
     profile |= {"text_inputs": True, "text_outputs": True, "image_inputs": vision, "video_inputs": vision}
     profile |= {"tool_calling": tools, "tool_call_streaming": tools, "image_tool_message": vision and tools}
-    return cast("ModelProfile", profile | {"max_input_tokens": limit})
+    return cast("ModelProfile", profile | {"max_input_tokens": min(budget or most, most)})
 
 
 def remembers(engine: Engine, answer: str = "") -> bool:

@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 from langchain.agents import create_agent
 from langchain_core.exceptions import ContextOverflowError
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    BaseMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+    trim_messages,
+)
+from langchain_core.runnables import ConfigurableField
 from langchain_core.tools import tool
 from PIL import Image
 
@@ -212,7 +221,7 @@ def test_a_stream_that_is_dropped_stops_the_engine(caller: Engine) -> None:
         engine.steps.release(1)
         stream.close()  # type: ignore[attr-defined]
         assert engine.ended.is_set()
-        assert len(chat._pool or ()) == 0
+        assert not any(map(len, chat.opened.pools.values()))
     assert not [t for t in threading.enumerate() if t.name == "ctxwin-answer"]
 
 
@@ -258,8 +267,57 @@ def test_closing_while_a_call_is_in_flight_leaves_nothing_behind(caller: Engine)
         chat.close()
         engine.steps.release(20)
         assert answer.result(60).content == "one two three"
-    assert chat._pool is None  # not opened again
+    assert not chat.opened.pools  # not opened again
     assert held(caller) == before
+
+
+def test_copies_share_what_is_open(monkeypatch: pytest.MonkeyPatch, caller: Engine) -> None:
+    """LangChain makes a new model for every call of a configurable one."""
+    opened: list[ScriptedEngine] = []
+
+    def open_one(name: str) -> ScriptedEngine:
+        opened.append(ScriptedEngine(caller, lambda prompt: "yes"))
+        return opened[-1]
+
+    monkeypatch.setattr("langchain_ctxwin.chat.open_engine", open_one)
+    with ChatCtxwin(model="any", max_tokens=8) as chat:
+        warm = chat.configurable_fields(temperature=ConfigurableField(id="t"))
+        for _ in range(3):
+            assert warm.invoke("q", config={"configurable": {"t": 0.5}}).content == "yes"
+        copy = chat.model_copy(update={"temperature": 0.7})
+        assert copy.invoke("q").content == chat.invoke("q").content == "yes"
+        assert len(opened) == len(chat.opened.pools) == 1
+        chat.model_copy(update={"budget": 900}).invoke("q")
+        assert len(opened) == 1 and len(chat.opened.pools) == 2
+        copy.close()
+        assert not chat.opened.engines
+        assert chat.invoke("q").content == "yes" and len(opened) == 2
+    assert not chat.opened.engines and not copy.opened.pools
+
+
+def test_parts_of_a_conversation_are_counted_in_any_order(caller: Engine) -> None:
+    def looks(i: int) -> dict[str, Any]:
+        return {"name": "look", "args": {"at": i}, "id": f"c{i}", "type": "tool_call"}
+
+    talk: list[BaseMessage] = [
+        SystemMessage("You look."),
+        HumanMessage("a?"),
+        AIMessage("", tool_calls=[looks(1), looks(2)]),
+        ToolMessage("one", tool_call_id="c1"),
+        ToolMessage("two", tool_call_id="c2"),
+        AIMessage("ok"),
+        HumanMessage("b?"),
+    ]
+    with ChatCtxwin(engine=caller) as chat:
+        assert trim_messages(talk, max_tokens=5000, token_counter=chat) == talk
+        assert trim_messages(talk, max_tokens=5000, token_counter=chat, strategy="first") == talk
+        whole = chat.get_num_tokens_from_messages(talk)
+        assert trim_messages(
+            talk, max_tokens=whole // 2, token_counter=chat, start_on="human", include_system=True
+        ) == [talk[0], talk[-1]]
+        backwards = chat.get_num_tokens_from_messages(talk[::-1])
+        assert abs(backwards - whole) < whole / 3
+        assert chat.get_num_tokens("hello world") == len(caller.text_ids("hello world"))
 
 
 def test_a_picture_that_did_not_fit_is_no_loss_for_the_next_call(tiny: Engine, exact: ChatCtxwin) -> None:
@@ -437,13 +495,13 @@ def test_many_conversations_at_once_stay_apart_and_bounded(caller: Engine) -> No
 
         names = [f"n{i}x" for i in range(6)]
         assert list(threads.map(talk, names)) == [[f"{n.upper()}{t}" for t in range(3)] for n in names]
-        assert len(chat._pool or ()) <= 3
+        assert [len(pool) for pool in chat.opened.pools.values()] == [3]
 
 
 def test_leases_are_given_back(caller: Engine) -> None:
     with ChatCtxwin(engine=caller, max_tokens=4) as chat:
         chat.invoke("what?")
-        pool = chat._pool
+        [pool] = chat.opened.pools.values()
         assert pool is not None
         keys = pool._windows[0].snapshot().keys()
         assert keys
@@ -454,13 +512,13 @@ def test_leases_are_given_back(caller: Engine) -> None:
 def test_a_model_by_name_is_opened_late_and_closed() -> None:
     chat = ChatCtxwin(model="tiny:hf", max_tokens=4)
     assert chat.profile is None
-    assert chat._pool is None
+    assert not chat.opened.pools
     with chat:
         engine = chat.open()
         assert chat.profile is not None
         assert (chat.profile["image_inputs"], chat.profile["tool_calling"]) == (True, False)
         assert chat.invoke("color of 12?").response_metadata["model_name"] == "tiny:hf"
-    assert chat._pool is None
+    assert not chat.opened.pools
     assert engine is not None
     with pytest.raises(ValueError, match="an engine or the model"):
         ChatCtxwin()
@@ -470,7 +528,7 @@ def test_binding_tools_opens_no_engine() -> None:
     """Agents bind in their event loop, which opening a model would block."""
     with ChatCtxwin(model="tiny:hf", max_tokens=4) as chat:
         bound = chat.bind_tools([look])
-        assert chat._pool is None
+        assert not chat.opened.pools
         with pytest.raises(UnsupportedModel, match="drops tool calls"):
             bound.invoke("q")
 

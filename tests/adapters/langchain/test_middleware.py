@@ -389,6 +389,27 @@ def test_any_chat_model_will_do() -> None:
     assert all(entry["out"] for entry in held.values())
 
 
+def test_a_model_whose_template_takes_no_tools_gets_none(tiny: Engine) -> None:
+    for options in ({"trigger": ("messages", 4)}, {"trigger": ("fraction", 0.8)}, {"recall": "always"}):
+        with ChatCtxwin(engine=tiny, fidelity=Fidelity("exact"), max_tokens=3) as chat:
+            middleware = WindowMiddleware(**{"keep": ("messages", 2), **options})  # type: ignore[arg-type]
+            agent = create_agent(chat, middleware=[middleware], checkpointer=InMemorySaver())
+            said = run(agent, ["color of 00?", "color of 01?", "color of 02?"], asynchronous=False)["messages"]
+            assert len(said) == 6 and all(message.text for message in said)
+
+
+def test_what_triggers_is_the_prompt_as_it_goes_out(caller: Engine) -> None:
+    """The recall tool takes more tokens than the conversation, and is not in the prompt before the first eviction."""
+    said = talk("h", "a", "h")
+    with ChatCtxwin(engine=caller, fidelity=Fidelity("exact"), max_tokens=3) as chat:
+        tokens = chat.get_num_tokens_from_messages(list(said))
+        for trigger, evicts in ((tokens + 30, False), (tokens, True)):
+            middleware = WindowMiddleware(trigger=("tokens", trigger), keep=("tokens", 5))
+            agent = create_agent(chat, middleware=[middleware])
+            answer = agent.invoke({"messages": said})["messages"][-1]
+            assert (answer.usage_metadata["input_tokens"] > tokens + 100) == evicts
+
+
 def test_system_messages_are_counted() -> None:
     counted: list[int] = []
 

@@ -6,8 +6,8 @@ A node of your own opens the window that the state names and returns the referen
 `aopen_window` for async nodes); a
 key ``window: Annotated[dict[str, Any], merge_windows]`` of the state holds it.
 
-The node may be interrupted, retried, replayed and returned to: versions never change, repeated edits give the same ids, and
-answers are computed once. Branches (``Send``, parallel nodes) fork and write their references to a key of their own; the node
+The node may be interrupted, retried and returned to: versions never change, repeated edits give the same ids, and answers are
+computed once. (A replay of an older checkpoint is another run, which asks again.) Branches (``Send``, parallel nodes) fork and write their references to a key of their own; the node
 that joins them adopts one::
 
     def branch(state: State, runtime: Runtime[WindowContext]) -> State:  # Send("branch", {"window": ..., "page": 2})

@@ -81,7 +81,7 @@ def engine_of(context: Any) -> Engine:
 
 
 Execution = tuple[str, str, str]
-"""Ids of the checkpoint and the task, the same whenever the node runs again after it (resume, retry, replay), and a name that
+"""Ids of the checkpoint and the task, the same whenever the node runs again after it (resume, retry), and a name that
 distinguishes the sessions of one node."""
 
 
