@@ -17,7 +17,7 @@ import base64
 import binascii
 import json
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -213,15 +213,14 @@ def resume(path: str, data: dict[str, Any]) -> bool:
             summary, following = cut
         else:
             continue
+        has_block = True
         if not summary:  # compaction had failed: nothing was left out
             turns[index : index + 1] = following
-        elif has_block:
-            del turns[index]
-        else:
-            rules = [t for t in turns[:index] if isinstance(t, dict) and t.get("role") in ("system", "developer")]
-            turns[: index + 1] = [*rules, {"role": "user", "content": _HEADING + summary}, *following]
-            return True
-        has_block = True
+            continue
+        rules = [t for t in turns[:index] if isinstance(t, dict) and t.get("role") in ("system", "developer")]
+        rest = [*following, *turns[index + 1 :]]
+        turns[:] = [*rules, _with_summary(path, summary, rest[:1]), *(rest[1:] if _is_users(rest[:1]) else rest)]
+        return True
     return has_block
 
 
@@ -265,19 +264,23 @@ def replace_turns(path: str, data: dict[str, Any], summary: str) -> None:
     if isinstance(turns, str):
         turns = [{"role": "user", "content": turns}]
     rules = [t for t in turns[:-1] if isinstance(t, dict) and t.get("role") in ("system", "developer")]
-    last_turn = turns[-1] if turns and isinstance(turns[-1], dict) else {}
-    content = last_turn.get("content")
-    kind = "text" if path == MESSAGES else "input_text"
-    summary_turn: dict[str, Any] = {"role": "user", "content": _HEADING + summary}
-    if last_turn.get("role") == "user" and not _answers_calls(content):
-        parts = [{"type": kind, "text": content}] if isinstance(content, str) else [*(content or ())]
-        summary_turn = {**last_turn, "content": [{"type": kind, "text": _HEADING + summary}, *parts]}
-    data[name] = [*rules, summary_turn]
+    data[name] = [*rules, _with_summary(path, summary, turns[-1:])]
 
 
-def _answers_calls(content: Any) -> bool:
-    """Return whether a turn holds tool results, whose calls the summary replaces."""
-    return isinstance(content, list) and any(isinstance(p, dict) and p.get("type") == "tool_result" for p in content)
+def _is_users(turns: Sequence[Any]) -> bool:
+    """Return whether there is a turn, and it is the user's."""
+    return bool(turns) and isinstance(turns[0], dict) and turns[0].get("role") == "user"
+
+
+def _with_summary(path: str, summary: str, turns: Sequence[Any]) -> dict[str, Any]:
+    """Return the user's turn that begins with the summary, and goes on with the first of ``turns`` where that is the user's, as
+    many templates refuse two user turns in a row; without tool results, whose calls the summary replaces."""
+    content, kind = turns[0].get("content") if _is_users(turns) else None, "text" if path == MESSAGES else "input_text"
+    parts = [{"type": kind, "text": content}] if isinstance(content, str) else [*(content or ())]
+    parts = [part for part in parts if not isinstance(part, dict) or part.get("type") != "tool_result"]
+    if not parts:
+        return {"role": "user", "content": _HEADING + summary}
+    return {**turns[0], "content": [{"type": kind, "text": _HEADING + summary}, *parts]}
 
 
 def _split_at_summary(turn: dict[str, Any]) -> tuple[str | None, list[dict[str, Any]]] | None:

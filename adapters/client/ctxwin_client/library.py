@@ -1,5 +1,6 @@
 """`RemoteLibrary`: files on a server that its windows retrieve from."""
 
+import re
 from pathlib import Path
 from urllib.parse import quote
 
@@ -22,7 +23,9 @@ class RemoteLibrary:
     """
 
     def __init__(self, client: OpenAI, name: str) -> None:
-        self._client, self.name, self._files = client, name, f"/libraries/{name}/files"
+        if not re.fullmatch(r"[\w.-]*", name, re.ASCII):
+            raise ValueError(f"a library's name must be letters, digits, '_', '.' and '-', got {name!r}")
+        self._client, self.name, self._path = client, name, f"/libraries/{name}"
 
     def create(self, *, ttl: float | None = None) -> None:
         """Create an empty library; its files expire ``ttl`` seconds after their last use. Raises NameTaken."""
@@ -40,25 +43,24 @@ class RemoteLibrary:
         expiry = {} if ttl is None else {"expires_after": str(ttl)}
         fields = {"name": name, "caption": caption, "replace": str(replace).lower(), **expiry}
         files = {"file": (name or "file", data, "application/octet-stream")}
-        return FileObject.model_validate(transport.post(self._client, self._files, fields, files))
+        return FileObject.model_validate(transport.post(self._client, f"{self._path}/files", fields, files))
 
     def remove(self, name: str) -> None:
         """Remove a file. Raises UnknownFile."""
-        transport.delete(self._client, f"{self._files}/{quote(name, safe='')}")
+        transport.delete(self._client, f"{self._path}/files/{quote(name, safe='')}")
 
     def files(self) -> list[FileObject]:
         """Return the files of the library."""
-        return [FileObject.model_validate(file) for file in transport.get(self._client, self._files)["data"]]
+        return [FileObject.model_validate(file) for file in transport.get(self._client, f"{self._path}/files")["data"]]
 
     def search(self, query: str, k: int = 4) -> list[VectorStoreSearchResponse]:
         """Return the ``k`` best passages for ``query``, best first."""
-        path, body = f"/libraries/{self.name}/search", {"query": query, "max_num_results": k}
-        hits = transport.post(self._client, path, body)["data"]
+        hits = transport.post(self._client, f"{self._path}/search", {"query": query, "max_num_results": k})["data"]
         return [VectorStoreSearchResponse.model_validate({"attributes": None, **hit}) for hit in hits]
 
     def delete(self) -> None:
         """Delete the library with all its files; windows keep the chunks they have placed."""
-        transport.delete(self._client, f"/libraries/{self.name}")
+        transport.delete(self._client, self._path)
 
     def __repr__(self) -> str:
         return f"<RemoteLibrary {self.name} at {self._client.base_url}>"

@@ -119,9 +119,8 @@ class AsyncLiveStream:
 
     async def _exchange(self, kind: str, **body: Any) -> AsyncGenerator[dict[str, Any]]:
         """Send a message and yield the server's replies to it."""
-        name, inbox = f"{kind}-{next(self._ids)}", asyncio.Queue[dict[str, Any] | Exception]()
+        name, inbox, last = f"{kind}-{next(self._ids)}", asyncio.Queue[dict[str, Any] | Exception](), False
         self._waiting[name] = inbox
-        last = False
         try:
             await self._send(json.dumps({"type": kind, "id": name, **{n: v for n, v in body.items() if v is not None}}))
             while not last:

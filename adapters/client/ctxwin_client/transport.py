@@ -1,7 +1,4 @@
-"""Calls to our routes through an official client, and uploads of chunks.
-
-Errors of the server are raised as ctxwin's own. Chunks are uploaded once by content, then named by id.
-"""
+"""Calls to our routes through an official client, with ctxwin's own errors; uploads: once by content, then named by id."""
 
 import json
 import threading
@@ -11,7 +8,7 @@ from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
-import httpx
+import httpx2
 from openai import APIError, AsyncOpenAI, AsyncStream, OpenAI, Stream
 
 from ctxwin.chunk import Chunk, Part, TextPart, TokensPart
@@ -47,7 +44,7 @@ def our_errors() -> Iterator[None]:
 
 @our_errors()
 def get(client: OpenAI, path: str, kind: Any = object) -> Any:
-    """Return the JSON at ``path``, or the whole response (``httpx.Response``)."""
+    """Return the JSON at ``path``, or the whole response (``httpx2.Response``)."""
     return client.get(path, cast_to=kind, options={"headers": _session(path)})
 
 
@@ -55,7 +52,7 @@ def fetch_output(client: OpenAI, reference: Mapping[str, Any]) -> Any:
     """Fetch the tensor that a reference in ``Answer.outputs`` names. Raises OutputGone once it has expired."""
     from ctxwin.engines.outputs import load_output  # which loads torch
 
-    return load_output(get(client, reference["path"], httpx.Response).content, reference)
+    return load_output(get(client, reference["path"], httpx2.Response).content, reference)
 
 
 @our_errors()
@@ -129,7 +126,9 @@ def _request(path: str, body: Mapping[str, Any], files: Files | None = None) -> 
 
 
 def _session(path: str) -> dict[str, str]:
-    """Return the header by which balancers keep a window's requests on one server."""
+    """Return the header by which balancers keep a window's requests on one server. Raises ValueError for a path elsewhere."""
+    if not {"", ".", ".."}.isdisjoint(path.split("/")[1:]):  # clients of HTTP resolve these
+        raise ValueError(f"a name on a server must not be empty, '.' or '..', got {path!r}")
     collection, _, rest = path.removeprefix("/").partition("/")
     return {"x-session-id": rest.partition("/")[0]} if collection == "windows" and rest else {}
 

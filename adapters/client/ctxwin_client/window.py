@@ -294,12 +294,11 @@ class RemoteWindow(MovedNames):
                 transport.upload(self._client, chunk)
         references = [transport.reference(chunk) for chunk in chunks]
         body[name] = references if isinstance(content, list) else references[0]
-        try:
+        with contextlib.suppress(UnknownUpload):
             return dict(transport.post(self._client, path, body))
-        except UnknownUpload:
-            for chunk in chunks:
-                transport.upload(self._client, chunk)
-            return dict(transport.post(self._client, path, body))
+        for chunk in chunks:
+            transport.upload(self._client, chunk)
+        return dict(transport.post(self._client, path, body))
 
 
 class RemoteStream(Iterator[str]):

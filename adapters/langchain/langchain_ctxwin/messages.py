@@ -364,7 +364,7 @@ def _media(block: dict[str, Any], kind: str, folder: str | Path | None) -> Any:
             return [_load(item, kind, folder) for item in source]
         if source is not None:
             return _load(Path(source) if name == "path" else source, kind, folder)
-    remedy = "; put the picture itself there: this window has no such picture, or the store has lost it" if "chunk" in block else ""
+    remedy = "; put the picture itself there: this window or its store has not got it" if "chunk" in block else ""
     raise ValueError(f"an {kind} block must have base64, data, path or a url, got {_short(block)}{remedy}")
 
 

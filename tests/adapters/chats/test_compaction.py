@@ -104,6 +104,10 @@ def test_the_summary_takes_the_place_of_all_but_rules_and_the_last_turn(path: st
     data = {"messages": [*conversation(MESSAGES)["messages"], result]}
     replace_turns(MESSAGES, data, "S")  # the call that it answers is gone
     assert texts(data) == ["Summary of the conversation so far:\n\nS"]
+    said = {"role": "user", "content": [*result["content"], {"type": "text", "text": "stop"}]}
+    data = {"messages": [*conversation(MESSAGES)["messages"], said]}
+    replace_turns(MESSAGES, data, "S")  # what the user says beside the result is the task
+    assert texts(data) == ["Summary of the conversation so far:\n\nS", "stop"]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -133,6 +137,37 @@ def test_a_compaction_that_failed_leaves_nothing_out() -> None:
     content = [{"type": "compaction", "content": None}, {"type": "text", "text": "two"}]
     data["messages"].append({"role": "assistant", "content": content})
     assert resume(MESSAGES, data) and texts(data) == ["first", "one", "second", "two"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_compaction_that_failed_later_leaves_the_earlier_summary(path: str) -> None:
+    data = conversation(path)
+    for summary, words in (("S", "two"), (None, "three")):
+        made = answer(path)
+        Compaction(path, summary, {}).add_to(made)
+        sent = json.loads(json.dumps(made).replace('"two"', f'"{words}"'))
+        new = [{"role": "assistant", "content": sent["content"]}] if path == MESSAGES else sent["output"]
+        data["messages" if path == MESSAGES else "input"] += [*new, {"role": "user", "content": f"behind {words}"}]
+    assert resume(path, data)
+    assert texts(data)[-5:] == [
+        "Summary of the conversation so far:\n\nS",
+        "two",
+        "behind two",
+        "three",
+        "behind three",
+    ]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_summary_alone_and_the_next_question_are_one_turn(path: str) -> None:
+    """Templates that want roles to alternate refuse two of the user's in a row."""
+    data, made = conversation(path), answer(path)
+    Compaction(path, "S", {}).add_to(made)
+    alone = [{"role": "assistant", "content": made["content"][:1]}] if path == MESSAGES else made["output"][:1]
+    data["messages" if path == MESSAGES else "input"] += [*alone, {"role": "user", "content": "third"}]
+    assert resume(path, data)
+    assert texts(data)[-2:] == ["Summary of the conversation so far:\n\nS", "third"]
+    assert [turn["role"] for turn in turns(data)] == (["user"] if path == MESSAGES else ["developer", "user"])
 
 
 @pytest.mark.parametrize("bad", ["other", "ctxwin:###", "ctxwin:" + "//79", None])

@@ -108,6 +108,11 @@ def serving(
         heads.append(dict(request.headers))
         return {"plain": True}
 
+    @app.post("/v1/messages/count_tokens")
+    async def count(request: Request) -> dict[str, Any]:
+        tokens = len(await request.body())
+        return {"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}}
+
     @app.post("/invocations")
     @app.post("/v1/chat/completions/batch")
     @app.post("/inference/v1/generate")

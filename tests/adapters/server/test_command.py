@@ -50,7 +50,7 @@ from ctxwin_server.vllm.arguments import server_keys, parse, prepare
 found = {}
 for given in json.loads(sys.argv[1]):
     try:
-        args = parse("tiny", given)
+        args = parse(*(("tiny", given) if given[:1] != ["--model"] else (given[0], given[1:])))
         prepare(args, given, False)
         found[" ".join(given)] = [args.model, args.served_model_name, args.kv_transfer_config["kv_connector"],
                                   args.max_model_len, args.disable_log_stats, server_keys(args),
@@ -92,6 +92,7 @@ def test_vllms_arguments_are_vllms(tmp_path: Path) -> None:
         ["--chat-template", "{{ messages }}", "--reasoning-parser", "qwen3"],
         ["--no-enable-prompt-tokens-details"],
         ["--no_enable_prompt_tokens_details", "--served-model-name", "c"],
+        ["--model", "tiny", "--max-model-len", "128"],
     ]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(cases)], capture_output=True, text=True, check=True, timeout=300
@@ -111,6 +112,7 @@ def test_vllms_arguments_are_vllms(tmp_path: Path) -> None:
     assert found[8] == "SystemExit: 2"
     assert found[9][2] == "CtxwinConnector"
     assert [found[i][-1] for i in (10, 11)] == [False, False]
+    assert found[12] == [*found[0][:3], 128, *found[0][4:]]
     assert "--chat-template: for chats only" in done.stderr
 
 

@@ -7,8 +7,8 @@ A node of your own opens the window that the state names and returns the referen
 key ``window: Annotated[dict[str, Any], merge_windows]`` of the state holds it.
 
 The node may be interrupted, retried and returned to: versions never change, repeated edits give the same ids, and answers are
-computed once. (A replay of an older checkpoint is another run, which asks again.) Branches (``Send``, parallel nodes) fork and write their references to a key of their own; the node
-that joins them adopts one::
+computed once. (A replay of an older checkpoint is another run, which asks again.) Branches (``Send``, parallel nodes) fork and
+write their references to a key of their own; the node that joins them adopts one::
 
     def branch(state: State, runtime: Runtime[WindowContext]) -> State:  # Send("branch", {"window": ..., "page": 2})
         with open_window(state["window"], runtime) as window, window.fork() as mine:

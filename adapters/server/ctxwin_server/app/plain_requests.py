@@ -79,7 +79,7 @@ async def route(
     if tenant is None or scope.get("method") != "POST":
         return receive
     is_bound = bool(service.authentication.keys.tenants) and path in PLAIN
-    if not is_bound and "form" in headers.get("content-type", ""):
+    if not is_bound and "form" in headers.get("content-type", "").lower():
         return receive  # of vLLM's own routes for files, which tenants do not reach
     body.check_announced(headers.get("content-length", ""))
     request = PlainRequest(service, tenant, path, await body.read(), sub_request, is_bound=is_bound)
@@ -127,7 +127,7 @@ class PlainRequest:
         self._service, self._tenant_state = service, service.tenant_state(tenant)
         self._tenant, self._path, self._sub_request, self._is_bound = tenant, path, sub_request, is_bound
         self._data: Any = None
-        self._changed = self._follows = False
+        self._changed = self._follows = self._is_managed_count = False
 
     async def rewrite(self, headers: Headers, *, follows: bool, ahead: Ahead | None) -> None:
         """Parse, check and change the body.
@@ -146,6 +146,8 @@ class PlainRequest:
             await self._service.grammars.check(self._tenant, self._data)
         takes_long = self._path in (compaction.MESSAGES, COUNT) or names_chunks(self._data)
         is_expanded = await self._run(self._adapt) if takes_long else self._adapt()
+        if self._is_managed_count:
+            await self._count()
         windows = self._service.windows
         if not windows or self._path not in ROUTES or not isinstance(self._data, dict):
             return
@@ -183,8 +185,20 @@ class PlainRequest:
         if path in (compaction.MESSAGES, COUNT):
             self._changed |= describe_tools(data)
         if path == COUNT:
+            self._is_managed_count = data.get("context_management") is not None
             self._changed |= apply_edits(data, tenant_state.count)
         return is_expanded
+
+    async def _count(self) -> None:
+        """Answer with the tokens before the edits beside those behind them, which the server would take both from one body.
+
+        Raises EarlyResponse unless a count fails, as that of the body then does, too.
+        """
+        whole = {name: value for name, value in self._parse().items() if name != "context_management"}
+        (_, original), (status, answer) = [await self._sub_request(body) for body in (whole, self._data)]
+        if status == 200 and isinstance(original, dict) and "input_tokens" in original:
+            answer["context_management"] = {"original_input_tokens": original["input_tokens"]}
+            raise EarlyResponse(JSONResponse(answer))
 
     async def encode(self) -> bytes:
         """Return the body for the server: bound to its tenant if there are tenants."""

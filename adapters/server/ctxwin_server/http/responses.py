@@ -51,7 +51,8 @@ def _error_response(request: Request, error: Exception) -> Response:
         fields = {"message": str(error.detail), "type": "not_found_error", "param": None, "code": "unknown_route"}
         return JSONResponse({"error": fields}, status_code=error.status_code)
     status, body = _count_error(request, error)
-    headers = {"x-should-retry": "false"} if status in _NO_RETRY else None
+    passes = body["error"]["code"] in ("window_busy", "stale_owner")
+    headers = {"x-should-retry": "false"} if status in _NO_RETRY and not passes else None
     return JSONResponse(body, status_code=status, headers=headers)
 
 

@@ -27,7 +27,7 @@ def parse(model: str, arguments: Sequence[str]) -> Namespace:
     set_environment, _, validate = command_line()
     set_environment()
     args: Namespace = _parser().parse_args([model, *arguments])
-    args.model = args.model_tag
+    args.model = args.model_tag = args.model_tag or args.model  # also named by --model, as `vllm serve` takes it
     validate(args)
     return args
 

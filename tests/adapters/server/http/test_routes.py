@@ -21,7 +21,7 @@ from PIL import Image
 from adapters.server.calls import call, png, read_metrics, wait_for
 from adapters.server.serving import Server, serving
 from ctxwin import Chunk, Fidelity, Window, open_engine
-from ctxwin.errors import ChunkUnavailable
+from ctxwin.errors import ChunkUnavailable, ReadOnlyWindow, StaleOwner, WindowBusy
 from ctxwin.tiny import world
 from ctxwin.window.ask import until_stop
 from ctxwin.window.stream import TextDelta
@@ -55,6 +55,36 @@ def multipart(**parts: bytes) -> tuple[bytes, str]:
             % (name.encode(), kind.encode(), value)
         )
     return b"".join(rows) + b"--edge--\r\n", "multipart/form-data; boundary=edge"
+
+
+def test_what_passes_may_be_sent_again(server: Server, client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The official client repeats a conflict unless it is told not to."""
+    windows = server.service.tenant_state("").windows
+    with RemoteWindow(client, "You watch a camera.") as window:
+        for error, said in ((WindowBusy, None), (StaleOwner, None), (ReadOnlyWindow, "false")):
+            monkeypatch.setattr(windows, "once", Mock(side_effect=error("not now")))
+            with pytest.raises(error) as raised:
+                window.append(Chunk.text("x"))
+            response = raised.value.__cause__.response  # type: ignore[union-attr]
+            assert response.status_code == 409 and response.headers.get("x-should-retry") == said
+        monkeypatch.undo()
+        window.append(Chunk.text("x"))
+
+
+def test_a_count_says_what_its_edits_save(server: Server) -> None:
+    turns: list[Any] = [{"role": "user", "content": "look"}]
+    turns += [{"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "look", "input": {}}]}]
+    turns += [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "long " * 100}]}]
+    body = {
+        "model": "tiny",
+        "messages": [*turns, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "?"}],
+    }
+    none_kept = {"trigger": {"type": "tool_uses", "value": 0}, "keep": {"type": "tool_uses", "value": 0}}
+    edits = {"edits": [{"type": "clear_tool_uses_20250919", **none_kept}]}
+    _, whole = call(server, "/v1/messages/count_tokens", json.dumps(body, separators=(",", ":")).encode())
+    status, edited = call(server, "/v1/messages/count_tokens", {**body, "context_management": edits})
+    assert status == 200 and edited["input_tokens"] < whole["input_tokens"] - 300
+    assert edited["context_management"]["original_input_tokens"] == whole["input_tokens"]
 
 
 def test_an_upload_is_idempotent_by_content(server: Server) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from openai import OpenAI
+from openai import APIError, OpenAI
 from PIL import Image
 
 from adapters.server.serving import Server, serving
@@ -84,6 +84,24 @@ def is_prepared(library: Library, engine: Engine) -> bool:
 
 def texts(window: RemoteWindow) -> list[str]:
     return [p.chunk.label for p in window.snapshot().placed]
+
+
+def test_a_name_leads_nowhere_else(shelf: RemoteLibrary, acme: OpenAI) -> None:
+    """Clients of HTTP resolve dots in a path, and names come from whoever named a file."""
+    shelf.add(b"The door is red.", "door.txt")
+    with RemoteWindow(acme, "You watch a camera.") as window:
+        for bad in ("..", ".", ""):
+            with pytest.raises(ValueError, match="a name on a server must not be empty"):
+                shelf.remove(bad)
+            with pytest.raises(ValueError, match="a name on a server must not be empty"):
+                RemoteLibrary(acme, bad).delete()
+            with pytest.raises(ValueError, match="a name on a server must not be empty"):
+                RemoteWindow.attach(acme, bad)
+        for elsewhere in (f"../windows/{window.id}", "shelf/files/door.txt", "shelf?"):
+            with pytest.raises((LookupError, ValueError, APIError)):
+                RemoteLibrary(acme, elsewhere).delete()
+        assert window.ids == () and [file.filename for file in shelf.files()] == ["door.txt"]
+    shelf.remove("door.txt")
 
 
 def test_files_are_listed_found_and_removed(shelf: RemoteLibrary, acme: OpenAI) -> None:
