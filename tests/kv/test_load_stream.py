@@ -18,7 +18,7 @@ class Played:
 
     def __init__(self) -> None:
         self.told: dict[str, list[str]] = {"forward": [], "load": [], "copy": []}
-        self.current, self.made = "forward", iter(["load", "copy"])
+        self.current, self.made, self.device_now = "forward", iter(["load", "copy"]), 0
         played = self
 
         class Event:
@@ -42,8 +42,15 @@ class Played:
     @contextmanager
     def stream(self, stream: Any) -> Any:
         before, self.current = self.current, stream.name
+        self.left = self.device_now  # the device that leaving it returns to, which torch opens if need be
         yield
         self.current = before
+
+    @contextmanager
+    def device(self, device: Any) -> Any:
+        before, self.device_now = self.device_now, device.index
+        yield
+        self.device_now = before
 
     def tell(self, work: str) -> Any:
         return lambda: self.told[self.current].append(work)
@@ -82,13 +89,20 @@ def test_no_forward_waits_for_a_background_load(gpu: Played) -> None:
 
 
 def test_what_was_read_goes_to_the_host_beside_later_forwards(gpu: Played) -> None:
+    gpu.made = iter(["load", "copy"] * 2)
     loads = LoadStream(torch.device("cuda", 0))
     gpu.tell("read back")()
     read = loads.event()
     gpu.tell("forward")()
     with loads.reading(read):
         gpu.tell("to the host")()
-    assert gpu.told["copy"] == ["wait for read back", "to the host"] and gpu.told["forward"] == ["read back", "forward"]
+    assert gpu.left == 0
+    with LoadStream(torch.device("cuda", 3)).reading(read):
+        assert gpu.left == 3  # of a rank's thread, whose device is none of its own to begin with
+    assert gpu.told["copy"] == ["wait for read back", "to the host", "wait for read back"] and gpu.told["forward"] == [
+        "read back",
+        "forward",
+    ]
 
 
 def test_on_a_processor_everything_is_done_as_it_is_queued() -> None:

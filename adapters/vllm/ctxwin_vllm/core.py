@@ -66,12 +66,24 @@ def read_model(
     if reason := refused(config):
         raise UnsupportedModel(f"{config.model_type!r} cannot be served on vLLM: {reason}; open it as hf:MODEL")
     name = checkpoint.dtype(_DTYPES.get(dtype, dtype), "bfloat16")
+    cache = _cache_dtype(cache, config)
     rounded = f" in {'fp8_e4m3' if cache == 'fp8' else cache}" if cache in FP8 else ""
     kv = kv_spec_from_config(checkpoint.config, checkpoint.identity(name, f"vllm{rounded}"), name, "vllm")
     if kv.recurrent:
         kv = _of_hybrid(kv)
         kv = with_maps(kv, checkpoint.config) if position_free else kv
     return checkpoint, kv
+
+
+def _cache_dtype(cache: Any, config: Any) -> Any:
+    """Return the dtype that vLLM's cache has: a quantised checkpoint may name it where the option leaves it open."""
+    from vllm.utils.torch_utils import get_kv_cache_quant_algo_string
+
+    quantization = getattr(config, "quantization_config", None)
+    if cache not in (None, "auto") or not isinstance(quantization, dict):
+        return cache
+    named = get_kv_cache_quant_algo_string(quantization)
+    return named or ("fp8" if quantization.get("kv_cache_scheme") else cache)
 
 
 def _of_hybrid(kv: KVSpec) -> KVSpec:
@@ -175,7 +187,10 @@ class Core:
             driver.between_steps = transport.read_ended
         elif isinstance(transport, SharedMemoryTransport):
             transport.alive = lambda: driver.dead is None
-            transport.step = lambda: driver.rpc("ctxwin_step")
+            if isinstance(driver, StepDriver) and driver.local:  # idle, it takes no step by itself
+                transport.step = driver.step
+            else:
+                transport.step = lambda: driver.rpc("ctxwin_step")
 
             def capture_queries(on: bool) -> None:
                 driver.rpc("ctxwin_queries", on)

@@ -167,7 +167,8 @@ def _hook(module: Any, name: str, states_name: str, blocks_name: str, gates: _Ga
         return
 
     def rule(*args: Any, **kwargs: Any) -> Any:
-        states, blocks = kwargs[states_name], kwargs[blocks_name]
+        # On a GPU the decode rule gets the blocks of all sequences of a step, and bounds of those that decode.
+        states, blocks = kwargs[states_name], kwargs[blocks_name][: len(kwargs["cu_seqlens"]) - 1]
         call = functools.partial(plain, *args, **kwargs)
         return _run_captured(call, kwargs, states, blocks, lambda i: states[blocks[i]], gates)
 

@@ -4,7 +4,8 @@ A load begins behind what the device was told before the step's forward: forward
 waits for a load in the background: its request goes on once it is written. On a processor all is done as it is queued.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -47,10 +48,18 @@ class LoadStream:
         self._written, self.before_forward = {}, None
         return awaited
 
-    def reading(self, event: Any) -> Any:
-        """Return the context in which another thread uses what was read before ``event``, while forwards go on."""
+    @contextmanager
+    def reading(self, event: Any) -> Iterator[None]:
+        """Let another thread use what was read before ``event``, while forwards go on.
+
+        Its device is this one: a new thread's is the first, where to leave the stream would else open a context of its own.
+        """
         self.copies.wait_event(event)
-        return self._api.stream(self.copies)
+        with (
+            torch.cuda.device(self._device) if self._api is torch.cuda else nullcontext(),
+            self._api.stream(self.copies),
+        ):
+            yield
 
     def event(self, *, loads: bool = False) -> Any:
         """Return an event behind what the current stream, or that of ``loads``, was told so far."""

@@ -73,13 +73,13 @@ class TestBlocksOfAFailedLoad:
         scheduler.request_finished_all_groups(
             request, ([5, 6, 7, 8],)
         )  # aborted a step later, with one more block computed from them
-        scheduler.update_connector_output(SimpleNamespace(invalid_block_ids={5, 6}))
+        scheduler.update_connector_output(SimpleNamespace(invalid_block_ids={5, 6}, finished_recving=None))
         scheduler._pool.evict_blocks.assert_called_once_with({5, 6, 7, 8})
 
     def test_of_another_request_stay(self, scheduler: Any) -> None:
         self.planned(scheduler, "r", [5, 6, 7], private_from=0)
-        scheduler.update_connector_output(SimpleNamespace(invalid_block_ids={9}))
-        scheduler.update_connector_output(SimpleNamespace(invalid_block_ids=set()))
+        scheduler.update_connector_output(SimpleNamespace(invalid_block_ids={9}, finished_recving=None))
+        scheduler.update_connector_output(SimpleNamespace(invalid_block_ids=set(), finished_recving=None))
         scheduler._pool.evict_blocks.assert_not_called()
 
     def test_loaded_in_the_background_have_no_name_yet(self, scheduler: Any) -> None:
@@ -146,6 +146,20 @@ class TestReadingBack:
         for i in range(2000):
             self.end(scheduler, str(i), 8, 8)
         assert len(scheduler._saves) == 4000 and len(self.steps(scheduler)) < GIVEN_UP_BEHIND
+
+    def test_a_request_that_ends_while_it_is_loaded_is_not_read(self, scheduler: Any) -> None:
+        """vLLM counts its tokens from the beginning of the load, and frees its blocks when that is done."""
+        scheduler.endpoint.read_now = lambda save, meta: not save.ranges
+        handle = scheduler.endpoint.add(Transfer(captures={"c": (0, None)}))
+        request = SimpleNamespace(
+            request_id="r", kv_transfer_params={PARAM: handle}, num_computed_tokens=8, status=None
+        )
+        scheduler._loading.add("r")
+        kept, _ = scheduler.request_finished_all_groups(request, ([0, 1],))
+        assert not kept and not scheduler._saves
+        scheduler.update_connector_output(SimpleNamespace(invalid_block_ids=set(), finished_recving={"r"}))
+        kept, _ = scheduler.request_finished_all_groups(request, ([0, 1],))
+        assert kept
 
     def test_blocks_are_kept_until_the_worker_has_read_the_last_piece(self, monkeypatch: pytest.MonkeyPatch) -> None:
         endpoint = mock.Mock()

@@ -336,10 +336,13 @@ def test_a_layer_on_a_gpu_is_hooked() -> None:
         captures = transitions.Transitions([layer])
         captures.capture(state, 3, 8)
         rule = layer.chunk_gated_delta_rule._forward_method
-        given = {"k": keys, "g": decay, "beta": beta, "cu_seqlens": torch.tensor([0, 5, 12])}
-        rule(q=keys, v=None, initial_state=state[[1, 3]] * 2, use_qk_l2norm_in_kernel=False, **given)
         token = {"k": keys[:, :1], "a": torch.ones(1, 4), "b": torch.zeros(1, 4), "cu_seqlens": torch.tensor([0, 1])}
         token |= {"dt_bias": torch.zeros(4), "A_log": torch.zeros(4), "use_qk_l2norm_in_kernel": True}
+        # A step in which another sequence decodes: its rule gets the blocks of both.
+        both = torch.tensor([1, 3])
+        module.fused_sigmoid_gating_delta_rule_update(initial_state=state, ssm_state_indices=both, **token)
+        given = {"k": keys, "g": decay, "beta": beta, "cu_seqlens": torch.tensor([0, 5, 12])}
+        rule(q=keys, v=None, initial_state=state[[1, 3]] * 2, use_qk_l2norm_in_kernel=False, **given)
         module.fused_sigmoid_gating_delta_rule_update(initial_state=state, ssm_state_indices=torch.tensor([3]), **token)
         found = captures.take(state, 3)
         assert found is not None and captures.take(state, 3) is None and not layer.enable_packed_recurrent_decode

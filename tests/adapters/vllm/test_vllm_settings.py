@@ -268,6 +268,14 @@ def test_other_names_in_the_store(tmp_path: Path) -> None:
     folder = models.write_text_model(tmp_path / "model")
     kinds = {cache: read_model(folder, "bfloat16", cache)[1].identity for cache in ("auto", "fp8_e4m3", "fp8_e5m2")}
     assert len(set(kinds.values())) == 3 and read_model(folder, "bfloat16", "fp8")[1].identity == kinds["fp8_e4m3"]
+    config = json.loads((folder / "config.json").read_text())
+    for quantization in (
+        {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}},
+        {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+    ):  # vLLM takes its word for it, where the option leaves it open
+        (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+        named = {cache: read_model(folder, "bfloat16", cache)[1].identity for cache in ("auto", "fp8", "bfloat16")}
+        assert named["auto"] == named["fp8"] != named["bfloat16"]
 
 
 @pytest.mark.parametrize("name", ["half", "float", "float16", "bfloat16"])

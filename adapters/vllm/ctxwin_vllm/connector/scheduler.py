@@ -78,6 +78,7 @@ class SchedulerHalf:
         self._capturing: dict[str, tuple[int, ...]] = {}  # blocks of the states of requests whose chunk is captured
         # local hit, handle and metadata of requests that may load
         self._planned: dict[str, tuple[int, str, RequestMeta]] = {}
+        self._loading: set[str] = set()  # requests with a background load: vLLM counts its tokens from the begin
         self._reserved: list[SaveSpec] = []  # ended requests whose transfer is looked for
         self._orphans: dict[str, float] = {}  # requests whose transfer is gone, and since when
         self._pool: BlockPool | None = None
@@ -128,7 +129,9 @@ class SchedulerHalf:
         end, background = begin + num_external_tokens, self._background(meta, begin)
         load = LoadSpec(self.source, handle, request.request_id, tuple(ids), begin, end, background, states)
         self._step.loads.append(load)
-        if not background:
+        if background:
+            self._loading.add(request.request_id)
+        else:
             first = begin // self.block_size
             self._unproven.append(_Unproven(self._steps, request.request_id, first, set(ids[first:])))
 
@@ -190,6 +193,7 @@ class SchedulerHalf:
         and the next request would hit whatever the memory held.
         """
         self._resume()
+        self._loading -= connector_output.finished_recving or set()
         failed = connector_output.invalid_block_ids
         if not failed or self._pool is None:
             return
@@ -220,6 +224,7 @@ class SchedulerHalf:
             return False
         # Asynchronous scheduling counts tokens of a step that is still running.
         computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
+        computed = 0 if request.request_id in self._loading else computed
         save = SaveSpec(self.source, handle, request.request_id, tuple(block_ids), {}, states, computed)
         # No file is read on the way to the answer.
         meta = self.endpoint.request_meta(handle) if self.endpoint.in_memory or not base.is_reserved(handle) else None

@@ -61,7 +61,8 @@ class WorkerHalf:
         try:
             endpoint = connect(load.source)
             endpoint.load(load)
-            if endpoint.draft_model is not None or endpoint.outputs is not None:  # what no layer's attention waits for
+            # No layer's attention waits for the last two, nor a write of the step's own token, which a compaction moves, for it.
+            if load.keep or endpoint.draft_model is not None or endpoint.outputs is not None:
                 _finish()
         except Exception as error:
             for stream in STREAMS.values():  # whoever gets its blocks next must find nothing of it on the way
