@@ -1,6 +1,6 @@
 """Ends a request while its KV is still being loaded, with vLLM in this process: ``python late_load.py``; prints JSON.
 
-On a GPU a load in the background takes several steps. Here it is done at once, and said to be some steps later.
+On a GPU a load in the background takes several steps. Here it is done at once, and said to be so some steps behind the end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "TORCHDYNAMO_DISABLE": "1"}
-LATE = 40
+LATE = 5
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "kv_cache_memory_bytes": 1 << 27, "max_model_len": 2048, "skip_mm_profiling": True,
     "enforce_eager": True, "block_size": 32, "disable_log_stats": True,
@@ -46,12 +46,12 @@ def main() -> None:
     layout = [first, Segment(text, head.advance, span=engine.prefill([first], text, head.advance))]
     query = engine.encode_query("what is six?")
     driver.reset_prefix_cache()
-    plain, steps = WorkerHalf.get_finished, 0
+    plain, steps, stopped = WorkerHalf.get_finished, 0, threading.Event()
 
     def late(self: Any, finished: set[str]) -> Any:
         nonlocal steps
         loads, self._receiving = self._receiving, {}
-        steps += bool(loads)
+        steps += stopped.is_set()
         if steps > LATE:
             self._receiving, loads = loads, {}
         result = plain(self, finished)
@@ -69,18 +69,18 @@ def main() -> None:
 
     asking = threading.Thread(target=ask)
     asking.start()
-    while steps < 4:
-        time.sleep(0.001)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    states = [request.status.name for request in scheduler.requests.values()]
+    while [request.status.name for request in [*scheduler.requests.values()]] != ["WAITING_FOR_REMOTE_KVS"]:
+        time.sleep(0.001)
     ticket = next(iter(driver._tickets.values()))
     driver.cancel(ticket)  # as Ctrl-C does, a stream that is closed, an engine that is closed
     ticket.outputs.put(EngineFailed("stopped"))
+    stopped.set()
     asking.join(60)
     WorkerHalf.get_finished = plain  # type: ignore[method-assign]
     again = engine.generate(layout, query, Sampling(max_tokens=3)).token_ids
     driver.reset_prefix_cache()
-    print(json.dumps({"states": states, "said": said, "again": len(again), "dead": repr(driver._dead)}))
+    print(json.dumps({"said": said, "again": len(again), "dead": repr(driver._dead)}))
     sys.stdout.flush()
     os._exit(0)
 
