@@ -155,9 +155,9 @@ def test_large_loads_are_written_past_the_cache_in_whole_lines(size, transposed,
     assert set(calls) == {past}
 
 
-@pytest.mark.parametrize("absent", [["avx512bf16"], ["avx512bf16", "avx512f"]])
+@pytest.mark.parametrize("absent", [["amx"], ["amx", "avx512bf16"], ["amx", "avx512bf16", "avx512f"]])
 def test_processors_with_less(absent, monkeypatch):
-    """Without dot products of bfloat16, and with shorter vectors."""
+    """Without products of matrices and dot products of bfloat16, and with shorter vectors."""
     features = simd._features()
     fewer = type(features)({**features, **{name: False for name in features if name.startswith(tuple(absent))}})
     if "avx512f" in absent:
@@ -168,6 +168,24 @@ def test_processors_with_less(absent, monkeypatch):
     narrow = replace(relocate(span, WIDE, 31), k=relocate(span, WIDE, 31).k.to(BF16), v=span.v.to(BF16))
     parts = [SpanSlice(narrow, 500, patch_of(WIDE, span, "joint", 1, dtype=BF16, rank=5)), SpanSlice(narrow, 77)]
     assert_stored(parts, WIDE, BF16, 32, True, torch.arange(74) + 9)
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_layers_have_directions_of_their_own(dtype, transposed):
+    """None, one, and more than a matrix register holds, whose last ones are odd."""
+    span = canonical(WIDE, 45, 0)
+    patch = patch_of(WIDE, span, "quantized", 1, dtype=BF16, rank=20)
+    count = patch.left.shape[-1]
+    assert count > 35
+    kept = torch.arange(count) < torch.tensor([0, 1, 35])[:, None]
+    factors = replace(patch.quantized, bits=kept.to(torch.uint8) * 8)
+    assert factors.ranks == [0, 1, 35]
+    patch = replace(patch, left=patch.left * kept[:, None], right=patch.right * kept[..., None], quantized=factors)
+    narrow = replace(relocate(span, WIDE, 31), k=relocate(span, WIDE, 31).k.to(dtype), v=span.v.to(dtype))
+    parts = [SpanSlice(narrow, 500, patch, begin, end) for begin, end in ((0, None), (3, 8), (20, 45))]
+    parts.append(SpanSlice(replace(narrow, start=500), 500, patch))  # nothing turns
+    assert_stored(parts, WIDE, dtype, 32, transposed, torch.arange(3, 3 + 45 + 5 + 25 + 45))
 
 
 def test_products_of_stored_bfloat16_are_the_processors_whatever_is_served(monkeypatch):

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from ctxwin.kv.kernels import simd
 from ctxwin.kv.kernels.parts import Heads, SpanSlice
@@ -167,7 +168,8 @@ class LlvmKernel:
     def _add_patch(self, table: np.ndarray, patch: Patch, begin: int, dtype: torch.dtype) -> None:
         """Enter a patch into its part's rows ``[layers, FIELDS]``, from token ``begin`` on."""
         spec, covered = self._spec, np.arange(len(patch.layers))
-        left = self._keep(patch.left, dtype)[..., begin:, :]
+        left = patch.left if patch.dense or patch.left.shape[-1] % 2 == 0 else pad(patch.left, (0, 1))
+        left = self._keep(left, dtype)[..., begin:, :]
         right, at = left, covered  # the delta itself
         rank: int | list[int] = 0
         if not patch.dense:
@@ -181,9 +183,10 @@ class LlvmKernel:
         columns = self._heads[0] * spec.k_dim, spec.heads * spec.k_dim + self._heads[0] * spec.v_dim
         rights = [right.data_ptr() + right.itemsize * (right.stride(0) * at + column) for column in columns]
         mode = simd.MODES.index("dense" if patch.dense else "product")
-        fields = (mode, left.data_ptr() + left_step * covered, left.stride(-2), *rights, right.stride(1), rank)
-        for field, values in enumerate(fields, _AT["mode"]):
-            table[patch.layers, field] = values
+        lefts = left.data_ptr() + left_step * covered, left.stride(-2), left.shape[-2]
+        fields = np.array(np.broadcast_arrays(mode, *lefts, *rights, right.stride(1), rank))
+        adds = patch.dense | (fields[-1] > 0)  # a layer of no directions is served as if there were no patch
+        table[np.array(patch.layers)[adds], _AT["mode"] :] = fields.T[adds]
 
     def _rotations(self, shifts: Sequence[Shift]) -> np.ndarray:
         """Addresses of the tables of all parts, of each layer."""

@@ -6,7 +6,8 @@ brings along with numba; no compiler is needed and nothing is cached, for a layo
 is released during a call.
 
 Arithmetic is float32, and each number is rounded once. Products of bfloat16 factors take the processor's own dot products,
-where it has them: two products, which are exact, are added to a float32 sum.
+where it has them: two products, which are exact, are added to a float32 sum. A processor that multiplies matrices (AMX) adds
+32 products of 16 tokens and 16 columns at once.
 
 What bounds a load is memory, and of a patch's product arithmetic. So tokens are read in the order in which they are stored,
 which processors fetch ahead, and large loads are written past the cache, where a line need not be read before it is written.
@@ -25,7 +26,19 @@ from typing import Any, Literal
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-from ctxwin.kv.kernels.vectors import BFLOAT, F32, I16, I32, LINE, TYPES, VectorBuilder, alternate, integer, size_of
+from ctxwin.kv.kernels.vectors import (
+    BFLOAT,
+    F32,
+    I16,
+    I32,
+    I64,
+    LINE,
+    TYPES,
+    VectorBuilder,
+    alternate,
+    integer,
+    size_of,
+)
 
 Side = Literal["k", "v"]
 SIDES: tuple[Side, ...] = ("k", "v")
@@ -35,15 +48,21 @@ MODES: tuple[Mode, ...] = ("copy", "turn", "product", "dense")
 FIELDS = (
     *("tiles", "count", "k", "k_token", "k_head", "v", "v_token", "v_head", "turn", "frame"),
     *("out_k", "out_v", "k_at", "v_at"),
-    *("mode", "left", "left_token", "right_k", "right_v", "right_row", "rank"),
+    *("mode", "left", "left_token", "left_rows", "right_k", "right_v", "right_row", "rank"),
 )
 """A row of the table, one for some tiles of a part and layer; int64. Addresses: ``tiles [count, 2]`` (first token, tokens), ``k``
 and ``v`` of the first token and head, ``turn`` and ``frame`` ``[T, 2, half]`` (cosine and sine; of what stored keys and what
 a patch adds turn by), ``out_k`` and ``out_v``, ``k_at`` and ``v_at [T]``, where each token is written from there,
-``left [T, rank]``, ``right_k`` and ``right_v`` (columns of the first head; dense: of the first token's delta). The others count
-numbers."""
+``left [left_rows, rank]`` (an even count of numbers from row to row), ``right_k`` and ``right_v`` (columns of the first head;
+dense: of the first token's delta). The others count numbers. A product's rank is at least 1."""
 _SQUARE = 16  # dimensions, and numbers of 32 bits, that are transposed at once
 _FLAGS = ("contract",)
+_BYTE = ir.IntType(8)
+_ROWS = 16  # of a matrix register, each of a line
+_FACTORS, _TAIL = (
+    (4, 5),
+    (6, 7),
+)  # registers of the left and right factor, and of the last directions; the first four hold sums
 
 
 @dataclass(frozen=True)
@@ -148,6 +167,7 @@ class _Emitter(VectorBuilder):
         # Two directions at once; of all columns alike, as they are packed.
         numbers = math.gcd(layout.half, layout.k_dim, layout.v_dim)
         self.dots = self.bfloats and layout.factor_dtype == "bfloat16" and numbers % self.lanes == 0
+        self.matrices = self.matrices and self.dots
         self.row = -(-layout.k_dim // LINE) * LINE  # of the scratch, whole lines
         transpose = self._transpose() if layout.transposed else None
         parts = [self._part(mode, transpose) for mode in MODES]
@@ -171,6 +191,8 @@ class _Emitter(VectorBuilder):
             self.scratch = self.allocate(self.layout.heads * self.tile * self.row * size_of(self.layout.dtype))
         if mode == "product":
             self._pack()
+            if self.matrices:
+                self._configure()
         with self.loop(b.mul(self.f["count"], integer(2)), 2) as tile:
             first, count = self.word(self.f["tiles"], tile), self.word(self.f["tiles"], b.add(tile, integer(1)))
             for side in SIDES:
@@ -184,6 +206,8 @@ class _Emitter(VectorBuilder):
                     with self._heads() as head:
                         rows = self._scratch_row(head, integer(0))
                         b.call(transpose, [rows, self._out("k", first, head), k_step, count, past])
+        if mode == "product" and self.matrices:
+            self._matrix("tilerelease")
         b.ret_void()
         return b.function
 
@@ -234,6 +258,21 @@ class _Emitter(VectorBuilder):
 
     @contextmanager
     def _tokens(
+        self, mode: Mode, side: Side, head: Any, first: Any, begin: Any, count: Any, columns: _Columns
+    ) -> Iterator[list[_Token]]:
+        """Count through tokens as `_several` does, rows of a matrix register behind the product of all of them."""
+        if mode != "product" or not self.matrices:
+            with self._several(mode, side, head, first, begin, count, columns) as tokens:
+                yield tokens
+            return
+        with self.loop(count, _ROWS) as at:
+            self._multiply(side, head, self.b.add(first, at), columns)
+            few = self._least(self.b.sub(count, at), integer(_ROWS))
+            with self._several(mode, side, head, first, at, few, columns) as tokens:
+                yield tokens
+
+    @contextmanager
+    def _several(
         self, mode: Mode, side: Side, head: Any, first: Any, begin: Any, count: Any, columns: _Columns
     ) -> Iterator[list[_Token]]:
         """Count through tokens, as many at once as a product's sums have registers for; the last one again at the end."""
@@ -348,6 +387,10 @@ class _Emitter(VectorBuilder):
             return [[self.read(row, at, factors, lanes) for at in columns.starts] for row in rows]
         if mode != "product":
             return []
+        if self.matrices:
+            at = [b.mul(b.sub(token.number, self.row_0), integer(lanes)) for token in tokens]
+            sides = [b.add(self.products, integer(i * _ROWS * LINE)) for i in range(len(columns.starts))]
+            return [[self.load(side, row, "float32", lanes) for side in sides] for row in at]
         lefts = [self.address(f["left"], b.mul(token.number, f["left_token"]), factors) for token in tokens]
         many, wide, panel = len(columns.starts), ir.VectorType(F32, lanes), self._panel(side, head, columns)
         kind = ir.VectorType(BFLOAT, 2 * lanes) if self.dots else wide
@@ -361,6 +404,61 @@ class _Emitter(VectorBuilder):
         zero = ir.Constant(wide, [0.0] * lanes)
         sums = self._directions([zero] * (len(lefts) * many), add)
         return [sums[i : i + many] for i in range(0, len(sums), many)]
+
+    def _configure(self) -> None:
+        """Give the matrix registers their shapes: rows of all tokens where there are fewer, and the last directions' rest.
+
+        Each part of a product takes at least one direction for the last ones, so that no register is empty.
+        """
+        b, f = self.b, self.f
+        self.products = self.allocate(4 * _ROWS * LINE)
+        self.rows = self._least(f["left_rows"], integer(_ROWS))
+        self.whole = b.and_(b.sub(f["rank"], integer(1)), integer(-2 * _ROWS))
+        pairs = b.ashr(b.add(b.sub(f["rank"], self.whole), integer(1)), integer(1))
+        shapes = self.allocate(LINE)
+        b.store(ir.Constant(ir.VectorType(I64, 8), [1, *[0] * 7]), self.pointer(shapes, ir.VectorType(I64, 8)), align=8)
+        tokens, line = self.rows, integer(LINE)
+        left, right = (tokens, line), (integer(_ROWS), line)
+        tail = (tokens, b.mul(pairs, integer(4))), (pairs, line)
+        for i, (rows, size) in enumerate([left] * 4 + [left, right, *tail]):
+            b.store(b.trunc(size, I16), self.pointer(b.add(shapes, integer(16 + 2 * i)), I16), align=2)
+            b.store(b.trunc(rows, _BYTE), self.pointer(b.add(shapes, integer(48 + i)), _BYTE), align=1)
+        self._matrix("ldtilecfg", self.pointer(shapes, _BYTE))
+
+    def _multiply(self, side: Side, head: Any, first: Any, columns: _Columns) -> None:
+        """Put what a patch adds to some columns of the tokens from ``first`` on into ``products [vectors, 16, 16]``."""
+        b, f, many = self.b, self.f, len(columns.starts)
+        self.row_0 = self._least(first, b.sub(f["left_rows"], self.rows))  # earlier ones again at the end
+        size = integer(size_of(self.layout.factor_dtype))
+        left_step, right_step = b.mul(f["left_token"], size), integer(LINE * many)
+        left = b.add(f["left"], b.mul(self.row_0, left_step))
+        panel = self._panel(side, head, columns)
+
+        def add(j: Any, registers: tuple[int, int]) -> None:
+            self._matrix("tileloadd64", registers[0], self.pointer(b.add(left, b.mul(j, size)), _BYTE), left_step)
+            row = b.add(panel, b.mul(b.ashr(j, integer(1)), right_step))
+            for i in range(many):
+                at = self.pointer(b.add(row, integer(LINE * i)), _BYTE)
+                self._matrix("tileloadd64", registers[1], at, right_step)
+                self._matrix("tdpbf16ps", i, *registers)
+
+        for i in range(many):
+            self._matrix("tilezero", i)
+        with self.loop(self.whole, 2 * _ROWS) as j:
+            add(j, _FACTORS)
+        add(self.whole, _TAIL)
+        for i in range(many):
+            at = self.pointer(b.add(self.products, integer(i * _ROWS * LINE)), _BYTE)
+            self._matrix("tilestored64", i, at, integer(LINE))
+
+    def _matrix(self, name: str, *operands: Any) -> None:
+        """Emit an instruction on matrix registers, which are named by number."""
+        values = [ir.Constant(_BYTE, operand) if isinstance(operand, int) else operand for operand in operands]
+        kinds = [value.type for value in values]
+        self.b.call(self.declare(f"llvm.x86.{name}", ir.VoidType(), kinds), values)
+
+    def _least(self, x: Any, y: Any) -> Any:
+        return self.b.select(self.b.icmp_signed("<", x, y), x, y)
 
     def _factor(self, left: Any, j: Any, lanes: int, alone: bool) -> Any:
         """A token's factor of direction ``j``, or of two directions, in all lanes."""

@@ -4,8 +4,11 @@
 Addresses are 64-bit integers, and what is counted from them are numbers of a dtype.
 """
 
+import ctypes
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -36,6 +39,7 @@ class VectorBuilder:
     Attributes:
         wide: whether a register is as wide as a cache line.
         bfloats: whether the processor computes with bfloat16.
+        matrices: whether it multiplies matrices of bfloat16 (AMX), and this process may use the registers for them.
         b: llvmlite's builder of the current function.
         past: whether that function is told to write past the cache.
     """
@@ -46,6 +50,7 @@ class VectorBuilder:
     def __init__(self, features: dict[str, bool]) -> None:
         self.wide = bool(features.get("avx512f"))
         self.bfloats = self.wide and bool(features.get("avx512bf16"))
+        self.matrices = self.bfloats and bool(features.get("amx-bf16")) and _use_matrix_registers()
         self.module = ir.Module("load")
         self.module.triple = llvm.get_process_triple()
 
@@ -184,6 +189,15 @@ class VectorBuilder:
         i.add_incoming(b.add(i, integer(step)), b.block)
         b.branch(head)
         b.position_at_end(after)
+
+
+@lru_cache(maxsize=1)
+def _use_matrix_registers() -> bool:
+    """Ask Linux for the registers that hold matrices, which a process may not use without; return whether they are granted."""
+    if not sys.platform.startswith("linux"):
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
 
 
 def integer(value: int) -> Any:
