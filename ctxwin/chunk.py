@@ -365,12 +365,8 @@ def _decode_audio(
     return MediaPart(media="audio", content=content, shape=shape, rate=rate, track=track, **origin), samples
 
 
-_OPTIONS = {
-    "image": frozenset[str](),
-    "video": frozenset({"start", "end", "fps", "frames", "audio", "sampling_rate", "as_frames"}),
-    "audio": frozenset({"sampling_rate", "start", "end"}),
-}
-"""What a content block may say of its media, by type."""
+_OPTIONS = {"image": set[str](), "audio": {"sampling_rate", "start", "end"}}
+_OPTIONS["video"] = _OPTIONS["audio"] | {"fps", "frames", "audio", "as_frames"}  # what a block may say of its media
 
 
 def _fields_of(chunks: Sequence[Chunk]) -> dict[str, Any]:
