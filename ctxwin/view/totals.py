@@ -59,6 +59,5 @@ def in_words(numbers: dict[str, Any]) -> str:
     text += f"{numbers['vision_encodes']:,} vision encodes."
     if any(numbers["patches"].values()):
         text += f" Patches: {', '.join(f'{count:,} {what}' for what, count in numbers['patches'].items())}."
-    for name, cost in numbers["costs"].items():
-        text += f" {name}: {cost['tokens']:,.0f}."
-    return text
+    others = [f"{name} {cost['tokens']:,.0f}" for name, cost in numbers["costs"].items()]
+    return text + (f" Tokens that others would have computed: {'; '.join(others)}." if others else "")

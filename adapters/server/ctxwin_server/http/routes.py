@@ -47,7 +47,7 @@ async def upload(context: CurrentRequest) -> Response:
     """Upload a chunk, as JSON or as multipart; 201 if it is new, 200 if it exists."""
     raw, kind = await context.request.body(), context.request.headers.get("content-type", "")
     read = (context.service.limits, raw, context.tenant_state.max_text)
-    if kind.startswith("multipart/form-data"):
+    if kind.lower().startswith("multipart/form-data"):
         chunk, files = await context.run_briefly(_chunk_in, kind, *read)
     else:
         chunk, files = await context.json(), {}
