@@ -198,7 +198,7 @@ class Chunk(BaseModel):
         Raises:
             BadMedia: empty or undecodable. Cost: one decode and one hash.
         """
-        frames = as_rgb(image)[None]
+        frames = as_rgb(image, copy=True)[None]  # its owner may write the next frame into it
         part = MediaPart(media="image", content=pixels_digest(frames), shape=frames.shape[:3], source=_path(image))
         return cls._with_media([(part, frames)], text, metadata)
 
@@ -283,9 +283,9 @@ class Chunk(BaseModel):
         Args:
             role: ``user``, ``assistant``, ``system`` or ``tool``.
             content: a string, a chunk or a ``{"type": "text"|"image"|"video"|"audio", ...}`` block, or a list of these.
-            metadata: fields of `Chunk`; ``as_frames``, ``keep_source``, ``pin`` and ``origin`` are else those of the content.
+            metadata: fields of `Chunk`; ``as_frames``, ``keep_source``, ``pin`` and the first ``origin`` are else the content's.
 
-        Raises ValueError for other content, an unknown key of a block, and videos of which only some are ``as_frames``.
+        Raises ValueError for other content, an unknown key of a block of media, and videos of which only some are ``as_frames``.
         """
         if role not in ("user", "assistant", "system", "tool"):
             raise ValueError(f"role must be user, assistant, system or tool, got {role!r}")
@@ -300,7 +300,7 @@ class Chunk(BaseModel):
             pixels |= chunk._frames
         if not parts:
             raise ValueError("a message must have content, got none")
-        return cls._of(tuple(parts), {"role": role, **_fields_of(chunks), **metadata}).holding(pixels)
+        return cls._of(tuple(parts), {"role": role, **_fields_of(chunks, metadata), **metadata}).holding(pixels)
 
     @classmethod
     def _with_media(cls, media: Sequence[tuple[MediaPart, np.ndarray]], text: str, metadata: dict[str, Any]) -> Chunk:
@@ -369,10 +369,10 @@ _OPTIONS = {"image": set[str](), "audio": {"sampling_rate", "start", "end"}}
 _OPTIONS["video"] = _OPTIONS["audio"] | {"fps", "frames", "audio", "as_frames"}  # what a block may say of its media
 
 
-def _fields_of(chunks: Sequence[Chunk]) -> dict[str, Any]:
-    """Return the fields that a message takes over from the chunks in it."""
+def _fields_of(chunks: Sequence[Chunk], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that a message takes over from the chunks in it, where they are not ``given``."""
     as_frames = {chunk.as_frames for chunk in chunks if any(part.media == "video" for part in chunk.media)}
-    if len(as_frames) > 1:
+    if len(as_frames) > 1 and "as_frames" not in given:
         raise ValueError("as_frames must be the same for all videos of a message, got both; make it two messages")
     return {
         "as_frames": True in as_frames,

@@ -70,11 +70,11 @@ def check_rate(fps: float | None, frames: int = 0) -> None:
         raise BadMedia(f"a video must last at most {MAX_SECONDS:,.0f} s, got {frames} frames at {fps:g} fps")
 
 
-def as_rgb(image: Any) -> np.ndarray:
+def as_rgb(image: Any, *, copy: bool = False) -> np.ndarray:
     """Return ``[H, W, 3]`` uint8 RGB of a path, encoded bytes, PIL image or array: the pixels that vLLM decodes from the file.
 
     Raises BadMedia: empty, undecodable, over `MAX_PIXELS`, of more than 8 bits a channel, or of a format that is not among
-    `FORMATS` (open those with Pillow and pass its image). Sizes are read from the header, before anything is decoded.
+    `FORMATS` (open those with Pillow and pass its image). Sizes are read from the header, before decoding. ``copy``: of an array.
     """
     import numpy as np
     from PIL import Image
@@ -85,7 +85,7 @@ def as_rgb(image: Any) -> np.ndarray:
                 f"an image array must be HxWx3 uint8 RGB, got shape {image.shape} dtype {image.dtype}; {_conversion(image)}"
             )
         check_size(image.shape[1], image.shape[0])
-        return np.array(image, order="C")  # its owner may write the next frame into it
+        return np.array(image, order="C") if copy else np.ascontiguousarray(image)
     picture = image if isinstance(image, Image.Image) else open_picture(image)
     try:
         check_size(*picture.size)

@@ -15,7 +15,7 @@ class TieredStore(Store):
     """``tiers`` from the fastest to the most durable; closing it closes them.
 
     A value is held where any tier holds it, so a put counts as stored when one tier took it; a lease protects it in
-    every tier that holds it at that moment. What is deleted while it is read is not copied up again.
+    every tier that holds it at that moment. What is deleted while it is read does not come back by being copied up.
     """
 
     def __init__(self, tiers: Sequence[Store]) -> None:
@@ -26,7 +26,7 @@ class TieredStore(Store):
         self._lock = threading.Lock()
         self._leases: dict[str, list[tuple[Store, ...]]] = {}
         self._tally = Tally()
-        self._deletions = 0
+        self._deletions = self._deleting = 0  # those that have begun, and those under way
         self._fetcher: ThreadPoolExecutor | None = None
         self._wanted = 0
 
@@ -36,11 +36,11 @@ class TieredStore(Store):
     def get(self, key: str) -> bytes | None:
         """The value from the first tier that holds it, copied to the tiers above. Cost: of the tiers asked."""
         check_key(key)
-        deletions = self._deletions
+        before = self._deletions, self._deleting
         for depth, tier in enumerate(self.tiers):
             value = tier.get(key)
             if value is not None:
-                self._copy(key, value, self.tiers[:depth], deletions)
+                self._copy(key, value, self.tiers[:depth], before)
                 # What is hot above must not look cold below: `contains` counts as a use.
                 for below in self.tiers[depth + 1 :]:
                     below.contains(key)
@@ -65,15 +65,23 @@ class TieredStore(Store):
     def delete(self, key: str) -> bool:
         with self._lock:
             self._leases.pop(key, None)
-            self._deletions += 1  # before the tiers' own: a read that began earlier copies nothing behind them
-        return any([tier.delete(key) for tier in self.tiers])
+            self._deletions += 1
+            self._deleting += 1
+        try:  # from the last tier on: once a tier has let go of it, a copy made of one below is seen to be one (`_copy`)
+            return any([tier.delete(key) for tier in reversed(self.tiers)])
+        finally:
+            with self._lock:
+                self._deleting -= 1
 
-    def _copy(self, key: str, value: bytes, tiers: Sequence[Store], deletions: int) -> None:
-        """Put a value that was read into ``tiers``, unless a value was deleted since there were so many ``deletions``."""
+    def _copy(self, key: str, value: bytes, tiers: Sequence[Store], before: tuple[int, int]) -> None:
+        """Put a value that was read below into ``tiers``, unless a deletion was under way ``before``; take it back where one
+        began since and it is gone below."""
+        begun, under_way = before
+        if under_way:
+            return
         for tier in tiers:
-            if self._deletions == deletions:
-                tier.put(key, value)
-        if self._deletions != deletions and not any(tier.contains(key) for tier in self.tiers if tier not in tiers):
+            tier.put(key, value)
+        if self._deletions != begun and not any(tier.contains(key) for tier in self.tiers[len(tiers) :]):
             for tier in tiers:
                 tier.delete(key)
 
@@ -124,12 +132,12 @@ class TieredStore(Store):
 
     def _fetch(self, key: str) -> None:
         first, *below = self.tiers
-        deletions = self._deletions
+        before = self._deletions, self._deleting
         try:
             if not first.contains(key):
                 value = next((value for tier in below if (value := tier.get(key)) is not None), None)
                 if value is not None:
-                    self._copy(key, value, [first], deletions)
+                    self._copy(key, value, [first], before)
         except ValueError:
             pass  # a tier was closed meanwhile
         finally:

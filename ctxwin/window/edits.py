@@ -135,13 +135,6 @@ def drop_pending(state: State, placement: str, edit: Literal["evict", "toggle", 
     return update_entry(state, placement, pending={key: value for key, value in waiting.items() if key != edit})
 
 
-def without_pending(state: State) -> State:
-    """Return the state in which no edit waits."""
-    for entry in state.placed.pending:
-        state = update_entry(state, entry.id, pending={})
-    return state
-
-
 def leaving_soon(state: State) -> list[Placed]:
     """Return the chunks whose eviction waits for a break of the prefix."""
     return [p for p in state.placed.pending if "evict" in p.pending]

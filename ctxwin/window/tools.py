@@ -67,9 +67,9 @@ class ToolBranch:
                 raise UnsupportedModel("the chat template has special tokens for tools, which no system prompt holds")
             self._branch, self._key = window.fork(system_prompt), key
             with self._branch.core.writing() as state:
-                self._branch.core.commit(
-                    edits.without_pending(state)
-                )  # it follows the window, which may take them back
+                for entry in state.placed.pending:  # it follows the window, which may take its lazy edits back
+                    state = edits.update_entry(state, entry.id, pending={})
+                self._branch.core.commit(state)
         sync(self._branch.core, [entry.chunk for entry in window.core.state.placed])
         for own_entry, entry in zip(self._branch.core.state.placed, window.core.state.placed, strict=True):
             self._branch.toggle(own_entry.id, conditioned=entry.conditioned)

@@ -340,12 +340,12 @@ class Window(WindowReader):
             ids: dict[str, None] = {}
             for chunk in matches:
                 here = next((p.id for p in new.placed if p.chunk_id == chunk.id), None)
-                if here is not None:
-                    new = edits.drop_pending(new, here, "evict")
-                else:
+                if here is None:
                     back = next((p for p in reversed(new.evicted) if p.chunk_id == chunk.id), None)
                     entry = self.core.place(new, chunk)
                     new = edits.recall(new, back, len(new.placed))[0] if back else edits.append(new, entry)
+                elif "evict" in new.placed[new.index(here)].pending:
+                    new = edits.drop_pending(new, here, "evict")
                 ids[here or new.placed[-1].id] = None
             new = new.edited(libraries={**state.libraries, library.name: view.version})
             if ids and (leaving := self._leaving(new, reserve_tokens, ids)):

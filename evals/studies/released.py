@@ -372,7 +372,8 @@ def main(
         if workers > 1:
             serve = Processes(workers, model, device, threads or 1, patching).serve
         texts = Texts(engine, seed)
-        config = {"format": FORMAT, "study": "released", "model": engine.spec.identity, "seed": seed, "layout": layout}
+        config = {"format": FORMAT, "study": "released", "model": engine.spec.identity, "seed": seed}
+        config["layout"] = f"shared, fitted on {first} of {tasks[0]}" if layout == "shared" else layout
         contexts = [texts.contexts(task, n)[first:] for task in tasks]
         deadline = begun + 60 * minutes if minutes else float("inf")
         with open_samples(folder, config) as samples:

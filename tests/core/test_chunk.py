@@ -382,6 +382,7 @@ def test_a_message_is_what_the_chunks_in_it_are(picture: np.ndarray) -> None:
     assert Chunk.message("user", [plain, Chunk.image(picture)]).as_frames is False
     with pytest.raises(ValueError, match="as_frames must be the same for all videos of a message"):
         Chunk.message("user", [clip, plain])
+    assert Chunk.message("user", [clip, plain], as_frames=True).as_frames
     with pytest.raises(ValueError, match=r"video blocks must hold type, video and .*as_frames.*, got \['rate'\]"):
         Chunk.message("user", [{"type": "video", "video": frames, "rate": 1.0}])
 

@@ -203,19 +203,20 @@ def resume(path: str, data: dict[str, Any]) -> bool:
     has_block = False
     summary: str | None
     following: list[dict[str, Any]]
-    for index in range(len(turns) - 1, -1, -1):
-        turn = turns[index]
-        if not isinstance(turn, dict):
-            continue
+    index = len(turns) - 1
+    while index >= 0:
+        turn = turns[index] if isinstance(turns[index], dict) else {}
         if path == RESPONSES and turn.get("type") == "compaction":
             summary, following = _unseal(turn.get("encrypted_content")), []
         elif path == MESSAGES and (cut := _split_at_summary(turn)) is not None:
             summary, following = cut
         else:
+            index -= 1
             continue
         has_block = True
-        if not summary:  # compaction had failed: nothing was left out
+        if not summary:  # compaction had failed: nothing was left out; the rest of the turn may have an older block
             turns[index : index + 1] = following
+            index -= not following
             continue
         rules = [t for t in turns[:index] if isinstance(t, dict) and t.get("role") in ("system", "developer")]
         rest = [*following, *turns[index + 1 :]]

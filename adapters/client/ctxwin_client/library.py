@@ -23,9 +23,9 @@ class RemoteLibrary:
     """
 
     def __init__(self, client: OpenAI, name: str) -> None:
-        if not re.fullmatch(r"[\w.-]*", name, re.ASCII):
+        if not re.fullmatch(r"[\w.-]*", name):
             raise ValueError(f"a library's name must be letters, digits, '_', '.' and '-', got {name!r}")
-        self._client, self.name, self._path = client, name, f"/libraries/{name}"
+        self._client, self.name, self._path = client, name, f"/libraries/{quote(name)}"
 
     def create(self, *, ttl: float | None = None) -> None:
         """Create an empty library; its files expire ``ttl`` seconds after their last use. Raises NameTaken."""

@@ -176,15 +176,13 @@ class ChatCtxwin(Answering):
                 engine = self.engine or self.opened.engines.get(self.model) or open_engine(self.model)
                 self.opened.engines |= {} if self.engine else {self.model: engine}
                 pool = Pool(engine, self.budget, self.fidelity, self.max_windows, self.observers)
-                self.opened.pools[self._pool_key] = pool
             if self.profile is None:
                 self.profile = profile_of(pool.engine, self.budget)
-            return pool
+            return self.opened.keep(self._pool_key, pool)
 
     @property
     def _pool_key(self) -> tuple[Any, ...]:
-        fidelity, observers = self.fidelity and self.fidelity.model_dump_json(), tuple(map(id, self.observers))
-        return self.model, id(self.engine), self.budget, fidelity, self.max_windows, observers
+        return self.model, id(self.engine), self.budget, self.fidelity, self.max_windows, *map(id, self.observers)
 
     def close(self) -> None:
         """Close the windows, and the engine if this model or a copy opened it. A later call opens it again."""

@@ -139,9 +139,8 @@ def converse(
 
 def in_order(messages: Sequence[BaseMessage]) -> list[BaseMessage]:
     """Return messages that `converse` takes: system messages first, and a result apart from its call as the user's message."""
-    first: list[BaseMessage] = []
-    rest: list[Any] = []
-    for message in convert_to_messages(list(messages)):
+    first, rest = list[Any](), list[Any]()
+    for message in map(_plain_type, convert_to_messages(list(messages))):
         answers = rest and (isinstance(rest[-1], ToolMessage) or getattr(rest[-1], "tool_calls", None))
         if isinstance(message, ToolMessage) and not answers:
             message = HumanMessage(message.content)

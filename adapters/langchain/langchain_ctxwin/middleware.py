@@ -182,7 +182,7 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
             if any(all(measured(kind) >= least for kind, least in clause.items()) for clause in self._clauses):
                 # Numbers are not reused, even if the user has removed the message since.
                 number = max((entry["number"] for entry in history.values()), default=0)
-                for unit in self._leaving(units, here, measured, request):
+                for unit in self._leaving(units, here, view, request):
                     number += unit.key not in decisions
                     unit_number = decisions[unit.key]["number"] if unit.key in decisions else number
                     new_decisions[unit.key] = Omitted(number=unit_number, out=True, read=unit.read)
@@ -201,14 +201,14 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
         return render(units, out, numbers, media_only=self._media_only)
 
     def _leaving(
-        self, units: Sequence[Unit], here: Sequence[Unit], measured: Callable[[str], float], request: ModelRequest
+        self, units: Sequence[Unit], here: Sequence[Unit], view: Sequence[BaseMessage], request: ModelRequest
     ) -> list[Unit]:
         """Return the units of ``here`` to evict, in prompt order: down to ``keep`` as far as policy and protection allow."""
         kind, target = self._keep
         candidates = [u for u in here if self._size(u)]
         sizes = {u.key: self._size(u) for u in candidates}
-        # Tokens are those of the whole prompt, as for the trigger: with a long system prompt it would be reached again at once.
-        remaining = measured("messages" if kind == "messages" else "tokens")
+        # Tokens are those of the whole prompt as it will be, with the tool: the trigger would be reached again at once.
+        remaining = sum(sizes.values()) if kind == "messages" else self._counting(request)(view)
         if kind != "messages":
             target, counter = target * _limit(request.model) if kind == "fraction" else target, self._counting(request)
             sizes = {u.key: counter(u.messages) - counter(self._remainder(u, request)) for u in candidates}

@@ -24,7 +24,7 @@ from ctxwin.window.window import Window
 from langchain_ctxwin.messages import Conversation
 
 T = TypeVar("T")
-_MAX_CACHED_PICTURES = 4096  # cached as chunks without their pixels
+_MAX_POOLS, _MAX_CACHED_PICTURES = 8, 4096  # pictures are cached as chunks without their pixels
 
 
 class Pool:
@@ -123,19 +123,25 @@ class Pool:
 
 @dataclass(eq=False)
 class Opened:
-    """Engines by model name, and windows by settings, of a chat model and its copies; the next call opens them again."""
+    """Engines by model name, and windows by the latest few settings, of a chat model and its copies; calls open them again."""
 
     engines: dict[str, Engine] = field(default_factory=dict)
     pools: dict[tuple[Any, ...], Pool] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
+    def keep(self, key: tuple[Any, ...], pool: Pool) -> Pool:
+        """Return ``pool`` as the latest; close the one that was used least recently where there are too many."""
+        self.pools = {name: other for name, other in self.pools.items() if name != key} | {key: pool}
+        if len(self.pools) > _MAX_POOLS:
+            self.pools.pop(next(iter(self.pools))).close()
+        return pool
+
     def close(self) -> None:
         """Close the windows and engines. Idempotent."""
         with self.lock:
-            everything: list[Any] = [*self.pools.values(), *self.engines.values()]
-            self.pools, self.engines = {}, {}
-        for opened in everything:
-            opened.close()
+            pools, engines, self.pools, self.engines = self.pools, self.engines, {}, {}
+        for close in [opened.close for opened in pools.values()] + [engine.close for engine in engines.values()]:
+            close()
 
 
 def profile_of(engine: Engine, budget: int | None) -> ModelProfile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 import weakref
 from collections.abc import Sequence
@@ -66,7 +67,7 @@ def read_model(
     if reason := refused(config):
         raise UnsupportedModel(f"{config.model_type!r} cannot be served on vLLM: {reason}; open it as hf:MODEL")
     name = checkpoint.dtype(_DTYPES.get(dtype, dtype), "bfloat16")
-    cache = _cache_dtype(cache, config)
+    cache = _cache_dtype(cache, config, checkpoint.path)
     rounded = f" in {'fp8_e4m3' if cache == 'fp8' else cache}" if cache in FP8 else ""
     kv = kv_spec_from_config(checkpoint.config, checkpoint.identity(name, f"vllm{rounded}"), name, "vllm")
     if kv.recurrent:
@@ -75,12 +76,16 @@ def read_model(
     return checkpoint, kv
 
 
-def _cache_dtype(cache: Any, config: Any) -> Any:
+def _cache_dtype(cache: Any, config: Any, folder: Path) -> Any:
     """Return the dtype that vLLM's cache has: a quantised checkpoint may name it where the option leaves it open."""
     from vllm.utils.torch_utils import get_kv_cache_quant_algo_string
 
-    quantization = getattr(config, "quantization_config", None)
-    if cache not in (None, "auto") or not isinstance(quantization, dict):
+    configs = [config, getattr(config, "text_config", None)]
+    found = [getattr(c, name, None) for c in configs for name in ("quantization_config", "compression_config")]
+    own = folder / "hf_quant_config.json"  # of ModelOpt before 0.31
+    found += [{"quant_method": "modelopt", **json.loads(own.read_bytes())}] if own.exists() else []
+    quantization: dict[str, Any] = next((one for one in found if isinstance(one, dict)), {})
+    if cache not in (None, "auto") or not quantization:
         return cache
     named = get_kv_cache_quant_algo_string(quantization)
     return named or ("fp8" if quantization.get("kv_cache_scheme") else cache)

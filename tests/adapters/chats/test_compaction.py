@@ -158,6 +158,16 @@ def test_a_compaction_that_failed_later_leaves_the_earlier_summary(path: str) ->
     ]
 
 
+def test_a_failed_compaction_in_the_turn_of_an_earlier_one_leaves_its_summary() -> None:
+    """Clients may join a paused answer with the next one."""
+    blocks = [{"type": "compaction", "content": "S"}, {"type": "text", "text": "two"}]
+    blocks += [{"type": "compaction", "content": None}, {"type": "text", "text": "three"}]
+    data = conversation(MESSAGES)
+    data["messages"] += [{"role": "assistant", "content": blocks}, {"role": "user", "content": "last"}]
+    assert resume(MESSAGES, data)
+    assert texts(data) == ["Summary of the conversation so far:\n\nS", "two", "three", "last"]
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_a_summary_alone_and_the_next_question_are_one_turn(path: str) -> None:
     """Templates that want roles to alternate refuse two of the user's in a row."""

@@ -289,6 +289,9 @@ def test_copies_share_what_is_open(monkeypatch: pytest.MonkeyPatch, caller: Engi
         assert len(opened) == len(chat.opened.pools) == 1
         chat.model_copy(update={"budget": 900}).invoke("q")
         assert len(opened) == 1 and len(chat.opened.pools) == 2
+        for budget in range(900, 920):
+            chat.model_copy(update={"budget": budget}).invoke("q")
+        assert len(opened) == 1 and len(chat.opened.pools) == 8
         copy.close()
         assert not chat.opened.engines
         assert chat.invoke("q").content == "yes" and len(opened) == 2

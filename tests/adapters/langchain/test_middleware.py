@@ -410,6 +410,18 @@ def test_what_triggers_is_the_prompt_as_it_goes_out(caller: Engine) -> None:
             assert (answer.usage_metadata["input_tokens"] > tokens + 100) == evicts
 
 
+def test_what_is_kept_has_room_for_the_tool(caller: Engine) -> None:
+    """It is offered from the first eviction on; were it not counted then, the next call would evict again."""
+    said = talk(*["h", "a"] * 40, "h")
+    with ChatCtxwin(engine=caller, fidelity=Fidelity("exact"), max_tokens=3) as chat:
+        tokens = chat.get_num_tokens_from_messages(list(said))
+        keep = tokens - 50
+        agent = create_agent(chat, middleware=[WindowMiddleware(trigger=("tokens", tokens), keep=("tokens", keep))])
+        answer = agent.invoke({"messages": said})["messages"][-1]
+        line = 80  # that stands for what was evicted
+        assert keep - 100 < answer.usage_metadata["input_tokens"] <= keep + line
+
+
 def test_system_messages_are_counted() -> None:
     counted: list[int] = []
 

@@ -98,12 +98,13 @@ async def route(
     return receive
 
 
-def apply_edits(data: dict[str, Any], count: Count) -> bool:
-    """Apply the edits of an equal request before its tokens are counted; return whether the body changed."""
+def apply_edits(data: dict[str, Any], count: Count) -> tuple[bool, int]:
+    """Apply the edits of an equal request before a count; return whether the body changed, and the tokens cleared."""
     resumed = resume(compaction.MESSAGES, data)
     take_compaction(compaction.MESSAGES, data)  # a compaction does not change the counted tokens
     managed = manage(data, None, count)
-    return resumed or managed is not None
+    cleared = sum(edit["cleared_input_tokens"] for edit in managed or ())
+    return resumed or managed is not None, cleared
 
 
 class PlainRequest:
@@ -127,7 +128,8 @@ class PlainRequest:
         self._service, self._tenant_state = service, service.tenant_state(tenant)
         self._tenant, self._path, self._sub_request, self._is_bound = tenant, path, sub_request, is_bound
         self._data: Any = None
-        self._changed = self._follows = self._is_managed_count = False
+        self._changed = self._follows = False
+        self._cleared_tokens = 0  # by the edits of a count
 
     async def rewrite(self, headers: Headers, *, follows: bool, ahead: Ahead | None) -> None:
         """Parse, check and change the body.
@@ -146,7 +148,7 @@ class PlainRequest:
             await self._service.grammars.check(self._tenant, self._data)
         takes_long = self._path in (compaction.MESSAGES, COUNT) or names_chunks(self._data)
         is_expanded = await self._run(self._adapt) if takes_long else self._adapt()
-        if self._is_managed_count:
+        if self._cleared_tokens:
             await self._count()
         windows = self._service.windows
         if not windows or self._path not in ROUTES or not isinstance(self._data, dict):
@@ -185,20 +187,19 @@ class PlainRequest:
         if path in (compaction.MESSAGES, COUNT):
             self._changed |= describe_tools(data)
         if path == COUNT:
-            self._is_managed_count = data.get("context_management") is not None
-            self._changed |= apply_edits(data, tenant_state.count)
+            changed, self._cleared_tokens = apply_edits(data, tenant_state.count)
+            self._changed |= changed
         return is_expanded
 
     async def _count(self) -> None:
-        """Answer with the tokens before the edits beside those behind them, which the server would take both from one body.
+        """Answer a count with what its edits clear beside it, which the server takes to be nothing.
 
-        Raises EarlyResponse unless a count fails, as that of the body then does, too.
+        Raises EarlyResponse where the body can be counted.
         """
-        whole = {name: value for name, value in self._parse().items() if name != "context_management"}
-        (_, original), (status, answer) = [await self._sub_request(body) for body in (whole, self._data)]
-        if status == 200 and isinstance(original, dict) and "input_tokens" in original:
-            answer["context_management"] = {"original_input_tokens": original["input_tokens"]}
-            raise EarlyResponse(JSONResponse(answer))
+        status, answer = await self._sub_request(self._data)
+        if status == 200:
+            tokens = answer["input_tokens"] + self._cleared_tokens
+            raise EarlyResponse(JSONResponse({**answer, "context_management": {"original_input_tokens": tokens}}))
 
     async def encode(self) -> bytes:
         """Return the body for the server: bound to its tenant if there are tenants."""

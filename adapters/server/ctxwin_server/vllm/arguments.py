@@ -27,6 +27,8 @@ def parse(model: str, arguments: Sequence[str]) -> Namespace:
     set_environment, _, validate = command_line()
     set_environment()
     args: Namespace = _parser().parse_args([model, *arguments])
+    if args.model_tag is None and not any(word.partition("=")[0] == "--model" for word in (model, *arguments)):
+        raise ValueError("serve must have a model, got none: give a folder, a name or 'tiny' as its first argument")
     args.model = args.model_tag = args.model_tag or args.model  # also named by --model, as `vllm serve` takes it
     validate(args)
     return args

@@ -65,7 +65,7 @@ def run(model: str, arguments: Sequence[str], settings: Settings) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # until the server has handlers of its own
         signal.signal(number, lambda number, _: abandon(128 + number))
     windows, args = _load(model, arguments, settings)
-    uvloop.run(_run(args, windows, arguments))
+    uvloop.run(_run(args, windows, [model, *arguments]))
     if windows.died:
         raise EngineDied("vLLM ended by itself; its log says why, and the server has to be started again")
 
@@ -120,7 +120,7 @@ async def serving_app(
     from vllm.entrypoints.launchers.app import build_app
 
     windows, args = _load(model, arguments, settings)
-    windows.prepare(args, arguments)
+    windows.prepare(args, [model, *arguments])
     windows.suspects = suspects
     async with build_async_engine_client(args) as client:
         tasks = await client.get_supported_tasks()

@@ -102,6 +102,10 @@ def test_a_name_leads_nowhere_else(shelf: RemoteLibrary, acme: OpenAI) -> None:
                 RemoteLibrary(acme, elsewhere).delete()
         assert window.ids == () and [file.filename for file in shelf.files()] == ["door.txt"]
     shelf.remove("door.txt")
+    named = RemoteLibrary(acme, "büro-2")
+    named.add(b"The desk is blue.", "desk.txt")
+    assert [hit.filename for hit in named.search("desk")] == ["desk.txt"]
+    named.delete()
 
 
 def test_files_are_listed_found_and_removed(shelf: RemoteLibrary, acme: OpenAI) -> None:
