@@ -28,7 +28,7 @@ def atomic_write(
     Returns ``path``. Raises OSError; the temporary file is removed then.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = temporary or path.with_suffix(f".{uuid4().hex}.tmp")
+    temporary = temporary or path.with_name(f".{uuid4().hex}.tmp")
     try:
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.writelines([data] if isinstance(data, bytes) else data)

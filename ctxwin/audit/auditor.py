@@ -17,7 +17,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +105,7 @@ class Job:
         trying: strategies are tried on it.
         auditing: the answer itself is audited.
         done: called with the finding of an audit.
+        tries, tried: replays that a request interrupted, and the strategies whose trials they completed.
     """
 
     engine: Engine
@@ -126,6 +127,7 @@ class Job:
     ledger: Ledger | None
     forgettings: int
     tries: int = 0
+    tried: set[str] = field(default_factory=set)
 
     @property
     def question_digest(self) -> str:
@@ -272,6 +274,7 @@ class Auditor:
         try:
             if job.auditing:
                 self._audit(replay, job)
+                job = replace(job, auditing=False)
             if job.ledger is not None and job.trying and self._follows(job):
                 self._try(replay, job, job.ledger)
         except AnswerStopped:
@@ -339,6 +342,8 @@ class Auditor:
         shadows, is_stored = self._shadows_of(job), job.engine.repo.contains
         try:
             for name in ledger.candidates():
+                if name in job.tried:
+                    continue
                 strategy = STRATEGIES[name]
                 forbidden = (*strategy.fidelity.advanced.forbid, *job.fidelity.advanced.forbid)
                 fidelity = strategy.fidelity.with_advanced(forbid=forbidden)
@@ -360,11 +365,15 @@ class Auditor:
                 segments = replay.fill(layout)
                 computed = replay.work.tokens - tokens_before + sum(c.recomputed_tokens for c in layout.choices)
                 conditionings = {c.entry.id: c.conditioning if c.updates_entry else c.entry.kv for c in layout.choices}
-                shadows[name] = {placement: kv for placement, kv in conditionings.items() if kv is not None}
-                key = ledger.record.binding, name
-                if all(c.lane != strategy.lane for c in layout.choices) or not self.sampler.is_trial(
-                    key, job.state.unit, job.question_digest
+                served = {placement: kv for placement, kv in conditionings.items() if kv is not None}
+                key, unit, question = (ledger.record.binding, name), job.state.unit, job.question_digest
+                if (
+                    all(c.lane != strategy.lane for c in layout.choices)
+                    or not ledger.accepts_question(question, unit)
+                    or not self.sampler.is_trial(key, unit, question)
                 ):
+                    shadows[name] = served
+                    job.tried.add(name)
                     continue
                 if not exchanges:
                     exact = replay.fill(replay.build_layout(job.state_after, EXACT))
@@ -386,8 +395,10 @@ class Auditor:
                     "tokens": replay.work.tokens - tokens_before,
                 }
                 for finding in findings:
-                    trials.append(Trial(name, finding.harm, finding.strict.kl, unit=job.state.unit, **first))
+                    trials.append(Trial(name, finding.harm, finding.strict.kl, unit=unit, question=question, **first))
                     first = {}
+                shadows[name] = served
+                job.tried.add(name)
         finally:
             tenant = job.engine.tenant
             self._trial_tokens[tenant] = self._trial_tokens.get(tenant, 0.0) + tokens_audited - replay.work.tokens

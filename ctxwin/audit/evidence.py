@@ -54,8 +54,11 @@ if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
 
 log = logging.getLogger("ctxwin")
+_RETRY_S = 60.0
 REREAD_S = 1.0
 """Seconds between reads of the record of other processes."""
+ASKED = 1024
+"""Maximum questions that a record keeps, the newest."""
 DECISIONS = 100
 """Maximum decisions that a record keeps, the newest."""
 PAUSE, PAUSE_DOUBLINGS = 200, 6
@@ -83,6 +86,7 @@ class Trial:
         tokens: prompt tokens that the trial itself computed.
         is_audit: the answer was served by the (promoted) strategy.
         unit: the independent unit that it belongs to (`State.unit`); trials without one form one unit.
+        question: digest of the question over its chunks, where no other unit is to be tried on it.
     """
 
     strategy: str
@@ -93,6 +97,7 @@ class Trial:
     tokens: int = 0
     is_audit: bool = False
     unit: str = ""
+    question: str = ""
 
 
 class Ledger:
@@ -113,8 +118,9 @@ class Ledger:
         self._record = record
         self._looked = -REREAD_S
         self._stamp: tuple[int, int] | None = None
+        self._refused: tuple[int, int] | None = None  # that of a file which could not be read
         self._served: dict[str, int] = {}  # not yet in the record
-        self._failed = False
+        self._retry = 0.0  # when the file is written again after a failure
 
     @classmethod
     def of(cls, engine: Engine, reference: Reference, options: Options) -> Ledger:
@@ -179,6 +185,10 @@ class Ledger:
     def accepts_trial(self, strategy: str, unit: str) -> bool:
         """Return True if one more trial of a unit is evidence on a strategy that is not promoted."""
         return _accepts(self._evidence(strategy), unit)
+
+    def accepts_question(self, question: str, unit: str) -> bool:
+        """Return True unless another unit was tried on ``question``, the digest of one over its chunks, in any process."""
+        return self.record.asked.get(_short(question), _short(unit)) == _short(unit)
 
     def count_kind(self, kind: Kind) -> None:
         """Count an answer of the windows that earn trust, for the mix of kinds."""
@@ -249,11 +259,16 @@ class Ledger:
                     decisions.append(decision)
                     done |= {trial.strategy} if decision.what in ("rejected", "demoted") else set()
             tested = {trial.strategy for trial in trials}
+            asked = {_short(trial.question): _short(trial.unit) for trial in trials if trial.question}
+            asked = self._record.asked | {
+                question: unit for question, unit in asked.items() if question not in self._record.asked
+            }
             for name, old in ways.items():
                 if old.pause and name not in tested:
                     ways[name] = old.model_copy(update={"pause": old.pause - 1})
             update = {
                 "ways": ways,
+                "asked": dict([*asked.items()][-ASKED:]),
                 "decisions": (*self._record.decisions, *decisions)[-DECISIONS:],
                 **{name: getattr(self._options, name) for name in ("budget", "excess_budget", "level")},
             }
@@ -341,7 +356,7 @@ class Ledger:
     @contextlib.contextmanager
     def _file_lock(self) -> Iterator[None]:
         """Keep other processes from changing the file inside the block."""
-        if self._path is None or self._failed:
+        if self._path is None or time.monotonic() < self._retry:
             yield
             return
         import fcntl
@@ -359,13 +374,14 @@ class Ledger:
 
     def _reread(self) -> None:
         self._looked = time.monotonic()
-        if self._path is None or self._failed:
+        if self._path is None:  # what others found counts also while nothing can be written
             return
         try:
             stat = self._path.stat()
             stamp = (stat.st_mtime_ns, stat.st_ino)
-            if stamp == self._stamp:
+            if stamp in (self._stamp, self._refused):
                 return
+            self._refused = stamp
             record = Record.read(self._path)
             if record.binding != self._record.binding:
                 raise ValueError("it is bound to another model, engine or tenant")
@@ -377,7 +393,7 @@ class Ledger:
         self._record, self._stamp = record, stamp
 
     def _write(self) -> None:
-        if self._path is None or self._failed:
+        if self._path is None or time.monotonic() < self._retry:
             return
         try:
             atomic_write(self._path, self._record.model_dump_json(indent=1).encode() + b"\n")
@@ -387,8 +403,8 @@ class Ledger:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        self._failed = True
-        log.warning("evidence cannot be written to %s (%s); it is kept in memory", self._path, error)
+        self._retry = time.monotonic() + _RETRY_S
+        log.warning("evidence cannot be written to %s (%s); it is kept in memory for now", self._path, error)
 
 
 def _now() -> str:

@@ -189,6 +189,7 @@ class Record(BaseModel):
         budget, excess_budget, level: of the last decisions (`ctxwin.audit.Options`).
         floor: differences of exact answers.
         ways: evidence by strategy.
+        asked: by the digest of a question over its chunks, the unit that was tried on it; the newest.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -207,6 +208,7 @@ class Record(BaseModel):
     floor: Floor = Floor()
     ways: dict[str, Evidence] = Field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()
+    asked: dict[str, str] = Field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> Self:

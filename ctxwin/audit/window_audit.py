@@ -11,7 +11,7 @@ from ctxwin.audit.evidence import Ledger
 from ctxwin.audit.harm import Kind, value_of
 from ctxwin.audit.replay import Exchange, Finding, keys_of
 from ctxwin.audit.strategies import STRATEGIES
-from ctxwin.profiles import find_profile, with_overrides
+from ctxwin.profiles import find_profile
 from ctxwin.window.answer import fill_audit
 from ctxwin.window.auditing import Auditing
 
@@ -40,6 +40,7 @@ class WindowAudit(Auditing):
         self._lock = threading.Lock()
         self._recent: deque[Exchange] = deque(maxlen=_RECENT)
         self._cached_ledger: Ledger | None = None
+        self._adopter: WindowAudit | None = None
 
     @property
     def _auditor(self) -> Auditor:
@@ -48,23 +49,19 @@ class WindowAudit(Auditing):
     @property
     def _ledger(self) -> Ledger:
         if self._cached_ledger is None:
-            self._cached_ledger = self._auditor.ledger(self._engine, self._requested.advanced.reference)
+            self._cached_ledger = self._auditor.ledger(self._engine, self.requested.advanced.reference)
         return self._cached_ledger
 
-    @property
-    def strategy(self) -> str | None:
-        """The promoted strategy that serves the window; None if it is exact, or if its fidelity was chosen."""
-        name = self._ledger.promoted() if self.earns else None
-        return None if name is None or STRATEGIES[name].lane in self._forbidden else name
-
     def in_force(self) -> tuple[str | None, Fidelity]:
-        """Return the strategy and the fidelity in force, for one answer."""
-        strategy = self.strategy
-        if strategy is None:
+        """See `Auditing.in_force`. A promoted strategy serves as it was tried, unless its lane is forbidden."""
+        strategy = self._ledger.promoted() if self.earns else None
+        if strategy is None or STRATEGIES[strategy].lane in self._forbidden:
             return super().in_force()
-        fidelity = STRATEGIES[strategy].fidelity
-        forbid = tuple(dict.fromkeys((*fidelity.advanced.forbid, *self._forbidden)))
-        return strategy, with_overrides(fidelity, self._requested).with_advanced(forbid=forbid)
+        tried, own = STRATEGIES[strategy].fidelity, self.requested
+        forbid = tuple(dict.fromkeys((*tried.advanced.forbid, *self._forbidden)))
+        layout = {"layout": tried.advanced.layout, "basis": tried.advanced.basis, "forbid": forbid}
+        advanced = own.advanced.model_copy(update=layout)
+        return strategy, tried.model_copy(update={"audit": own.audit, "kl_budget": own.kl_budget, "advanced": advanced})
 
     def branch(self, on_finding: OnFinding) -> Self:
         """Return the audits of a fork, with the same fallbacks and recent questions."""
@@ -81,6 +78,17 @@ class WindowAudit(Auditing):
         kind = self._ledger.record.binding, strategy, self._ledger.since(strategy), shape
         rate = self._auditor.sampler.rate(kind, self._auditor.options.rate)
         return 1.0 if rate and self._ledger.is_suspected(strategy) else rate
+
+    def adopt(self, branch: Self) -> None:
+        super().adopt(branch)
+        self._recent, self._adopter = branch._recent.copy(), None
+        branch._adopter = self  # what audits of its answers are still to find
+
+    def _fall_back(self, placements: set[str]) -> None:
+        with self._lock:
+            self._exact |= placements
+        if self._adopter is not None:
+            self._adopter._fall_back(placements)
 
     def forget(self) -> None:
         """Drop recent questions, which may be about forgotten content."""
@@ -120,8 +128,7 @@ class WindowAudit(Auditing):
             fallbacks: tuple[str, ...] = ()
             if above_budget or (strategy is not None and finding.harm.share >= 1):
                 fallbacks = finding.concerned
-                with self._lock:
-                    self._exact |= set(fallbacks)
+                self._fall_back(set(fallbacks))
             if fallbacks:
                 log.warning(
                     "window %s: an answer was %s; chunks %s are served exactly from now on",

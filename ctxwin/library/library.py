@@ -21,7 +21,7 @@ from ctxwin.library.files import cut
 from ctxwin.library.prepared import prepare
 from ctxwin.library.records import Edition, Entry, Fenced, Granted, Head, Passage, Row, get, put
 from ctxwin.library.retrieval import BM25, Corpus, Retriever
-from ctxwin.library.traces import collect, library_id, note_keys, note_trace, origin_of
+from ctxwin.library.traces import collect, library_id, note_keys, note_trace, origin_of, traced_entries
 from ctxwin.library.views import Hit, LibraryView, unknown_file
 from ctxwin.store.archive import read_archive, write_archive
 from ctxwin.store.base import Store, store_full
@@ -90,13 +90,25 @@ class Library:
 
     @property
     def exists(self) -> bool:
-        """True if the library has been created."""
-        return self.store.read(self._head.key) is not None
+        """True if the library has been created. Cost: a read; where there is none, a listing."""
+        return self.store.read(self._head.key) is not None or self._lost
+
+    @property
+    def _lost(self) -> bool:
+        """Return True if files that its record would list are stored: it was written before them, and is deleted with them."""
+        return any(self.store.contains(f"entry/{entry}") for entry in traced_entries(self.store, self._id))
+
+    def _current(self) -> Head:
+        """Return its record, a new one where it has none. Raises ChunkUnavailable where the store lost it."""
+        head = self._head.read(Head(name=""))
+        if not head.name and self._lost:
+            raise ChunkUnavailable(_lists_lost(self.name))
+        return head if head.name else Head(name=self.name)
 
     @property
     def expires_after(self) -> float | None:
         """Seconds after its last use at which a file without its own ttl expires."""
-        return self.ttl or self._head.read(Head(name=self.name)).ttl
+        return self.ttl or self._current().ttl
 
     def add(
         self,
@@ -158,12 +170,15 @@ class Library:
                 raise UnknownFile(unknown_file(name, self.name))
             return remaining
 
+        self._current()
         self._change(change, {})
 
     def export(self, path: str | Path) -> tuple[int, int]:
         """Write its current files to one file; return the number of records and bytes. KV and grants are not exported."""
         rows = self.view().rows
-        media = (f"source/{m.content}" for _, p in self.corpus(rows).passages for m in p.chunk.media)
+        media = {f"source/{m.content}": name for name, p in self.corpus(rows).passages for m in p.chunk.media}
+        for key in self.store.missing(media):
+            raise ChunkUnavailable(f"file {media[key]!r} must have its pixels in the store; remove it, or add it again")
         return write_archive(Path(path), self.store, dict.fromkeys([*(r.key for r in rows), *media]))
 
     def load(self, path: str | Path, *, replace: bool = False) -> tuple[str, ...]:
@@ -175,7 +190,7 @@ class Library:
         for key, blob in read_archive(Path(path), self.store):
             if not key.startswith(("entry/", "source/")):
                 raise BadMedia(f"the archive of a library must hold files and media, got {key[:80]!r} in {str(path)!r}")
-            if not self.store.contains(key) and not self.store.put(key, blob):
+            if not self.store.persists(key) and not (self.store.put(key, blob) and self.store.persists(key)):
                 raise store_full("the archive's records")
             if key.startswith("entry/"):
                 entry = get(self.repo, key, Entry)
@@ -193,11 +208,12 @@ class Library:
         self.store.retire(self._head.key)
         for key in list(self.store.list("grants/")):
             Fenced(self.store, key).update(Granted(), self._ungranted)
-        self._drop_editions({key for _, key in head.editions})
+        lost = set(self.store.list("edition/")) if not head.editions and self._lost else set()
+        self._drop_editions(lost | {key for _, key in head.editions})
         note_removed(origin_of(self._id, key) for key in entries)
         self._corpora = LRUCache(_CORPORA)
         for repo in {self.repo, *self._collected.keys()}:
-            self._collect(repo, set())
+            self._collect(repo, set(), Head(name=self.name))
 
     def sweep(self, engine: Engine | None = None) -> None:
         """Remove expired files, and records that removed files left in the library's store and in that of ``engine``.
@@ -222,7 +238,7 @@ class Library:
         number = newest if version is None else version
         edition = get(self.repo, editions[number], Edition) if number else Edition()
         if edition is None:
-            raise ChunkUnavailable(f"the list of files of library {self.name} has left the store; add them again")
+            raise ChunkUnavailable(_lists_lost(self.name))
         # An expired or removed file is gone from every version; an old version keeps only replaced files.
         now = self.clock()
         alive = [r for r in edition.rows if r.key not in head.gone and head.expires.get(r.name, now + 1) > now]
@@ -230,7 +246,7 @@ class Library:
 
     def _read_head(self) -> Head:
         """Return the head after removing expired files from it."""
-        head = self._head.read(Head(name=self.name))
+        head = self._current()
         now = self.clock()
         if any(at <= now for at in head.expires.values()):
             try:
@@ -244,7 +260,7 @@ class Library:
 
     def _collect(self, repo: SpanRepository, present: set[str] | None = None, head: Head | None = None) -> None:
         """Remove the records of removed files from a store, unless that was done since the last removal."""
-        head = self._head.read(Head(name=self.name)) if head is None else head
+        head = self._current() if head is None else head
         if present is None and self._collected.setdefault(repo, 0) == head.removals:
             return
         if present is None:
@@ -351,14 +367,18 @@ class Library:
             pixels = chunk.pixels(part)
             if pixels is None:
                 raise ChunkUnavailable(f"a chunk must have its pixels, got none for {chunk.label!r}; make it again")
-            stored = self.repo.contains(f"source/{part.content}")
-            if not stored and not self.repo.put_source(part.content, part.pack(pixels)):
-                raise store_full("a file's pixels")
+            key = f"source/{part.content}"
+            if not self.store.persists(key):
+                self.repo.put_source(part.content, part.pack(pixels))
+                if not self.store.persists(key):
+                    raise store_full("a file's pixels")
         parts = tuple(p.model_copy(update={"source": None}) if p in chunk.media else p for p in chunk.parts)
         return chunk.light().model_copy(update={"parts": parts})
 
     def _add(self, entries: Sequence[tuple[Entry, float]], replace: bool) -> None:
         """Add ``entries``, each with the time of its last use, in the next version."""
+        if self.store.read(self._head.key) is None:  # before what it lists, so that it is known to be lost (`_lost`)
+            self._head.update(self._current(), lambda head: head)
         rows = [
             Row(key=put(self.repo, "entry", e), passages=len(e.passages), **e.model_dump(exclude={"passages"}))
             for e, _ in entries
@@ -406,9 +426,7 @@ class Library:
                 version, key = head.editions[-1]
                 stored = get(self.repo, key, Edition)
                 if stored is None:
-                    raise ChunkUnavailable(
-                        f"the list of files of library {self.name} has left the store; delete it and add again"
-                    )
+                    raise ChunkUnavailable(_lists_lost(self.name))
                 latest = stored
             alive = tuple(r for r in latest.rows if head.expires.get(r.name, now + 1) > now)
             rows = change(alive)
@@ -467,6 +485,10 @@ def granted(store: Store, tenant: str) -> tuple[str, ...]:
 def _check_ttl(ttl: float | None) -> None:
     if ttl is not None and not 0 < ttl < math.inf:
         raise ValueError(f"ttl must be positive seconds or None, got {ttl}")
+
+
+def _lists_lost(name: str) -> str:
+    return f"the list of files of library {name} has left the store; delete the library, and add them again"
 
 
 def _named(source: str | Path | bytes | Chunk) -> str:

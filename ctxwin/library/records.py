@@ -165,7 +165,7 @@ class Fenced:
         raise StoreUnavailable(f"{self.key[:20]} must be free for a moment to be changed; try again later")
 
     def _commit(self, value: bytes, token: int) -> None:
-        if not self.store.commit(self.key, value, token):
+        if not self.store.commit(self.key, value, token) or not self.store.persists(self.key):
             raise store_full("a library's record")
 
 
@@ -173,7 +173,7 @@ def put(repo: SpanRepository, namespace: str, record: BaseModel) -> str:
     """Stores ``record`` under its content; returns the key. Raises StoreFull where the store refuses it."""
     payload = record.model_dump(mode="json")
     key = f"{namespace}/{digest(namespace, json.dumps(payload, sort_keys=True))}"
-    if not repo.contains(key) and not repo.put_json(key, payload, bound=False):
+    if not repo.store.persists(key) and not (repo.put_json(key, payload, bound=False) and repo.store.persists(key)):
         raise store_full(f"{namespace} records")
     return key
 

@@ -39,7 +39,10 @@ def write_archive(path: Path, store: Store, keys: Iterable[str]) -> tuple[int, i
         head, tail = seal.close(_END, value)
         yield from (head, value, tail)
 
-    atomic_write(path, parts())
+    path = path.resolve()  # a link stays one
+    if path.exists() and not path.is_file():
+        raise ValueError(f"an archive must be written to a file, got {str(path)!r}; choose another path")
+    atomic_write(path, parts(), mode=0o600)
     return count, size
 
 

@@ -173,6 +173,10 @@ class Store(ABC):
     def contains(self, key: str) -> bool:
         """Return True if ``get`` would find a value, without reading it."""
 
+    def persists(self, key: str) -> bool:
+        """Return True if the value is where it stays longest: in the last of several tiers."""
+        return self.contains(key)
+
     def missing(self, keys: Collection[str]) -> list[str]:
         """Return those of ``keys`` that it does not contain, in their order; the others count as used."""
         return [key for key in keys if not self.contains(key)]

@@ -27,13 +27,13 @@ from typing import Any, Final, Literal, TypeVar
 
 import diskcache
 
-from ctxwin.errors import StoreCorrupt
+from ctxwin.errors import StoreCorrupt, StoreUnavailable
 from ctxwin.store import records
 from ctxwin.store.base import StoreStats, check_key, check_value
 from ctxwin.store.codec import SUM_BYTES, ForeignRecordError
-from ctxwin.store.disk_index import IndexFolder, RefusedRowError, Written, is_damage
+from ctxwin.store.disk_index import IndexFolder, RefusedRowError, Written, is_busy, is_damage
 from ctxwin.store.failure_log import failure_logger
-from ctxwin.store.records import BlobFile, Row, is_record, remove_old
+from ctxwin.store.records import BlobFile, Row, blob_name, is_record, remove_old
 from ctxwin.store.sealed import SealedStore
 
 log = failure_logger(__name__)
@@ -76,6 +76,10 @@ class DiskStore(SealedStore):
     ) -> None:
         super().__init__(max_bytes, ttl, secret)
         self.path = Path(path).absolute()
+        if os.path.expandvars(self.path) != str(self.path):  # diskcache expands it, too
+            raise ValueError(
+                f"path must be without variables of the environment, got {str(path)!r}; expand or rename them"
+            )
         self.name = str(self.path)
         self._index = IndexFolder(self.path, ttl, timeout, partial(self._tally.count, "corrupt"))
         self._lock = threading.RLock()
@@ -89,7 +93,8 @@ class DiskStore(SealedStore):
         try:
             self._cache = self._open_index()
         except (OSError, sqlite3.OperationalError) as error:
-            plain = OSError(f"the store {self.path} cannot be opened ({error}); check its permissions and free space")
+            remedy = "another process holds it; try again" if is_busy(error) else "check its permissions and free space"
+            plain = OSError(f"the store {self.path} cannot be opened ({error}); {remedy}")
             plain.errno = getattr(error, "errno", errno.EIO)
             raise plain from None
         remove_old((self.path / records.TEMP).glob("*.tmp"), 3600.0)
@@ -116,6 +121,8 @@ class DiskStore(SealedStore):
         self._check_open()
         try:
             row = self._cache.get(key)
+            if row is None and not (self.read_only or self._index.stands(self._cache)) and self._reopen():
+                row = self._cache.get(key)
             return row if isinstance(row, Row) else None
         except RefusedRowError as error:
             self._reject(key, None, error)
@@ -136,6 +143,9 @@ class DiskStore(SealedStore):
             except FileNotFoundError:
                 missing_row, row = row, self._row(key)
                 if row == missing_row:
+                    if self._guarded(False, self._reopen):
+                        row = self._row(key)
+                        continue
                     self._drop_row(key, missing_row)
                     return None
                 # The key was put again between the reads of the row and its file: there is a newer file.
@@ -157,6 +167,8 @@ class DiskStore(SealedStore):
     def contains(self, key: str) -> bool:
         """Return True if `get` would find a file; counts as a use. O(1), the record is not read."""
         row = self._row(check_key(key))
+        if row is not None and not is_record(self.path / row.file) and self._guarded(False, self._reopen):
+            row = self._row(key)
         if row is None or not is_record(self.path / row.file):
             return False
         self._use(row)
@@ -170,6 +182,7 @@ class DiskStore(SealedStore):
         """Return the unexpired keys, in order; None for each row that this store did not write."""
 
         def keys() -> tuple[str | None, ...]:
+            _ = self.read_only or self._reopen()
             self._cache.expire()
             return tuple(self._cache.iterkeys())
 
@@ -224,12 +237,30 @@ class DiskStore(SealedStore):
     def _check_writable(self) -> Literal[False]:
         if self.read_only:
             raise OSError(errno.EROFS, "its folder is read only")
+        self._reopen()  # a row in one that another process has made again would be lost
+        return False
+
+    def _reopen(self) -> bool:
+        """Open an index again that another process made again; return whether it was. That of a folder that is read only is
+        made again, once a second at most."""
         with self._lock:
-            if not self._index.stands(self._cache):  # a row in it would be lost
+            if self.read_only:
+                if time.monotonic() < self._next_repair:
+                    return False
+                self._next_repair = time.monotonic() + _REPAIR_PAUSE_S
+                old, self._scratch = self._scratch, tempfile.TemporaryDirectory(prefix="ctxwin-index-")
+                self._cache.close()
+                self._cache = self._index.build(Path(self._scratch.name))
+                if old is not None:
+                    old.cleanup()
+            elif self._index.stands(self._cache):
+                return False
+            else:
                 self._make_folders()
                 self._cache.close()
-                self._cache, self._oldest = self._index.open_or_rebuild(), None
-        return False
+                self._cache = self._index.open_or_rebuild()
+            self._oldest = None
+        return True
 
     def _note_put(self, key: str, row: Row, size: int) -> None:
         with self._lock:
@@ -312,9 +343,13 @@ class DiskStore(SealedStore):
     @contextlib.contextmanager
     def _fencing(self) -> Iterator[None]:
         with self._lock:
-            folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except OSError as error:
+                raise StoreUnavailable(f"the store {self.path} cannot be locked ({error}); open it again") from error
             try:
                 fcntl.flock(folder, fcntl.LOCK_EX)  # of every process
+                _ = self.read_only or self._guarded(False, self._reopen)
                 yield
             finally:
                 os.close(folder)
@@ -355,7 +390,9 @@ class DiskStore(SealedStore):
         return good, corrupt + odd
 
     def gc(self, min_age: float = _ORPHAN_AGE_S) -> tuple[int, int]:
-        """Remove expired rows and files without a row; return (files, bytes) removed. Cost: a walk of the folder.
+        """Remove expired rows and files that no row names; return (files, bytes) removed. Cost: a walk of the folder.
+
+        The newest whole file of a key without a row gets one instead: the files are the truth.
 
         Args:
             min_age: seconds; younger files may be another process's put between its rename and its row.
@@ -369,7 +406,7 @@ class DiskStore(SealedStore):
 
     def _collect(self, min_age: float) -> tuple[int, int]:
         # Files first, rows second: a file whose row appears in between is seen as used.
-        files = [self.path / blob.file for blob in records.walk(self.path)] + [*self.path.glob("*.damaged-*")]
+        blobs, latest = sorted(records.walk(self.path), key=blob_name, reverse=True), time.time_ns() - min_age * 1e9
 
         def rows() -> set[str] | None:
             indexed = [self._row(key) for key in self._cache.iterkeys() if key is not None]
@@ -378,7 +415,12 @@ class DiskStore(SealedStore):
         used = self._guarded(None, rows, "list", "its keys")
         if used is None:  # without the index every file would look orphaned
             return 0, 0
-        return remove_old((path for path in files if path.relative_to(self.path).as_posix() not in used), min_age)
+        orphans = [blob for blob in blobs if blob.file not in used and blob.used <= latest]
+        if not self.read_only:
+            orphans = [
+                blob for blob in orphans if not self._guarded(True, partial(self._index.add_row, self._cache, blob))
+            ]
+        return remove_old([*(self.path / blob.file for blob in orphans), *self.path.glob("*.damaged-*")], min_age)
 
     def close(self) -> None:
         """Close the index. Idempotent; later calls raise ValueError."""

@@ -13,7 +13,9 @@ import secrets
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -22,7 +24,18 @@ import diskcache
 
 from ctxwin.errors import StoreCorrupt
 from ctxwin.store.base import check_key
-from ctxwin.store.records import TEMP, Row, describe_record, is_blob, is_record, remove_record, walk
+from ctxwin.store.records import (
+    TEMP,
+    BlobFile,
+    Row,
+    blob_name,
+    describe_record,
+    is_blob,
+    is_record,
+    remove_record,
+    walk,
+    written_at,
+)
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +54,7 @@ _SETTINGS: Final = {
     "disk_min_file_size": 0,
     "disk_pickle_protocol": 0,
     "sqlite_journal_mode": "wal",
-    "sqlite_synchronous": 1,
+    "sqlite_synchronous": 2,  # a power cut must not lose the row of a record that was acknowledged
 }
 
 
@@ -91,6 +104,42 @@ class RawDisk(diskcache.Disk):  # type: ignore[misc]  # diskcache has no types
         remove_record(self._folder, file_path)
 
 
+class Index(diskcache.Cache):  # type: ignore[misc]  # diskcache has no types
+    """`diskcache.Cache` that an interrupt cannot leave locked, and that waits for others no longer than its timeout."""
+
+    def __init__(self, folder: Path, timeout: float) -> None:
+        self._longest_wait = timeout
+        super().__init__(str(folder), timeout=timeout, disk=RawDisk, **_SETTINGS)
+
+    @property
+    def _sql_retry(self) -> Callable[..., Any]:
+        end = time.monotonic() + self._longest_wait  # diskcache waits for a minute, whatever its timeout
+
+        def execute(*args: Any) -> Any:
+            while True:
+                try:
+                    return self._sql(*args)
+                except sqlite3.OperationalError as error:
+                    if not is_busy(error) or time.monotonic() > end:
+                        raise
+                    time.sleep(0.001)
+
+        return execute
+
+    @contextlib.contextmanager
+    def _transact(self, retry: bool = False, filename: Any = None) -> Iterator[Any]:
+        """As diskcache's; an exception between its ``BEGIN`` or ``COMMIT`` and what it notes of them is rolled back, too."""
+        outermost = self._txn_id != threading.get_ident()
+        try:
+            with super()._transact(retry, filename) as work:
+                yield work
+        except BaseException:
+            if outermost and self._con.in_transaction:
+                self._txn_id = None
+                self._con.rollback()
+            raise
+
+
 @dataclass(frozen=True)
 class IndexFolder:
     """The folder of a store as the place of its index, which is rebuilt from the records where it is missing or damaged.
@@ -111,7 +160,7 @@ class IndexFolder:
         try:
             return self.open_or_rebuild()
         except (OSError, sqlite3.OperationalError) as error:
-            if is_damage(error) or not reserve:
+            if is_damage(error) or is_busy(error) or isinstance(error, PermissionError) or not reserve:
                 raise
             try:
                 (self.path / _RESERVE_FILE).unlink()
@@ -148,19 +197,33 @@ class IndexFolder:
 
     def build(self, folder: Path) -> Any:
         """Return an index in ``folder`` of all records: by name, so that of two records of one key the later one wins."""
-        cache = self._open_cache(folder)
+        cache = Index(folder, self.timeout)
         with cache.transact():
-            for blob in sorted(walk(self.path), key=lambda blob: Path(blob.file).name):
-                with contextlib.suppress(OSError, StoreCorrupt, TypeError):
-                    key, code = describe_record(self.path / blob.file)
-                    cache.set(key, Written(Row(blob.file, code), blob.size), expire=self.ttl)
+            for blob in sorted(walk(self.path), key=blob_name, reverse=True):
+                self.add_row(cache, blob)
         return cache
 
-    def _open_cache(self, folder: Path) -> Any:
-        return diskcache.Cache(str(folder), timeout=self.timeout, disk=RawDisk, **_SETTINGS)
+    def add_row(self, cache: Any, blob: BlobFile) -> bool:
+        """Add a record's row to ``cache`` unless its key has one; return whether the row there names the record.
+
+        A value expires ``ttl`` after its file was written: when the same value was last put is not known.
+        """
+        try:
+            key, code = describe_record(self.path / blob.file)
+        except (OSError, StoreCorrupt, TypeError):
+            return False
+        if not is_blob(blob.file):
+            return False
+        left = None if self.ttl is None else self.ttl - time.time() + written_at(blob)
+        with cache.transact(), contextlib.suppress(RefusedRowError):
+            row = cache.get(key)
+            if row is None and (left is None or left > 0):
+                return bool(cache.set(key, Written(Row(blob.file, code), blob.size), expire=left))
+            return row is not None and row.file == blob.file
+        return False
 
     def _new_index(self) -> Any:
-        cache = self._open_cache(self.path)
+        cache = Index(self.path, self.timeout)
         for tail in ("", "-wal", "-shm"):
             with contextlib.suppress(OSError):
                 (self.path / (_FILE + tail)).chmod(0o600)
@@ -197,6 +260,11 @@ def check_index(path: Path) -> None:
         totals = dict(connection.execute("SELECT key, value FROM Settings WHERE key IN ('count', 'size')"))
     if len(totals) != 2 or any(type(value) is not int or value < 0 for value in totals.values()):
         raise sqlite3.DatabaseError(f"its totals are {totals}"[:200])
+
+
+def is_busy(error: BaseException) -> bool:
+    """Return True if another process holds the index."""
+    return isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
 
 
 def is_damage(error: BaseException) -> bool:

@@ -58,6 +58,16 @@ def write_record(folder: Path, head: bytes, value: bytes, tail: bytes) -> Row:
     return Row(file, tail[-codec.SUM_BYTES :].hex())
 
 
+def blob_name(blob: BlobFile) -> str:
+    """The name of a record's file, which begins with when it was written (`written_at`)."""
+    return blob.file.rpartition("/")[2]
+
+
+def written_at(blob: BlobFile) -> float:
+    """When a record was written, in seconds since the epoch."""
+    return int(blob_name(blob)[:16], 16) / 1e9
+
+
 def read_record(path: Path) -> tuple[bytes, bytes, bytes]:
     """``(head, value, tail)`` of a record, unchecked but for its lengths; StoreCorrupt or OSError."""
     with _regular(path) as file:

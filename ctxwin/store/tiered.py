@@ -88,6 +88,9 @@ class TieredStore(Store):
     def contains(self, key: str) -> bool:
         return any([tier.contains(key) for tier in self.tiers])
 
+    def persists(self, key: str) -> bool:
+        return self.tiers[-1].persists(key)
+
     def missing(self, keys: Collection[str]) -> list[str]:
         first, *others = [tier.missing(keys) for tier in self.tiers]
         return [*filter({*first}.intersection(*others).__contains__, first)]

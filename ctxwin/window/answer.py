@@ -217,7 +217,8 @@ class Plan:
 
     @property
     def requests(self) -> int:
-        """How many requests the engine gets: `Usage.forwards` of the answer, unless something held turns out to be gone."""
+        """How many requests the engine gets: `Usage.forwards` of the answer, unless something held turns out to be gone. Of a
+        model with recurrent layers the hf engine counts a forward for each chunk that it computes."""
         return len(self.steps)
 
     @property

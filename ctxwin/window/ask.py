@@ -424,7 +424,7 @@ def disposable(core: WindowCore, placement: str, query: str, max_tokens: int, *,
                     new = edits.forget(state, entry) if clean else edits.evict(state, [entry])
                     if clean:
                         branch.assembly.memo.clear()
-                    branch.commit(new, None if clean else "evict", [placement])
+                    branch.commit(new)  # under no edit's name: lazy ones must wait in both branches
             answers.append(ask(branch, question, audited=False))
     with_chunk, without_chunk = answers
     same = with_chunk.token_ids == without_chunk.token_ids

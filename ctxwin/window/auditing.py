@@ -32,11 +32,12 @@ class Auditing:
         ValueError: one that audits cannot follow.
 
     Attributes:
+        requested: see above.
         due: the last answer, if it is going to be audited.
     """
 
     def __init__(self, engine: Engine, requested: Fidelity, on_finding: OnFinding = lambda *_: None) -> None:
-        self._engine, self._requested, self._on_finding = engine, requested, on_finding
+        self._engine, self.requested, self._on_finding = engine, requested, on_finding
         self._fixed = resolve(requested, engine.spec.model)
         self._recurrent = engine.spec.kv.recurrent
         self._always_exact = self._recurrent and not engine.spec.kv.maps
@@ -54,24 +55,19 @@ class Auditing:
         self._exact: frozenset[str] = frozenset()
 
     @property
-    def strategy(self) -> str | None:
-        """The promoted strategy that serves the window; None if it is exact, or if its fidelity was chosen."""
-        return None
-
-    @property
     def fidelity(self) -> Fidelity:
         """The fidelity in force."""
         return self.in_force()[1]
 
     def in_force(self) -> tuple[str | None, Fidelity]:
-        """Return the strategy and the fidelity in force, for one answer."""
+        """Return the promoted strategy, None where none serves, and the fidelity in force, for one answer."""
         return None, self._fixed.with_advanced(forbid=self._forbidden) if self._recurrent else self._fixed
 
     @property
     def _forbidden(self) -> tuple[Lane, ...]:
         allowed = ("patched",) if self._engine.spec.state_patches else ()
         refused = (lane for lane in KV_ONLY if self._recurrent and lane not in allowed)
-        return (*self._requested.advanced.forbid, *refused)
+        return (*self.requested.advanced.forbid, *refused)
 
     @property
     def exact(self) -> frozenset[str]:
@@ -87,9 +83,13 @@ class Auditing:
 
     def branch(self, on_finding: OnFinding) -> Self:
         """Return the audits of a fork, with the same fallbacks."""
-        branch = type(self)(self._engine, self._requested, on_finding)
+        branch = type(self)(self._engine, self.requested, on_finding)
         branch._exact = self._exact
         return branch
+
+    def adopt(self, branch: Self) -> None:
+        """Add the fallbacks of a branch whose state is adopted."""
+        self._exact |= branch.exact
 
     def forget(self) -> None:
         """Drop what may be about forgotten content."""

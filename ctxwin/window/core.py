@@ -348,6 +348,7 @@ class WindowCore:
         state = self.state
         if version < state.version:
             state = next(self._history[v][0] for v in reversed(self._history) if v <= version)
+        state = self.audits.with_fallbacks(state)
         return WindowCore(self.engine, state, observers=self.observers, parent=self.parent, read_only=True)
 
     def fork(self, system_prompt: str | None = None, budget: int | None = None) -> WindowCore:
@@ -385,7 +386,10 @@ class WindowCore:
             arrivals = max(state.arrivals, theirs.arrivals)  # ids of dropped edits are not given again
             adopted = theirs.replace(version=max(state.version, theirs.version) + 1, arrivals=arrivals, window=self.id)
             self.commit(adopted, "adopt", other=branch.id)
-            self.audits = branch.audits.branch(partial(_emit_audit, weakref.ref(self)))
+            if branch.audits.requested == self.audits.requested:
+                self.audits.adopt(branch.audits)
+            else:
+                self.audits = branch.audits.branch(partial(_emit_audit, weakref.ref(self)))
             self.assembly.follow(branch.assembly)
 
     def undo(self) -> None:
@@ -420,12 +424,13 @@ class WindowCore:
         placement.forget(self.engine, state, entry, [p for o in others for p in (*o.state.placed, *o.state.evicted)])
 
     def take_back(self, placement_id: str) -> None:
-        """Return to the previous version if the only edit since was appending ``placement_id``."""
+        """Return to the previous version if the only edit since was appending, ``placement_id`` among others."""
         with self.writing() as state:
             old, previous = self._history.get(state.version - 1, (None, None))
-            if old and (*(p.id for p in old.placed), placement_id) == tuple(p.id for p in state.placed):
+            ids, kept = [p.id for p in state.placed], [p.id for p in old.placed] if old else []
+            if old and ids[: len(kept)] == kept and placement_id in ids[len(kept) :]:
                 del self._history[old.version], self._unshared[old.version]
-                self.commit(old, "forget", [placement_id], remember=False)
+                self.commit(old, "forget", ids[len(kept) :], remember=False)
                 self._undo_version = previous
 
     def lease(self) -> None:

@@ -43,8 +43,9 @@ class Maintenance:
     def forget_beyond(self, most: int) -> None:
         """Forget the oldest evicted chunks beyond ``most``, so that an endless stream stays bounded. KV that others use stays.
 
-        No edit: `Window.undo` does not bring them back. O(evicted).
+        No edit; `Window.undo` brings them back with the versions that it returns to. O(evicted).
         """
+        check_integer("most", most, 0)
         with self.core.writing() as state:
             if len(state.evicted) > most:
                 self.core.commit(state.edited(evicted=state.evicted.newest(most)), remember=False)

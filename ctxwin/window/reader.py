@@ -141,7 +141,7 @@ class WindowReader(MovedNames):
 
     def snapshot(self) -> State:
         """This version as a pydantic model: JSON-able (format 2), a few hundred bytes a chunk, no tensors. O(n)."""
-        return self.core.state
+        return self.core.audits.with_fallbacks(self.core.state)
 
     def check(self) -> None:
         """Assert every invariant of the window; AssertionError prints the state. Cost: a plan."""

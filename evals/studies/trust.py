@@ -58,7 +58,7 @@ def turn(
                 if reordered:
                     window.maintenance.prepare_orbit(front, 3)
                     window.reorder([*reversed(front), last])
-                way = window.core.audits.strategy
+                way = window.core.audits.in_force()[0]
                 answer = window.ask(question.text, 4)
                 auditor.drain()
                 verdict = "right" if answer.text.strip() == question.answer else "wrong"

@@ -127,6 +127,15 @@ def test_above_the_budget_the_chunks_concerned_fall_back_and_the_window_says_so(
     assert window.fork().plan().exact
     restored = Window.restore(engine, window.snapshot())
     assert [e.fallen for e in restored.chunks][1:] == [True] * 4
+    adopted = filled(engine, Fidelity("blind", audit=1.0, kl_budget=1e-9), frames)
+    with auditor_of(engine).hold():
+        adopted.ask(query, 4)
+        branch = adopted.fork()
+        branch.ask("what is the color of all shapes?", 4)
+        adopted.adopt(branch)
+    auditor_of(engine).drain(LONG)
+    for current in (adopted, adopted.at(adopted.version), Window.restore(engine, adopted.snapshot())):
+        assert [e.fallen for e in current.chunks][1:] == [True] * 4
     window.append(Chunk.image(render(frames[0])))
     assert not window.plan().entries[-1].exact  # what was not concerned is served as asked for
 
@@ -340,7 +349,7 @@ def test_a_clock_that_goes_on_is_a_trial_of_edits(
                 break
         assert decisions == [what]
         with asked(engine, 70) as branch:
-            assert branch.core.audits.strategy == ("edited" if what == "promoted" else None)
+            assert branch.core.audits.in_force()[0] == ("edited" if what == "promoted" else None)
             served = branch.fork(system_prompt="the number is 72 now")
             assert {entry.lane for entry in served.chunks} == ({"edited"} if what == "promoted" else {"computed"})
 
@@ -459,7 +468,7 @@ def test_audits_are_handed_to_an_engine(engine: HFEngine) -> None:
     frames, fidelity = stream(2), Fidelity("blind", audit=1.0)
     engine.auditing = None
     with filled(engine, Fidelity("auto"), frames) as window:
-        assert window.fidelity.mode == "exact" and window.core.audits.strategy is None
+        assert window.fidelity.mode == "exact" and window.core.audits.in_force()[0] is None
         before = window.ask(question(frames), 2)
         with pytest.raises(ValueError, match=r"audit must be 0 on an engine without audits, got 1\.0; open it with"):
             Window(engine, SYSTEM, fidelity=fidelity)

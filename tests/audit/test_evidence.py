@@ -8,13 +8,14 @@ import multiprocessing
 import os
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from ctxwin.audit import Options, evidence
 from ctxwin.audit.confidence import units_needed
-from ctxwin.audit.evidence import BEHIND, PAUSE, UNIT_TRIALS, Ledger, Trial
+from ctxwin.audit.evidence import ASKED, BEHIND, PAUSE, UNIT_TRIALS, Ledger, Trial
 from ctxwin.audit.harm import CAP, FLOOR_UNITS, Harm
 from ctxwin.audit.record import Decision, Evidence, Record, records
 from ctxwin.audit.strategies import STRATEGIES, attempt_share, error_of
@@ -308,6 +309,30 @@ def test_evidence_lasts_and_is_shared(tmp_path: Path) -> None:
     assert Ledger(record(), tmp_path).promoted() == "survivor"
     (found,) = _read(tmp_path)
     assert found.ways["survivor"].trials == NEEDED + BEHIND
+
+
+def test_a_failed_write_ends_neither_reading_nor_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = Ledger(record(), tmp_path), Ledger(record(), tmp_path)
+    first.take(good(NEEDED + BEHIND))
+    monkeypatch.setattr("ctxwin.audit.evidence.REREAD_S", 0.0)
+    with monkeypatch.context() as disk:
+        disk.setattr("ctxwin.audit.evidence.atomic_write", mock.Mock(side_effect=OSError("disk full")))
+        first.take(good(1, served=True))
+    second.take(bad(2, served=True))
+    assert second.promoted() is first.promoted() is None
+    monkeypatch.setattr(first, "_retry", 0.0)
+    first.take(good(1, "edited"))
+    assert _read(tmp_path)[0].ways["edited"].trials == 1
+
+
+def test_a_question_is_evidence_once_in_all_processes(tmp_path: Path) -> None:
+    ledger = Ledger(record(), tmp_path)
+    ledger.take([replace(t, question="q") for t in good(1, unit="window")])
+    again = Ledger(record(), tmp_path)
+    assert again.accepts_question("q", "window") and again.accepts_question("other", "another")
+    assert not again.accepts_question("q", "another")
+    again.take([replace(t, question=str(i)) for i, t in enumerate(good(ASKED))])
+    assert len(_read(tmp_path)[0].asked) == ASKED
 
 
 def _add(folder: str, count: int) -> None:

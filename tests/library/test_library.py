@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,46 @@ def test_files_are_cut_into_passages(shelf: Library, tmp_path: Path) -> None:
     (passage,) = shot.passages
     assert passage.text == "a dark square" and passage.chunk.id == Chunk.image(picture(9)).id
     assert [row.name for row in shelf.files()] == ["notes.md", "shot.png"]
+
+
+@pytest.mark.parametrize("use", ["view", "add", "replace", "remove", "create", "export"])
+def test_a_library_whose_list_the_store_lost_says_so_until_it_is_deleted(
+    use: str, shelf: Library, tmp_path: Path
+) -> None:
+    shelf.add(b"A red car.", "car.txt")
+    shelf.store.delete(shelf._head.key)
+    uses: dict[str, Callable[[], object]] = {
+        "view": shelf.view,
+        "add": lambda: shelf.add(b"A blue bus.", "bus.txt"),
+        "replace": lambda: shelf.add(b"A blue bus.", "bus.txt", replace=True),
+        "remove": lambda: shelf.remove("car.txt"),
+        "create": shelf.create,
+        "export": lambda: shelf.export(tmp_path / "archive"),
+    }
+    with pytest.raises((ChunkUnavailable, NameTaken), match=r"has left the store|must have a name of its own"):
+        uses[use]()
+    assert shelf.exists
+    shelf.delete()
+    assert not shelf.exists and not list(shelf.store.list())
+    shelf.add(b"A blue bus.", "bus.txt")
+    assert texts(shelf) == {"bus.txt": ["A blue bus."]}
+
+
+def test_what_only_memory_took_is_not_acknowledged(tmp_path: Path) -> None:
+    with closing(open_store(f"tiered:memory:,disk:{tmp_path}", max_bytes=20_000)) as store:
+        library = Library(store, "zoo")
+        library.add(b"A red car.", "car.txt")
+        noise = np.random.default_rng(0).integers(0, 255, (200, 200, 3), np.uint8)
+        with pytest.raises(StoreFull):
+            library.add(Chunk.image(noise), "noise.png")
+        assert set(library.view().names) == {"car.txt"}
+
+
+def test_an_export_without_its_pixels_names_the_file(shelf: Library, tmp_path: Path) -> None:
+    shelf.add(Chunk.image(picture(9)), "dark.png")
+    shelf.store.delete(next(shelf.store.list("source/")))
+    with pytest.raises(ChunkUnavailable, match=r"dark\.png.*must have its pixels"):
+        shelf.export(tmp_path / "archive")
 
 
 def test_rows_stay_whole_and_a_long_file_takes_linear_work() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import struct
 import tracemalloc
 import zipfile
@@ -32,6 +33,17 @@ def filled(folder: Path) -> Path:
     with closing(open_store(f"disk:{folder}")) as store:
         assert all(store.put(key, value) for key, value in RECORDS.items())
     return folder
+
+
+def test_an_archive_is_its_owners_and_leaves_links_and_pipes_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "archive")
+    (tmp_path / "archive").write_bytes(b"older")
+    assert invoke("export", filled(tmp_path / "store"), tmp_path / "link").exit_code == 0
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "archive").stat().st_mode & 0o777 == 0o600
+    assert invoke("import", tmp_path / "again", tmp_path / "archive").exit_code == 0 and held(tmp_path / "again")
+    os.mkfifo(tmp_path / "pipe")
+    refused = invoke("export", tmp_path / "store", tmp_path / "pipe")
+    assert refused.exit_code and "must be written to a file" in refused.output and (tmp_path / "pipe").is_fifo()
 
 
 def held(folder: Path) -> dict[str, bytes]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ctxwin.store.disk import DiskStore
+from ctxwin.store.disk_index import Index
 from store.disk_files import blobs, sql
 
 
@@ -135,6 +139,33 @@ class TestProcesses:
 
 SECRET = b"a secret of the store"
 STEPS = ["open", "fsync", "replace", "sync_folder", "set"]
+
+
+class TestInterrupts:
+    @pytest.mark.parametrize(("statement", "after"), [("BEGIN IMMEDIATE", True), ("COMMIT", False)])
+    def test_leave_no_transaction_open(
+        self, tmp_path: Path, statement: str, after: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Ctrl-C between a statement and what diskcache notes of it: the index stays locked for every process otherwise."""
+        store, other = DiskStore(tmp_path, timeout=0.2), DiskStore(tmp_path, timeout=0.2)
+
+        def interrupted(cache: Index) -> Callable[..., Any]:
+            execute = cache._con.execute
+
+            def run(text: str, *arguments: Any) -> Any:
+                if text != statement:
+                    return execute(text, *arguments)
+                if after:
+                    execute(text, *arguments)
+                raise KeyboardInterrupt
+
+            return run
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Index, "_sql", property(interrupted))
+            store.put("span/a", b"one")
+        assert other.put("span/b", b"two") and store.put("span/a", b"one")
+        assert [*store.list()] == [*other.list()] == ["span/a", "span/b"]
 
 
 class TestCrash:
@@ -301,6 +332,34 @@ class TestCorruption:
         assert time.monotonic() - began < 5
         assert DiskStore(tmp_path).verify() == (1, 0)
         assert kept.exists()
+
+    def test_a_record_whose_row_is_lost_gets_it_again_and_its_older_file_goes(self, tmp_path: Path) -> None:
+        """As behind a copy of the folder without the index's log: the files are the truth."""
+        store = DiskStore(tmp_path)
+        for value in (b"old", b"new"):
+            store.put("span/a", value)
+            (blob,) = blobs(tmp_path)
+            (tmp_path / value.decode()).write_bytes(blob.read_bytes())
+        old = blob.with_name("0" * 32 + ".blob")
+        old.write_bytes((tmp_path / "old").read_bytes())
+        sql(tmp_path, "DELETE FROM Cache")
+        for path in (old, blob):
+            os.utime(path, (time.time() - 3600,) * 2)
+        again = DiskStore(tmp_path)
+        assert again.get("span/a") == b"new" and blobs(tmp_path) == [blob]
+
+    def test_time_to_live_outlasts_the_index(self, tmp_path: Path) -> None:
+        with contextlib.closing(DiskStore(tmp_path)) as store:
+            store.put("span/a", b"value")
+        (blob,) = blobs(tmp_path)
+        blob.rename(blob.with_name(f"{time.time_ns() - 50 * 10**9:016x}{blob.name[16:]}"))
+        (tmp_path / "cache.db").unlink()
+        with contextlib.closing(DiskStore(tmp_path, ttl=60.0)) as store:
+            left = store._cache.get("span/a", expire_time=True)[1] - time.time()
+            assert store.get("span/a") == b"value" and 5 < left <= 10
+        (tmp_path / "cache.db").unlink()
+        with contextlib.closing(DiskStore(tmp_path, ttl=40.0)) as store:
+            assert store.get("span/a") is None
 
     def test_orphans_go_when_the_store_is_opened_or_verified(self, tmp_path: Path) -> None:
         store = DiskStore(tmp_path)

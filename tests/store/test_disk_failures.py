@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import shutil
 import sqlite3
 import subprocess
 import time
@@ -17,6 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ctxwin.cli.main import app
+from ctxwin.errors import StaleOwner, StoreUnavailable
 from ctxwin.store import open_store
 from ctxwin.store.disk import DiskStore
 from ctxwin.store.disk_index import RawDisk
@@ -152,10 +154,47 @@ class TestFailures:
         assert not store.put("span/b", b"value") and not store.put("span/c", bytes(2900)) and store.failures == 2
         assert not store.delete("span/a") and not store.commit("window/a", b"two", 1) and store.failures == 4
         assert store.verify() == (2, 0) and store.gc(0) == (0, 0) and "its folder is read only" in caplog.text
+        with monkeypatch.context() as writer:
+            writer.setattr("os.access", lambda path, mode: True)
+            assert first.put("span/a", b"another value") and first.put("span/d", b"new")
+            first.get("span/a")
+        assert store.get("span/a") == b"another value" and store.get("span/d") == b"new"
+        assert first.put("span/a", b"value") and first.delete("span/d")
+        before, folder = contents(), sorted(tmp_path.rglob("*"))
         index = store._cache.directory
         store.close()
         assert contents() == before and sorted(tmp_path.rglob("*")) == folder and not Path(index).exists()
         assert first.get("span/a") == b"value"
+
+    def test_fences_hold_where_another_process_made_the_index_again(self, tmp_path: Path) -> None:
+        store, other = DiskStore(tmp_path), DiskStore(tmp_path)
+        assert store.commit("window/a", b"one", 1)
+        other._repair(damaged=True)
+        assert other.claim("window/a") == (2, b"one") and other.commit("window/a", b"two", 2)
+        assert store.token("window/a") == 2 and store.read("window/a") == b"two"
+        with pytest.raises(StaleOwner):
+            store.commit("window/a", b"late", 1)
+        other._repair(damaged=True)
+        assert other.put("span/b", b"new") and store.get("span/b") == b"new" and store.contains("span/b")
+
+    def test_opening_beside_who_holds_the_index_ends_with_its_time(self, tmp_path: Path) -> None:
+        DiskStore(tmp_path).close()
+        with contextlib.closing(sqlite3.connect(tmp_path / "cache.db", isolation_level=None)) as holder:
+            holder.execute("BEGIN IMMEDIATE")
+            with pytest.raises(OSError, match="another process holds it"):
+                DiskStore(tmp_path, timeout=0.1)
+        assert (tmp_path / "ballast").exists()
+        DiskStore(tmp_path).close()
+
+    def test_a_folder_that_is_gone_refuses_a_claim(self, tmp_path: Path) -> None:
+        store = DiskStore(tmp_path / "store")
+        shutil.rmtree(tmp_path / "store")
+        with pytest.raises(StoreUnavailable, match="cannot be locked"):
+            store.claim("window/a")
+
+    def test_a_path_with_a_variable_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="without variables"):
+            DiskStore(tmp_path / "$HOME")
 
     def test_opening_where_a_file_stands_says_so(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("x")

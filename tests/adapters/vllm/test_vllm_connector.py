@@ -196,9 +196,11 @@ class TestLoadsOnAStream:
         return WorkerHalf(endpoint, block_size=4)
 
     @staticmethod
-    def start(worker: WorkerHalf, mode: str = "NONE", metadata: object = "", background: bool = False) -> list[str]:
+    def start(
+        worker: WorkerHalf, mode: str = "NONE", metadata: object = "", background: bool = False, **more: Any
+    ) -> list[str]:
         """Begin a step with one load; return the layers that are written so far, a list that grows."""
-        worker._work = Step("source", loads=[LoadSpec("source", "handle", "r", (5, 6), 0, 6, background)])
+        worker._work = Step("source", loads=[LoadSpec("source", "handle", "r", (5, 6), 0, 6, background, **more)])
         context = SimpleNamespace(cudagraph_runtime_mode=SimpleNamespace(name=mode), attn_metadata=metadata)
         worker.start_load_kv(context)
         return worker.endpoint.written  # type: ignore[attr-defined, no-any-return]
@@ -218,6 +220,12 @@ class TestLoadsOnAStream:
         self, worker: WorkerHalf, mode: str, metadata: object
     ) -> None:
         assert self.start(worker, mode, metadata) == ["a", "b"]
+        worker.wait_for_save()
+        assert not worker.get_block_ids_with_load_errors()
+
+    def test_an_answer_that_keeps_a_share_of_its_slots_waits_for_their_moves(self, worker: WorkerHalf) -> None:
+        """The step writes its own token behind them, which no layer's attention waits for."""
+        assert self.start(worker, keep=(0, 1, 5)) == ["a", "b"]
         worker.wait_for_save()
         assert not worker.get_block_ids_with_load_errors()
 

@@ -223,7 +223,7 @@ def test_no_promoted_strategy_serves_a_chat(monkeypatch: pytest.MonkeyPatch) -> 
     with FakeEngine() as engine:
         attach_audits(engine)
         with Window(engine, "s") as window:
-            assert window.core.audits.strategy == "blind" and window.core.audits.fidelity.mode == "blind"
+            assert window.core.audits.in_force()[0] == "blind" and window.core.audits.fidelity.mode == "blind"
     chat, parts = Chat(), ["s", "aa", "bb", "cc", "q?"]
     chat.ask(parts, fidelity=Fidelity())
     slid = chat.ask(["s", "bb", "cc", "dd", "q?"], fidelity=Fidelity())
