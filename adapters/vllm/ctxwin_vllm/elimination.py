@@ -147,11 +147,13 @@ class BudgetedAnswer:
         """Keep the prompt's KV and that of ``fed`` tokens behind it."""
         if outcome.kv is None:
             raise EngineFailed("the KV of the prompt was not captured; vLLM ended the request early")
-        k, v = self._prompt = outcome.kv
-        self._origin, self._answer = outcome.origin, (k[:, :0], v[:, :0])
-        self._selection, count = Selection(torch.arange(k.shape[1])), int(k.shape[1])
-        slots, head = count - fed, self._layout[0].slots if self._layout else self._query.tokens
         tokens = sum(segment.tokens for segment in self._layout) + self._query.tokens
+        slots = sum(segment.slots for segment in self._layout) + self._query.tokens
+        # Drafts that vLLM accepted behind the last token of the piece have KV there, too.
+        k, v = self._prompt = outcome.kv[0][:, : slots + fed], outcome.kv[1][:, : slots + fed]
+        self._origin, self._answer = outcome.origin, (k[:, :0], v[:, :0])
+        self._selection = Selection(torch.arange(k.shape[1]))
+        head = self._layout[0].slots if self._layout else self._query.tokens
         if self._sampling.merge_prompt:
             assert outcome.sums is not None and slots == tokens
             head, slots = 1, merged_slots(self._sampling.hold, tokens)

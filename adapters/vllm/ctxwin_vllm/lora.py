@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,12 @@ from ctxwin.hashing import digest
 
 _serial = itertools.count(1)
 _numbers: dict[str, int] = {}
+_copies: dict[str, tempfile.TemporaryDirectory[str]] = {}
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A folder in PEFT's layout.
+    """An adapter in PEFT's layout; ``path`` is a copy of its folder.
 
     Attributes:
         id: digest of its config and weights; part of the identity of KV that is computed with it.
@@ -33,11 +36,16 @@ class Adapter:
     def open(cls, folder: str | Path) -> Adapter:
         """Raises ValueError for a folder without an adapter, UnsupportedModel for one that vLLM cannot serve exactly.
 
-        Cost: reading its weights once, for their digest.
+        Cost: a copy of its weights, which vLLM reads when a request comes: the folder may be another checkpoint's by then.
         """
-        path = Path(folder).expanduser().resolve()
+        from vllm.config.lora import LoRAConfig
+        from vllm.lora.peft_helper import PEFTHelper
+
+        path, copy = Path(folder).expanduser().resolve(), tempfile.TemporaryDirectory(prefix="ctxwin-adapter-")
         try:
-            config = json.loads((path / "adapter_config.json").read_text())
+            for file in (path / "adapter_config.json", *path.glob("*.safetensors")):
+                shutil.copy(file, copy.name)
+            config = json.loads((Path(copy.name) / "adapter_config.json").read_text())
             rank = int(config["r"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
@@ -45,7 +53,13 @@ class Adapter:
             ) from error
         if config.get("peft_type", "LORA") != "LORA":
             raise UnsupportedModel(f"an adapter must be of type LORA, got {config['peft_type']!r}; merge it first")
-        return cls(path, digest("lora", config, weights_digest(path)), rank)
+        try:
+            PEFTHelper.from_dict(config).validate_legal(LoRAConfig(max_lora_rank=max_rank(rank)))
+        except ValueError as error:
+            raise UnsupportedModel(f"an adapter must be one that vLLM serves, got {str(folder)!r}: {error}") from error
+        adapter_id = digest("lora", config, weights_digest(Path(copy.name)))
+        copy = _copies.setdefault(adapter_id, copy)  # kept while the process runs
+        return cls(Path(copy.name), adapter_id, rank)
 
     @property
     def request(self) -> Any:
@@ -63,7 +77,12 @@ def identity_with(identity: str, adapter: Adapter | None) -> str:
 
 def options_for(adapter: Adapter) -> dict[str, Any]:
     """Return the engine arguments of vLLM under which the adapter can be served, with up to three others."""
-    return {"enable_lora": True, "max_loras": 4, "max_lora_rank": next(r for r in _RANKS if r >= adapter.rank)}
+    return {"enable_lora": True, "max_loras": 4, "max_lora_rank": max_rank(adapter.rank)}
+
+
+def max_rank(rank: int) -> int:
+    """Return the least ``max_lora_rank`` of vLLM for an adapter of ``rank``."""
+    return next(r for r in _RANKS if r >= rank)
 
 
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512, 1 << 30)  # those that vLLM takes

@@ -184,7 +184,7 @@ class TestLoadsOnAStream:
     @pytest.fixture
     def worker(self, loads: LateLoads, monkeypatch: pytest.MonkeyPatch) -> WorkerHalf:
         """One whose endpoint writes two layers, each by a launch of its own."""
-        endpoint = mock.Mock(draft_model=None, outputs=None, written=[])
+        endpoint = mock.Mock(draft_model=None, outputs=None, written=[], paged=mock.Mock(block_size=4))
 
         def load(spec: LoadSpec) -> None:
             with loads.begin(background=spec.background):
@@ -193,7 +193,7 @@ class TestLoadsOnAStream:
 
         endpoint.load = load
         monkeypatch.setattr("ctxwin_vllm.connector.worker.connect", lambda source: endpoint)
-        return WorkerHalf(endpoint, block_size=4)
+        return WorkerHalf(endpoint, block_size=32)  # of the process's first engine
 
     @staticmethod
     def start(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import os
 import subprocess
 import sys
@@ -178,6 +179,7 @@ def test_adapters_share_nothing(tmp_path: Path) -> None:
 
     with VLLMEngine(folder, dtype="float32", store=store, lora=loras[0]) as first:
         second, plain = (first.view("", store, lora=lora) for lora in (loras[1], None))
+        shutil.copy(loras[0] / "adapter_model.safetensors", loras[1])  # a training's next checkpoint
         found = [asked(engine) for engine in (first, second, plain)]
         assert len({ids for ids, _ in found}) == 3 and len({computed for _, computed in found}) == 1
         assert [asked(engine)[0] for engine in (first, second, plain)] == [ids for ids, _ in found]
@@ -189,6 +191,10 @@ def test_adapters_share_nothing(tmp_path: Path) -> None:
             first.view("", lora=folder)
         with pytest.raises(UnsupportedModel, match="got 16 over 8"):
             first.view("", lora=write_lora(tmp_path / "large", folder, 2, rank=16))
+        config = loras[1] / "adapter_config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"use_dora": True}))
+        with pytest.raises(UnsupportedModel, match="DoRA"):
+            first.view("", lora=loras[1])
         second.close()
         plain.close()
     with pytest.raises(ValueError, match="name the adapter: lora=FOLDER"):

@@ -99,8 +99,11 @@ class SchedulerHalf:
         if meta is None:  # the caller may have given up on this request; it is about to be aborted and must not load
             return (None if self._orphaned(request) else 0), False
         count = meta.tokens_to_load(num_computed_tokens, request.num_prompt_tokens)
-        if (answer := self._answers.get(request.request_id)) and answer.schedule != meta.hold:
-            handle = ""  # preempted: what it held is gone, and must not be loaded as it was
+        answer = self._answers.get(request.request_id)
+        if answer and (answer.schedule != meta.hold or request.num_tokens > answer.next):
+            handle = (
+                ""  # preempted: what it held is gone, and must not be loaded as it was, nor a step pass its elimination
+            )
         planned = num_computed_tokens, handle, meta
         if self._planned.get(request.request_id) != planned:  # vLLM calls this in every step for a waiting request
             self._planned[request.request_id] = planned

@@ -72,9 +72,11 @@ class WorkerHalf:
             self._receiving[load.source, load.request] = [stream.event(loads=True) for stream in STREAMS.values()]
 
     def _fail(self, load: LoadSpec, error: Exception) -> None:
+        size = self.block_size  # of the process's first engine
         with contextlib.suppress(RuntimeError):  # reported before vLLM ends the request, if the engine still exists
-            connect(load.source).fail(load.handle, error)
-        size = self.block_size
+            endpoint = connect(load.source)
+            endpoint.fail(load.handle, error)
+            size = endpoint.paged.block_size if endpoint.paged else size
         if load.states:
             self._failed.add(load.request)
         else:

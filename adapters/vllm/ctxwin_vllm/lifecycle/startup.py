@@ -92,7 +92,6 @@ def start(
             for name in ("kv_transfer_config", "ec_transfer_config", "worker_extension_cls"):
                 arguments.pop(name, None)
         internals.import_model_classes(read_config(model).architectures)
-        internals.let_numba_be_scanned()  # Kimi's model imports it
         envs.disable_envs_cache()  # vLLM keeps the settings of the first engine of a process, which may be of another kind
         step("vLLM loads weights and makes room for KV")
         try:
@@ -127,6 +126,7 @@ def ranks(options: dict[str, Any]) -> int:
 
 def with_connector(model: str, options: dict[str, Any], transport: Transport) -> dict[str, Any]:
     """See `core.engine_arguments`; ``transport`` is where the connector finds its transfers."""
+    internals.let_numba_be_scanned()  # Kimi's model imports it
     from vllm.platforms import current_platform
 
     options = dict(options)
