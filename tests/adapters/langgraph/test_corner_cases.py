@@ -357,3 +357,59 @@ def test_sync_reorders_as_reorder_does() -> None:
                 window.reorder([a, n, b, c])
             states.append([(p.chunk_id, [window.chunk(u).id for u in p.unseen]) for p in window.snapshot().placed])
     assert states[0] == states[1]
+
+
+def shown(window: Window) -> list[Chunk]:
+    return [window.chunk(i) for i in window.ids]
+
+
+@pytest.mark.parametrize("most", [0, 3, 4096])
+@pytest.mark.parametrize("edit", ["a recent one", "the first placed", "one that left", "remove"])
+def test_edits_of_a_long_conversation_keep_its_newest_part(
+    engine: Any, edit: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the window has forgotten what left it: with its store, or behind `edits.MAX_EVICTED`."""
+    monkeypatch.setattr(edits, "MAX_EVICTED", most)
+    with Window(engine, "hd") as window:
+        talk = [Chunk.text(f"q{i:02}") for i in range(30)]
+        window.extend(talk)
+        for placement in window.ids[:20]:
+            window.evict(placement)
+        lost = 20 - len(window.evicted)
+        at = {"a recent one": 27, "the first placed": 20, "one that left": 10, "remove": 27}[edit]
+        talk[at : at + 1] = [] if edit == "remove" else [Chunk.text("edited")]
+        follow(window, [*talk, Chunk.text("next")], lost=lost)
+        assert shown(window) == [*talk[20:], Chunk.text("next")]
+        follow(window, [*talk, Chunk.text("next"), Chunk.text("again")], lost=lost)
+        assert shown(window) == [*talk[20:], Chunk.text("next"), Chunk.text("again")]
+
+
+def test_a_summary_of_what_left_is_placed(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edits, "MAX_EVICTED", 3)
+    with Window(engine, "hd") as window:
+        talk = [Chunk.text(f"q{i:02}") for i in range(30)]
+        window.extend(talk)
+        for placement in window.ids[:20]:
+            window.evict(placement)
+        follow(window, [Chunk.text("summary"), *talk[25:]], lost=17)
+        assert shown(window) == [Chunk.text("summary"), *talk[25:]]
+
+
+class OtherTokens(FakeEngine):
+    """Another model, of another tokenizer."""
+
+    def _text(self, text: str) -> list[int]:
+        return [400 + byte for byte in text.encode()]
+
+
+def test_a_thread_that_goes_on_with_another_model_reads_its_messages_anew() -> None:
+    node = WindowNode(system_prompt="hd", max_tokens=3, fidelity=Fidelity("exact"))
+    with FakeEngine() as first, OtherTokens(name="other") as second, OtherTokens(name="other") as third:
+        graph = StateGraph(WindowState, context_schema=WindowContext).add_node("n", node).add_edge(START, "n")
+        threads = [graph.compile(checkpointer=InMemorySaver()) for _ in range(2)]
+        threads[0].invoke({"messages": [HumanMessage("hello?")]}, CONFIG, context=WindowContext(first))
+        said = threads[0].invoke({"messages": [HumanMessage("second?")]}, CONFIG, context=WindowContext(second))
+        fresh = threads[1].invoke({"messages": said["messages"][:-1]}, CONFIG, context=WindowContext(third))
+        assert said["messages"][-1].text == fresh["messages"][-1].text
+        with load(second, said["window"]) as one, load(third, fresh["window"]) as other:
+            assert [one.chunk(i).id for i in one.ids] == [other.chunk(i).id for i in other.ids]

@@ -207,8 +207,10 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
         notes = {**_NOTES, **(reference or {}).get("notes", {}).get(self.messages_key, {})}
         count, new = notes["messages"], messages[notes["messages"] :]
         unchanged = bool(count) and self._digest(keys[:count]) == notes["digest"]
-        continues = unchanged and bool(new) and isinstance(new[0], HumanMessage)  # the previous answer closed the turn
         engine = engine_of(runtime.context)
+        identity = engine.spec.identity  # of another model the answers' tokens are read anew, from the messages
+        same = unchanged and notes.get("engine", identity) == identity
+        continues = same and bool(new) and isinstance(new[0], HumanMessage)  # the previous answer closed the turn
         if reference:
             _keep_sources(engine, lost_sources(engine.repo, reference), messages)
         window = open_window(reference, runtime, retrieval=self._retrieval, **self._window) if reference else None
@@ -260,7 +262,9 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
                 with window.fork(system_prompt=system_prompt) as rebased:
                     window.adopt(rebased)
             notes["system_prompt"] = digest(system_prompt)
-            absent = set(follow(window, talk.chunks, removed=removed, others=others))
+            known = {*arrivals.values(), *others_arrivals, *removed_arrivals}
+            lost = notes["arrivals"] - sum(arrival < notes["arrivals"] for arrival in known)
+            absent = set(follow(window, talk.chunks, removed=removed, others=others, lost=lost))
             removed = [i for i in window.evicted if i in absent]
         conversation_ids = [i for i in window.ids if i not in others][::-1]
         last = zip(conversation_ids, reversed(talk.chunks), range(question_chunks), strict=False)
@@ -280,7 +284,7 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
     ) -> dict[str, Any]:
         keys = [*keys, message_key(answer)]
         read = {"messages": len(keys), "digest": self._digest(keys), "arrivals": window.snapshot().arrivals}
-        window.notes[self.messages_key] = notes | read
+        window.notes[self.messages_key] = notes | read | {"engine": window.engine.spec.identity}
         return {self.messages_key: [*swapped, answer], self.window_key: window.ref()}
 
     def _digest(self, keys: list[str]) -> str:
@@ -398,16 +402,23 @@ def _unpack(text: str) -> set[int]:
 
 
 def follow(
-    window: Window, chunks: Sequence[Chunk], *, removed: Collection[str] = (), others: Collection[str] = ()
+    window: Window,
+    chunks: Sequence[Chunk],
+    *,
+    removed: Collection[str] = (),
+    others: Collection[str] = (),
+    lost: int = 0,
 ) -> list[str]:
     """Place the chunks of a conversation that ``window`` has not seen; evict placed ones that are not in it.
 
     Chunks are identified by content; of equal ones the earlier arrival counts as the earlier one. A chunk that the window's
-    policy has evicted stays evicted. The placed chunks of the conversation are in the order of ``chunks`` afterwards.
+    policy has evicted stays evicted, and a new one in front of such chunks is not placed. The placed chunks of the
+    conversation are in the order of ``chunks`` afterwards.
 
     Args:
         removed: placements that an earlier call removed; they return if they are in ``chunks`` again.
         others: placements that are not of the conversation.
+        lost: how many evicted chunks of the conversation the window no longer knows: the oldest that it has not seen.
 
     Returns the placements that are no longer in the conversation. Raises like `Window.append`; edits made before the
     error stay. Cost: encoding the new chunks.
@@ -419,13 +430,20 @@ def follow(
         matches[p.chunk_id].append(p.id)
     names: list[str | None] = [matches[chunk.id].pop() if matches[chunk.id] else None for chunk in chunks]
     absent = [placement for unmatched in matches.values() for placement in unmatched]
+    placed, recallable = [p.id for p in state.placed if p.id not in others], set(window.evicted)
+    first = next((i for i, name in enumerate(names) if name in placed), 0)
+    begin = max(
+        (i + 1 for i, name in enumerate(names[:first]) if name in recallable and name not in removed), default=0
+    )
+    if 0 < lost <= names[:first].count(None):  # some of them were placed last, and have been edited
+        begin = max(begin, first - placed.index(names[first] or ""))
     for placement in absent:
         if placement in window.ids:
             window.evict(placement)
     tail = max((i + 1 for i, name in enumerate(names) if name is not None), default=0)  # all chunks after it are new
     present, recallable = set(window.ids), set(window.evicted)
     for i, (chunk, name) in enumerate(zip(chunks[:tail], names[:tail], strict=True)):
-        if name is None or (name in removed and name not in present):
+        if (name is None and i >= begin) or (name in removed and name not in present):
             following = set(names[i + 1 :])
             at = next((k for k, placement in enumerate(window.ids) if placement in following), len(window.ids))
             if name is None or name not in recallable:  # the window remembers a limited number of evictions
