@@ -159,15 +159,14 @@ def show(as_json: bool, value: dict[str, Any], *lines: str) -> None:
 def open_existing(url: str, tenant: str, *, create: bool = False) -> Store:
     """Open an existing store; reading must not create one, writing may."""
     from ctxwin.hashing import digest
-    from ctxwin.store import open_store, tiers_of
+    from ctxwin.store import check_address, open_store, tiers_of
 
     if not re.match("[a-z0-9]+:", url):
         url = f"disk:{url}"
     if url.startswith("memory:"):
         raise ValueError(f"a store in memory ends with its process, so there is nothing to look into; got {url!r}")
-    for part in tiers_of(url):
-        if create or not part.startswith("disk:"):
-            continue
+    check_address(url)
+    for part in () if create else filter(lambda part: part.startswith("disk:"), tiers_of(url)):
         folder = Path(part.removeprefix("disk:")).expanduser()
         if not folder.is_dir():
             raise ValueError(f"a store must be an existing folder, got {str(folder)!r}")

@@ -1,24 +1,26 @@
 """The checks of ``ctxwin doctor URL``: a running server, seen from a client's side."""
 
+import http.client
 import json
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from typing import Any
 
 from ctxwin import __version__
 from ctxwin.doctor.checks import Finding, Status
 
 _ABOUT, _READY = "/v1/ctxwin/about", "/ready"
-_TIMEOUT_S = 30.0
-_MAX_BYTES = 1 << 20
-"""Bytes read of one answer, as any server may answer."""
+_TIMEOUT_S, _MAX_BYTES = 30.0, 1 << 20  # of one answer, as any server may answer
 
 
 def examine(url: str, key: str = "") -> list[Finding]:
     """Check a running server. Sends four requests, none of which costs a forward.
 
-    Raises ValueError for an address that is not HTTP's.
+    Raises ValueError for an address that is not HTTP's, or a key that no header can have.
     """
+    if not ((key := key.strip()).isascii() and key.isprintable()):
+        raise ValueError("the server's key (CTXWIN_API_KEY) must be printable ASCII, as a header has it")
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"a server's address must begin with http:// or https://, got {url!r}")
     url = url.rstrip("/").removesuffix("/v1")
@@ -37,7 +39,10 @@ def examine(url: str, key: str = "") -> list[Finding]:
     if status != 200:
         remedy = "set CTXWIN_API_KEY to a key of this server" if status in (401, 403) else "see the server's log"
         return [*findings, Finding("key", "broken", text or str(status), remedy)]
-    return [*findings, *_about_findings(json.loads(text), closed)]
+    with suppress(ValueError, TypeError, LookupError, RecursionError):
+        if (about := json.loads(text))["object"] == "ctxwin.about":
+            return [*findings, *_about_findings(about, closed)]
+    return [Finding("ctxwin", "broken", f"{url} is not a ctxwin server of this version", "mend the address")]
 
 
 def _about_findings(about: dict[str, Any], closed: bool) -> list[Finding]:
@@ -70,11 +75,13 @@ def _finding(name: str, good: bool, what: str, remedy: str, otherwise: Status = 
 
 def _get(url: str, key: str = "") -> tuple[int, str]:
     """Return the status and the text of an answer; 0 and the reason if there is none."""
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # nosec B310: `examine` takes http(s) only
+        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
+        try:
+            answer = urllib.request.urlopen(request, timeout=_TIMEOUT_S)  # nosec B310: `examine` takes http(s) only
+        except urllib.error.HTTPError as error:
+            answer = error
+        with answer:
             return int(answer.status), answer.read(_MAX_BYTES).decode(errors="replace")
-    except urllib.error.HTTPError as error:
-        return error.code, error.read(_MAX_BYTES).decode(errors="replace")
-    except OSError as error:
-        return 0, str(error)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        return 0, str(error) or type(error).__name__

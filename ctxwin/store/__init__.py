@@ -90,6 +90,8 @@ def check_address(url: str) -> None:
         raise ValueError(f"a tiered store must be like 'tiered:memory:,disk:PATH', got {url!r}")
     for name in names:
         kind, colon, rest = name.partition(":")
+        if kind == "disk" and os.path.expanduser(rest).startswith("~"):  # noqa: PTH111 (Path's raises RuntimeError)
+            raise ValueError(f"a store's folder must be of a user that this machine has, got {rest!r}")
         if kind == "disk" and rest and Path(rest).expanduser().is_file():
             raise NotADirectoryError(f"a store on disk must be a folder, got the file {rest!r}")
         remote = kind in ("redis", "rediss", "mooncake") and rest.startswith("//")

@@ -42,6 +42,12 @@ def test_bad_sizes(size: object) -> None:
         parse_bytes(size)  # type: ignore[arg-type]
 
 
+def test_a_folder_of_a_user_that_is_not_there() -> None:
+    for url in ("disk:~no-such-user/kv", "tiered:memory:,disk:~no-such-user"):
+        with pytest.raises(ValueError, match="must be of a user that this machine has, got '~no-such-user"):
+            open_store(url)
+
+
 def test_kinds(tmp_path: Path) -> None:
     memory = open_store("memory:", max_bytes="1MB", ttl=5.0)
     assert isinstance(memory, MemoryStore)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from contextlib import closing
-from typing import Any
+from typing import Annotated, Any
 
 import ray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
@@ -18,6 +18,16 @@ from ctxwin_server.app.settings import Settings
 from ctxwin_server.protocol.limits import Limits
 
 _HEALTH_S = 5.0
+
+
+def _as_written(value: Any) -> Any:
+    """Return the text that YAML has read as something else: off and on as booleans, a size in bytes as a number."""
+    return {"False": "off", "True": "on"}.get(str(value), str(value)) if isinstance(value, int) else value
+
+
+_TEXT = Annotated[str, BeforeValidator(_as_written)]
+_TYPES = {n: (_TEXT if t is str and form != "FILE" else t, given) for n, t, given, _, form in Settings.options()}
+_OPTIONS: type[BaseModel] = create_model("_OPTIONS", __config__=ConfigDict(strict=True, extra="forbid"), **_TYPES)  # type: ignore[call-overload]
 
 
 class FleetArguments(BaseModel):
@@ -42,8 +52,8 @@ class FleetArguments(BaseModel):
     settings: dict[str, Any] = {}
     replicas: int | tuple[int, int] = Field(default=2)
     name: str = ""
-    gpus: float = 0
-    cpus: float = 1
+    gpus: float = Field(default=0, ge=0)
+    cpus: float = Field(default=1, ge=0)
     ongoing: int = Field(default=1024, gt=0)
     target: float = Field(default=16, gt=0)
     router: str = "ctxwin_ray.router.WindowRouter"
@@ -56,10 +66,10 @@ def validated(args: FleetArguments | dict[str, Any]) -> tuple[FleetArguments, Li
     least, most = _range(arguments)
     if not 1 <= least <= most:
         raise ValueError(f"replicas must be a number from 1 on, or [least, most], got {arguments.replicas}")
-    unknown = set(arguments.settings) - {name for name, *_ in Settings.options()}
-    if unknown:
-        raise ValueError(f"settings must be options of ctxwin serve with underscores, got {', '.join(sorted(unknown))}")
-    settings = Settings(**arguments.settings)
+    options = "settings must be options of ctxwin serve with underscores: "
+    given = validate(_OPTIONS.model_validate, arguments.settings, options).model_dump(exclude_unset=True)
+    arguments = arguments.model_copy(update={"settings": given})
+    settings = Settings(**given)
     limits: Limits = settings.service()["limits"]
     records = settings.registry or settings.store
     if most > 1 and not records.rpartition(",")[2].removeprefix("tiered:").startswith(("redis://", "rediss://")):
@@ -73,9 +83,9 @@ def validated(args: FleetArguments | dict[str, Any]) -> tuple[FleetArguments, Li
                 f"the Redis of windows' versions must keep its entries, and {records!r} may evict them; set its "
                 "maxmemory-policy to noeviction"
             )
-    for name in ("--port", "--host", "--uds"):
+    for name in ("--port", "--host", "--uds", "--restarts", "--vllm-help"):
         if any(word.partition("=")[0] == name for word in arguments.vllm):
-            raise ValueError(f"replicas must have no address of their own, got {name}; Ray Serve's proxy listens")
+            raise ValueError(f"replicas must be without {name}: Ray Serve listens, and starts them again")
     return arguments, limits
 
 

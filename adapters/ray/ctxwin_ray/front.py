@@ -20,11 +20,10 @@ from ctxwin_client.errors import TooManyRequests
 from ctxwin_ray.hints import Request, hint_of
 from ctxwin_ray.sockets import relay
 from ctxwin_server.app.accounts import BodyBytes, BodyReader, parse_json
-from ctxwin_server.app.error_shape import to_body
+from ctxwin_server.app.error_shape import retry_headers, to_body
 from ctxwin_server.protocol.limits import Limits
 
 _CONNECTION_HEADERS = {b"connection", b"content-length", b"host", b"keep-alive", b"transfer-encoding", b"upgrade"}
-
 _ENDED = "the replica that had this request has ended; send it again"
 
 
@@ -40,9 +39,7 @@ class Front:
     def __serve_build_asgi_app__(self) -> Any:
         """Return the ASGI app that Ray serves."""
 
-        async def app(
-            scope: Scope, receive: Receive, send: Send
-        ) -> None:  # of a bound method uvicorn thinks it is ASGI 2
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:  # uvicorn takes a bound method for ASGI 2
             await self._serve(scope, receive, send)
 
         return app
@@ -80,12 +77,14 @@ class Front:
             body = await reader.read()
             if reader.cut_off:
                 raise ClientDisconnect
-            headers = tuple((k, v) for k, v in request.headers.raw if k.lower() not in _CONNECTION_HEADERS)
-            headers = (*headers, (b"host", b"fleet"), (b"content-length", str(len(body)).encode()))
+            dropped = _CONNECTION_HEADERS - {b"host"}  # redirects and links name the client's
+            headers = tuple((k, v) for k, v in request.headers.raw if k.lower() not in dropped)
+            headers = (*headers, (b"content-length", str(len(body)).encode()))
             path = request.scope["path"]
             hint = await asyncio.to_thread(hint_of, path, request.headers, body, partial(parse_json, self._limits))
             client = (request.client.host, request.client.port) if request.client else None
-            routed = Request(hint, request.method, path, request.scope["query_string"], headers, body, client)
+            query, scheme = request.scope["query_string"], request.scope.get("scheme", "http")
+            routed = Request(hint, request.method, path, query, headers, body, client, scheme)
             answers = self._replicas.remote(routed)
             head = await anext(answers)
         except Exception as error:
@@ -108,7 +107,7 @@ async def _remaining(answers: Any) -> AsyncIterator[bytes]:
 
 def _error_response(error: Exception) -> Response:
     status, body = to_body(_public_error(error))
-    return JSONResponse(body, status, {"retry-after": "1"} if status == 503 else None)
+    return JSONResponse(body, status, retry_headers(status, body) | ({"retry-after": "1"} if status == 503 else {}))
 
 
 def _public_error(error: Exception) -> Exception:

@@ -53,6 +53,7 @@ class Request:
     headers: tuple[tuple[bytes, bytes], ...]
     body: bytes
     client: tuple[str, int] | None = None
+    scheme: str = "http"
 
 
 @dataclass(frozen=True)

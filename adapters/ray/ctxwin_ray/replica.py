@@ -167,7 +167,7 @@ def _scope(request: Request, app: Any) -> dict[str, Any]:
         "asgi": {"version": "3.0", "spec_version": "2.3"},
         "http_version": "1.1",
         "method": request.method,
-        "scheme": "http",
+        "scheme": request.scheme,
         "path": request.path,
         "raw_path": request.path.encode(),
         "query_string": request.query,

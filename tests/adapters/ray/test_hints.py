@@ -21,6 +21,7 @@ from starlette.requests import Request as HttpRequest
 from ctxwin_ray import FleetArguments, fleet
 from ctxwin_ray.front import Front
 from ctxwin_ray.hints import TRIED, Head, Hint, Places, Request, hint_of, window_prefix
+from ctxwin_ray.replica import _scope
 from ctxwin_ray.router import WindowRouter
 from ctxwin_ray.run import running
 from ctxwin_server.app.accounts import parse_json
@@ -150,10 +151,10 @@ def test_the_router_places_replicas_anew_only_where_they_change(monkeypatch: pyt
     [
         ({"replicas": 0}, "replicas must be a number from 1 on"),
         ({"replicas": (4, 2)}, "replicas must be"),
-        ({"settings": {"stor": "x"}}, "with underscores, got stor"),
+        ({"settings": {"stor": "x"}}, "with underscores: stor must be left out"),
         ({"settings": {"store": "memory:"}}, "must share the windows' versions in a Redis, got 'memory:'"),
         ({"settings": {"store": "tiered:memory:,redis://127.0.0.1:1/0"}}, "cannot be reached"),
-        ({"vllm": ["--port", "8000"], "replicas": 1}, "no address of their own, got --port"),
+        ({"vllm": ["--port", "8000"], "replicas": 1}, "must be without --port"),
     ],
 )
 def test_fleets_that_cannot_be_are_refused_before_anything_starts(
@@ -183,6 +184,26 @@ class Replicas:
     async def remote(self, asked: Any) -> AsyncIterator[Any]:
         await self.ready.wait()
         yield Head(200, ())
+
+
+def test_a_redirect_of_a_replica_leads_to_the_clients_address() -> None:
+    """A path with a slash too many is redirected by the replica's app, which says where by its scope alone."""
+    sent: list[Request] = []
+
+    class Sent(Replicas):
+        async def remote(self, asked: Any) -> AsyncIterator[Any]:
+            sent.append(asked)
+            yield Head(200, ())
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    scope = {"type": "http", "method": "POST", "scheme": "https", "path": "/v1/windows/", "query_string": b"a=1"}
+    headers = [(b"host", b"fleet.example:8443"), (b"connection", b"close"), (b"content-length", b"2")]
+    front = Front(Sent(asyncio.Event()), Limits())
+    asyncio.run(front.answer(HttpRequest({**scope, "headers": headers, "client": ("a", 1)}, receive)))
+    assert str(HttpRequest(_scope(sent[0], None)).url) == "https://fleet.example:8443/v1/windows/?a=1"
+    assert sorted(name for name, _ in sent[0].headers) == [b"content-length", b"host"]
 
 
 def test_bodies_in_hand_are_bounded_before_anybody_has_shown_a_key() -> None:

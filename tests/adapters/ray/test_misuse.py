@@ -18,7 +18,7 @@ from ctxwin.store import STORE_KEY, Store, open_store
 from ctxwin_client import RemoteWindow
 from ctxwin_ray import FleetArguments
 from ctxwin_ray import run as runs
-from ctxwin_ray.application import fleet
+from ctxwin_ray.application import fleet, validated
 from ctxwin_ray.replica import Replica, journal
 from store.redis_server import Server as Redis
 
@@ -139,14 +139,28 @@ def test_there_is_no_room_in_redis(redis: Redis) -> None:
     [
         ({"replicas": 0}, r"a number from 1 on, or \[least, most\], got 0"),
         ({"replicas": (3, 2)}, r"got \(3, 2\)"),
-        ({"settings": {"stroe": "memory:"}}, "options of ctxwin serve with underscores, got stroe"),
-        ({"vllm": ["--port=80"]}, "no address of their own"),
+        ({"settings": {"stroe": "memory:"}}, "options of ctxwin serve with underscores: stroe must be left out"),
+        ({"vllm": ["--port=80"]}, "must be without --port"),
+        ({"vllm": ["--restarts", "3"]}, "must be without --restarts"),
+        ({"settings": {"outputs": "no"}}, "outputs must be a valid boolean, got 'no'"),
+        ({"settings": {"max_windows": "8"}}, "max_windows must be a valid integer, got '8'"),
+        ({"settings": {"audit_log": True}}, "audit_log must be a valid string, got True"),
     ],
 )
 def test_arguments_that_no_fleet_can_have(redis: Redis, given: dict[str, Any], message: str) -> None:
     given = {"settings": {"store": redis.url}, **given}
     with pytest.raises(ValueError, match=message):
         deploy(**given)
+
+
+def test_what_yaml_reads_as_something_else_is_taken_as_written() -> None:
+    given: dict[str, Any] = {"prefill": False, "lazy_drops": True, "store_bytes": 10**9, "window_ttl": 60}
+    read, limits = validated({"model": "tiny", "replicas": 1, "settings": given})
+    assert read.settings == {"prefill": "off", "lazy_drops": "on", "store_bytes": "1000000000", "window_ttl": 60}
+    assert limits.window_ttl_s == 60
+    for less in ({"gpus": -1}, {"cpus": -0.5}):
+        with pytest.raises(ValueError, match="must be >= 0"):
+            validated({"model": "tiny", "replicas": 1, **less})
 
 
 def test_the_machine_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:

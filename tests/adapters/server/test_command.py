@@ -45,7 +45,9 @@ def test_bad_options_of_ours_are_one_line(arguments: tuple[str, ...], said: str)
 
 
 PROGRAM = """
-import json, sys
+import json, logging, sys
+from ctxwin_server.app.settings import Settings
+from ctxwin_server.vllm.server import _load
 from ctxwin_server.vllm.arguments import server_keys, parse, prepare
 found = {}
 for given in json.loads(sys.argv[1]):
@@ -58,6 +60,15 @@ for given in json.loads(sys.argv[1]):
                                   args.enable_prompt_tokens_details]
     except (Exception, SystemExit) as error:
         found[" ".join(given)] = f"{type(error).__name__}: {error}"
+given = ["--logging-config.formatter", "json"]
+windows, args = _load("tiny", given, Settings(private_metrics=True, metrics_key_file=sys.argv[2]))
+windows.prepare(args, given)
+logging.getLogger("ctxwin.serve").info("a line of ours")
+windows, args = _load("tiny", [], Settings(private_metrics=True))
+try:
+    windows.prepare(args, [])
+except ValueError as error:
+    found["private"] = str(error)
 print(json.dumps(found))
 """
 
@@ -94,10 +105,15 @@ def test_vllms_arguments_are_vllms(tmp_path: Path) -> None:
         ["--no_enable_prompt_tokens_details", "--served-model-name", "c"],
         ["--model", "tiny", "--max-model-len", "128"],
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(cases)], capture_output=True, text=True, check=True, timeout=300
+    (tmp_path / "key").write_text("scrape")
+    command = [sys.executable, "-c", PROGRAM, json.dumps(cases), str(tmp_path / "key")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
+    said = done.stdout.splitlines()
+    found = dict(enumerate(json.loads(said[-1]).values()))
+    assert found[len(cases)] == (
+        "--private-metrics must have a key, got none; give --api-key, --tenants or --metrics-key-file"
     )
-    found = dict(zip(range(len(cases)), json.loads(done.stdout.splitlines()[-1]).values(), strict=True))
+    assert any(line.startswith("{") and '"a line of ours"' in line for line in said[:-1])
     assert (
         found[0][1:] == [["tiny"], "CtxwinConnector", None, False, [], True, -1, 20, True]
         and Path(found[0][0]).is_dir()

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import stat
 import time
 from logging.handlers import RotatingFileHandler
 from typing import Any
@@ -43,7 +44,15 @@ class AuditLog:
 
 class _Private(RotatingFileHandler):
     def _open(self) -> Any:
-        return open(self.baseFilename, "a", encoding=self.encoding, opener=lambda p, f: os.open(p, f, 0o600))
+        return open(self.baseFilename, "a", encoding=self.encoding, opener=_open_private)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
         _log.exception("the audit log %s could not be written", self.baseFilename)
+
+
+def _open_private(path: str, flags: int) -> int:
+    """Open a file that is its owner's alone from then on, also if it was there; a device stays as it is."""
+    file = os.open(path, flags, 0o600)
+    if stat.S_ISREG(os.fstat(file).st_mode):
+        os.fchmod(file, 0o600)
+    return file

@@ -39,6 +39,7 @@ _ELSEWHERE = {
 
 _BELOW_V1 = ("/windows", "/chunks", "/libraries", "/chat/", "/completions", "/responses", "/messages", "/models")
 """Paths that a client asks for whose base URL lacks the ``/v1``."""
+_NO_RETRY = (409, 410, 413, 422)
 _INTERNAL = Kind(Exception, 500, "internal_error", "server_error")
 
 
@@ -62,6 +63,12 @@ def to_body(error: BaseException) -> tuple[int, dict[str, Any]]:
     if isinstance(error, BudgetExceeded):
         fields |= {"needed": error.needed, "budget": error.budget}
     return kind.status, {"error": fields}
+
+
+def retry_headers(status: int, body: dict[str, Any]) -> dict[str, str]:
+    """Return the headers that keep OpenAI's clients from sending again what would be refused again."""
+    passes = body["error"]["code"] in ("window_busy", "stale_owner")
+    return {"x-should-retry": "false"} if status in _NO_RETRY and not passes else {}
 
 
 def reshape_errors(scope: Scope, send: Send) -> Send:

@@ -19,7 +19,7 @@ from ctxwin_chats.prefill import Ahead
 from ctxwin_client.errors import MemoryShort
 from ctxwin_server.app.accounts import encode_json, replace_body
 from ctxwin_server.app.authentication import OPEN
-from ctxwin_server.app.error_shape import reshape_errors, to_body
+from ctxwin_server.app.error_shape import reshape_errors, retry_headers, to_body
 from ctxwin_server.app.plain_requests import AHEAD, FOLLOW, EarlyResponse, route
 from ctxwin_server.app.request_options import REQUEST_OPTIONS, ReportingSend, RequestOptions
 from ctxwin_server.app.service import STATE, TENANT, Service
@@ -47,6 +47,8 @@ class Gateway:
             return
         service: Service = getattr(scope["app"].state, STATE)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path in OPEN and scope.get("method") == "HEAD":  # as probes ask; the server around us sends no body then
+            scope = {**scope, "method": "GET"}
         first = dict(scope)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._serve_as_sent, scope, first, send)
@@ -82,8 +84,9 @@ class Gateway:
                 if scope["type"] == "websocket" and not denied:
                     await send({"type": "websocket.close", "code": 1008, "reason": body["error"]["message"][:100]})
                 else:
-                    after = getattr(error, "after", None)
-                    headers = {"retry-after": str(after)} if after else None
+                    headers = retry_headers(status, body)
+                    if after := getattr(error, "after", None):
+                        headers["retry-after"] = str(after)
                     await JSONResponse(body, status_code=status, headers=headers)(scope, receive, send)
                 return
             options: RequestOptions | None = scope.get(REQUEST_OPTIONS)

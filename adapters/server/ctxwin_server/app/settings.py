@@ -9,6 +9,7 @@ from ctxwin.fidelity import Fidelity, Mode
 from ctxwin.store import check_address, parse_bytes
 from ctxwin_chats.context_management import Policy
 from ctxwin_chats.options import AS_SENT
+from ctxwin_server.app.audit_log import AuditLog
 from ctxwin_server.app.tenants import is_key, load_tenants
 from ctxwin_server.protocol.limits import Limits
 
@@ -65,7 +66,7 @@ class Settings:
     def service(self) -> dict[str, Any]:
         """Return the arguments of `Service`, with the contents of named files.
 
-        Raises ValueError for an invalid value, OSError for a file that cannot be read.
+        Raises ValueError for an invalid value, OSError for a file that cannot be read or, of the audit log, written.
         """
         if self.fidelity not in get_args(Mode):
             raise ValueError(f"--fidelity must be auto, exact, patched or blind, got {self.fidelity!r}")
@@ -82,6 +83,10 @@ class Settings:
                 self._size(name)
         if self.max_concurrency < 1:
             raise ValueError(f"--max-concurrency must be > 0, got {self.max_concurrency}")
+        try:
+            AuditLog(self.audit_log).close()
+        except OSError as error:
+            raise OSError(f"--audit-log must be a file of this user's to write, got {error}") from None
         same = {name for name in vars(self) if name in Limits.__dataclass_fields__}
         same -= {"max_upload_bytes", "max_text", "max_memory", "fidelity"}
         limits = Limits(

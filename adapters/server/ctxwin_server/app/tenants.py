@@ -68,7 +68,7 @@ def load_tenants(path: str | Path) -> list[Tenant]:
     try:
         text = path.read_text(encoding="utf-8-sig")
         data: Any = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"the tenants file {str(path)!r} must be TOML (or JSON as *.json) in UTF-8: {error}") from None
     rows = data.get("tenant", []) if isinstance(data, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):

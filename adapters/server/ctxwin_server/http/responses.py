@@ -13,14 +13,14 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from sse_starlette import EventSourceResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from ctxwin_server.app.error_shape import kind_of, to_body
+from ctxwin_server.app.error_shape import kind_of, retry_headers, to_body
 from ctxwin_server.app.service import STATE, TENANT, Service
 from ctxwin_server.process.fair import BackgroundWork
 
 T = TypeVar("T")
-_NO_RETRY = {409, 410, 413, 422}
 _log = logging.getLogger("ctxwin.serve")
 
 
@@ -45,15 +45,13 @@ class Route(APIRoute):
 
 
 def _error_response(request: Request, error: Exception) -> Response:
-    if isinstance(error, ClientLeftError):
+    if isinstance(error, ClientLeftError | ClientDisconnect):
         return Response(status_code=499)
     if isinstance(error, HTTPException):
         fields = {"message": str(error.detail), "type": "not_found_error", "param": None, "code": "unknown_route"}
         return JSONResponse({"error": fields}, status_code=error.status_code)
     status, body = _count_error(request, error)
-    passes = body["error"]["code"] in ("window_busy", "stale_owner")
-    headers = {"x-should-retry": "false"} if status in _NO_RETRY and not passes else None
-    return JSONResponse(body, status_code=status, headers=headers)
+    return JSONResponse(body, status_code=status, headers=retry_headers(status, body))
 
 
 def _count_error(request: Request, error: Exception) -> tuple[int, dict[str, Any]]:

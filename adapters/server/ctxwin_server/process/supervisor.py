@@ -52,8 +52,8 @@ class EngineDied(EngineFailed):
 def supervise(command: Sequence[str], restarts: int, pause: float = 1.0) -> int:
     """Run ``command`` until it ends for another reason than `DIED`; return its exit status. Main thread only.
 
-    A process killed by others is restarted like one whose engine died. SIGTERM and SIGINT end it within its drain time
-    and `_CLOSING_S`; the status is 0 then, or 130.
+    A process killed by others is restarted like one whose engine died. SIGTERM, SIGINT and, unless it is ignored, SIGHUP end it
+    within its drain time and `_CLOSING_S`; the status is 0 then, 130 or 129.
 
     Args:
         restarts: most restarts in a row; serving for ten minutes starts a new row.
@@ -65,6 +65,8 @@ def supervise(command: Sequence[str], restarts: int, pause: float = 1.0) -> int:
     waiting = False
 
     def forward(number: int, _: Any) -> None:
+        if number == signal.SIGHUP and signals:  # a terminal that closes may send it twice
+            return
         signals.append(number)
         woken.set()
         if len(signals) > 1 and child is not None:
@@ -72,7 +74,10 @@ def supervise(command: Sequence[str], restarts: int, pause: float = 1.0) -> int:
         elif waiting:
             raise _Told
 
-    previous_handlers = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as nohup has it
+        numbers.remove(signal.SIGHUP)
+    previous_handlers = {number: signal.signal(number, forward) for number in numbers}
     try:
         with tempfile.TemporaryDirectory(prefix="ctxwin-serve-") as folder:
             suspects, serving = Path(folder) / "suspects.json", Path(folder) / _SERVING

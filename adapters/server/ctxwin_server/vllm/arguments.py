@@ -24,9 +24,12 @@ SERVED: list[Any] = []
 
 def parse(model: str, arguments: Sequence[str]) -> Namespace:
     """Return vLLM's namespace for ``vllm serve MODEL ARGUMENTS...``; exit as a command line does for unknown arguments."""
+    from vllm.logger import configure_logging_from_args
+
     set_environment, _, validate = command_line()
     set_environment()
     args: Namespace = _parser().parse_args([model, *arguments])
+    configure_logging_from_args(args)  # vLLM has no handlers before, which `server.log_like_vllm` shares
     if args.model_tag is None and not any(word.partition("=")[0] == "--model" for word in (model, *arguments)):
         raise ValueError("serve must have a model, got none: give a folder, a name or 'tiny' as its first argument")
     args.model = args.model_tag = args.model_tag or args.model  # also named by --model, as `vllm serve` takes it

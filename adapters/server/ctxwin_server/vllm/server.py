@@ -167,6 +167,10 @@ class Windows:
         require_fit()
         keys, tenants = server_keys(args), self._given["tenants"]
         self._keys = Keys.of(keys, tenants)  # before minutes of loading: keys may clash
+        if self._given["private_metrics"] and not (self._keys.by_hash or self._given["metrics_key"]):
+            raise ValueError(
+                "--private-metrics must have a key, got none; give --api-key, --tenants or --metrics-key-file"
+            )
         _warn_of_clients(bool(keys), tenants)
         prepare(args, arguments, self._settings.outputs)
         # vLLM guards its routes with every key; which tenant one belongs to is decided by our gateway.

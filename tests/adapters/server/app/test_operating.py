@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socketserver
 import stat
 import sys
 import threading
@@ -28,6 +29,7 @@ from ctxwin_client.errors import TooManyRequests
 from ctxwin_server.app.accounts import Rate, RunningRequests
 from ctxwin_server.app.audit_log import AuditLog
 from ctxwin_server.app.info import store_fault
+from ctxwin_server.app.settings import Settings
 from ctxwin_server.app.tenants import Tenant, load_tenants
 
 
@@ -159,8 +161,58 @@ def test_the_audit_log_is_bounded_and_its_failure_is_no_requests(
     with caplog.at_level(logging.ERROR, "ctxwin.serve"):
         log.record("acme", "host", "store")
     assert "could not be written" in caplog.text
-    with pytest.raises(OSError):
-        AuditLog(str(tmp_path / "no" / "such" / "folder"))
+    with pytest.raises(OSError, match=r"--audit-log must be a file .*/no/such/folder'"):
+        Settings(audit_log=str(tmp_path / "no" / "such" / "folder")).service()
+
+
+def test_an_audit_log_that_was_there_becomes_its_owners_alone(tmp_path: Path) -> None:
+    log = tmp_path / "audit.jsonl"
+    log.touch()
+    log.chmod(0o644)
+    Settings(audit_log=str(log)).service()
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
+    AuditLog("/dev/null").close()  # no file of ours
+    assert stat.S_IMODE(Path("/dev/null").stat().st_mode) == 0o666
+
+
+def test_probes_may_ask_with_head() -> None:
+    with serving(api_keys=["only"]) as server:
+        for path in ("/ready", "/health"):
+            assert status(server, "HEAD", path) == 200
+        server.service.requests.draining = True
+        assert status(server, "HEAD", "/ready") == 503
+        server.service.requests.draining = False
+        assert status(server, "HEAD", "/v1/windows/x") == 401
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-OpenSSH_9\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 15\r\n\r\n<html>hi</html>",
+        b'HTTP/1.1 200 OK\r\nContent-Length: 16\r\n\r\n{"status": "ok"}',
+        b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nff\r\n{"object"',
+        b"HTTP/1.1 500 Oh\r\nTransfer-Encoding: chunked\r\n\r\nff\r\n{",
+    ],
+)
+def test_the_doctor_of_what_is_no_server_of_ours(answer: bytes) -> None:
+    class Other(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(4096)
+            self.request.sendall(answer)
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        assert "broken" in {f.status for f in examine(f"http://127.0.0.1:{other.server_address[1]}")}
+        other.shutdown()
+
+
+def test_the_doctor_of_addresses_and_keys_that_are_none() -> None:
+    for url in ("http://127.0.0.1:port", "http://127.0.0.1:1/a b"):
+        assert [(f.name, f.status) for f in examine(url)] == [("health", "broken")]
+    with pytest.raises(ValueError, match="must be printable ASCII") as raised:
+        examine("http://127.0.0.1:1", "sk-secret\nx")
+    assert "secret" not in str(raised.value)
 
 
 def test_metrics_have_a_key_of_their_own() -> None:

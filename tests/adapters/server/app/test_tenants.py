@@ -225,6 +225,9 @@ def test_the_tenants_file(tmp_path: Path) -> None:
     toml.write_bytes('[[tenant]]\nname = "café"\nkeys = ["k"]'.encode("latin-1"))
     with pytest.raises(ValueError, match=r"tenants\.toml' must be TOML .* in UTF-8"):
         load_tenants(toml)
+    (deep := tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="recursion"):
+        load_tenants(deep)
     with pytest.raises(ValueError, match="api-key"):
         Keys.of(["k3"], load_tenants(plain))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import threading
 import time
 from typing import Any
@@ -13,6 +14,17 @@ import pytest
 from adapters.server.calls import call, open_window, wait_for
 from adapters.server.serving import Server
 from ctxwin import Window
+
+
+def test_a_client_that_leaves_in_its_body_is_no_fault_of_the_server(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port))) as leaving:
+        leaving.sendall(b"POST /v1/chunks HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+        wait_for(lambda: bool(server.service.requests._by_tenant))
+    wait_for(lambda: not server.service.requests._by_tenant)
+    assert "failed" not in caplog.text
 
 
 def test_a_client_that_leaves_before_the_first_token_stops_its_stream(

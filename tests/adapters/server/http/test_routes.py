@@ -15,7 +15,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from openai import OpenAI
+from openai import ConflictError, OpenAI
 from PIL import Image
 
 from adapters.server.calls import call, png, read_metrics, wait_for
@@ -26,7 +26,7 @@ from ctxwin.tiny import world
 from ctxwin.window.ask import until_stop
 from ctxwin.window.stream import TextDelta
 from ctxwin_client import RemoteWindow, chunk_part, upload
-from ctxwin_client.errors import TooManyWindows, UnknownWindow
+from ctxwin_client.errors import Quarantined, TooManyWindows, UnknownWindow
 from ctxwin_server.protocol.limits import Limits
 
 FRAMES = world.make_stream(seed=9, n_frames=6)
@@ -69,6 +69,11 @@ def test_what_passes_may_be_sent_again(server: Server, client: OpenAI, monkeypat
             assert response.status_code == 409 and response.headers.get("x-should-retry") == said
         monkeypatch.undo()
         window.append(Chunk.text("x"))
+    quarantined = Mock(side_effect=Quarantined("it ended the engine"))  # as the middleware says for a plain chat
+    monkeypatch.setattr(server.service.quarantine, "running_async", quarantined)
+    with pytest.raises(ConflictError) as refused:
+        client.chat.completions.create(model="tiny", messages=[])
+    assert refused.value.response.headers.get("x-should-retry") == "false"
 
 
 def test_a_count_says_what_its_edits_save(server: Server) -> None:

@@ -90,14 +90,14 @@ def test_only_a_server_that_was_killed_or_whose_engine_died_is_started_again(
     assert len(made) == 2 * started and not any(map(is_running, made))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
 def test_parent_and_child_end_together(tmp_path: Path, number: int) -> None:
     """The signal reaches the child; a parent that is killed takes it along. Ended as asked for is no failure."""
     with parent(tmp_path / "runs", 3, str(DIED), "wait") as process:
         wait_for(lambda: len(pids(tmp_path / "runs")) == 4)
         process.send_signal(number)
         status = process.wait(60)
-    assert status == {signal.SIGKILL: -9, signal.SIGTERM: 0, signal.SIGINT: 130}[number]
+    assert status == {signal.SIGKILL: -9, signal.SIGTERM: 0, signal.SIGINT: 130, signal.SIGHUP: 129}[number]
     *_, child, orphan = pids(tmp_path / "runs")
     wait_for(lambda: not is_running(child))
     if number == signal.SIGKILL:  # nobody is left to look after what the child started
