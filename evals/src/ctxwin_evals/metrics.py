@@ -106,13 +106,19 @@ class Outcome:
 def kl_divergence(reference: ArrayLike, other: ArrayLike) -> float:
     """KL(reference || other) in nats of two next-token distributions given as logits over the same vocabulary.
 
-    Computed in float64. Raises ValueError for different shapes or an empty vocabulary.
+    Computed in float64; tokens that the reference rules out (-inf) add nothing. Raises ValueError for different shapes or an
+    empty vocabulary, FloatingPointError where there is no figure: for NaN, or a token that only the other rules out.
     """
     x, y = (np.asarray(logits, dtype=np.float64) for logits in (reference, other))
     if x.shape != y.shape or x.ndim != 1 or not x.size:
         raise ValueError(f"both must be logits of the same vocabulary, not empty, got shapes {x.shape} and {y.shape}")
-    p, q = log_softmax(x), log_softmax(y)
-    return max(0.0, float(np.sum(np.exp(p) * (p - q))))
+    with np.errstate(all="ignore"):
+        p, q = log_softmax(x), log_softmax(y)
+        heeded = p != -np.inf  # true of NaN, too
+        figure = float(np.sum(np.exp(p[heeded]) * (p[heeded] - q[heeded])))
+    if not math.isfinite(figure):
+        raise FloatingPointError("the model's logits must be numbers with a finite KL, got NaN or infinite ones")
+    return max(0.0, figure)
 
 
 def eta(kls: Sequence[float], base_kls: Sequence[float]) -> float | None:

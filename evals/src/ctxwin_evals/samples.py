@@ -35,7 +35,7 @@ class Sample(BaseModel):
     Attributes:
         doc_id, cluster, question, target, meta: the item's, see `ctxwin_evals.items.Item`; ``case`` is the item's digest.
         frames, media, placed, tokens: placed chunks, their pictures and videos, their tokens, and tokens of the whole prompt.
-        unscored: why the arm could not serve the item; None where it did. The fields below are set for served items only.
+        unscored: why the arm could not serve or be measured on the item; None where it could. The fields below are set for served items only.
         answer, reference, base: text under the arm, under the exact re-prefill, and under doing nothing.
         kl, base_kl: KL(re-prefill || arm) and KL(re-prefill || base) of the next token, nats.
         forced_kl, base_forced_kl: the same, averaged along re-prefill's answer; None where that has one token.
