@@ -31,7 +31,7 @@ def test_scores_by_hand(tmp_path: Path) -> None:
     assert made["harm_rate"] == 0.25
     assert made["bytes_share"] == made["spent_share"] == pytest.approx(400 / 5000)
     assert made["by_frames"] == {"2": {"n": 2, "accuracy": 0.5}, "3": {"n": 3, "accuracy": 1.0}}
-    assert made["official"] == {"strict": pytest.approx(3 / 5)}
+    assert made["official"] == {"strict": pytest.approx(3 / 6)}, "what was not served is an empty answer there"
     assert scores(samples, n=2, task_of=Words)["arms"]["patched:8"]["made/words"]["accuracy"] == 1.0
 
 

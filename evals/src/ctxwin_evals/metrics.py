@@ -36,7 +36,8 @@ class Figures(TypedDict):
             has more than one token.
         flips, flip_recover: items whose prediction the base changes, and the share of them that the arm restores.
         by_frames, by_layer, grid: accuracy by number of chunks; relative error of the KV by layer; accuracy by length and depth.
-        own, official: means of the arm's own figures; the data set's own aggregates.
+        own, official: means of the arm's own figures; the data set's own aggregates, for which an item that
+            was not served has an empty answer, as in the exports.
     """
 
     n: int

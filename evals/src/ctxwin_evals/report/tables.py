@@ -165,7 +165,8 @@ ABOUT = {
     "'-' where the base's mean KL is under 0.01.",
     "flips back": "Of the items whose prediction the base changes, the share in which the arm restores re-prefill's.",
     "clusters": "Groups of items that depend on each other (questions on one video, one document).",
-    "left out": "Items that the arm has no meaning for + answers that the task's rule could not read. Neither counts as wrong.",
+    "left out": "Items that could not be served or measured + answers that the task's rule could not read. Neither counts as "
+    "wrong, unless by the data set's own figures.",
     "to re-prefill": "Accuracy minus re-prefill's on the same items.",
     "agrees": "Share of items with re-prefill's prediction, right or wrong.",
     "KL [95 %]": "KL with its interval.",
@@ -288,7 +289,9 @@ def official_table(runs: Sequence[Run], task: str) -> Table | None:
             for key, value in figures.get("official", {}).items():
                 show = whole if key.partition("/")[0] in _COUNTS else number
                 rows.setdefault(key, {"figure": key})[head] = show(value)
-    return tabulate(f"{task}: the data set's own figures", rows.values()) if rows else None
+    unserved = any(figures.get("unscored") for run in runs for figures in run.arms(task).values())
+    note = "Items that an arm could not serve count as empty answers here, as in its export." if unserved else ""
+    return tabulate(f"{task}: the data set's own figures", rows.values(), note=note) if rows else None
 
 
 def own_table(runs: Sequence[Run], task: str) -> Table | None:

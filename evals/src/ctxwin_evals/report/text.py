@@ -32,7 +32,7 @@ def caveats(runs: Sequence[Run]) -> list[str]:
         f"Negative controls, whose answers blind reuse should not change: {', '.join(controls)}.": bool(controls),
         f"{len(small)} of {len(cells)} cells have fewer than {SMALL} items (the smallest {min(small, default=0)}): "
         "read their intervals, not their middles.": bool(small),
-        "Items that an arm has no meaning for, and answers that the task's rule cannot read, are left out and "
+        "Items that an arm could not serve, and answers that the task's rule cannot read, are left out and "
         "counted apart; they are not wrong answers. Arms that leave out different items stand on different ones: "
         "compare them in the tables of differences, which use shared items only.": any(
             f["unscored"] or f["unparsed"] for f in cells
