@@ -196,6 +196,22 @@ def test_token_arms_are_compared_at_the_bytes_of_a_patch() -> None:
     assert found["accuracy"] == pytest.approx(ours - (right["a"] + right["b"]) / 2)
 
 
+def test_no_lead_is_made_of_rounding() -> None:
+    """An answer of a third in both settings is a third between them."""
+
+    class Thirds(Words):
+        def score(self, answer: str, target: Any, meta: Mapping[str, Any]) -> Scored:
+            return Scored(answer.count("!") / 3, answer)
+
+    rows = [row(arm, i, "!" * (1 + i % 3)) for arm in ("patched:4", "first_k:2", "first_k:6") for i in range(12)]
+    of = {arm: Table(rows, Scorer(Thirds)).outcomes["made/words", arm] for arm in ("patched:4", "first_k:2", "first_k:6")}
+    for low, high, share in ((0.02, 0.06, 0.0537), (0.0113, 0.0999, 0.0345), (0.0207, 0.1034, 0.0359)):
+        settings = [Setting("first_k:2", low, of["first_k:2"]), Setting("first_k:6", high, of["first_k:6"])]
+        found = matched(of["patched:4"], share, settings)
+        assert found is not None and found["accuracy"] == 0.0 and found["accuracy_ci95"] is not None
+        assert found["accuracy_ci95"][0] < 0 < found["accuracy_ci95"][1]
+
+
 def test_below_the_smallest_setting_is_the_base_and_above_the_largest_nothing() -> None:
     rows = sweep(30)
     patch = outcomes(rows, "patched:1")

@@ -364,9 +364,10 @@ def matched(patch: Outcomes, share: float, settings: Sequence[Setting]) -> Match
         mine, row = patch[i], patch[i].row
         low = (lower.outcomes[i].row.kl, lower.outcomes[i].answer.score) if lower else (row.base_kl, mine.base.score)
         high = (upper.outcomes[i].row.kl, upper.outcomes[i].answer.score) if upper else low
-        removed.append((1 - weight) * low[0] + weight * high[0] - row.kl)
+        removed.append(low[0] + weight * (high[0] - low[0]) - row.kl)
         if mine.answer.score is not None and low[1] is not None and high[1] is not None:
-            gaps.append((mine.answer.score - ((1 - weight) * low[1] + weight * high[1]), row.cluster))
+            # This form is exact where both are equal: no lead is made of rounding.
+            gaps.append((mine.answer.score - (low[1] + weight * (high[1] - low[1])), row.cluster))
     clusters = [patch[i].row.cluster for i in shared]
     above = paired(patch, upper.outcomes) if upper else None
     return {
