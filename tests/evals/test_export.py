@@ -35,7 +35,7 @@ def sample(task: str, arm: str, index: int, answer: str, target: Any, meta: dict
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    with open_samples(tmp_path / "run", {"format": 3, "model": "models/Qwen VL", "tasks": {}}) as samples:
+    with open_samples(tmp_path / "run", {"format": 3, "name": "Qwen VL", "model": "0" * 64, "tasks": {}}) as samples:
         samples.add(
             [
                 sample("mm-niah/counting-text", "blind", 0, " [1, 2] ", [1, 2], NIAH),
