@@ -255,7 +255,8 @@ def scores(
     rows = select(samples, names, n)
     present = {row.arm for row in rows}
     if against is not None and against not in present:
-        raise ValueError(f"the run must hold samples of {against} to compare with, got {', '.join(sorted(present))}")
+        got = ", ".join(sorted(present))
+        raise ValueError(f"{samples.folder} must hold samples of {against} to compare with, got {got}")
     table = Table(rows, Scorer(task_of))
     by_arm = table.arms()
     order = names if names is not None else list(dict.fromkeys(row.arm for row in rows))
