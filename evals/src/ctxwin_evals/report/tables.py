@@ -157,7 +157,8 @@ MORE: dict[str, Callable[[Figures], Cell]] = {
 ABOUT = {
     "n": "Items that the arm served.",
     "accuracy [95 %]": "Mean score under the task's own rule.",
-    "harm": "Share of items in which the arm scores lower than re-prefill (re-prefill right, arm wrong).",
+    "harm": "Share of items in which the arm scores lower than re-prefill (re-prefill right, arm wrong), of those in which both "
+    "answers can be read.",
     "bytes": "Stored for the patched chunks beyond the KV they are applied to, over their KV in bf16.",
     "computed": "Share of the chunks' tokens that went through the decoder when the question came.",
     "KL": "KL(re-prefill || arm) of the next token in nats, mean.",
@@ -223,8 +224,8 @@ def arm_table(runs: Sequence[Run], task: str, *, more: bool = False) -> Table:
     notes = []
     if left_out := [f"{arm}: {why} ({n})" for _, arm, f in entries for why, n in f.get("unscored_why", {}).items()]:
         notes.append(f"Left out. {'; '.join(left_out)}.")
-    if unread := [f"{arm} ({f['unparsed']})" for _, arm, f in entries if f["accuracy"] is None]:
-        notes.append(f"No accuracy where the task's rule could read none of the answers: {', '.join(unread)}.")
+    if unread := [f"{arm} ({f['unparsed']} of {f['n']})" for _, arm, f in entries if f["unparsed"]]:
+        notes.append(f"In neither accuracy nor harm, since the task's rule could not read them: {', '.join(unread)}.")
     patched = [run.result["config"] for run, arm, _ in entries if arm.startswith("patched:") and "@" not in arm]
     if (layouts := {config.get("layout", "joint") for config in patched}) - {"quantized"}:
         factors = f"patched:M has {' and '.join(sorted(layouts))} factors of rank M"
