@@ -64,6 +64,8 @@ def test_lists_must_hold_each_arm_once() -> None:
         parse_arms(" , ")
     with pytest.raises(ValueError, match="once each, got patched:4"):
         parse_arms("patched:4,blind,patched:4")
+    with pytest.raises(ValueError, match=r"once each, got patched:04, quest:\.50 again"):
+        parse_arms("patched:4,patched:04,patched:4@deep,quest:0.5,quest:.50")
 
 
 def test_arms_run_on_the_tasks_of_their_setting() -> None:

@@ -11,10 +11,12 @@ from typer.testing import CliRunner
 
 from ctxwin.cli.main import app
 from ctxwin_evals.benchmarks.milebench import process
-from ctxwin_evals.samples import Sample, open_samples
+from ctxwin_evals.report.tables import official_table, read_runs
+from ctxwin_evals.samples import Sample, open_samples, read_samples
+from ctxwin_evals.score import scores
 
 NIAH = {"question": "How many?", "context_length": 1200, "placed_depth": [0.2, 0.5], "split": "val"}
-MILE = {"sample_id": 0, "images": ["a.png"], "split": "test"}
+MILE = {"sample_id": 0, "num_images": 1, "images": ["a.png"], "split": "test"}
 CHOICES = {"response": "Red.", "choice_list": ["red", "blue"]}
 HOPS = {"answers": ["red"], "support": [0]}
 MME = {
@@ -33,7 +35,7 @@ def sample(task: str, arm: str, index: int, answer: str, target: Any, meta: dict
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    with open_samples(tmp_path / "run", {"format": 3, "model": "models/Qwen VL", "tasks": {}}) as samples:
+    with open_samples(tmp_path / "run", {"format": 3, "name": "Qwen VL", "model": "0" * 64, "tasks": {}}) as samples:
         samples.add(
             [
                 sample("mm-niah/counting-text", "blind", 0, " [1, 2] ", [1, 2], NIAH),
@@ -109,6 +111,22 @@ def test_musique_reads_its_data_and_the_predictions_line_by_line(run: Path, tmp_
         {"id": "0", "predicted_answer": "", "predicted_support_idxs": [], "predicted_answerable": True},
         {"id": "1", "predicted_answer": "red", "predicted_support_idxs": [0, 7], "predicted_answerable": True},
     ]
+
+
+def test_official_figures_are_those_of_the_exports(run: Path) -> None:
+    """What could not be served has an empty answer in both, which the scripts count."""
+    blind = scores(read_samples(run))["arms"]["blind"]
+    assert {name: blind[name]["n"] for name in blind if "/" in name or name == "musique"} == {
+        "mm-niah/counting-text": 1, "milebench/StateChange": 1, "musique": 1, "tiny/multi_hop": 1,
+    }  # fmt: skip
+    official = {name: figures.get("official", {}) for name, figures in blind.items()}
+    assert (official["mm-niah/counting-text"]["n"], official["mm-niah/counting-text"]["mean"]) == (2, 0.5)
+    assert (official["milebench/StateChange"]["n"], official["milebench/StateChange"]["accuracy"]) == (2, 0.5)
+    assert (official["musique"]["n"], official["musique"]["answer_em"]) == (2, 0.5)
+    mme = official["video-mme"]
+    assert (mme["n"], mme["unscored"], mme["accuracy"], mme["accuracy_all"]) == (2, 1, 1, 0.5)
+    table = official_table(read_runs([run]), "musique")
+    assert table is not None and "empty answers" in table.note
 
 
 def test_others_files(run: Path, tmp_path: Path) -> None:

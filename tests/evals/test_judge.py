@@ -107,6 +107,23 @@ def test_arms_are_rated_and_equal_texts_asked_once(server: Server, run: Path) ->
         assert len(server.asked) == 14, "another judge is another opinion"
 
 
+def test_a_rating_is_read_as_judges_write_it(server: Server, run: Path) -> None:
+    said = (
+        "Rating: 8",
+        "**Rating:** 8",
+        "Rating: **8**",
+        "Rating (1-10): 8",
+        "Rating = 8",
+        "__Rating__: [[8]]",
+        "Rating: 8/10",
+    )
+    with OpenAI(base_url=server.url, api_key="x") as client:
+        for text in said:
+            server.say = lambda prompt, text=text: text  # type: ignore[misc]
+            blind, patched = judged(read_samples(run), Judge(client, text, run))["rows"]
+            assert (blind["rating"], patched["rating"], blind["unrated"]) == (8, 8, 0), text
+
+
 def test_the_command_goes_on_where_it_was_stopped(server: Server, run: Path) -> None:
     command = ["judge", str(run), "--model", "a-judge", "--url", server.url, "--json"]
     server.fail_after = 3
@@ -172,7 +189,10 @@ def test_mmdus_dimensions_are_all_marked_or_none(server: Server, run: Path) -> N
 @pytest.mark.parametrize(
     ("better", "shares"),
     [
-        (lambda first, second: "1" if first < second else "2", (0.75, 0.25, 0.0)),  # one taste, whatever the order
+        (
+            lambda first, second: "**1**" if first < second else "Answer 2",
+            (0.75, 0.25, 0.0),
+        ),  # one taste, whatever the order
         (lambda first, second: "1", (0.0, 1.0, 0.0)),  # always the first
         (lambda first, second: "tie" if "blue" in (first, second) else "2" if first == "red" else "1", (0.5, 0.5, 0.0)),
         (lambda first, second: "1" if first == "red" else "2", (0.0, 0.25, 0.75)),  # re-prefill's
@@ -195,7 +215,7 @@ def test_a_win_is_preferred_in_both_orders(
 
 
 def test_a_comparison_without_a_verdict_is_unrated(server: Server, run: Path) -> None:
-    server.say = lambda prompt: "Both are fine."
+    server.say = lambda prompt: "Both are fine. Better: 10"
     made = CliRunner().invoke(
         app, ["eval", "judge", str(run), "--model", "m", "--url", server.url, "--by", "wins", "--json"]
     )

@@ -49,6 +49,19 @@ def test_kl_is_zero_for_the_same_and_never_negative(logits: list[float], shift: 
     assert kl_divergence(logits, logits[::-1]) >= 0.0
 
 
+def test_kl_of_what_is_no_distribution_is_no_figure() -> None:
+    """Masked tokens add nothing; NaN is not a KL of 0."""
+    no, both = -math.inf, kl_divergence([1.0, 5.0], [5.0, 1.0])
+    assert kl_divergence([no, 1.0, 5.0], [no, 5.0, 1.0]) == both > 3
+    assert kl_divergence([no, 1.0, 5.0], [0.0, 1.0, 5.0]) > 0
+    for other in ([math.nan, math.nan], [math.inf, 1.0], [no, no], [no, 1.0]):
+        with pytest.raises(FloatingPointError, match="must be numbers with a finite KL, got NaN or infinite"):
+            kl_divergence([1.0, 5.0], other)
+    for reference in ([math.nan, 1.0], [math.inf, 1.0], [no, no]):
+        with pytest.raises(FloatingPointError, match="got NaN"):
+            kl_divergence(reference, [1.0, 5.0])
+
+
 def test_kl_refuses_other_shapes() -> None:
     with pytest.raises(ValueError, match="same vocabulary"):
         kl_divergence([0.0, 1.0], [0.0, 1.0, 2.0])

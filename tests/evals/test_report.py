@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import re
 import subprocess
 import sys
@@ -125,6 +126,27 @@ def test_odd_names_are_text_everywhere(written: Path, runs: list[Run]) -> None:
     assert "[bold]x" in console.export_text()
 
 
+def test_a_narrow_terminal_loses_no_figure(runs: list[Run]) -> None:
+    from rich.console import Console
+
+    tables = rich_tables(runs[0].result)
+    texts = []
+    for width in (40, 300):
+        console = Console(width=width, record=True, file=io.StringIO())
+        for table in tables:
+            console.print(table, crop=False)
+        texts.append([line.rstrip() for line in console.export_text().splitlines()])
+    assert texts[0] == texts[1] and max(map(len, texts[0])) > 80 and any("flips back" in line for line in texts[0])
+
+
+def test_unread_answers_are_counted_beside_what_leaves_them_out(tmp_path: Path) -> None:
+    """Blind reuse turns all right answers but one into babble: a mean of one item is no mean of all."""
+    with open_samples(tmp_path, CONFIG) as samples:
+        samples.add([row("blind", i, "red" if i == 0 else "the the") for i in range(9)] + [row("reprefill", 0)])
+    note = arm_table(read_runs([tmp_path], task_of=Words), "made/words").note
+    assert note == "In neither accuracy nor harm, since the task's rule could not read them: blind (8 of 9)."
+
+
 def test_tables_say_which_factors_patches_have(runs: list[Run]) -> None:
     def note(layout: str) -> str:
         config = runs[0].result["config"] | {"layout": layout}
@@ -232,7 +254,7 @@ def test_a_run_with_little_to_show_is_a_report_too(tmp_path: Path) -> None:
     heads, cells = Page(text).tables["made/words: words"]
     assert heads == ["arm", "n", "accuracy [95 %]", "bytes", "computed", "KL", "flips back"], "no column is empty"
     assert cells[:3] == ["blind", "2", "-"]
-    assert "No accuracy where the task&#39;s rule could read none of the answers: blind (2)." in text
+    assert "In neither accuracy nor harm, since the task&#39;s rule could not read them: blind (2 of 2)." in text
     assert [p.name for p in sorted((tmp_path / "run" / "figures").iterdir())] == ["01-made-words-arms.png"]
 
 
@@ -273,6 +295,15 @@ def test_the_command_prints_paths_as_they_are(tmp_path: Path) -> None:
     assert f"wrote {folder / 'report.html'}" in made.stdout
     made = CliRunner().invoke(app, ["eval", "score", str(folder)])
     assert made.exit_code == 0 and "[bold]run[/]" in made.stdout
+
+
+def test_a_run_that_cannot_be_written_is_scored(tmp_path: Path) -> None:
+    with open_samples(tmp_path, CONFIG) as samples:
+        samples.add([row("blind", 0, task="tiny/multi_hop")])
+    (tmp_path / "lm-eval").write_bytes(b"")  # no folder can be made
+    made = CliRunner().invoke(app, ["eval", "score", str(tmp_path)])
+    assert made.exit_code == 0 and "accuracy" in made.stdout
+    assert "lm-eval's files are left as they are: " in made.stderr
 
 
 def test_what_all_tasks_share_is_said_once(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from eval_rows import CONFIG, Words, row, sweep, unserved
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    with open_samples(tmp_path / "run", CONFIG) as samples:
+    with open_samples(tmp_path / "run", CONFIG | {"name": "words-7b"}) as samples:
         samples.add(
             [*sweep(20), unserved("orbit:2", 0), row("orbit:2", 1, "two words"), row("blind", 3, task="made/b-c")]
         )
@@ -39,7 +39,7 @@ def test_the_keys_are_lm_evals(folder: Path) -> None:
             "task_hashes"} <= made.keys()  # fmt: skip
     assert set(made["results"]) == set(made["versions"]) == set(made["configs"]) == {"made/words", "made/b-c"}
     assert made["n-samples"]["made/words"] == {"original": 20, "effective": 20}
-    assert made["config"]["model_args"] == "made/model"
+    assert (made["config"]["model_args"], made["config"]["model_sha"]) == ("words-7b", "made/model")
     assert made["configs"]["made/words"]["metadata"] == {"seed": 0}
     assert isinstance(made["date"], float)
     assert re.fullmatch(r"[0-9a-f]{40}|\d+\.\d+\.\d+\S*", version())
@@ -85,7 +85,7 @@ def test_standard_errors_recompute_from_the_samples_alone(folder: Path) -> None:
 
 def test_scoring_again_replaces_the_files(folder: Path) -> None:
     before = {path.name: path.read_bytes() for path in (folder / "lm").iterdir()}
-    with open_samples(folder / "run", CONFIG) as samples:
+    with open_samples(folder / "run", CONFIG | {"name": "words-7b"}) as samples:
         write_lm_eval(samples, folder / "lm", task_of=Words)
     assert {path.name: path.read_bytes() for path in (folder / "lm").iterdir()} == before
     assert len(before) == 3

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,20 @@ def test_a_killed_run_ends_as_an_undisturbed_one(engine: HFEngine, tmp_path: Pat
     assert resumed.rows == whole.rows
     lines = torn.read_text().splitlines()
     assert len(lines) == len(whole.rows) == len({(r["task"], r["arm"], r["index"]) for r in map(json.loads, lines)})
+
+
+def test_what_cannot_be_measured_is_left_out(engine: HFEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of NaN are no perfect answer, and no end of the run."""
+    answers = Measurer._answers
+
+    def broken(self: Measurer, memory: Any, items: Any, begin: int, policy: Any, first: Any) -> Any:
+        said = answers(self, memory, items, begin, policy, first)
+        return [replace(one, logits=one.logits * float("nan")) for one in said] if first else said
+
+    monkeypatch.setattr(Measurer, "_answers", broken)
+    runner = run(engine, tmp_path, "reprefill,blind", n=1, tasks=WINDOW[:1])
+    reasons = {arm: row.unscored for (_, arm, _), row in runner.samples.rows.items()}
+    assert set(reasons) == {"reprefill", "blind"} and all("got NaN" in str(reason) for reason in reasons.values())
 
 
 LINKS = ("mpic", "first_k", "epic", "cacheblend-oracle")
@@ -295,6 +310,9 @@ def test_decoded_frames_differ_and_work(model_dir: Path, tmp_path: Path) -> None
         (["run", "video-mme", "--arms", "stale:8", "--data", "/no/such"], "needs a task of setting recall"),
         (["run", "--frames", "2-9"], "frames must be numbers from 2 to 6"),
         (["run", "--frames", "two"], "separated by commas"),
+        (["run", "video-mme", "--frames", "16"], "got video-mme; of a video take --video-frames"),
+        (["run", "mm-niah,recall@0.5:milebench", "--decoded"], "--decoded must be for generated tasks"),
+        (["run", "video-mme", "--seed", "3"], "--seed must be for generated tasks or protocols, got video-mme"),
         (["run", "--layout", "diagonal"], "layout must be one of"),
         (["run", "--model", "/no/such/model"], "/no/such/model"),
         (["run", "--engine", "vllm", "--arms", "blind,quest:0.5"], "got quest:0.5, which read inside the model"),

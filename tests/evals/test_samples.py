@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ctxwin_evals.benchmarks import DataOptions, benchmark
 from ctxwin_evals.samples import FORMAT, open_samples, read_samples
 from eval_rows import CONFIG, row
 
@@ -25,6 +26,14 @@ def test_rows_are_appended_once_and_read_back(tmp_path: Path) -> None:
         assert again.created == samples.created == read_samples(tmp_path / "run").created != ""
     assert again.rows["made/words", "blind", 1].answer == "red"
     assert again.has("made/words", "blind", 2) and not again.has("made/words", "blind", 3)
+
+
+def test_leaving_items_out_is_no_other_configuration(tmp_path: Path) -> None:
+    """The remedy for missing media, ``--skip-missing``, continues a run that was begun without it, an older one too."""
+    configs = [benchmark("video-mme", DataOptions(str(tmp_path), skip_missing=skip)).config() for skip in (False, True)]
+    assert configs[0] == configs[1]
+    open_samples(tmp_path, CONFIG | {"tasks": {"video-mme": {**configs[0], "skip_missing": False}}}).close()
+    open_samples(tmp_path, CONFIG | {"tasks": {"video-mme": configs[1]}}).close()
 
 
 def test_a_torn_last_line_is_a_missing_sample(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_scores_by_hand(tmp_path: Path) -> None:
     assert made["harm_rate"] == 0.25
     assert made["bytes_share"] == made["spent_share"] == pytest.approx(400 / 5000)
     assert made["by_frames"] == {"2": {"n": 2, "accuracy": 0.5}, "3": {"n": 3, "accuracy": 1.0}}
-    assert made["official"] == {"strict": pytest.approx(3 / 5)}
+    assert made["official"] == {"strict": pytest.approx(3 / 6)}, "what was not served is an empty answer there"
     assert scores(samples, n=2, task_of=Words)["arms"]["patched:8"]["made/words"]["accuracy"] == 1.0
 
 
@@ -78,7 +78,7 @@ def test_unknown_arms_and_missing_clusters_are_errors(tmp_path: Path) -> None:
     samples = run(tmp_path, [row("blind", 0)])
     with pytest.raises(ValueError, match="samples of patched:8"):
         scores(samples, ["patched:8"], task_of=Words)
-    with pytest.raises(ValueError, match="samples of patched:8 to compare with, got blind"):
+    with pytest.raises(ValueError, match=f"{tmp_path} must hold samples of patched:8 to compare with, got blind"):
         scores(samples, against="patched:8", task_of=Words)
     with pytest.raises(ValueError, match="sample 0 of 'made/words' must name its cluster"):
         Table([row("blind", 0, cluster="")], Scorer(Words))
@@ -194,6 +194,22 @@ def test_token_arms_are_compared_at_the_bytes_of_a_patch() -> None:
     }
     ours = sum(o.answer.score or 0 for o in patch.values()) / 60
     assert found["accuracy"] == pytest.approx(ours - (right["a"] + right["b"]) / 2)
+
+
+def test_no_lead_is_made_of_rounding() -> None:
+    """An answer of a third in both settings is a third between them."""
+
+    class Thirds(Words):
+        def score(self, answer: str, target: Any, meta: Mapping[str, Any]) -> Scored:
+            return Scored(answer.count("!") / 3, answer)
+
+    rows = [row(arm, i, "!" * (1 + i % 3)) for arm in ("patched:4", "first_k:2", "first_k:6") for i in range(12)]
+    of = {arm: found for (_, arm), found in Table(rows, Scorer(Thirds)).outcomes.items()}
+    for low, high, share in ((0.02, 0.06, 0.0537), (0.0113, 0.0999, 0.0345), (0.0207, 0.1034, 0.0359)):
+        settings = [Setting("first_k:2", low, of["first_k:2"]), Setting("first_k:6", high, of["first_k:6"])]
+        found = matched(of["patched:4"], share, settings)
+        assert found is not None and found["accuracy"] == 0.0 and found["accuracy_ci95"] is not None
+        assert found["accuracy_ci95"][0] < 0 < found["accuracy_ci95"][1]
 
 
 def test_below_the_smallest_setting_is_the_base_and_above_the_largest_nothing() -> None:

@@ -126,6 +126,14 @@ def test_graded_scores_that_are_all_alike_are_not_sure_either() -> None:
     assert share_interval([0.5] * 20, ["one"] * 20) == (0.0, 1.0)
 
 
+def test_rounding_makes_no_difference() -> None:
+    rounded = [0.1 + 0.2] * 5 + [0.3] * 15
+    assert share_interval(rounded, alone(20)) == pytest.approx(share_interval([0.3] * 20, alone(20)))
+    gaps = [3 * 0.1 - 0.3, *[0.0] * 19]
+    assert difference_interval(gaps, alone(20), drawn=True) == difference_interval([0.0] * 20, alone(20), drawn=True)
+    assert share_interval([1.0 - 2**-53] * 3 + [1.0 + 2**-52], alone(4)) == wilson(4, 4)
+
+
 @pytest.mark.parametrize("clusters", [["a", ""], ["a"]])
 def test_a_missing_cluster_is_an_error(clusters: list[str]) -> None:
     for figure in (standard_error, mean_interval, share_interval, bootstrap_mean):

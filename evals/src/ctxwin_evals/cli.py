@@ -26,6 +26,7 @@ app.command("probe")(probe)
 
 _RULES = "vlmevalkit, qwen-vl-utils, linspace, hf-qwen2-vl, lmms-eval"
 _LAYOUT = "Factors of patches, as of patched:16: joint, per_layer, quantized (windows serve these) or shared."
+_FRAMES = "2-6"
 ALL_ARMS = "reprefill,blind,patched:1,patched:2,patched:4,patched:8,first_k:4,orbit:8,transfer:8"
 
 
@@ -35,7 +36,7 @@ def run(
     arms: Annotated[str, typer.Option(help="Comma-separated; `ctxwin eval ls` lists them.")] = ALL_ARMS,
     n: Annotated[int, typer.Option(help="Items a task; 0: all of a data set.", min=0)] = 300,
     seed: Annotated[int, typer.Option(help="Seed of generated items.")] = 0,
-    frames: Annotated[str, typer.Option(help="Numbers of frames of generated items, as 2-6 or 2,4.")] = "2-6",
+    frames: Annotated[str, typer.Option(help="Numbers of frames of generated items, as 2-6 or 2,4.")] = _FRAMES,
     decoded: Annotated[bool, typer.Option(help="Pass generated frames through an mp4 file first.")] = False,
     data: Annotated[str, typer.Option(help="Benchmark data: a folder in the official layout, or hub:OWNER/NAME.")] = "",
     split: Annotated[str, typer.Option(help="Split of a benchmark; its first by default.")] = "",
@@ -69,7 +70,7 @@ def run(
     from ctxwin.files import check_writable
     from ctxwin.hashing import digest
     from ctxwin_evals.arms import parse_arms
-    from ctxwin_evals.benchmarks import DataOptions, DataTask
+    from ctxwin_evals.benchmarks import BENCHMARKS, DataOptions, DataTask
     from ctxwin_evals.results import write_lm_eval
     from ctxwin_evals.run import Runner, Settings, check_served, companions, plan_jobs
     from ctxwin_evals.score import scores
@@ -80,8 +81,15 @@ def run(
     data_options = DataOptions(
         data or None, split, video_frames, frame_rule, area, as_video, subtitles, times, skip_missing, longest
     )
+    names = expand(tasks)
+    if (frames != _FRAMES or decoded) and not any(name.rpartition(":")[2].startswith("tiny/") for name in names):
+        raise ValueError(
+            f"--frames and --decoded must be for generated tasks (tiny/...), got {tasks}; of a video take --video-frames"
+        )
+    if seed and all(name in BENCHMARKS for name in names):
+        raise ValueError(f"--seed must be for generated tasks or protocols, got {tasks}, whose items are the data's")
     tiny = TinyOptions(seed, _frames(frames), decoded)
-    opened = [open_task(name, tiny, data_options) for name in expand(tasks)]
+    opened = [open_task(name, tiny, data_options) for name in names]
     if not n and any(task.endless for task in opened):
         raise ValueError("n must be >= 1 for generated tasks, got 0")
     chosen = parse_arms(arms)
@@ -128,9 +136,12 @@ def score(
     names = [arm.name for arm in parse_arms(arms)] if arms else None
     samples = read_samples(folder)
     result = scores(samples, names, n or None, against=against or None)
-    write_lm_eval(samples, folder / "lm-eval", names, n or None)
     result["output"] = str(folder)
     _show(result, as_json)
+    try:
+        write_lm_eval(samples, folder / "lm-eval", names, n or None)
+    except OSError as error:  # a folder that is only read
+        typer.echo(f"lm-eval's files are left as they are: {error}", err=True)
 
 
 @app.command()
@@ -310,7 +321,7 @@ def _show(result: Result, as_json: bool) -> None:
     from ctxwin_evals.report import rich_tables
 
     for table in rich_tables(result):
-        console.terminal().print(table)
+        console.terminal().print(table, crop=False)  # a narrow terminal breaks lines; no figure is lost
     if result["basis_bytes"]:
         console.terminal().print(f"shared basis: {result['basis_bytes']:,} bytes, once for the model")
     console.terminal().print(f"samples and results: {result['output']}")

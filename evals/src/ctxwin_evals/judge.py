@@ -60,8 +60,9 @@ _COMPARE = (
     "[Question]\n{question}\n\n[Answer 1]\n{first}\n\n[Answer 2]\n{second}\n\n"
     "Reply with one line, nothing else: Better: 1, Better: 2 or Better: tie"
 )
-_RATING = re.compile(r"rating\s*:?\s*\[*\s*(\d+)", re.I)
-_BETTER = re.compile(r"better\s*:?\s*\[*\s*(1|2|tie)", re.I)
+_RATING = re.compile(r"rating[\s*_]*(?:\([^()\n]*\))?[\s*_:=\[]*(\d+)", re.I)
+_BETTER = re.compile(r"better[\s*_:=\[]*(?:answer[\s*_]*)?(1|2|tie)(?!\d)", re.I)
+"""As asked for, with the marks of Markdown, brackets, an equals sign, or the scale or "Answer" in between."""
 
 
 class Judge:

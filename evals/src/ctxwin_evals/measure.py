@@ -90,7 +90,8 @@ class Measurer:
         also measured, along the reference's answer (``to_control``). ``group`` is that of the items where it exists already.
         ``on_arm`` is called once each arm has been served.
 
-        Cost: the reference, and for each arm its serving and its answers.
+        A sample is unscored, with the reason, where the prompt is too long, an arm has no meaning for the item, or logits are
+        NaN. Cost: the reference, and for each arm its serving and its answers.
         """
         limit = self.decoder.engine.spec.max_tokens
         try:
@@ -128,9 +129,14 @@ class Measurer:
                     yield self._sample(item, arm, **sizes, unscored="the arm has no meaning for this item")
                     continue
                 extra = dict(one.extra)
-                if control is not None and (other := results[control][1][i]) is not None:
-                    along = self._forced_kl(other, answer)
-                    extra["to_control"] = self.divergence(other.logits, answer.logits) if along is None else along
+                try:
+                    distances = self._distances(first, answer), self._distances(first, base_answer)
+                    if control is not None and (other := results[control][1][i]) is not None:
+                        kl, along = self._distances(other, answer)
+                        extra["to_control"] = kl if along is None else along
+                except FloatingPointError as error:
+                    yield self._sample(item, arm, **sizes, unscored=str(error))
+                    continue
                 layers = None if self.along or one.begin is not None else by_layer(one.spans, group.exact[rows[i]])
                 figures: dict[str, Any] = {name: getattr(one, name) for name in _COSTS}
                 figures |= {"answer": answer.answer, "reference": first.answer, "base": base_answer.answer}
@@ -139,10 +145,10 @@ class Measurer:
                     arm,
                     **sizes,
                     **figures,
-                    kl=self.divergence(first.logits, answer.logits),
-                    base_kl=self.divergence(first.logits, base_answer.logits),
-                    forced_kl=self._forced_kl(first, answer),
-                    base_forced_kl=self._forced_kl(first, base_answer),
+                    kl=distances[0][0],
+                    base_kl=distances[1][0],
+                    forced_kl=distances[0][1],
+                    base_forced_kl=distances[1][1],
                     extra=extra,
                     by_layer=layers,
                 )
@@ -156,11 +162,12 @@ class Measurer:
         same |= {"case": item.digest, "frames": len(item.placed), "question": item.query, "meta": dict(item.meta)}
         return Sample(arm=arm.name, **same, **more)
 
-    def _forced_kl(self, reference: Said, other: Said) -> float | None:
-        """Mean KL along the reference's answer; None where that has one token."""
+    def _distances(self, reference: Said, other: Said) -> tuple[float, float | None]:
+        """KL of the next token, and its mean along the reference's answer; None where that has one token."""
+        kl = self.divergence(reference.logits, other.logits)
         if reference.forced is None or other.forced is None:
-            return None
-        return float(np.mean([self.divergence(p, q) for p, q in zip(reference.forced, other.forced, strict=True)]))
+            return kl, None
+        return kl, float(np.mean([self.divergence(p, q) for p, q in zip(reference.forced, other.forced, strict=True)]))
 
     def _sizes(self, item: Item, group: Group) -> dict[str, int]:
         tokens = group.system_prompt.tokens + group.context_tokens + self.decoder.query(item.query).tokens

@@ -36,7 +36,8 @@ class Figures(TypedDict):
             has more than one token.
         flips, flip_recover: items whose prediction the base changes, and the share of them that the arm restores.
         by_frames, by_layer, grid: accuracy by number of chunks; relative error of the KV by layer; accuracy by length and depth.
-        own, official: means of the arm's own figures; the data set's own aggregates.
+        own, official: means of the arm's own figures; the data set's own aggregates, for which an item that
+            was not served has an empty answer, as in the exports.
     """
 
     n: int
@@ -106,13 +107,19 @@ class Outcome:
 def kl_divergence(reference: ArrayLike, other: ArrayLike) -> float:
     """KL(reference || other) in nats of two next-token distributions given as logits over the same vocabulary.
 
-    Computed in float64. Raises ValueError for different shapes or an empty vocabulary.
+    Computed in float64; tokens that the reference rules out (-inf) add nothing. Raises ValueError for different shapes or an
+    empty vocabulary, FloatingPointError where there is no figure: for NaN, or a token that only the other rules out.
     """
     x, y = (np.asarray(logits, dtype=np.float64) for logits in (reference, other))
     if x.shape != y.shape or x.ndim != 1 or not x.size:
         raise ValueError(f"both must be logits of the same vocabulary, not empty, got shapes {x.shape} and {y.shape}")
-    p, q = log_softmax(x), log_softmax(y)
-    return max(0.0, float(np.sum(np.exp(p) * (p - q))))
+    with np.errstate(all="ignore"):
+        p, q = log_softmax(x), log_softmax(y)
+        heeded = p != -np.inf  # true of NaN, too
+        figure = float(np.sum(np.exp(p[heeded]) * (p[heeded] - q[heeded])))
+    if not math.isfinite(figure):
+        raise FloatingPointError("the model's logits must be numbers with a finite KL, got NaN or infinite ones")
+    return max(0.0, figure)
 
 
 def eta(kls: Sequence[float], base_kls: Sequence[float]) -> float | None:
@@ -357,9 +364,10 @@ def matched(patch: Outcomes, share: float, settings: Sequence[Setting]) -> Match
         mine, row = patch[i], patch[i].row
         low = (lower.outcomes[i].row.kl, lower.outcomes[i].answer.score) if lower else (row.base_kl, mine.base.score)
         high = (upper.outcomes[i].row.kl, upper.outcomes[i].answer.score) if upper else low
-        removed.append((1 - weight) * low[0] + weight * high[0] - row.kl)
+        removed.append(low[0] + weight * (high[0] - low[0]) - row.kl)
         if mine.answer.score is not None and low[1] is not None and high[1] is not None:
-            gaps.append((mine.answer.score - ((1 - weight) * low[1] + weight * high[1]), row.cluster))
+            # This form is exact where both are equal: no lead is made of rounding.
+            gaps.append((mine.answer.score - (low[1] + weight * (high[1] - low[1])), row.cluster))
     clusters = [patch[i].row.cluster for i in shared]
     above = paired(patch, upper.outcomes) if upper else None
     return {

@@ -79,6 +79,7 @@ def _result(table: Table, samples: Samples, n: int | None) -> dict[str, Any]:
     tasks = {name: table.scorer.task(name) for name in table.rows}
     metrics = [{"metric": m, "aggregation": "mean", "higher_is_better": up} for m, up in HIGHER.items()]
     settings = {k: v for k, v in config.items() if k not in ("format", "tasks", "model")}
+    settings |= {"model_args": _model(samples), "model_sha": config.get("model")}
     return {
         "results": {name: {"alias": name} | _figures(name, table, cells) for name in tasks},
         "configs": {
@@ -90,7 +91,7 @@ def _result(table: Table, samples: Samples, n: int | None) -> dict[str, Any]:
         "n-shot": dict.fromkeys(tasks, 0),
         "higher_is_better": {name: dict(HIGHER) for name in tasks},
         "n-samples": {name: {"original": len(indices[name]), "effective": _effective(table, name)} for name in tasks},
-        "config": {"model": "ctxwin", "model_args": str(config.get("model", "")), "limit": n, **settings},
+        "config": {"model": "ctxwin", "limit": n, **settings},
         "git_hash": version(),
         "date": datetime.fromisoformat(samples.created).timestamp() if samples.created else None,
         "task_hashes": {
@@ -98,6 +99,11 @@ def _result(table: Table, samples: Samples, n: int | None) -> dict[str, Any]:
             for name in tasks
         },
     }
+
+
+def _model(samples: Samples) -> str:
+    """The model's name; what older runs have as their model, which in newer ones is a digest."""
+    return str(samples.config.get("name") or samples.config.get("model", ""))
 
 
 def _figures(task: str, table: Table, cells: Cells) -> dict[str, Any]:
@@ -183,7 +189,7 @@ def export_run(folder: Path, arm: str, output: Path) -> dict[str, Path]:
     serve has an empty answer. Raises ValueError for an arm that is not there, or a run without any such task.
     """
     samples, scorer = read_samples(folder), Scorer()
-    model = re.sub(r"[^\w.-]+", "_", Path(str(samples.config.get("model", "model"))).name)
+    model = re.sub(r"[^\w.-]+", "_", Path(_model(samples) or "model").name)
     by_task: dict[str, list[Sample]] = {}
     for row in samples.rows.values():
         by_task.setdefault(row.task, []).append(row)

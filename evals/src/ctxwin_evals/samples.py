@@ -35,7 +35,7 @@ class Sample(BaseModel):
     Attributes:
         doc_id, cluster, question, target, meta: the item's, see `ctxwin_evals.items.Item`; ``case`` is the item's digest.
         frames, media, placed, tokens: placed chunks, their pictures and videos, their tokens, and tokens of the whole prompt.
-        unscored: why the arm could not serve the item; None where it did. The fields below are set for served items only.
+        unscored: why the arm could not serve the item or be measured; None where it could. Only then are the fields below set.
         answer, reference, base: text under the arm, under the exact re-prefill, and under doing nothing.
         kl, base_kl: KL(re-prefill || arm) and KL(re-prefill || base) of the next token, nats.
         forced_kl, base_forced_kl: the same, averaged along re-prefill's answer; None where that has one token.
@@ -240,6 +240,8 @@ def _differences(recorded: dict[str, Any], current: dict[str, Any], prefix: str 
     """Yield the differences of two configurations, nested ones by their inner names."""
     for key in sorted({*recorded, *current}):
         there, now = recorded.get(key), current.get(key)
+        if key == "skip_missing":  # of older runs; whether items are left out changes none of the others
+            continue
         if isinstance(there, dict) and isinstance(now, dict):
             yield from _differences(there, now, f"{prefix}{key}.")
         elif there != now:

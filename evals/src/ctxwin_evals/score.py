@@ -1,7 +1,7 @@
 """Scoring: from samples to figures, without a model. Unscored is not wrong, and no data is an error."""
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -104,7 +104,7 @@ class Scorer:
         return Outcome(row, *scores)
 
     def official(self, rows: Sequence[Sample]) -> dict[str, float]:
-        """The data set's own aggregates over samples of one arm on one task."""
+        """The data set's own aggregates over samples of one arm on one task, an empty answer for one that was not served."""
         records = []
         for row in rows:
             scored = self.scored(row)
@@ -124,11 +124,11 @@ class Table:
     def __init__(self, rows: Iterable[Sample], scorer: Scorer) -> None:
         self.scorer = scorer
         self.rows: dict[str, dict[str, list[Sample]]] = {}
-        self.unserved: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        self.unserved: dict[tuple[str, str], list[Sample]] = defaultdict(list)
         for row in sorted(rows, key=lambda row: row.index):
             samples = self.rows.setdefault(row.task, {}).setdefault(row.arm, [])
             if row.unscored is not None:
-                self.unserved[row.task, row.arm][row.unscored] += 1
+                self.unserved[row.task, row.arm].append(row)
             else:
                 samples.append(row)
         self.outcomes = {
@@ -153,14 +153,14 @@ class Table:
         """Items that could not be served, costs, groups of items, the arm's own figures, official aggregates."""
         rows = self.rows[task][arm]
         scores = [self.scorer.scored(row).score for row in rows]
-        unserved = self.unserved.get((task, arm), {})
-        figures["unscored"] = sum(unserved.values())
+        unserved = self.unserved.get((task, arm), [])
+        figures["unscored"] = len(unserved)
         frames: dict[int, list[float | None]] = defaultdict(list)
         for row, score in zip(rows, scores, strict=True):
             frames[row.frames].append(score)
         figures["by_frames"] = {str(count): _accuracy(some) for count, some in sorted(frames.items())}
         if unserved:
-            figures["unscored_why"] = dict(unserved)
+            figures["unscored_why"] = dict(Counter(row.unscored or "" for row in unserved))
         for name in ("tokens", "computed", "forwards", "encodes"):
             figures[name] = fmean([getattr(row, name) for row in rows])
         figures["spent_share"] = self._spent(task, arm)
@@ -172,7 +172,7 @@ class Table:
             figures["by_layer"] = [float(x) for x in np.mean(np.asarray(layers, dtype=np.float64), axis=0)]
         if cells := _grid(rows, scores):
             figures["grid"] = cells
-        if official := self.scorer.official(rows):
+        if official := self.scorer.official(sorted([*rows, *unserved], key=lambda row: row.index)):
             figures["official"] = official
 
     def _spent(self, task: str, arm: str) -> float | None:
@@ -255,7 +255,8 @@ def scores(
     rows = select(samples, names, n)
     present = {row.arm for row in rows}
     if against is not None and against not in present:
-        raise ValueError(f"the run must hold samples of {against} to compare with, got {', '.join(sorted(present))}")
+        got = ", ".join(sorted(present))
+        raise ValueError(f"{samples.folder} must hold samples of {against} to compare with, got {got}")
     table = Table(rows, Scorer(task_of))
     by_arm = table.arms()
     order = names if names is not None else list(dict.fromkeys(row.arm for row in rows))

@@ -21,6 +21,8 @@ SEED = 0x63747877
 """Of every bootstrap: the same samples give the same interval. Figures of the same items share their draws."""
 _LEVEL = 0.95
 _Z = float(stats.norm.ppf(0.5 + _LEVEL / 2))
+_DIGITS = 12
+"""Decimals of scores that count: what sums and means round off makes no difference."""
 _COUNTS_AT_ONCE = 4_000_000
 """Counts that are multiplied at once, 32 MB."""
 
@@ -69,7 +71,7 @@ def difference_interval(differences: ArrayLike, clusters: Sequence[str], *, draw
     `mean_interval`, or `bootstrap_mean` where ``drawn``, cut to -1..1. Where all differences are equal, both would have no
     width however few the items; Wilson's bound on an unseen different value is then put on either side.
     """
-    x, _ = _with_cluster_numbers(differences, clusters)
+    x = _with_cluster_numbers(differences, clusters)[0].round(_DIGITS)
     interval = bootstrap_mean(x, clusters) if drawn else mean_interval(x, clusters)
     if interval is None:
         return None
@@ -90,6 +92,7 @@ def share_interval(scores: ArrayLike, clusters: Sequence[str], effective: float 
     Raises ValueError for empty input, an item without a cluster or a score outside 0..1.
     """
     x, codes = _with_cluster_numbers(scores, clusters)
+    x = x.round(_DIGITS)
     if x.min() < 0 or x.max() > 1:
         raise ValueError(f"scores must be within 0..1, got {x.min()} to {x.max()}")
     count, share = int(codes.max()) + 1, float(x.mean())

@@ -60,6 +60,8 @@ def test_the_prompt_is_that_of_lmms_eval(whole: tuple[Path, list[dict[str, Any]]
     [
         ("B", 1), ("B.", 1), (" b ", 1), ("(B)", 1), ("C cooks", 1), ("B. C cooks.", 1), ("C reads and cooks.", 2),
         ("d. C. A. sleeps", 3), ("C", 2), ("", -1), ("B and C", -1), ("F", -1), ("C reads or walks", -1),
+        ("B)", 1), ("[B]", 1), ("\uff08B\uff09", 1), ("(B).", 1), ("(B) C cooks", 1), ("B) C cooks.", 1), ("B. C walks", -1),
+        ("The answer is B.", -1), ("(B", 1), ("E. C walks.", 4),
     ],
 )  # fmt: skip
 def test_answers_are_letters_or_choices(answer: str, index: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import tarfile
 import zipfile
@@ -14,11 +15,12 @@ import pytest
 from PIL import Image
 
 from benchmark_data import write_milebench, write_mm_niah, write_video_mme
+from ctxwin.hashing import digest
 from ctxwin_evals.benchmarks import DataOptions, benchmark, source
 
 
 class Hub:
-    """Stands in for `huggingface_hub.snapshot_download`: copies what the patterns ask for."""
+    """Stands in for `huggingface_hub.snapshot_download`: links what the patterns ask for to copies among its blobs."""
 
     def __init__(self, files: Path, target: Path) -> None:
         self.files, self.target, self.asked = files, target, []
@@ -29,8 +31,12 @@ class Hub:
         for path in self.files.rglob("*"):
             name = path.relative_to(self.files)
             if path.is_file() and any(fnmatch(str(name), p) for p in allow_patterns):
-                (self.target / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, self.target / name)
+                link, blob = self.target / name, self.target.parent / "blobs" / digest(str(name))
+                for folder in (link.parent, blob.parent):
+                    folder.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, blob)
+                link.unlink(missing_ok=True)
+                link.symlink_to(os.path.relpath(blob, link.parent))
         return str(self.target)
 
 
@@ -135,7 +141,7 @@ def test_damaged_archives_are_named(hub: Hub) -> None:
     assert not list((hub.target / "mm_niah_val").glob(".unpacking*"))
 
 
-def test_a_folder_as_downloaded_is_unpacked_where_it_lies(hub: Hub) -> None:
+def test_a_folder_as_downloaded_is_unpacked_where_it_lies(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, and again from where it stopped if it was ended in the middle."""
     root = hub.files
     write_mm_niah(root, 2, lengths=(200,), image_size=56)
@@ -143,7 +149,8 @@ def test_a_folder_as_downloaded_is_unpacked_where_it_lies(hub: Hub) -> None:
     tar(base / "images", base / "images.tar.gz", "images")
     (base / ".unpacking-killed").mkdir()
     (base / ".unpacking-killed" / "half.jpg").write_bytes(b"...")
-    for data in (root, base):  # the set, and the folder of one split
+    monkeypatch.chdir(base)
+    for data in (root, base, "."):  # the set, and the folder of one split
         assert len([i.load() for i in benchmark("mm-niah/counting-image", DataOptions(data=str(data))).items()]) == 2
         assert not list(base.glob(".unpacking-*"))
     shutil.rmtree(base / "images")
@@ -159,6 +166,32 @@ def test_a_folder_as_downloaded_is_unpacked_where_it_lies(hub: Hub) -> None:
     shutil.rmtree(root / "video")
     assert len(benchmark("video-mme", DataOptions(data=str(root))).items()) == 3
     assert hub.asked == []
+
+
+@pytest.mark.parametrize("place", ["data", "video"])
+def test_a_share_that_was_unpacked_by_hand_need_not_be_writable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """``unzip`` leaves Video-MME in ``data/``, where it is found and not unpacked again."""
+    write_video_mme(tmp_path, 3, seconds=(2, 2, 2), image_size=56)
+    with zipfile.ZipFile(tmp_path / "videos_chunked_01.zip", "w") as made:
+        for path in (tmp_path / "video").iterdir():
+            made.write(path, f"data/{path.name}")
+    (tmp_path / "video").rename(tmp_path / place)
+    (tmp_path / ".unpacking.lock").mkdir()  # cannot be opened, as on a share that is only read
+
+    def refuse(path: Path, *args: object, **options: object) -> None:
+        raise PermissionError(f"{path} is only read")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "touch", refuse)
+        assert len(benchmark("video-mme", DataOptions(data=str(tmp_path))).items()) == 3
+    assert len(benchmark("video-mme", DataOptions(data=str(tmp_path))).items()) == 3
+    assert (tmp_path / "videos_chunked_01.zip.unpacked").exists()
+    assert sorted({"data", "video"} & {path.name for path in tmp_path.iterdir()}) == [place]
+    (tmp_path / "videos_chunked_02.zip").write_bytes(b"not unpacked")
+    with pytest.raises(ValueError, match=r"must be writable .* empty videos_chunked_02\.zip\.unpacked beside each"):
+        benchmark("video-mme", DataOptions(data=str(tmp_path))).items()
 
 
 def test_an_archive_can_neither_fill_the_disk_nor_leave_its_folder(

@@ -208,7 +208,7 @@ class DataTask(Task):
         if data is not None and not data.startswith(HUB):
             data = str(Path(data).expanduser().resolve())  # however it was spelled
         config = {"data": data, "split": self.split, "max_pixels": self.options.max_pixels}
-        return {**super().config(), **config, "max_tokens": self.max_tokens, "skip_missing": self.options.skip_missing}
+        return {**super().config(), **config, "max_tokens": self.max_tokens}
 
 
 class PromptTask(DataTask):

@@ -9,6 +9,7 @@ which takes the file that ``export`` writes; here they are unscored.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -22,6 +23,8 @@ from ctxwin_evals.items import Item, Scored
 LETTERS = "ABCDE"
 OPTIONS = tuple(f"option {i}" for i in range(len(LETTERS)))
 INSTRUCTION = "\nAnswer with the option's letter from the given choices directly."
+_LETTER = re.compile(r"[(\[\uff08]?([a-e])(?:$|[.)\]\uff09]+\s*)(.*)", re.S)
+"""A letter with or without brackets, and what follows: without a mark between them it is a choice about C, who films."""
 COLUMNS = ("video_idx", "question", "option", "answer")
 
 
@@ -103,10 +106,10 @@ class EgoSchema(VideoTask):
 
 
 def read_answer(answer: str, options: Sequence[str]) -> int:
-    """The choice that an answer is: a letter, a choice, or both as they were shown; -1 for none of these."""
-    text = answer.strip().rstrip(".").lower()
-    for i, (letter, option) in enumerate(zip(LETTERS.lower(), options, strict=True)):
-        choice = option.strip().rstrip(".").lower()
-        if text in (letter, f"({letter})", choice, f"{letter}. {choice}"):
-            return i
-    return -1
+    """The choice that an answer is: a choice, a letter, or both, "B. C cleans" or "(B) C cleans"; -1 for all else, prose too."""
+    text, *choices = (part.strip().rstrip(".").lower() for part in (answer, *options))
+    if text in choices:
+        return choices.index(text)
+    match = _LETTER.fullmatch(text)
+    index = LETTERS.lower().index(match[1]) if match else -1
+    return index if match and match[2] in ("", choices[index]) else -1

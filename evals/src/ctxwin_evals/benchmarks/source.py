@@ -6,7 +6,7 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 HUB = "hub:"
@@ -21,7 +21,7 @@ def find_data(data: str, patterns: list[str]) -> Path:
     set, or one that the hub does not give.
     """
     if not data.startswith(HUB):
-        folder = Path(data).expanduser()
+        folder = Path(data).expanduser().absolute()  # the name of "." tells an MM-NIAH split, too
         if not folder.is_dir() or not any(folder.iterdir()):
             raise ValueError(f"data must be a folder in the data set's official layout, got {data!r}, none or empty")
         unpack_all(folder)
@@ -47,9 +47,10 @@ def unpack_all(root: Path) -> None:
 
     Where is said by `_ARCHIVES`; ``MileBench_part*.tar.gz`` give the sets' folders, which hold a JSON file of their own name.
     An archive that does not hold what it should raises ValueError. What an unpacking that was ended left behind is removed, and
-    it begins again with the archive that it had not finished; two processes take turns.
+    it begins again with the archive that it had not finished; two processes take turns. Nothing need be writable where all is
+    unpacked.
     """
-    archives = [path for pattern in _ARCHIVES for path in root.glob(pattern) if not _is_unpacked(path)]
+    archives = [path for pattern, to in _ARCHIVES.items() for path in root.glob(pattern) if not _is_unpacked(path, to)]
     if not archives:
         return
     try:
@@ -57,7 +58,7 @@ def unpack_all(root: Path) -> None:
     except OSError as error:
         raise ValueError(
             f"{root} must be writable so that its archives ({archives[0].name}, ...) can be unpacked, got {error}; unpack them "
-            "by hand, or copy the folder"
+            f"by hand and leave an empty {archives[0].name}.unpacked beside each, or copy the folder"
         ) from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -65,7 +66,7 @@ def unpack_all(root: Path) -> None:
             shutil.rmtree(leftover)
         for pattern, folder in _ARCHIVES.items():
             for archive in sorted(root.glob(pattern)):
-                if not _is_unpacked(archive):
+                if not _is_unpacked(archive, folder):
                     _unpack(archive, folder)
 
 
@@ -82,32 +83,37 @@ _ARCHIVES = {
 """Folders that archives are unpacked to; those of MileBench name their own."""
 
 
-def _is_unpacked(archive: Path) -> bool:
-    if archive.name == "images.tar.gz":
-        return (archive.parent / "images").is_dir() or not archive.resolve().parent.name.startswith("mm_niah_")
-    return archive.with_name(archive.name + ".unpacked").exists()
+def _is_unpacked(archive: Path, folder: str) -> bool:
+    """True if an archive was unpacked here, or by hand, which is then marked where it can be."""
+    root, done = archive.parent, archive.with_name(archive.name + ".unpacked")
+    if archive.name == "images.tar.gz":  # no link of the hub's is followed: what it leads to has another name
+        return (root / "images").is_dir() or not root.name.startswith("mm_niah_")
+    names = (folder, f"{folder}s", *(["data"] if folder == "video" else [])) if folder else ()
+    if not done.exists() and any(_holds(root / name, archive) for name in names):
+        with suppress(OSError):  # a share that is only read
+            done.touch()
+        return True
+    return done.exists()
 
 
 def _unpack(archive: Path, folder: str) -> None:
-    root, done = archive.parent, archive.with_name(archive.name + ".unpacked")
-    if archive.name == "images.tar.gz":
-        with _content(archive) as content:
+    root = archive.parent
+    with _content(archive) as content:
+        if archive.name == "images.tar.gz":
             source = next((p for p in sorted(content.rglob("images")) if p.is_dir()), content)
             if not any(source.iterdir()):
                 raise ValueError(f"{archive} must hold pictures, got nothing; remove it to fetch it again")
             source.rename(root / folder)
-        return
-    if not folder or not any(_holds(root / name, archive) for name in (folder, f"{folder}s")):  # unpacked by hand
-        with _content(archive) as content:
-            if folder:
-                (root / folder).mkdir(exist_ok=True)
-                targets = {p: root / folder / p.name for p in content.rglob("*") if p.is_file()}
-            else:
-                sets = (p.parent for p in content.rglob("*.json") if p.stem == p.parent.name)
-                targets = {p: root / p.name for p in sets if not (root / p.name).exists()}
-            for path, target in targets.items():
-                path.replace(target)
-    done.touch()
+            return
+        if folder:
+            (root / folder).mkdir(exist_ok=True)
+            targets = {p: root / folder / p.name for p in content.rglob("*") if p.is_file()}
+        else:
+            sets = (p.parent for p in content.rglob("*.json") if p.stem == p.parent.name)
+            targets = {p: root / p.name for p in sets if not (root / p.name).exists()}
+        for path, target in targets.items():
+            path.replace(target)
+    archive.with_name(archive.name + ".unpacked").touch()
 
 
 def _holds(folder: Path, archive: Path) -> bool:

@@ -235,6 +235,9 @@ class Probe:
         samples: list[Sample] = []
         for batch in self._batches(stage, items, until):
             samples += self.measurer.samples(batch, arms, **options)  # type: ignore[arg-type]
+        for sample in samples:
+            if sample.unscored is not None:  # its empty answer would pass for the re-prefill's
+                raise ValueError(f"a model must answer what it is probed with, got {sample.arm}: {sample.unscored}")
         return samples
 
     def _by_kind(self, samples: Sequence[Sample]) -> dict[Kind, Summary]:

@@ -157,7 +157,8 @@ MORE: dict[str, Callable[[Figures], Cell]] = {
 ABOUT = {
     "n": "Items that the arm served.",
     "accuracy [95 %]": "Mean score under the task's own rule.",
-    "harm": "Share of items in which the arm scores lower than re-prefill (re-prefill right, arm wrong).",
+    "harm": "Share of items in which the arm scores lower than re-prefill (re-prefill right, arm wrong), of those in which both "
+    "answers can be read.",
     "bytes": "Stored for the patched chunks beyond the KV they are applied to, over their KV in bf16.",
     "computed": "Share of the chunks' tokens that went through the decoder when the question came.",
     "KL": "KL(re-prefill || arm) of the next token in nats, mean.",
@@ -165,7 +166,8 @@ ABOUT = {
     "'-' where the base's mean KL is under 0.01.",
     "flips back": "Of the items whose prediction the base changes, the share in which the arm restores re-prefill's.",
     "clusters": "Groups of items that depend on each other (questions on one video, one document).",
-    "left out": "Items that the arm has no meaning for + answers that the task's rule could not read. Neither counts as wrong.",
+    "left out": "Items that could not be served or measured + answers that the task's rule could not read. Neither counts as "
+    "wrong, unless by the data set's own figures.",
     "to re-prefill": "Accuracy minus re-prefill's on the same items.",
     "agrees": "Share of items with re-prefill's prediction, right or wrong.",
     "KL [95 %]": "KL with its interval.",
@@ -222,8 +224,8 @@ def arm_table(runs: Sequence[Run], task: str, *, more: bool = False) -> Table:
     notes = []
     if left_out := [f"{arm}: {why} ({n})" for _, arm, f in entries for why, n in f.get("unscored_why", {}).items()]:
         notes.append(f"Left out. {'; '.join(left_out)}.")
-    if unread := [f"{arm} ({f['unparsed']})" for _, arm, f in entries if f["accuracy"] is None]:
-        notes.append(f"No accuracy where the task's rule could read none of the answers: {', '.join(unread)}.")
+    if unread := [f"{arm} ({f['unparsed']} of {f['n']})" for _, arm, f in entries if f["unparsed"]]:
+        notes.append(f"In neither accuracy nor harm, since the task's rule could not read them: {', '.join(unread)}.")
     patched = [run.result["config"] for run, arm, _ in entries if arm.startswith("patched:") and "@" not in arm]
     if (layouts := {config.get("layout", "joint") for config in patched}) - {"quantized"}:
         factors = f"patched:M has {' and '.join(sorted(layouts))} factors of rank M"
@@ -288,7 +290,9 @@ def official_table(runs: Sequence[Run], task: str) -> Table | None:
             for key, value in figures.get("official", {}).items():
                 show = whole if key.partition("/")[0] in _COUNTS else number
                 rows.setdefault(key, {"figure": key})[head] = show(value)
-    return tabulate(f"{task}: the data set's own figures", rows.values()) if rows else None
+    unserved = any(figures.get("unscored") for run in runs for figures in run.arms(task).values())
+    note = "Items that an arm could not serve count as empty answers here, as in its export." if unserved else ""
+    return tabulate(f"{task}: the data set's own figures", rows.values(), note=note) if rows else None
 
 
 def own_table(runs: Sequence[Run], task: str) -> Table | None:

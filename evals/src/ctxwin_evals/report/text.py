@@ -32,7 +32,7 @@ def caveats(runs: Sequence[Run]) -> list[str]:
         f"Negative controls, whose answers blind reuse should not change: {', '.join(controls)}.": bool(controls),
         f"{len(small)} of {len(cells)} cells have fewer than {SMALL} items (the smallest {min(small, default=0)}): "
         "read their intervals, not their middles.": bool(small),
-        "Items that an arm has no meaning for, and answers that the task's rule cannot read, are left out and "
+        "Items that an arm could not serve, and answers that the task's rule cannot read, are left out and "
         "counted apart; they are not wrong answers. Arms that leave out different items stand on different ones: "
         "compare them in the tables of differences, which use shared items only.": any(
             f["unscored"] or f["unparsed"] for f in cells
@@ -63,7 +63,11 @@ def meanings(*, short: bool = False) -> dict[str, str]:
 
 
 def rich_tables(result: Result) -> list[RichTable]:
-    """One table a task of one scored run (see `ctxwin_evals.score.scores`)."""
+    """One table a task of one scored run (see `ctxwin_evals.score.scores`).
+
+    Each is as wide as its figures; a console that is narrower shows them all where it prints with ``crop=False``.
+    """
+    from rich.console import Console
     from rich.table import Table as RichTable
     from rich.text import Text
 
@@ -77,6 +81,7 @@ def rich_tables(result: Result) -> list[RichTable]:
             drawn.add_column(Text(column), justify="left" if i < table.labels else "right", no_wrap=True)
         for row in table.rows:
             drawn.add_row(*(Text(cell.text) for cell in row))  # texts, since names may hold what rich reads as markup
+        drawn.width = Console(width=1000).measure(drawn).maximum
         rendered.append(drawn)
     return rendered
 
