@@ -127,11 +127,6 @@ class Job:
     forgettings: int
     tries: int = 0
 
-    @property
-    def question_digest(self) -> str:
-        """Digest of the question and of the chunks before it."""
-        return digest("asked", [p.chunk_id for p in self.state.placed], self.exchange.query)
-
 
 class Auditor:
     """Audits the answers of one running model; see the module and `auditor_of`."""
@@ -337,6 +332,7 @@ class Auditor:
         exchanges: list[Exchange] = []
         references: list[References] = []
         shadows, is_stored = self._shadows_of(job), job.engine.repo.contains
+        asked = digest("asked", [p.chunk_id for p in job.state.placed], job.exchange.query)
         try:
             for name in ledger.candidates():
                 strategy = STRATEGIES[name]
@@ -363,7 +359,7 @@ class Auditor:
                 shadows[name] = {placement: kv for placement, kv in conditionings.items() if kv is not None}
                 key = ledger.record.binding, name
                 if all(c.lane != strategy.lane for c in layout.choices) or not self.sampler.is_trial(
-                    key, job.state.unit, job.question_digest
+                    key, job.state.unit, asked
                 ):
                     continue
                 if not exchanges:
